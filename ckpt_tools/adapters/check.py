@@ -30,7 +30,7 @@ from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import first_few
 
 Verdict = Literal["loads", "fails", "unknown"]
@@ -291,7 +291,7 @@ def _own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...
 def _config(directory: str) -> Mapping[str, object] | None:
     if not os.path.lexists(os.path.join(directory, ADAPTER_CONFIG)):
         return None
-    with Source(directory) as source:
+    with LocalSource(directory) as source:
         return read_json(source, ADAPTER_CONFIG)
 
 

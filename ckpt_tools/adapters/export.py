@@ -47,7 +47,7 @@ from ckpt_tools.adapters.settings import (
     sourced,
     with_alpha,
 )
-from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate, check_space
+from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.transform import plain_names
@@ -56,7 +56,7 @@ from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
-from ckpt_tools.storage.staging import check_destination
+from ckpt_tools.storage.staging import check_destination, check_space
 from ckpt_tools.text import escape_name
 
 _NATIVE_ROOT = "diffusion_model."

@@ -35,7 +35,7 @@ from ckpt_tools.options import (
     takes,
 )
 from ckpt_tools.quantised.decoded import dequantised
-from ckpt_tools.storage.source import Source
+from ckpt_tools.remote.places import is_directory, open_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,11 +192,11 @@ def gather(options: GatherOptions) -> Conversion:
         reference = None if options.like is None else stack.enter_context(open_path(os.fspath(options.like)))
         beside = model = None
         if options.assets is not None:
-            if not os.path.isdir(options.assets):
+            if not is_directory(os.fspath(options.assets)):
                 raise UsageError("--assets takes a directory", where=os.fspath(options.assets))
             beside, model = model_beside(os.fspath(options.assets), stack)
         elif opened.step is not None:
-            beside = assets_of_step(opened, stack.enter_context(Source(os.fspath(options.source))))
+            beside = assets_of_step(opened, stack.enter_context(open_source(os.fspath(options.source))))
         job = gathering_job(opened, options, assets=beside, like=reference)
         originals = filter(None, (opened, reference, model))
         is_selection = bool(options.include or options.exclude)

@@ -11,7 +11,7 @@ from ckpt_tools._version import __version__
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME, DType
 from ckpt_tools.description.layout import Mesh, Placement
-from ckpt_tools.errors import StorageError, UnreadableError, UsageError
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, detect, read_document
@@ -24,16 +24,14 @@ from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.moving.plan import Seal, check_names
 from ckpt_tools.moving.read import Edit
+from ckpt_tools.remote.places import is_remote, local
 from ckpt_tools.storage.journal import JOURNAL_NAME
-from ckpt_tools.storage.source import Source, short_file
-from ckpt_tools.storage.staging import free_bytes
+from ckpt_tools.storage.source import LocalSource, short_file
 from ckpt_tools.text import first_few
-from ckpt_tools.units import format_size
 
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Values of `--dtype`."""
 PART_NOTE = "one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there"
-_MARGIN_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +219,7 @@ def fingerprint(job: Job, metadata: bytes) -> str:
     parts = {fqn for fqn, name in job.names.items() if not name}
     state = (
         __version__,
-        os.path.realpath(source.root),
+        source.place,
         source.identities(),
         [(t.fqn, job.names.get(t.fqn), t.dtype.name, dtypes[t.fqn], t.shape) for t in job.target.tensors],
         [[[c.span.file, c.span.offset, c.box.offsets] for c in t.chunks] for t in job.source.tensors if t.fqn in parts],
@@ -240,25 +238,17 @@ def fingerprint(job: Job, metadata: bytes) -> str:
     return digest_bytes(json.dumps(state).encode())
 
 
-def check_space(needed_bytes: int, destination: str) -> None:
-    """Raise StorageError when the destination's file system has not enough room."""
-    free = free_bytes(destination)
-    if needed_bytes + _MARGIN_BYTES > free:
-        raise StorageError(
-            f"{format_size(needed_bytes)} are needed, {format_size(free)} are free",
-            where=os.path.dirname(os.path.abspath(destination)),
-            hint="free some space there, or choose another destination",
-        )
-
-
 def check_separate(opened: Opened, destination: str) -> None:
     """Refuse a destination inside the source, or around it: the source is never written to.
 
     A source that is one file has no inside: the destination may lie beside it.
     """
     name = next(iter(opened.checkpoint.files)) if opened.format.is_file else ""
-    source = os.path.realpath(os.path.join(opened.source.root, name))
-    target = os.path.realpath(destination)
+    if is_remote(destination):
+        source, target = os.path.join(opened.source.place, name).rstrip("/"), destination.rstrip("/")
+    else:
+        source = os.path.realpath(os.path.join(opened.source.place, name))
+        target = os.path.realpath(local(destination))
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
         raise UsageError(
             "source and destination must not contain each other",
@@ -269,9 +259,9 @@ def check_separate(opened: Opened, destination: str) -> None:
 
 def check_replaceable(destination: str) -> None:
     """Refuse to replace a directory that is neither empty nor a checkpoint."""
-    if not os.path.isdir(destination) or not os.listdir(destination):
+    if is_remote(destination) or not os.path.isdir(destination) or not os.listdir(destination):
         return
-    with Source(destination) as source:
+    with LocalSource(destination) as source:
         try:
             detect(source.list_files(), path=destination)
         except UnreadableError as error:

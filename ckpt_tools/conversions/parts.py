@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ckpt_tools.checks.step import verify_step
 from ckpt_tools.checks.verify import verify
@@ -14,7 +14,7 @@ from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.sink import Sink
 
 
 def can_adopt(path: str, *, num_workers: int) -> bool:
@@ -34,13 +34,16 @@ def can_adopt(path: str, *, num_workers: int) -> bool:
     return False
 
 
-def record_parts(directory: str, names: Iterable[str]) -> Iterator[tuple[str, FileRecord]]:
+def record_parts(sink: Sink, names: Collection[str]) -> Iterator[tuple[str, FileRecord]]:
     """Yield what the manifest of a step says of its parts: their `.metadata` and manifests, which say the rest."""
-    with Source(directory) as written:
+    if not names:
+        return
+    with sink.reader() as written:
+        there = written.list_files()
         for part in names:
             for document in (METADATA_NAME, MANIFEST_NAME):
                 name = f"{part}/{document}"
-                if not os.path.exists(os.path.join(directory, name)):  # files of ranks have no .metadata
+                if name not in there:  # files of ranks have no .metadata
                     continue
                 content = written.read(name, 0, written.size(name))
                 yield name, FileRecord(nbytes=len(content), digest=digest_bytes(content))

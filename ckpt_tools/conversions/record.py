@@ -96,7 +96,7 @@ def manifest_of(
         files=job.target.files,
         frames=frames,
         source={
-            "name": os.path.basename(os.path.realpath(checkpoint.root)),
+            "name": os.path.basename(job.opened.source.place),
             "format": checkpoint.format,
             "files": job.opened.source.identities(),
             **job.made,

@@ -16,7 +16,6 @@ from ckpt_tools.conversions.job import (
     check_claims,
     check_replaceable,
     check_separate,
-    check_space,
     fingerprint,
     rewrite_assets,
 )
@@ -30,13 +29,15 @@ from ckpt_tools.formats.manifest import (
     FileRecord,
     build_manifest,
 )
-from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.opening import open_from
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.moving.execute import Outcome, execute, scan
 from ckpt_tools.moving.plan import Plan, asset_name, plan_assets
+from ckpt_tools.remote.places import is_remote, open_sink
+from ckpt_tools.storage.sink import Sink
 from ckpt_tools.storage.source import Source
-from ckpt_tools.storage.staging import Staging, check_destination
+from ckpt_tools.storage.staging import Staging, check_destination, check_space
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -54,7 +55,8 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     """
     start = time.monotonic()
     check_separate(job.opened, job.destination)
-    check_destination(job.destination, overwrite=job.overwrite)
+    if not is_remote(job.destination):
+        check_destination(job.destination, overwrite=job.overwrite)
     if job.overwrite:
         check_replaceable(job.destination)
     jobs = {"": job, **job.parts}
@@ -81,19 +83,19 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
     if job.prepare is not None:
         job.prepare()
     marker = format_of(job.target).build_marker(job.named)
-    staging = Staging(job.destination, overwrite=job.overwrite)
-    with _kept_or_discarded(staging, is_part=is_part):
-        staging.begin(fingerprint(job, marker))
-        if staging.found_other:
+    sink = open_sink(job.destination, overwrite=job.overwrite)
+    with _kept_or_discarded(sink, is_part=is_part):
+        sink.begin(fingerprint(job, marker))
+        if sink.found_other:
             job.notes.append("removed what an interrupted run with other arguments or of another source had left")
-        check_space(needed - staging.allocated_bytes(), job.destination)
-        parts = _write_parts(job, plans, staging)
-        assets = _carry_assets(job, staging)
+        sink.check_space(needed)
+        parts = _write_parts(job, plans, sink) if isinstance(sink, Staging) else {}
+        assets = _carry_assets(job, sink)
         progress = job.progress(plan.read_bytes) if job.progress is not None and plan.read_bytes else None
         outcome = execute(
             plan.files,
             job.opened.source,
-            staging,
+            sink,
             num_workers=job.num_workers,
             progress=progress,
             resumable=True,
@@ -106,7 +108,7 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
         if outcome.bytes_kept:
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
             job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
-        return _finish(job, start, staging, outcome, assets, marker, parts)
+        return _finish(job, start, sink, outcome, assets, marker, parts)
 
 
 def _write_parts(job: Job, plans: Mapping[str, Plan], staging: Staging) -> dict[str, Conversion]:
@@ -138,7 +140,7 @@ def _notes_of_parts(job: Job) -> list[str]:
 
 
 @contextmanager
-def _kept_or_discarded(staging: Staging, *, is_part: bool = False) -> Iterator[None]:
+def _kept_or_discarded(sink: Sink, *, is_part: bool = False) -> Iterator[None]:
     """Keep the work of a run that was interrupted or met a system error; discard it on any other failure.
 
     What to tell of that, the job says that a part belongs to.
@@ -147,19 +149,19 @@ def _kept_or_discarded(staging: Staging, *, is_part: bool = False) -> Iterator[N
         yield
     except (KeyboardInterrupt, StorageError, MemoryError) as error:
         if isinstance(error, KeyboardInterrupt) and not is_part:
-            destination = escape_name(staging.destination)
-            error.add_note(f"{destination} is complete" if staging.is_published else "nothing was published")
-        if staging.num_kept:
-            staging.keep()
-            kept = f"what was written is kept in {escape_name(staging.directory)}"
+            destination = escape_name(sink.destination)
+            error.add_note(f"{destination} is complete" if sink.is_published else "nothing was published")
+        if sink.num_kept:
+            sink.keep()
+            kept = f"what was written is kept in {escape_name(sink.kept_in)}"
             if not is_part:
                 error.add_note(f"{kept}: the same command continues from there")
         raise
     except OSError as error:
-        where = error.filename if isinstance(error.filename, str) else staging.destination
+        where = error.filename if isinstance(error.filename, str) else sink.destination
         raise StorageError(error.strerror or str(error), where=where) from error
     finally:
-        staging.discard()
+        sink.discard()
 
 
 def _run_with_dtensor(job: Job, start: float) -> Conversion:
@@ -193,7 +195,7 @@ def _run_with_dtensor(job: Job, start: float) -> Conversion:
 def _finish(
     job: Job,
     start: float,
-    staging: Staging,
+    sink: Sink,
     outcome: Outcome,
     assets: Mapping[str, FileRecord],
     marker: bytes,
@@ -206,27 +208,27 @@ def _finish(
     job.warnings = (*job.warnings, *_value_warnings(job))
     marked = record_of(marker) if marker else None
     tensors = dict(tensor_records(job, outcome.digests))
-    with Source(staging.directory) as written:  # what lies around the payloads is little, and is read back
-        framed = marker if job.use_dtensor else None
-        frames = format_of(job.target).digest_frames(job.target, written, marker=framed)
-    held = dict(record_parts(staging.directory, parts))
-    manifest = build_manifest(manifest_of(job, tensors, outcome.digests, assets, marked, frames, held))
+    if job.use_dtensor:  # framed as torch does it
+        with sink.reader() as written:
+            outcome.frames = format_of(job.target).digest_frames(job.target, written, marker=marker)
+    held = dict(record_parts(sink, parts))
+    manifest = build_manifest(manifest_of(job, tensors, outcome.digests, assets, marked, outcome.frames, held))
     documents = {**job.documents, MANIFEST_NAME: manifest}
     for name, content in documents.items():
-        staging.write_document(name, content)
+        sink.write_document(name, content)
     if marker:
-        staging.write_document(format_of(job.target).marker, marker)
+        sink.write_marker(format_of(job.target).marker, marker)
     files = written_files(job, assets, {name: len(content) for name, content in documents.items()}, marked)
-    if parts:
-        check_step(staging.directory, parts)
+    if parts and isinstance(sink, Staging):
+        check_step(sink.directory, parts)
     else:
-        _check_result(staging.directory, job.named)
+        _check_result(sink, job.named)
     for each in (job, *job.parts.values()):
         each.opened.source.check_unchanged()
-    staging.publish()
-    if staging.left_behind is not None:
+    sink.publish()
+    if sink.left_behind is not None:
         job.notes.append(
-            f"the old checkpoint could not be removed: {escape_name(staging.left_behind)}; "
+            f"the old checkpoint could not be removed: {escape_name(sink.left_behind)}; "
             "the next ckpt that writes to this destination removes it, or you do"
         )
     checked = {"digests": num_digests, "crcs": outcome.chunks_checked}
@@ -236,18 +238,18 @@ def _finish(
     return _conversion(job, start, files, read=read, checked=checked)
 
 
-def _carry_assets(job: Job, staging: Staging) -> dict[str, FileRecord]:
+def _carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
     """Copy the assets, or write what takes their place; return what the manifest says of them."""
     records = {}
     for name, content in job.rewritten.items():
-        staging.write_document(name, content)
+        sink.write_document(name, content)
         records[name] = record_of(content)
     by_source: dict[int, tuple[Source, list[Asset]]] = {}
     for source, asset in job.assets:
         if asset.file not in job.rewritten:
             by_source.setdefault(id(source), (source, []))[1].append(asset)
     for source, assets in by_source.values():
-        outcome = execute(plan_assets(assets), source, staging, num_workers=job.num_workers)
+        outcome = execute(plan_assets(assets), source, sink, num_workers=job.num_workers)
         for asset in assets:
             digest = outcome.digests[asset_name(asset)]
             records[asset.file] = FileRecord(nbytes=asset.nbytes, digest=digest)
@@ -339,9 +341,10 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
     return count
 
 
-def _check_result(directory: str, target: Checkpoint) -> None:
+def _check_result(sink: Sink, target: Checkpoint) -> None:
     """Open what was written as a user would, and hold it against the plan."""
-    with open_path(directory, format=target.format) as written:
+    with sink.reader() as source:
+        written = open_from(source, path=sink.destination, format=target.format)
         result = verify(written, level="structure", num_workers=1)
         found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
     expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}

@@ -39,6 +39,7 @@ from ckpt_tools.options import (
     ShapesFrom,
     Source as SourcePath,
 )
+from ckpt_tools.remote.places import open_source
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name, first_few
@@ -325,7 +326,7 @@ def model_beside(path: str, stack: ExitStack) -> tuple[AssetList, Opened | None]
     try:
         opened = stack.enter_context(open_path(path))
     except UnreadableError:
-        return assets_in(stack.enter_context(Source(path))), None
+        return assets_in(stack.enter_context(open_source(path))), None
     return assets_in(opened.source), opened
 
 

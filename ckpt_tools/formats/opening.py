@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_file import is_torch_file
 from ckpt_tools.formats.flat_shapes import Shapes
 from ckpt_tools.formats.format import Format, Opened, read_document
@@ -13,9 +12,10 @@ from ckpt_tools.formats.layouts import HEAD_BYTES, explain, explain_file
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.formats.safetensors import read_file
 from ckpt_tools.formats.table import detect_format, find_format
+from ckpt_tools.remote.places import open_place
 from ckpt_tools.storage.source import Source
 
-__all__ = ["Opened", "detect", "open_path", "read_document", "read_file"]
+__all__ = ["Opened", "detect", "open_from", "open_path", "read_document", "read_file"]
 
 
 def open_path(
@@ -32,26 +32,37 @@ def open_path(
         UnreadableError: Not a complete, readable checkpoint.
         UsageError: There is no format of this name.
     """
-    wanted = None if format is None else find_format(format)
-    if not os.path.lexists(path):
-        raise UnreadableError("no such file or directory", where=path)
-    is_file = not os.path.isdir(path)
-    source = Source(os.path.dirname(os.path.abspath(path)) if is_file else path)
+    source, file = open_place(path)
     try:
-        name = os.path.basename(path)
-        files = {name: source.size(name)} if is_file else source.list_files()
-        found = _choose(source, files, path, wanted, is_file=is_file)
-        if shapes_from is not None:
-            with open_path(os.fspath(shapes_from)) as like:
-                shapes = Shapes.of(like.checkpoint, os.fspath(shapes_from), is_ordered=like.format.has_views)
-            found = found.shaped(shapes)
-        manifest = None
-        if MANIFEST_NAME in files and not is_file:
-            manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
-        return found.open(source, files, path=path, manifest=manifest)
+        return open_from(source, path=path, file=file, format=format, shapes_from=shapes_from)
     except BaseException:
         source.close()
         raise
+
+
+def open_from(
+    source: Source,
+    *,
+    path: str,
+    file: str | None = None,
+    format: str | None = None,  # noqa: A002 - the option's name
+    shapes_from: str | os.PathLike[str] | None = None,
+) -> Opened:
+    """Open the checkpoint in an open directory, or the `file` there that is one; the rest is as for `open_path`.
+
+    The directory stays the caller's to close when this fails.
+    """
+    wanted = None if format is None else find_format(format)
+    files = source.list_files() if file is None else {file: source.size(file)}
+    found = _choose(source, files, path, wanted, is_file=file is not None)
+    if shapes_from is not None:
+        with open_path(os.fspath(shapes_from)) as like:
+            shapes = Shapes.of(like.checkpoint, os.fspath(shapes_from), is_ordered=like.format.has_views)
+        found = found.shaped(shapes)
+    manifest = None
+    if MANIFEST_NAME in files and file is None:
+        manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+    return found.open(source, files, path=path, manifest=manifest)
 
 
 def _choose(source: Source, files: Mapping[str, int], path: str, wanted: Format | None, *, is_file: bool) -> Format:

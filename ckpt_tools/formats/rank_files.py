@@ -27,6 +27,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.formats.rank_optimizer import read_optimizer
 from ckpt_tools.formats.steps import ROLES, Part, Step
 from ckpt_tools.formats.torch_save import list_tied, list_unread, read_state
+from ckpt_tools.remote.places import open_source
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualSource
 from ckpt_tools.text import first_few
@@ -112,7 +113,7 @@ class RankFiles(Format):
             ),
             source=VirtualSource(source, optimizer.virtual) if optimizer.virtual else source,
             manifest=manifest if manifest is not None and manifest.format == self.name else None,
-            asset_source=Source(os.path.join(source.root, home)) if home and assets else None,
+            asset_source=open_source(os.path.join(source.root, home)) if home and assets else None,
             step=_step(found, files) if ranks.directory else None,
             unread=(*missing, *list_unread(states.values()), *optimizer.unread, *_rest(rest, ranks.directory)),
             broken=() if optimizer.broken is None else (optimizer.broken,),

@@ -18,6 +18,7 @@ from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, Part, Step, find_step, is_part
+from ckpt_tools.remote.places import is_directory, is_remote, local, open_source
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
@@ -96,10 +97,10 @@ def open_step(path: str) -> OpenedStep | None:
     Raises:
         UnreadableError: No part is readable, or one is a link.
     """
-    if not os.path.isdir(path):
+    if not is_directory(path):
         return None
     with ExitStack() as stack:
-        source = stack.enter_context(Source(path))
+        source = stack.enter_context(open_source(path))
         files = source.list_files(max_depth=_MAX_DEPTH)
         if Dcp().detects(files) or (step := find_step(files)) is None:
             return None
@@ -131,6 +132,8 @@ def open_step(path: str) -> OpenedStep | None:
 
 
 def _passed_over(path: str) -> tuple[str, ...]:
+    if is_remote(path):  # where there are neither links nor devices
+        return ()
     found = []
     for directory, subdirectories, files in os.walk(path):
         inside = "" if directory == path else os.path.relpath(directory, path)
@@ -154,9 +157,9 @@ def open_optimizer(path: str) -> Opened:
         UnreadableError: It is not complete, or the step has none.
         UsageError: The step has several.
     """
-    if not os.path.isdir(path):
+    if not is_directory(path):
         return open_path(path)
-    with Source(path) as source:
+    with open_source(path) as source:
         files = source.list_files()
     step = None if Dcp().detects(files) else find_step(files)
     if step is None:
@@ -179,8 +182,10 @@ def _refuse_links(path: str) -> None:
         UnreadableError: It has some.
         StorageError: It cannot be listed.
     """
+    if is_remote(path):
+        return
     try:
-        with os.scandir(path) as entries:
+        with os.scandir(local(path)) as entries:
             links = sorted(entry.name for entry in entries if entry.is_symlink() and entry.is_dir())
     except OSError as error:
         raise StorageError(f"cannot list: {error.strerror}", where=path) from error

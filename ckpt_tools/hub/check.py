@@ -17,7 +17,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path, read_file
 from ckpt_tools.hub.dead import refuse_dead
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import first_few
 
 Kind = Literal["peft", "diffusers-lora", "diffusers", "transformers", "weights"]
@@ -147,7 +147,7 @@ def _check_checkpoint(
         with opened:
             num_tensors = _check_opened(opened, root, inside, num_workers, notes)
             seen = set(opened.checkpoint.files)
-    with Source(root) as beside:
+    with LocalSource(root) as beside:
         for name in here:
             if name.endswith(".safetensors") and name not in seen:
                 num_tensors += len(read_file(beside, name).header.tensors)

@@ -17,7 +17,7 @@ from ckpt_tools.hub.plan import LocalFile, PlannedFile, Remote
 from ckpt_tools.hub.session import client_errors, to_failure
 from ckpt_tools.hub.xet import bounded_xet, offers_xet, open_stream, uses_xet
 from ckpt_tools.moving.execute import Progress
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Committed:
 
 def upload(
     hub: Hub,
-    source: Source,
+    source: LocalSource,
     planned: Sequence[PlannedFile],
     local: Mapping[str, LocalFile],
     *,

@@ -14,7 +14,7 @@ from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.hub.plan import LocalFile
 from ckpt_tools.moving.execute import Progress
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import escape_name
 
 MAX_DEPTH = 32
@@ -39,7 +39,7 @@ _SECRET = re.compile(
 
 
 def list_directory(
-    source: Source, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    source: LocalSource, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> tuple[dict[str, int], tuple[tuple[str, str], ...]]:
     """Return the files to push with their sizes, and (path, why) of what is left out.
 

@@ -31,7 +31,7 @@ from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option, Progress
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
@@ -92,7 +92,7 @@ class Push:
         self._say: Say = options.say or (lambda _: None)
         self._notes: list[str] = []
         self._hub: Hub
-        self._source: Source
+        self._source: LocalSource
         self._local: dict[str, LocalFile]
         self._remote: Remote
         self._planned: tuple[PlannedFile, ...]
@@ -113,7 +113,7 @@ class Push:
             raise UsageError(f"{named!r} is not a hub id", hint="--base-model takes ORG/NAME")
         start = time.monotonic()
         account = find_account(endpoint=options.endpoint, token=options.token)
-        with quiet_client(account.token, self._say, bars=options.bars), Source(self._directory) as source:
+        with quiet_client(account.token, self._say, bars=options.bars), LocalSource(self._directory) as source:
             self._source = source
             chosen, left_out = list_directory(source, include=options.include, exclude=options.exclude)
             kind, notes = check_directory(source, chosen, num_workers=self._num_workers)

@@ -20,10 +20,10 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.counts import Counts, count_values
+from ckpt_tools.moving.framing import digest_planned_frames, has_frames
 from ckpt_tools.moving.plan import (
     Copy,
     FilePlan,
-    Seal,
     blocks_at_once,
     blocks_of,
     chunk_index,
@@ -44,8 +44,8 @@ from ckpt_tools.moving.read import (
 from ckpt_tools.moving.strides import byte_box, is_contiguous, move, start_of
 from ckpt_tools.moving.threads import Crew
 from ckpt_tools.storage.journal import BlockRecord
+from ckpt_tools.storage.sink import Sink
 from ckpt_tools.storage.source import Source
-from ckpt_tools.storage.staging import Staging
 
 Progress = Callable[[int], None]
 """Called with the number of logical bytes that have been moved since the last call; from any thread."""
@@ -63,6 +63,8 @@ class Outcome:
     """Digest of every edited tensor as it was read, when its source has the same blocks."""
     counts: dict[str, Counts] = field(default_factory=dict)
     """What the values of every tensor are like, as they were written; where they were counted, and can be."""
+    frames: dict[str, str] = field(default_factory=dict)
+    """File → digest of what was written around its payloads (`framing`); of those that hold such things."""
     bytes_read: int = 0
     bytes_written: int = 0
     bytes_kept: int = 0
@@ -115,15 +117,15 @@ class _Run:
         self,
         tasks: Sequence[_Task],
         source: Source,
-        staging: Staging | None,
+        sink: Sink | None,
         progress: Progress | None,
         on_damage: OnDamage | None,
         *,
         resumable: bool = False,
-        seals: Mapping[str, Seal] | None = None,
+        files: Sequence[FilePlan] = (),
     ) -> None:
         self.source = source
-        self.staging = staging
+        self.sink = sink
         self.outcome = Outcome()
         self._resumable = resumable
         self._progress = progress
@@ -131,9 +133,10 @@ class _Run:
         self._tasks = tasks
         self._lock = threading.Lock()
         self._open_copies: dict[str, int] = {}
-        self._seals = seals or {}
-        self._crcs: dict[str, dict[int, int]] = {file: {} for file in self._seals}
-        """File with a seal → where a payload begins → its CRC-32."""
+        self._framed = {file.file: file for file in files if has_frames(file)}
+        """Files with something around their payloads that says what they are."""
+        self._crcs: dict[str, dict[int, int]] = {file: {} for file in self._framed}
+        """Of these: where a payload begins → its CRC-32."""
         for task in tasks:
             for file, _ in task.copies:
                 self._open_copies[file] = self._open_copies.get(file, 0) + 1
@@ -175,11 +178,11 @@ class _Run:
                     digest = digest_block(content)
                     task.add(index, block, digest, content, reads)
                     written = self._write_block(task, block, targets, content, buffers)
-                    if self.staging is not None and self._resumable and task.whole:
+                    if self.sink is not None and self._resumable and task.whole:
                         numbered = tuple(
                             (i, p.start, p.nbytes, p.crc32) for i, p in enumerate(reads) if p.crc32 is not None
                         )
-                        self.staging.record(task.number, index, BlockRecord(digest.hex(), numbered))
+                        self.sink.record(task.number, index, BlockRecord(digest.hex(), numbered))
         except CkptError as error:
             self._report(task, error)
         with self._lock:
@@ -238,22 +241,27 @@ class _Run:
         return written
 
     def _write_part(self, task: _Task, i: int, file: str, copy: Copy, start: int, run: memoryview) -> int:
-        staging = self._sink()
+        sink = self._sink()
         if copy.encoding == "raw":
-            if file in self._seals:
+            if file in self._framed and not is_plain(task.entry):
                 task.written_parts[i].append((start, len(run), isal_zlib.crc32(run)))
-            return staging.write(file, copy.offset + start, [run])
+            return sink.write(file, copy.offset + start, [run])
         crc32 = isal_zlib.crc32(run)
         if len(run) == copy.nbytes:  # the whole item at once
+            self._remember(file, copy, crc32)
             frame = item_frame(copy.dtype, copy.box.sizes)
-            return staging.write(file, copy.offset - frame.payload_offset, [frame.before, run, frame.after(crc32)])
+            return sink.write(file, copy.offset - frame.payload_offset, [frame.before, run, frame.after(crc32)])
         task.written_parts[i].append((start, len(run), crc32))
-        return staging.write(file, copy.offset + start, [run])
+        return sink.write(file, copy.offset + start, [run])
 
-    def _sink(self) -> Staging:
-        if self.staging is None:
+    def _remember(self, file: str, copy: Copy, crc32: int) -> None:
+        with self._lock:
+            self._crcs[file][copy.offset] = crc32
+
+    def _sink(self) -> Sink:
+        if self.sink is None:
             raise CkptError("a plan with copies needs a place to write to")
-        return self.staging
+        return self.sink
 
     # Continuing an interrupted run
 
@@ -261,12 +269,12 @@ class _Run:
         self, task: _Task, index: int, block: Box, targets: Sequence[tuple[int, Box]], buffers: Buffers
     ) -> int | None:
         """Read back what an interrupted run wrote of a block; None when it must be written (again)."""
-        staging = self.staging
-        if staging is None or not self._resumable or not task.whole:
+        sink = self.sink
+        if sink is None or not self._resumable or not task.whole:
             return None
         if task.edit is not None and not task.edit.is_settled:
             return None
-        record = staging.records.get((task.number, index))
+        record = sink.records.get((task.number, index))
         if record is None:
             return None
         dtype = task.dtype
@@ -278,7 +286,7 @@ class _Run:
             direct = is_contiguous(part, block)
             at = dtype.num_bytes(start_of(part, block))
             run = content[at : at + nbytes] if direct else buffers.get(1, nbytes)
-            if not staging.read_into(file, copy.offset + start, run):
+            if not sink.read_into(file, copy.offset + start, run):
                 return None
             parts.append((i, start, isal_zlib.crc32(run), len(run)))
             if not direct:
@@ -330,24 +338,26 @@ class _Run:
     def close(self, file: str) -> None:
         """Write what closes a file, and make it durable."""
         written = 0
-        if file in self._seals:
-            crcs = self._crcs[file]
-            for offset, content in self._seals[file]([crcs[start] for start in sorted(crcs)]):
+        plan, crcs = self._framed.get(file), self._crcs.pop(file, {})
+        if plan is not None and plan.seal is not None:
+            for offset, content in plan.seal([crcs[start] for start in sorted(crcs)]):
                 written += self._sink().write(file, offset, [content])
         self._sink().sync(file)
+        frames = None if plan is None else digest_planned_frames(plan, crcs)
         with self._lock:
             self.outcome.bytes_written += written
+            if frames is not None:
+                self.outcome.frames[file] = frames
 
     def _seal(self, file: str, copy: Copy, parts: Parts) -> None:
         is_raw = copy.encoding == "raw"
-        if file not in self._seals if is_raw else copy.nbytes and not parts:
+        if (file not in self._framed or is_plain(copy.source)) if is_raw else copy.nbytes and not parts:
             return
         crc32, total = combine_crcs(parts)
         if total != copy.nbytes:
             raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=file)
+        self._remember(file, copy, crc32)
         if is_raw:
-            with self._lock:
-                self._crcs[file][copy.offset] = crc32
             return
         frame = item_frame(copy.dtype, copy.box.sizes)
         written = self._sink().write(file, copy.offset - frame.payload_offset, [frame.before])
@@ -365,7 +375,7 @@ class _Run:
 def execute(
     files: Sequence[FilePlan],
     source: Source,
-    staging: Staging,
+    sink: Sink,
     *,
     num_workers: int,
     progress: Progress | None = None,
@@ -373,9 +383,9 @@ def execute(
     edits: Mapping[str, Edit] | None = None,
     counting: bool = False,
 ) -> Outcome:
-    """Write `files` into `staging`, durably.
+    """Write `files` into `sink`, durably.
 
-    With `resumable`, blocks that the staging directory's records name are read back and kept when they are right,
+    With `resumable`, blocks that the sink's records name are read back and kept when they are right,
     and blocks that are written are recorded. `edits` (FQN in the source → what to do) change tensors on their way.
     With `counting`, values are counted as they are written.
 
@@ -387,17 +397,16 @@ def execute(
     """
     head_bytes = 0
     for file in files:
-        staging.create(file.file, file.nbytes)
+        sink.create(file.file, file.nbytes)
         if file.head:
-            head_bytes += staging.write(file.file, 0, [file.head])
+            head_bytes += sink.write(file.file, 0, [file.head])
     edits = edits or {}
     tasks = [
         _Task(i, entry, copies, edits.get(entry.fqn), counting=counting)
         for i, (entry, copies) in enumerate(group_by_tensor(files))
     ]
     tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
-    seals = {file.file: file.seal for file in files if file.seal is not None}
-    run = _Run(tasks, source, staging, progress, None, resumable=resumable, seals=seals)
+    run = _Run(tasks, source, sink, progress, None, resumable=resumable, files=files)
     run.run(num_workers)
     for file in files:
         if not file.copies:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, config_beside, config_path
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.walls import check_config
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -130,7 +130,7 @@ def checked_config(model: str) -> ModelConfig:
         RefusedConfigError: Nothing may be built of it.
     """
     directory, name = os.path.split(config_path(os.path.abspath(model)))
-    with Source(directory) as source:
+    with LocalSource(directory) as source:
         config = config_beside(source, name)
     if config is None:
         hint = "pass the directory that the model was downloaded to"

@@ -1,6 +1,7 @@
-"""Read byte ranges of the files below one root: pread only, contained, and watched for change.
+"""Read byte ranges of the files below one root: contained, and watched for change.
 
-`mmap` is not used: an I/O error or a truncation under a mapping is a SIGBUS that nothing can catch.
+`Source` is what everything above asks for, `LocalSource` a directory: pread only. `mmap` is not used: an I/O error or a
+truncation under a mapping is a SIGBUS that nothing can catch.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import os
 import resource
 import stat
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Self
 
 from ckpt_tools.description.checkpoint import is_plain_path
@@ -88,8 +90,71 @@ class Lease:
             self._slot[1] -= 1
 
 
-class Source:
-    """The files below `root`, read only.
+class Source(ABC):
+    """The files below one root, read only."""
+
+    root: str
+    """As the user named it, for messages and to find what lies beside; never with a secret in it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def place(self) -> str:
+        """One name for the root, however it was reached: what identifies a source beside what `identities` says."""
+        return self.root
+
+    @abstractmethod
+    def list_files(self, *, max_depth: int = MAX_LISTED_DEPTH, max_files: int = MAX_FILES) -> dict[str, int]:
+        """Return {relative name: size in bytes} of the files down to `max_depth` directories, in order.
+
+        Hidden directories are left out.
+        """
+
+    @abstractmethod
+    def size(self, file: str) -> int:
+        """Return the size of `file` in bytes."""
+
+    @abstractmethod
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of `file` that begin at `offset`; from any thread.
+
+        Raises:
+            UnreadableError: The file ends before.
+            CkptError: It cannot be read, or has changed since it was first looked at.
+        """
+
+    @abstractmethod
+    def identities(self) -> dict[str, Mapping[str, object]]:
+        """Return, of every file that was opened, what tells it from another version of it, `nbytes` first."""
+
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Raise CkptError when a file that was read has changed since it was first opened."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it holds."""
+
+    def read(self, file: str, offset: int, nbytes: int) -> bytes:
+        """Return exactly the bytes [offset, offset + nbytes) of `file`."""
+        size = self.size(file)
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            raise short_file(self.label(file), offset, nbytes, size)
+        buffer = bytearray(nbytes)
+        self.read_into(file, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def label(self, file: str) -> str:
+        """Return how messages name a file."""
+        return os.path.join(self.root, file)
+
+
+class LocalSource(Source):
+    """The files below the directory `root`.
 
     Links are followed inside of the root, and from a snapshot of the hub's cache into the blobs of its repository;
     everything else that leads out is refused, by the kernel where it has `openat2`.
@@ -114,17 +179,13 @@ class Source:
             except OSError as error:
                 raise _failed("open", root, error) from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    @property
+    def place(self) -> str:
+        """The real path of the root."""
+        return self._real_root
 
     def list_files(self, *, max_depth: int = MAX_LISTED_DEPTH, max_files: int = MAX_FILES) -> dict[str, int]:
-        """Return {relative name: size in bytes} of the regular files down to `max_depth` directories.
-
-        Hidden directories are left out. Symbolic links to directories are not followed.
-        """
+        """Return the regular files. Symbolic links to directories are not followed."""
         found: dict[str, int] = {}
         pending = [("", 0)]
         while pending:
@@ -144,7 +205,7 @@ class Source:
                     if len(found) > max_files:
                         raise LimitError(f"more than {max_files} files", where=self.root)
             except OSError as error:
-                raise _failed("list", self._label(prefix), error) from error
+                raise _failed("list", self.label(prefix), error) from error
         return dict(sorted(found.items()))
 
     def path(self, file: str) -> str:
@@ -179,16 +240,16 @@ class Source:
             seen = os.fstat(probe)
             os.close(probe)
             if not stat.S_ISREG(seen.st_mode):
-                raise UnreadableError("not a regular file", where=self._label(file))
+                raise UnreadableError("not a regular file", where=self.label(file))
             descriptor = self._open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
             status = os.fstat(descriptor)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise UnreadableError("a file is missing", where=self._label(file)) from error
+            raise UnreadableError("a file is missing", where=self.label(file)) from error
         except OSError as error:
             if error.errno in (errno.EXDEV, errno.ELOOP):  # or a link came to be since its path was resolved
                 what = "a symbolic link leads in a circle, or was changed meanwhile"
-                raise UnreadableError(what, where=self._label(file)) from error
-            raise _failed("open", self._label(file), error) from error
+                raise UnreadableError(what, where=self.label(file)) from error
+            raise _failed("open", self.label(file), error) from error
         identity = _identity(status)
         is_same = (status.st_dev, status.st_ino) == (seen.st_dev, seen.st_ino)
         if not is_same or self._identities.setdefault(file, identity) != identity:
@@ -212,35 +273,21 @@ class Source:
                 pass
         return self._identities[file][0]
 
-    def read(self, file: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly the bytes [offset, offset + nbytes) of `file`."""
-        size = self.size(file)
-        if offset < 0 or nbytes < 0 or offset + nbytes > size:
-            raise self._short(file, offset, nbytes)
-        buffer = bytearray(nbytes)
-        self.read_into(file, offset, memoryview(buffer))
-        return bytes(buffer)
-
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of `file` that begin at `offset`.
-
-        Raises:
-            UnreadableError: The file ends before.
-            CkptError: The system cannot read it.
-        """
+        """Fill `buffer` with the bytes of `file` that begin at `offset`; see `Source`."""
         with self._descriptors.use(file) as descriptor:
             position, remaining = offset, buffer
             while remaining:
                 try:
                     count = os.preadv(descriptor, [remaining], position)
                 except OSError as error:
-                    raise _failed("read", self._label(file), error) from error
+                    raise _failed("read", self.label(file), error) from error
                 if count == 0:
-                    raise self._short(file, offset, len(buffer))
+                    raise short_file(self.label(file), offset, len(buffer), self._identities[file][0])
                 position += count
                 remaining = remaining[count:]
 
-    def identities(self) -> dict[str, dict[str, int]]:
+    def identities(self) -> dict[str, Mapping[str, object]]:
         """Return size, modification time and inode of every file that was opened."""
         return {
             file: {"nbytes": identity[0], "mtime_ns": identity[1], "inode": identity[2]}
@@ -255,7 +302,7 @@ class Source:
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise self._changed(file) from error
             except OSError as error:
-                raise _failed("look at", self._label(file), error) from error
+                raise _failed("look at", self.label(file), error) from error
             if now != identity:
                 raise self._changed(file)
 
@@ -266,18 +313,12 @@ class Source:
             os.close(descriptor)
         self._directories.clear()
 
-    def _label(self, file: str) -> str:
-        return os.path.join(self.root, file)
-
     def _changed(self, file: str) -> CkptError:
         return CkptError(
             "the source changed while it was read",
-            where=self._label(file),
+            where=self.label(file),
             hint="wait until its writer has finished, then run the command again",
         )
-
-    def _short(self, file: str, offset: int, nbytes: int) -> UnreadableError:
-        return short_file(self._label(file), offset, nbytes, self._identities[file][0])
 
 
 def short_file(where: str, offset: int, nbytes: int, found: int, *, what: str = "") -> UnreadableError:

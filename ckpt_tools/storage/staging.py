@@ -21,18 +21,21 @@ from ckpt_tools.storage import publish
 from ckpt_tools.storage.claim import claim_directory, empty_directory, staging_path
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, Records, read_journal
 from ckpt_tools.storage.signals import hold_signals
-from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors
+from ckpt_tools.storage.sink import Sink
+from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors, LocalSource
+from ckpt_tools.units import format_size
 
 _SYNC_FILE_RANGE_WRITE = 2
 _SLICE_BYTES = 128 << 10
 """Bytes of one call to write. The kernel takes memory for its cache in pieces up to this size. Large ones come from
 large free areas, which the host of a virtual machine has often taken back and must provide again, page by page: with
 1 MiB at once the same run took up to twice as long. That is also about what cp asks for."""
+_MARGIN_BYTES = 16 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Staging:
-    """A directory under construction.
+class Staging(Sink):
+    """A directory of this machine under construction.
 
     Args:
         destination: The directory that `publish` makes appear.
@@ -65,11 +68,6 @@ class Staging:
         self._journal: JournalWriter | None = None
         self.records: Records = {}
         self._continues = False
-        self.found_other = False
-        self.is_published = False
-        """The destination is complete."""
-        self.left_behind: str | None = None
-        """The old checkpoint, when it is replaced and could not be removed."""
 
     def _open_parent(self) -> int:
         # Now, so that nothing is written that could not be made durable in the end.
@@ -172,6 +170,19 @@ class Staging:
                 offset += count
                 buffer = buffer[count:]
         return True
+
+    @property
+    def kept_in(self) -> str:
+        """The staging directory."""
+        return self.directory
+
+    def reader(self) -> LocalSource:
+        """Open the staging directory."""
+        return LocalSource(self.directory)
+
+    def check_space(self, needed_bytes: int) -> None:
+        """Hold what is needed against the free space, and the space that staged files already have."""
+        check_space(needed_bytes - self.allocated_bytes(), self.destination)
 
     def allocated_bytes(self) -> int:
         """Return the disk space that staged files already have."""
@@ -358,6 +369,17 @@ def free_bytes(destination: str) -> int:
     except OSError as error:
         raise StorageError(f"cannot query the free space: {error.strerror}", where=parent) from error
     return status.f_bavail * status.f_frsize
+
+
+def check_space(needed_bytes: int, destination: str) -> None:
+    """Raise StorageError when the destination's file system has not enough room."""
+    free = free_bytes(destination)
+    if needed_bytes + _MARGIN_BYTES > free:
+        raise StorageError(
+            f"{format_size(needed_bytes)} are needed, {format_size(free)} are free",
+            where=os.path.dirname(os.path.abspath(destination)),
+            hint="free some space there, or choose another destination",
+        )
 
 
 def _parents(file: str) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,18 @@ class VirtualSource(Source):
     """
 
     def __init__(self, below: Source, files: Mapping[str, VirtualFile]) -> None:
-        self.__dict__.update(below.__dict__)  # descriptors, identities
+        self.root = below.root
         self._below = below
         self._files = files
+
+    @property
+    def place(self) -> str:
+        """That of the source below."""
+        return self._below.place
+
+    def list_files(self, *, max_depth: int = MAX_LISTED_DEPTH, max_files: int = MAX_FILES) -> dict[str, int]:
+        """Return the files of the source below: virtual ones are nothing that anybody would look for."""
+        return self._below.list_files(max_depth=max_depth, max_files=max_files)
 
     def size(self, file: str) -> int:
         """Return the size of a file, or what that of a virtual one would be."""
@@ -50,3 +59,15 @@ class VirtualSource(Source):
             self._below.read_into(file, offset, buffer)
         else:
             found.fill(offset, buffer)
+
+    def identities(self) -> dict[str, Mapping[str, object]]:
+        """Return those of the source below: what is made follows from it."""
+        return self._below.identities()
+
+    def check_unchanged(self) -> None:
+        """Ask the source below."""
+        self._below.check_unchanged()
+
+    def close(self) -> None:
+        """Close the source below."""
+        self._below.close()

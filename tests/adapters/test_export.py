@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import DestinationExistsError, UsageError
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +72,14 @@ def large(tmp_path_factory):
 
 def test_export_from_a_large_checkpoint_reads_the_adapter_and_the_metadata(large, tmp_path, monkeypatch):
     spans = []
-    read_into = Source.read_into
+    read_into = LocalSource.read_into
 
     def noting(self, file, offset, buffer):
         if self.root == str(large):
             spans.append((file, len(buffer)))
         read_into(self, file, offset, buffer)
 
-    monkeypatch.setattr(Source, "read_into", noting)
+    monkeypatch.setattr(LocalSource, "read_into", noting)
     result = api.export_lora(large, tmp_path / "out", alpha=8)
     adapter = 8 * 2 * 16 * 1024 * 4
     assert result.conversion.bytes_read == adapter

@@ -99,13 +99,13 @@ import os, shutil, sys
 sys.path.insert(0, {watch!r})
 import watch, json, socket, subprocess, pickle, ctypes, mmap, contextlib
 from ckpt_tools.errors import CkptError
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 root = {root!r}
 inside, out, here = root + "/in/source", root + "/out", watch.__file__
 guard = watch.Watch()
 guard.roots, guard.writable = (os.path.realpath(inside),), os.path.realpath(out)
 def source(path):
-    return Source(path)
+    return LocalSource(path)
 source(inside).read("file", 0, 1)
 sys.addaudithook(guard.hook)
 code = compile({deed!r}, "deed", "exec")

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.storage import beneath
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def _kernel(request, monkeypatch) -> Iterator[None]:
 def test_link_inside_is_followed(root: Path, target: str) -> None:
     (root / "sub" / "link").symlink_to("../file")
     (root / "link").symlink_to(target.format(root=root))
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         assert source.read("link", 0, 6) == b"inside"
         source.check_unchanged()
 
@@ -53,7 +53,7 @@ def test_link_inside_is_followed(root: Path, target: str) -> None:
 def test_link_outside_is_refused(root: Path, target: str) -> None:
     (root / "link").symlink_to(target.format(root=root))
     (root / "on").symlink_to("../secret")
-    with Source(str(root)) as source, pytest.raises(UnreadableError, match="leads out"):
+    with LocalSource(str(root)) as source, pytest.raises(UnreadableError, match="leads out"):
         source.read("link", 0, 1)
 
 
@@ -61,14 +61,14 @@ def test_link_outside_is_refused(root: Path, target: str) -> None:
 def test_link_in_a_circle_is_refused(root: Path) -> None:
     (root / "a").symlink_to("b")
     (root / "b").symlink_to("a")
-    with Source(str(root)) as source, pytest.raises(UnreadableError, match="circle"):
+    with LocalSource(str(root)) as source, pytest.raises(UnreadableError, match="circle"):
         source.size("a")
 
 
 @pytest.mark.usefixtures("_kernel")
 def test_pipe_is_refused_without_waiting_and_without_a_reader(root: Path) -> None:
     os.mkfifo(root / "pipe")
-    with Source(str(root)) as source, pytest.raises(UnreadableError, match="not a regular file"):
+    with LocalSource(str(root)) as source, pytest.raises(UnreadableError, match="not a regular file"):
         source.size("pipe")
     with pytest.raises(OSError, match="No such device"):  # nobody has it open
         os.open(root / "pipe", os.O_WRONLY | os.O_NONBLOCK)
@@ -80,7 +80,7 @@ def test_device_is_refused(root: Path) -> None:
         os.mknod(root / "device", stat.S_IFCHR | 0o666, os.makedev(1, 5))
     except PermissionError:
         pytest.skip("only root makes devices")
-    with Source(str(root)) as source, pytest.raises(UnreadableError, match="not a regular file"):
+    with LocalSource(str(root)) as source, pytest.raises(UnreadableError, match="not a regular file"):
         source.size("device")
 
 
@@ -102,7 +102,7 @@ def test_snapshot_of_the_hub_reads_its_blobs_and_no_more(tmp_path: Path) -> None
         "on": "../../blobs/3",
     }.items():
         (snapshot / name).symlink_to(target)
-    with Source(str(snapshot)) as source:
+    with LocalSource(str(snapshot)) as source:
         assert source.read("good", 0, 6) == source.read("sub/good", 0, 6) == b"inside"
         for name in ("deep", "refs", "on"):
             with pytest.raises(UnreadableError, match="leads out"):
@@ -133,7 +133,7 @@ def test_link_put_there_in_between_is_never_followed(root: Path, what: str) -> N
     seen = set()
     try:
         for _ in range(1500):
-            with Source(str(root)) as source:
+            with LocalSource(str(root)) as source:
                 try:
                     seen.add(source.read("sub/file", 0, 6))
                 except CkptError as error:
@@ -153,8 +153,8 @@ def test_open_beneath_reports_to_audit_hooks(root: Path) -> None:
 
     script = f"""
 import sys
-from ckpt_tools.storage.source import Source
-source = Source({str(root)!r})
+from ckpt_tools.storage.source import LocalSource
+source = LocalSource({str(root)!r})
 seen = []
 sys.addaudithook(lambda event, args: seen.append(args[0]) if event == "open" else None)
 source.read("sub/file", 0, 1)

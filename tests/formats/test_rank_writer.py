@@ -23,7 +23,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats._pickle_objects import parse_exactly
 from ckpt_tools.formats._pickle_writer import build_pickle
 from ckpt_tools.formats.rank_writer import plan_rank_file
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 
 ROOT = Path(__file__).parent
 STATE = {
@@ -269,7 +269,7 @@ def test_flat_parts_of_fsdp1_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "run", {"fsdp": 2})
     with pytest.raises(UnreadableError, match="read as a part of another"):
         plan_rank_file(
-            Source(str(tmp_path / "run")), "model_world_size_2_rank_0.pt", "x", rank=0, sizes=(2,), places={}
+            LocalSource(str(tmp_path / "run")), "model_world_size_2_rank_0.pt", "x", rank=0, sizes=(2,), places={}
         )
 
 

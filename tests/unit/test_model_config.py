@@ -16,7 +16,7 @@ from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats.manifest import parse_manifest
 from ckpt_tools.models.config import MAX_CONFIG_BYTES, config_beside, config_in, parse_config, read_config
 from ckpt_tools.models.restate import restate_dtype
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 
 NESTED = b"""{
    "architectures" : ["A"],
@@ -157,7 +157,7 @@ def test_config_is_read_alike_by_whoever_asks(tmp_path: Path) -> None:
     labels = {str(number): "x" * 100 for number in range(12_000)}  # 1.4 MB, as of models with many classes
     text = json.dumps({"architectures": ["A", "B"], "id2label": labels, "time_step_limit": [0.0, float("inf")]})
     (tmp_path / "config.json").write_text(text)
-    with Source(str(tmp_path)) as source:
+    with LocalSource(str(tmp_path)) as source:
         found = [read_config(str(tmp_path)), read_config(str(tmp_path / "config.json")), config_in(source)]
         found.append(config_beside(source) or found[0])
     assert all(one.where == str(tmp_path / "config.json") and one.architecture == "A" for one in found)
@@ -176,7 +176,7 @@ def test_config_is_read_alike_by_whoever_asks(tmp_path: Path) -> None:
 )
 def test_config_that_is_none_is_refused_in_the_same_words(text: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text)
-    with Source(str(tmp_path)) as source:
+    with LocalSource(str(tmp_path)) as source:
         for read in (lambda: read_config(str(tmp_path)), lambda: config_in(source), lambda: config_beside(source)):
             with pytest.raises(UnreadableError, match=words) as caught:
                 read()
@@ -185,14 +185,14 @@ def test_config_that_is_none_is_refused_in_the_same_words(text: bytes, words: st
 
 def test_config_that_is_too_long_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b" " * (MAX_CONFIG_BYTES + 1))
-    with Source(str(tmp_path)) as source:
+    with LocalSource(str(tmp_path)) as source:
         for read in (lambda: read_config(str(tmp_path)), lambda: config_beside(source)):
             with pytest.raises(LimitError):
                 read()
 
 
 def test_config_that_is_not_there_is_told_apart_from_one_that_cannot_be_read(tmp_path: Path) -> None:
-    with Source(str(tmp_path)) as source:
+    with LocalSource(str(tmp_path)) as source:
         assert config_beside(source) is None
         with pytest.raises(UnreadableError, match="missing"):
             config_in(source)

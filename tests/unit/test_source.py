@@ -9,7 +9,7 @@ from samples import MODEL, content, files_of, safetensors_bytes, write_model
 
 from ckpt_tools import api
 from ckpt_tools.errors import CkptError, UnreadableError
-from ckpt_tools.storage.source import Descriptors, Source
+from ckpt_tools.storage.source import Descriptors, LocalSource
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_read_gives_exactly_the_bytes(root: Path) -> None:
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         assert source.read("a", 10, 20) == content(100)[10:30]
         assert source.read("sub/b", 0, 5) == b"12345"
         assert source.read("a", 100, 0) == b""
@@ -34,19 +34,19 @@ def test_read_gives_exactly_the_bytes(root: Path) -> None:
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 101), (100, 1), (101, 0), (-1, 5), (5, -1), (1 << 62, 1)])
 def test_read_beyond_the_file_is_refused(root: Path, offset: int, nbytes: int) -> None:
-    with Source(str(root)) as source, pytest.raises(UnreadableError):
+    with LocalSource(str(root)) as source, pytest.raises(UnreadableError):
         source.read("a", offset, nbytes)
 
 
 def test_read_into_beyond_the_file_is_refused(root: Path) -> None:
-    with Source(str(root)) as source, pytest.raises(UnreadableError, match="the file has 100"):
+    with LocalSource(str(root)) as source, pytest.raises(UnreadableError, match="the file has 100"):
         source.read_into("a", 99, memoryview(bytearray(2)))
 
 
 @pytest.mark.parametrize("file", ["../outside", "sub/../../outside", "/etc/hostname", "a\0b", "..", "."])
 def test_name_that_leads_out_is_refused(root: Path, tmp_path: Path, file: str) -> None:
     (tmp_path / "outside").write_bytes(b"secret")
-    with Source(str(root)) as source, pytest.raises(CkptError):
+    with LocalSource(str(root)) as source, pytest.raises(CkptError):
         source.read(file, 0, 1)
 
 
@@ -54,7 +54,7 @@ def test_symlinked_directory_that_leads_out_is_refused(root: Path, tmp_path: Pat
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "b").write_bytes(b"secret")
     (root / "dir").symlink_to("../other")
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         assert "dir/b" not in source.list_files()
         with pytest.raises(UnreadableError, match="leads out"):
             source.read("dir/b", 0, 1)
@@ -64,23 +64,23 @@ def test_sibling_with_the_same_beginning_is_outside(root: Path, tmp_path: Path) 
     (tmp_path / "root2").mkdir()
     (tmp_path / "root2" / "x").write_bytes(b"secret")
     (root / "link").symlink_to("../root2/x")
-    with Source(str(root)) as source, pytest.raises(UnreadableError, match="leads out"):
+    with LocalSource(str(root)) as source, pytest.raises(UnreadableError, match="leads out"):
         source.read("link", 0, 1)
 
 
 def test_root_that_is_a_symlink_is_followed(root: Path, tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to("root")
-    with Source(str(tmp_path / "alias")) as source:
+    with LocalSource(str(tmp_path / "alias")) as source:
         assert source.read("a", 0, 3) == content(100)[:3]
 
 
 def test_directory_is_no_file(root: Path) -> None:
-    with Source(str(root)) as source, pytest.raises(CkptError):
+    with LocalSource(str(root)) as source, pytest.raises(CkptError):
         source.read("sub", 0, 1)
 
 
 def test_missing_file_is_named(root: Path) -> None:
-    with Source(str(root)) as source, pytest.raises(UnreadableError, match="missing") as caught:
+    with LocalSource(str(root)) as source, pytest.raises(UnreadableError, match="missing") as caught:
         source.size("gone")
     assert caught.value.where == str(root / "gone")
 
@@ -95,7 +95,7 @@ def test_list_files_leaves_out_what_cannot_hold_a_checkpoint(root: Path) -> None
     deep.mkdir(parents=True)
     (deep / "x").write_bytes(b"1")
     (deep.parent / "y").write_bytes(b"123")
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         assert source.list_files() == {".metadata": 2, "1/2/3/y": 3, "a": 100, "sub/b": 5}
         assert source.list_files(max_depth=0) == {".metadata": 2, "a": 100}
         with pytest.raises(UnreadableError, match="more than 2 files"):
@@ -123,7 +123,7 @@ def _replace(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [_touch, _grow, _replace, os.unlink])
 def test_change_while_reading_is_noticed(root: Path, change) -> None:
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         source.read("a", 0, 10)
         source.check_unchanged()
         change(root / "a")
@@ -132,7 +132,7 @@ def test_change_while_reading_is_noticed(root: Path, change) -> None:
 
 
 def test_change_between_two_openings_is_noticed(root: Path) -> None:
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         source.read("a", 0, 1)
         source.close()
         _replace(root / "a")
@@ -141,7 +141,7 @@ def test_change_between_two_openings_is_noticed(root: Path) -> None:
 
 
 def test_truncation_while_reading_is_no_crash(root: Path) -> None:
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         source.size("a")
         os.truncate(root / "a", 50)
         with pytest.raises(UnreadableError):
@@ -149,7 +149,7 @@ def test_truncation_while_reading_is_no_crash(root: Path) -> None:
 
 
 def test_identities_name_what_was_opened(root: Path) -> None:
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         source.read("a", 0, 1)
         status = (root / "a").stat()
         identities = source.identities()
@@ -249,7 +249,7 @@ def test_descriptors_in_use_are_not_closed(tmp_path: Path) -> None:
 
 
 def test_descriptor_that_cannot_be_opened_leaves_nothing_behind(root: Path) -> None:
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         for _ in range(3):
             with pytest.raises(UnreadableError):
                 source.size("gone")

@@ -14,7 +14,7 @@ from ckpt_tools.maps.laying import lay_out
 from ckpt_tools.moving.execute import scan
 from ckpt_tools.moving.plan import blocks_at_once, blocks_of, buffer_bytes
 from ckpt_tools.moving.read import Buffers, read_blocks
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 
 BF16 = BY_NAME["BF16"]
 
@@ -33,7 +33,7 @@ def stored(tmp_path_factory):
         span = ByteSpan(file="f", offset=at * array.nbytes, nbytes=array.nbytes)
         chunk = Chunk(box=Box((0, 0), array.shape), span=span)
         entries[name] = TensorEntry(fqn=name, dtype=BF16, shape=array.shape, chunks=(chunk,))
-    with Source(str(root)) as source:
+    with LocalSource(str(root)) as source:
         yield source, entries, arrays
 
 

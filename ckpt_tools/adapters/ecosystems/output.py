@@ -16,7 +16,7 @@ from ckpt_tools.formats.digest import digest_block
 from ckpt_tools.formats.opening import read_file
 from ckpt_tools.formats.safetensors import build_header, data_order
 from ckpt_tools.moving.casting import cast
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.storage.staging import Staging
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview],
 
 
 def _read_back(output: Output, directory: str, digests: Mapping[str, bytes]) -> None:
-    with Source(directory) as source:
+    with LocalSource(directory) as source:
         written = read_file(source, output.file)
         found = {entry.fqn: entry for entry in written.header.tensors}
         for item in output.items:

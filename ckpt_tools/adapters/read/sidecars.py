@@ -17,7 +17,7 @@ from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.opening import Opened, read_document
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.placement.plain_yaml import load_yaml
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource, Source
 
 ADAPTER_CONFIG = "adapter_config.json"
 DIFFUSERS_KEY = "lora_adapter_metadata"
@@ -94,7 +94,7 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
     for directory, names in directories:
         if not os.path.isdir(directory):
             continue
-        with Source(directory) as source:
+        with LocalSource(directory) as source:
             there = {name for name in names if os.path.lexists(os.path.join(directory, name))}
             if ADAPTER_CONFIG in there:
                 for key, value in read_json(source, ADAPTER_CONFIG).items():

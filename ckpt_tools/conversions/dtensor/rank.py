@@ -25,7 +25,7 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh, Placement, Shard
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.safetensors import read_file
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import LocalSource
 
 _FSDP_AXES = ("dp_replicate", FSDP_AXIS)
 """The axes of the mesh that `fully_shard` gets: its parameters live there, cut or not."""
@@ -145,7 +145,7 @@ class _Reader:
 
     def __init__(self, root: str, file: str) -> None:
         self._file: Any = safe_open(os.path.join(root, file), framework="pt")  # untyped upstream
-        with Source(root) as source:
+        with LocalSource(root) as source:
             header = read_file(source, file).header
         # A description may have renamed its tensors; where the bytes lie says which one is meant.
         self._keys = {(t.chunks[0].span.offset, t.chunks[0].span.nbytes): t.fqn for t in header.tensors if t.nbytes}

@@ -1,0 +1,60 @@
+"""What lies around the payloads of a file that a plan writes: known from the plan and the CRC-32s, never read back.
+
+The digest is that of `formats.frames`, which reads the same bytes from a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import xxhash
+
+from ckpt_tools.formats.torch_zip import item_frame
+from ckpt_tools.moving.plan import FilePlan
+
+_ZEROS = bytes(1 << 16)
+
+
+def has_frames(plan: FilePlan) -> bool:
+    """Does the file hold anything around its payloads that says what they are?"""
+    return plan.seal is not None or any(copy.encoding != "raw" for copy in plan.copies)
+
+
+def digest_planned_frames(plan: FilePlan, crcs: Mapping[int, int]) -> str:
+    """Return the digest of every byte of a file that belongs to no payload.
+
+    Args:
+        plan: The file, as it was written.
+        crcs: Where a payload begins → its CRC-32.
+    """
+    state = xxhash.xxh3_128()
+    position = 0
+    for start, piece, nbytes in sorted(_pieces(plan, crcs), key=lambda each: each[:1] + each[2:]):
+        _skip(state, start - position)
+        state.update(piece)
+        position = start + (nbytes or len(piece))
+    _skip(state, plan.nbytes - position)
+    return state.hexdigest()
+
+
+def _pieces(plan: FilePlan, crcs: Mapping[int, int]) -> Iterator[tuple[int, bytes, int]]:
+    """Yield (offset, bytes, 0) of what lies around payloads, and (offset, b"", bytes) of those."""
+    if plan.head:
+        yield 0, plan.head, 0
+    for copy in plan.copies:
+        if copy.nbytes:
+            yield copy.offset, b"", copy.nbytes
+        if copy.encoding != "raw":
+            frame = item_frame(copy.dtype, copy.box.sizes)
+            yield copy.offset - frame.payload_offset, frame.before, 0
+            yield copy.offset + copy.nbytes, frame.after(crcs[copy.offset]), 0
+    if plan.seal is not None:
+        for offset, content in plan.seal([crcs[start] for start in sorted(crcs)]):
+            yield offset, content, 0
+
+
+def _skip(state: xxhash.xxh3_128, nbytes: int) -> None:
+    """Add the zeros that lie between two pieces."""
+    while nbytes > 0:
+        state.update(_ZEROS[:nbytes])
+        nbytes -= len(_ZEROS)

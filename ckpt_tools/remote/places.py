@@ -1,0 +1,125 @@
+"""Open what a path names, wherever that is: a path with a scheme is remote, every other one is this machine's.
+
+A remote path is a URL as far as `os.path.join`, `dirname` and `basename` go, and stays a text; what else there is to
+know about a path is asked here. A new scheme is one module of this room and one line of `_READERS` (`_WRITERS`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Protocol, cast
+
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.storage.sink import Sink
+from ckpt_tools.storage.source import LocalSource, Source
+from ckpt_tools.storage.staging import Staging
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+_READERS: Mapping[str, str] = {}
+"""Scheme → module of this room with `open_place(path)`."""
+_WRITERS: Mapping[str, str] = {}
+"""Scheme → module of this room with `open_sink(path, overwrite=…)`."""
+
+
+class _Reader(Protocol):
+    def open_place(self, path: str) -> tuple[Source, str | None]: ...
+
+
+class _Writer(Protocol):
+    def open_sink(self, path: str, *, overwrite: bool) -> Sink: ...
+
+
+def scheme_of(path: str) -> str | None:
+    """Return the scheme of a remote path in small letters; None for a path of this machine, `file://` among them."""
+    found = _SCHEME.match(path)
+    scheme = None if found is None else found[1].lower()
+    return None if scheme == "file" else scheme
+
+
+def is_remote(path: str) -> bool:
+    """Does the path lead to another machine?"""
+    return scheme_of(path) is not None
+
+
+def absolute(path: str) -> str:
+    """Return a path that means the same in every directory."""
+    return path if is_remote(path) else os.path.abspath(local(path))
+
+
+def local(path: str) -> str:
+    """Return a path of this machine without `file://`.
+
+    Raises:
+        UsageError: It names a host.
+    """
+    if not path.lower().startswith("file://"):
+        return path
+    rest = path[len("file://") :]
+    rest = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    if not rest.startswith("/"):
+        raise UsageError("file:// is followed by an absolute path", where=path, hint="file:///data/model, or its path")
+    return rest
+
+
+def open_place(path: str) -> tuple[Source, str | None]:
+    """Open what is at `path`.
+
+    Returns:
+        The directory, and the name of the file in it that the path names; None where it names the directory.
+
+    Raises:
+        UnreadableError: There is nothing.
+        UsageError: A scheme that ckpt does not read.
+        StorageError: It cannot be reached.
+    """
+    scheme = scheme_of(path)
+    if scheme is not None:
+        return cast("_Reader", _module(scheme, _READERS, path, "reads")).open_place(path)
+    path = local(path)
+    if not os.path.lexists(path):
+        raise UnreadableError("no such file or directory", where=path)
+    if os.path.isdir(path):
+        return LocalSource(path), None
+    return LocalSource(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
+
+
+def open_source(path: str) -> Source:
+    """Open the directory `path`; of a file, that which it lies in. Raises as `open_place`."""
+    return open_place(path)[0]
+
+
+def is_directory(path: str) -> bool:
+    """Is there a directory at `path`? A remote one is asked for."""
+    if not is_remote(path):
+        return os.path.isdir(local(path))
+    try:
+        source, file = open_place(path)
+    except UnreadableError:
+        return False
+    source.close()
+    return file is None
+
+
+def open_sink(destination: str, *, overwrite: bool) -> Sink:
+    """Open a directory for writing that appears whole or not at all; see `Staging`.
+
+    Raises:
+        DestinationExistsError: It exists, and `overwrite` is false.
+        UsageError: A scheme that ckpt does not write.
+    """
+    scheme = scheme_of(destination)
+    if scheme is None:
+        return Staging(local(destination), overwrite=overwrite)
+    return cast("_Writer", _module(scheme, _WRITERS, destination, "writes")).open_sink(destination, overwrite=overwrite)
+
+
+def _module(scheme: str, table: Mapping[str, str], path: str, verb: str) -> object:
+    if scheme not in table:
+        known = ", ".join(f"{each}://" for each in sorted(table)) or "this machine's paths alone"
+        hint = "write to a disk or a store, then `ckpt push`" if scheme == "hf" and verb == "writes" else None
+        raise UsageError(f"ckpt {verb} {known}, not {scheme}://", where=path, hint=hint)
+    return import_module(f"ckpt_tools.remote.{table[scheme]}")

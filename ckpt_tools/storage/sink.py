@@ -1,0 +1,95 @@
+"""What conversions need of the place that they write to: files appear whole and together, or not at all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Self
+
+from ckpt_tools.storage.journal import BlockRecord, Records
+from ckpt_tools.storage.source import Source
+
+
+class Sink(ABC):
+    """A directory under construction; see `Staging`, which is one on this machine."""
+
+    destination: str
+    """What `publish` makes appear, for messages."""
+    records: Records
+    """What an interrupted run of the same fingerprint had written, after `begin`."""
+    found_other: bool = False
+    """`begin` has removed the work of another run."""
+    is_published: bool = False
+    """The destination is complete."""
+    left_behind: str | None = None
+    """The old checkpoint, when it is replaced and could not be removed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    @property
+    @abstractmethod
+    def kept_in(self) -> str:
+        """Where the work of an interrupted run is kept, for messages."""
+
+    @property
+    @abstractmethod
+    def num_kept(self) -> int:
+        """What the next run of the same command could continue from; 0 for nothing."""
+
+    @abstractmethod
+    def begin(self, fingerprint: str | None = None) -> None:
+        """Look at what is there: continue it when it is of this `fingerprint`, else remove it."""
+
+    @abstractmethod
+    def check_space(self, needed_bytes: int) -> None:
+        """Raise StorageError when there is not enough room for what is not there yet of `needed_bytes`."""
+
+    @abstractmethod
+    def create(self, file: str, nbytes: int) -> None:
+        """Make `file` with `nbytes`, to be filled by `write`."""
+
+    @abstractmethod
+    def write(self, file: str, offset: int, buffers: list[memoryview | bytes]) -> int:
+        """Write `buffers`, one after the other, from `offset` on; return the number of bytes.
+
+        From any thread. They are the caller's again when this returns.
+        """
+
+    @abstractmethod
+    def sync(self, file: str) -> None:
+        """Every byte of `file` is written, but for gaps, which are zeros: make it durable."""
+
+    @abstractmethod
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> bool:
+        """Fill `buffer` with what an interrupted run wrote of `file`; False when it cannot be read."""
+
+    @abstractmethod
+    def record(self, tensor: int, block: int, record: BlockRecord) -> None:
+        """Remember that a block is written, for the next run."""
+
+    @abstractmethod
+    def write_document(self, file: str, content: bytes) -> None:
+        """Write a small file whole, durably."""
+
+    def write_marker(self, file: str, content: bytes) -> None:
+        """Write the document that makes the destination what it is; nobody sees it before `publish`."""
+        self.write_document(file, content)
+
+    @abstractmethod
+    def reader(self) -> Source:
+        """Return the directory as a reader would find it once it is published; the caller closes it."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Make the destination appear, whole and durable."""
+
+    @abstractmethod
+    def keep(self) -> None:
+        """Leave what is written for the next run of the same command."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Remove what was written. Does nothing after `publish` or `keep`."""
