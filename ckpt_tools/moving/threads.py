@@ -18,7 +18,7 @@ _STACK_BYTES = 8 << 20
 _THREAD_BYTES = 4 << 20
 """Address space that Python takes for a thread beside its stack."""
 
-_POLL_S = 0.0005
+_POLL_S = 0.0001
 
 
 def one_thread_each() -> None:
@@ -47,6 +47,7 @@ class Crew(Generic[U]):
             StorageError: The system gives no thread at all.
         """
         threads: list[threading.Thread] = []
+        self._all_started = num_workers == 1  # who is alone takes it from nobody
         try:
             try:
                 for i in range(num_workers):
