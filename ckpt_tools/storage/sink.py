@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Self
 
 from ckpt_tools.storage.journal import BlockRecord, Records
@@ -93,3 +95,42 @@ class Sink(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Remove what was written. Does nothing after `publish` or `keep`."""
+
+
+class SharedSink(Sink):
+    """A directory that several processes build together, on one machine or many, each with files of its own.
+
+    What is known of a part once its files are whole is one record: a small document with a name of its own, which
+    nobody takes for a part of the checkpoint. Nothing else passes between processes, and any of them may be the last.
+    """
+
+    @abstractmethod
+    def join(self, fingerprint: str, num_parts: int) -> None:
+        """Take part in building what has this `fingerprint`, in so many parts; make the place when nobody has.
+
+        Raises:
+            DestinationExistsError: Another conversion, or the same one in another number of parts, is under way here.
+        """
+
+    @abstractmethod
+    def passes(self, sizes: Sequence[int]) -> Sequence[range]:
+        """Cut files of these sizes, in their order, into runs that are written one after the other.
+
+        Each run has a record of its own: it is what a killed process costs, and what is held in memory at once.
+        """
+
+    @abstractmethod
+    def identity(self, file: str) -> Mapping[str, object] | None:
+        """Return what tells a finished file from any other of its name, `nbytes` first; None when there is none."""
+
+    @abstractmethod
+    def put_record(self, name: str, content: bytes) -> None:
+        """Write a record, or replace it, durably and at once."""
+
+    @abstractmethod
+    def records_there(self) -> Mapping[str, bytes]:
+        """Return the records of every part, by name."""
+
+    @abstractmethod
+    def alone(self) -> AbstractContextManager[bool]:
+        """Let one process at a time publish, where that can be had: False when another one is at it, or has done it."""
