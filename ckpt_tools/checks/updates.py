@@ -56,7 +56,7 @@ class Update:
     @property
     def cosine(self) -> float | None:
         """Of the angle between the two; None where that is no number."""
-        size = math.sqrt(self.ours) * math.sqrt(self.theirs)
+        size = math.sqrt(self.ours * self.theirs)
         found = self.product / size if size > 0 else math.nan
         return max(-1.0, min(1.0, found)) if math.isfinite(found) else None
 

@@ -21,7 +21,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.counts import Counts, count_values
-from ckpt_tools.moving.framing import digest_planned_frames, has_frames
+from ckpt_tools.moving.framing import digest_planned_frames, gaps_of, has_frames
 from ckpt_tools.moving.plan import (
     Copy,
     FilePlan,
@@ -266,7 +266,14 @@ class _Run:
             frame = item_frame(copy.dtype, copy.box.sizes)
             return sink.write(file, copy.offset - frame.payload_offset, [frame.before, run, frame.after(crc32)])
         task.written_parts[i].append((start, len(run), crc32))
-        return sink.write(file, copy.offset + start, [run])
+        return self._open_item(file, copy, start) + sink.write(file, copy.offset + start, [run])
+
+    def _open_item(self, file: str, copy: Copy, start: int) -> int:
+        """Write what stands before an item's payload, with the first bytes of that: a store waits for it."""
+        if start:
+            return 0
+        frame = item_frame(copy.dtype, copy.box.sizes)
+        return self._sink().write(file, copy.offset - frame.payload_offset, [frame.before])
 
     def _remember(self, file: str, copy: Copy, crc32: int) -> None:
         with self._lock:
@@ -303,6 +310,8 @@ class _Run:
             if not sink.read_into(file, copy.offset + start, run):
                 return None
             parts.append((i, start, isal_zlib.crc32(run), len(run)))
+            if copy.encoding != "raw":
+                self._open_item(file, copy, start)  # nothing says that it was written before
             if not direct:
                 piece = byte_box(part, dtype)
                 move(piece, run, piece, content, byte_box(block, dtype))
@@ -376,7 +385,7 @@ class _Run:
         if is_raw:
             return
         frame = item_frame(copy.dtype, copy.box.sizes)
-        written = self._sink().write(file, copy.offset - frame.payload_offset, [frame.before])
+        written = 0 if parts else self._open_item(file, copy, 0)
         written += self._sink().write(file, copy.offset + copy.nbytes, [frame.after(crc32)])
         with self._lock:
             self.outcome.bytes_written += written
@@ -413,7 +422,7 @@ def execute(
     """
     head_bytes = 0
     for file in files:
-        sink.create(file.file, file.nbytes)
+        sink.create(file.file, file.nbytes, gaps_of(file))
         if file.head:
             head_bytes += sink.write(file.file, 0, [file.head])
     edits = edits or {}
