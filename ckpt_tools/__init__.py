@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_tools._version import __version__ as __version__
     from ckpt_tools.api import (
+        average as average,
         check_lora as check_lora,
         diff as diff,
         estimate as estimate,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         verify as verify,
     )
     from ckpt_tools.checks.diff import Difference as Difference
+    from ckpt_tools.checks.stats import Stats as Stats
     from ckpt_tools.checks.verify import Verification as Verification
     from ckpt_tools.conversions.job import Conversion as Conversion
     from ckpt_tools.description.checkpoint import (
@@ -68,9 +70,10 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "_version": "__version__",
-    "api": "check_lora diff estimate export_lora gather inspect merge_lora open_checkpoint preflight push reshard "
-    "shard smoke stats verify",
+    "api": "average check_lora diff estimate export_lora gather inspect merge_lora open_checkpoint preflight push "
+    "reshard shard smoke stats verify",
     "checks.diff": "Difference",
+    "checks.stats": "Stats",
     "checks.verify": "Verification",
     "conversions.job": "Conversion",
     "description.checkpoint": "BlobEntry ByteSpan Checkpoint Chunk Finding TensorEntry",

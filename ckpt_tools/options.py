@@ -210,6 +210,13 @@ Dequantize = Annotated[
     bool, Option("Decode quantised weights, as --dtype says or config.json; without it their bytes stay as they are.")
 ]
 DTypeName = Annotated[str, Option("Cast floating-point tensors.", metavar="keep|bf16|f16|f32")]
+DTypeFor = Annotated[
+    Sequence[str],
+    Option(
+        "Cast these floating-point tensors otherwise (repeatable; names as written; the first match wins).",
+        metavar="GLOB=DTYPE",
+    ),
+]
 MaxShardSize = Annotated[
     str | None,
     Option(

@@ -75,6 +75,10 @@ COMMANDS: dict[str, Command] = {
     "merge-lora": Command(
         "merge_lora", "Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming."
     ),
+    "average": Command(
+        "convert",
+        "Average the weights of several checkpoints (SWA, EMA, soups), streaming, in the format of the first.",
+    ),
     "check-lora": Command(
         "check_lora",
         "Check an adapter: is it whole, and will peft, diffusers, ComfyUI, kohya or vLLM load it and change anything?",
