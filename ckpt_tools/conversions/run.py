@@ -55,7 +55,9 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     """
     start = time.monotonic()
     check_separate(job.opened, job.destination)
-    if not is_remote(job.destination):
+    if is_remote(job.destination):
+        _check_remote(job)
+    else:
         check_destination(job.destination, overwrite=job.overwrite)
     if job.overwrite:
         check_replaceable(job.destination)
@@ -75,6 +77,19 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         check_space(needed, job.destination)
         return _run_with_dtensor(job, start)
     return _write(job, plans, start, needed)
+
+
+def _check_remote(job: Job) -> None:
+    """Refuse what needs a directory of this machine to be built in."""
+    whole = f"write it to a disk, then copy it to {job.destination}"
+    if job.use_dtensor:
+        raise UsageError("--engine dtensor writes to this machine's disks", hint="use --engine stream")
+    if job.parts:
+        what = f"a step of several checkpoints ({', '.join(job.parts)}) is written to this machine's disks"
+        raise UsageError(what, where=job.destination, hint=f"convert each by itself, or {whole}")
+    if job.edits:
+        what = "what computes new values is written to this machine's disks"
+        raise UsageError(what, where=job.destination, hint=whole)
 
 
 def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is_part: bool = False) -> Conversion:
@@ -226,6 +241,7 @@ def _finish(
     for each in (job, *job.parts.values()):
         each.opened.source.check_unchanged()
     sink.publish()
+    job.notes += sink.notes
     if sink.left_behind is not None:
         job.notes.append(
             f"the old checkpoint could not be removed: {escape_name(sink.left_behind)}; "

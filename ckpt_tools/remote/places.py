@@ -21,7 +21,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 _READERS: Mapping[str, str] = {}
 """Scheme → module of this room with `open_place(path)`."""
-_WRITERS: Mapping[str, str] = {}
+_WRITERS: Mapping[str, str] = {"s3": "object_sink", "gs": "object_sink", "az": "object_sink"}
 """Scheme → module of this room with `open_sink(path, overwrite=…)`."""
 
 
