@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         reshard as reshard,
         shard as shard,
         smoke as smoke,
+        stats as stats,
         verify as verify,
     )
     from ckpt_tools.checks.diff import Difference as Difference
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "_version": "__version__",
     "api": "check_lora diff estimate export_lora gather inspect merge_lora open_checkpoint preflight push reshard "
-    "shard smoke verify",
+    "shard smoke stats verify",
     "checks.diff": "Difference",
     "checks.verify": "Verification",
     "conversions.job": "Conversion",

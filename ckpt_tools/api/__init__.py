@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_tools.adapters.check import check_lora as check_lora
     from ckpt_tools.adapters.export import export_lora as export_lora
-    from ckpt_tools.api.checking import diff as diff, verify as verify
+    from ckpt_tools.api.checking import diff as diff, stats as stats, verify as verify
     from ckpt_tools.api.conversions import gather as gather, reshard as reshard, shard as shard
     from ckpt_tools.api.estimating import estimate as estimate
     from ckpt_tools.api.merging import merge_lora as merge_lora
@@ -29,7 +29,7 @@ _ROOMS = {
     "api.merging": "merge_lora",
     "api.preflighting": "preflight",
     "api.pushing": "push",
-    "api.checking": "diff verify",
+    "api.checking": "diff stats verify",
     "api.reading": "inspect open_checkpoint",
     "api.training": "smoke",
     "options": "ProgressFactory default_num_workers",

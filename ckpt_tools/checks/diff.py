@@ -77,7 +77,7 @@ def diff(
         UnreadableError: One of them is incomplete or damaged.
         UsageError: The names are not those of `names`, or of several libraries that mean different tensors by them.
     """
-    our_side, their_side = _match_names(a, b, names)
+    our_side, their_side = match_names(a, b, names)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
@@ -114,7 +114,7 @@ _Entries = Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Side:
+class Side:
     """A checkpoint by certain names."""
 
     entries: _Entries
@@ -122,7 +122,7 @@ class _Side:
     """What has no place among them, for people."""
 
 
-def _match_names(a: Opened, b: Opened, names: str) -> tuple[_Side, _Side]:
+def match_names(a: Opened, b: Opened, names: str) -> tuple[Side, Side]:
     """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model.
 
     Raises:
@@ -139,15 +139,15 @@ def _match_names(a: Opened, b: Opened, names: str) -> tuple[_Side, _Side]:
     return _closest([*ours, *more[0]], [*theirs, *more[1]])
 
 
-def _by_names(checkpoint: Checkpoint) -> tuple[_Side, _Side]:
-    return _Side(entries={entry.fqn: entry for entry in checkpoint.tensors}), _Side(entries=plain_names(checkpoint))
+def _by_names(checkpoint: Checkpoint) -> tuple[Side, Side]:
+    return Side(entries={entry.fqn: entry for entry in checkpoint.tensors}), Side(entries=plain_names(checkpoint))
 
 
-def _closest(ours: Sequence[_Side], theirs: Sequence[_Side]) -> tuple[_Side, _Side]:
+def _closest(ours: Sequence[Side], theirs: Sequence[Side]) -> tuple[Side, Side]:
     return min(product(ours, theirs), key=lambda pair: len(pair[0].entries.keys() ^ pair[1].entries.keys()))
 
 
-def _otherwise(opened: Opened, entries: _Entries, assets: AssetList, names: str) -> list[_Side]:
+def _otherwise(opened: Opened, entries: _Entries, assets: AssetList, names: str) -> list[Side]:
     """Return a checkpoint's tensors by the live model's names, and by the hub's if they have a library's."""
     tensors = tuple(replace(entry, fqn=fqn) for fqn, entry in entries.items())
     checkpoint = replace(opened.checkpoint, tensors=tensors)
@@ -155,9 +155,9 @@ def _otherwise(opened: Opened, entries: _Entries, assets: AssetList, names: str)
     left_out = () if hub is None else hub.left_out
     live = name_live(checkpoint if hub is None else hub.checkpoint, assets, Naming(), opened.resolve)
     found = {entry.fqn: entry for entry in live.checkpoint.tensors}
-    sides = [_Side(entries=found | {alias: found[name] for alias, name in live.aliases.items()}, left_out=left_out)]
+    sides = [Side(entries=found | {alias: found[name] for alias, name in live.aliases.items()}, left_out=left_out)]
     if hub is not None:
-        sides.insert(0, _Side(entries={entry.fqn: entry for entry in hub.checkpoint.tensors}, left_out=left_out))
+        sides.insert(0, Side(entries={entry.fqn: entry for entry in hub.checkpoint.tensors}, left_out=left_out))
     return sides
 
 

@@ -200,7 +200,7 @@ def _zero_weights(
     groups: dict[tuple[bool, str], list[TensorEntry]] = {}
     for entry in weights:
         is_norm = len(entry.shape) == 1
-        if _is_weight(entry) and f"{entry.fqn.removesuffix('weight')}running_mean" not in names:
+        if is_weight(entry) and f"{entry.fqn.removesuffix('weight')}running_mean" not in names:
             groups.setdefault((is_norm, _kind(entry.fqn)), []).append(entry)
     zero = {key: [e for e in group if counts[e.fqn].is_zero] for key, group in groups.items()}
     if not any(zero.values()):
@@ -215,7 +215,7 @@ def _zero_weights(
             yield from zero[key]
 
 
-def _is_weight(entry: TensorEntry) -> bool:
+def is_weight(entry: TensorEntry) -> bool:
     """Is this the weight of a norm, or a matrix of numbers that are trained?"""
     name = strip_wrappers(entry.fqn)
     if entry.num_elems < 2 or is_factor(name) or not (entry.dtype.is_float or entry.dtype.name.startswith("F8_E")):

@@ -31,6 +31,15 @@ COMMANDS: dict[str, Command] = {
         "verify", "Check that a checkpoint is complete and intact: every element exactly once, every byte as written."
     ),
     "diff": Command("diff", "Compare two checkpoints: names, shapes, dtypes and values. Exit code 3 when they differ."),
+    "stats": Command(
+        "stats",
+        """
+        Measure the values of every tensor: spread, extremes, zeros, NaN and Inf, and what stands out among layers.
+
+        With --against, also how far training has moved each of them. Exit code 3 when a value is not finite, a frozen
+        tensor has changed or nothing was trained.
+        """,
+    ),
     "smoke": Command(
         "smoke",
         """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from isal import isal_zlib
 
@@ -52,6 +53,16 @@ Progress = Callable[[int], None]
 """Called with the number of logical bytes that have been moved since the last call; from any thread."""
 OnDamage = Callable[[TensorEntry, CkptError], None]
 """Called with what is wrong with a tensor's bytes; returning means: go on with the next block."""
+
+
+class Look(Protocol):
+    """Looks at the elements of one tensor as they pass; called from any thread, for blocks in any order."""
+
+    def see(self, block: Box, content: memoryview) -> None:
+        """Look at the row-major bytes of a canonical block; they are valid until this returns."""
+
+    def finish(self) -> None:
+        """Its last block is done."""
 
 
 @dataclass(slots=True)
@@ -99,6 +110,7 @@ class _Task:
         """Block → its digest as it was read, of a tensor with an edit."""
         self.counts: list[Counts] | None = [] if counting and not is_plain(entry) else None
         """What the values of blocks are like, in any order."""
+        self.looks: Sequence[Look] = ()
 
     def add(self, index: int, block: Box, digest: bytes, content: memoryview, reads: Iterable[Read]) -> None:
         """Remember the digest of a block, what was read for it, and what its values are like."""
@@ -106,6 +118,8 @@ class _Task:
             start = start_of(block, Box((0,) * len(self.entry.shape), self.entry.shape))
             if (counts := count_values(content, self.dtype, start=start)) is not None:
                 self.counts.append(counts)
+        for look in self.looks:
+            look.see(block, content)
         at = BLOCK_DIGEST_BYTES * index
         self.block_digests[at : at + BLOCK_DIGEST_BYTES] = digest
         self.checksums.add(reads)
@@ -331,6 +345,8 @@ class _Run:
                 self.outcome.counts[task.entry.fqn] = sum(task.counts, Counts())
         if task.edit is not None:
             self._finish_edit(task, task.edit)
+        for look in task.looks:
+            look.finish()
         for (file, copy), parts in zip(task.copies, task.written_parts, strict=True):
             self._seal(file, copy, parts)
             with self._lock:
@@ -445,9 +461,15 @@ def scan(
     progress: Progress | None = None,
     on_damage: OnDamage | None = None,
     counting: bool = False,
+    looks: Mapping[str, Sequence[Look]] | None = None,
 ) -> Outcome:
-    """Read tensors (raw chunks) whole: digests, CRC-32s held against their writer's, with `counting` the values."""
+    """Read tensors (raw chunks) whole: digests, CRC-32s held against their writer's, with `counting` the values.
+
+    `looks` (FQN → who) are shown the blocks of a tensor.
+    """
     tasks = [_Task(i, entry, (), None, counting=counting) for i, entry in enumerate(entries)]
+    for task in tasks:
+        task.looks = (looks or {}).get(task.entry.fqn, ())
     run = _Run(tasks, source, None, progress, on_damage)
     run.run(num_workers)
     return run.outcome

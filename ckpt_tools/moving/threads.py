@@ -18,7 +18,7 @@ _STACK_BYTES = 8 << 20
 _THREAD_BYTES = 4 << 20
 """Address space that Python takes for a thread beside its stack."""
 
-_POLL_S = 0.0005
+_POLL_S = 0.0001
 _WINDOW = 4
 """Units that may be under way for every worker, the finished ones that came after an unfinished one among them."""
 
@@ -58,6 +58,7 @@ class Crew(Generic[U]):
             StorageError: The system gives no thread at all.
         """
         threads: list[threading.Thread] = []
+        self._all_started = num_workers == 1  # who is alone takes it from nobody
         self._window = _WINDOW * num_workers
         try:
             try:

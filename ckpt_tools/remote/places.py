@@ -19,7 +19,12 @@ from ckpt_tools.storage.staging import Staging
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
-_READERS: Mapping[str, str] = {}
+_READERS: Mapping[str, str] = {
+    "hf": "hub_source",
+    "https": "web_source",
+    "http": "web_source",
+    **dict.fromkeys(("s3", "gs", "az"), "object_source"),
+}
 """Scheme → module of this room with `open_place(path)`."""
 _WRITERS: Mapping[str, str] = {"s3": "object_sink", "gs": "object_sink", "az": "object_sink"}
 """Scheme → module of this room with `open_sink(path, overwrite=…)`."""

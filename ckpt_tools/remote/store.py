@@ -145,7 +145,7 @@ class Bucket:
             etag: That of the object that is meant. It is asked for, and compared for stores that ignore the condition.
         """
         options: dict[str, Any] = {"range": (start, start + nbytes)}
-        if etag is not None:
+        if etag is not None and not etag.startswith("W/"):  # a weak one never matches
             options["if_match"] = etag
         with self.telling(key, "GET"):
             result = self.obstore.get(self.store, key, options=options)  # type: ignore[arg-type,unused-ignore]
@@ -177,7 +177,7 @@ class Bucket:
         with self.telling(key, "PUT"):
             mode: Any = "create" if create else "overwrite"
             written = self.obstore.put(self.store, key, content, mode=mode, use_multipart=False)
-            return written["e_tag"]
+            return _canonical(written["e_tag"])
 
     def open_writer(self, key: str, *, part_bytes: int, max_concurrency: int) -> Any:  # noqa: ANN401 - obstore's own
         """Return obstore's writer of one object: `write(bytes)`, `close()`; leaving its `with` by an error aborts it.
@@ -318,11 +318,19 @@ def _endpoint(scheme: str) -> str:
     return f"{parts.scheme}://{parts.hostname or ''}{port}" if found else ""
 
 
+def _canonical(etag: str | None) -> str | None:
+    """Return an ETag as headers have it; listings of some stores leave its quotes out."""
+    if not etag:
+        return None
+    weak = "W/" if etag.startswith("W/") else ""
+    return weak + '"' + etag.removeprefix("W/").strip('"') + '"'
+
+
 def _stored(meta: Any) -> StoredObject:  # noqa: ANN401 - a mapping of obstore's
     return StoredObject(
         key=meta["path"],
         nbytes=meta["size"],
-        etag=meta["e_tag"],
+        etag=_canonical(meta["e_tag"]),
         version=meta["version"],
         modified=meta["last_modified"],
     )
