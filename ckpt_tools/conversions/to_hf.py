@@ -35,6 +35,7 @@ from ckpt_tools.options import (
     NumWorkers,
     Option,
     Overwrite,
+    PartText,
     Progress,
     ShapesFrom,
     Source as SourcePath,
@@ -84,6 +85,7 @@ class GatherOptions:
         False
     )
     overwrite: Overwrite = False
+    part: PartText = None
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None

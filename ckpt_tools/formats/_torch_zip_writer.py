@@ -59,11 +59,11 @@ class ArchiveFrame:
         What follows a payload is yielded as soon as its CRC-32 is drawn.
         """
         end = bytearray(self._end)
-        behind = (*self._headers, end) if self.starts else ()
+        behind: list[bytes | bytearray] = [*self._headers, end] if self.starts else []
         placed = zip(self.starts, self.lengths, self._crc_offsets, behind, strict=True)
         for (start, length, at, follows), crc32 in zip(placed, crcs, strict=True):
             end[at : at + 4] = crc32.to_bytes(4, "little")
-            yield start + length, _descriptor(crc32, length) + follows
+            yield start + length, _descriptor(crc32, length) + bytes(follows)
         if not self.starts:
             yield len(self.before), self._end
 

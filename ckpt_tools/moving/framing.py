@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import xxhash
 
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.moving.plan import Copy, FilePlan, is_plain
+from ckpt_tools.moving.plan import Copy, FilePlan, Seal, is_plain
 
 _ZEROS = bytes(1 << 16)
 
@@ -40,12 +40,11 @@ def digest_planned_frames(plan: FilePlan, crcs: Mapping[int, int]) -> str:
 class Sealing:
     """What closes the payloads of an archive: each piece as soon as it is known. One thread at a time."""
 
-    def __init__(self, plan: FilePlan) -> None:
-        assert plan.seal is not None
+    def __init__(self, plan: FilePlan, seal: Seal) -> None:
         self._starts = sorted({copy.offset for copy in plan.copies if not is_plain(copy.source)})
         self._crcs: dict[int, int] = {}
         self._num_told = 0
-        self._pieces = iter(plan.seal(self._crcs[start] for start in self._starts))
+        self._pieces = iter(seal(self._crcs[start] for start in self._starts))
 
     def add(self, start: int | None = None, crc32: int = 0) -> list[tuple[int, bytes]]:
         """Take the CRC-32 of the payload at `start`, if there is any; return what can be written now."""

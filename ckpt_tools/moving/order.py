@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ckpt_tools.moving.plan import Copy
 
@@ -26,7 +27,7 @@ def front_to_back(groups: Sequence[Copies]) -> list[int]:
     waits_for = [0] * len(groups)
     for placed in files.values():
         placed.sort()
-        for (_, first), (_, second) in zip(placed, placed[1:], strict=False):
+        for (_, first), (_, second) in pairwise(placed):
             if first != second:
                 after[first].append(second)
                 waits_for[second] += 1

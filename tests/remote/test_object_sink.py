@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from remote.fault_proxy import Fault, Proxy
 from remote.servers import SECRETS, Server
-from samples import MODEL, content, files_of, tensor, write_model
+from samples import MODEL, files_of, tensor, write_model
 
 from ckpt_tools import api
-from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UsageError
+from ckpt_tools.errors import CkptError, DestinationExistsError
 from ckpt_tools.remote import object_sink, upload
-from ckpt_tools.remote.object_sink import WriteSettings, cut_passes
+from ckpt_tools.remote.object_sink import WriteSettings
 from ckpt_tools.remote.store import Bucket
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
@@ -64,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-COMMANDS: dict[str, Callable[[Path, str], object]] = {
+COMMANDS: dict[str, Callable[[Path, str], api.Conversion]] = {
     "shard": lambda root, out: api.shard(root / "model", out, mesh="dp_shard=3"),
     "reshard": lambda root, out: api.reshard(root / "shard", out, mesh="dp_shard=2,tp=2"),
     "gather": lambda root, out: api.gather(root / "shard", out, max_shard_size="6MiB"),
@@ -76,14 +75,30 @@ COMMANDS: dict[str, Callable[[Path, str], object]] = {
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("memory_parts", [200, 4, 1])
 def test_same_bytes_as_on_a_disk(
-    model: Path, seaweed: Server, use: Callable[..., str], settings: Callable[..., None], command: str, memory_parts: int
+    model: Path,
+    seaweed: Server,
+    use: Callable[..., str],
+    settings: Callable[..., None],
+    command: str,
+    memory_parts: int,
 ) -> None:
     settings(memory_bytes=memory_parts * PART, verify_all=memory_parts == 4)
     out = f"{use(seaweed)}/same-{command}-{memory_parts}"
     COMMANDS[command](model, out)
     assert objects(out) == files_of(model / command)
+    again = COMMANDS[command](model, out)
+    assert again.notes[-1] == "this conversion is complete: nothing was left to do"
+    assert objects(out) == files_of(model / command)
     with pytest.raises(DestinationExistsError, match="not empty"):
-        COMMANDS[command](model, out)
+        api.shard(model / "model", out, mesh="dp_shard=7")
+
+
+def _outcome(model: Path, out: str) -> str:
+    """Everything that is told of a run."""
+    try:
+        return str(COMMANDS["shard"](model, out))
+    except CkptError as error:
+        return str(error) + "".join(getattr(error, "__notes__", ()))
 
 
 def _check_sweep(model: Path, base: str, proxy: Proxy, cases: list[tuple[Fault, int]]) -> None:
@@ -91,23 +106,16 @@ def _check_sweep(model: Path, base: str, proxy: Proxy, cases: list[tuple[Fault, 
     for fault, at in cases:
         out = f"{base}/sweep-{fault}-{at}"
         proxy.arm(fault, at=at, times=100 if fault in ("403", "412") else 1)
-        said = ""
-        try:
-            said = str(COMMANDS["shard"](model, out))
-        except CkptError as error:
-            said = str(error) + "".join(getattr(error, "__notes__", ()))
-            # A listing that lacks what was written is found by the check of the whole.
-            assert out in (error.where or "") or "its own check" in said, (fault, at, said)
+        said = _outcome(model, out)
+        # A listing that lacks what was written is found by the check of the whole.
+        assert out in said or "its own check" in said, (fault, at, said)
         assert proxy.num_damaged or at >= len(proxy.seen)
         assert not [each for each in SECRETS if each in said], (fault, at)
         proxy.arm(None)
         there = objects(out)
         if ".metadata" in there:
             assert {name: there[name] for name in expected} == expected, (fault, at)
-        try:
-            COMMANDS["shard"](model, out)
-        except DestinationExistsError:
-            assert ".metadata" in there, (fault, at)
+        assert COMMANDS["shard"](model, out).published
         assert objects(out) == expected, (fault, at)
 
 
