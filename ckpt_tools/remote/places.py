@@ -27,7 +27,7 @@ _READERS: Mapping[str, str] = {
     **dict.fromkeys(("s3", "gs", "az"), "object_source"),
 }
 """Scheme → module of this room with `open_place(path)`."""
-_WRITERS: Mapping[str, str] = {}
+_WRITERS: Mapping[str, str] = {"s3": "object_sink", "gs": "object_sink", "az": "object_sink"}
 """Scheme → module of this room with `open_sink(path, overwrite=…)`."""
 
 
