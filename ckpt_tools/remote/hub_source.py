@@ -67,9 +67,8 @@ _lock = threading.Lock()
 
 def is_hub_url(path: str) -> bool:
     """Is a web address one of the hub's pages of a repository, or of a file in one?"""
-    parts = urlsplit(path)
-    hosts = {*_HOSTS, (urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname or "").lower()} - {""}
-    return (parts.hostname or "").lower() in hosts
+    own = urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc
+    return urlsplit(path).netloc.lower() in {*_HOSTS, own.lower()} - {""}
 
 
 def parse(path: str) -> Address:
