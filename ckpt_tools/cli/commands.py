@@ -79,6 +79,10 @@ COMMANDS: dict[str, Command] = {
         "convert",
         "Average the weights of several checkpoints (SWA, EMA, soups), streaming, in the format of the first.",
     ),
+    "extract": Command(
+        "convert", "Write chosen tensors of a checkpoint, or the model of its first layers, in its own format."
+    ),
+    "rename": Command("convert", "Write a model's weights by the names of a key map, in its own format."),
     "check-lora": Command(
         "check_lora",
         "Check an adapter: is it whole, and will peft, diffusers, ComfyUI, kohya or vLLM load it and change anything?",
