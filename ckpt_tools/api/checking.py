@@ -65,7 +65,7 @@ def verify(options: VerifyOptions) -> Verification:
         UnreadableError: The checkpoint is too damaged to be described.
     """
     level, against, progress = options.level, options.against, options.progress
-    workers = options.num_workers or default_num_workers()
+    workers = options.num_workers or default_num_workers(options.source, options.against)
     with ExitStack() as stack:
         step = open_step(os.fspath(options.source)) if options.format is None else None
         if step is not None:
@@ -87,7 +87,7 @@ def verify(options: VerifyOptions) -> Verification:
 
 def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
     """Check every part of a step, and hold those that the reference has as well against it."""
-    workers = options.num_workers or default_num_workers()
+    workers = options.num_workers or default_num_workers(options.source, options.against)
     with ExitStack() as stack:
         pairs: tuple[Pair, ...] = ()
         if options.against is not None:
@@ -163,7 +163,7 @@ def diff(options: DiffOptions) -> Difference:
             atol=options.atol,
             rtol=options.rtol,
             names=options.names,
-            num_workers=options.num_workers or default_num_workers(),
+            num_workers=options.num_workers or default_num_workers(options.a, options.b),
             progress=progress(total) if progress is not None and not options.keys_only else None,
         )
         named = ((options.a, one.step), (options.b, other.step))
@@ -227,7 +227,7 @@ def stats(options: StatsOptions) -> Stats:
             names=options.names,
             frozen=options.frozen,
             rank=options.rank,
-            num_workers=options.num_workers or default_num_workers(),
+            num_workers=options.num_workers or default_num_workers(options.source, options.against),
             progress=options.progress(total) if options.progress is not None and total else None,
         )
         return replace(result, notes=(*map(escape_name, notes), *result.notes))

@@ -22,9 +22,10 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.beside import Beside, Reading
 from ckpt_tools.moving.counts import Counts
-from ckpt_tools.moving.execute import Look, Outcome, Progress, scan
+from ckpt_tools.moving.execute import Outcome, Progress, scan
 from ckpt_tools.moving.moments import Moments, Tally, measures
 from ckpt_tools.moving.plan import check_complete
+from ckpt_tools.moving.task import Look
 from ckpt_tools.text import first_few
 
 CONSTANT = "constant"

@@ -26,6 +26,7 @@ from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.moving.plan import Seal, check_names
 from ckpt_tools.moving.read import Edit
+from ckpt_tools.moving.split import Part
 from ckpt_tools.remote.places import is_remote, local
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import LocalSource, short_file
@@ -67,7 +68,12 @@ class Conversion:
     """The architecture whose names all are written, and no others; None when they were not held against one."""
     dry_run: bool = False
     published: bool = True
-    """False with `dry_run`, and on the ranks of torchrun that leave publishing to the first."""
+    """False with `dry_run`, for a part while others are missing, and on the ranks of torchrun that leave publishing to
+    the first."""
+    part: Part | None = None
+    """Which one of several processes this was."""
+    waiting_for: tuple[int, ...] = ()
+    """The parts that are missing."""
 
     @property
     def throughput_bytes_per_s(self) -> float:
@@ -125,6 +131,8 @@ class Job:
     """Called when every byte is written and before anything is published; raises to refuse the result."""
     parts: Mapping[str, Job] = field(default_factory=dict)
     """Directory inside the destination → what is built there: the parts of a step, published with the rest at once."""
+    part: Part | None = None
+    """Which one of several processes this is: it writes its files, and the last one publishes them all."""
     overwrite: bool = False
     use_dtensor: bool = False
     """Write the data files through torch (`--engine dtensor`) instead of the executor."""

@@ -36,6 +36,7 @@ from ckpt_tools.options import (
     NumWorkers,
     Option,
     Overwrite,
+    PartText,
     Progress,
     ShapesFrom,
     Source as SourcePath,
@@ -86,6 +87,7 @@ class GatherOptions:
         False
     )
     overwrite: Overwrite = False
+    part: PartText = None
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import xxhash
 
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.moving.plan import FilePlan
+from ckpt_tools.moving.plan import Copy, FilePlan
 
 _ZEROS = bytes(1 << 16)
 
@@ -35,6 +35,27 @@ def digest_planned_frames(plan: FilePlan, crcs: Mapping[int, int]) -> str:
         position = start + (nbytes or len(piece))
     _skip(state, plan.nbytes - position)
     return state.hexdigest()
+
+
+def gaps_of(plan: FilePlan) -> Iterator[tuple[int, int]]:
+    """Yield (offset, bytes) of what lies between the pieces of a file, and is zeros, in order."""
+    if plan.seal is not None:  # an archive has none
+        return
+    position = len(plan.head)
+    for start, end in sorted(map(_extent, plan.copies)):
+        if start > position:
+            yield position, start - position
+        position = max(position, end)
+    if position < plan.nbytes:
+        yield position, plan.nbytes - position
+
+
+def _extent(copy: Copy) -> tuple[int, int]:
+    if copy.encoding == "raw":
+        return copy.offset, copy.offset + copy.nbytes
+    frame = item_frame(copy.dtype, copy.box.sizes)
+    start = copy.offset - frame.payload_offset
+    return start, start + frame.nbytes
 
 
 def _pieces(plan: FilePlan, crcs: Mapping[int, int]) -> Iterator[tuple[int, bytes, int]]:

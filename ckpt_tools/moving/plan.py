@@ -7,7 +7,7 @@ destination file, so a plan can be split over machines.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,6 +27,7 @@ from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.manifest import BLOCK_BYTES
 from ckpt_tools.formats.torch_zip import item_frame
+from ckpt_tools.moving.split import restrict
 from ckpt_tools.moving.strides import MAX_WASTE
 from ckpt_tools.text import first_few
 
@@ -106,6 +107,10 @@ class Plan:
     def files(self) -> tuple[FilePlan, ...]:
         """Every file to write; made when first asked for."""
         return plan_copies(self.source, self.target, heads=self.heads, seals=self.seals)
+
+    def files_of(self, names: Collection[str]) -> tuple[FilePlan, ...]:
+        """Plan some of the files, without a look at what goes into the others."""
+        return plan_copies(self.source, restrict(self.target, names), heads=self.heads, seals=self.seals)
 
     @property
     def total_bytes(self) -> int:

@@ -149,6 +149,10 @@ class Checksums:
             if read.crc32 is not None:
                 self._parts.setdefault(id(read.chunk), []).append((read.start, read.nbytes, read.crc32))
 
+    def runs(self, chunk: Chunk) -> Parts:
+        """Return what was read of a chunk with a recorded CRC-32."""
+        return self._parts.get(id(chunk), [])
+
     def check(self, entry: TensorEntry, chunk: Chunk, source: Source) -> bool:
         """Return whether a chunk's bytes were held against a CRC-32: not when none is known, or a part was not read.
 
@@ -161,7 +165,7 @@ class Checksums:
             return False
         span = chunk.span
         if chunk.strides is None:
-            crc32, total = combine_crcs(self._parts.get(id(chunk), []))
+            crc32, total = combine_crcs(self.runs(chunk))
         else:
             crc32, total = 0, span.nbytes
             for start in range(0, total, _CRC_PASS_BYTES):
