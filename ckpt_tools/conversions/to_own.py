@@ -130,7 +130,7 @@ def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
     optimizer = sum(map(is_optimizer, others))
     notes = []
     if optimizer:
-        notes.append(f"left out {optimizer} tensors of optimizer state: it belongs to the weights of the source")
+        notes.append(f"left out {optimizer} tensors of optimizer state: it belongs to the weights before they changed")
     if len(others) > optimizer:
         notes.append(f"left out {len(others) - optimizer} tensors that are not the model's")
     if checkpoint.blobs:
