@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ckpt_tools.checks.updates import Updating
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Naming, name_known, name_live
+from ckpt_tools.moving.beside import Beside, Reading
 from ckpt_tools.moving.execute import Progress, scan
+from ckpt_tools.moving.moments import measures
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
 from ckpt_tools.moving.strides import byte_box
@@ -99,7 +101,7 @@ def diff(
             else:
                 difference = _compare_bytes(*sides)
             if difference is not None:
-                relative = _relative(*sides) if left[fqn].dtype.is_float else None
+                relative = _relative(left[fqn], a.source, right[fqn], b) if left[fqn].dtype.is_float else None
                 changed[fqn] = Change(fqn=fqn, what=difference, relative=relative)
     return Difference(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
@@ -204,22 +206,15 @@ def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> st
     return f"values differ in {count} of {x.num_elems} elements, first at {first}"
 
 
-def _relative(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> float | None:
+def _relative(x: TensorEntry, xs: Source, y: TensorEntry, other: Opened) -> float | None:
     """Return how large the change is beside the tensor, in float64; None where that is no number."""
-    import numpy as np
-
-    from ckpt_tools.moving.arrays import array_of, numpy_dtype
-
-    if numpy_dtype(x.dtype) is None:
+    if not measures(x.dtype):
         return None
-    change = size = 0.0
-    with np.errstate(all="ignore"):
-        for (block, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
-            one, other = (array_of(side, x.dtype, block.sizes).astype(np.float64) for side in (left, right))
-            change += float(np.square(one - other).sum())
-            size += float(np.square(other).sum())
-    relative = math.sqrt(change / size) if size > 0 and math.isfinite(change + size) else math.nan
-    return relative if math.isfinite(relative) else None
+    updating = Updating(x, Beside(y, other, Reading()))
+    for block, content in read_blocks(x, xs):
+        updating.see(block, content)
+    updating.finish()
+    return updating.update.relative
 
 
 def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, atol: float, rtol: float) -> str | None:
