@@ -6,10 +6,11 @@ from textwrap import dedent
 
 import pytest
 
-from ckpt_tools.cli.render_inspect import format_ranges, render
+from ckpt_tools.cli.render_inspect import render
 from ckpt_tools.cli.screen import Screen
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.folding import format_ranges
 from ckpt_tools.description.layout import Box, Layout, Mesh, Shard
 from ckpt_tools.description.summarise import overlay, summarise
 
