@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 
 from ckpt_tools.description.checkpoint import Finding
 
-Mood = Literal["good", "bad", "unknown"]
-"""How a verdict is shown; its words say the same. What was not wholly looked at is never "good" without saying so."""
+Mood = Literal["good", "partly", "bad", "unknown"]
+"""How a verdict is shown; its words say the same. Green is "good" alone: nothing was left unchecked or assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

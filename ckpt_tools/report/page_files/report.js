@@ -35,7 +35,7 @@
 
   // A table of rows × columns, folded to what fits; a header or a cell that stands for several opens them.
   const matrix = (host, spec) => {
-    const trail = make("nav", { class: "trail", "aria-label": `Zoom of ${spec.label}` });
+    const trail = make("div", { class: "trail", role: "group", "aria-label": `Zoom of ${spec.label}` });
     const frame = make("div", { class: "scroll" });
     const readout = make("p", { class: "readout dim", "aria-live": "polite", text: spec.help });
     host.append(trail, frame, readout);
@@ -52,7 +52,11 @@
       const room = Math.max(4, Math.floor((host.clientWidth - 150) / (spec.cellWidth || 28)));
       const rows = split(top, bottom, 40), columns = split(left, right, Math.min(64, room));
       const open = view => () => { views.push(view); draw(true); };
-      const label = (names, [from, to]) => to - from > 1 ? `${names(from)} – ${names(to - 1)}` : names(from);
+      const label = (names, [from, to]) => {
+        const first = names(from), last = names(to - 1), stem = first.replace(/\d+$/, "");
+        if (to - from < 2) return first;
+        return stem.endsWith(" ") && last.startsWith(stem) ? `${first}–${last.slice(stem.length)}` : `${first} – ${last}`;
+      };
       const head = (names, group, view, tall) => {
         const text = label(names, group);
         const inner = group[1] - group[0] > 1 ? button(text, open(view)) : make("span", { text });
@@ -60,7 +64,7 @@
       };
       const tips = new Map();
       const table = make("table", { class: "heat", role: "grid", "aria-label": spec.label });
-      const first = make("tr", {}, make("th", { scope: "col", text: spec.corner }));
+      const first = make("tr", {}, spec.corner ? make("th", { scope: "col", text: spec.corner }) : make("td"));
       for (const group of columns) first.append(head(spec.columns.name, group, [top, bottom, ...group], true));
       table.append(make("thead", {}, first));
       const body = make("tbody");
@@ -110,7 +114,7 @@
         trail.append(button("← all", () => { views.length = 1; draw(true); }));
         if (views.length > 2) trail.append(button("← back", () => { views.pop(); draw(true); }));
       }
-      if (moveFocus) (cells[0] || trail.firstChild).focus();
+      if (moveFocus) cells[0].focus();
     };
     draw(false);
     let width = host.clientWidth;
@@ -190,11 +194,11 @@
       const width = map.clientWidth || 800, height = map.clientHeight || 400, tiles = [];
       lay(node, [0, 0, width, height], 0, [], tiles);
       map.replaceChildren(...tiles.map(({ name, bytes, each, place: [x, y, w, h], depth, route, hidden }) => {
-        const said = `${name}, ${size(bytes)}, ${share(bytes, total(node))}` + (each ? `, ${describe(each)}` : "");
+        const said = `${name} ${size(bytes)} · ${share(bytes, total(node))}` + (each ? `, ${describe(each)}` : "");
         const tile = make("button", { type: "button", class: `tile hue-${hueOf(name)}`, "aria-label": said, title: said,
           tabindex: depth ? "-1" : null });
         if (w > 36 && h > 18) tile.append(make("b", { text: name }));
-        if (w > 50 && h > 40 && !hidden) tile.append(make("span", { text: `${size(bytes)} · ${share(bytes, total(node))}` }));
+        if (w > 50 && h > 40 && !hidden) tile.append(" ", make("span", { text: `${size(bytes)} · ${share(bytes, total(node))}` }));
         Object.assign(tile.style, { left: `${100 * x / width}%`, top: `${100 * y / height}%`,
           width: `${100 * w / width}%`, height: `${100 * h / height}%` });
         tile.addEventListener("click", () => {
@@ -291,7 +295,7 @@
         const known = held.filter(rank => rank !== UNKNOWN);
         if (!known.length) return { heat: .4, tip: "stored; the file's name has no rank" };
         const low = Math.min(...known), high = Math.max(...known);
-        return { heat: .15 + .7 * low / most, text: held.length === 1 ? String(low) : held.length < 3 ? held.join("+") : "…",
+        return { heat: .15 + .7 * low / most, text: held.length === 1 ? String(low) : held.length < 3 ? held.join("+") : "",
           tip: held.length === 1 ? `rank ${low}` : `${count(held.length, "chunk")}, ranks ${low} to ${high}` };
       },
     });
@@ -337,7 +341,7 @@
       return parts.join(", ");
     };
     matrix(host, {
-      label: "Mesh", corner: "", cellWidth: 40, help: "Numbers are ranks; the darker, the more bytes lie in a rank's files. Point at a rank, or use the arrow keys.",
+      label: "Mesh", corner: "", cellWidth: 40, help: "Numbers are ranks; the stronger the colour, the more bytes lie in a rank's files. Point at a rank, or use the arrow keys.",
       rows: { length: rowCount, name: rowName }, columns: { length: inner[1], name: at => `${inner[0]} ${at}` },
       cell: (r0, r1, c0, c1) => {
         let low = Infinity, high = 0, first = null, last = null;
@@ -349,7 +353,7 @@
           high = Math.max(high, value);
         }
         const text = first === last ? `rank ${first}, ` : `ranks ${first} to ${last}, `;
-        return { heat: most && high ? .12 + .88 * high / most : 0, odd: low !== high, none: !high, text: first === last ? String(first) : "…",
+        return { heat: most && high ? .12 + .88 * high / most : 0, odd: low !== high, none: !high, text: first === last ? String(first) : "",
           tip: text + (high ? low === high ? `${size(high)} in its files` : `${size(low)} to ${size(high)} in the files of each` : "nothing in its files") };
       },
     });
