@@ -16,6 +16,12 @@ from ckpt_tools.text import escape_name
 
 _MOST = 20
 """Changed tensors that are all listed; more are gathered by their place in the layers."""
+_TERMS = ("atol", "rtol", "include", "exclude")
+"""Options that let fewer differences count."""
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def run(
@@ -33,7 +39,8 @@ def run(
         if report is not None:
             from ckpt_tools.report.checks_pages import diff_page
 
-            report(diff_page(difference, a, b, keys_only=call.given["keys_only"]))
+            terms = [f"--{name} {_shown(call.given[name])}" for name in _TERMS if call.given.get(name)]
+            report(diff_page(difference, a, b, keys_only=call.given["keys_only"], terms=terms))
     if output.json:
         print_json(to_json(difference))
         return 0 if difference.equal else 3

@@ -22,6 +22,8 @@ UNEVEN_ABOVE = 1.1
 """Imbalance from which ranks are called uneven."""
 _MAX_MAP_ROWS = 48
 _MAX_BLOBS = 8
+_MIN_BAR, _MAX_BAR = 10, 24
+"""Columns that a bar beside a module may take; with less room there is none."""
 
 _SOURCES = {
     "manifest": "from the manifest",
@@ -240,20 +242,25 @@ def _render_dtypes(summary: Summary, screen: Screen) -> None:
 
 def _render_prefixes(summary: Summary, screen: Screen) -> None:
     screen.section("modules")
-    screen.table(
-        ("module", "tensors", "elements", "bytes", "share"),
+    headers = ("module", "tensors", "elements", "bytes", "share")
+    rows = [
         (
-            (
-                escape_name(row.prefix),
-                f"{row.num_tensors:,}",
-                f"{row.num_elems:,}",
-                format_size(row.num_bytes),
-                _share(row.num_bytes, summary.total_bytes),
-            )
-            for row in summary.prefixes
-        ),
-        align="lrrrr",
-    )
+            escape_name(row.prefix),
+            f"{row.num_tensors:,}",
+            f"{row.num_elems:,}",
+            format_size(row.num_bytes),
+            _share(row.num_bytes, summary.total_bytes),
+        )
+        for row in summary.prefixes
+    ]
+    widths = [max(map(display_width, column)) for column in zip(headers, *rows, strict=True)]
+    room = min(screen.width - sum(widths) - 2 * len(widths) - 2, _MAX_BAR)
+    if room < _MIN_BAR:
+        screen.table(headers, rows, align="lrrrr")
+        return
+    most = max((row.num_bytes for row in summary.prefixes), default=0)
+    bars = (screen.bar(row.num_bytes, most, room) for row in summary.prefixes)
+    screen.table((*headers, ""), [(*row, bar) for row, bar in zip(rows, bars, strict=True)], align="lrrrrl")
 
 
 def _render_blobs(summary: Summary, screen: Screen) -> None:

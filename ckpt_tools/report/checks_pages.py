@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ckpt_tools.checks.diff import Change, Difference
 from ckpt_tools.checks.verify import Verification
@@ -20,8 +20,8 @@ from ckpt_tools.units import format_size
 
 _LEVELS = {
     "structure": "structure: headers alone, no data was read",
-    "data": "data: every byte",
-    "values": "values: every byte, and what the numbers are like",
+    "data": "data: headers and bytes",
+    "values": "values: headers, bytes, and what the numbers are like",
 }
 
 
@@ -40,6 +40,17 @@ def verify_page(result: Verification, source: str) -> Page:
         *notes_section("Not checked", result.not_checked),
         *findings_section(result.findings),
     ]
+    damaged: dict[str, int] = {}
+    for finding in result.errors:
+        if finding.tensor is not None:
+            damaged[finding.tensor] = damaged.get(finding.tensor, 0) + 1
+    if damaged:
+        sizes = {fqn: Sized(value=float(number), text=f"{number:,}") for fqn, number in damaged.items()}
+        legend = (
+            "Empty: nothing wrong was found, or there is no such tensor. Findings about no single tensor are not here."
+        )
+        parts = by_layer(sizes, caption="Errors by layer and kind of weight", legend=legend)
+        sections.append(Section(title=f"Where: {count(len(damaged), 'tensor')}", parts=parts))
     strange = {
         fqn: Sized(value=float(counts.num_nan + counts.num_inf), text=f"{counts.num_nan + counts.num_inf:,}")
         for fqn, counts in result.counts.items()
@@ -60,8 +71,8 @@ def verify_page(result: Verification, source: str) -> Page:
     return Page(command="verify", subject=source, sections=sections, mood=mood, verdict=verdict)
 
 
-def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool) -> Page:
-    """Return the page of a comparison."""
+def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms: Sequence[str] = ()) -> Page:
+    """Return the page of a comparison; `terms` are what limits it: tolerances, and names that were chosen."""
     counts = {
         "equal": difference.num_equal,
         "changed": len(difference.changed),
@@ -71,6 +82,7 @@ def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool) -> Pag
     compared = "names, shapes and dtypes; no data was read" if keys_only else "names, shapes, dtypes and every value"
     rows = [("A", a), ("B", b), ("compared", compared), *((name, f"{number:,}") for name, number in counts.items())]
     sections = [Section(title="What was compared", parts=(Facts(rows=rows),))]
+    sections += notes_section("On these terms", terms)
     sections += notes_section("Not compared", difference.notes)
     sections += _changed_sections(difference)
     for name, fqns in (("A", difference.only_in_a), ("B", difference.only_in_b)):
@@ -83,8 +95,9 @@ def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool) -> Pag
             sections.append(Section(title=f"Only in {name}: {len(fqns):,}", parts=(table,)))
     mood: Mood | None = None
     if difference.equal:
-        mood = mood_of(ok=True, left=difference.notes or keys_only)
+        mood = mood_of(ok=True, left=difference.notes or keys_only or terms)
         verdict = "equal" + (" in names, shapes and dtypes; values were not compared" if keys_only else "")
+        verdict += f" ({'; '.join(terms)})" if terms else ""
         verdict += "; some things were not compared, listed below" if difference.notes else ""
     else:
         verdict = ", ".join(f"{number:,} {name}" for name, number in counts.items())

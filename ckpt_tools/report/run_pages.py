@@ -141,7 +141,12 @@ def smoke_sections(report: SmokeReport) -> list[Section]:
         (phase.name, _MARKS[phase.ok], f"{phase.seconds:.2f}" if phase.ok is not None else "", phase.what)
         for phase in report.phases
     ]
-    table = Table(caption="Phases", headers=("phase", "result", "seconds", "what"), rows=phases, align="llrl")
+    table = Table(
+        caption="In the order in which they run",
+        headers=("phase", "result", "seconds", "what"),
+        rows=phases,
+        align="llrl",
+    )
     sections.append(Section(title="Phases", parts=(table,)))
     if report.losses:
         sections.append(Section(title="Losses", parts=_loss_parts(report)))

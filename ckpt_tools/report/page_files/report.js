@@ -194,11 +194,13 @@
       const width = map.clientWidth || 800, height = map.clientHeight || 400, tiles = [];
       lay(node, [0, 0, width, height], 0, [], tiles);
       map.replaceChildren(...tiles.map(({ name, bytes, each, place: [x, y, w, h], depth, route, hidden }) => {
-        const said = `${name} ${size(bytes)} · ${share(bytes, total(node))}` + (each ? `, ${describe(each)}` : "");
-        const tile = make("button", { type: "button", class: `tile hue-${hueOf(name)}`, "aria-label": said, title: said,
+        const much = `${size(bytes)} · ${share(bytes, total(node))}`, what = each ? `, ${describe(each)}` : "";
+        const tile = make("button", { type: "button", class: `tile hue-${hueOf(name)}`, title: `${name}, ${much}${what}`,
           tabindex: depth ? "-1" : null });
-        if (w > 36 && h > 18) tile.append(make("b", { text: name }));
-        if (w > 50 && h > 40 && !hidden) tile.append(" ", make("span", { text: `${size(bytes)} · ${share(bytes, total(node))}` }));
+        const seen = (wanted, tag) => wanted ? { tag } : { tag: "span", class: "hidden" };
+        const named = seen(w > 36 && h > 18, "b"), sized = seen(w > 50 && h > 40 && !hidden, "span");
+        tile.append(make(named.tag, { class: named.class, text: name }), " ", make(sized.tag, { class: sized.class, text: much }),
+          make("span", { class: "hidden", text: what }));
         Object.assign(tile.style, { left: `${100 * x / width}%`, top: `${100 * y / height}%`,
           width: `${100 * w / width}%`, height: `${100 * h / height}%` });
         tile.addEventListener("click", () => {
