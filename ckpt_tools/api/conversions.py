@@ -245,4 +245,4 @@ def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
 
 
 def _num_workers(options: ConvertOptions | GatherOptions) -> int:
-    return options.num_workers or default_num_workers()
+    return options.num_workers or default_num_workers(options.source, options.destination)

@@ -20,7 +20,8 @@ from ckpt_tools.formats.digest import digest_block, digest_tensor
 from ckpt_tools.formats.share_record import TensorPart
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.counts import Counts
-from ckpt_tools.moving.framing import digest_planned_frames, has_frames
+from ckpt_tools.moving.framing import Sealing, digest_planned_frames, gaps_of, has_frames
+from ckpt_tools.moving.order import front_to_back
 from ckpt_tools.moving.plan import (
     Copy,
     FilePlan,
@@ -40,7 +41,7 @@ from ckpt_tools.moving.read import (
 )
 from ckpt_tools.moving.split import hull
 from ckpt_tools.moving.strides import byte_box, is_contiguous, move, start_of
-from ckpt_tools.moving.task import Task
+from ckpt_tools.moving.task import Look, Task
 from ckpt_tools.moving.threads import Crew
 from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.sink import Sink
@@ -101,6 +102,7 @@ class _Run:
         """Files with something around their payloads that says what they are."""
         self._crcs: dict[str, dict[int, int]] = {file: {} for file in self._framed}
         """Of these: where a payload begins → its CRC-32."""
+        self._sealing = {file: Sealing(plan, plan.seal) for file, plan in self._framed.items() if plan.seal is not None}
         for task in tasks:
             for file, _ in task.copies:
                 self._open_copies[file] = self._open_copies.get(file, 0) + 1
@@ -144,6 +146,8 @@ class _Run:
                     if task.owns(index):
                         digest = digest_block(content)
                         task.seen.add(index, block, digest, content, reads)
+                        for look in task.looks:
+                            look.see(block, content)
                     if not has_whole:
                         task.seen.add_parts(index, block, (part for _, part in targets), held, content)
                     written = self._write_block(task, held, targets, content, buffers)
@@ -221,7 +225,14 @@ class _Run:
             frame = item_frame(copy.dtype, copy.box.sizes)
             return sink.write(file, copy.offset - frame.payload_offset, [frame.before, run, frame.after(crc32)])
         task.written_parts[i].append((start, len(run), crc32))
-        return sink.write(file, copy.offset + start, [run])
+        return self._open_item(file, copy, start) + sink.write(file, copy.offset + start, [run])
+
+    def _open_item(self, file: str, copy: Copy, start: int) -> int:
+        """Write what stands before an item's payload, with the first bytes of that: a store waits for it."""
+        if start:
+            return 0
+        frame = item_frame(copy.dtype, copy.box.sizes)
+        return self._sink().write(file, copy.offset - frame.payload_offset, [frame.before])
 
     def _remember(self, file: str, copy: Copy, crc32: int) -> None:
         with self._lock:
@@ -258,6 +269,8 @@ class _Run:
             if not sink.read_into(file, copy.offset + start, run):
                 return None
             parts.append((i, start, isal_zlib.crc32(run), len(run)))
+            if copy.encoding != "raw":
+                self._open_item(file, copy, start)  # nothing says that it was written before
             if not direct:
                 piece = byte_box(part, dtype)
                 move(piece, run, piece, content, byte_box(block, dtype))
@@ -283,6 +296,8 @@ class _Run:
             self._settle(task)
         if task.edit is not None:
             self._finish_edit(task, task.edit)
+        for look in task.looks:
+            look.finish()
         for (file, copy), parts in zip(task.copies, task.written_parts, strict=True):
             self._seal(file, copy, parts)
             with self._lock:
@@ -302,9 +317,8 @@ class _Run:
         """Write what closes a file, and make it durable."""
         written = 0
         plan, crcs = self._framed.get(file), self._crcs.pop(file, {})
-        if plan is not None and plan.seal is not None:
-            for offset, content in plan.seal([crcs[start] for start in sorted(crcs)]):
-                written += self._sink().write(file, offset, [content])
+        if file in self._sealing and not crcs:
+            written = self._write_seal(file)
         self._sink().sync(file)
         frames = None if plan is None else digest_planned_frames(plan, crcs)
         with self._lock:
@@ -321,12 +335,20 @@ class _Run:
             raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=file)
         self._remember(file, copy, crc32)
         if is_raw:
+            written = self._write_seal(file, copy.offset, crc32) if file in self._sealing else 0
+            with self._lock:
+                self.outcome.bytes_written += written
             return
         frame = item_frame(copy.dtype, copy.box.sizes)
-        written = self._sink().write(file, copy.offset - frame.payload_offset, [frame.before])
+        written = 0 if parts else self._open_item(file, copy, 0)
         written += self._sink().write(file, copy.offset + copy.nbytes, [frame.after(crc32)])
         with self._lock:
             self.outcome.bytes_written += written
+
+    def _write_seal(self, file: str, *payload: int) -> int:
+        with self._lock:
+            pieces = self._sealing[file].add(*payload)
+        return sum(self._sink().write(file, offset, [content]) for offset, content in pieces)
 
     def _settle(self, task: Task) -> None:
         try:
@@ -372,7 +394,7 @@ def execute(
     """
     head_bytes = 0
     for file in files:
-        sink.create(file.file, file.nbytes)
+        sink.create(file.file, file.nbytes, gaps_of(file))
         if file.head:
             head_bytes += sink.write(file.file, 0, [file.head])
     edits = edits or {}
@@ -380,7 +402,10 @@ def execute(
         Task(i, entry, copies, edits.get(entry.fqn), counting=counting, before=(before or {}).get(entry.fqn, ()))
         for i, (entry, copies) in enumerate(group_by_tensor(files))
     ]
-    tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
+    if sink.goes_front_to_back:
+        tasks = [tasks[i] for i in front_to_back([task.copies for task in tasks])]
+    else:
+        tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
     run = _Run(tasks, source, sink, progress, None, resumable=resumable, files=files)
     run.run(num_workers)
     for file in files:
@@ -399,9 +424,15 @@ def scan(
     progress: Progress | None = None,
     on_damage: OnDamage | None = None,
     counting: bool = False,
+    looks: Mapping[str, Sequence[Look]] | None = None,
 ) -> Outcome:
-    """Read tensors (raw chunks) whole: digests, CRC-32s held against their writer's, with `counting` the values."""
+    """Read tensors (raw chunks) whole: digests, CRC-32s held against their writer's, with `counting` the values.
+
+    `looks` (FQN → who) are shown the blocks of a tensor.
+    """
     tasks = [Task(i, entry, (), None, counting=counting) for i, entry in enumerate(entries)]
+    for task in tasks:
+        task.looks = (looks or {}).get(task.entry.fqn, ())
     run = _Run(tasks, source, None, progress, on_damage)
     run.run(num_workers)
     return run.outcome

@@ -34,9 +34,9 @@ _TILE_BLOCKS = 4
 """With rows of 1.4 KiB in a block (transposed experts of gpt-oss), these take half as long as one by one."""
 
 
-Seal = Callable[[Sequence[int]], Iterable[tuple[int, bytes]]]
-"""From the CRC-32s of a file's payloads, in the order in which they lie there, to (offset, bytes) of what is written
-around them at the end."""
+Seal = Callable[[Iterable[int]], Iterable[tuple[int, bytes]]]
+"""From the CRC-32s of a file's payloads, in the order in which they lie there, to (offset, bytes) of what follows each
+of them. They are drawn one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
@@ -11,6 +12,16 @@ from ckpt_tools.moving.plan import Copy, blocks_of, chunk_index, is_plain
 from ckpt_tools.moving.read import Edit, Parts
 from ckpt_tools.moving.seen import Seen
 from ckpt_tools.moving.split import owned_blocks
+
+
+class Look(Protocol):
+    """Looks at the elements of one tensor as they pass; called from any thread, for blocks in any order."""
+
+    def see(self, block: Box, content: memoryview) -> None:
+        """Look at the row-major bytes of a canonical block; they are valid until this returns."""
+
+    def finish(self) -> None:
+        """Its last block is done."""
 
 
 class Task:
@@ -44,6 +55,7 @@ class Task:
         self.damaged = False
         self.unedited: dict[int, bytes] = {}
         """Block → its digest as it was read, of a tensor with an edit."""
+        self.looks: Sequence[Look] = ()
 
     def owns(self, index: int) -> bool:
         """Does this share read a block whole?"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
@@ -24,6 +24,10 @@ class Sink(ABC):
     """The destination is complete."""
     left_behind: str | None = None
     """The old checkpoint, when it is replaced and could not be removed."""
+    goes_front_to_back: bool = False
+    """Files are sent in the order of their bytes: what comes early is held in memory."""
+    notes: tuple[str, ...] = ()
+    """What to tell people of how it was written."""
 
     def __enter__(self) -> Self:
         return self
@@ -50,8 +54,15 @@ class Sink(ABC):
         """Raise StorageError when there is not enough room for what is not there yet of `needed_bytes`."""
 
     @abstractmethod
-    def create(self, file: str, nbytes: int) -> None:
-        """Make `file` with `nbytes`, to be filled by `write`."""
+    def create(self, file: str, nbytes: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
+        """Make `file` with `nbytes`, to be filled by `write`.
+
+        Args:
+            file: Its name.
+            nbytes: Its size.
+            gaps: (offset, bytes) of what is never written, in order: zeros. Drawn from only where files are sent
+                front to back, which cannot wait until `sync` to learn of them.
+        """
 
     @abstractmethod
     def write(self, file: str, offset: int, buffers: list[memoryview | bytes]) -> int:

@@ -15,6 +15,7 @@ import shutil
 import stat
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage import publish
@@ -131,12 +132,13 @@ class Staging(Sink):
         self._parts.append(path)
         return path
 
-    def create(self, file: str, nbytes: int) -> None:
+    def create(self, file: str, nbytes: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
         """Create `file` with `nbytes` of allocated space; one that is continued is kept when it has that size.
 
         Raises:
             UnreadableError: Its name, which comes from the source, leads out of the directory.
         """
+        del gaps  # are zeros from the beginning
         if os.path.isabs(file) or ".." in file.split("/") or "\0" in file:
             raise UnreadableError("a file name leads out of the destination", where=file)
         path = os.path.join(self.directory, file)
