@@ -200,7 +200,9 @@ def test_preflight_that_is_interrupted_ends_at_once_and_leaves_nothing(model, tm
         assert "interrupted" in process.communicate(timeout=60)[1]
     finally:
         process.kill()
-    assert process.returncode == 130
+    # Where the signal comes within exec() of text, as dataclasses are made by it, CPython ends itself by that signal
+    # whoever has caught it; for a shell that is 130 as well.
+    assert process.returncode in (130, -signal.SIGINT)
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
