@@ -14,15 +14,21 @@ from typing import Protocol, cast
 
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.storage.named_file import read_named_file
-from ckpt_tools.storage.sink import Sink
+from ckpt_tools.storage.shared_staging import SharedStaging
+from ckpt_tools.storage.sink import SharedSink, Sink
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.storage.staging import Staging
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
-_READERS: Mapping[str, str] = {"hf": "hub_source", "https": "web_source", "http": "web_source"}
+_READERS: Mapping[str, str] = {
+    "hf": "hub_source",
+    "https": "web_source",
+    "http": "web_source",
+    **dict.fromkeys(("s3", "gs", "az"), "object_source"),
+}
 """Scheme → module of this room with `open_place(path)`."""
-_WRITERS: Mapping[str, str] = {}
+_WRITERS: Mapping[str, str] = {"s3": "object_sink", "gs": "object_sink", "az": "object_sink"}
 """Scheme → module of this room with `open_sink(path, overwrite=…)`."""
 
 
@@ -103,6 +109,16 @@ def is_directory(path: str) -> bool:
         return False
     source.close()
     return file is None
+
+
+def open_shared_sink(destination: str) -> SharedSink:
+    """Open a directory for writing by several processes; see `SharedStaging`. Raises as `open_sink`."""
+    if not is_remote(destination):
+        return SharedStaging(local(destination))
+    sink = open_sink(destination, overwrite=False)
+    if not isinstance(sink, SharedSink):
+        raise UsageError("several processes cannot write there together", where=destination)
+    return sink
 
 
 def is_file(path: str) -> bool:
