@@ -215,3 +215,12 @@ def test_share_of_a_large_plan_is_planned_alone() -> None:
     assert seconds < 10
     some = restrict(target, frozenset(names[:2])).tensors[5]
     assert [*some.chunks] == [*target.tensors[5].chunks[:2]]
+
+
+def test_a_share_reads_the_whole_of_its_blocks_from_pieces_that_it_does_not_write(tmp_path: Path) -> None:
+    """The block of a tensor in three pieces goes into two files: its owner needs the third piece as well."""
+    run = shard_model(tmp_path, "dp_shard=3")
+    api.reshard(run, tmp_path / "one", mesh="dp_shard=2")
+    published = [api.reshard(run, tmp_path / "two", mesh="dp_shard=2", part=f"{i}/2").published for i in range(2)]
+    assert published == [False, True]
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
