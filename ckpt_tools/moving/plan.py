@@ -6,7 +6,7 @@ A plan is a list of files to write. Every `FilePlan` stands alone, so a plan can
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
