@@ -158,6 +158,11 @@ def test_part_that_is_there_is_not_read_again(parts: Parts, case: Path) -> None:
     assert parts.run(out, 1).code == 0
     again = json.loads(parts.run(out, 1).out)
     assert (again["bytes_read"], again["waiting_for"], again["published"]) == (0, [0, 2], False)
+    early = parts.server.run("inspect", out)
+    assert early.code == 4
+    assert "a write is not finished (1 of 3 parts, started" in early.err
+    planned = parts.run(out, 0, COUNT, *MESH, "--dry-run")
+    assert "part 0/3 of that is 2 data files" in planned.out
     parts.finish(out, 0, 2)
     done = parts.run(out, 0)
     assert done.code == 0
