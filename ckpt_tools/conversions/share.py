@@ -20,6 +20,7 @@ from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import Part, boxes_before, split
 from ckpt_tools.remote.places import open_shared_sink
 from ckpt_tools.storage.sink import SharedSink
+from ckpt_tools.units import format_size
 
 _MAX_ITEMS_IN_KEY = 1 << 20
 """With more items the layout, and not the metadata made of it, identifies a conversion: every part computes that."""
@@ -54,6 +55,18 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
             raise
         job.notes.append("this conversion is complete: nothing was left to do")
         return conversion(job, start, [], read=0)
+
+
+def note_of_part(job: Job, part: Part) -> str:
+    """Say what a part would write.
+
+    Raises:
+        UsageError: The job cannot be cut.
+    """
+    _check_can_be_cut(job)
+    place = _place(job, part)
+    own = [job.target.files[place.files[i]] for i in place.shares[part.index]]
+    return f"part {part} of that is {len(own)} data files, {format_size(sum(own))}"
 
 
 def _check_can_be_cut(job: Job) -> None:

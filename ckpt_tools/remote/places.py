@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.storage.named_file import read_named_file
-from ckpt_tools.storage.shared_staging import SharedStaging
+from ckpt_tools.storage.shared_staging import SharedStaging, under_way
 from ckpt_tools.storage.sink import SharedSink, Sink
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.storage.staging import Staging
@@ -88,7 +88,7 @@ def open_place(path: str) -> tuple[Source, str | None]:
         return cast("_Reader", _module(scheme, _READERS, path, "reads")).open_place(path)
     path = local(path)
     if not os.path.lexists(path):
-        raise UnreadableError("no such file or directory", where=path)
+        raise under_way(path) or UnreadableError("no such file or directory", where=path)
     if os.path.isdir(path):
         return LocalSource(path), None
     return LocalSource(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
