@@ -10,12 +10,16 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, MISSING, dataclass, fields
+from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.table import FORMATS
+from ckpt_tools.remote.places import is_remote, local
+
+REMOTE_WORKERS = 16
+"""Requests that are under way at once by default."""
 
 P = ParamSpec("P")
 Options = TypeVar("Options")
@@ -81,6 +85,11 @@ class Parameter:
         return named or "--" + self.name.replace("_", "-")
 
     @property
+    def is_path(self) -> bool:
+        """Does it name a file or a directory?"""
+        return any(get_origin(part) is os.PathLike for part in get_args(self.hint))
+
+    @property
     def words(self) -> tuple[str, ...]:
         """The words that it takes; none where every text will do."""
         parts = (self.hint, *get_args(self.hint))
@@ -135,6 +144,10 @@ def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], Result
             given = options(*args, **kwargs)
             for each in stated:
                 each.check(getattr(given, each.name))
+            paths = {each.name: getattr(given, each.name) for each in stated if each.is_path}
+            here = {name: local(path) for name, path in paths.items() if isinstance(path, str) and local(path) != path}
+            if here:
+                given = replace(cast("Any", given), **here)
             return function(given)
 
         call.__dict__["options"] = options
@@ -166,11 +179,14 @@ def _describe(stated: Sequence[Parameter], text: str) -> str:
     return "\n".join([head.rstrip(), "", "Args:", *rows, *(["", f"Raises:{tail}"] if raises else [])])
 
 
-def default_num_workers(*, computes: bool = False) -> int:
-    """Return how many threads work by default, at most eight: two per core, where one may wait for the disk.
+def default_num_workers(*paths: AnyPath | None, computes: bool = False) -> int:
+    """Return how many threads work by default on what these paths name.
 
-    One, where they compute on what they move.
+    Two per core, at most eight, where one may wait for the disk, and one, where they compute on what they move.
+    Sixteen where a path is remote: most of them wait.
     """
+    if any(path is not None and is_remote(os.fspath(path)) for path in paths):
+        return REMOTE_WORKERS
     cores = len(os.sched_getaffinity(0)) or 1
     return min(8, cores if computes else 2 * cores)
 
@@ -194,6 +210,13 @@ Dequantize = Annotated[
     bool, Option("Decode quantised weights, as --dtype says or config.json; without it their bytes stay as they are.")
 ]
 DTypeName = Annotated[str, Option("Cast floating-point tensors.", metavar="keep|bf16|f16|f32")]
+DTypeFor = Annotated[
+    Sequence[str],
+    Option(
+        "Cast these floating-point tensors otherwise (repeatable; names as written; the first match wins).",
+        metavar="GLOB=DTYPE",
+    ),
+]
 MaxShardSize = Annotated[
     str | None,
     Option(
@@ -210,6 +233,13 @@ Include = Annotated[
 ]
 Exclude = Annotated[Sequence[str], Option("Skip these tensors (repeatable).", metavar="GLOB")]
 Overwrite = Annotated[bool, Option("Replace DST; the old one is kept until the new one is durable.")]
+PartText = Annotated[
+    str | None,
+    Option(
+        "Write one part of N, from 0: run the same command once for each, anywhere; the last one publishes DST.",
+        metavar="I/N",
+    ),
+]
 DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
 NumWorkers = Annotated[int | None, Option("Number of threads.", short="-j", env=True, min=1, max=256)]
 Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_tools.adapters.check import check_lora as check_lora
     from ckpt_tools.adapters.export import export_lora as export_lora
-    from ckpt_tools.api.checking import diff as diff, verify as verify
+    from ckpt_tools.api.checking import diff as diff, stats as stats, verify as verify
     from ckpt_tools.api.conversions import gather as gather, reshard as reshard, shard as shard
     from ckpt_tools.api.estimating import estimate as estimate
     from ckpt_tools.api.merging import merge_lora as merge_lora
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt_tools.api.pushing import push as push
     from ckpt_tools.api.reading import inspect as inspect, open_checkpoint as open_checkpoint
     from ckpt_tools.api.training import smoke as smoke
+    from ckpt_tools.api.transforming import average as average, extract as extract, rename as rename
     from ckpt_tools.options import ProgressFactory as ProgressFactory, default_num_workers as default_num_workers
 
 _ROOMS = {
@@ -29,9 +30,10 @@ _ROOMS = {
     "api.merging": "merge_lora",
     "api.preflighting": "preflight",
     "api.pushing": "push",
-    "api.checking": "diff verify",
+    "api.checking": "diff stats verify",
     "api.reading": "inspect open_checkpoint",
     "api.training": "smoke",
+    "api.transforming": "average extract rename",
     "options": "ProgressFactory default_num_workers",
 }
 """Module → names that are public here."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ckpt_tools.checks.updates import Updating
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Naming, name_known, name_live
+from ckpt_tools.moving.beside import Beside, Reading
 from ckpt_tools.moving.execute import Progress, scan
+from ckpt_tools.moving.moments import measures
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
 from ckpt_tools.moving.strides import byte_box
@@ -77,7 +79,7 @@ def diff(
         UnreadableError: One of them is incomplete or damaged.
         UsageError: The names are not those of `names`, or of several libraries that mean different tensors by them.
     """
-    our_side, their_side = _match_names(a, b, names)
+    our_side, their_side = match_names(a, b, names)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
@@ -99,7 +101,7 @@ def diff(
             else:
                 difference = _compare_bytes(*sides)
             if difference is not None:
-                relative = _relative(*sides) if left[fqn].dtype.is_float else None
+                relative = _relative(left[fqn], a.source, right[fqn], b) if left[fqn].dtype.is_float else None
                 changed[fqn] = Change(fqn=fqn, what=difference, relative=relative)
     return Difference(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
@@ -114,7 +116,7 @@ _Entries = Mapping[str, TensorEntry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Side:
+class Side:
     """A checkpoint by certain names."""
 
     entries: _Entries
@@ -122,7 +124,7 @@ class _Side:
     """What has no place among them, for people."""
 
 
-def _match_names(a: Opened, b: Opened, names: str) -> tuple[_Side, _Side]:
+def match_names(a: Opened, b: Opened, names: str) -> tuple[Side, Side]:
     """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model.
 
     Raises:
@@ -139,15 +141,15 @@ def _match_names(a: Opened, b: Opened, names: str) -> tuple[_Side, _Side]:
     return _closest([*ours, *more[0]], [*theirs, *more[1]])
 
 
-def _by_names(checkpoint: Checkpoint) -> tuple[_Side, _Side]:
-    return _Side(entries={entry.fqn: entry for entry in checkpoint.tensors}), _Side(entries=plain_names(checkpoint))
+def _by_names(checkpoint: Checkpoint) -> tuple[Side, Side]:
+    return Side(entries={entry.fqn: entry for entry in checkpoint.tensors}), Side(entries=plain_names(checkpoint))
 
 
-def _closest(ours: Sequence[_Side], theirs: Sequence[_Side]) -> tuple[_Side, _Side]:
+def _closest(ours: Sequence[Side], theirs: Sequence[Side]) -> tuple[Side, Side]:
     return min(product(ours, theirs), key=lambda pair: len(pair[0].entries.keys() ^ pair[1].entries.keys()))
 
 
-def _otherwise(opened: Opened, entries: _Entries, assets: AssetList, names: str) -> list[_Side]:
+def _otherwise(opened: Opened, entries: _Entries, assets: AssetList, names: str) -> list[Side]:
     """Return a checkpoint's tensors by the live model's names, and by the hub's if they have a library's."""
     tensors = tuple(replace(entry, fqn=fqn) for fqn, entry in entries.items())
     checkpoint = replace(opened.checkpoint, tensors=tensors)
@@ -155,9 +157,9 @@ def _otherwise(opened: Opened, entries: _Entries, assets: AssetList, names: str)
     left_out = () if hub is None else hub.left_out
     live = name_live(checkpoint if hub is None else hub.checkpoint, assets, Naming(), opened.resolve)
     found = {entry.fqn: entry for entry in live.checkpoint.tensors}
-    sides = [_Side(entries=found | {alias: found[name] for alias, name in live.aliases.items()}, left_out=left_out)]
+    sides = [Side(entries=found | {alias: found[name] for alias, name in live.aliases.items()}, left_out=left_out)]
     if hub is not None:
-        sides.insert(0, _Side(entries={entry.fqn: entry for entry in hub.checkpoint.tensors}, left_out=left_out))
+        sides.insert(0, Side(entries={entry.fqn: entry for entry in hub.checkpoint.tensors}, left_out=left_out))
     return sides
 
 
@@ -204,22 +206,15 @@ def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> st
     return f"values differ in {count} of {x.num_elems} elements, first at {first}"
 
 
-def _relative(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> float | None:
+def _relative(x: TensorEntry, xs: Source, y: TensorEntry, other: Opened) -> float | None:
     """Return how large the change is beside the tensor, in float64; None where that is no number."""
-    import numpy as np
-
-    from ckpt_tools.moving.arrays import array_of, numpy_dtype
-
-    if numpy_dtype(x.dtype) is None:
+    if not measures(x.dtype):
         return None
-    change = size = 0.0
-    with np.errstate(all="ignore"):
-        for (block, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
-            one, other = (array_of(side, x.dtype, block.sizes).astype(np.float64) for side in (left, right))
-            change += float(np.square(one - other).sum())
-            size += float(np.square(other).sum())
-    relative = math.sqrt(change / size) if size > 0 and math.isfinite(change + size) else math.nan
-    return relative if math.isfinite(relative) else None
+    updating = Updating(x, Beside(y, other, Reading()))
+    for block, content in read_blocks(x, xs):
+        updating.see(block, content)
+    updating.finish()
+    return updating.update.relative
 
 
 def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, atol: float, rtol: float) -> str | None:

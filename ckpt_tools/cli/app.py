@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from typer._click.core import Parameter
 
 EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff,
-smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable checkpoint, 5 destination exists,
-130 interrupted."""
+stats, smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable checkpoint, 5 destination
+exists, 130 interrupted."""
 
 _UNMAPPED = "failed to map segment"
 """What the dynamic linker says when there is no address space for a library."""

@@ -31,6 +31,15 @@ COMMANDS: dict[str, Command] = {
         "verify", "Check that a checkpoint is complete and intact: every element exactly once, every byte as written."
     ),
     "diff": Command("diff", "Compare two checkpoints: names, shapes, dtypes and values. Exit code 3 when they differ."),
+    "stats": Command(
+        "stats",
+        """
+        Measure the values of every tensor: spread, extremes, zeros, NaN and Inf, and what stands out among layers.
+
+        With --against, also how far training has moved each of them. Exit code 3 when a value is not finite, a frozen
+        tensor has changed or nothing was trained.
+        """,
+    ),
     "smoke": Command(
         "smoke",
         """
@@ -64,8 +73,16 @@ COMMANDS: dict[str, Command] = {
         "Extract a LoRA-family adapter from any checkpoint and write it for PEFT, diffusers, kohya or ComfyUI.",
     ),
     "merge-lora": Command(
-        "convert", "Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming."
+        "rewrite", "Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming."
     ),
+    "average": Command(
+        "rewrite",
+        "Average the weights of several checkpoints (SWA, EMA, soups), streaming, in the format of the first.",
+    ),
+    "extract": Command(
+        "rewrite", "Write chosen tensors of a checkpoint, or the model of its first layers, in its own format."
+    ),
+    "rename": Command("rewrite", "Write a model's weights by the names of a key map, in its own format."),
     "check-lora": Command(
         "check_lora",
         "Check an adapter: is it whole, and will peft, diffusers, ComfyUI, kohya or vLLM load it and change anything?",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Annotated
 
+from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, note, print_json, progress_of, say
@@ -66,7 +66,7 @@ def _by_place(changed: Sequence[Change]) -> Iterator[str]:
     """Yield a line for all tensors of one name in different layers: how many, and by how much they changed."""
     places: dict[str, list[Change]] = {}
     for change in changed:
-        places.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", change.fqn), []).append(change)
+        places.setdefault(kind_of(change.fqn), []).append(change)
     for place, changes in places.items():
         sizes = [change.relative for change in changes if change.relative is not None]
         by = f", by {median(sizes):.2g} of their size (most {max(sizes):.2g})" if sizes else ""

@@ -94,7 +94,7 @@ def manifest_of(
         assets=assets,
         documents=documents,
         files=job.target.files,
-        frames=frames,
+        frames={file: frames[file] for file in job.target.files if file in frames},  # whichever was finished first
         source={
             "name": os.path.basename(job.opened.source.place),
             "format": checkpoint.format,

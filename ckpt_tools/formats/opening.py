@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ckpt_tools.formats._torch_file import is_torch_file
 from ckpt_tools.formats.flat_shapes import Shapes
@@ -62,7 +63,8 @@ def open_from(
     manifest = None
     if MANIFEST_NAME in files and file is None:
         manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
-    return found.open(source, files, path=path, manifest=manifest)
+    opened = found.open(source, files, path=path, manifest=manifest)
+    return replace(opened, notes=(*source.notes, *opened.notes)) if source.notes else opened
 
 
 def _choose(source: Source, files: Mapping[str, int], path: str, wanted: Format | None, *, is_file: bool) -> Format:

@@ -6,15 +6,8 @@ import re
 from dataclasses import dataclass
 
 from ckpt_tools.errors import HubError
-from ckpt_tools.text import escape_name
+from ckpt_tools.remote.web import TRANSIENT
 
-TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses after which the same request may succeed."""
-MAX_MESSAGE_CHARS = 400
-"""Of the hub's own words that are shown."""
-_TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{6,}")
-_QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*")
-_PASSWORD = re.compile(r"(://[^\s/@:]*):[^\s/@]*@")
 _QUOTA = re.compile(r"storage|quota|billing|payment|upgrade|subscri", re.IGNORECASE)
 
 
@@ -61,17 +54,6 @@ class Failure:
     def is_transient(self) -> bool:
         """May the same request succeed a moment later?"""
         return not self.is_lasting and (self.status is None or self.status in TRANSIENT)
-
-
-def scrub(text: str, token: str | None) -> str:
-    """Return `text` without the token or what looks like one, passwords in URLs, and queries of signed URLs."""
-    if token:
-        text = text.replace(token, "***")
-    text = _TOKEN.sub(r"\1_***", text)
-    text = _PASSWORD.sub(r"\1:***@", text)
-    text = _QUERY.sub(r"\1?…", text)
-    text = escape_name(" ".join(text.split()))
-    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
 def to_error(failure: Failure, place: Place, *, attempts: int = 1) -> HubError:

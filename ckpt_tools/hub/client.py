@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from ckpt_tools.errors import HubError, LimitError, UsageError
 from ckpt_tools.hub.answers import Failure, Place, to_error
 from ckpt_tools.hub.plan import Answer, LocalFile, Remote, RemoteFile
-from ckpt_tools.hub.session import MAX_WAIT_S, Say, bound_session, client_errors, client_utils, to_failure
+from ckpt_tools.hub.session import Say, bound_session, client_errors, client_utils, to_failure
 from ckpt_tools.moving.execute import Progress
+from ckpt_tools.remote.account import Account
+from ckpt_tools.remote.web import MAX_WAIT_S
 from ckpt_tools.storage.source import Source
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 T = TypeVar("T")
-DEFAULT_ENDPOINT = "https://huggingface.co"
-"""Where the hub is unless HF_ENDPOINT says otherwise."""
 WAITS_S = (1.0, 2.0, 4.0, 8.0)
 """Pauses between the tries of one request: five tries."""
 MAX_CONNECTS = 3
@@ -34,53 +32,6 @@ ASK_FILES = 256
 """Files in one question about how they will be kept; the hub's own limit."""
 SAMPLE_BYTES = 512
 """First bytes of a file that it asks for, and tells text from."""
-_TRUE = ("1", "true", "yes", "on")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
-    """Where to go, and as whom."""
-
-    endpoint: str
-    """Without a slash at its end."""
-    token: str
-    """Never shown."""
-
-    def __repr__(self) -> str:
-        """Leave the token out."""
-        return f"Account(endpoint={self.endpoint!r})"
-
-
-def find_account(*, endpoint: str | None = None, token: str | None = None) -> Account:
-    """Return the hub's address and the token: the arguments, else the environment, else what `hf auth login` stored.
-
-    Raises:
-        UsageError: The address is not a URL, or the token contains invalid characters.
-        HubError: HF_HUB_OFFLINE is set, or nobody is logged in.
-    """
-    from huggingface_hub import get_token
-
-    if any(os.environ.get(name, "").strip().lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
-        raise HubError(
-            "offline mode is on: nothing is uploaded", where="HF_HUB_OFFLINE", hint="unset HF_HUB_OFFLINE to push"
-        )
-    address = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-    try:
-        parts = urlsplit(address)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise UsageError("the hub's address is not a URL", where="HF_ENDPOINT", hint=f"for example {DEFAULT_ENDPOINT}")
-    try:
-        found = (token if token is not None else get_token() or "").strip()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise HubError(f"cannot read the stored token ({type(error).__name__})", hint="set HF_TOKEN") from None
-    if not found:
-        raise HubError("pushing needs a token, but there is none", where=address, hint="hf auth login, or set HF_TOKEN")
-    if not (found.isascii() and found.isprintable()) or " " in found:
-        raise UsageError("the token contains invalid characters", hint="copy it again, without spaces or quotes")
-    return Account(endpoint=address, token=found)
 
 
 class Hub:

@@ -22,7 +22,7 @@ from ckpt_tools.hub.card import (
     refuse_local_base,
 )
 from ckpt_tools.hub.check import Kind, adapter_directories, check_directory, refuse_broken_adapter
-from ckpt_tools.hub.client import Hub, find_account
+from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory
@@ -31,6 +31,7 @@ from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option, Progress
+from ckpt_tools.remote.account import find_pusher
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
@@ -112,7 +113,7 @@ class Push:
         if named is not None and hub_id_of(named) != named:
             raise UsageError(f"{named!r} is not a hub id", hint="--base-model takes ORG/NAME")
         start = time.monotonic()
-        account = find_account(endpoint=options.endpoint, token=options.token)
+        account = find_pusher(endpoint=options.endpoint, token=options.token)
         with quiet_client(account.token, self._say, bars=options.bars), LocalSource(self._directory) as source:
             self._source = source
             chosen, left_out = list_directory(source, include=options.include, exclude=options.exclude)

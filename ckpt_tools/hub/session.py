@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import HubError
-from ckpt_tools.hub.answers import Failure, scrub
+from ckpt_tools.hub.answers import Failure
+from ckpt_tools.remote.web import CONNECT_TIMEOUT_S, MAX_WAIT_S, retry_after, scrub
 
 if TYPE_CHECKING:
     import httpx2
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 """Told what takes long, for people."""
 
-MAX_WAIT_S = 120.0
-"""The longest pause that the hub may ask for (Retry-After); a longer one ends the command."""
-CONNECT_TIMEOUT_S = 30.0
-"""Without an answer at all."""
 SILENCE_TIMEOUT_S = 300.0
 """Without a byte in either direction; a large commit takes the hub a minute. The client's own default is for ever."""
 
@@ -53,7 +50,7 @@ def to_failure(error: BaseException, token: str | None) -> Failure:
             status=response.status_code,
             code=headers.get("X-Error-Code"),
             message=scrub(str(message), token),
-            retry_after_s=_retry_after(headers),
+            retry_after_s=retry_after(headers),
         )
     kind = type(error).__name__
     message = scrub(str(error) or kind, token)
@@ -64,14 +61,6 @@ def to_failure(error: BaseException, token: str | None) -> Failure:
         return Failure(status=None, code=None, message=message, was_sent=not isinstance(error, never_left))
     is_json = not isinstance(error, json.JSONDecodeError)
     return Failure(status=None, code=None, message=f"{kind}: {message}", is_lasting=True, is_json=is_json)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    text = headers.get("Retry-After", "").strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
-    limit = client_utils().parse_ratelimit_headers(headers)
-    return float(limit.reset_in_seconds) if limit is not None and limit.remaining == 0 else None
 
 
 def bound_session() -> None:
@@ -122,7 +111,7 @@ def _unbound_session() -> None:
 
 def _refuse_long_waits(response: httpx2.Response) -> None:
     """End what the client would otherwise sleep through: it waits as long as it is told, be it a day."""
-    asked_s = _retry_after(response.headers) if response.status_code in (429, 503) else None
+    asked_s = retry_after(response.headers) if response.status_code in (429, 503) else None
     if asked_s is not None and asked_s > MAX_WAIT_S:
         raise _LongWaitError(response)
 

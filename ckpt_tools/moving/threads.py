@@ -18,7 +18,9 @@ _STACK_BYTES = 8 << 20
 _THREAD_BYTES = 4 << 20
 """Address space that Python takes for a thread beside its stack."""
 
-_POLL_S = 0.0005
+_POLL_S = 0.0001
+_WINDOW = 4
+"""Units that may be under way for every worker, the finished ones that came after an unfinished one among them."""
 
 
 def one_thread_each() -> None:
@@ -29,14 +31,23 @@ def one_thread_each() -> None:
 class Crew(Generic[U]):
     """Threads that take units of work until none is left or one has failed; one thread at a time asks for a unit.
 
-    Every thread calls `begin` once, which returns what does one unit, with whatever memory that thread keeps.
+    Every thread calls `begin` once, which returns what does one unit, with whatever memory that thread keeps. Nobody
+    runs far ahead of a unit that takes long: what is written to a store in the order of the units waits for it.
     """
 
     def __init__(self, units: Iterator[U], begin: Callable[[], Callable[[U], None]]) -> None:
         self._units = units
         self._begin = begin
         self._lock = threading.Lock()
+        self._moved = threading.Condition(self._lock)
         self._errors: list[BaseException] = []
+        self._window = 0
+        self._next = 0
+        """Number of the next unit."""
+        self._oldest = 0
+        """Number of the first unit that is not finished."""
+        self._finished: set[int] = set()
+        """Of those after it."""
         self._all_started = False
         """A plain flag: an interrupt in the middle of setting an Event would leave everybody waiting for ever."""
 
@@ -47,6 +58,8 @@ class Crew(Generic[U]):
             StorageError: The system gives no thread at all.
         """
         threads: list[threading.Thread] = []
+        self._all_started = num_workers == 1  # who is alone takes it from nobody
+        self._window = _WINDOW * num_workers
         try:
             try:
                 for i in range(num_workers):
@@ -72,18 +85,36 @@ class Crew(Generic[U]):
             time.sleep(_POLL_S)
         try:
             do = self._begin()
+            number = None
             while True:
-                with self._lock:
+                with self._lock:  # once for every unit: this one is finished, give me another
+                    if number is not None:
+                        self._finish(number)
+                    while not self._errors and self._next - self._oldest >= self._window:
+                        self._moved.wait()
                     if self._errors:
                         return
                     try:
                         unit = next(self._units)
                     except StopIteration:
                         return
+                    number = self._next
+                    self._next += 1
                 do(unit)
         except BaseException as error:  # noqa: BLE001 - any worker's error is the run's error
             with self._lock:
                 self._errors.append(error)
+                self._moved.notify_all()
+
+    def _finish(self, number: int) -> None:
+        if number != self._oldest:
+            self._finished.add(number)
+            return
+        self._oldest += 1
+        while self._oldest in self._finished:
+            self._finished.remove(self._oldest)
+            self._oldest += 1
+        self._moved.notify_all()
 
 
 def _start(thread: threading.Thread, *, needed: bool) -> bool:

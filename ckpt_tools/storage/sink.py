@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
@@ -24,6 +24,10 @@ class Sink(ABC):
     """The destination is complete."""
     left_behind: str | None = None
     """The old checkpoint, when it is replaced and could not be removed."""
+    goes_front_to_back: bool = False
+    """Files are sent in the order of their bytes: what comes early is held in memory."""
+    notes: tuple[str, ...] = ()
+    """What to tell people of how it was written."""
 
     def __enter__(self) -> Self:
         return self
@@ -50,8 +54,15 @@ class Sink(ABC):
         """Raise StorageError when there is not enough room for what is not there yet of `needed_bytes`."""
 
     @abstractmethod
-    def create(self, file: str, nbytes: int) -> None:
-        """Make `file` with `nbytes`, to be filled by `write`."""
+    def create(self, file: str, nbytes: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
+        """Make `file` with `nbytes`, to be filled by `write`.
+
+        Args:
+            file: Its name.
+            nbytes: Its size.
+            gaps: (offset, bytes) of what is never written, in order: zeros. Drawn from only where files are sent
+                front to back, which cannot wait until `sync` to learn of them.
+        """
 
     @abstractmethod
     def write(self, file: str, offset: int, buffers: list[memoryview | bytes]) -> int:
@@ -99,6 +110,9 @@ class Sink(ABC):
 
 class SharedSink(Sink):
     """A directory that several processes build together, on one machine or many, each with files of its own.
+
+    After `join`, a process calls `begin` with the name of a record, writes the files of that, and calls `put_record`;
+    and so on for every pass. `discard` and `keep` touch nothing that others have written.
 
     What is known of a part once its files are whole is one record: a small document with a name of its own, which
     nobody takes for a part of the checkpoint. Nothing else passes between processes, and any of them may be the last.

@@ -95,6 +95,8 @@ class Source(ABC):
 
     root: str
     """As the user named it, for messages and to find what lies beside; never with a secret in it."""
+    notes: tuple[str, ...] = ()
+    """What people should know of how it is read."""
 
     def __enter__(self) -> Self:
         return self

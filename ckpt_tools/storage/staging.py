@@ -15,6 +15,7 @@ import shutil
 import stat
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage import publish
@@ -54,7 +55,7 @@ class Staging(Sink):
         try:
             self._parent = self._open_parent()
             try:
-                self.directory, self._claim = claim_directory(self.destination)
+                self.directory, self._claim = self._claim_directory()
             except BaseException:
                 os.close(self._parent)
                 raise
@@ -76,6 +77,10 @@ class Staging(Sink):
             return os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"cannot open: {error.strerror}", where=parent) from error
+
+    def _claim_directory(self) -> tuple[str, int]:
+        """Return the staging directory, and the descriptor that holds its lock."""
+        return claim_directory(self.destination)
 
     def _open(self, file: str) -> int:
         return os.open(os.path.join(self.directory, file), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -127,12 +132,13 @@ class Staging(Sink):
         self._parts.append(path)
         return path
 
-    def create(self, file: str, nbytes: int) -> None:
+    def create(self, file: str, nbytes: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
         """Create `file` with `nbytes` of allocated space; one that is continued is kept when it has that size.
 
         Raises:
             UnreadableError: Its name, which comes from the source, leads out of the directory.
         """
+        del gaps  # are zeros from the beginning
         if os.path.isabs(file) or ".." in file.split("/") or "\0" in file:
             raise UnreadableError("a file name leads out of the destination", where=file)
         path = os.path.join(self.directory, file)

@@ -30,13 +30,15 @@ class VirtualFile:
 class VirtualSource(Source):
     """The files of another source, and some beside them or in their place.
 
-    It shares everything else with the source below, which is the one to close.
+    It shares everything else with the source below, which is the one to close. They are nothing that anybody would
+    look for, unless they are `listed`.
     """
 
-    def __init__(self, below: Source, files: Mapping[str, VirtualFile]) -> None:
+    def __init__(self, below: Source, files: Mapping[str, VirtualFile], *, listed: bool = False) -> None:
         self.root = below.root
         self._below = below
         self._files = files
+        self._listed = {file: each.nbytes for file, each in files.items()} if listed else {}
 
     @property
     def place(self) -> str:
@@ -44,8 +46,8 @@ class VirtualSource(Source):
         return self._below.place
 
     def list_files(self, *, max_depth: int = MAX_LISTED_DEPTH, max_files: int = MAX_FILES) -> dict[str, int]:
-        """Return the files of the source below: virtual ones are nothing that anybody would look for."""
-        return self._below.list_files(max_depth=max_depth, max_files=max_files)
+        """Return the files of the source below, and the virtual ones that are listed."""
+        return {**self._below.list_files(max_depth=max_depth, max_files=max_files), **self._listed}
 
     def size(self, file: str) -> int:
         """Return the size of a file, or what that of a virtual one would be."""

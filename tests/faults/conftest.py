@@ -62,7 +62,7 @@ def server(shim: Path, sources: dict[str, Path], memory: Path) -> Iterator[Serve
     """Runs commands under the shim."""
     warm_up = []
     for verb, source in sources.items():
-        argv = [verb, str(source), str(memory / f"warm-{verb}"), *OPTIONS[verb]]
+        argv = [verb, str(source), str(memory / f"warm-{verb}"), *OPTIONS[verb], "-j", "2"]
         warm_up += [argv, [*argv, "--overwrite"]]
     server = Server(shim, warm_up)
     yield server

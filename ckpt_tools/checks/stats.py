@@ -1,0 +1,270 @@
+"""What the values of a checkpoint are like, tensor by tensor, and which stand out: in one pass, for any format.
+
+A tensor is compared with its siblings: the same weight of other layers, told by its name without numbers. Only matrices
+are: biases and norms differ by orders of magnitude in healthy models. What stands out is a warning, and no proof.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from ckpt_tools.checks.alike import gathered, kind_of, layer_of, strangers
+from ckpt_tools.checks.diff import match_names
+from ckpt_tools.checks.spectra import Spectrum, measure_spectrum
+from ckpt_tools.checks.updates import Update, Updating, check_updates
+from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
+from ckpt_tools.description.checkpoint import Finding, TensorEntry
+from ckpt_tools.description.transform import find_model, plain_names
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.formats.opening import Opened
+from ckpt_tools.moving.beside import Beside, Reading
+from ckpt_tools.moving.counts import Counts
+from ckpt_tools.moving.execute import Outcome, Progress, scan
+from ckpt_tools.moving.moments import Moments, Tally, measures
+from ckpt_tools.moving.plan import check_complete
+from ckpt_tools.moving.task import Look
+from ckpt_tools.text import first_few
+
+CONSTANT = "constant"
+_FIGURES = {
+    "rms": ("rms-outlier", 3.0),
+    "largest magnitude": ("magnitude-outlier", 6.0),
+    "relative update": ("update-outlier", 3.0),
+}
+"""Figure → code, and the powers of two from its siblings' median within which it is never strange."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats:
+    """One tensor."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    moments: Moments | None
+    """None of what has no such figures: packed and complex numbers."""
+    counts: Counts
+    update: Update | None = None
+    """Against the other checkpoint, where it has the tensor."""
+    spectrum: Spectrum | None = None
+    """Where it was asked for, of matrices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """All tensors, and what stands out."""
+
+    tensors: tuple[TensorStats, ...]
+    findings: tuple[Finding, ...]
+    not_checked: tuple[str, ...] = ()
+    """What has no figures, or was not compared, for people."""
+    notes: tuple[str, ...] = ()
+    only_in_source: tuple[str, ...] = ()
+    only_in_other: tuple[str, ...] = ()
+    nbytes: int = 0
+    updates: Mapping[str, Mapping[str, Update]] = field(default_factory=dict)
+    """By "layer" and by "kind": each of these → the update of all its tensors together."""
+
+    @property
+    def ok(self) -> bool:
+        """True without a finding of severity error."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+
+def stats(
+    opened: Opened,
+    other: Opened | None = None,
+    *,
+    names: str = "auto",
+    frozen: Sequence[str] = (),
+    rank: bool = False,
+    num_workers: int,
+    progress: Progress | None = None,
+) -> Stats:
+    """Measure every tensor of an open checkpoint.
+
+    Args:
+        opened: The checkpoint.
+        other: An earlier one of the same model, to measure the update from.
+        names: Library whose names one of them may have; "auto" finds it.
+        frozen: Globs of what was not trained.
+        rank: Also measure the singular values of a sample of every matrix.
+        num_workers: Threads that read.
+        progress: Called with bytes done.
+
+    Raises:
+        UnreadableError: A tensor is incomplete, or its bytes are not those that were written.
+        UsageError: The names of the two cannot be matched, or a glob matches nothing.
+    """
+    named: Mapping[str, TensorEntry] = {entry.fqn: entry for entry in opened.checkpoint.tensors}
+    theirs: Mapping[str, TensorEntry] = {}
+    missed: list[str] = []
+    if other is not None:
+        ours, side = match_names(opened, other, names)
+        named, theirs = ours.entries, side.entries
+        missed += [*ours.left_out, *side.left_out, *_beside(opened, named)]
+    for entry in named.values():
+        check_complete(entry)
+    entries = tuple(replace(opened.resolve(entry), fqn=fqn) for fqn, entry in named.items())
+    checkpoint = replace(opened.checkpoint, tensors=entries)
+    packed = {entry.fqn for entry in packed_tensors(checkpoint)}
+    tallies = {e.fqn: Tally(e) for e in entries if measures(e.dtype) and e.fqn not in packed}
+    updating: dict[str, Updating] = {}
+    if other is not None:
+        reading, own = Reading(), {id(entry) for entry in other.checkpoint.tensors}
+        for entry in entries:
+            beside = theirs.get(entry.fqn)
+            if beside is None or entry.fqn not in tallies or not measures(beside.dtype):
+                continue
+            if beside.shape != entry.shape:
+                missed.append(f"{entry.fqn!r}: {list(entry.shape)} here, {list(beside.shape)} in the other")
+                continue
+            recorded = beside.fqn if id(beside) in own else ""
+            updating[entry.fqn] = Updating(entry, Beside(beside, other, reading, recorded))
+    looks: dict[str, Sequence[Look]] = {
+        fqn: (tally, updating[fqn]) if fqn in updating else (tally,) for fqn, tally in tallies.items()
+    }
+    outcome = scan(entries, opened.source, num_workers=num_workers, progress=progress, looks=looks)
+    counts = {fqn: tally.counts for fqn, tally in tallies.items()}
+    _check_digests(opened, named, outcome)
+    rows = tuple(
+        TensorStats(
+            fqn=entry.fqn,
+            dtype=entry.dtype.name,
+            shape=entry.shape,
+            moments=tallies[entry.fqn].moments if entry.fqn in tallies else None,
+            counts=counts.get(entry.fqn, Counts()),
+            update=updating[entry.fqn].update if entry.fqn in updating else None,
+            spectrum=measure_spectrum(entry, opened.source) if rank and entry.fqn in tallies else None,
+        )
+        for entry in entries
+    )
+    model = {entry.fqn: entry for entry in find_model(checkpoint)[0].tensors}
+    judged = [row for row in rows if row.fqn in model and len(row.shape) > 1 and is_weight(model[row.fqn])]
+    findings = [*check_values(opened, checkpoint, counts), *_constant(judged), *_outliers(judged)]
+    if other is not None:
+        trained = {fqn for fqn, entry in model.items() if entry.dtype.is_float and is_weight(entry)}
+        findings += check_updates({fqn: each.update for fqn, each in updating.items()}, trained, frozen)
+    if cast := [fqn for fqn, each in updating.items() if each.is_cast]:
+        missed.append(f"what rounding alone changed of {len(cast)} tensors of another dtype: {first_few(cast)}")
+    if unseen := unseen_values(checkpoint):
+        missed.append(f"the values of {len(unseen)} tensors of packed or complex numbers: {first_few(unseen)}")
+    return Stats(
+        tensors=rows,
+        findings=tuple(findings),
+        not_checked=tuple(dict.fromkeys(missed)),
+        notes=opened.notes,
+        only_in_source=tuple(fqn for fqn in named if fqn not in theirs) if other is not None else (),
+        only_in_other=tuple(fqn for fqn in theirs if fqn not in named),
+        nbytes=checkpoint.total_bytes,
+        updates={"layer": _joint(rows, _layer), "kind": _joint(rows, kind_of)},
+    )
+
+
+def _beside(opened: Opened, named: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """Say what of the checkpoint is not measured, because only its model's tensors have names in the other."""
+    if named.keys() == {entry.fqn for entry in opened.checkpoint.tensors}:
+        return
+    model = {id(entry) for entry in plain_names(opened.checkpoint).values()}
+    if left := [entry.fqn for entry in opened.checkpoint.tensors if id(entry) not in model]:
+        yield f"{len(left)} tensors that are not the model's: {first_few(left)}"
+
+
+def _check_digests(opened: Opened, named: Mapping[str, TensorEntry], outcome: Outcome) -> None:
+    """Hold what was read against the manifest; figures of other bytes are nobody's."""
+    if opened.manifest is None:
+        return
+    own = {id(entry) for entry in opened.checkpoint.tensors}
+    for fqn, entry in named.items():
+        record = opened.manifest.tensors.get(entry.fqn) if id(entry) in own else None
+        if record is not None and record.digest != outcome.digests.get(fqn):
+            raise UnreadableError(
+                f"tensor {entry.fqn!r} is not what was written: {MANIFEST_NAME} has another digest",
+                where=opened.source.root,
+                hint="`ckpt verify` lists everything that is wrong; restore the checkpoint",
+            )
+
+
+def _constant(rows: Iterable[TensorStats]) -> Iterator[Finding]:
+    """Yield the matrices that are one number everywhere; zeros are told elsewhere."""
+    found = {
+        row.fqn: f"all {row.moments.num_elems} elements are {row.moments.min:g}"
+        for row in rows
+        if row.moments is not None and row.moments.num_elems > 1 and row.moments.min == row.moments.max != 0
+    }
+    yield from gathered(found, "warning", CONSTANT, "was it ever initialised?")
+
+
+def _outliers(rows: Sequence[TensorStats]) -> Iterator[Finding]:
+    """Yield the matrices that are not like the same matrix of other layers."""
+    alike = {row.fqn: (kind_of(row.fqn), row.shape) for row in rows}
+    moments = {row.fqn: row.moments for row in rows if row.moments is not None}
+    figures = {
+        "rms": {fqn: each.rms for fqn, each in moments.items()},
+        "largest magnitude": {fqn: each.absmax for fqn, each in moments.items()},
+        "relative update": {r.fqn: r.update.relative or 0.0 for r in rows if r.update is not None},
+    }
+    for name, (code, fewest_bits) in _FIGURES.items():
+        found = {
+            fqn: f"its {name} is {figures[name][fqn]:.3g}, that of its siblings about {usual:.3g}"
+            for fqn, usual in strangers(figures[name], alike, fewest_bits)
+        }
+        yield from gathered(found, "warning", code, "the same weight of other layers is not like that")
+
+
+def _layer(fqn: str) -> str:
+    number = layer_of(fqn)
+    return "none" if number is None else str(number)
+
+
+def _joint(rows: Iterable[TensorStats], part_of: Callable[[str], str]) -> dict[str, Update]:
+    """Return the updates of the tensors of every part together."""
+    found: dict[str, Update] = {}
+    for row in rows:
+        if row.update is not None:
+            part = part_of(row.fqn)
+            found[part] = found.get(part, Update()) + row.update
+    return found
+
+
+def to_json(result: Stats) -> dict[str, object]:
+    """Return the document of `ckpt stats --json`; what is no finite number is null."""
+    return {
+        "ok": result.ok,
+        "bytes": result.nbytes,
+        "tensors": [_row_json(row) for row in result.tensors],
+        "only_in_source": list(result.only_in_source),
+        "only_in_other": list(result.only_in_other),
+        "updates": {
+            by: {part: _update_json(update) for part, update in parts.items()} for by, parts in result.updates.items()
+        },
+        "findings": [asdict(finding) for finding in result.findings],
+        "not_checked": list(result.not_checked),
+        "notes": list(result.notes),
+    }
+
+
+def _row_json(row: TensorStats) -> dict[str, object]:
+    document: dict[str, object] = {"fqn": row.fqn, "dtype": row.dtype, "shape": list(row.shape)}
+    counts, moments = row.counts, row.moments
+    document |= {"nan": counts.num_nan, "inf": counts.num_inf, "zeros": counts.num_zero}
+    if moments is not None:
+        figures = ("min", "max", "mean", "std", "rms", "absmax")
+        document |= {"finite": moments.num_elems} | {name: _number(getattr(moments, name)) for name in figures}
+        document["histogram"] = [list(each) for each in moments.histogram]
+    if row.update is not None:
+        document["update"] = _update_json(row.update)
+    if row.spectrum is not None:
+        document["rank"] = asdict(row.spectrum)
+    return document
+
+
+def _update_json(update: Update) -> dict[str, object]:
+    return {"changed": update.num_changed, "relative": update.relative, "cosine": update.cosine}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

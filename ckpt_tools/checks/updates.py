@@ -1,0 +1,162 @@
+"""By how much training has changed the weights of a checkpoint since another one, and whether it should have."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckpt_tools.checks.alike import gathered
+from ckpt_tools.description.checkpoint import Finding, TensorEntry
+from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.layout import Box
+from ckpt_tools.errors import UsageError
+from ckpt_tools.moving.beside import Beside
+from ckpt_tools.text import first_few
+
+_PIECE_ELEMS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What lies between two checkpoints' elements, in float64. Updates of several tensors are added."""
+
+    num_elems: int = 0
+    num_changed: int = 0
+    """Elements with other bits; with another value, where the dtypes differ."""
+    change: float = 0.0
+    """Sum of the squares of the differences."""
+    ours: float = 0.0
+    """Sum of the squares here."""
+    theirs: float = 0.0
+    """Sum of the squares in the other."""
+    product: float = 0.0
+    """Sum of the products."""
+
+    def __add__(self, other: Update) -> Update:
+        return Update(
+            num_elems=self.num_elems + other.num_elems,
+            num_changed=self.num_changed + other.num_changed,
+            change=self.change + other.change,
+            ours=self.ours + other.ours,
+            theirs=self.theirs + other.theirs,
+            product=self.product + other.product,
+        )
+
+    @property
+    def relative(self) -> float | None:
+        """|A - B| / |B|; None where that is no number, because an element is not or B is zero."""
+        found = math.sqrt(self.change / self.theirs) if self.theirs > 0 else math.nan
+        return found if math.isfinite(found) else None
+
+    @property
+    def cosine(self) -> float | None:
+        """Of the angle between the two; None where that is no number."""
+        size = math.sqrt(self.ours * self.theirs)
+        found = self.product / size if size > 0 else math.nan
+        return max(-1.0, min(1.0, found)) if math.isfinite(found) else None
+
+
+class Updating:
+    """Takes the blocks of one tensor and reads those of the other; see `moving.execute.Look`."""
+
+    def __init__(self, entry: TensorEntry, beside: Beside) -> None:
+        self._dtype = entry.dtype
+        self._beside = beside
+        self._lock = threading.Lock()
+        self._parts: list[tuple[float, float, float, float]] = []
+        self._num_changed = 0
+        self.update = Update(num_elems=entry.num_elems)
+        """What lies between, once the last block is done."""
+
+    @property
+    def is_cast(self) -> bool:
+        """Have the two different dtypes?"""
+        return self._dtype != self._beside.entry.dtype
+
+    def see(self, block: Box, content: memoryview) -> None:
+        """Take a block, as row-major bytes."""
+        import numpy as np
+
+        from ckpt_tools.moving.arrays import array_of
+
+        ours = array_of(content, self._dtype, (-1,))
+        theirs = array_of(self._beside.read(block), self._beside.entry.dtype, (-1,))
+        bits = f"u{ours.itemsize}"
+        for at in range(0, len(ours), _PIECE_ELEMS):
+            one, other = ours[at : at + _PIECE_ELEMS], theirs[at : at + _PIECE_ELEMS]
+            with np.errstate(all="ignore"):
+                a, b = one.astype(np.float64), other.astype(np.float64)
+                if self.is_cast:
+                    num_changed = int(np.count_nonzero((a != b) & ~(np.isnan(a) & np.isnan(b))))
+                else:
+                    num_changed = int(np.count_nonzero(one.view(bits) != other.view(bits)))
+                ours_squared, theirs_squared, product = float(np.dot(a, a)), float(np.dot(b, b)), float(np.dot(a, b))
+                a -= b
+                part = (float(np.dot(a, a)), ours_squared, theirs_squared, product)
+            with self._lock:
+                self._num_changed += num_changed
+                self._parts.append(part)
+
+    def finish(self) -> None:
+        """Add up what was seen: the same sums, whichever block came first.
+
+        Raises:
+            UnreadableError: The other's bytes are not those that were written.
+        """
+        self._beside.finish()
+        change, ours, theirs, product = map(_total, zip(*self._parts or [(0.0,) * 4], strict=True))
+        self.update = replace(
+            self.update, num_changed=self._num_changed, change=change, ours=ours, theirs=theirs, product=product
+        )
+        self._parts = []
+
+
+def _total(column: Sequence[float]) -> float:
+    return math.fsum(column) if all(map(math.isfinite, column)) else math.inf
+
+
+def check_updates(updates: Mapping[str, Update], trained: Collection[str], frozen: Sequence[str]) -> Iterator[Finding]:
+    """Yield what was frozen and changed, and what should have been trained and was not.
+
+    Without `frozen` nobody says what should have changed: what did not is only told.
+
+    Args:
+        updates: FQN → how it changed.
+        trained: Of these, the weights that training changes unless they are frozen.
+        frozen: Globs of those that are.
+
+    Raises:
+        UsageError: A glob matches nothing.
+    """
+    patterns = {glob: compile_glob(glob) for glob in frozen}
+    for glob, pattern in patterns.items():
+        if not any(map(pattern.fullmatch, updates)):
+            raise UsageError(
+                f"--frozen {glob} matches no tensor that both checkpoints have",
+                hint="`ckpt inspect SRC --tensors` lists the names; ** crosses dots, * does not",
+            )
+    held = [fqn for fqn in updates if any(pattern.fullmatch(fqn) for pattern in patterns.values())]
+    changed = {fqn: _describe(updates[fqn]) for fqn in held if updates[fqn].num_changed}
+    hint = "was it left out of the frozen parameters, or did the optimizer's weight decay reach it?"
+    yield from gathered(changed, "error", "frozen-changed", hint)
+    free = [fqn for fqn in updates if fqn in trained and fqn not in set(held)]
+    same = [fqn for fqn in free if not updates[fqn].num_changed]
+    if not same:
+        return
+    if len(same) == len(free):
+        what = f"none of the {len(free)} weights" + (" that are not frozen" if frozen else "") + " has changed"
+        make = Finding.error if frozen else Finding.info
+        yield make("nothing-trained", "--against", what, "are these two steps of one run, and did the optimizer step?")
+    elif frozen:
+        hint = "has it a gradient, and is it in the optimizer? An update below a step of its dtype is lost as well"
+        yield from gathered(dict.fromkeys(same, "not one element has changed"), "warning", "not-trained", hint)
+    else:
+        what = f"{len(same)} of {len(free)} weights have not changed: {first_few(same)}"
+        yield Finding.info("unchanged", "--against", what, "--frozen GLOB says which should not")
+
+
+def _describe(update: Update) -> str:
+    by = "" if update.relative is None else f", by {update.relative:.2g} of its size"
+    return f"{update.num_changed} of {update.num_elems} elements have changed{by}"

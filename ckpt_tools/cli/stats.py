@@ -1,0 +1,110 @@
+"""`ckpt stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Annotated
+
+from ckpt_tools.checks.alike import kind_of
+from ckpt_tools.checks.stats import Stats, TensorStats, to_json
+from ckpt_tools.checks.updates import Update
+from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.screen import Screen, terminal
+from ckpt_tools.moving.threads import one_thread_each
+from ckpt_tools.options import Option
+from ckpt_tools.text import escape_name
+from ckpt_tools.units import format_size
+
+_MAX_KINDS = 40
+_MAX_SHOWN = 50
+
+
+def run(
+    call: Call[Stats],
+    *,
+    output: Output,
+    tensors: Annotated[bool, Option("List every tensor (default: a line for the same weight of all layers).")] = False,
+) -> int:
+    """Measure, and print what stands out, then the figures."""
+    one_thread_each()
+    with progress_of(output) as factory:
+        result = call(progress=factory)
+    if output.json:
+        print_json(to_json(result))
+        return 0 if result.ok else 3
+    for text in result.notes:
+        note(text)
+    say_findings(result.findings, most=None if output.verbose else _MAX_SHOWN)
+    if not output.quiet:
+        for text in result.not_checked:
+            note(f"not checked: {text}")
+        _tables(result, terminal(), every=tensors)
+        _only("only in SRC", result.only_in_source)
+        _only("only in --against", result.only_in_other)
+        state = "ok" if result.ok else "NOT ok"
+        stand_out = f"; {len(result.findings)} findings" if result.findings else "; nothing stands out"
+        size = format_size(result.nbytes)
+        say(f"{call.shown('source')}: {state} ({len(result.tensors)} tensors, {size}{stand_out})")
+    return 0 if result.ok else 3
+
+
+def _only(what: str, fqns: Sequence[str]) -> None:
+    if fqns:
+        say(f"{what}: {len(fqns)} tensors, e.g. {escape_name(fqns[0])}")
+
+
+def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
+    kinds: dict[str, list[TensorStats]] = {}
+    for row in result.tensors:
+        kinds.setdefault(row.fqn if every else kind_of(row.fqn), []).append(row)
+    shown = list(kinds.items()) if every else list(kinds.items())[:_MAX_KINDS]
+    headers = ["", "", "mean", "std", "rms", "|x| max", "zeros", "bad"]
+    ranks = any(row.spectrum is not None for row in result.tensors)
+    has_updates = bool(result.updates["kind"])
+    headers += ["rank"] * ranks + ["update", "cosine"] * has_updates
+    screen.section("Values, by name" if every else "Values (medians of all layers; extremes of any)")
+    rows = []
+    for name, group in shown:
+        cells = [escape_name(name), f"×{len(group)}" if len(group) > 1 else "", *_figures(group)]
+        if ranks:
+            found = [row.spectrum for row in group if row.spectrum is not None]
+            middle = median(each.effective_rank for each in found) if found else None
+            cells.append(f"{middle:.0f} of {min(found[0].rows, found[0].columns)}" if middle is not None else "")
+        if has_updates:
+            cells += _update_cells(sum((row.update for row in group if row.update is not None), Update()))
+        rows.append(cells)
+    screen.table(headers, rows, align="l" + "r" * (len(headers) - 1))
+    if len(shown) < len(kinds):
+        screen.line(f"  … and {len(kinds) - len(shown)} more (--tensors lists all)")
+    layers = {layer: update for layer, update in result.updates["layer"].items() if layer != "none"}
+    if len(layers) > 1:
+        screen.section("Updates by layer")
+        lines = [(layer, *_update_cells(update)) for layer, update in layers.items()]
+        screen.table(("layer", "update", "cosine"), lines, align="rrr")
+    screen.line()
+
+
+def _figures(group: Sequence[TensorStats]) -> list[str]:
+    """Return the cells of some tensors: what is usual of them, and what is the most of any."""
+    zeros, elems = (sum(n) for n in zip(*((r.counts.num_zero, r.counts.num_elems) for r in group), strict=True))
+    bad = sum(row.counts.num_nan + row.counts.num_inf for row in group)
+    share = f"{100 * zeros / elems:.2g}%" if zeros else ""
+    found = [row.moments for row in group if row.moments is not None]
+    if not found:
+        return ["", "", "", "", share, str(bad or "")]
+    middle = [_middle(getattr(each, name) for each in found) for name in ("mean", "std", "rms")]
+    return [*middle, f"{max(each.absmax for each in found):.3g}", share, str(bad or "")]
+
+
+def _middle(figures: Iterable[float]) -> str:
+    return f"{median(figures):.3g}"
+
+
+def _update_cells(update: Update) -> tuple[str, str]:
+    if not update.num_elems:
+        return "", ""
+    relative = "" if update.relative is None else f"{update.relative:.2g}"
+    cosine = "" if update.cosine is None else f"{update.cosine:.4f}"
+    return ("same", "") if not update.num_changed else (relative, cosine)

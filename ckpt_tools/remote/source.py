@@ -1,0 +1,197 @@
+"""A directory on another machine: listed once, read by ranges, each pinned to the version that the listing named.
+
+Large reads go straight into the caller's memory. Small ones are served from what is kept: the first 1 MiB of a file,
+where headers stand, and runs read ahead where small reads follow each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.description.checkpoint import is_plain_path
+from ckpt_tools.errors import CkptError, LimitError, UnreadableError
+from ckpt_tools.remote.kept import Kept
+from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source, short_file
+
+HEAD_BYTES = 1 << 20
+"""The first GET of a file asks for so many: nearly every header fits. Reads as long as this are never kept."""
+MAX_GAP_BYTES = 1 << 20
+"""Reads of a file that are no further apart follow each other."""
+MAX_RUN_BYTES = 16 << 20
+"""Most bytes that one request reads ahead."""
+MAX_KEPT_BYTES = 64 << 20
+"""Of one source."""
+_MAX_FOLLOWED = 256
+"""Files whose sequence of reads is remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteFile:
+    """What the listing says of a file."""
+
+    nbytes: int
+    version: Mapping[str, object] = field(default_factory=dict)
+    """What tells this content from any other of the same name and size: an object id, an ETag. Plain JSON values."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """How a file is being read."""
+
+    end: int = 0
+    nbytes: int = 0
+    """Read without a leap, gaps included: so much, at most, is read ahead, so that less than half is ever in vain."""
+
+
+class RemoteSource(Source):
+    """The files below a place on another machine. Subclasses say what there is (`_list`) and get bytes (`_fetch`).
+
+    Args:
+        root: The place as the user named it, without a secret.
+    """
+
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+        self._listed: dict[str, RemoteFile] | None = None
+        self._used: set[str] = set()
+        self._kept = Kept(MAX_KEPT_BYTES)
+        self._sequences: OrderedDict[str, _Sequence] = OrderedDict()
+        self._lock = threading.Lock()
+        self._fetching: dict[str, threading.Lock] = {}
+
+    @abstractmethod
+    def _list(self) -> Iterable[tuple[str, RemoteFile]]:
+        """Yield every file by its name below the root; asked once. Directories are none."""
+
+    @abstractmethod
+    def _fetch(self, file: str, facts: RemoteFile, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of `file` from `offset` on by one request; from any thread.
+
+        Raises:
+            CkptError: They cannot be had, or are not of the version that `facts` names: see `changed`.
+        """
+
+    def files(self) -> Mapping[str, RemoteFile]:
+        """Return every file, in order, those in hidden directories too.
+
+        Raises:
+            UnreadableError: A name leads out of the place or is not a plain relative one.
+            LimitError: There are more than ckpt looks at.
+        """
+        with self._lock:
+            if self._listed is None:
+                found: dict[str, RemoteFile] = {}
+                for name, facts in self._list():
+                    if not is_plain_path(name):
+                        what = "a file name leads out of the checkpoint or is not a plain relative name"
+                        raise UnreadableError(what, where=self.label(name))
+                    found[name] = facts
+                    if len(found) > MAX_FILES:
+                        raise LimitError(f"more than {MAX_FILES} files", where=self.root)
+                self._listed = dict(sorted(found.items()))
+            return self._listed
+
+    def list_files(self, *, max_depth: int = MAX_LISTED_DEPTH, max_files: int = MAX_FILES) -> dict[str, int]:
+        """Return what was listed."""
+        found = {}
+        for name, facts in self.files().items():
+            *directories, _ = name.split("/")
+            if len(directories) <= max_depth and not any(each.startswith(".") for each in directories):
+                found[name] = facts.nbytes
+                if len(found) > max_files:
+                    raise LimitError(f"more than {max_files} files", where=self.root)
+        return found
+
+    def size(self, file: str) -> int:
+        """Return the size of `file` in bytes."""
+        return self._facts(file).nbytes
+
+    def _facts(self, file: str) -> RemoteFile:
+        facts = self.files().get(file)
+        if facts is None:
+            raise UnreadableError("a file is missing", where=self.label(file)) from FileNotFoundError(file)
+        self._used.add(file)
+        return facts
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes of `file` that begin at `offset`; see `Source`."""
+        facts = self._facts(file)
+        if offset < 0 or offset + len(buffer) > facts.nbytes:
+            raise short_file(self.label(file), offset, len(buffer), facts.nbytes)
+        buffer = buffer.cast("B")
+        offset, buffer = self._take(file, offset, buffer)
+        if not buffer:
+            return
+        if len(buffer) >= HEAD_BYTES:
+            self._fetch(file, facts, offset, buffer)
+            return
+        with self._lock:
+            fetching = self._fetching.setdefault(file, threading.Lock())
+        with fetching:  # one small read of a file at a time: the next one finds what this one reads ahead
+            offset, buffer = self._take(file, offset, buffer)
+            if buffer:
+                self._fetch_run(file, facts, offset, buffer)
+
+    def _take(self, file: str, offset: int, buffer: memoryview) -> tuple[int, memoryview]:
+        """Fill a beginning of `buffer` from what is kept, and return the rest of it."""
+        with self._lock:
+            while buffer and (kept := self._kept.find(file, offset, len(buffer))) is not None:
+                buffer[: len(kept)] = kept
+                offset, buffer = offset + len(kept), buffer[len(kept) :]
+        return offset, buffer
+
+    def _fetch_run(self, file: str, facts: RemoteFile, offset: int, buffer: memoryview) -> None:
+        start = offset
+        if offset + len(buffer) <= HEAD_BYTES:
+            start, nbytes = 0, HEAD_BYTES
+        else:
+            nbytes = max(len(buffer), self._ahead(file, offset, len(buffer)))
+        run = bytearray(min(nbytes, facts.nbytes - start))
+        self._fetch(file, facts, start, memoryview(run))
+        buffer[:] = run[offset - start : offset - start + len(buffer)]
+        self.keep(file, start, run)
+
+    def _ahead(self, file: str, offset: int, nbytes: int) -> int:
+        """Return how many bytes to read from `offset` on where `nbytes` are asked for and not kept."""
+        with self._lock:
+            sequence = self._sequences.setdefault(file, _Sequence())
+            self._sequences.move_to_end(file)
+            if len(self._sequences) > _MAX_FOLLOWED:
+                self._sequences.popitem(last=False)
+            gap = offset - sequence.end
+            sequence.nbytes = sequence.nbytes + gap + nbytes if 0 <= gap <= MAX_GAP_BYTES else nbytes
+            share = MAX_KEPT_BYTES // (2 * len(self._sequences))
+            ahead = max(nbytes, min(sequence.nbytes, MAX_RUN_BYTES, share))
+            sequence.nbytes += ahead - nbytes
+            sequence.end = offset + ahead
+            return ahead
+
+    def keep(self, file: str, offset: int, run: bytes | bytearray) -> None:
+        """Keep bytes of `file` that were fetched, for reads to come. They must not change any more."""
+        with self._lock:
+            self._kept.put(file, offset, run)
+
+    def identities(self) -> dict[str, Mapping[str, object]]:
+        """Return size and version of every file that was looked at."""
+        files = self.files()
+        return {file: {"nbytes": files[file].nbytes, **files[file].version} for file in sorted(self._used)}
+
+    def check_unchanged(self) -> None:
+        """Nothing to look at again: every range was asked for under the condition that its file is the listed one."""
+
+    def changed(self, file: str) -> CkptError:
+        """Return the error for a file that is no longer the one of the listing."""
+        return CkptError(
+            "the source changed while it was read",
+            where=self.label(file),
+            hint="wait until its writer has finished, then run the command again",
+        )
+
+    def close(self) -> None:
+        """Free what is kept."""
+        with self._lock:
+            self._kept = Kept(0)

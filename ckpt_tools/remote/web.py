@@ -1,0 +1,422 @@
+"""GET requests to hosts that nobody vouches for: bounded in time, size and redirects, retried, without secrets.
+
+A token goes to its own host alone. What comes back is held against what was asked for before it counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.request import getproxies
+
+from ckpt_tools._version import __version__
+from ckpt_tools.errors import CkptError, StorageError
+from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    import httpx2
+
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses after which the same request may succeed."""
+MAX_WAIT_S = 120.0
+"""The longest pause that a server may ask for (Retry-After); a longer one ends the command."""
+CONNECT_TIMEOUT_S = 30.0
+"""Without an answer at all."""
+MAX_MESSAGE_CHARS = 400
+"""Of a server's own words that are shown."""
+MAX_REDIRECTS = 5
+"""Of one request."""
+
+_SILENCE_TIMEOUT_S = 60.0
+"""Without a byte."""
+_MIN_TIME_S = 180.0
+"""That one range may take, all tries together, and more at `_SLOWEST_BYTES_PER_S`."""
+_SLOWEST_BYTES_PER_S = 32 << 10
+_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses between tries that gained nothing."""
+_MAX_CONNECTS = 3
+"""Tries to reach a server that does not even take the connection."""
+_MAX_WHOLE_BYTES = 16 << 20
+"""A file for whose part the server sends all of it may be as long."""
+_BLOCK_BYTES = 1 << 20
+_EXPIRED = (401, 403, 404, 410)
+"""What the host of a redirect says when the address that it was given is no longer good."""
+_TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{6,}")
+_QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*")
+_PASSWORD = re.compile(r"(://[^\s/@:]*):[^\s/@]*@")
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
+
+
+class RefusalError(Exception):
+    """An answer that is not what was asked for; whoever asked says what it means.
+
+    Args:
+        status: HTTP status; None when there was no answer.
+        message: The server's or the system's words, without secrets.
+        code: X-Error-Code of the hub.
+        is_lasting: The same request will not succeed a moment later.
+    """
+
+    def __init__(self, status: int | None, message: str, *, code: str | None = None, is_lasting: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.is_lasting = is_lasting
+        self.retry_after_s: float | None = None
+        self.was_sent = True
+
+
+def scrub(text: str, token: str | None) -> str:
+    """Return `text` without the token or what looks like one, passwords in URLs, and queries of signed URLs."""
+    if token:
+        text = text.replace(token, "***")
+    text = _TOKEN.sub(r"\1_***", text)
+    text = _PASSWORD.sub(r"\1:***@", text)
+    text = _QUERY.sub(r"\1?…", text)
+    text = escape_name(" ".join(text.split()))
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
+
+
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that an answer asks to wait."""
+    text = headers.get("Retry-After", "").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    limited = re.search(r"\br=0\s*;\s*t=(\d{1,9})\b", headers.get("RateLimit", ""))
+    return None if limited is None else float(limited[1])
+
+
+class Web:
+    """GET requests on behalf of one source; from any thread.
+
+    Args:
+        home: Address whose host the token is for.
+        token: None for nobody's.
+        explain: Makes the error of a refusal that stays, about the thing that is named.
+    """
+
+    def __init__(self, *, home: str, token: str | None, explain: Callable[[RefusalError, str], CkptError]) -> None:
+        self._home = home
+        self._token = token
+        self._explain = explain
+        self._lock = threading.Lock()
+        self._ends: dict[str, str] = {}  # address → where its redirects led
+        self._versions: dict[str, str] = {}  # address → what was said of its version
+
+    def fill(self, url: str, offset: int, buffer: memoryview, *, nbytes: int, what: str, linked: str = "") -> None:
+        """Fill `buffer` with the bytes from `offset` on; goes on at the byte where an answer ends early.
+
+        Args:
+            url: Address of the file.
+            offset: Within it.
+            buffer: Not empty.
+            nbytes: Size that the file must have.
+            what: What messages call it.
+            linked: Object id that the hub must name when it leads to another host.
+
+        Raises:
+            ChangedError: The file is another one than at first.
+            CkptError: What `explain` says.
+        """
+        done = 0
+
+        def work() -> bool:
+            nonlocal done
+            before = done
+            headers = {"Range": f"bytes={offset + done}-{offset + len(buffer) - 1}"}
+            with self._get(url, headers, linked=linked) as response:
+                self._check_version(str(response.url) if linked else url, response)
+                for block in _body(response, offset + done, offset + len(buffer), nbytes):
+                    buffer[done : done + len(block)] = block
+                    done += len(block)
+                    if time.monotonic() > ends:
+                        raise RefusalError(None, "too slow", is_lasting=True)
+            if done == before:
+                raise RefusalError(None, "an empty answer")
+            return done == len(buffer)
+
+        ends = time.monotonic() + _MIN_TIME_S + len(buffer) / _SLOWEST_BYTES_PER_S
+        self._repeat(work, lambda: done, what, ends)
+
+    def read(self, url: str, what: str, *, limit: int) -> tuple[bytes, Mapping[str, str]]:
+        """Return a document of at most `limit` bytes, and the headers that it came with. Raises as `fill`."""
+        parts: list[bytes] = []
+        headers: Mapping[str, str] = {}
+
+        def work() -> bool:
+            nonlocal headers
+            parts.clear()
+            with self._get(url, {}) as response:
+                headers, found = response.headers, 0
+                for block in _raw(response):
+                    parts.append(block)
+                    found += len(block)
+                    if found > limit:
+                        raise RefusalError(None, f"more than {limit} bytes", is_lasting=True)
+                    if time.monotonic() > ends:
+                        raise RefusalError(None, "too slow", is_lasting=True)
+            return True
+
+        ends = time.monotonic() + _MIN_TIME_S
+        self._repeat(work, lambda: 0, what, ends)
+        return b"".join(parts), headers
+
+    def look(self, url: str, what: str) -> tuple[int, Mapping[str, object]]:
+        """Return the size of a file and what tells its version, from an answer to a range of one byte."""
+        size = 0
+        version: Mapping[str, object] = {}
+
+        def work() -> bool:
+            nonlocal size, version
+            with self._get(url, {"Range": "bytes=0-0"}) as response:
+                found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+                if response.status_code != 206 or found is None:
+                    raise RefusalError(200, "the server does not send parts of files", is_lasting=True)
+                size, version = int(found[3]), _version(response)
+                self._check_version(url, response)
+            return True
+
+        self._repeat(work, lambda: 0, what, time.monotonic() + _MIN_TIME_S)
+        return size, version
+
+    def _repeat(self, work: Callable[[], bool], done: Callable[[], int], what: str, ends: float) -> None:
+        """Do `work` until it returns True; what it gained makes the next try the first one again."""
+        tries, before = 0, 0
+        while True:
+            try:
+                if work():
+                    return
+                continue
+            except RefusalError as error:
+                refusal = error
+            except _network_errors() as error:
+                refusal = RefusalError(None, scrub(str(error) or type(error).__name__, self._token))
+                refusal.was_sent = not isinstance(error, _never_sent())
+            tries, before = (tries if done() == before else 0), done()
+            asked_s = refusal.retry_after_s or 0.0
+            may_pass = refusal.status is None or refusal.status in TRANSIENT
+            last = len(_WAITS_S) if refusal.was_sent else _MAX_CONNECTS - 1
+            if refusal.is_lasting or not may_pass or asked_s > MAX_WAIT_S or tries >= last:
+                raise self._explain(refusal, what) from None
+            pause_s = max(_WAITS_S[tries], asked_s)
+            if time.monotonic() + pause_s > ends:
+                raise self._explain(refusal, what) from None
+            tries += 1
+            time.sleep(pause_s)
+
+    @contextmanager
+    def _get(self, url: str, headers: Mapping[str, str], *, linked: str = "") -> Iterator[httpx2.Response]:
+        """Ask for `url`, and for what its redirects lead to; where they led the last time, while that is good."""
+        with self._lock:
+            known = self._ends.get(url)
+        response = None
+        if known is not None:
+            response, _ = self._follow(known, url, headers, linked)
+            if response.status_code in _EXPIRED:
+                response.close()
+                response = None
+                with self._lock:
+                    self._ends.pop(url, None)
+        if response is None:
+            response, end = self._follow(url, url, headers, linked)
+            if response.status_code in (200, 206) and not is_same_host(url, end):
+                with self._lock:
+                    self._ends[url] = end
+        try:
+            if response.status_code == 416:  # shorter than it was
+                raise ChangedError
+            if response.status_code not in (200, 206):
+                raise self._refusal(response)
+            yield response
+        finally:
+            response.close()
+
+    def _follow(self, url: str, start: str, headers: Mapping[str, str], linked: str) -> tuple[httpx2.Response, str]:
+        client = _client(tuple(sorted(getproxies().items())))
+        for _ in range(MAX_REDIRECTS + 1):
+            asked = {**headers, "Accept-Encoding": "identity", "User-Agent": f"ckpt-tools/{__version__}"}
+            if self._token and is_same_host(url, self._home):
+                asked["Authorization"] = f"Bearer {self._token}"
+            client.cookies.clear()
+            response = client.send(client.build_request("GET", url, headers=asked), stream=True)
+            named = response.headers.get("X-Linked-Etag", "").removeprefix("W/").strip('"')
+            if linked and named and named != linked and response.status_code < 400:
+                response.close()
+                raise ChangedError
+            if response.status_code not in (301, 302, 303, 307, 308):
+                return response, url
+            response.close()
+            url = _next(url, start, response.headers.get("Location", ""))
+        raise RefusalError(None, f"more than {MAX_REDIRECTS} redirects", is_lasting=True)
+
+    def _refusal(self, response: httpx2.Response) -> RefusalError:
+        headers = response.headers
+        message = scrub(headers.get("X-Error-Message", ""), self._token)
+        refusal = RefusalError(response.status_code, message, code=headers.get("X-Error-Code"))
+        if response.status_code in (429, 503):
+            refusal.retry_after_s = retry_after(headers)
+        return refusal
+
+    def _check_version(self, url: str, response: httpx2.Response) -> None:
+        said = "; ".join(map(str, _version(response).values()))
+        with self._lock:
+            if self._versions.setdefault(url, said) != said:
+                raise ChangedError
+
+
+class ChangedError(Exception):
+    """A file is not the one that it was when it was first looked at."""
+
+
+def explain(
+    refusal: RefusalError,
+    where: str,
+    *,
+    who: str = "the server",
+    variables: str = "HTTPS_PROXY",
+    error: type[CkptError] = StorageError,
+) -> CkptError:
+    """Return the error of a refusal that is not about rights or names."""
+    if refusal.is_lasting:
+        return error(f"{who} cannot be read from: {refusal.message}", where=where)
+    if refusal.status is None:
+        verb = f"the connection to {who} broke" if refusal.was_sent else f"cannot reach {who}"
+        return error(f"{verb}: {refusal.message}", where=where, hint=f"check the network, and {variables} if set")
+    if refusal.status == 429 or refusal.status >= 500:
+        wait = "" if refusal.retry_after_s is None else f"; it asks to wait {refusal.retry_after_s:.0f} s"
+        what = f"{who} answers with status {refusal.status}{wait}"
+        return error(what, where=where, hint="run the command again later")
+    return error(f"{who} refuses with status {refusal.status}", where=where)
+
+
+def is_same_host(url: str, other: str) -> bool:
+    """Do two addresses lead to the same server by the same scheme?"""
+    import httpx2
+
+    return _host(httpx2.URL(url)) == _host(httpx2.URL(other))
+
+
+def _host(url: httpx2.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port or {"https": 443, "http": 80}.get(url.scheme)
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    import httpx2
+
+    return (httpx2.HTTPError, httpx2.InvalidURL, OSError)
+
+
+def _never_sent() -> tuple[type[Exception], ...]:
+    import httpx2
+
+    return (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError, httpx2.UnsupportedProtocol)
+
+
+@functools.lru_cache(maxsize=4)
+def _client(proxies: tuple[tuple[str, str], ...]) -> httpx2.Client:  # noqa: ARG001 - what was read of the environment
+    import httpx2
+
+    try:
+        return httpx2.Client(
+            follow_redirects=False,
+            timeout=httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, pool=None),
+            limits=httpx2.Limits(max_connections=64, max_keepalive_connections=32),
+        )
+    except (ImportError, OSError, ValueError, ssl.SSLError) as error:
+        raise StorageError(
+            f"no connection can be set up: {scrub(str(error), None)}",
+            hint="check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set",
+        ) from None
+
+
+def _next(url: str, start: str, location: str) -> str:
+    """Return where a redirect leads.
+
+    Raises:
+        RefusalError: Nowhere that a stranger may send this machine.
+    """
+    import httpx2
+
+    try:
+        found = httpx2.URL(url).join(location)
+    except (httpx2.InvalidURL, ValueError):
+        raise RefusalError(None, "a redirect without an address", is_lasting=True) from None
+    asked = httpx2.URL(start)
+    is_allowed = found.scheme == "https" or (found.scheme == "http" and asked.scheme == "http")
+    if not location or not found.host or found.userinfo or not is_allowed:
+        what = f"a redirect to {scrub(str(found), None)}, which is not followed"
+        raise RefusalError(None, what, is_lasting=True)
+    inside, began_inside = _is_inside(found.host), _is_inside(asked.host)
+    if inside == "link" or (inside and not began_inside):
+        what = f"a redirect to an address of the inner network ({found.host}), which is not followed"
+        raise RefusalError(None, what, is_lasting=True)
+    return str(found)
+
+
+def _is_inside(host: str) -> str:
+    """Say whether `host` is an address of this machine or its network, in any spelling that the system understands."""
+    if host.rstrip(".") == "localhost" or host.rstrip(".").endswith(".localhost"):
+        return "private"
+    try:
+        address: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(host)
+    except ValueError:
+        try:
+            address = ipaddress.IPv4Address(socket.inet_aton(host))
+        except (OSError, ValueError):
+            return ""
+    mapped = getattr(address, "ipv4_mapped", None)
+    address = address if mapped is None else mapped
+    return "link" if address.is_link_local else "" if address.is_global else "private"
+
+
+def _version(response: httpx2.Response) -> Mapping[str, object]:
+    """Return what an answer says of the version of its file."""
+    etag, modified = response.headers.get("ETag"), response.headers.get("Last-Modified")
+    return {"etag": etag} if etag else {"modified": modified} if modified else {}
+
+
+def _raw(response: httpx2.Response) -> Iterator[bytes]:
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise RefusalError(None, "a compressed answer that nobody asked for", is_lasting=True)
+    return response.iter_raw(_BLOCK_BYTES)
+
+
+def _body(response: httpx2.Response, start: int, stop: int, nbytes: int) -> Iterator[memoryview]:
+    """Yield the bytes [start, stop) of a file of `nbytes`, or a beginning of them, whatever the answer sends."""
+    at, end = start, stop
+    if response.status_code == 206:
+        found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+        if found is None:
+            raise RefusalError(None, "a part of a file without its place in it (Content-Range)", is_lasting=True)
+        first, last, size = (int(number) for number in found.groups())
+        if size != nbytes:
+            raise ChangedError
+        if first != start or not start <= last < stop:
+            what = f"bytes {first}-{last} were sent where {start}-{stop - 1} were asked for"
+            raise RefusalError(None, what, is_lasting=True)
+        end = last + 1
+    elif nbytes > _MAX_WHOLE_BYTES:
+        raise RefusalError(200, "the server does not send parts of files", is_lasting=True)
+    else:  # the whole file
+        at, end = 0, nbytes
+        length = response.headers.get("Content-Length")
+        if length is not None and length != str(nbytes):
+            raise ChangedError
+    for block in _raw(response):
+        at += len(block)
+        if at > end:
+            raise RefusalError(None, "more bytes than were asked for", is_lasting=True)
+        wanted = memoryview(block)[max(0, start - (at - len(block))) : max(0, stop - (at - len(block)))]
+        if wanted:
+            yield wanted
+        if at >= stop and response.status_code == 200:  # of a whole file, the rest is nobody's
+            return

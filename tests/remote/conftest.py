@@ -1,0 +1,56 @@
+"""Stores that live as long as the session, and the settings that lead to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+from remote.fault_proxy import Proxy, fault_proxy
+from remote.servers import BUCKET, Server, rclone, seaweedfs
+
+from ckpt_tools.remote import store
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[Server]:
+    """SeaweedFS: the store that keeps its promises."""
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
+    with seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def careless() -> Iterator[Server]:
+    """rclone: the store that ignores conditions."""
+    pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
+    with rclone() as server:
+        yield server
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that points the environment at a server (and a proxy before it): it returns s3://bucket."""
+
+    def point(server: Server, url: str | None = None) -> str:
+        for name, value in server.environment(url).items():
+            monkeypatch.setenv(name, value)
+        return f"s3://{BUCKET}"
+
+    return point
+
+
+@pytest.fixture
+def proxy(seaweed: Server) -> Iterator[Proxy]:
+    """A proxy before SeaweedFS that damages nothing until it is told to."""
+    with fault_proxy(seaweed.url) as running:
+        yield running
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again after hundredths of a second, and wait for answers no longer than two."""
+    monkeypatch.setattr(store, "_CLIENT", {"connect_timeout": timedelta(seconds=2), "timeout": timedelta(seconds=2)})
+    backoff = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=50), "base": 2}
+    retries = {"max_retries": 3, "retry_timeout": timedelta(seconds=8), "backoff": backoff}
+    monkeypatch.setattr(store, "_RETRIES", retries)
