@@ -25,7 +25,7 @@ def build_page(summary: Summary, stored: Summary | None = None) -> Page:
     """Return the page of a summary; of a planned layout with the `stored` one beside it, where that is known."""
     summaries = [summary] if stored is None else [stored, summary]
     first = summaries[0]
-    names = ["planned" if each.is_virtual else "stored" for each in summaries]
+    names = ["stored", "planned"] if stored is not None else ["planned" if summary.is_virtual else "stored"]
     layouts = [LayoutData(each, name) for each, name in zip(summaries, names, strict=True)]
     tree = _build_tree(summaries, layouts)
     drawn = [layout.to_json() for layout in layouts]
