@@ -104,8 +104,7 @@ class Plan:
 
     def files_of(self, names: Collection[str]) -> tuple[FilePlan, ...]:
         """Plan some of the files, without a look at what goes into the others."""
-        target = restrict(self.target, names)
-        return plan_copies(self.source, target, heads=self.heads, seals=self.seals, is_share=True)
+        return plan_copies(self.source, restrict(self.target, names), heads=self.heads, seals=self.seals)
 
     @property
     def total_bytes(self) -> int:
@@ -180,7 +179,6 @@ def plan_copies(
     *,
     heads: Mapping[str, bytes] | None = None,
     seals: Mapping[str, Seal] | None = None,
-    is_share: bool = False,
 ) -> tuple[FilePlan, ...]:
     """Plan every chunk of `destination` out of `source`.
 
@@ -189,7 +187,6 @@ def plan_copies(
         destination: Tensors with the source's FQNs and shapes; dtypes may differ (casts).
         heads: File → fixed bytes at its beginning.
         seals: File → what closes it.
-        is_share: Other files are written by others. A block that begins in these is read whole, beyond what they hold.
     """
     heads, seals = heads or {}, seals or {}
     copies: dict[str, list[Copy]] = {file: [] for file in destination.files}
