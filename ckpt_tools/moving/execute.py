@@ -17,7 +17,7 @@ from isal import isal_zlib
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Blocks, Box, BoxIndex
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreachableError
 from ckpt_tools.formats.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.counts import Counts, count_values
@@ -222,7 +222,7 @@ class _Run:
         return edit_block(task.edit, block, content, task.dtype, buffers), reads, read
 
     def _report(self, task: _Task, error: CkptError) -> None:
-        if self._on_damage is None:
+        if self._on_damage is None or isinstance(error, UnreachableError):
             raise error
         with self._lock:
             task.damaged = True
