@@ -7,10 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hub.conftest import environment as environment
-from hub.conftest import hub as hub
-from hub.conftest import naps as naps
-from hub.conftest import run as run
+from hub.conftest import environment as environment, hub as hub, naps as naps, run as run
 from remote.fault_proxy import Proxy, fault_proxy
 from remote.servers import BUCKET, Server, rclone, seaweedfs
 
