@@ -217,3 +217,27 @@ def test_share_of_a_large_plan_is_planned_alone() -> None:
     assert seconds < 10
     some = restrict(target, frozenset(names[:2])).tensors[5]
     assert [*some.chunks] == [*target.tensors[5].chunks[:2]]
+
+
+def test_parts_of_verify_and_diff_read_every_byte_once_and_claim_no_more(tmp_path: Path) -> None:
+    run = shard_model(tmp_path, "dp_shard=3", TENSORS)
+    whole = api.verify(run)
+    results = [api.verify(run, part=f"{i}/3") for i in range(3)]
+    assert all(result.ok for result in results)
+    assert sum(result.nbytes for result in results) == whole.nbytes
+    assert all("the other parts' (--part)" in " ".join(result.not_checked) for result in results)
+    file = run / "__1_0.distcp"
+    raw, content = bytearray(file.read_bytes()), TENSORS["f"][2]
+    raw[raw.index(content[len(content) // 2 :][:16])] ^= 1
+    (tmp_path / "bad").mkdir()
+    for each in run.iterdir():
+        (tmp_path / "bad" / each.name).write_bytes(each.read_bytes())
+    (tmp_path / "bad" / file.name).write_bytes(raw)
+    assert sorted(api.verify(tmp_path / "bad", part=f"{i}/3").ok for i in range(3)) == [False, True, True]
+    other = write_model(tmp_path / "other", TENSORS | {"f": tensor("BF16", 16, 24, seed=7)})
+    found = [api.diff(tmp_path / "model", other, part=f"{i}/3") for i in range(3)]
+    assert [change.fqn for difference in found for change in difference.changed] == ["f"]
+    assert sum(difference.num_equal for difference in found) == len(TENSORS) - 1
+    assert all(difference.notes for difference in found)
+    with pytest.raises(CkptError, match="--level structure reads none"):
+        api.verify(run, part="0/3", level="structure")
