@@ -73,7 +73,7 @@ def _check_can_be_cut(job: Job) -> None:
     """Refuse what several processes cannot share."""
     problem = None
     if job.parts:
-        problem = "a training step", "convert its model and optimizer directories one by one, or leave out --part"
+        problem = "a training step", "leave out --part, or convert the directory of its weights, without --for"
     elif job.edits or job.prepare is not None or job.accept is not None:
         problem = "what computes new values", "leave out --part; cut what it writes afterwards"
     elif job.use_dtensor:
