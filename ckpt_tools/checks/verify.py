@@ -226,6 +226,7 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: list[Finding]) -
         elif (raw := _check_item(opened, entry, chunk, name, findings)) is not None:
             chunks.append(raw)
     if len(findings) > before:
+        findings[before:] = [replace(finding, tensor=entry.fqn) for finding in findings[before:]]
         return None
     return replace(entry, chunks=tuple(chunks))
 
@@ -300,11 +301,14 @@ def _check_data(
     progress: Progress | None,
 ) -> Outcome:
     files = _byte_entries(opened, checkpoint.blobs)
+    own_fqns = {entry.fqn for entry in sound}
 
     def damaged(entry: TensorEntry, error: CkptError) -> None:
         where = error.where or _files_of(entry)
         damaged_fqns.add(entry.fqn)
-        findings.append(Finding.error("damaged-data", where, error.what, error.hint))
+        finding = Finding.error("damaged-data", where, error.what, error.hint)
+        is_tensor = entry.fqn in own_fqns
+        findings.append(replace(finding, tensor=entry.fqn) if is_tensor else finding)
 
     entries = [*sound, *(entry for entry, *_ in files)]
     outcome = scan(
@@ -323,7 +327,8 @@ def _check_data(
             try:
                 opened.resolve(entry)
             except UnreadableError as error:
-                findings.append(Finding.error("replicas-differ", error.where or "", error.what, error.hint))
+                differing = Finding.error("replicas-differ", error.where or "", error.what, error.hint)
+                findings.append(replace(differing, tensor=entry.fqn))
     if opened.manifest is not None:
         for entry in sound:
             record = opened.manifest.tensors.get(entry.fqn)
@@ -332,7 +337,9 @@ def _check_data(
                 expected = record.digest
                 what = f"tensor {entry.fqn!r} is not what was written: digest {found}, the manifest says {expected}"
                 hint = "restore its files, or write the checkpoint again"
-                findings.append(Finding.error("digest-mismatch", _files_of(entry), what, hint))
+                findings.append(
+                    replace(Finding.error("digest-mismatch", _files_of(entry), what, hint), tensor=entry.fqn)
+                )
     for entry, label, expected, is_asset in files:
         found = outcome.digests.get(entry.fqn)
         if found is not None and found != expected:

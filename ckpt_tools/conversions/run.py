@@ -27,12 +27,13 @@ from ckpt_tools.conversions.job import (
 )
 from ckpt_tools.conversions.parts import can_adopt
 from ckpt_tools.conversions.record import planned_files
-from ckpt_tools.conversions.share import run_share
+from ckpt_tools.conversions.share import note_of_part, run_share
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.moving.execute import execute, scan
 from ckpt_tools.moving.plan import Plan
+from ckpt_tools.moving.split import Part
 from ckpt_tools.remote.places import is_remote, open_sink
 from ckpt_tools.storage.staging import Staging, check_destination, check_space
 from ckpt_tools.units import format_size
@@ -49,6 +50,9 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     """
     start = time.monotonic()
     check_separate(job.opened, job.destination)
+    if is_remote(job.destination):
+        _check_remote(job)
+        job.part = job.part or Part(index=0, count=1)
     if job.part is not None and not dry_run:
         return run_share(job, job.part, start)
     if not is_remote(job.destination):
@@ -64,6 +68,8 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     needed = sum(nbytes for _, nbytes in planned)
     if dry_run:
         job.notes += notes_of_parts(job)
+        if job.part is not None and job.part.count > 1:
+            job.notes.append(note_of_part(job, job.part))
         peak = _BASE_BYTES + job.edit_bytes + max(plan.peak_bytes(job.num_workers) for plan in plans.values())
         read = sum(plan.read_bytes for plan in plans.values())
         return conversion(job, start, planned, read=read, peak=peak, dry_run=True, published=False)
@@ -71,6 +77,19 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         check_space(needed, job.destination)
         return _run_with_dtensor(job, start)
     return _write(job, plans, start, needed)
+
+
+def _check_remote(job: Job) -> None:
+    """Refuse what needs a directory of this machine to be built in."""
+    whole = f"write it to a disk, then copy it to {job.destination}"
+    if job.use_dtensor:
+        raise UsageError("--engine dtensor writes to this machine's disks", hint="use --engine stream")
+    if job.parts:
+        what = f"a step of several checkpoints ({', '.join(job.parts)}) is written to this machine's disks"
+        raise UsageError(what, where=job.destination, hint=f"convert each by itself, or {whole}")
+    if job.edits or job.prepare is not None:
+        what = "a conversion that computes new values writes to this machine's disks"
+        raise UsageError(what, where=job.destination, hint=whole)
 
 
 def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is_part: bool = False) -> Conversion:

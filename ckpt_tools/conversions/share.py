@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from ckpt_tools.conversions.commit import Place, add_progress, commit, is_right
-from ckpt_tools.conversions.finish import conversion, kept_or_discarded, recorded_apart
+from ckpt_tools.conversions.finish import carry_assets, conversion, kept_or_discarded, recorded_apart
 from ckpt_tools.conversions.job import Conversion, Job, check_claims, fingerprint, rewrite_assets
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
@@ -20,6 +20,7 @@ from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import Part, boxes_before, split
 from ckpt_tools.remote.places import open_shared_sink
 from ckpt_tools.storage.sink import SharedSink
+from ckpt_tools.units import format_size
 
 _MAX_ITEMS_IN_KEY = 1 << 20
 """With more items the layout, and not the metadata made of it, identifies a conversion: every part computes that."""
@@ -45,6 +46,8 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
             sink.join(place.fingerprint, part.count)
             if sink.found_other:
                 job.notes.append("removed what an interrupted run of one process had left")
+            if sink.goes_front_to_back and len(place.files) == 1 and place.shares[part.index]:
+                carry_assets(job, sink)  # the one file makes a checkpoint of them as soon as it is there
             read = _write_passes(job, plan, place, sink)
             return commit(job, place, sink, start, read=read)
     except DestinationExistsError:
@@ -52,6 +55,18 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
             raise
         job.notes.append("this conversion is complete: nothing was left to do")
         return conversion(job, start, [], read=0)
+
+
+def note_of_part(job: Job, part: Part) -> str:
+    """Say what a part would write.
+
+    Raises:
+        UsageError: The job cannot be cut.
+    """
+    _check_can_be_cut(job)
+    place = _place(job, part)
+    own = [job.target.files[place.files[i]] for i in place.shares[part.index]]
+    return f"part {part} of that is {len(own)} data files, {format_size(sum(own))}"
 
 
 def _check_can_be_cut(job: Job) -> None:

@@ -20,7 +20,8 @@ from ckpt_tools.formats.digest import digest_block, digest_tensor
 from ckpt_tools.formats.share_record import TensorPart
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.counts import Counts
-from ckpt_tools.moving.framing import digest_planned_frames, gaps_of, has_frames
+from ckpt_tools.moving.framing import Sealing, digest_planned_frames, gaps_of, has_frames
+from ckpt_tools.moving.order import front_to_back
 from ckpt_tools.moving.plan import (
     Copy,
     FilePlan,
@@ -101,6 +102,7 @@ class _Run:
         """Files with something around their payloads that says what they are."""
         self._crcs: dict[str, dict[int, int]] = {file: {} for file in self._framed}
         """Of these: where a payload begins → its CRC-32."""
+        self._sealing = {file: Sealing(plan, plan.seal) for file, plan in self._framed.items() if plan.seal is not None}
         for task in tasks:
             for file, _ in task.copies:
                 self._open_copies[file] = self._open_copies.get(file, 0) + 1
@@ -144,8 +146,8 @@ class _Run:
                     if task.owns(index):
                         digest = digest_block(content)
                         task.seen.add(index, block, digest, content, reads)
-                    for look in task.looks:
-                        look.see(block, content)
+                        for look in task.looks:
+                            look.see(block, content)
                     if not has_whole:
                         task.seen.add_parts(index, block, (part for _, part in targets), held, content)
                     written = self._write_block(task, held, targets, content, buffers)
@@ -315,9 +317,8 @@ class _Run:
         """Write what closes a file, and make it durable."""
         written = 0
         plan, crcs = self._framed.get(file), self._crcs.pop(file, {})
-        if plan is not None and plan.seal is not None:
-            for offset, content in plan.seal([crcs[start] for start in sorted(crcs)]):
-                written += self._sink().write(file, offset, [content])
+        if file in self._sealing and not crcs:
+            written = self._write_seal(file)
         self._sink().sync(file)
         frames = None if plan is None else digest_planned_frames(plan, crcs)
         with self._lock:
@@ -334,12 +335,20 @@ class _Run:
             raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=file)
         self._remember(file, copy, crc32)
         if is_raw:
+            written = self._write_seal(file, copy.offset, crc32) if file in self._sealing else 0
+            with self._lock:
+                self.outcome.bytes_written += written
             return
         frame = item_frame(copy.dtype, copy.box.sizes)
         written = 0 if parts else self._open_item(file, copy, 0)
         written += self._sink().write(file, copy.offset + copy.nbytes, [frame.after(crc32)])
         with self._lock:
             self.outcome.bytes_written += written
+
+    def _write_seal(self, file: str, *payload: int) -> int:
+        with self._lock:
+            pieces = self._sealing[file].add(*payload)
+        return sum(self._sink().write(file, offset, [content]) for offset, content in pieces)
 
     def _settle(self, task: Task) -> None:
         try:
@@ -393,7 +402,10 @@ def execute(
         Task(i, entry, copies, edits.get(entry.fqn), counting=counting, before=(before or {}).get(entry.fqn, ()))
         for i, (entry, copies) in enumerate(group_by_tensor(files))
     ]
-    tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
+    if sink.goes_front_to_back:
+        tasks = [tasks[i] for i in front_to_back([task.copies for task in tasks])]
+    else:
+        tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
     run = _Run(tasks, source, sink, progress, None, resumable=resumable, files=files)
     run.run(num_workers)
     for file in files:

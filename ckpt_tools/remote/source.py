@@ -113,7 +113,7 @@ class RemoteSource(Source):
     def _facts(self, file: str) -> RemoteFile:
         facts = self.files().get(file)
         if facts is None:
-            raise UnreadableError("a file is missing", where=self.label(file))
+            raise UnreadableError("a file is missing", where=self.label(file)) from FileNotFoundError(file)
         self._used.add(file)
         return facts
 

@@ -24,7 +24,9 @@ class Sink(ABC):
     """The destination is complete."""
     left_behind: str | None = None
     """The old checkpoint, when it is replaced and could not be removed."""
-    notes: Sequence[str] = ()
+    goes_front_to_back: bool = False
+    """Files are sent in the order of their bytes: what comes early is held in memory."""
+    notes: tuple[str, ...] = ()
     """What to tell people of how it was written."""
 
     def __enter__(self) -> Self:

@@ -32,6 +32,8 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed._composable.replicate_with_fsdp",
+    "peft",  # and with it bitsandbytes, which compiles
+    "pytest",  # as the modules do that the functions stand in
     "transformers.conversion_mapping",
     "transformers.models.llama.modeling_llama",
 ]
