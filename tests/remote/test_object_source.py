@@ -235,7 +235,8 @@ def test_flipped_bit_is_found(store: Put, proxy: Proxy, samples: dict[str, Path]
                 proxy.arm("flipped", at=at, of=data)
                 codes.append(main(command))
                 assert proxy.num_damaged == 1
-                assert codes[-1] != 0 or files_of(out) == whole != {}, (command, at)  # it was padding
+                if codes[-1] == 0:  # between the ranges that were asked for, or in padding
+                    assert (files_of(out) if out.exists() else {}) == whole, (command, at)
             assert {*codes} <= {0, 1, 3, 4}
             assert any(codes)
     capsys.readouterr()
