@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_tools._version import __version__ as __version__
     from ckpt_tools.api import (
+        average as average,
         check_lora as check_lora,
         diff as diff,
         estimate as estimate,
         export_lora as export_lora,
+        extract as extract,
         gather as gather,
         inspect as inspect,
         merge_lora as merge_lora,
         open_checkpoint as open_checkpoint,
         preflight as preflight,
         push as push,
+        rename as rename,
         reshard as reshard,
         shard as shard,
         smoke as smoke,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
         verify as verify,
     )
     from ckpt_tools.checks.diff import Difference as Difference
+    from ckpt_tools.checks.stats import Stats as Stats
     from ckpt_tools.checks.verify import Verification as Verification
     from ckpt_tools.conversions.job import Conversion as Conversion
     from ckpt_tools.description.checkpoint import (
@@ -68,9 +72,10 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "_version": "__version__",
-    "api": "check_lora diff estimate export_lora gather inspect merge_lora open_checkpoint preflight push reshard "
-    "shard smoke stats verify",
+    "api": "average check_lora diff estimate export_lora extract gather inspect merge_lora open_checkpoint preflight "
+    "push rename reshard shard smoke stats verify",
     "checks.diff": "Difference",
+    "checks.stats": "Stats",
     "checks.verify": "Verification",
     "conversions.job": "Conversion",
     "description.checkpoint": "BlobEntry ByteSpan Checkpoint Chunk Finding TensorEntry",

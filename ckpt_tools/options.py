@@ -210,6 +210,13 @@ Dequantize = Annotated[
     bool, Option("Decode quantised weights, as --dtype says or config.json; without it their bytes stay as they are.")
 ]
 DTypeName = Annotated[str, Option("Cast floating-point tensors.", metavar="keep|bf16|f16|f32")]
+DTypeFor = Annotated[
+    Sequence[str],
+    Option(
+        "Cast these floating-point tensors otherwise (repeatable; names as written; the first match wins).",
+        metavar="GLOB=DTYPE",
+    ),
+]
 MaxShardSize = Annotated[
     str | None,
     Option(
@@ -226,6 +233,13 @@ Include = Annotated[
 ]
 Exclude = Annotated[Sequence[str], Option("Skip these tensors (repeatable).", metavar="GLOB")]
 Overwrite = Annotated[bool, Option("Replace DST; the old one is kept until the new one is durable.")]
+PartText = Annotated[
+    str | None,
+    Option(
+        "Write one part of N, from 0: run the same command once for each, anywhere; the last one publishes DST.",
+        metavar="I/N",
+    ),
+]
 DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
 NumWorkers = Annotated[int | None, Option("Number of threads.", short="-j", env=True, min=1, max=256)]
 Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.frozen import refuse_changed
@@ -24,12 +23,11 @@ from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.read.tensors import LazyAdapter
 from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
-from ckpt_tools.conversions.job import Job, cast_target, check_separate, notes_on
-from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
-from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.description.transform import find_model, is_optimizer, plain_names
+from ckpt_tools.conversions.job import Job, check_separate
+from ckpt_tools.conversions.to_own import own_job
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.dcp_placing import kept_cells, place
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import scan
@@ -76,7 +74,13 @@ def merging_job(base: Opened, read: OpenedAdapter, options: MergeOptions, *, num
     adapter = with_alpha(adapter, options.alpha)
     refuse_variants(adapter)
     _refuse_broken(adapter)
-    job = _job(base, destination, options)
+    job = own_job(
+        base,
+        destination,
+        dtype=options.dtype,
+        dtype_for=options.dtype_for,
+        max_shard_size=options.max_shard_size,
+    )
     job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
     _check_scale(adapter, scale)
     frozen = live_tensors(plain_names(base.checkpoint), base_config(base))
@@ -170,53 +174,6 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
 
 
 # What is written
-
-
-def _job(base: Opened, destination: str, options: MergeOptions) -> Job:
-    if not base.format.loads_by_dcp:
-        gather = GatherOptions(
-            base.source.root, destination, max_shard_size=options.max_shard_size, dtype=options.dtype
-        )
-        return gathering_job(base, gather)
-    if options.max_shard_size is not None:
-        raise UsageError(
-            "--max-shard-size is for safetensors files, and the base is a DCP checkpoint",
-            hint="leave it out, and `ckpt gather` the result",
-        )
-    return _dcp_job(base, destination, options.dtype)
-
-
-def _dcp_job(base: Opened, destination: str, dtype: str) -> Job:
-    model, _ = find_model(base.checkpoint)
-    source = replace(model, tensors=tuple(map(base.resolve, model.tensors)), blobs=())
-    target = cast_target(source, dtype)
-    cells = {entry.fqn: kept_cells(entry) for entry in target.tensors}
-    kept = {entry.fqn for entry in source.tensors}
-    placements = base.checkpoint.placements or {}
-    return Job(
-        opened=base,
-        source=source,
-        target=place(target.tensors, cells),
-        destination=destination,
-        assets=[(base.source, asset) for asset in base.checkpoint.assets],
-        dtype=dtype,
-        mesh=base.checkpoint.mesh,
-        placements={fqn: placed for fqn, placed in placements.items() if fqn in kept},
-        notes=[*notes_on(base), *_omitted(base.checkpoint, kept)],
-    )
-
-
-def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
-    others = [entry for entry in checkpoint.tensors if entry.fqn not in kept]
-    optimizer = sum(map(is_optimizer, others))
-    notes = []
-    if optimizer:
-        notes.append(f"left out {optimizer} tensors of optimizer state: it belongs to the weights before the merge")
-    if len(others) > optimizer:
-        notes.append(f"left out {len(others) - optimizer} tensors that are not the model's")
-    if checkpoint.blobs:
-        notes.append(f"left out {len(checkpoint.blobs)} items that are not tensors")
-    return notes
 
 
 def _edit_bytes(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit], num_workers: int) -> int:

@@ -12,6 +12,7 @@ from ckpt_tools.options import (
     Argument,
     Destination,
     DryRun,
+    DTypeFor,
     DTypeName,
     Exclude,
     From,
@@ -103,6 +104,7 @@ class MergeOptions:
     ] = field(kw_only=False)
     destination: Destination = field(kw_only=False)
     dtype: DTypeName = "keep"
+    dtype_for: DTypeFor = ()
     scale: Annotated[float, Option("Factor for what the adapter adds.", metavar="X")] = 1.0
     alpha: Alpha = None
     adapter_name: AdapterName = None

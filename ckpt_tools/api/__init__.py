@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckpt_tools.api.pushing import push as push
     from ckpt_tools.api.reading import inspect as inspect, open_checkpoint as open_checkpoint
     from ckpt_tools.api.training import smoke as smoke
+    from ckpt_tools.api.transforming import average as average, extract as extract, rename as rename
     from ckpt_tools.options import ProgressFactory as ProgressFactory, default_num_workers as default_num_workers
 
 _ROOMS = {
@@ -32,6 +33,7 @@ _ROOMS = {
     "api.checking": "diff stats verify",
     "api.reading": "inspect open_checkpoint",
     "api.training": "smoke",
+    "api.transforming": "average extract rename",
     "options": "ProgressFactory default_num_workers",
 }
 """Module → names that are public here."""

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from ckpt_tools.api.parts import parse_part
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.find import model_in
 from ckpt_tools.conversions.job import Conversion, Job
@@ -29,6 +30,7 @@ from ckpt_tools.options import (
     NumWorkers,
     Option,
     Overwrite,
+    PartText,
     Progress,
     ShapesFrom,
     default_num_workers,
@@ -47,6 +49,7 @@ class ConvertOptions(ShardingOptions):
         Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
     ] = None
     overwrite: Overwrite = False
+    part: PartText = None
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
@@ -237,6 +240,7 @@ def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
     job.overwrite = options.overwrite
     job.num_workers = _num_workers(options)
     job.progress = options.progress
+    job.part = None if options.part is None else parse_part(options.part)
     return run(job, dry_run=options.dry_run)
 
 

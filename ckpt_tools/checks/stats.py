@@ -22,9 +22,10 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.beside import Beside, Reading
 from ckpt_tools.moving.counts import Counts
-from ckpt_tools.moving.execute import Look, Outcome, Progress, scan
+from ckpt_tools.moving.execute import Outcome, Progress, scan
 from ckpt_tools.moving.moments import Moments, Tally, measures
 from ckpt_tools.moving.plan import check_complete
+from ckpt_tools.moving.task import Look
 from ckpt_tools.text import first_few
 
 CONSTANT = "constant"
@@ -190,11 +191,11 @@ def _check_digests(opened: Opened, named: Mapping[str, TensorEntry], outcome: Ou
 
 def _constant(rows: Iterable[TensorStats]) -> Iterator[Finding]:
     """Yield the matrices that are one number everywhere; zeros are told elsewhere."""
-    found = [
-        (row.fqn, f"all {row.moments.num_elems} elements are {row.moments.min:g}")
+    found = {
+        row.fqn: f"all {row.moments.num_elems} elements are {row.moments.min:g}"
         for row in rows
         if row.moments is not None and row.moments.num_elems > 1 and row.moments.min == row.moments.max != 0
-    ]
+    }
     yield from gathered(found, "warning", CONSTANT, "was it ever initialised?")
 
 
@@ -208,10 +209,10 @@ def _outliers(rows: Sequence[TensorStats]) -> Iterator[Finding]:
         "relative update": {r.fqn: r.update.relative or 0.0 for r in rows if r.update is not None},
     }
     for name, (code, fewest_bits) in _FIGURES.items():
-        found = [
-            (fqn, f"its {name} is {figures[name][fqn]:.3g}, that of its siblings about {usual:.3g}")
+        found = {
+            fqn: f"its {name} is {figures[name][fqn]:.3g}, that of its siblings about {usual:.3g}"
             for fqn, usual in strangers(figures[name], alike, fewest_bits)
-        ]
+        }
         yield from gathered(found, "warning", code, "the same weight of other layers is not like that")
 
 

@@ -15,7 +15,7 @@ from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import CkptError
 from ckpt_tools.moving.counts import counts_to_json
 from ckpt_tools.options import Option, ProgressFactory
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -203,6 +203,12 @@ def conversion_json(result: Conversion) -> dict[str, object]:
             "checked": dict(result.checked),
             "values": counts_to_json(result.counts),
         }
+    if result.part is not None:
+        document |= {
+            "part": {"index": result.part.index, "count": result.part.count},
+            "published": result.published,
+            "waiting_for": list(result.waiting_for),
+        }
     return document | {
         "architecture": result.architecture,
         "notes": list(result.notes),
@@ -212,8 +218,8 @@ def conversion_json(result: Conversion) -> dict[str, object]:
 
 
 def print_conversion(result: Conversion, output: Output) -> None:
-    """Print what a conversion did; under torchrun, on the rank that published."""
-    if result.dry_run:
+    """Print what a conversion did; under torchrun, on the rank that published, and on every part."""
+    if result.dry_run or (result.part is not None and not result.published):
         _print_conversion(result, output)
     elif result.published:
         with complete(escape_name(result.destination)):
@@ -235,7 +241,12 @@ def _print_conversion(result: Conversion, output: Output) -> None:
     destination = escape_name(result.destination)
     files = f"{len(result.files)} file" + ("s" if len(result.files) != 1 else "")
     size = format_size(result.bytes_written)
-    if result.dry_run:
+    if result.part is not None and not result.published:
+        done = result.part.count - len(result.waiting_for)
+        say(f"wrote part {result.part}: {files}, {size}; {done} of {result.part.count} parts are there")
+        missing = first_few([str(index) for index in result.waiting_for], 8)
+        say(f"{destination} is not published yet: waiting for {missing}")
+    elif result.dry_run:
         say(f"would write {files}, {size}, to {destination}")
         say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {size} of disk")
     else:
@@ -253,7 +264,7 @@ def _print_conversion(result: Conversion, output: Output) -> None:
 
 
 def _checked(result: Conversion) -> str:
-    parts = [] if result.dry_run else ["structure of the result"]
+    parts = ["structure of the result"] if result.published else []
     if result.architecture:
         parts.append(f"names against {result.architecture}")
     if count := result.checked.get("digests"):

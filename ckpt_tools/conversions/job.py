@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools._version import __version__
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME, DType
+from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.description.layout import Mesh, Placement
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
@@ -24,9 +26,11 @@ from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.moving.plan import Seal, check_names
 from ckpt_tools.moving.read import Edit
+from ckpt_tools.moving.split import Part
 from ckpt_tools.remote.places import is_remote, local
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import LocalSource, short_file
+from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
 DTYPES = ("keep", "bf16", "f16", "f32")
@@ -64,7 +68,12 @@ class Conversion:
     """The architecture whose names all are written, and no others; None when they were not held against one."""
     dry_run: bool = False
     published: bool = True
-    """False with `dry_run`, and on the ranks of torchrun that leave publishing to the first."""
+    """False with `dry_run`, for a part while others are missing, and on the ranks of torchrun that leave publishing to
+    the first."""
+    part: Part | None = None
+    """Which one of several processes this was."""
+    waiting_for: tuple[int, ...] = ()
+    """The parts that are missing."""
 
     @property
     def throughput_bytes_per_s(self) -> float:
@@ -122,6 +131,8 @@ class Job:
     """Called when every byte is written and before anything is published; raises to refuse the result."""
     parts: Mapping[str, Job] = field(default_factory=dict)
     """Directory inside the destination → what is built there: the parts of a step, published with the rest at once."""
+    part: Part | None = None
+    """Which one of several processes this is: it writes its files, and the last one publishes them all."""
     overwrite: bool = False
     use_dtensor: bool = False
     """Write the data files through torch (`--engine dtensor`) instead of the executor."""
@@ -135,6 +146,11 @@ class Job:
         entries = {entry.fqn: entry for entry in self.target.tensors}
         further = (replace(entries[fqn], fqn=alias, path=()) for alias, fqn in self.aliases.items())
         return replace(self.target, tensors=(*self.target.tensors, *further))
+
+    @property
+    def last_document(self) -> str | None:
+        """Name of the document that makes the rest a checkpoint, where the format has no marker: the index."""
+        return next((name for name in self.documents if name.endswith(".index.json")), None)
 
     def asset_bytes(self, asset: Asset) -> int:
         """Return the size of what is written for an asset."""
@@ -272,18 +288,50 @@ def check_replaceable(destination: str) -> None:
             ) from error
 
 
-def cast_target(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+def cast_target(checkpoint: Checkpoint, dtype: str, dtype_for: Sequence[str] = ()) -> Checkpoint:
     """Return `checkpoint` with its floating-point tensors (F64, F32, F16, BF16) as `dtype`.
 
+    Args:
+        checkpoint: What is to be written, by its new names.
+        dtype: As what.
+        dtype_for: "GLOB=DTYPE": as what else; the first that matches a tensor decides.
+
     Raises:
-        UsageError: Not one of `DTYPES`.
+        UsageError: Not one of `DTYPES`, or a glob that matches no such tensor.
     """
     if dtype not in DTYPES:
         raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
-    if dtype == "keep":
+    rules = [_parse_dtype_for(text) for text in dtype_for]
+    floats = [entry.fqn for entry in checkpoint.tensors if entry.dtype.is_float]
+    for text, (pattern, _) in zip(dtype_for, rules, strict=True):
+        if not any(map(pattern.fullmatch, floats)):
+            raise UsageError(
+                f"--dtype-for {text} matches no floating-point tensor that is written",
+                hint="`ckpt inspect SRC --tensors` lists the names; ** crosses dots, * does not",
+            )
+    if dtype == "keep" and not rules:
         return checkpoint
-    wanted: DType = BY_NAME[dtype.upper()]
-    return replace(
-        checkpoint,
-        tensors=tuple(replace(entry, dtype=wanted) if entry.dtype.is_float else entry for entry in checkpoint.tensors),
-    )
+
+    def cast(entry: TensorEntry) -> TensorEntry:
+        name = next((name for pattern, name in rules if pattern.fullmatch(entry.fqn)), dtype)
+        return replace(entry, dtype=BY_NAME[name.upper()]) if entry.dtype.is_float and name != "keep" else entry
+
+    return replace(checkpoint, tensors=tuple(map(cast, checkpoint.tensors)))
+
+
+def _parse_dtype_for(text: str) -> tuple[re.Pattern[str], str]:
+    glob, found, dtype = text.rpartition("=")
+    if not found or not glob or dtype not in DTYPES:
+        what = f"--dtype-for takes GLOB=DTYPE with one of {', '.join(DTYPES)}, got {text!r}"
+        raise UsageError(what, hint="--dtype-for '**norm**=f32'")
+    return compile_glob(glob), dtype
+
+
+def with_config(assets: AssetList, values: Mapping[str, object]) -> AssetList:
+    """Return a model's files with another config.json in place of the one among them."""
+    text = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
+    files, made = {CONFIG_NAME: VirtualFile.of(text)}, Asset(file=CONFIG_NAME, nbytes=len(text))
+    return [
+        (VirtualSource(source, files), made) if asset.file == CONFIG_NAME else (source, asset)
+        for source, asset in assets
+    ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_tools.conversions.job import Job
-from ckpt_tools.description.checkpoint import Asset, TensorEntry
+from ckpt_tools.conversions.job import Job, with_config
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf
 from ckpt_tools.formats.digest import digest_bytes
@@ -144,9 +143,7 @@ def _with_config(assets: AssetList, chosen: Chosen) -> AssetList:
         "quant_method": _METHOD,
         "weight_block_size": [BLOCK, BLOCK],
     }
-    text = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode()
-    made = VirtualSource(source, {CONFIG_NAME: VirtualFile.of(text)}), Asset(file=CONFIG_NAME, nbytes=len(text))
-    return [made if asset[1].file == CONFIG_NAME else asset for asset in assets]
+    return with_config(assets, values)
 
 
 def _notes(chosen: Chosen, tensors: Sequence[TensorEntry], before: Mapping[str, object] | None) -> list[str]:

@@ -27,6 +27,7 @@ from ckpt_tools.options import (
     Dequantize,
     Destination,
     DryRun,
+    DTypeFor,
     DTypeName,
     Exclude,
     From,
@@ -35,6 +36,7 @@ from ckpt_tools.options import (
     NumWorkers,
     Option,
     Overwrite,
+    PartText,
     Progress,
     ShapesFrom,
     Source as SourcePath,
@@ -57,6 +59,7 @@ class GatherOptions:
     destination: Destination = field(kw_only=False)
     max_shard_size: MaxShardSize = None
     dtype: DTypeName = "keep"
+    dtype_for: DTypeFor = ()
     dequantize: Dequantize = False
     quantize: Annotated[
         Literal["fp8"] | None,
@@ -84,6 +87,7 @@ class GatherOptions:
         False
     )
     overwrite: Overwrite = False
+    part: PartText = None
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
@@ -120,13 +124,15 @@ def gathering_job(
     naming = Naming.of(options.names, options.map)
     notes = notes_on(opened)
     original = opened.origin
-    plain = dtype == "keep" and options.max_shard_size is None and not include and not exclude and strip == "auto"
+    is_cast = dtype != "keep" or bool(options.dtype_for)
+    plain = not is_cast and options.max_shard_size is None and not include and not exclude and strip == "auto"
     plain = plain and options.names != "live" and options.to == "safetensors"
     if like is not None:
         if like.origin is None or not plain:
             raise UsageError(
                 "--like decides on names, files and dtypes by itself",
-                hint="leave out --to, --dtype, --max-shard-size, --strip-prefix, --names, --include and --exclude",
+                hint="leave out --to, --dtype, --dtype-for, --max-shard-size, --strip-prefix, --names, --include "
+                "and --exclude",
             )
         model, names = model_in(opened, strip, notes)
         return _restore(
@@ -151,7 +157,7 @@ def gathering_job(
     source = replace(
         named.checkpoint, tensors=tuple(map(opened.resolve, opened.ahead(named.checkpoint.tensors))), blobs=()
     )
-    target = cast_target(source, dtype)
+    target = cast_target(source, dtype, options.dtype_for)
     heads: dict[str, bytes]
     seals: dict[str, Seal] = {}
     if options.to == "torch":

@@ -18,7 +18,17 @@ from ckpt_tools.formats.hf_sharded_placing import notes_on_loading, place_sharde
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Named, Naming
-from ckpt_tools.options import Dequantize, Destination, DTypeName, Exclude, Include, MeshOptions, Option, Source
+from ckpt_tools.options import (
+    Dequantize,
+    Destination,
+    DTypeFor,
+    DTypeName,
+    Exclude,
+    Include,
+    MeshOptions,
+    Option,
+    Source,
+)
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
 from ckpt_tools.placement.place import cut_entry, place_tensors
@@ -37,6 +47,7 @@ class ShardingOptions(MeshOptions):
     source: Source = field(kw_only=False)
     destination: Destination = field(kw_only=False)
     dtype: DTypeName = "keep"
+    dtype_for: DTypeFor = ()
     dequantize: Dequantize = False
     prefix: Annotated[str, Option("Prefix for every name, e.g. model.", metavar="PFX")] = ""
     serialization: Annotated[
@@ -232,7 +243,7 @@ def sharding_job(
         layout = replace(layout, placements={**layout.placements, **own})
         names |= {alias: names[fqn] for alias, fqn in aliases.items()}
         aliases = {}
-    target = cast_target(source, options.dtype)
+    target = cast_target(source, options.dtype, options.dtype_for)
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
     heads: Mapping[str, bytes] = {}
     if in_safetensors:
@@ -251,7 +262,7 @@ def sharding_job(
         names=names,
         aliases=aliases,
         apart=named.apart,
-        origin=origin if options.dtype == "keep" and chosen is named.checkpoint else None,
+        origin=origin if target is source and chosen is named.checkpoint else None,
         mesh=layout.mesh,
         placements=layout.placements,
         notes=[*notes, *_notes(layout)],

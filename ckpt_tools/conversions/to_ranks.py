@@ -56,7 +56,11 @@ def _mesh(options: ShardingOptions) -> Mesh:
     stated: Sequence[tuple[str, object]] = (
         *(("--rules", options.rules), ("--set", options.set), ("--tp-plan", options.tp_plan)),
         *(("--prefix", options.prefix), ("--include", options.include), ("--exclude", options.exclude)),
-        *(("--dtype", options.dtype != "keep"), ("--dequantize", options.dequantize)),
+        *(
+            ("--dtype", options.dtype != "keep"),
+            ("--dtype-for", bool(options.dtype_for)),
+            ("--dequantize", options.dequantize),
+        ),
     )
     if flag := next((flag for flag, value in stated if value), None):
         raise UsageError(f"--for verl changes the mesh and nothing else, and {flag} is given", hint="leave out one")

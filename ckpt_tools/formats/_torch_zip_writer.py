@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -53,15 +53,18 @@ class ArchiveFrame:
     _crc_offsets: tuple[int, ...]
     """Where in `_end` each payload's CRC-32 goes."""
 
-    def seal(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield (offset, bytes) of all that is not in `before` and no payload, for payloads with these CRC-32s."""
+    def seal(self, crcs: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield (offset, bytes) of all that is not in `before` and no payload, for payloads with these CRC-32s.
+
+        What follows a payload is yielded as soon as its CRC-32 is drawn.
+        """
         end = bytearray(self._end)
-        for at, crc32 in zip(self._crc_offsets, crcs, strict=True):
+        behind: list[bytes | bytearray] = [*self._headers, end] if self.starts else []
+        placed = zip(self.starts, self.lengths, self._crc_offsets, behind, strict=True)
+        for (start, length, at, follows), crc32 in zip(placed, crcs, strict=True):
             end[at : at + 4] = crc32.to_bytes(4, "little")
-        behind = (*self._headers, bytes(end)) if crcs else ()
-        for start, length, crc32, follows in zip(self.starts, self.lengths, crcs, behind, strict=True):
-            yield start + length, _descriptor(crc32, length) + follows
-        if not crcs:
+            yield start + length, _descriptor(crc32, length) + bytes(follows)
+        if not self.starts:
             yield len(self.before), self._end
 
 

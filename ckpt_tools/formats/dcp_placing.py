@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -90,6 +90,8 @@ class _Items:
         self._start = start
         self._parts: list[tuple[Cells, tuple[int, ...]]] = []
         self._starts: list[array[int]] = []
+        self._ranks: frozenset[int] = frozenset()
+        self._starts_of_ranks: list[tuple[tuple[int, int], ...]] = []
 
     def add(self, cells: Cells, lengths: tuple[int, ...]) -> None:
         """Add a tensor: (rank, box) and length of each of its items."""
@@ -125,15 +127,31 @@ class _Items:
             self._starts = found
         return self._starts[number]
 
+    def within(self, number: int, ranks: frozenset[int]) -> tuple[tuple[int, int], ...]:
+        """Return (position, offset) of the items of a tensor in the files of some ranks."""
+        if ranks != self._ranks:
+            ends: dict[int, int] = {0: self._start}
+            chosen: dict[int, list[tuple[int, int]]] = {}  # cells are shared by equal tensors: [(position, rank)]
+            found = []
+            for cells, lengths in self._parts:
+                if id(cells) not in chosen:
+                    chosen[id(cells)] = [(i, rank) for i, (rank, _) in enumerate(cells) if rank in ranks]
+                items = []
+                for position, rank in chosen[id(cells)]:
+                    start = _aligned(ends.get(rank, 0))
+                    items.append((position, start))
+                    ends[rank] = start + lengths[position]
+                found.append(tuple(items))
+            self._ranks, self._starts_of_ranks = ranks, found
+        return self._starts_of_ranks[number]
+
 
 class PlacedItems(Sequence[Chunk]):
     """The items of one tensor in a destination; each `Chunk` is made when it is asked for."""
 
     __slots__ = ("_cells", "_items", "_lengths", "_names", "_number")
 
-    def __init__(
-        self, cells: Cells, lengths: tuple[int, ...], names: Mapping[int, str], items: _Items, number: int
-    ) -> None:
+    def __init__(self, cells: Cells, lengths: tuple[int, ...], names: _FileNames, items: _Items, number: int) -> None:
         self._cells = cells
         self._lengths = lengths
         self._names = names
@@ -164,6 +182,17 @@ class PlacedItems(Sequence[Chunk]):
             span = ByteSpan(file=self._names[rank], offset=start, nbytes=nbytes)
             yield Chunk(box=box, span=span, encoding="torch_zip")
 
+    def within(self, files: Collection[str]) -> tuple[Chunk, ...]:
+        """Return the items in some files, without a look at the others."""
+        return tuple(
+            Chunk(
+                box=self._cells[position][1],
+                span=ByteSpan(file=self._names[self._cells[position][0]], offset=start, nbytes=self._lengths[position]),
+                encoding="torch_zip",
+            )
+            for position, start in self._items.within(self._number, self._names.ranks_of(files))
+        )
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
@@ -174,6 +203,16 @@ class PlacedItems(Sequence[Chunk]):
 class _FileNames(dict[int, str]):
     """Rank → file name, each string made once."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._chosen: tuple[Collection[str], frozenset[int]] = ((), frozenset())
+
     def __missing__(self, rank: int) -> str:
         name = self[rank] = data_file(rank)
         return name
+
+    def ranks_of(self, files: Collection[str]) -> frozenset[int]:
+        """Return the ranks whose files these are."""
+        if self._chosen[0] is not files:
+            self._chosen = files, frozenset(rank for rank, name in self.items() if name in files)
+        return self._chosen[1]

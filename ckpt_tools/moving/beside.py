@@ -43,6 +43,11 @@ class Beside:
         is_as_recorded = record is not None and (record.dtype, record.shape) == (entry.dtype, entry.shape)
         self._recorded = record.digest if record is not None and is_as_recorded else None
 
+    @property
+    def root(self) -> str:
+        """Where its checkpoint lies."""
+        return self._opened.source.root
+
     def read(self, block: Box) -> memoryview:
         """Return the row-major bytes of a block, in the tensor's own dtype; valid until this thread's next read."""
         entry, opened = self.entry, self._opened

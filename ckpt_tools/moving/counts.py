@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckpt_tools.description.dtypes import DType
+from ckpt_tools.formats.share_record import Counted
 
 _PIECE_BYTES = 4 << 20
 """What is looked at together: temporary memory is twice as much."""
@@ -53,6 +54,17 @@ class Counts:
     def is_zero(self) -> bool:
         """Is every element 0 or -0? An empty tensor is."""
         return self.num_zero == self.num_elems
+
+
+def counted(counts: Counts) -> Counted:
+    """Return counts as a record keeps them."""
+    return counts.num_elems, counts.num_nan, counts.num_inf, counts.num_zero, counts.first_bad
+
+
+def counts_of(row: Counted) -> Counts:
+    """Return the counts that a record keeps."""
+    num_elems, num_nan, num_inf, num_zero, first_bad = row
+    return Counts(num_elems=num_elems, num_nan=num_nan, num_inf=num_inf, num_zero=num_zero, first_bad=first_bad)
 
 
 def counts_to_json(counts: Mapping[str, Counts]) -> dict[str, int]:

@@ -8,33 +8,30 @@ combined into those of whole items; digests of blocks into those of whole tensor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from isal import isal_zlib
 
-from ckpt_tools.description.checkpoint import Chunk, TensorEntry
-from ckpt_tools.description.dtypes import DType
-from ckpt_tools.description.layout import Blocks, Box, BoxIndex
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import CkptError, UnreachableError
-from ckpt_tools.formats.digest import BLOCK_DIGEST_BYTES, digest_block, digest_tensor
+from ckpt_tools.formats.digest import digest_block, digest_tensor
+from ckpt_tools.formats.share_record import TensorPart
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.moving.counts import Counts, count_values
-from ckpt_tools.moving.framing import digest_planned_frames, gaps_of, has_frames
+from ckpt_tools.moving.counts import Counts
+from ckpt_tools.moving.framing import Sealing, digest_planned_frames, gaps_of, has_frames
+from ckpt_tools.moving.order import front_to_back
 from ckpt_tools.moving.plan import (
     Copy,
     FilePlan,
     blocks_at_once,
-    blocks_of,
-    chunk_index,
     group_by_tensor,
     is_plain,
 )
 from ckpt_tools.moving.read import (
     ALIGNMENT,
     Buffers,
-    Checksums,
     Edit,
     Parts,
     Read,
@@ -42,7 +39,9 @@ from ckpt_tools.moving.read import (
     edit_block,
     read_block,
 )
+from ckpt_tools.moving.split import hull
 from ckpt_tools.moving.strides import byte_box, is_contiguous, move, start_of
+from ckpt_tools.moving.task import Look, Task
 from ckpt_tools.moving.threads import Crew
 from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.sink import Sink
@@ -52,16 +51,6 @@ Progress = Callable[[int], None]
 """Called with the number of logical bytes that have been moved since the last call; from any thread."""
 OnDamage = Callable[[TensorEntry, CkptError], None]
 """Called with what is wrong with a tensor's bytes; returning means: go on with the next block."""
-
-
-class Look(Protocol):
-    """Looks at the elements of one tensor as they pass; called from any thread, for blocks in any order."""
-
-    def see(self, block: Box, content: memoryview) -> None:
-        """Look at the row-major bytes of a canonical block; they are valid until this returns."""
-
-    def finish(self) -> None:
-        """Its last block is done."""
 
 
 @dataclass(slots=True)
@@ -74,6 +63,8 @@ class Outcome:
     """Digest of every edited tensor as it was read, when its source has the same blocks."""
     counts: dict[str, Counts] = field(default_factory=dict)
     """What the values of every tensor are like, as they were written; where they were counted, and can be."""
+    parts: dict[str, TensorPart] = field(default_factory=dict)
+    """What was seen of tensors of which other shares have parts; everything above has no word of them."""
     frames: dict[str, str] = field(default_factory=dict)
     """File → digest of what was written around its payloads (`framing`); of those that hold such things."""
     bytes_read: int = 0
@@ -84,52 +75,12 @@ class Outcome:
     """Source chunks whose CRC-32 was held against their writer's."""
 
 
-class _Task:
-    """One tensor under way."""
-
-    def __init__(
-        self, number: int, entry: TensorEntry, copies: Sequence[tuple[str, Copy]], edit: Edit | None, *, counting: bool
-    ) -> None:
-        self.number = number
-        self.entry = entry
-        self.copies = copies
-        self.edit = edit
-        self.dtype: DType = copies[0][1].dtype if copies else entry.dtype
-        self.blocks: Blocks = blocks_of(entry, self.dtype)
-        self.chunks: BoxIndex[Chunk] = chunk_index(entry)
-        self.targets = BoxIndex(((i, copy.box) for i, (_, copy) in enumerate(copies)))
-        written = {copy.box: copy.box.num_elems for _, copy in copies}
-        self.whole = not copies or sum(written.values()) == entry.num_elems
-        self.block_digests = bytearray(BLOCK_DIGEST_BYTES * len(self.blocks))
-        self.checksums = Checksums()
-        self.written_parts: list[Parts] = [[] for _ in copies]
-        self.remaining = max(1, len(self.blocks))
-        self.damaged = False
-        self.unedited: dict[int, bytes] = {}
-        """Block → its digest as it was read, of a tensor with an edit."""
-        self.counts: list[Counts] | None = [] if counting and not is_plain(entry) else None
-        """What the values of blocks are like, in any order."""
-        self.looks: Sequence[Look] = ()
-
-    def add(self, index: int, block: Box, digest: bytes, content: memoryview, reads: Iterable[Read]) -> None:
-        """Remember the digest of a block, what was read for it, and what its values are like."""
-        if self.counts is not None:
-            start = start_of(block, Box((0,) * len(self.entry.shape), self.entry.shape))
-            if (counts := count_values(content, self.dtype, start=start)) is not None:
-                self.counts.append(counts)
-        for look in self.looks:
-            look.see(block, content)
-        at = BLOCK_DIGEST_BYTES * index
-        self.block_digests[at : at + BLOCK_DIGEST_BYTES] = digest
-        self.checksums.add(reads)
-
-
 class _Run:
     """One execution: the queue of blocks, and what the workers share."""
 
     def __init__(
         self,
-        tasks: Sequence[_Task],
+        tasks: Sequence[Task],
         source: Source,
         sink: Sink | None,
         progress: Progress | None,
@@ -151,6 +102,7 @@ class _Run:
         """Files with something around their payloads that says what they are."""
         self._crcs: dict[str, dict[int, int]] = {file: {} for file in self._framed}
         """Of these: where a payload begins → its CRC-32."""
+        self._sealing = {file: Sealing(plan, plan.seal) for file, plan in self._framed.items() if plan.seal is not None}
         for task in tasks:
             for file, _ in task.copies:
                 self._open_copies[file] = self._open_copies.get(file, 0) + 1
@@ -160,16 +112,16 @@ class _Run:
         Crew(self._queue(self._tasks), self._begin).run(num_workers)
 
     @staticmethod
-    def _queue(tasks: Sequence[_Task]) -> Iterator[tuple[_Task, range]]:
+    def _queue(tasks: Sequence[Task]) -> Iterator[tuple[Task, range]]:
         for task in tasks:
             at_once = blocks_at_once(task.entry)
             for row in task.blocks.rows() if len(task.blocks) else (range(1),):
                 yield from ((task, row[start : start + at_once]) for start in range(0, len(row), at_once))
 
-    def _begin(self) -> Callable[[tuple[_Task, range]], None]:
+    def _begin(self) -> Callable[[tuple[Task, range]], None]:
         buffers = Buffers()
 
-        def work(unit: tuple[_Task, range]) -> None:
+        def work(unit: tuple[Task, range]) -> None:
             task, indices = unit
             ahead = task.blocks.span(indices) if len(indices) > 1 else None
             for index in indices:
@@ -177,22 +129,29 @@ class _Run:
 
         return work
 
-    def _do(self, task: _Task, index: int, ahead: Box | None, buffers: Buffers) -> None:
+    def _do(self, task: Task, index: int, ahead: Box | None, buffers: Buffers) -> None:
         nbytes = read = written = 0
         try:
             if index < len(task.blocks):
                 block = task.blocks[index]
                 targets = list(task.targets.overlaps(block))
-                kept = self._reuse(task, index, block, targets, buffers)
+                has_whole = task.has_whole(index, block, targets)
+                kept = self._reuse(task, index, block, targets, buffers) if has_whole else None
                 if kept is not None:
                     nbytes = kept
-                elif task.whole or targets:
-                    content, reads, read = self._content(task, index, block, ahead, buffers)
+                elif targets or task.owns(index):
+                    held = block if task.owns(index) else hull(block, [part for _, part in targets])
+                    content, reads, read = self._content(task, index, held, ahead if held is block else None, buffers)
                     nbytes = len(content)
-                    digest = digest_block(content)
-                    task.add(index, block, digest, content, reads)
-                    written = self._write_block(task, block, targets, content, buffers)
-                    if self.sink is not None and self._resumable and task.whole:
+                    if task.owns(index):
+                        digest = digest_block(content)
+                        task.seen.add(index, block, digest, content, reads)
+                        for look in task.looks:
+                            look.see(block, content)
+                    if not has_whole:
+                        task.seen.add_parts(index, block, (part for _, part in targets), held, content)
+                    written = self._write_block(task, held, targets, content, buffers)
+                    if self.sink is not None and self._resumable and has_whole:
                         numbered = tuple(
                             (i, p.start, p.nbytes, p.crc32) for i, p in enumerate(reads) if p.crc32 is not None
                         )
@@ -210,7 +169,7 @@ class _Run:
             self._finish(task)
 
     def _content(
-        self, task: _Task, index: int, block: Box, ahead: Box | None, buffers: Buffers
+        self, task: Task, index: int, block: Box, ahead: Box | None, buffers: Buffers
     ) -> tuple[memoryview, list[Read], int]:
         """Read a block, and edit it."""
         dtype = task.dtype if task.edit is None else task.entry.dtype
@@ -221,7 +180,7 @@ class _Run:
             task.unedited[index] = digest_block(content)
         return edit_block(task.edit, block, content, task.dtype, buffers), reads, read
 
-    def _report(self, task: _Task, error: CkptError) -> None:
+    def _report(self, task: Task, error: CkptError) -> None:
         if self._on_damage is None or isinstance(error, UnreachableError):
             raise error
         with self._lock:
@@ -232,7 +191,7 @@ class _Run:
 
     def _write_block(
         self,
-        task: _Task,
+        task: Task,
         block: Box,
         targets: Sequence[tuple[int, Box]],
         content: memoryview,
@@ -254,7 +213,7 @@ class _Run:
             written += self._write_part(task, i, file, copy, start, run)
         return written
 
-    def _write_part(self, task: _Task, i: int, file: str, copy: Copy, start: int, run: memoryview) -> int:
+    def _write_part(self, task: Task, i: int, file: str, copy: Copy, start: int, run: memoryview) -> int:
         sink = self._sink()
         if copy.encoding == "raw":
             if file in self._framed and not is_plain(task.entry):
@@ -287,11 +246,11 @@ class _Run:
     # Continuing an interrupted run
 
     def _reuse(
-        self, task: _Task, index: int, block: Box, targets: Sequence[tuple[int, Box]], buffers: Buffers
+        self, task: Task, index: int, block: Box, targets: Sequence[tuple[int, Box]], buffers: Buffers
     ) -> int | None:
         """Read back what an interrupted run wrote of a block; None when it must be written (again)."""
         sink = self.sink
-        if sink is None or not self._resumable or not task.whole:
+        if sink is None or not self._resumable:
             return None
         if task.edit is not None and not task.edit.is_settled:
             return None
@@ -320,7 +279,7 @@ class _Run:
             return None
         chunks = [chunk for chunk, _ in task.chunks.overlaps(block)]
         reads = (Read(chunks[i], start, nbytes, crc) for i, start, nbytes, crc in record.reads if i < len(chunks))
-        task.add(index, block, digest, content, reads)
+        task.seen.add(index, block, digest, content, reads)
         for i, start, crc32, nbytes in parts:
             task.written_parts[i].append((start, nbytes, crc32))
         with self._lock:
@@ -329,18 +288,12 @@ class _Run:
 
     # Finishing
 
-    def _finish(self, task: _Task) -> None:
-        try:
-            self._check_sources(task)
-        except CkptError as error:
-            self._report(task, error)
-        if task.whole and not task.damaged:
-            digest = digest_tensor(task.block_digests)
+    def _finish(self, task: Task) -> None:
+        if task.owned is not None:
             with self._lock:
-                self.outcome.digests[task.entry.fqn] = digest
-        if task.counts:
-            with self._lock:
-                self.outcome.counts[task.entry.fqn] = sum(task.counts, Counts())
+                self.outcome.parts[task.entry.fqn] = task.seen.part(task.chunks)
+        else:
+            self._settle(task)
         if task.edit is not None:
             self._finish_edit(task, task.edit)
         for look in task.looks:
@@ -353,7 +306,7 @@ class _Run:
             if done:
                 self.close(file)
 
-    def _finish_edit(self, task: _Task, edit: Edit) -> None:
+    def _finish_edit(self, task: Task, edit: Edit) -> None:
         edit.finish()
         if task.blocks and len(task.unedited) == len(task.blocks):  # not when blocks of an interrupted run were kept
             parts = b"".join(task.unedited[index] for index in range(len(task.blocks)))
@@ -364,9 +317,8 @@ class _Run:
         """Write what closes a file, and make it durable."""
         written = 0
         plan, crcs = self._framed.get(file), self._crcs.pop(file, {})
-        if plan is not None and plan.seal is not None:
-            for offset, content in plan.seal([crcs[start] for start in sorted(crcs)]):
-                written += self._sink().write(file, offset, [content])
+        if file in self._sealing and not crcs:
+            written = self._write_seal(file)
         self._sink().sync(file)
         frames = None if plan is None else digest_planned_frames(plan, crcs)
         with self._lock:
@@ -383,6 +335,9 @@ class _Run:
             raise CkptError(f"wrote {total} of {copy.nbytes} bytes", where=file)
         self._remember(file, copy, crc32)
         if is_raw:
+            written = self._write_seal(file, copy.offset, crc32) if file in self._sealing else 0
+            with self._lock:
+                self.outcome.bytes_written += written
             return
         frame = item_frame(copy.dtype, copy.box.sizes)
         written = 0 if parts else self._open_item(file, copy, 0)
@@ -390,11 +345,24 @@ class _Run:
         with self._lock:
             self.outcome.bytes_written += written
 
-    def _check_sources(self, task: _Task) -> None:
-        for chunk, _ in task.chunks.overlaps(Box((0,) * len(task.entry.shape), task.entry.shape)):
-            if task.checksums.check(task.entry, chunk, self.source):
-                with self._lock:
-                    self.outcome.chunks_checked += 1
+    def _write_seal(self, file: str, *payload: int) -> int:
+        with self._lock:
+            pieces = self._sealing[file].add(*payload)
+        return sum(self._sink().write(file, offset, [content]) for offset, content in pieces)
+
+    def _settle(self, task: Task) -> None:
+        try:
+            num_checked = task.seen.check_sources(task.chunks, self.source)
+        except CkptError as error:
+            self._report(task, error)
+            num_checked = 0
+        digest = None if task.damaged else task.seen.digest()
+        with self._lock:
+            self.outcome.chunks_checked += num_checked
+            if digest is not None:
+                self.outcome.digests[task.entry.fqn] = digest
+            if (counts := task.seen.counts) is not None:
+                self.outcome.counts[task.entry.fqn] = counts
 
 
 def execute(
@@ -407,8 +375,12 @@ def execute(
     resumable: bool = False,
     edits: Mapping[str, Edit] | None = None,
     counting: bool = False,
+    before: Mapping[str, Sequence[Box]] | None = None,
 ) -> Outcome:
     """Write `files` into `sink`, durably.
+
+    They may be a share of a plan: of a tensor that others have parts of, blocks that begin in these files are read
+    whole, and of others no more than is written. `before` (FQN → boxes) says what earlier shares have as well.
 
     With `resumable`, blocks that the sink's records name are read back and kept when they are right,
     and blocks that are written are recorded. `edits` (FQN in the source → what to do) change tensors on their way.
@@ -427,10 +399,13 @@ def execute(
             head_bytes += sink.write(file.file, 0, [file.head])
     edits = edits or {}
     tasks = [
-        _Task(i, entry, copies, edits.get(entry.fqn), counting=counting)
+        Task(i, entry, copies, edits.get(entry.fqn), counting=counting, before=(before or {}).get(entry.fqn, ()))
         for i, (entry, copies) in enumerate(group_by_tensor(files))
     ]
-    tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
+    if sink.goes_front_to_back:
+        tasks = [tasks[i] for i in front_to_back([task.copies for task in tasks])]
+    else:
+        tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
     run = _Run(tasks, source, sink, progress, None, resumable=resumable, files=files)
     run.run(num_workers)
     for file in files:
@@ -455,7 +430,7 @@ def scan(
 
     `looks` (FQN → who) are shown the blocks of a tensor.
     """
-    tasks = [_Task(i, entry, (), None, counting=counting) for i, entry in enumerate(entries)]
+    tasks = [Task(i, entry, (), None, counting=counting) for i, entry in enumerate(entries)]
     for task in tasks:
         task.looks = (looks or {}).get(task.entry.fqn, ())
     run = _Run(tasks, source, None, progress, on_damage)

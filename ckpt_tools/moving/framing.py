@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import xxhash
 
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.moving.plan import Copy, FilePlan
+from ckpt_tools.moving.plan import Copy, FilePlan, Seal, is_plain
 
 _ZEROS = bytes(1 << 16)
 
@@ -35,6 +35,26 @@ def digest_planned_frames(plan: FilePlan, crcs: Mapping[int, int]) -> str:
         position = start + (nbytes or len(piece))
     _skip(state, plan.nbytes - position)
     return state.hexdigest()
+
+
+class Sealing:
+    """What closes the payloads of an archive: each piece as soon as it is known. One thread at a time."""
+
+    def __init__(self, plan: FilePlan, seal: Seal) -> None:
+        self._starts = sorted({copy.offset for copy in plan.copies if not is_plain(copy.source)})
+        self._crcs: dict[int, int] = {}
+        self._num_told = 0
+        self._pieces = iter(seal(self._crcs[start] for start in self._starts))
+
+    def add(self, start: int | None = None, crc32: int = 0) -> list[tuple[int, bytes]]:
+        """Take the CRC-32 of the payload at `start`, if there is any; return what can be written now."""
+        if start is None:
+            return list(self._pieces)
+        self._crcs[start] = crc32
+        told = self._num_told
+        while self._num_told < len(self._starts) and self._starts[self._num_told] in self._crcs:
+            self._num_told += 1
+        return [next(self._pieces) for _ in range(self._num_told - told)]
 
 
 def gaps_of(plan: FilePlan) -> Iterator[tuple[int, int]]:

@@ -120,7 +120,7 @@ class Tally:
             if not len(wide):
                 return
         low, high, mean = float(piece.min()), float(piece.max()), float(wide.mean())
-        bins = _bins_of_float32(piece) if piece.dtype == np.float32 else _bins_of(wide, np.ones(len(wide), np.int64))
+        bins = _bins_of(piece)
         wide -= mean
         part = (start, len(wide), mean, float(np.dot(wide, wide)))
         self._add(bins)
@@ -196,25 +196,24 @@ def _values_of(dtype: DType) -> Array:
     return wide
 
 
-def _bins_of(values: Array, counts: Array) -> Array:
-    """Return how many elements lie in every bin: `counts` of each of some finite float64 values."""
+def _bins_of(values: Array, counts: Array | None = None) -> Array:
+    """Return how many finite elements lie in every bin, to judge by the exponents of what float32 makes of them.
+
+    Args:
+        values: Some elements.
+        counts: How often each is there; once, without.
+    """
     import numpy as np
 
-    values, counts = values[values != 0], counts[values != 0]
-    exponents = np.clip(np.frexp(values)[1] - 1, -MAX_EXPONENT, MAX_EXPONENT) + MAX_EXPONENT
-    found = np.bincount(exponents + _BINS * (values < 0), weights=counts, minlength=2 * _BINS)
-    return found.astype(np.int64)  # exact: below 2**53
-
-
-def _bins_of_float32(values: Array) -> Array:
-    """Return the same of float32 values, each once: their exponents are bits."""
-    import numpy as np
-
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    found = np.bincount(bits >> 23, minlength=2 * _BINS)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    found = np.bincount(bits >> 23, weights=counts, minlength=2 * _BINS).astype(np.int64)  # exact: below 2**53
     if found[0] or found[_BINS]:  # also zeros
-        found[0] -= np.count_nonzero(bits == 0)
-        found[_BINS] -= np.count_nonzero(bits == 1 << 31)
+        zero = values == 0
+        found -= np.bincount(
+            bits[zero] >> 23, weights=None if counts is None else counts[zero], minlength=2 * _BINS
+        ).astype(np.int64)
+    for last in (_BINS - 1, 2 * _BINS - 1):  # too large for float32
+        found[last - 1], found[last] = found[last - 1] + found[last], 0
     return found
 
 

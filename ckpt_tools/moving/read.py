@@ -12,7 +12,7 @@ from isal import isal_zlib
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, BoxIndex
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.moving.casting import cast
 from ckpt_tools.moving.plan import blocks_of, chunk_index
 from ckpt_tools.moving.strides import MAX_WASTE, StridedPart, byte_box, is_contiguous, move, row_major, start_of
@@ -149,6 +149,10 @@ class Checksums:
             if read.crc32 is not None:
                 self._parts.setdefault(id(read.chunk), []).append((read.start, read.nbytes, read.crc32))
 
+    def runs(self, chunk: Chunk) -> Parts:
+        """Return what was read of a chunk with a recorded CRC-32."""
+        return self._parts.get(id(chunk), [])
+
     def check(self, entry: TensorEntry, chunk: Chunk, source: Source) -> bool:
         """Return whether a chunk's bytes were held against a CRC-32: not when none is known, or a part was not read.
 
@@ -161,7 +165,7 @@ class Checksums:
             return False
         span = chunk.span
         if chunk.strides is None:
-            crc32, total = combine_crcs(self._parts.get(id(chunk), []))
+            crc32, total = combine_crcs(self.runs(chunk))
         else:
             crc32, total = 0, span.nbytes
             for start in range(0, total, _CRC_PASS_BYTES):
@@ -210,8 +214,9 @@ def read_block(
     own = entry.dtype
     content = buffers.get(0, own.num_bytes(block.num_elems))
     reads: list[Read] = []
-    total = 0
+    total = covered = 0
     for chunk, part in chunks.overlaps(block):
+        covered += part.num_elems
         strides = chunk.strides
         if strides is None and not is_contiguous(part, chunk.box):
             strides = row_major(chunk.box.sizes)
@@ -230,6 +235,8 @@ def read_block(
             piece = byte_box(part, own)
             move(piece, run, piece, content, byte_box(block, own))
         total += len(run)
+    if covered != block.num_elems:
+        raise CkptError(f"tensor {entry.fqn!r}: its chunks hold {covered} of {block.num_elems} elements of a block")
     if dtype is not own:
         target = buffers.get(1, dtype.num_bytes(block.num_elems))
         cast(content, own, target, dtype, bulk=True)

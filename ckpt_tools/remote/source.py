@@ -9,14 +9,15 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.remote.ahead import fetch_joined
 from ckpt_tools.remote.kept import Kept
-from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source, short_file
+from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source, T, short_file
 
 HEAD_BYTES = 1 << 20
 """The first GET of a file asks for so many: nearly every header fits. Reads as long as this are never kept."""
@@ -27,7 +28,7 @@ MAX_RUN_BYTES = 16 << 20
 MAX_KEPT_BYTES = 64 << 20
 """Of one source."""
 _AT_ONCE = 16
-"""Requests for what is fetched ahead of its use."""
+"""Requests for what is fetched ahead of its use, and files that are begun at the same time."""
 _MAX_FOLLOWED = 256
 """Files whose sequence of reads is remembered."""
 
@@ -116,9 +117,14 @@ class RemoteSource(Source):
     def _facts(self, file: str) -> RemoteFile:
         facts = self.files().get(file)
         if facts is None:
-            raise UnreadableError("a file is missing", where=self.label(file))
+            raise UnreadableError("a file is missing", where=self.label(file)) from FileNotFoundError(file)
         self._used.add(file)
         return facts
+
+    def each(self, work: Callable[[str], T], files: Sequence[str]) -> list[T]:
+        """Return what `work` makes of every file, in order; it waits for several at a time."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(work, files))
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `file` that begin at `offset`; see `Source`."""

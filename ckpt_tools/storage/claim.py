@@ -13,10 +13,12 @@ import time
 import uuid
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
+from ckpt_tools.storage.joined import CLAIM_NAME, MAX_CLAIM_BYTES, SHARED_DIRECTORY, Claim
 
 STAGING_PREFIX = ".ckpt-tmp-"
 """Staging directories begin with this."""
-_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+"""What flock answers on file systems without locks."""
 _PATIENCE_S = 2.0
 
 
@@ -43,14 +45,15 @@ def claim_directory(destination: str) -> tuple[str, int]:
         while True:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
-            descriptor = _open(path)
+            descriptor = open_directory(path)
             if descriptor is None:
                 continue  # published or removed since
             try:
                 if not _lock(descriptor, destination):
                     os.close(descriptor)
                     return _claim_unshared(path)
-                if _is_same(path, descriptor):
+                if is_same(path, descriptor):
+                    _check_unshared(path, destination)
                     return path, descriptor
             except BaseException:
                 os.close(descriptor)
@@ -97,13 +100,14 @@ def _lock(descriptor: int, destination: str) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        _check_unshared(staging_path(destination), destination)
         raise DestinationExistsError(
             "another ckpt is writing to this destination",
             where=destination,
             hint="wait for it, or choose another destination",
         ) from error
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in NO_LOCKS:
             raise
         return False
     return True
@@ -118,7 +122,27 @@ def _claim_unshared(path: str) -> tuple[str, int]:
     return path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def _open(path: str) -> int | None:
+def read_claim(directory: str) -> Claim | None:
+    """Return what several processes build in a staging directory; None when it is not built so."""
+    path = os.path.join(directory, SHARED_DIRECTORY, CLAIM_NAME)
+    try:
+        with open(path, "rb") as stream:
+            return Claim.parse(stream.read(MAX_CLAIM_BYTES + 1), where=directory)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"cannot read: {error.strerror}", where=path) from error
+
+
+def _check_unshared(path: str, destination: str) -> None:
+    """Raise DestinationExistsError when the directory has the work of several processes, though none is at it now."""
+    claim = read_claim(path)
+    if claim is not None:
+        claim.check(None, 1, where=destination, directory=path)
+
+
+def open_directory(path: str) -> int | None:
+    """Open a staging directory; None when there is none any more."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -142,7 +166,8 @@ def _open(path: str) -> int | None:
     return descriptor
 
 
-def _is_same(path: str, descriptor: int) -> bool:
+def is_same(path: str, descriptor: int) -> bool:
+    """Does `path` still name the directory that is open?"""
     try:
         now = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

@@ -24,7 +24,9 @@ class Sink(ABC):
     """The destination is complete."""
     left_behind: str | None = None
     """The old checkpoint, when it is replaced and could not be removed."""
-    notes: Sequence[str] = ()
+    goes_front_to_back: bool = False
+    """Files are sent in the order of their bytes: what comes early is held in memory."""
+    notes: tuple[str, ...] = ()
     """What to tell people of how it was written."""
 
     def __enter__(self) -> Self:
@@ -108,6 +110,9 @@ class Sink(ABC):
 
 class SharedSink(Sink):
     """A directory that several processes build together, on one machine or many, each with files of its own.
+
+    After `join`, a process calls `begin` with the name of a record, writes the files of that, and calls `put_record`;
+    and so on for every pass. `discard` and `keep` touch nothing that others have written.
 
     What is known of a part once its files are whole is one record: a small document with a name of its own, which
     nobody takes for a part of the checkpoint. Nothing else passes between processes, and any of them may be the last.

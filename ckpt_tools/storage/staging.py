@@ -55,7 +55,7 @@ class Staging(Sink):
         try:
             self._parent = self._open_parent()
             try:
-                self.directory, self._claim = claim_directory(self.destination)
+                self.directory, self._claim = self._claim_directory()
             except BaseException:
                 os.close(self._parent)
                 raise
@@ -77,6 +77,10 @@ class Staging(Sink):
             return os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise StorageError(f"cannot open: {error.strerror}", where=parent) from error
+
+    def _claim_directory(self) -> tuple[str, int]:
+        """Return the staging directory, and the descriptor that holds its lock."""
+        return claim_directory(self.destination)
 
     def _open(self, file: str) -> int:
         return os.open(os.path.join(self.directory, file), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

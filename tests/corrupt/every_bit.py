@@ -13,13 +13,13 @@ import os
 import pickle
 import shutil
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
 from corrupt.every_byte import DOCUMENT
+from fsdp2.ranks import run_ranks
 from samples import memory_directory, without_ranks
 
 from ckpt_tools.checks.verify import Verification, verify
@@ -68,21 +68,16 @@ def nested(directory: Path) -> None:
 
 def two_ranks(directory: Path) -> None:
     """The same of a model that two ranks share, rows to each."""
-    from torch.multiprocessing import spawn
-
-    spawn(_save_as_rank, (str(directory),), nprocs=2)
+    run_ranks(2, _save_as_rank, str(directory))
 
 
-def _save_as_rank(rank: int, directory: str) -> None:
+def _save_as_rank(rank: int, world_size: int, directory: str) -> None:
     import torch
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         return distribute_tensor(tensor, mesh, [Shard(0)])
@@ -96,7 +91,6 @@ def _save_as_rank(rank: int, directory: str) -> None:
         },
     }
     dcp.save(state, checkpoint_id=directory)
-    dist.destroy_process_group()
 
 
 def by_ckpt(directory: Path) -> None:

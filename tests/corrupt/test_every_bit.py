@@ -10,22 +10,14 @@ from samples import memory_directory
 
 
 @pytest.mark.full(but=["flat"])
-@pytest.mark.parametrize("recipe", ["flat", "nested", "by ckpt"])
-def test_every_seventh_bit_is_found_or_changes_nothing(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_bit_is_found_or_changes_nothing(recipe: str, pytestconfig: pytest.Config) -> None:
+    """Every third one without `--zoo`, every seventh in the quick tier: of the eight of a byte no place is left out."""
+    step = 1 if pytestconfig.getoption("zoo") else 7 if pytestconfig.getoption("quick") else 3
     with memory_directory() as root:
         RECIPES[recipe](Path(root) / "run")
-        tally, misses = sweep(Path(root) / "run", step=7)
+        tally, misses = sweep(Path(root) / "run", step=step)
     assert misses == []
     assert tally["found"] > 0.8 * tally["tried"]
     assert (NAMES in tally) == (recipe == "flat")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_bit_is_found_or_changes_nothing(recipe: str, pytestconfig: pytest.Config) -> None:
-    """Every second one without `--zoo`."""
-    with memory_directory() as root:
-        RECIPES[recipe](Path(root) / "run")
-        tally, misses = sweep(Path(root) / "run", step=1 if pytestconfig.getoption("zoo") else 2)
-    assert misses == []
     assert tally.keys() - {"tried", "found"} <= documented()

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
+
+from fsdp2.ranks import run_ranks
 
 
 def save_all(directory: Path) -> None:
     """Write every checkpoint below `directory`, with one launch of two processes."""
-    from torch.multiprocessing import spawn
-
-    spawn(_save, (str(directory),), nprocs=2)
+    run_ranks(2, _save, str(directory))
 
 
-def _save(rank: int, directory: str) -> None:
+def _save(rank: int, world_size: int, directory: str) -> None:
     import torch
-    import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
@@ -25,9 +23,6 @@ def _save(rank: int, directory: str) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     hybrid = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
 
@@ -77,4 +72,3 @@ def _save(rank: int, directory: str) -> None:
         weights, state = get_state_dict(model, optimizer, options=options)
         save(name, {"model": weights, "optim": state})
         save(f"{name}-alone", state)
-    dist.destroy_process_group()

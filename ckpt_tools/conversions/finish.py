@@ -1,0 +1,252 @@
+"""Bring a job to its end: documents, checks of what was read and written, publication."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ckpt_tools.checks.values import check_values
+from ckpt_tools.checks.verify import verify
+from ckpt_tools.conversions.job import (
+    Conversion,
+    Job,
+)
+from ckpt_tools.conversions.parts import check_step, record_parts
+from ckpt_tools.conversions.record import manifest_of, record_of, tensor_records, written_files
+from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError
+from ckpt_tools.formats.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    build_manifest,
+)
+from ckpt_tools.formats.opening import open_from
+from ckpt_tools.formats.table import format_of
+from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.moving.execute import Outcome, execute
+from ckpt_tools.moving.plan import asset_name, plan_assets
+from ckpt_tools.moving.split import Part
+from ckpt_tools.storage.sink import Sink
+from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.staging import Staging
+from ckpt_tools.text import escape_name
+
+_APART = "\0apart\0"
+"""Before the name of a tensor that was read for its records alone; no FQN contains a NUL."""
+
+
+@contextmanager
+def kept_or_discarded(sink: Sink, *, is_part: bool = False) -> Iterator[None]:
+    """Keep the work of a run that was interrupted or met a system error; discard it on any other failure.
+
+    What to tell of that, the job says that a part belongs to.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, StorageError, MemoryError) as error:
+        if isinstance(error, KeyboardInterrupt) and not is_part:
+            destination = escape_name(sink.destination)
+            error.add_note(f"{destination} is complete" if sink.is_published else "nothing was published")
+        if sink.num_kept:
+            sink.keep()
+            kept = f"what was written is kept in {escape_name(sink.kept_in)}"
+            if not is_part:
+                error.add_note(f"{kept}: the same command continues from there")
+        raise
+    except OSError as error:
+        where = error.filename if isinstance(error.filename, str) else sink.destination
+        raise StorageError(error.strerror or str(error), where=where) from error
+    finally:
+        sink.discard()
+
+
+def finish(
+    job: Job,
+    start: float,
+    sink: Sink,
+    outcome: Outcome,
+    assets: Mapping[str, FileRecord],
+    marker: bytes,
+    parts: Mapping[str, Conversion] | None = None,
+    *,
+    part: Part | None = None,
+) -> Conversion:
+    """Write the documents, the commit marker last; check what was written; publish."""
+    parts = parts or {}
+    num_digests = _check_digests(job, outcome)
+    job.counts = outcome.counts
+    job.warnings = (*job.warnings, *_value_warnings(job))
+    marked = record_of(marker) if marker else None
+    tensors = dict(tensor_records(job, outcome.digests))
+    if job.use_dtensor:  # framed as torch does it
+        with sink.reader() as written:
+            outcome.frames = format_of(job.target).digest_frames(job.target, written, marker=marker)
+    held = dict(record_parts(sink, parts))
+    manifest = build_manifest(manifest_of(job, tensors, outcome.digests, assets, marked, outcome.frames, held))
+    documents = {**job.documents, MANIFEST_NAME: manifest}
+    last = None if marker else job.last_document
+    for name, content in documents.items():
+        if name != last:
+            sink.write_document(name, content)
+    if last is not None:
+        sink.write_marker(last, documents[last])
+    if marker:
+        sink.write_marker(format_of(job.target).marker, marker)
+    files = written_files(job, assets, {name: len(content) for name, content in documents.items()}, marked)
+    if parts and isinstance(sink, Staging):
+        check_step(sink.directory, parts)
+    else:
+        _check_result(sink, job.named)
+    for each in (job, *job.parts.values()):
+        each.opened.source.check_unchanged()
+    sink.publish()
+    job.notes += sink.notes
+    if sink.left_behind is not None:
+        job.notes.append(
+            f"the old checkpoint could not be removed: {escape_name(sink.left_behind)}; "
+            "the next ckpt that writes to this destination removes it, or you do"
+        )
+    checked = {"digests": num_digests, "crcs": outcome.chunks_checked}
+    checked = {key: count + sum(part.checked.get(key, 0) for part in parts.values()) for key, count in checked.items()}
+    files += [(os.path.join(name, file), nbytes) for name, part in parts.items() for file, nbytes in part.files]
+    read = outcome.bytes_read + sum(part.bytes_read for part in parts.values())
+    return conversion(job, start, files, read=read, checked=checked, part=part)
+
+
+def carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
+    """Copy the assets, or write what takes their place; return what the manifest says of them."""
+    records = {}
+    for name, content in job.rewritten.items():
+        sink.write_document(name, content)
+        records[name] = record_of(content)
+    by_source: dict[int, tuple[Source, list[Asset]]] = {}
+    for source, asset in job.assets:
+        if asset.file not in job.rewritten:
+            by_source.setdefault(id(source), (source, []))[1].append(asset)
+    for source, assets in by_source.values():
+        outcome = execute(plan_assets(assets), source, sink, num_workers=job.num_workers)
+        for asset in assets:
+            digest = outcome.digests[asset_name(asset)]
+            records[asset.file] = FileRecord(nbytes=asset.nbytes, digest=digest)
+    return records
+
+
+def conversion(
+    job: Job,
+    start: float,
+    files: list[tuple[str, int]],
+    *,
+    read: int,
+    peak: int | None = None,
+    checked: Mapping[str, int] | None = None,
+    dry_run: bool = False,
+    published: bool = True,
+    part: Part | None = None,
+    waiting_for: tuple[int, ...] = (),
+) -> Conversion:
+    """Return what came of a job."""
+    return Conversion(
+        source=job.opened.source.root,
+        destination=job.destination,
+        num_tensors=sum(len(each.target.tensors) for each in (job, *job.parts.values())),
+        bytes_read=read,
+        bytes_written=sum(nbytes for _, nbytes in files),
+        seconds=time.monotonic() - start,
+        peak_rss_bytes=peak_rss_bytes() if peak is None else peak,
+        files=tuple(files),
+        verified=published,
+        checked=checked or {},
+        notes=tuple(job.notes),
+        counts={
+            **job.counts,
+            **{f"{name}/{fqn}": seen for name, part in job.parts.items() for fqn, seen in part.counts.items()},
+        },
+        warnings=tuple(text for each in (job, *job.parts.values()) for text in each.warnings),
+        not_checked=tuple(text for each in (job, *job.parts.values()) for text in each.not_checked),
+        architecture=job.architecture,
+        dry_run=dry_run,
+        published=published,
+        part=part,
+        waiting_for=waiting_for,
+    )
+
+
+def recorded_apart(job: Job) -> list[TensorEntry]:
+    """Return the tensors that are written in parts, and of which something is recorded as a whole."""
+    manifest = job.opened.manifest
+    return [
+        entry
+        for entry in job.apart
+        if (manifest is not None and entry.fqn in manifest.tensors) or any(c.crc32 is not None for c in entry.chunks)
+    ]
+
+
+def add_apart(outcome: Outcome, digests: Mapping[str, str], chunks_checked: int) -> None:
+    """Add what was found of `recorded_apart`, as it lies in the source."""
+    outcome.chunks_checked += chunks_checked
+    outcome.source_digests |= {_APART + fqn: digest for fqn, digest in digests.items()}
+
+
+def _check_digests(job: Job, outcome: Outcome) -> int:
+    """Hold what was read against the digests that the source's manifest records; return how many."""
+    manifest = job.opened.manifest
+    if manifest is None:
+        return 0
+    count = 0
+    dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
+    read = [
+        (
+            entry,
+            job.names.get(entry.fqn, entry.fqn),
+            outcome.source_digests if entry.fqn in job.edits else outcome.digests,
+        )
+        for entry in job.source.tensors
+        if dtypes[entry.fqn] == entry.dtype
+    ]
+    found_apart = {entry.fqn: outcome.source_digests.get(_APART + entry.fqn) for entry in job.apart}
+    read += [(entry, entry.fqn, {entry.fqn: digest}) for entry in job.apart if (digest := found_apart[entry.fqn])]
+    for entry, fqn, digests in read:
+        record = manifest.tensors.get(fqn)
+        found = digests.get(entry.fqn)
+        if record is None or found is None:
+            continue
+        if (record.dtype, record.shape) != (entry.dtype, entry.shape) or record.digest != found:
+            raise UnreadableError(
+                f"tensor {fqn!r} is not what the manifest recorded: its digest is {found}, "
+                f"recorded was {record.digest}",
+                where=job.opened.source.root,
+                hint="`ckpt verify` lists everything that is wrong; restore the checkpoint, or if a trainer "
+                f"has saved over it on purpose, remove {MANIFEST_NAME}",
+            )
+        count += 1
+    return count
+
+
+def _check_result(sink: Sink, target: Checkpoint) -> None:
+    """Open what was written as a user would, and hold it against the plan."""
+    with sink.reader() as source:
+        written = open_from(source, path=sink.destination, format=target.format)
+        result = verify(written, level="structure", num_workers=1)
+        found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
+    expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}
+    if not result.ok or found != expected:
+        what = "its tensors are not those of the plan" if result.ok else result.errors[0].what
+        raise CkptError(
+            f"what was written does not pass its own check: {what}",
+            where=None if result.ok else result.errors[0].where,
+            hint="nothing was published; please report this with the output of `ckpt env`",
+        )
+
+
+def _value_warnings(job: Job) -> Iterator[str]:
+    """Say what is strange about the values that were written; they are those of the source, unless it was cast."""
+    cast = "" if job.dtype == "keep" else f" (after the cast to {job.dtype})"
+    for finding in check_values(job.opened, job.source, job.counts):
+        yield f"{finding.code}: {finding.where}: {finding.what}{cast}"
+
+
+def notes_of_parts(job: Job) -> list[str]:
+    """Return the notes of the job's parts, each with its name."""
+    return [f"{name}: {note}" for name, part in job.parts.items() for note in part.notes]

@@ -1,0 +1,180 @@
+"""What was seen of one tensor while its blocks were moved, by one process or by several, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from isal import isal_zlib
+
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.layout import Blocks, Box, BoxIndex
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.digest import digest_block, digest_tensor
+from ckpt_tools.formats.share_record import Run, TensorPart
+from ckpt_tools.moving.counts import Counts, count_values, counted, counts_of
+from ckpt_tools.moving.read import Checksums, Parts, Read, combine_crcs
+from ckpt_tools.moving.split import has_whole_rows
+from ckpt_tools.moving.strides import start_of
+from ckpt_tools.storage.source import Source
+
+
+class DisagreementError(CkptError):
+    """Shares have read different bytes of one tensor."""
+
+    shares: tuple[str, ...] = ()
+    """Those that may be wrong, by the names that `merge` was given."""
+
+
+class Seen:
+    """What was seen of one tensor; its methods may be called from any thread, for blocks in any order."""
+
+    def __init__(self, entry: TensorEntry, dtype: DType, blocks: Blocks, *, counting: bool) -> None:
+        self._entry = entry
+        self._dtype = dtype
+        self._blocks = blocks
+        self._counting = counting
+        self._digests: dict[int, bytes] = {}
+        self._checksums = Checksums()
+        self._counts: list[Counts] = []
+        self._crcs: dict[int, int] = {}
+        self._others: dict[int, bytes] = {}
+        self._parts: dict[int, set[Run]] = {}
+
+    def add(self, index: int, block: Box, digest: bytes, content: memoryview, reads: Iterable[Read]) -> None:
+        """Remember a block as it was written: its digest, what was read for it, and what its values are like."""
+        if self._counting:
+            start = start_of(block, Box((0,) * len(self._entry.shape), self._entry.shape))
+            if (counts := count_values(content, self._dtype, start=start)) is not None:
+                self._counts.append(counts)
+        self._digests[index] = digest
+        self._checksums.add(reads)
+
+    def add_parts(self, index: int, block: Box, targets: Iterable[Box], held: Box, content: memoryview) -> None:
+        """Remember what was written of a block of which other shares write parts, so that all can be held together.
+
+        Args:
+            index: The block's.
+            block: The block.
+            targets: What was written of it.
+            held: What was read of it: the block, or one run of it.
+            content: Its bytes.
+        """
+        if held == block and index in self._digests:
+            self._crcs[index] = isal_zlib.crc32(content)
+        elif held == block:
+            self._others[index] = digest_block(content)
+        origin = self._dtype.num_bytes(start_of(held, block))
+        runs = self._parts.setdefault(index, set())
+        for part in targets:
+            if has_whole_rows(part, block):
+                start, nbytes = self._dtype.num_bytes(start_of(part, block)), self._dtype.num_bytes(part.num_elems)
+                run = content[start - origin : start - origin + nbytes]
+                runs.add((start, nbytes, isal_zlib.crc32(run)))
+
+    def check_sources(self, chunks: BoxIndex[Chunk], source: Source) -> int:
+        """Hold what was read of every source chunk against the CRC-32 of its writer; return how many were.
+
+        Raises:
+            UnreadableError: One is not what was written.
+        """
+        every = Box((0,) * len(self._entry.shape), self._entry.shape)
+        return sum(self._checksums.check(self._entry, chunk, source) for chunk, _ in chunks.overlaps(every))
+
+    def digest(self) -> str:
+        """Return the tensor's digest; every block must have been seen."""
+        return digest_tensor(b"".join(self._digests[index] for index in range(len(self._blocks))))
+
+    @property
+    def counts(self) -> Counts | None:
+        """What the values are like; None where none were counted."""
+        return sum(self._counts, Counts()) if self._counts else None
+
+    # Of several shares
+
+    def part(self, chunks: BoxIndex[Chunk]) -> TensorPart:
+        """Return what this share saw."""
+        every = Box((0,) * len(self._entry.shape), self._entry.shape)
+        sources = {
+            chunk.box.offsets: join_runs(runs)
+            for chunk, _ in chunks.overlaps(every)
+            if (runs := self._checksums.runs(chunk))
+        }
+        return TensorPart(
+            digests={index: digest.hex() for index, digest in self._digests.items()},
+            crcs=self._crcs,
+            seen={index: digest.hex() for index, digest in self._others.items()},
+            parts={index: tuple(sorted(runs)) for index, runs in self._parts.items() if runs},
+            sources=sources,
+            counts=None if (counts := self.counts) is None else counted(counts),
+        )
+
+    def merge(self, parts: Sequence[tuple[str, TensorPart]], chunks: BoxIndex[Chunk]) -> int:
+        """Take over what shares saw, each with its name for messages; the order makes no difference.
+
+        Returns:
+            Blocks of which several shares wrote parts that could not be held against the digest.
+
+        Raises:
+            CkptError: A block that no share owns or two disagree about; bytes that were written of a block are not
+                those that its digest stands for.
+        """
+        every = Box((0,) * len(self._entry.shape), self._entry.shape)
+        by_offsets = {chunk.box.offsets: chunk for chunk, _ in chunks.overlaps(every)}
+        owners: dict[int, str] = {}
+        writers: dict[int, list[str]] = {}
+        for name, part in parts:
+            for index, digest in part.digests.items():
+                if self._digests.setdefault(index, bytes.fromhex(digest)).hex() != digest:
+                    raise self._disagree(index, owners[index], name)
+                owners[index] = name
+            self._crcs |= part.crcs
+            self._counts += [] if part.counts is None else [counts_of(part.counts)]
+            for offsets, runs in part.sources.items():
+                chunk = by_offsets.get(offsets)
+                if chunk is not None:
+                    self._checksums.add(Read(chunk, *run) for run in runs)
+            for index, runs in part.parts.items():
+                self._parts.setdefault(index, set()).update(runs)
+                writers.setdefault(index, []).append(name)
+        if missing := [index for index in range(len(self._blocks)) if index not in self._digests]:
+            raise CkptError(f"tensor {self._entry.fqn!r}: no part has read its blocks {missing[:4]}")
+        for name, part in parts:
+            for index, digest in part.seen.items():
+                if self._digests[index].hex() != digest:
+                    raise self._disagree(index, owners[index], name)
+        return sum(not self._fits(index, runs, (owners[index], *writers[index])) for index, runs in self._parts.items())
+
+    def _fits(self, index: int, runs: set[Run], shares: Sequence[str]) -> bool:
+        """Do the runs of a block that shares wrote make it up? False where they are not all runs of whole rows."""
+        by_place: dict[tuple[int, int], int] = {}
+        for start, nbytes, crc32 in runs:
+            if by_place.setdefault((start, nbytes), crc32) != crc32:
+                raise self._disagree(index, *shares)
+        crc32, total = combine_crcs([(*place, crc32) for place, crc32 in by_place.items()])
+        if total != self._dtype.num_bytes(self._blocks[index].num_elems) or index not in self._crcs:
+            return not runs  # every share has read the block whole, and their digests agree
+        if crc32 != self._crcs[index]:
+            raise self._disagree(index, *shares)
+        return True
+
+    def _disagree(self, index: int, *shares: str) -> DisagreementError:
+        error = DisagreementError(
+            f"parts of this conversion have read different bytes of tensor {self._entry.fqn!r}, block {index}",
+            where=", ".join(sorted({chunk.span.file for chunk in self._entry.chunks})[:4]),
+            hint="nothing is published: a machine has read the source wrongly; run the parts again",
+        )
+        error.shares = tuple(dict.fromkeys(shares))
+        return error
+
+
+def join_runs(runs: Parts) -> tuple[Run, ...]:
+    """Join runs that follow each other."""
+    joined: list[Run] = []
+    for run in sorted(runs):
+        if joined and sum(joined[-1][:2]) == run[0]:
+            first, before, crc32 = joined.pop()
+            joined.append((first, before + run[1], isal_zlib.crc32_combine(crc32, run[2], run[1])))
+        else:
+            joined.append(run)
+    return tuple(joined)
