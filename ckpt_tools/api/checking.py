@@ -14,6 +14,7 @@ from ckpt_tools.checks.step import Pair, pair_parts, verify_step
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.transform import select
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import OpenedStep, open_step
 from ckpt_tools.formats.steps import note_reading
