@@ -23,12 +23,14 @@ if TYPE_CHECKING:
         diff as diff,
         estimate as estimate,
         export_lora as export_lora,
+        extract as extract,
         gather as gather,
         inspect as inspect,
         merge_lora as merge_lora,
         open_checkpoint as open_checkpoint,
         preflight as preflight,
         push as push,
+        rename as rename,
         reshard as reshard,
         shard as shard,
         smoke as smoke,
@@ -70,8 +72,8 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "_version": "__version__",
-    "api": "average check_lora diff estimate export_lora gather inspect merge_lora open_checkpoint preflight push "
-    "reshard shard smoke stats verify",
+    "api": "average check_lora diff estimate export_lora extract gather inspect merge_lora open_checkpoint preflight "
+    "push rename reshard shard smoke stats verify",
     "checks.diff": "Difference",
     "checks.stats": "Stats",
     "checks.verify": "Verification",

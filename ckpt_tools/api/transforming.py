@@ -10,11 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from ckpt_tools.conversions.average import averaging_job, steps_of
+from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job
+from ckpt_tools.conversions.layers import first_layers
 from ckpt_tools.conversions.run import run
-from ckpt_tools.conversions.to_own import own_job
+from ckpt_tools.conversions.to_own import own_job, renamed
+from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.models.naming import AssetList, Named, Naming
 from ckpt_tools.options import (
     AnyPath,
     Argument,
@@ -22,12 +26,15 @@ from ckpt_tools.options import (
     DryRun,
     DTypeFor,
     DTypeName,
+    Exclude,
     From,
+    Include,
     MaxShardSize,
     NumWorkers,
     Option,
     Overwrite,
     Progress,
+    Source,
     default_num_workers,
     takes,
 )
@@ -120,7 +127,84 @@ def _parse_weights(text: str) -> list[float]:
     return weights
 
 
-def _own(opened: Opened, destination: AnyPath, options: _WritingOptions, *, only_model: bool = True) -> Job:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtractOptions(_WritingOptions):
+    """The options of `extract`."""
+
+    source: Source = field(kw_only=False)
+    destination: Destination = field(kw_only=False)
+    include: Include = ()
+    exclude: Exclude = ()
+    layers: Annotated[
+        int | None, Option("Only the first N layers, with a config.json that says so.", metavar="N", min=1)
+    ] = None
+
+
+@takes(ExtractOptions)
+def extract(options: ExtractOptions) -> Conversion:
+    """Write a part of a checkpoint, in its own format: chosen tensors, or a model of its first layers.
+
+    Raises:
+        UsageError: Nothing is chosen, or a glob matches nothing; no config to cut.
+        UnreadableError: The source is incomplete or damaged.
+        DestinationExistsError: The destination exists.
+    """
+    if not options.include and not options.exclude and options.layers is None:
+        raise UsageError("nothing says what to extract", hint="add --include GLOB, --exclude GLOB or --layers N")
+    with open_path(os.fspath(options.source), format=options.format) as opened:
+        chosen, notes = opened.checkpoint, []
+        assets: AssetList = opened.own_assets
+        if options.layers is not None:
+            chosen, assets, note = first_layers(opened, options.layers)
+            notes = [note]
+        chosen = select(chosen, include=options.include, exclude=options.exclude)
+        part = replace(opened, checkpoint=chosen, origin=None)
+        job = _own(part, options.destination, options, only_model=options.layers is not None)
+        job.assets = assets
+        job.notes += notes
+        if not opened.format.loads_by_dcp:  # a trainer's names have prefixes
+            check_names(job, [opened], allow_foreign=True, is_selection=bool(options.include or options.exclude))
+        return run(job, dry_run=options.dry_run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenameOptions(_WritingOptions):
+    """The options of `rename`."""
+
+    source: Source = field(kw_only=False)
+    destination: Destination = field(kw_only=False)
+    map: Annotated[AnyPath, Option("Key map, from the hub's names to those to write.", metavar="FILE")]
+    reverse: Annotated[bool, Option("The names of SRC are the others; write the hub's.")] = False
+
+
+@takes(RenameOptions)
+def rename(options: RenameOptions) -> Conversion:
+    """Write a model's weights by other names, in its own format: renamed, joined or split as a key map says.
+
+    Raises:
+        UsageError: The map does not fit the names, or there is other state than weights.
+        UnreadableError: The source is incomplete or damaged.
+        DestinationExistsError: The destination exists.
+    """
+    naming = Naming.of("auto", options.map)
+    with open_path(os.fspath(options.source), format=options.format) as opened:
+        named = renamed(opened, naming, reverse=options.reverse)
+        job = _own(opened, options.destination, options, named=named)
+        if options.reverse:
+            check_names(job, [opened], allow_foreign=False, is_selection=False)
+        else:
+            job.not_checked = (*job.not_checked, "names were not held against an architecture: they are the map's own")
+        return run(job, dry_run=options.dry_run)
+
+
+def _own(
+    opened: Opened,
+    destination: AnyPath,
+    options: _WritingOptions,
+    *,
+    only_model: bool = True,
+    named: Named | None = None,
+) -> Job:
     """Return the job that writes a checkpoint again, as the options say."""
     job = own_job(
         opened,
@@ -129,6 +213,7 @@ def _own(opened: Opened, destination: AnyPath, options: _WritingOptions, *, only
         dtype_for=options.dtype_for,
         max_shard_size=options.max_shard_size,
         only_model=only_model,
+        named=named,
     )
     job.overwrite, job.progress = options.overwrite, options.progress
     job.num_workers = options.num_workers or default_num_workers()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from statistics import median
 from typing import TypeVar
 
@@ -32,18 +32,25 @@ def layer_of(fqn: str) -> int | None:
     return None if found is None else int(found[0])
 
 
-def gathered(found: Iterable[tuple[str, str]], severity: Severity, code: str, hint: str) -> Iterator[Finding]:
-    """Yield one finding for all tensors of a kind, of (FQN, what is the matter), and not too many in all."""
-    kinds: dict[str, list[tuple[str, str]]] = {}
-    for fqn, what in found:
-        kinds.setdefault(kind_of(fqn), []).append((fqn, what))
+def gathered(
+    found: Mapping[str, str], severity: Severity, code: str, hint: str, *, where: Mapping[str, str] | None = None
+) -> Iterator[Finding]:
+    """Yield one finding for all tensors of a kind, of FQN → what is the matter, and not too many in all.
+
+    `where` has the places that are not the tensors themselves.
+    """
+    kinds: dict[str, list[str]] = {}
+    for fqn in found:
+        kinds.setdefault(kind_of(fqn), []).append(fqn)
     groups = list(kinds.values())
-    for (fqn, what), *others in groups[:_MOST]:
-        more = f"; and {len(others)} more like it: {first_few([name for name, _ in others], 2)}" if others else ""
-        yield Finding(code=code, severity=severity, where=fqn, what=f"tensor {fqn!r}: {what}{more}", hint=hint)
-    if left := [fqn for group in groups[_MOST:] for fqn, _ in group]:
-        what = f"{len(left)} more tensors: {first_few(left, 2)}"
-        yield Finding(code=code, severity=severity, where=left[0], what=what, hint=hint)
+    told = [
+        (fqn, f"tensor {fqn!r}: {found[fqn]}" + (f"; and {len(o)} more like it: {first_few(o, 2)}" if o else ""))
+        for fqn, *o in groups[:_MOST]
+    ]
+    if left := [fqn for group in groups[_MOST:] for fqn in group]:
+        told.append((left[0], f"{len(left)} more tensors: {first_few(left, 2)}"))
+    for fqn, what in told:
+        yield Finding(code=code, severity=severity, where=(where or {}).get(fqn, fqn), what=what, hint=hint)
 
 
 def strangers(figures: Mapping[str, float], groups: Mapping[str, T], fewest_bits: float) -> Iterator[tuple[str, float]]:

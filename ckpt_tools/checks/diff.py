@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ckpt_tools.checks.updates import Updating
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Naming, name_known, name_live
+from ckpt_tools.moving.beside import Beside, Reading
 from ckpt_tools.moving.execute import Progress, scan
+from ckpt_tools.moving.moments import measures
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
+from ckpt_tools.moving.split import Part, own_tensors
 from ckpt_tools.moving.strides import byte_box
 from ckpt_tools.storage.source import Source
 
@@ -57,6 +60,7 @@ def diff(
     names: str = "auto",
     num_workers: int,
     progress: Progress | None = None,
+    share: Part | None = None,
 ) -> Difference:
     """Compare two open checkpoints.
 
@@ -72,6 +76,7 @@ def diff(
         names: Library whose names one of them may have; "auto" finds it.
         num_workers: Threads that read.
         progress: Called with bytes done, of both sides.
+        share: Whose tensors' bytes are compared, where several processes compare two checkpoints.
 
     Raises:
         UnreadableError: One of them is incomplete or damaged.
@@ -82,8 +87,14 @@ def diff(
     shared = [fqn for fqn in ours if fqn in theirs]
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
+    left_out: tuple[str, ...] = ()
     if not keys_only:
-        alike = [fqn for fqn in shared if fqn not in changed]
+        every = [fqn for fqn in shared if fqn not in changed]
+        alike = [entry.fqn for entry in own_tensors([replace(ours[fqn], fqn=fqn) for fqn in every], share)]
+        if share is not None:
+            left_out = (f"the bytes of {len(every) - len(alike)} of {len(shared)} tensors: the other parts' (--part)",)
+            read = {*alike, *changed}
+            shared = [fqn for fqn in shared if fqn in read]
         left, right = _resolve(a, ours, alike), _resolve(b, theirs, alike)
         digests = [
             scan(list(side.values()), opened.source, num_workers=num_workers, progress=progress).digests
@@ -99,14 +110,14 @@ def diff(
             else:
                 difference = _compare_bytes(*sides)
             if difference is not None:
-                relative = _relative(*sides) if left[fqn].dtype.is_float else None
+                relative = _relative(left[fqn], a.source, right[fqn], b) if left[fqn].dtype.is_float else None
                 changed[fqn] = Change(fqn=fqn, what=difference, relative=relative)
     return Difference(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
         changed=tuple(changed[fqn] for fqn in ours if fqn in changed),
         num_equal=len(shared) - len(changed),
-        notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out))),
+        notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out))),
     )
 
 
@@ -172,9 +183,9 @@ def _compare_kinds(one: TensorEntry, other: TensorEntry) -> str | None:
 
 def _resolve(opened: Opened, entries: Mapping[str, TensorEntry], fqns: list[str]) -> dict[str, TensorEntry]:
     resolved = {}
-    for fqn in fqns:
-        check_complete(entries[fqn])
-        resolved[fqn] = replace(opened.resolve(entries[fqn]), fqn=fqn)
+    for fqn, entry in zip(fqns, opened.ahead(entries[fqn] for fqn in fqns), strict=True):
+        check_complete(entry)
+        resolved[fqn] = replace(opened.resolve(entry), fqn=fqn)
     return resolved
 
 
@@ -204,22 +215,15 @@ def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> st
     return f"values differ in {count} of {x.num_elems} elements, first at {first}"
 
 
-def _relative(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> float | None:
+def _relative(x: TensorEntry, xs: Source, y: TensorEntry, other: Opened) -> float | None:
     """Return how large the change is beside the tensor, in float64; None where that is no number."""
-    import numpy as np
-
-    from ckpt_tools.moving.arrays import array_of, numpy_dtype
-
-    if numpy_dtype(x.dtype) is None:
+    if not measures(x.dtype):
         return None
-    change = size = 0.0
-    with np.errstate(all="ignore"):
-        for (block, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
-            one, other = (array_of(side, x.dtype, block.sizes).astype(np.float64) for side in (left, right))
-            change += float(np.square(one - other).sum())
-            size += float(np.square(other).sum())
-    relative = math.sqrt(change / size) if size > 0 and math.isfinite(change + size) else math.nan
-    return relative if math.isfinite(relative) else None
+    updating = Updating(x, Beside(y, other, Reading()))
+    for block, content in read_blocks(x, xs):
+        updating.see(block, content)
+    updating.finish()
+    return updating.update.relative
 
 
 def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, atol: float, rtol: float) -> str | None:

@@ -108,7 +108,8 @@ def stats(
         missed += [*ours.left_out, *side.left_out, *_beside(opened, named)]
     for entry in named.values():
         check_complete(entry)
-    entries = tuple(replace(opened.resolve(entry), fqn=fqn) for fqn, entry in named.items())
+    found = zip(named, opened.ahead(named.values()), strict=True)
+    entries = tuple(replace(opened.resolve(entry), fqn=fqn) for fqn, entry in found)
     checkpoint = replace(opened.checkpoint, tensors=entries)
     packed = {entry.fqn for entry in packed_tensors(checkpoint)}
     tallies = {e.fqn: Tally(e) for e in entries if measures(e.dtype) and e.fqn not in packed}
@@ -190,11 +191,11 @@ def _check_digests(opened: Opened, named: Mapping[str, TensorEntry], outcome: Ou
 
 def _constant(rows: Iterable[TensorStats]) -> Iterator[Finding]:
     """Yield the matrices that are one number everywhere; zeros are told elsewhere."""
-    found = [
-        (row.fqn, f"all {row.moments.num_elems} elements are {row.moments.min:g}")
+    found = {
+        row.fqn: f"all {row.moments.num_elems} elements are {row.moments.min:g}"
         for row in rows
         if row.moments is not None and row.moments.num_elems > 1 and row.moments.min == row.moments.max != 0
-    ]
+    }
     yield from gathered(found, "warning", CONSTANT, "was it ever initialised?")
 
 
@@ -208,10 +209,10 @@ def _outliers(rows: Sequence[TensorStats]) -> Iterator[Finding]:
         "relative update": {r.fqn: r.update.relative or 0.0 for r in rows if r.update is not None},
     }
     for name, (code, fewest_bits) in _FIGURES.items():
-        found = [
-            (fqn, f"its {name} is {figures[name][fqn]:.3g}, that of its siblings about {usual:.3g}")
+        found = {
+            fqn: f"its {name} is {figures[name][fqn]:.3g}, that of its siblings about {usual:.3g}"
             for fqn, usual in strangers(figures[name], alike, fewest_bits)
-        ]
+        }
         yield from gathered(found, "warning", code, "the same weight of other layers is not like that")
 
 

@@ -20,10 +20,7 @@ _PIECE_ELEMS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What lies between two checkpoints' elements; the sums are over those that are finite in both, in float64.
-
-    Updates of several tensors are added.
-    """
+    """What lies between two checkpoints' elements, in float64. Updates of several tensors are added."""
 
     num_elems: int = 0
     num_changed: int = 0
@@ -49,7 +46,7 @@ class Update:
 
     @property
     def relative(self) -> float | None:
-        """|A - B| / |B|; None where that is no number."""
+        """|A - B| / |B|; None where that is no number, because an element is not or B is zero."""
         found = math.sqrt(self.change / self.theirs) if self.theirs > 0 else math.nan
         return found if math.isfinite(found) else None
 
@@ -95,9 +92,6 @@ class Updating:
                     num_changed = int(np.count_nonzero((a != b) & ~(np.isnan(a) & np.isnan(b))))
                 else:
                     num_changed = int(np.count_nonzero(one.view(bits) != other.view(bits)))
-                if not (np.isfinite(a.sum()) and np.isfinite(b.sum())):
-                    both = np.isfinite(a) & np.isfinite(b)
-                    a, b = a[both], b[both]
                 ours_squared, theirs_squared, product = float(np.dot(a, a)), float(np.dot(b, b)), float(np.dot(a, b))
                 a -= b
                 part = (float(np.dot(a, a)), ours_squared, theirs_squared, product)
@@ -144,7 +138,7 @@ def check_updates(updates: Mapping[str, Update], trained: Collection[str], froze
                 hint="`ckpt inspect SRC --tensors` lists the names; ** crosses dots, * does not",
             )
     held = [fqn for fqn in updates if any(pattern.fullmatch(fqn) for pattern in patterns.values())]
-    changed = [(fqn, _describe(updates[fqn])) for fqn in held if updates[fqn].num_changed]
+    changed = {fqn: _describe(updates[fqn]) for fqn in held if updates[fqn].num_changed}
     hint = "was it left out of the frozen parameters, or did the optimizer's weight decay reach it?"
     yield from gathered(changed, "error", "frozen-changed", hint)
     free = [fqn for fqn in updates if fqn in trained and fqn not in set(held)]
@@ -157,7 +151,7 @@ def check_updates(updates: Mapping[str, Update], trained: Collection[str], froze
         yield make("nothing-trained", "--against", what, "are these two steps of one run, and did the optimizer step?")
     elif frozen:
         hint = "has it a gradient, and is it in the optimizer? An update below a step of its dtype is lost as well"
-        yield from gathered([(fqn, "not one element has changed") for fqn in same], "warning", "not-trained", hint)
+        yield from gathered(dict.fromkeys(same, "not one element has changed"), "warning", "not-trained", hint)
     else:
         what = f"{len(same)} of {len(free)} weights have not changed: {first_few(same)}"
         yield Finding.info("unchanged", "--against", what, "--frozen GLOB says which should not")

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckpt_tools.checks.alike import gathered
 from ckpt_tools.description.checkpoint import Checkpoint, Finding, TensorEntry
 from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.description.transform import find_model, strip_wrappers
@@ -69,7 +70,7 @@ class Strange:
         if self.shape and counts.first_bad is not None:
             place = f", the first at {list(place_of(counts.first_bad, self.shape))}"
         rank = "" if self.rank is None else f" on rank {self.rank}"
-        return f"tensor {self.fqn!r}: {' and '.join(kinds)} of {counts.num_elems} elements{place}{rank}"
+        return f"{' and '.join(kinds)} of {counts.num_elems} elements{place}{rank}"
 
 
 def place_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -82,19 +83,10 @@ def place_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def report_strange(found: Iterable[Strange], *, hint: str) -> Iterator[Finding]:
-    """Yield one finding for all tensors whose names differ in numbers alone, and not too many in all."""
-    alike: dict[str, list[Strange]] = {}
-    for each in found:
-        alike.setdefault(re.sub(r"\d+", "*", each.fqn), []).append(each)
-    groups = list(alike.values())
-    for group in groups[:_MOST]:
-        more = ""
-        if others := [each.fqn for each in group[1:]]:
-            more = f"; and {len(others)} more like it: {first_few(others, 2)}"
-        yield Finding.error(NOT_FINITE, group[0].where, group[0].describe() + more, hint)
-    if left := [each for group in groups[_MOST:] for each in group]:
-        what = f"{len(left)} more tensors have such elements: {first_few([each.fqn for each in left], 2)}"
-        yield Finding.error(NOT_FINITE, left[0].where, what, hint)
+    """Yield one finding for all tensors of a kind, and not too many in all."""
+    by_name = {each.fqn: each for each in found}
+    what = {fqn: each.describe() for fqn, each in by_name.items()}
+    yield from gathered(what, "error", NOT_FINITE, hint, where={fqn: each.where for fqn, each in by_name.items()})
 
 
 def check_values(opened: Opened, checkpoint: Checkpoint, counts: Mapping[str, Counts]) -> Iterator[Finding]:

@@ -73,12 +73,16 @@ COMMANDS: dict[str, Command] = {
         "Extract a LoRA-family adapter from any checkpoint and write it for PEFT, diffusers, kohya or ComfyUI.",
     ),
     "merge-lora": Command(
-        "merge_lora", "Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming."
+        "rewrite", "Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming."
     ),
     "average": Command(
-        "convert",
+        "rewrite",
         "Average the weights of several checkpoints (SWA, EMA, soups), streaming, in the format of the first.",
     ),
+    "extract": Command(
+        "rewrite", "Write chosen tensors of a checkpoint, or the model of its first layers, in its own format."
+    ),
+    "rename": Command("rewrite", "Write a model's weights by the names of a key map, in its own format."),
     "check-lora": Command(
         "check_lora",
         "Check an adapter: is it whole, and will peft, diffusers, ComfyUI, kohya or vLLM load it and change anything?",

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Annotated
 
+from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, note, print_json, progress_of, say
+from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.options import Option
 from ckpt_tools.text import escape_name
 
 _MOST = 20
 """Changed tensors that are all listed; more are gathered by their place in the layers."""
+_TERMS = ("atol", "rtol", "include", "exclude")
+"""Options that let fewer differences count."""
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def run(
@@ -22,10 +29,18 @@ def run(
     *,
     output: Output,
     tensors: Annotated[bool, Option("List every tensor that differs (default: up to 20, then by module).")] = False,
+    html: Html = None,
 ) -> int:
     """Compare, and print the differences."""
-    with progress_of(output) as factory:
-        difference = call(progress=factory)
+    a, b = str(call.given["a"]), str(call.given["b"])
+    with report_to(html, "diff", f"{a} ↔ {b}", output) as report:
+        with progress_of(output) as factory:
+            difference = call(progress=factory)
+        if report is not None:
+            from ckpt_tools.report.checks_pages import diff_page
+
+            terms = [f"--{name} {_shown(call.given[name])}" for name in _TERMS if call.given.get(name)]
+            report(diff_page(difference, a, b, keys_only=call.given["keys_only"], terms=terms))
     if output.json:
         print_json(to_json(difference))
         return 0 if difference.equal else 3
@@ -51,7 +66,7 @@ def _by_place(changed: Sequence[Change]) -> Iterator[str]:
     """Yield a line for all tensors of one name in different layers: how many, and by how much they changed."""
     places: dict[str, list[Change]] = {}
     for change in changed:
-        places.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", change.fqn), []).append(change)
+        places.setdefault(kind_of(change.fqn), []).append(change)
     for place, changes in places.items():
         sizes = [change.relative for change in changes if change.relative is not None]
         by = f", by {median(sizes):.2g} of their size (most {max(sizes):.2g})" if sizes else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, print_json
+from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Estimate
@@ -11,13 +12,18 @@ from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
 
-def run(call: Call[Estimate], *, output: Output) -> int:
+def run(call: Call[Estimate], *, html: Html = None, output: Output) -> int:
     """Estimate, and print how much memory is needed."""
     given = call.given
     if "frozen_dtype" in given and not given.get("lora") and "lora_rank" not in given:
         raise UsageError("--frozen-dtype needs --lora")
     shows_all = "all" in given.get("strategy", ()) and "activation_checkpointing" not in given
-    result = call(activation_checkpointing="both") if shows_all else call()
+    with report_to(html, "estimate", str(given.get("model") or given.get("params") or ""), output) as report:
+        result = call(activation_checkpointing="both") if shows_all else call()
+        if report is not None:
+            from ckpt_tools.report.run_pages import estimate_page
+
+            report(estimate_page(result))
     if output.json:
         print_json(result.to_json())
     else:

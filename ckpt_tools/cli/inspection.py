@@ -8,10 +8,13 @@ from typing import Annotated
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, print_json
 from ckpt_tools.cli.render_inspect import By, render
+from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.description.summarise import Summary, to_json
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import Option
+
+_AS_STORED = {"mesh": None, "rules": None, "set": (), "tp_plan": None, "world_size": None}
 
 
 def run(
@@ -20,10 +23,16 @@ def run(
     tensors: Annotated[bool, Option("List every tensor.")] = False,
     tensor: Annotated[Sequence[str], Option("Show the chunks of a tensor (repeatable).", metavar="FQN")] = (),
     by: Annotated[By | None, Option("Show only this table.")] = None,
+    html: Html = None,
     output: Output,
 ) -> int:
     """Print what a checkpoint holds."""
-    summary = call()
+    with report_to(html, "inspect", str(call.given["source"]), output) as report:
+        summary = call()
+        if report is not None:
+            from ckpt_tools.report.inspect_page import build_page
+
+            report(build_page(summary, call(**_AS_STORED) if summary.is_virtual else None))
     by_fqn = {entry.fqn: entry for entry in summary.tensors}
     unknown = [fqn for fqn in tensor if fqn not in by_fqn]
     if unknown:

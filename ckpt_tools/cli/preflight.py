@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import ChangingLine, Output, print_json, say, say_findings
+from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.preflight.report import PreflightReport, describe_spec
+from ckpt_tools.preflight.report import PreflightReport, describe_spec, describe_verdict
 from ckpt_tools.text import escape_name
 
 _MARKS = {True: "ok", False: "FAILED", None: "not checked"}
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
-def run(call: Call[PreflightReport], *, output: Output) -> int:
+def run(call: Call[PreflightReport], *, html: Html = None, output: Output) -> int:
     """Check a run, and print what was found."""
     line = ChangingLine(shown=not output.is_silent)
 
@@ -26,10 +27,15 @@ def run(call: Call[PreflightReport], *, output: Output) -> int:
         kept = [finding for finding in findings if finding.severity == "error" or not output.quiet]
         say_findings(sorted(kept, key=lambda one: _ORDER[one.severity]))
 
-    try:
-        report = call(on_check=follow, on_findings=None if output.json else tell)
-    finally:
-        line.close()
+    with report_to(html, "preflight", str(call.given["config"]), output) as write:
+        try:
+            report = call(on_check=follow, on_findings=None if output.json else tell)
+        finally:
+            line.close()
+        if write is not None:
+            from ckpt_tools.report.run_pages import preflight_page
+
+            write(preflight_page(report))
     if output.json:
         print_json(report.to_json())
     else:
@@ -41,7 +47,7 @@ def _print(report: PreflightReport, output: Output) -> None:
     screen = terminal()
     if output.quiet:
         if not report.was_read:
-            say(_verdict(report))
+            say(describe_verdict(report))
         return
     if report.findings:
         screen.line()
@@ -64,18 +70,4 @@ def _print(report: PreflightReport, output: Output) -> None:
         for rank, text in sorted(report.smoke.stacks.items()):
             say(f"stacks of rank {rank}:")
             say("\n".join(escape_name(line) for line in text.splitlines()))
-    screen.line(_verdict(report), None if report.ok else "warning")
-
-
-def _verdict(report: PreflightReport) -> str:
-    errors = sum(finding.severity == "error" for finding in report.findings)
-    warnings = sum(finding.severity == "warning" for finding in report.findings)
-    counted = f"{warnings} warning" + ("s" if warnings != 1 else "")
-    if report.failed:
-        return f"NOT ok: {errors} error" + ("s" if errors != 1 else "") + f", {counted}"
-    if not report.was_read:
-        return f"NOT CHECKED: {next(text for text in report.not_checked if text.startswith('the config: '))}"
-    skipped = [check.name for check in report.checks if check.ok is None]
-    made = ", ".join(check.name for check in report.checks if check.ok)
-    left = f"; not checked: {', '.join(skipped)}" if skipped else ""
-    return f"ok: {made}; {counted}{left}"
+    screen.line(describe_verdict(report), None if report.ok else "warning")

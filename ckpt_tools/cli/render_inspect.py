@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from ckpt_tools.cli.render_grid import render_tensor
 from ckpt_tools.cli.screen import Screen, pad
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.infer import block_of
-from ckpt_tools.description.layout import Replicate
-from ckpt_tools.description.summarise import BlockSummary, RankSummary, Summary
+from ckpt_tools.description.folding import fold_blocks, format_placement, format_ranges
+from ckpt_tools.description.summarise import RankSummary, Summary
 from ckpt_tools.text import display_width, escape_name
 from ckpt_tools.units import format_size
 
@@ -23,7 +22,8 @@ UNEVEN_ABOVE = 1.1
 """Imbalance from which ranks are called uneven."""
 _MAX_MAP_ROWS = 48
 _MAX_BLOBS = 8
-_MAX_RANGES = 6
+_MIN_BAR, _MAX_BAR = 10, 24
+"""Columns that a bar beside a module may take; with less room there is none."""
 
 _SOURCES = {
     "manifest": "from the manifest",
@@ -178,18 +178,6 @@ def _name_files(files: Sequence[str]) -> str:
     return escape_name(files[0]) + more
 
 
-def format_ranges(numbers: Iterable[int]) -> str:
-    """Return ascending numbers as ranges ("0-3,8"), the first few of them."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
-    return ",".join(texts[:_MAX_RANGES]) + (",..." if len(texts) > _MAX_RANGES else "")
-
-
 def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, screen: Screen) -> None:
     sizes = [rank.num_bytes for rank in ranks]
     low, middle, high = min(sizes), statistics.median(sizes), max(sizes)
@@ -254,20 +242,25 @@ def _render_dtypes(summary: Summary, screen: Screen) -> None:
 
 def _render_prefixes(summary: Summary, screen: Screen) -> None:
     screen.section("modules")
-    screen.table(
-        ("module", "tensors", "elements", "bytes", "share"),
+    headers = ("module", "tensors", "elements", "bytes", "share")
+    rows = [
         (
-            (
-                escape_name(row.prefix),
-                f"{row.num_tensors:,}",
-                f"{row.num_elems:,}",
-                format_size(row.num_bytes),
-                _share(row.num_bytes, summary.total_bytes),
-            )
-            for row in summary.prefixes
-        ),
-        align="lrrrr",
-    )
+            escape_name(row.prefix),
+            f"{row.num_tensors:,}",
+            f"{row.num_elems:,}",
+            format_size(row.num_bytes),
+            _share(row.num_bytes, summary.total_bytes),
+        )
+        for row in summary.prefixes
+    ]
+    widths = [max(map(display_width, column)) for column in zip(headers, *rows, strict=True)]
+    room = min(screen.width - sum(widths) - 2 * len(widths) - 2, _MAX_BAR)
+    if room < _MIN_BAR:
+        screen.table(headers, rows, align="lrrrr")
+        return
+    most = max((row.num_bytes for row in summary.prefixes), default=0)
+    bars = (screen.bar(row.num_bytes, most, room) for row in summary.prefixes)
+    screen.table((*headers, ""), [(*row, bar) for row, bar in zip(rows, bars, strict=True)], align="lrrrrl")
 
 
 def _render_blobs(summary: Summary, screen: Screen) -> None:
@@ -284,35 +277,6 @@ def _render_blobs(summary: Summary, screen: Screen) -> None:
     )
     if len(summary.blobs) > _MAX_BLOBS:
         screen.line(f"  ... and {len(summary.blobs) - _MAX_BLOBS:,} more; --json lists all")
-
-
-def fold_blocks(blocks: Sequence[BlockSummary]) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Fold equal neighbours into rows of (name, blocks, bytes of each by rank): "model.layers.0-31"."""
-    runs: dict[str, list[tuple[int, BlockSummary]]] = {}
-    order: list[str | BlockSummary] = []
-    for block in blocks:
-        numbered = block_of(block.name)
-        if numbered is None:
-            order.append(block)
-            continue
-        if numbered[0] not in runs:
-            order.append(numbered[0])
-        runs.setdefault(numbered[0], []).append((numbered[1], block))
-    rows: list[tuple[str, int, tuple[int, ...]]] = []
-    for item in order:
-        if isinstance(item, BlockSummary):
-            rows.append((item.name, 1, item.bytes_by_rank))
-            continue
-        numbered_blocks = sorted(runs[item], key=lambda pair: pair[0])
-        first = 0
-        for i in range(1, len(numbered_blocks) + 1):
-            here = numbered_blocks[first][1].bytes_by_rank
-            if i < len(numbered_blocks) and numbered_blocks[i][1].bytes_by_rank == here:
-                continue
-            numbers = format_ranges(number for number, _ in numbered_blocks[first:i])
-            rows.append((f"{item}.{numbers}" if item else numbers, i - first, here))
-            first = i
-    return rows
 
 
 def _render_map(summary: Summary, screen: Screen) -> None:
@@ -357,12 +321,3 @@ def _render_tensors(summary: Summary, tensors: Sequence[TensorEntry], screen: Sc
         ),
         align="llllrr",
     )
-
-
-def format_placement(summary: Summary, fqn: str) -> str:
-    """Return the cuts of a tensor ("dp_shard:S(0) tp:S(1)"), "R" for none, "-" when they are not known."""
-    placements = summary.placements_of(fqn)
-    if placements is None:
-        return "-"
-    cuts = [f"{axis}:{placement}" for axis, placement in placements.items() if placement != Replicate()]
-    return " ".join(cuts) or "R"

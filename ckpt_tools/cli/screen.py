@@ -21,6 +21,7 @@ _STYLES: dict[Style, str] = {"heading": "\x1b[1m", "warning": "\x1b[33m", "dim":
 _RESET = "\x1b[0m"
 _HEAT = " ░▒▓█"
 _HEAT_ASCII = " .:*#"
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def _can_encode(stream: TextIO, text: str) -> bool:
@@ -75,6 +76,18 @@ class Screen:
         if value <= 0 or most <= 0:
             return glyphs[0]
         return glyphs[min(4, max(1, round(4 * value / most)))]
+
+    def bar(self, value: float, most: float, width: int) -> str:
+        """Return a bar of at most `width` characters for `value` on a scale from nothing to `most`.
+
+        Whatever is more than nothing is seen.
+        """
+        if value <= 0 or most <= 0:
+            return ""
+        if not _can_encode(self.stream, _EIGHTHS):
+            return "#" * max(1, round(width * value / most))
+        full, part = divmod(max(1, round(8 * width * value / most)), 8)
+        return _EIGHTHS[8] * full + (_EIGHTHS[part] if part else "")
 
 
 def terminal() -> Screen:

@@ -6,13 +6,14 @@ import os
 
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import ChangingLine, Output, note, print_json, say, say_findings
+from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import Screen, terminal
-from ckpt_tools.smoke.report import HOW_MEMORY, PHASES, OtherStrategy, ReloadResult, SmokeReport
+from ckpt_tools.smoke.report import HOW_MEMORY, PHASES, SmokeReport, describe_compared, describe_verdict
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
 
-def run(call: Call[SmokeReport], *, output: Output) -> int:
+def run(call: Call[SmokeReport], *, html: Html = None, output: Output) -> int:
     """Try a model, and print what was found."""
     is_shown = os.environ.get("RANK", "0") == "0" and not output.is_silent
     line = ChangingLine(shown=is_shown and not output.verbose)
@@ -25,17 +26,23 @@ def run(call: Call[SmokeReport], *, output: Output) -> int:
         elif is_shown and output.verbose:
             note(f"{phase}: {state}")
 
-    def show(report: SmokeReport) -> None:
-        if report.is_primary and output.json:
-            print_json(report.to_json())
-        elif report.is_primary:
-            _print(report, output)
+    with report_to(html, "smoke", str(call.given.get("source", "")), output) as write:
 
-    try:
-        report = call(on_phase=follow, on_abandoned=show)
-    finally:
-        line.close()
-    show(report)
+        def show(report: SmokeReport) -> None:
+            if report.is_primary and write is not None:
+                from ckpt_tools.report.run_pages import smoke_page
+
+                write(smoke_page(report))
+            if report.is_primary and output.json:
+                print_json(report.to_json())
+            elif report.is_primary:
+                _print(report, output)
+
+        try:
+            report = call(on_phase=follow, on_abandoned=show)
+        finally:
+            line.close()
+        show(report)
     return 0 if report.ok else 3
 
 
@@ -59,7 +66,7 @@ def _print(report: SmokeReport, output: Output) -> None:
             if output.verbose:
                 screen.line(f"  {HOW_MEMORY}", "dim")
         if report.compared is not None:
-            screen.line(_compared(report, report.compared))
+            screen.line(describe_compared(report, report.compared))
         for text in report.notes:
             screen.line(f"note: {text}")
         screen.line()
@@ -69,7 +76,7 @@ def _print(report: SmokeReport, output: Output) -> None:
             say(f"stacks of rank {rank}:")
             say("\n".join(escape_name(line) for line in text.splitlines()))
     if not output.quiet:
-        screen.line(_verdict(report))
+        screen.line(describe_verdict(report))
 
 
 def _print_memory(screen: Screen, report: SmokeReport) -> None:
@@ -82,31 +89,3 @@ def _print_memory(screen: Screen, report: SmokeReport) -> None:
     ]
     shown = rows if len(rows) <= 8 else [*rows[:4], ("…", "", "", "", ""), *rows[-3:]]
     screen.table(("rank", "params", "grads", "optimizer", "peak"), shown, align="rrrrr")
-
-
-def _compared(report: SmokeReport, other: OtherStrategy) -> str:
-    """Return one line: the largest memory of a rank, and a step on rank 0, of both strategies."""
-    parts = []
-    for name in ("params", "grads", "optimizer"):
-        own, full = (max((getattr(rank, name) for rank in ranks), default=0) for ranks in (report.memory, other.memory))
-        parts.append(f"{name} {format_size(own)} / {format_size(full)}")
-    if report.step_seconds is not None and other.step_seconds is not None:
-        parts.append(f"a step {report.step_seconds:.3f} s / {other.step_seconds:.3f} s here")
-    failed = "" if other.ok else f" ({other.strategy} NOT ok)"
-    return f"{report.strategy} / {other.strategy}, per rank: {', '.join(parts)}{failed}"
-
-
-def _verdict(report: SmokeReport) -> str:
-    if not report.ok:
-        codes = dict.fromkeys(finding.code for finding in report.findings if finding.severity == "error")
-        return f"NOT ok: {', '.join(report.failed or codes)}"
-    parts = []
-    if report.max_grad_error is not None:
-        exact = report.max_grad_error == 0
-        parts.append("gradients " + ("bitwise the reference's" if exact else f"within {report.max_grad_error:.1e}"))
-    parts += [
-        f"reload on {result.mesh}{' bitwise' if result.bitwise else ''}"
-        for result in (report.reload_same_world, report.reload_other_world)
-        if isinstance(result, ReloadResult)
-    ]
-    return "ok: " + "; ".join(parts)

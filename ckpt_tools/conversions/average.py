@@ -22,6 +22,7 @@ from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.maps.adapters import is_factor
 from ckpt_tools.moving.beside import Beside, Reading
 from ckpt_tools.text import first_few
 
@@ -68,22 +69,22 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
             recorded = entry.fqn if id(entry) in own else ""
             besides[fqn].append(Beside(entry, other, reading, recorded))
     dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
-    averaged = [entry for entry in job.source.tensors if entry.dtype.is_float and entry.num_elems]
-    rest = [entry for entry in job.source.tensors if not entry.dtype.is_float and entry.num_elems]
-    job.edits = {
-        **{e.fqn: _Averaging(e.dtype, dtypes[e.fqn], tuple(besides[e.fqn]), tuple(steps)) for e in averaged},
-        **{e.fqn: _Keeping(e, tuple(besides[e.fqn])) for e in rest},
-    }
+    full = [entry for entry in job.source.tensors if entry.num_elems]
+    job.edits = {e.fqn: _Averaging(e, dtypes[e.fqn], tuple(besides[e.fqn]), tuple(steps)) for e in full}
     sources = [job.opened, *others]
     for other in others:
         for file in other.checkpoint.files:
             other.source.size(file)  # identities are of the files as they were opened
     job.recipe = digest_bytes(json.dumps([[s.source.identities() for s in sources], list(steps)]).encode())
     job.edit_bytes = _LIBRARIES_BYTES + job.num_workers * _BLOCK_BYTES
-    counters = [entry.fqn for entry in rest if entry.num_elems == 1]
-    job.notes.append(f"averaged {len(averaged)} tensors of {len(sources)} checkpoints in float32")
-    if counters:
+    averaged = sum(entry.dtype.is_float for entry in full)
+    job.notes.append(f"averaged {averaged} tensors of {len(sources)} checkpoints in float32")
+    if counters := [entry.fqn for entry in full if entry.num_elems == 1 and not entry.dtype.is_float]:
         job.notes.append(f"numbers that are not averaged are those of the last: {first_few(counters)}")
+
+    if factors := [entry.fqn for entry in full if is_factor(entry.fqn)]:
+        text = f"the factors of an adapter were averaged one by one ({first_few(factors)}): their product is not the "
+        job.warnings = (*job.warnings, f"{text}average of the adapters. Merge each into its base, and average those")
 
     def accept() -> None:
         for other in others:
@@ -128,10 +129,9 @@ def _paired(job: Job, other: Opened) -> dict[str, TensorEntry]:
 
 @dataclass(frozen=True, slots=True)
 class _Averaging:
-    """Averages one tensor; see `moving.read.Edit`."""
+    """Averages one tensor; see `moving.read.Edit`. What is no floating-point tensor must be the same in all."""
 
-    dtype: DType
-    """As what it is stored."""
+    entry: TensorEntry
     target: DType
     """As what it is written."""
     others: tuple[Beside, ...]
@@ -139,22 +139,43 @@ class _Averaging:
     is_settled: bool = True
 
     def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
-        """Compute the new elements of a block."""
+        """Compute the new elements of a block.
+
+        Raises:
+            UsageError: They have no average, and differ.
+        """
+        if self.entry.dtype.is_float:
+            self._average(block, content, result)
+            return
+        for other in self.others:
+            theirs = other.read(block)
+            if self.entry.num_elems == 1:
+                result[:] = theirs
+            elif bytes(theirs) != bytes(content):
+                raise UsageError(
+                    f"tensor {self.entry.fqn!r} of {self.entry.dtype.name} has no average, and differs",
+                    where=other.root,
+                    hint="are these checkpoints of one model? Quantised weights must be decoded first "
+                    "(`ckpt gather --dequantize`)",
+                )
+
+    def _average(self, block: Box, content: memoryview, result: memoryview) -> None:
         import numpy as np
 
         from ckpt_tools.moving.arrays import array_of
         from ckpt_tools.moving.casting import cast_array
 
-        kind = np.float64 if self.dtype.name == "F64" else np.float32
-        first = array_of(content, self.dtype, (-1,))
-        mean, piece = np.empty(len(first), kind), np.empty(min(len(first), _PIECE_ELEMS), kind)
+        dtype = self.entry.dtype
+        kind = np.float64 if dtype.name == "F64" else np.float32
+        first = array_of(content, dtype, (-1,))
         bulk = len(first) > _FEW_ELEMS
+        mean, piece = np.empty(len(first), kind), np.empty(min(len(first), _PIECE_ELEMS), kind)
         places = [slice(at, at + _PIECE_ELEMS) for at in range(0, len(first), _PIECE_ELEMS)]
         with np.errstate(all="ignore"):
             for place in places:
                 cast_array(first[place], mean[place], bulk=bulk)
             for other, step in zip(self.others, self.steps, strict=True):
-                values = array_of(other.read(block), self.dtype, (-1,))
+                values = array_of(other.read(block), dtype, (-1,))
                 for place in places:
                     old = mean[place]
                     new = piece[: len(old)]
@@ -168,37 +189,5 @@ class _Averaging:
 
     def finish(self) -> None:
         """Hold what was read of the others against what is recorded of it."""
-        for other in self.others:
-            other.finish()
-
-
-@dataclass(frozen=True, slots=True)
-class _Keeping:
-    """Writes what is no floating-point tensor: the same in all, or a number as it is in the last."""
-
-    entry: TensorEntry
-    others: tuple[Beside, ...]
-    is_settled: bool = True
-
-    def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
-        """Compare a block, or take the last one's.
-
-        Raises:
-            UsageError: It differs.
-        """
-        for other in self.others:
-            theirs = other.read(block)
-            if self.entry.num_elems == 1:
-                result[:] = theirs
-            elif bytes(theirs) != bytes(content):
-                raise UsageError(
-                    f"tensor {self.entry.fqn!r} of {self.entry.dtype.name} has no average, and differs",
-                    where=other.root,
-                    hint="are these checkpoints of one model? Quantised weights must be decoded first "
-                    "(`ckpt gather --dequantize`)",
-                )
-
-    def finish(self) -> None:
-        """As of `_Averaging`."""
         for other in self.others:
             other.finish()

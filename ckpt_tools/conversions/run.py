@@ -27,7 +27,7 @@ from ckpt_tools.conversions.job import (
 )
 from ckpt_tools.conversions.parts import can_adopt
 from ckpt_tools.conversions.record import planned_files
-from ckpt_tools.conversions.share import run_share
+from ckpt_tools.conversions.share import note_of_part, run_share
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.table import format_of
@@ -71,6 +71,8 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         if is_remote(job.destination):
             with open_shared_sink(job.destination) as sink:
                 job.notes += sink.preview(list(job.target.files.values()))
+        if job.part is not None and job.part.count > 1:
+            job.notes.append(note_of_part(job, job.part))
         peak = _BASE_BYTES + job.edit_bytes + max(plan.peak_bytes(job.num_workers) for plan in plans.values())
         read = sum(plan.read_bytes for plan in plans.values())
         return conversion(job, start, planned, read=read, peak=peak, dry_run=True, published=False)

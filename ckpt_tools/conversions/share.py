@@ -20,6 +20,7 @@ from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import Part, boxes_before, split
 from ckpt_tools.remote.places import open_shared_sink
 from ckpt_tools.storage.sink import SharedSink
+from ckpt_tools.units import format_size
 
 _MAX_ITEMS_IN_KEY = 1 << 20
 """With more items the layout, and not the metadata made of it, identifies a conversion: every part computes that."""
@@ -56,11 +57,23 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
         return conversion(job, start, [], read=0)
 
 
+def note_of_part(job: Job, part: Part) -> str:
+    """Say what a part would write.
+
+    Raises:
+        UsageError: The job cannot be cut.
+    """
+    _check_can_be_cut(job)
+    place = _place(job, part)
+    own = [job.target.files[place.files[i]] for i in place.shares[part.index]]
+    return f"part {part} of that is {len(own)} data files, {format_size(sum(own))}"
+
+
 def _check_can_be_cut(job: Job) -> None:
     """Refuse what several processes cannot share."""
     problem = None
     if job.parts:
-        problem = "a training step", "convert its model and optimizer directories one by one, or leave out --part"
+        problem = "a training step", "leave out --part, or convert the directory of its weights, without --for"
     elif job.edits or job.prepare is not None or job.accept is not None:
         problem = "what computes new values", "leave out --part; cut what it writes afterwards"
     elif job.use_dtensor:

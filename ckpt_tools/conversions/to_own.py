@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ckpt_tools.conversions.find import check_left_out, model_in, name_again
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint
@@ -12,6 +13,8 @@ from ckpt_tools.description.transform import find_model, is_optimizer
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import kept_cells, place
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.models.naming import Named, Naming, name_hub, name_live
+from ckpt_tools.text import first_few
 
 
 def own_job(
@@ -22,6 +25,7 @@ def own_job(
     dtype_for: Sequence[str] = (),
     max_shard_size: str | None = None,
     only_model: bool = True,
+    named: Named | None = None,
 ) -> Job:
     """Return the job that writes a checkpoint again.
 
@@ -35,14 +39,25 @@ def own_job(
         max_shard_size: As of `gather`; not for DCP.
         only_model: Leave optimizer state and whatever else a trainer keeps out of a DCP checkpoint. Safetensors hold
             nothing but a model anyway.
+        named: The model by other names (`renamed`).
 
     Raises:
         UsageError: A size of files that DCP does not have.
     """
+    if named is not None:
+        opened = replace(opened, checkpoint=named.checkpoint, origin=None)
     if not opened.format.loads_by_dcp:
-        source = opened.source.root
-        gather = GatherOptions(source, destination, max_shard_size=max_shard_size, dtype=dtype, dtype_for=dtype_for)
-        return gathering_job(opened, gather)
+        gather = GatherOptions(
+            opened.source.root,
+            destination,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            dtype_for=dtype_for,
+            names="auto" if named is None else "live",
+            strip_prefix="auto" if named is None else "none",
+        )
+        job = gathering_job(opened, gather)
+        return job if named is None else _of_names(job, named)
     if max_shard_size is not None:
         raise UsageError(
             "--max-shard-size is for safetensors files, and the source is a DCP checkpoint",
@@ -54,7 +69,7 @@ def own_job(
     cells = {entry.fqn: kept_cells(entry) for entry in target.tensors}
     kept = {entry.fqn for entry in source_checkpoint.tensors}
     placements = opened.checkpoint.placements or {}
-    return Job(
+    job = Job(
         opened=opened,
         source=source_checkpoint,
         target=place(target.tensors, cells, source_checkpoint.blobs),
@@ -65,6 +80,53 @@ def own_job(
         placements={fqn: placed for fqn, placed in placements.items() if fqn in kept},
         notes=[*notes_on(opened), *(_omitted(opened.checkpoint, kept) if only_model else ())],
     )
+    return job if named is None else _of_names(job, named)
+
+
+def _of_names(job: Job, named: Named) -> Job:
+    """Let a job know what its tensors are called in the source."""
+    own = {entry.fqn: named.sources.get(named.aliases.get(entry.fqn, entry.fqn), "") for entry in job.source.tensors}
+    placements = job.opened.checkpoint.placements or {}
+    job.names, job.apart = own, named.apart
+    job.placements = {fqn: placements[name] for fqn, name in own.items() if name in placements}
+    job.notes += [named.note] if named.note else []
+    return job
+
+
+def renamed(opened: Opened, naming: Naming, *, reverse: bool) -> Named:
+    """Return a model by the names of a key map, of tied ones each with its bytes; with `reverse`, by the hub's.
+
+    Raises:
+        UsageError: The map does not fit, there is other state than weights, or DCP's tensors would be joined or split.
+    """
+    notes: list[str] = []
+    if opened.format.loads_by_dcp and not reverse:
+        named, _ = name_again(opened, naming, notes)
+    else:
+        model, names = model_in(opened, "auto", notes)
+        if opened.format.loads_by_dcp and len(model.tensors) < len(opened.checkpoint.tensors):
+            raise UsageError("only a model's weights can be named again", hint="--include chooses them: `ckpt extract`")
+        change = name_hub if reverse else name_live
+        try:
+            named = change(model, opened.own_assets, naming, opened.resolve)
+        except UsageError as error:
+            hint = "the map needs a line for every tensor; `drop NAME` keeps a name, and ** at its end is anything"
+            raise UsageError(error.what, where=error.where, hint=hint) from error
+        named = replace(named, sources={new: names.get(old, old) for new, old in named.sources.items()})
+        if reverse:
+            check_left_out(named, model, opened)
+            named = replace(named, aliases={})
+    if opened.format.loads_by_dcp and named.apart:
+        raise UsageError(
+            f"the map joins or splits tensors, which are cut: {first_few([entry.fqn for entry in named.apart])}",
+            where=opened.source.root,
+            hint="`ckpt reshard SRC DST --map FILE --mesh …` cuts them anew",
+        )
+    entries = {entry.fqn: entry for entry in named.checkpoint.tensors}
+    copies = (replace(entries[fqn], fqn=alias, path=()) for alias, fqn in named.aliases.items())
+    checkpoint = replace(named.checkpoint, tensors=(*named.checkpoint.tensors, *copies), blobs=())
+    note = "; ".join(filter(None, (*notes, named.note)))
+    return replace(named, checkpoint=checkpoint, note=note)
 
 
 def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
@@ -72,7 +134,7 @@ def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
     optimizer = sum(map(is_optimizer, others))
     notes = []
     if optimizer:
-        notes.append(f"left out {optimizer} tensors of optimizer state: it belongs to the weights of the source")
+        notes.append(f"left out {optimizer} tensors of optimizer state: it belongs to the weights before they changed")
     if len(others) > optimizer:
         notes.append(f"left out {len(others) - optimizer} tensors that are not the model's")
     if checkpoint.blobs:

@@ -119,6 +119,7 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
         ("--prefix", options.prefix),
         ("--include", options.include),
         ("--exclude", options.exclude),
+        ("--dtype-for", options.dtype_for),
         ("--map" if naming.own else "--names", naming.names != "auto"),
     )
     for flag, value in single:

@@ -183,6 +183,8 @@ class Finding:
     """What is wrong, with the expected and the found value."""
     hint: str | None = None
     """What to do about it."""
+    tensor: str | None = field(default=None, compare=False)
+    """The tensor that it is about, where it is about one: its name as it is stored."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "where", escape_message(self.where))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from ckpt_tools.description.transform import is_optimizer
@@ -13,9 +14,11 @@ from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_fr
 from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.skeleton import skeleton
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.config import component_of, config_path, read_config
 from ckpt_tools.processes.child import Child
+from ckpt_tools.remote.places import exists, is_directory, is_file
 from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.child:estimate"
@@ -47,10 +50,14 @@ def run_estimate(options: EstimateOptions) -> Estimate:
     return replace(result, notes=notes, seconds=time.perf_counter() - start)
 
 
-def start_estimate(options: EstimateOptions) -> Child[Estimate]:
-    """Return a process that estimates, to be entered."""
+@contextmanager
+def start_estimate(options: EstimateOptions) -> Iterator[Child[Estimate]]:
+    """Lend a process that estimates."""
     relief = "stop other processes, or use only the formula (--params, --layers, --hidden)"
-    return Child(ESTIMATE, options, Estimate, does="estimates", relief=relief, walled=True)
+    with ExitStack() as stack:
+        if options.path is not None:
+            options = replace(options, model=stack.enter_context(skeleton(options.path)))
+        yield stack.enter_context(Child(ESTIMATE, options, Estimate, does="estimates", relief=relief, walled=True))
 
 
 def by_formula(options: EstimateOptions) -> Estimate:
@@ -86,10 +93,10 @@ def config_of(options: EstimateOptions) -> str | None:
     path = options.path
     if path is None:
         return None
-    if os.path.isdir(path):
+    if is_directory(path):
         file = config_path(path)
-        return file if os.path.isfile(file) and _names_architecture(file) else None
-    if not os.path.exists(path):
+        return file if is_file(file) and _names_architecture(file) else None
+    if not exists(path):
         raise UsageError("no such file or directory", where=path, hint=SIZES_HINT)
     if not path.endswith(".json") or path.endswith(".index.json"):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.opening import read_document
-from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.remote.places import is_directory, is_file, open_source, read_named
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
@@ -46,7 +46,7 @@ class ModelConfig:
 
 def config_path(model: str) -> str:
     """Return the path of the config.json that `model` names: the file, or the directory that holds it."""
-    return os.path.join(model, CONFIG_NAME) if os.path.isdir(model) else model
+    return os.path.join(model, CONFIG_NAME) if is_directory(model) else model
 
 
 def component_of(path: str) -> tuple[str, str]:
@@ -57,9 +57,11 @@ def component_of(path: str) -> tuple[str, str]:
     Raises:
         UsageError: The pipeline has no such component here.
     """
-    if not os.path.isfile(os.path.join(path, PIPELINE_NAME)):
+    if not is_file(os.path.join(path, PIPELINE_NAME)):
         return path, ""
-    components = sorted(name for name in os.listdir(path) if os.path.isfile(os.path.join(path, name, CONFIG_NAME)))
+    with open_source(path) as source:
+        files = source.list_files(max_depth=1)
+    components = [os.path.dirname(name) for name in files if "/" in name and os.path.basename(name) == CONFIG_NAME]
     found = next((name for name in _TRAINED if name in components), None)
     if found is None:
         listed = ", ".join(escape_name(name) for name in components) or "no component with a config.json"
@@ -84,7 +86,7 @@ def read_config(model: str, *, hint: str | None = None) -> ModelConfig:
         UnreadableError: It is not a JSON object, or too long.
     """
     path = config_path(model)
-    text = read_named_file(path, what="the model's config", max_bytes=MAX_CONFIG_BYTES, refusal=UsageError, hint=hint)
+    text = read_named(path, what="the model's config", max_bytes=MAX_CONFIG_BYTES, refusal=UsageError, hint=hint)
     return parse_config(text, where=path)
 
 

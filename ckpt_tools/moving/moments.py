@@ -23,8 +23,8 @@ from ckpt_tools.moving.strides import start_of
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
-_PIECE_ELEMS = {1: 1 << 18, 2: 1 << 18, 4: 1 << 16, 8: 1 << 16}
-"""By bytes of an element: what is counted, or computed in float64, at once stays in a core's cache."""
+_PIECE_ELEMS = 1 << 16
+"""What is counted, or computed in float64, at once stays in a core's cache."""
 MAX_EXPONENT = 127
 """Histograms have a bin for every power of two from here down to its negative, where everything smaller is too."""
 _BINS = 256
@@ -93,21 +93,23 @@ class Tally:
 
         from ckpt_tools.moving.arrays import array_of
 
-        size, start = _PIECE_ELEMS[self._itemsize], start_of(block, self._whole)
+        start, one = start_of(block, self._whole), np.int64(1)
         if self._itemsize <= 2:
             bits = np.frombuffer(content, f"<u{self._itemsize}")
-            counts = np.zeros(1 << 8 * self._itemsize, np.int64)
-            for at in range(0, len(bits), size):
-                counts += np.bincount(bits[at : at + size], minlength=len(counts))
-            if counts[~np.isfinite(_values_of(self._dtype))].any():  # where, the patterns do not say
+            counts, index = np.zeros(1 << 8 * self._itemsize, np.int64), np.empty(min(len(bits), _PIECE_ELEMS), np.intp)
+            for at in range(0, len(bits), len(index)):
+                piece = bits[at : at + len(index)]
+                np.copyto(index[: len(piece)], piece)
+                np.add.at(counts, index[: len(piece)], one)  # two thirds of the time of `bincount`, to these indices
+            if counts[_strange_patterns(self._dtype)].any():  # where, the patterns do not say
                 self._count(content, start)
             self._add(counts)
             return
         self._count(content, start)
         values = array_of(content, self._dtype, (-1,))
         with np.errstate(all="ignore"):
-            for at in range(0, len(values), size):
-                self._see_piece(values[at : at + size], start + at)
+            for at in range(0, len(values), _PIECE_ELEMS):
+                self._see_piece(values[at : at + _PIECE_ELEMS], start + at)
 
     def _see_piece(self, piece: Array, start: int) -> None:
         import numpy as np
@@ -120,7 +122,7 @@ class Tally:
             if not len(wide):
                 return
         low, high, mean = float(piece.min()), float(piece.max()), float(wide.mean())
-        bins = _bins_of_float32(piece) if piece.dtype == np.float32 else _bins_of(wide, np.ones(len(wide), np.int64))
+        bins = _bins_of(piece)
         wide -= mean
         part = (start, len(wide), mean, float(np.dot(wide, wide)))
         self._add(bins)
@@ -196,25 +198,31 @@ def _values_of(dtype: DType) -> Array:
     return wide
 
 
-def _bins_of(values: Array, counts: Array) -> Array:
-    """Return how many elements lie in every bin: `counts` of each of some finite float64 values."""
+@functools.cache
+def _strange_patterns(dtype: DType) -> Array:
     import numpy as np
 
-    values, counts = values[values != 0], counts[values != 0]
-    exponents = np.clip(np.frexp(values)[1] - 1, -MAX_EXPONENT, MAX_EXPONENT) + MAX_EXPONENT
-    found = np.bincount(exponents + _BINS * (values < 0), weights=counts, minlength=2 * _BINS)
-    return found.astype(np.int64)  # exact: below 2**53
+    return np.flatnonzero(~np.isfinite(_values_of(dtype)))
 
 
-def _bins_of_float32(values: Array) -> Array:
-    """Return the same of float32 values, each once: their exponents are bits."""
+def _bins_of(values: Array, counts: Array | None = None) -> Array:
+    """Return how many finite elements lie in every bin, to judge by the exponents of what float32 makes of them.
+
+    Args:
+        values: Some elements.
+        counts: How often each is there; once, without.
+    """
     import numpy as np
 
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    found = np.bincount(bits >> 23, minlength=2 * _BINS)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    found = np.bincount(bits >> 23, weights=counts, minlength=2 * _BINS).astype(np.int64)  # exact: below 2**53
     if found[0] or found[_BINS]:  # also zeros
-        found[0] -= np.count_nonzero(bits == 0)
-        found[_BINS] -= np.count_nonzero(bits == 1 << 31)
+        zero = values == 0
+        found -= np.bincount(
+            bits[zero] >> 23, weights=None if counts is None else counts[zero], minlength=2 * _BINS
+        ).astype(np.int64)
+    for last in (_BINS - 1, 2 * _BINS - 1):  # too large for float32
+        found[last - 1], found[last] = found[last - 1] + found[last], 0
     return found
 
 

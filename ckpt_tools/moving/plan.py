@@ -1,14 +1,13 @@
 """From two descriptions to a plan: which boxes go where. Pure; no byte is read.
 
-A plan is a list of files to write. Every `FilePlan` stands alone: it names its own sources and one
-destination file, so a plan can be split over machines.
+A plan is a list of files to write. Every `FilePlan` stands alone, so a plan can be split over machines.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ckpt_tools.description.checkpoint import (
@@ -45,7 +44,7 @@ class Copy:
     """One box of one tensor, to be written at one place."""
 
     source: TensorEntry
-    """The tensor, with the chunks that hold the box."""
+    """The tensor."""
     dtype: DType
     """Element type to write; casts when it is not the source's."""
     box: Box
@@ -76,11 +75,6 @@ class FilePlan:
     seal: Seal | None = None
     """What closes a file that holds the CRC-32s of its payloads (an archive)."""
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The source files that it needs."""
-        return tuple(sorted({c.span.file for copy in self.copies for c in copy.source.chunks}))
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -110,8 +104,7 @@ class Plan:
 
     def files_of(self, names: Collection[str]) -> tuple[FilePlan, ...]:
         """Plan some of the files, without a look at what goes into the others."""
-        target = restrict(self.target, names)
-        return plan_copies(self.source, target, heads=self.heads, seals=self.seals, is_share=True)
+        return plan_copies(self.source, restrict(self.target, names), heads=self.heads, seals=self.seals)
 
     @property
     def total_bytes(self) -> int:
@@ -138,16 +131,7 @@ def group_by_tensor(files: Iterable[FilePlan]) -> list[tuple[TensorEntry, list[t
     for file in files:
         for copy in file.copies:
             groups[copy.source.fqn].append((file.file, copy))
-    return [(_merge_sources(group), group) for group in groups.values()]
-
-
-def _merge_sources(group: Sequence[tuple[str, Copy]]) -> TensorEntry:
-    """Return the tensor with the chunks of all copies in `group`, each once."""
-    first = group[0][1].source
-    if all(copy.source is first for _, copy in group):
-        return first
-    chunks = dict.fromkeys(chunk for _, copy in group for chunk in copy.source.chunks)
-    return replace(first, chunks=tuple(chunks))
+    return [(group[0][1].source, group) for group in groups.values()]
 
 
 def blocks_of(entry: TensorEntry, dtype: DType) -> Blocks:
@@ -195,7 +179,6 @@ def plan_copies(
     *,
     heads: Mapping[str, bytes] | None = None,
     seals: Mapping[str, Seal] | None = None,
-    is_share: bool = False,
 ) -> tuple[FilePlan, ...]:
     """Plan every chunk of `destination` out of `source`.
 
@@ -204,20 +187,18 @@ def plan_copies(
         destination: Tensors with the source's FQNs and shapes; dtypes may differ (casts).
         heads: File → fixed bytes at its beginning.
         seals: File → what closes it.
-        is_share: Other files are written by others. A block that begins in these is read whole, beyond what they hold.
     """
     heads, seals = heads or {}, seals or {}
     copies: dict[str, list[Copy]] = {file: [] for file in destination.files}
     by_fqn = {entry.fqn: entry for entry in source.tensors}
     for target in destination.tensors:
         entry = by_fqn[target.fqn]
-        index = chunk_index(entry)
         if entry.shape != target.shape:
             raise CkptError(f"{target.fqn}: shape {entry.shape} cannot become {target.shape}")
         for chunk in target.chunks:
             copies[chunk.span.file].append(
                 Copy(
-                    source=entry if is_share else _restrict(entry, index, chunk.box),
+                    source=entry,
                     dtype=target.dtype,
                     box=chunk.box,
                     offset=_payload_offset(target, chunk),
@@ -316,11 +297,3 @@ def _payload_offset(entry: TensorEntry, chunk: Chunk) -> int:
     if chunk.encoding == "raw":
         return chunk.span.offset
     return chunk.span.offset + item_frame(entry.dtype, chunk.box.sizes).payload_offset
-
-
-def _restrict(entry: TensorEntry, index: BoxIndex[Chunk], box: Box) -> TensorEntry:
-    """Return `entry` with only the chunks that share elements with `box`, replicas left out."""
-    if len(entry.chunks) == 1:
-        return entry
-    needed = tuple(chunk for chunk, _ in index.overlaps(box))
-    return entry if len(needed) == len(entry.chunks) else replace(entry, chunks=needed)

@@ -12,7 +12,7 @@ from isal import isal_zlib
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, BoxIndex
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.moving.casting import cast
 from ckpt_tools.moving.plan import blocks_of, chunk_index
 from ckpt_tools.moving.strides import MAX_WASTE, StridedPart, byte_box, is_contiguous, move, row_major, start_of
@@ -214,8 +214,9 @@ def read_block(
     own = entry.dtype
     content = buffers.get(0, own.num_bytes(block.num_elems))
     reads: list[Read] = []
-    total = 0
+    total = covered = 0
     for chunk, part in chunks.overlaps(block):
+        covered += part.num_elems
         strides = chunk.strides
         if strides is None and not is_contiguous(part, chunk.box):
             strides = row_major(chunk.box.sizes)
@@ -234,6 +235,8 @@ def read_block(
             piece = byte_box(part, own)
             move(piece, run, piece, content, byte_box(block, own))
         total += len(run)
+    if covered != block.num_elems:
+        raise CkptError(f"tensor {entry.fqn!r}: its chunks hold {covered} of {block.num_elems} elements of a block")
     if dtype is not own:
         target = buffers.get(1, dtype.num_bytes(block.num_elems))
         cast(content, own, target, dtype, bulk=True)

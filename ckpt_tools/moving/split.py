@@ -47,6 +47,14 @@ def split(sizes: Sequence[int], count: int, *, align: int = 1) -> tuple[range, .
     return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True))
 
 
+def own_tensors(entries: Sequence[TensorEntry], part: Part | None) -> Sequence[TensorEntry]:
+    """Return the tensors that a part reads of those that several processes check; all without a part."""
+    if part is None:
+        return entries
+    own = split([entry.nbytes for entry in entries], part.count)[part.index]
+    return entries[own.start : own.stop]
+
+
 def restrict(target: Checkpoint, files: Collection[str]) -> Checkpoint:
     """Return what `target` has in some of its files; tensors that have nothing there are left out."""
     tensors = ((entry, _chunks_in(entry.chunks, files)) for entry in target.tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.checks.values import glance
@@ -15,6 +16,7 @@ from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.skeleton import skeleton
 from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part, is_optimizer_file
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import config_path
@@ -26,6 +28,7 @@ from ckpt_tools.preflight.names_match import check_names, is_native_titan
 from ckpt_tools.preflight.reads import RankReads, Reads
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.processes.child import Child
+from ckpt_tools.remote.places import absolute, is_directory, is_file, open_source
 from ckpt_tools.text import escape_name
 
 COMPARE = "ckpt_tools.preflight.meta_model:compare"
@@ -96,7 +99,7 @@ def check_checkpoint(
     """
     # Where accelerate and verl put the model in what they save.
     inside = (os.path.join(path, child) for child in (MODEL_PART, POLICY_PART))
-    path = next(filter(os.path.isdir, inside), path)
+    path = next(filter(is_directory, inside), path)
     try:
         with open_path(path) as opened:
             return _check(opened, path, spec, model, cuts, resumes=resumes)
@@ -227,11 +230,11 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
     """Look for the optimizer's state: in the checkpoint, or beside the model as accelerate saves it."""
     if any(map(is_optimizer, checkpoint.tensors)):
         return
-    parent = os.path.dirname(os.path.abspath(path))
+    parent = os.path.dirname(absolute(path))
     for directory in {path, parent} if is_model_part(os.path.basename(path)) else {path}:
-        if os.path.exists(os.path.join(directory, OPTIMIZER_PART, METADATA_NAME)):
+        if is_file(os.path.join(directory, OPTIMIZER_PART, METADATA_NAME)):
             return
-        if os.path.isdir(directory) and any(map(is_optimizer_file, os.listdir(directory))):
+        if is_directory(directory) and any(map(is_optimizer_file, _names_in(directory))):
             return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start over with these weights as the base model")
@@ -241,6 +244,11 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
         f"{key} resumes, but there is no optimizer state in the checkpoint or beside it",
         f"use a checkpoint that the trainer saved for resuming, {hint}",
     )
+
+
+def _names_in(directory: str) -> list[str]:
+    with open_source(directory) as source:
+        return list(source.list_files(max_depth=0))
 
 
 def _saved_mesh(checkpoint: Checkpoint) -> Mesh | None:
@@ -269,14 +277,15 @@ def look_at_model(
         UnreadableError: The config cannot be read at all.
         RefusedConfigError: Nothing may be built of it.
     """
-    job = Look(
-        config=os.path.abspath(model),
-        checkpoint=None if checkpoint is None else os.path.abspath(checkpoint),
-        mesh=mesh,
-        cuts=tuple(map(os.path.abspath, cuts)),
-    )
     try:
-        with Child(COMPARE, job, ModelView, does="describes the model", walled=True) as child:
+        with ExitStack() as stack:
+            job = Look(
+                config=absolute(stack.enter_context(skeleton(model))),
+                checkpoint=None if checkpoint is None else absolute(stack.enter_context(skeleton(checkpoint))),
+                mesh=mesh,
+                cuts=tuple(map(os.path.abspath, cuts)),
+            )
+            child = stack.enter_context(Child(COMPARE, job, ModelView, does="describes the model", walled=True))
             view = child.result()
     except (UnreadableError, RefusedConfigError):
         raise

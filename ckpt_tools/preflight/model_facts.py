@@ -14,7 +14,7 @@ from types import MappingProxyType
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, config_beside, config_path
-from ckpt_tools.storage.source import LocalSource
+from ckpt_tools.remote.places import absolute, open_source
 from ckpt_tools.walls import check_config
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -129,8 +129,8 @@ def checked_config(model: str) -> ModelConfig:
         UnreadableError: No config.json, or it is not a JSON object.
         RefusedConfigError: Nothing may be built of it.
     """
-    directory, name = os.path.split(config_path(os.path.abspath(model)))
-    with LocalSource(directory) as source:
+    directory, name = os.path.split(config_path(absolute(model)))
+    with open_source(directory) as source:
         config = config_beside(source, name)
     if config is None:
         hint = "pass the directory that the model was downloaded to"

@@ -121,3 +121,18 @@ def describe_spec(spec: ParallelSpec) -> str:
         rank = "" if spec.adapter.rank is None else f" r{spec.adapter.rank}"
         parts.append(f"{escape_name(spec.adapter.kind)}{rank}" + (f" on {spec.quantize}" if spec.quantize else ""))
     return ", ".join(parts)
+
+
+def describe_verdict(report: PreflightReport) -> str:
+    """Return what the report comes to, in a line."""
+    errors = sum(finding.severity == "error" for finding in report.findings)
+    warnings = sum(finding.severity == "warning" for finding in report.findings)
+    counted = f"{warnings} warning" + ("s" if warnings != 1 else "")
+    if report.failed:
+        return f"NOT ok: {errors} error" + ("s" if errors != 1 else "") + f", {counted}"
+    if not report.was_read:
+        return f"NOT CHECKED: {next(text for text in report.not_checked if text.startswith('the config: '))}"
+    skipped = [check.name for check in report.checks if check.ok is None]
+    made = ", ".join(check.name for check in report.checks if check.ok)
+    left = f"; not checked: {', '.join(skipped)}" if skipped else ""
+    return f"ok: {made}; {counted}{left}"

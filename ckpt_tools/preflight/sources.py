@@ -9,6 +9,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.models.config import CONFIG_NAME, component_of, config_path, read_config
 from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.remote.places import exists, is_directory, is_file, open_source
 from ckpt_tools.text import escape_name
 
 
@@ -37,7 +38,7 @@ def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, che
         UsageError: What was passed is not there, or is no model.
         UnreadableError: The model's config.json is not a JSON object.
     """
-    if checkpoint is not None and not os.path.lexists(checkpoint):
+    if checkpoint is not None and not exists(checkpoint):
         raise UsageError("there is no such checkpoint", where=checkpoint, hint="--checkpoint takes a path")
     missing: list[str] = []
     directory = _component(_find_model(spec, config_path, model, missing), missing)
@@ -64,7 +65,7 @@ def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, che
 
 def _find_model(spec: ParallelSpec, config_path: str, model: str | None, missing: list[str]) -> str | None:
     if model is not None:
-        if not os.path.exists(model):
+        if not exists(model):
             raise UsageError("there is no such model", where=model, hint="--model takes a directory")
         return model
     if spec.model is None:
@@ -116,7 +117,7 @@ def _described(directory: str, missing: list[str], *, passed: bool) -> str | Non
     """Return `directory` when its config.json describes a transformers model; say what it is otherwise."""
     path = config_path(directory)
     where = escape_name(directory)
-    if not os.path.isfile(path) or not path.endswith(".json"):
+    if not is_file(path) or not path.endswith(".json"):
         if passed:
             raise UsageError(
                 "there is no config.json of a model",
@@ -132,6 +133,8 @@ def _described(directory: str, missing: list[str], *, passed: bool) -> str | Non
 
 
 def _has_weights(directory: str) -> bool:
-    if not os.path.isdir(directory):
+    if not is_directory(directory):
         return False
-    return any(is_weights(name) and name.endswith((".safetensors", ".metadata")) for name in os.listdir(directory))
+    with open_source(directory) as source:
+        names = source.list_files(max_depth=0)
+    return any(is_weights(name) and name.endswith((".safetensors", ".metadata")) for name in names)

@@ -67,9 +67,11 @@ _lock = threading.Lock()
 
 def is_hub_url(path: str) -> bool:
     """Is a web address one of the hub's pages of a repository, or of a file in one?"""
-    parts = urlsplit(path)
-    hosts = {*_HOSTS, (urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname or "").lower()} - {""}
-    return (parts.hostname or "").lower() in hosts
+    try:
+        own, host = urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc, urlsplit(path).netloc
+    except ValueError:
+        return False
+    return host.lower() in {*_HOSTS, own.lower()} - {""}
 
 
 def parse(path: str) -> Address:

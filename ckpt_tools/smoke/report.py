@@ -12,6 +12,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.processes.journal import RankLog
 from ckpt_tools.processes.ranks import Outcome
 from ckpt_tools.smoke.causes import causes, of_ranks
+from ckpt_tools.units import format_size
 
 if TYPE_CHECKING:
     from ckpt_tools.smoke.setting import Setting
@@ -239,3 +240,32 @@ def _phase(name: str, logs: Mapping[int, RankLog]) -> PhaseResult:
     if not ok and len(done) < begun and not any(not event.ok for event in done):
         what = f"{begun - len(done)} of {len(logs)} ranks did not end it"
     return PhaseResult(name=name, ok=ok, seconds=round(seconds, 3), what=what)
+
+
+def describe_compared(report: SmokeReport, other: OtherStrategy) -> str:
+    """Return one line: the largest memory of a rank, and a step on rank 0, of both strategies."""
+    parts = []
+    for name in ("params", "grads", "optimizer"):
+        own, full = (max((getattr(rank, name) for rank in ranks), default=0) for ranks in (report.memory, other.memory))
+        parts.append(f"{name} {format_size(own)} / {format_size(full)}")
+    if report.step_seconds is not None and other.step_seconds is not None:
+        parts.append(f"a step {report.step_seconds:.3f} s / {other.step_seconds:.3f} s here")
+    failed = "" if other.ok else f" ({other.strategy} NOT ok)"
+    return f"{report.strategy} / {other.strategy}, per rank: {', '.join(parts)}{failed}"
+
+
+def describe_verdict(report: SmokeReport) -> str:
+    """Return what the report comes to, in a line."""
+    if not report.ok:
+        codes = dict.fromkeys(finding.code for finding in report.findings if finding.severity == "error")
+        return f"NOT ok: {', '.join(report.failed or codes)}"
+    parts = []
+    if report.max_grad_error is not None:
+        exact = report.max_grad_error == 0
+        parts.append("gradients " + ("bitwise the reference's" if exact else f"within {report.max_grad_error:.1e}"))
+    parts += [
+        f"reload on {result.mesh}{' bitwise' if result.bitwise else ''}"
+        for result in (report.reload_same_world, report.reload_other_world)
+        if isinstance(result, ReloadResult)
+    ]
+    return "ok: " + "; ".join(parts)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -15,11 +16,13 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.skeleton import skeleton
 from ckpt_tools.models.config import component_of
 from ckpt_tools.options import AnyPath
 from ckpt_tools.processes.child import Child
 from ckpt_tools.processes.journal import events_path, read_events
 from ckpt_tools.processes.ranks import Outcome
+from ckpt_tools.remote.places import is_remote, open_place
 from ckpt_tools.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, OnPhase, tell
 from ckpt_tools.smoke.options import SmokeOptions, absolute
 from ckpt_tools.smoke.report import OtherStrategy, PhaseResult, SmokeReport, assemble
@@ -61,8 +64,39 @@ def run_smoke(
     refuse_older("torch", "smoke")
     source, model = map(_component, (options.source, options.model))
     options = replace(options, source=source, model=model)
-    label = options.label
-    options = replace(options, source=absolute(source), model=absolute(model))
+    with ExitStack() as stack:
+        here, notes = _bring_here(options, stack)
+        report = _run(here, options.label, on_phase, on_abandoned)
+    return replace(report, notes=(*report.notes, *notes)) if notes else report
+
+
+def _bring_here(options: SmokeOptions, stack: ExitStack) -> tuple[SmokeOptions, list[str]]:
+    """Return the options with paths of this machine alone: the ranks have no network; and what was copied, if any."""
+    source, model = (None if path is None else os.fspath(path) for path in (options.source, options.model))
+    notes = []
+    if source is not None and is_remote(source):
+        place, file = open_place(source)
+        with place:
+            nbytes = sum(place.list_files().values()) if file is None else place.size(file)
+        if nbytes > DATA_LIMIT_BYTES:
+            raise UsageError(
+                f"{format_size(nbytes)} on another machine: smoke copies at most {format_size(DATA_LIMIT_BYTES)}",
+                where=source,
+                hint=f"download it first (hf download), or try random weights: ckpt smoke --model {source}",
+            )
+        notes.append(f"{source} was copied to this machine for the run ({format_size(nbytes)})")
+        source = stack.enter_context(skeleton(source, whole=True))
+    if model is not None:
+        model = stack.enter_context(skeleton(model))
+    return replace(options, source=absolute(source), model=absolute(model)), notes
+
+
+def _run(
+    options: SmokeOptions,
+    label: str,
+    on_phase: OnPhase | None,
+    on_abandoned: Callable[[SmokeReport], None] | None,
+) -> SmokeReport:
     # Schedulers set RANK and WORLD_SIZE as well, for processes of which each may start ranks of its own.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if options.compare is not None:

@@ -82,7 +82,7 @@ def test_average_is_the_definition_bit_for_bit(tmp_path, three, options, steps) 
     assert result.bytes_read == 3 * sum(t.numel() * t.element_size() for t in models[0].values())
 
 
-def test_average_is_the_mean_and_torch_utilities_agree(tmp_path, three) -> None:
+def test_average_is_the_mean_and_torch_lerp_agrees(tmp_path, three) -> None:
     models, paths = three
     average(paths, str(tmp_path / "out"))
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -90,10 +90,9 @@ def test_average_is_the_mean_and_torch_utilities_agree(tmp_path, three) -> None:
     mean = torch.stack([m[name] for m in models]).mean(0)
     torch.testing.assert_close(found[name], mean, rtol=1e-14, atol=1e-14)
     name = "model.layers.0.mlp.up_proj.weight"
-    ema = torch.optim.swa_utils.get_ema_avg_fn(0.9)
     expected = models[0][name]
     for other in models[1:]:
-        expected = ema(expected, other[name], torch.tensor(1))
+        expected = torch.lerp(expected, other[name], 1 - 0.9)  # as torch.optim.swa_utils has it
     average(paths, str(tmp_path / "ema"), ema=0.9)
     torch.testing.assert_close(load_file(tmp_path / "ema" / "model.safetensors")[name], expected)
 
@@ -183,6 +182,13 @@ def test_wrong_options_are_refused(tmp_path, three, options, message) -> None:
     with pytest.raises(UsageError, match=message):
         average(three[1], str(tmp_path / "out"), **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_factors_of_adapters_are_a_warning(tmp_path) -> None:
+    names = [f"base_model.model.q_proj.lora_{x}.weight" for x in "AB"]
+    paths = [write(tmp_path / f"a{i}", {name: torch.randn(4, 4) for name in names}) for i in range(2)]
+    (warning,) = average(paths, str(tmp_path / "out")).warnings
+    assert "their product is not the average of the adapters" in warning
 
 
 def test_one_source_alone_or_twice_is_refused(tmp_path, three) -> None:

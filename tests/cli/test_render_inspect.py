@@ -6,10 +6,11 @@ from textwrap import dedent
 
 import pytest
 
-from ckpt_tools.cli.render_inspect import format_ranges, render
+from ckpt_tools.cli.render_inspect import render
 from ckpt_tools.cli.screen import Screen
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.folding import format_ranges
 from ckpt_tools.description.layout import Box, Layout, Mesh, Shard
 from ckpt_tools.description.summarise import overlay, summarise
 
@@ -77,10 +78,10 @@ def test_render_four_ranks_shows_header_ranks_modules_blobs(model: Checkpoint) -
 
         modules
           module                      tensors  elements     bytes  share
-          model.embed.weight                1       512  2.00 KiB  24.5%
-          model.layers.*.up.weight          3     3,072  6.00 KiB  73.6%
-          model.layers.*.norm.weight        3        48      96 B   1.1%
-          model.norm.weight                 1        16      64 B   0.8%
+          model.embed.weight                1       512  2.00 KiB  24.5%  ████████
+          model.layers.*.up.weight          3     3,072  6.00 KiB  73.6%  ████████████████████████
+          model.layers.*.norm.weight        3        48      96 B   1.1%  ▍
+          model.norm.weight                 1        16      64 B   0.8%  ▎
 
         blobs: 1
           name  bytes  file
@@ -106,12 +107,18 @@ def test_render_plain_model_shows_files(model: Checkpoint) -> None:
 
         modules
           module                      tensors  elements     bytes  share
-          model.embed.weight                1       512  2.00 KiB  24.5%
-          model.layers.*.up.weight          3     3,072  6.00 KiB  73.6%
-          model.layers.*.norm.weight        3        48      96 B   1.1%
-          model.norm.weight                 1        16      64 B   0.8%
+          model.embed.weight                1       512  2.00 KiB  24.5%  ████████
+          model.layers.*.up.weight          3     3,072  6.00 KiB  73.6%  ████████████████████████
+          model.layers.*.norm.weight        3        48      96 B   1.1%  ▍
+          model.norm.weight                 1        16      64 B   0.8%  ▎
         """
     )
+
+
+@pytest.mark.parametrize(("width", "bar"), [(84, "  " + "█" * 18), (75, "")], ids=["room", "no room"])
+def test_render_modules_bars_take_the_room_that_is_left(model: Checkpoint, width: int, bar: str) -> None:
+    row = next(line for line in _drawn(model, width=width).splitlines() if "up.weight" in line)
+    assert row == f"  model.layers.*.up.weight          3     3,072  6.00 KiB  73.6%{bar}"
 
 
 def test_render_by_module_maps_ranks_and_folds_equal_layers(model: Checkpoint) -> None:

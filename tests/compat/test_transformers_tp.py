@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from forked import forked_children
 from fsdp2.ranks import run_ranks
 from names import zoo
 from names.test_zoo_ranks import inputs_of
@@ -115,11 +116,16 @@ def sharded(name, config, directory, options):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     model.save_pretrained(directory / "hub")
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as said, forked_children():
         assert main(["shard", str(directory / "hub"), str(directory / "run/start"), "-q", *options]) == 0, (
             said.getvalue()
         )
     return said.getvalue()
+
+
+def shard_alone(rank, world_size, name, directory):
+    config = merged(zoo.small_config(name), _CHANGES.get(name, {}))
+    return sharded(name, config, directory, ["--mesh", "tp=2", "--tp-plan", "auto"])
 
 
 def walk(rank, world_size, name, directory, sizes, options, changes):
@@ -218,7 +224,7 @@ def test_experts_in_one_run_are_saved_and_come_back(tmp_path):
     ],
 )
 def test_tensors_that_transformers_cuts_before_it_joins_them_are_warned_of(name, what, tmp_path):
-    said = sharded(name, zoo.small_config(name), tmp_path, ["--mesh", "tp=2", "--tp-plan", "auto"])
+    (said,) = run_ranks(1, shard_alone, name, tmp_path, backend=None)
     assert "from_pretrained" in said
     assert f"joins or splits {what}" in said
 
@@ -254,8 +260,7 @@ def test_models_under_torchrun_with_tp_plan_auto_read_what_shard_wrote(tmp_path,
     if not request.config.getoption("--zoo"):
         pytest.skip("the same models are under run_ranks, above (bin/test --zoo)")
     for name in names:
-        config = merged(zoo.small_config(name), _CHANGES.get(name, {}))
-        sharded(name, config, tmp_path / name, ["--mesh", "tp=2", "--tp-plan", "auto"])
+        run_ranks(1, shard_alone, name, tmp_path / name, backend=None)
     script = tmp_path / "read.py"
     script.write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

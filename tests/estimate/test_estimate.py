@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import toys
 from estimate.steps import CONFIG
+from forked import call, main as main_forked
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
@@ -94,7 +95,7 @@ def test_nothing_fits_exits_3_and_the_advice_fits_when_followed(tmp_path, capsys
     # What the device needs for itself is 1128 MiB; that leaves 12 MiB for a model that takes 20.
     limit = "1142MiB"
     shape = ["--mesh", "dp_shard=2", "--seq-len", "256", "--batch-size", "2", "--gpu-memory", limit, "--json"]
-    assert main(["estimate", str(model), *shape]) == 3
+    assert main_forked(["estimate", str(model), *shape]) == 3
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
     assert found["advice"] == found["proposals"][-1]
@@ -102,7 +103,7 @@ def test_nothing_fits_exits_3_and_the_advice_fits_when_followed(tmp_path, capsys
     words = found["advice"]["what"].split()
     changed = {word for word in words if word.startswith("--")}
     kept = [part for i in range(0, 8, 2) if shape[i] not in changed for part in shape[i : i + 2]]
-    assert main(["estimate", str(model), *kept, *words, "--json"]) == 0
+    assert main_forked(["estimate", str(model), *kept, *words, "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["fits"] is True
     assert again["strategies"][0]["needed"] == found["advice"]["needed"]
@@ -150,18 +151,18 @@ def test_weights_without_config_are_answered_from_their_headers(tmp_path):
     for number in range(3):
         shapes |= {f"layers.{number}.up.weight": (256, 64), f"layers.{number}.down.weight": (64, 256)}
     write_weights(tmp_path / "model.safetensors", shapes)
-    found = api.estimate(tmp_path / "model.safetensors")
+    found = call(api.estimate, tmp_path / "model.safetensors")
     assert found.params == 100 * 64 + 3 * 2 * 256 * 64
     assert found.cases[0].tracked is None
     (tmp_path / "config.json").write_text('{"_class_name": "SomeTransformer2DModel"}')  # one of diffusers
-    assert api.estimate(tmp_path).params == found.params
+    assert call(api.estimate, tmp_path).params == found.params
 
 
 @pytest.mark.full
 def test_model_that_cannot_run_without_data_falls_back_and_says_why(tmp_path):
     config = toys.config_of("llava", architectures=["LlavaForConditionalGeneration"])
     model = write(tmp_path / "llava", json.loads(config.to_json_string(use_diff=False)))
-    found = api.estimate(model, mesh="dp_shard=2", seq_len=64)
+    found = call(api.estimate, model, mesh="dp_shard=2", seq_len=64)
     (case,) = found.cases
     assert case.tracked is None
     assert "cannot run without data" in case.why_not_tracked
@@ -192,7 +193,7 @@ def test_old_torch_is_named_as_the_reason():
 def test_config_that_builds_nothing_is_an_error(tmp_path, config, error, what):
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(error, match=what) as caught:
-        api.estimate(tmp_path)
+        call(api.estimate, tmp_path)
     assert "--factory" not in (caught.value.hint or ""), "an option of another command"
     assert not getattr(caught.value, "__notes__", []), "a traceback of the child"
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -92,16 +93,16 @@ def test_names_hub_keeps_those_of_the_file(experts, tmp_path) -> None:
 @pytest.mark.full
 def test_layout_that_inspect_shows_is_the_one_that_shard_writes(experts, tmp_path, capsys) -> None:
     options = ["--mesh", "tp=2", "--tp-plan", "auto"]
-    assert main(["shard", str(experts / "hub"), str(tmp_path / "dcp"), *options]) == 0
+    assert forked.main(["shard", str(experts / "hub"), str(tmp_path / "dcp"), *options]) == 0
     assert "packed tensors (model.layers.0.mlp.experts.gate_up_proj, model.layers.1" in capsys.readouterr().err
     shown = []
     for argv in ([str(experts / "hub"), *options], [str(tmp_path / "dcp")]):
-        assert main(["inspect", *argv, "--tensors", "--json"]) == 0
+        assert forked.main(["inspect", *argv, "--tensors", "--json"]) == 0
         tensors = json.loads(capsys.readouterr().out)["tensors"]
         shown.append({one["fqn"]: {(*chunk["offsets"], *chunk["sizes"]) for chunk in one["chunks"]} for one in tensors})
     assert shown[0] == shown[1]
     # The way out for names that are not those of the plan.
-    assert main(["shard", str(experts / "hub"), str(tmp_path / "other"), *options, "--names", "hub"]) == 2
+    assert forked.main(["shard", str(experts / "hub"), str(tmp_path / "other"), *options, "--names", "hub"]) == 2
     assert "names of the live model" in capsys.readouterr().err
 
 

@@ -60,17 +60,7 @@ def test_plan_from_rows_to_columns_names_every_copy() -> None:
     assert left.offset == 64 + frame.payload_offset
     assert right.offset == frame.payload_offset
     assert other.nbytes == frame.nbytes
-    assert (one.sources, other.sources) == (("a", "b"), ("a", "b"))
     assert all(copy.offset % 64 == 0 for copy in (left, right, scalar))
-
-
-def test_plan_for_one_rank_of_rows_needs_one_source_file() -> None:
-    source = _source()
-    mesh = Mesh((("dp_shard", 2),))
-    cells = {e.fqn: cut_tensor(e.shape, mesh, {"dp_shard": Shard(0)} if e.shape else {}).cells for e in source.tensors}
-    first, second = plan_copies(source, dcp_placing.place(source.tensors, cells))
-    assert first.sources == ("a",)
-    assert second.sources == ("b",)
 
 
 def test_plan_for_safetensors_begins_behind_the_header() -> None:
@@ -102,7 +92,7 @@ def test_plan_groups_copies_by_tensor() -> None:
 def test_plan_of_assets_copies_them_whole() -> None:
     asset = Asset(file="sub/config.json", nbytes=7)
     (file,) = plan_assets([asset])
-    assert (file.file, file.nbytes, file.sources) == ("sub/config.json", 7, ("sub/config.json",))
+    assert (file.file, file.nbytes) == ("sub/config.json", 7)
     assert file.copies[0].source.fqn == asset_name(asset)
 
 

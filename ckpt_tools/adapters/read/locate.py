@@ -6,10 +6,11 @@ import os
 import re
 from dataclasses import dataclass
 
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, ALL_NAMES, TRAINER_NAMES
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, ALL_NAMES, TRAINER_NAMES, is_there
 from ckpt_tools.errors import StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.steps import ROLES, is_model_part
+from ckpt_tools.remote.places import absolute, is_directory, is_remote, open_place, open_source, scheme_of
 from ckpt_tools.text import first_few
 
 PEFT_FILE = "adapter_model.safetensors"
@@ -42,13 +43,14 @@ def locate(path: str, adapter_name: str | None) -> Location:
         UnreadableError: No adapter in a form that ckpt reads; the hint names the way out.
         UsageError: Several, and no name that chooses.
     """
-    if not os.path.isdir(path):
-        directory = os.path.dirname(os.path.abspath(path))
+    path = _with_neighbours(path)
+    if not is_directory(path):
+        directory = os.path.dirname(absolute(path))
         return Location(path=path, sidecars=_beside(directory, path))
     files, directories = list_directory(path)
     if METADATA_NAME in files:
         return Location(path=path, sidecars=_around_dcp(path))
-    held = sorted(name for name in directories if os.path.lexists(os.path.join(path, name, PEFT_FILE)))
+    held = sorted(name for name in directories if is_there(os.path.join(path, name, PEFT_FILE)))
     if adapter_name in held:  # PEFT puts each into a directory of its own, and "default" beside these
         chosen = os.path.join(path, str(adapter_name))
         return Location(path=os.path.join(chosen, PEFT_FILE), sidecars=_beside(chosen, PEFT_FILE), took_adapter=True)
@@ -91,6 +93,23 @@ def locate(path: str, adapter_name: str | None) -> Location:
     return Location(path=path, sidecars=_beside(path, ""))
 
 
+def _with_neighbours(path: str) -> str:
+    """Return `path`, a page of the hub by its address there; refuse a place in which nothing beside it is found.
+
+    Raises:
+        UsageError: A web server, which does not list what stands beside an adapter.
+    """
+    if not is_remote(path):
+        return path
+    source, file = open_place(path)
+    with source:
+        root = source.root
+    if scheme_of(root) in ("http", "https"):
+        what = "what belongs to an adapter stands beside it, and a web server does not list its files"
+        raise UsageError(what, where=path, hint="download the adapter with its adapter_config.json")
+    return root if file is None else os.path.join(root, file)
+
+
 def list_directory(path: str) -> tuple[set[str], set[str]]:
     """Return the names of files and of directories.
 
@@ -99,6 +118,12 @@ def list_directory(path: str) -> tuple[set[str], set[str]]:
     """
     files: set[str] = set()
     directories: set[str] = set()
+    if is_remote(path):
+        with open_source(path) as source:
+            for name in source.list_files():
+                first, slash, _ = name.partition("/")
+                (directories if slash else files).add(first)
+        return files, directories
     try:
         with os.scandir(path) as entries:
             for entry in entries:
@@ -111,15 +136,15 @@ def list_directory(path: str) -> tuple[set[str], set[str]]:
 def _beside(directory: str, file: str) -> tuple[tuple[str, frozenset[str]], ...]:
     """PEFT's configuration belongs to PEFT's file; trainers put theirs a level up as well."""
     names = ALL_NAMES
-    if file and os.path.basename(file) != PEFT_FILE and os.path.lexists(os.path.join(directory, PEFT_FILE)):
+    if file and os.path.basename(file) != PEFT_FILE and is_there(os.path.join(directory, PEFT_FILE)):
         names = TRAINER_NAMES  # somebody else's configuration
-    parent = os.path.dirname(os.path.abspath(directory))
+    parent = os.path.dirname(absolute(directory))
     return (directory, names), (parent, frozenset({"lora_train_meta.json"}))
 
 
 def _around_dcp(path: str) -> tuple[tuple[str, frozenset[str]], ...]:
     """Trainers put PEFT's configuration beside the DCP directory that holds the model."""
-    path = os.path.abspath(path)
+    path = absolute(path)
     parent = os.path.dirname(path)
     above = ALL_NAMES if is_model_part(os.path.basename(path)) else frozenset({"lora_train_meta.json"})
     return (path, ALL_NAMES), (parent, above)

@@ -17,7 +17,8 @@ from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.opening import Opened, read_document
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.placement.plain_yaml import load_yaml
-from ckpt_tools.storage.source import LocalSource, Source
+from ckpt_tools.remote.places import is_directory, is_file, is_remote, open_source
+from ckpt_tools.storage.source import Source
 
 ADAPTER_CONFIG = "adapter_config.json"
 DIFFUSERS_KEY = "lora_adapter_metadata"
@@ -78,6 +79,18 @@ def base_config(base: Opened) -> Mapping[str, object]:
     return config_in(base.source).values
 
 
+def is_there(path: str) -> bool:
+    """Is there a file, or on this machine anything of that name?"""
+    return is_file(path) if is_remote(path) else os.path.lexists(path)
+
+
+def _is_directory(path: str) -> bool:
+    try:
+        return is_directory(path)
+    except UsageError:  # above a repository
+        return False
+
+
 def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: Mapping[str, str]) -> Sidecars:
     """Collect what is known beyond the tensors: by the names that are meant in each directory, the nearest first.
 
@@ -92,10 +105,10 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
     if DORA_SCALE in metadata:
         peft[DORA_SCALE] = Sourced(metadata[DORA_SCALE], f"header {DORA_SCALE}")
     for directory, names in directories:
-        if not os.path.isdir(directory):
+        if not _is_directory(directory):
             continue
-        with LocalSource(directory) as source:
-            there = {name for name in names if os.path.lexists(os.path.join(directory, name))}
+        with open_source(directory) as source:
+            there = {name for name in names if is_there(os.path.join(directory, name))}
             if ADAPTER_CONFIG in there:
                 for key, value in read_json(source, ADAPTER_CONFIG).items():
                     peft.setdefault(key, Sourced(value, ADAPTER_CONFIG))

@@ -1,4 +1,4 @@
-"""`ckpt merge-lora`."""
+"""`ckpt merge-lora`, `average`, `extract` and `rename`: what is written anew in one run."""
 
 from __future__ import annotations
 

@@ -1,0 +1,133 @@
+"""The pages of `verify` and `diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckpt_tools.checks.diff import Change, Difference
+from ckpt_tools.checks.verify import Verification
+from ckpt_tools.report.page import Facts, Mood, Page, Part, Section, Table
+from ckpt_tools.report.parts import (
+    MAX_ROWS,
+    Sized,
+    by_layer,
+    count,
+    findings_section,
+    mood_of,
+    notes_section,
+)
+from ckpt_tools.units import format_size
+
+_LEVELS = {
+    "structure": "structure: headers alone, no data was read",
+    "data": "data: headers and bytes",
+    "values": "values: headers, bytes, and what the numbers are like",
+}
+
+
+def verify_page(result: Verification, source: str) -> Page:
+    """Return the page of a verification."""
+    facts = Facts(
+        rows=[
+            ("level", _LEVELS[result.level]),
+            ("tensors", f"{result.tensors:,}"),
+            ("chunks", f"{result.chunks:,}"),
+            ("data checked", format_size(result.nbytes) if result.level != "structure" else "none"),
+        ]
+    )
+    sections = [
+        Section(title="What was checked", parts=(facts,)),
+        *notes_section("Not checked", result.not_checked),
+        *findings_section(result.findings),
+    ]
+    damaged: dict[str, int] = {}
+    for finding in result.errors:
+        if finding.tensor is not None:
+            damaged[finding.tensor] = damaged.get(finding.tensor, 0) + 1
+    if damaged:
+        sizes = {fqn: Sized(value=float(number), text=f"{number:,}") for fqn, number in damaged.items()}
+        legend = (
+            "Empty: nothing wrong was found, or there is no such tensor. Findings about no single tensor are not here."
+        )
+        parts = by_layer(sizes, caption="Errors by layer and kind of weight", legend=legend)
+        sections.append(Section(title=f"Where: {count(len(damaged), 'tensor')}", parts=parts))
+    strange = {
+        fqn: Sized(value=float(counts.num_nan + counts.num_inf), text=f"{counts.num_nan + counts.num_inf:,}")
+        for fqn, counts in result.counts.items()
+        if not counts.is_finite
+    }
+    if strange:
+        caption = "NaN and infinite elements by layer and kind of weight"
+        parts = by_layer(strange, caption=caption, legend="Empty: every element is finite, or there is no such tensor.")
+        sections.append(Section(title="Where values are not finite", parts=parts))
+    warnings = len(result.findings) - len(result.errors)
+    others = f", {count(warnings, 'warning')}" if warnings else ""
+    if not result.ok:
+        verdict = f"NOT ok: {count(len(result.errors), 'error')}{others}"
+    else:
+        left = f"; not checked: {count(len(result.not_checked), 'thing')}, listed below" if result.not_checked else ""
+        verdict = f"ok at level {result.level}{others}{left}"
+    mood = mood_of(ok=result.ok, left=result.not_checked or result.level == "structure" or warnings)
+    return Page(command="verify", subject=source, sections=sections, mood=mood, verdict=verdict)
+
+
+def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms: Sequence[str] = ()) -> Page:
+    """Return the page of a comparison; `terms` are what limits it: tolerances, and names that were chosen."""
+    counts = {
+        "equal": difference.num_equal,
+        "changed": len(difference.changed),
+        "only in A": len(difference.only_in_a),
+        "only in B": len(difference.only_in_b),
+    }
+    compared = "names, shapes and dtypes; no data was read" if keys_only else "names, shapes, dtypes and every value"
+    rows = [("A", a), ("B", b), ("compared", compared), *((name, f"{number:,}") for name, number in counts.items())]
+    sections = [Section(title="What was compared", parts=(Facts(rows=rows),))]
+    sections += notes_section("On these terms", terms)
+    sections += notes_section("Not compared", difference.notes)
+    sections += _changed_sections(difference)
+    for name, fqns in (("A", difference.only_in_a), ("B", difference.only_in_b)):
+        if fqns:
+            only = [(fqn,) for fqn in fqns[:MAX_ROWS]]
+            left_out = len(fqns) - len(only)
+            table = Table(
+                caption=f"Tensors only in {name}", headers=("tensor",), rows=only, align="l", left_out=left_out
+            )
+            sections.append(Section(title=f"Only in {name}: {len(fqns):,}", parts=(table,)))
+    mood: Mood | None = None
+    if difference.equal:
+        mood = mood_of(ok=True, left=difference.notes or keys_only or terms)
+        verdict = "equal" + (" in names, shapes and dtypes; values were not compared" if keys_only else "")
+        verdict += f" ({'; '.join(terms)})" if terms else ""
+        verdict += "; some things were not compared, listed below" if difference.notes else ""
+    else:
+        verdict = ", ".join(f"{number:,} {name}" for name, number in counts.items())
+    return Page(command="diff", subject=f"{a} ↔ {b}", sections=sections, mood=mood, verdict=verdict)
+
+
+def _changed_sections(difference: Difference) -> Iterator[Section]:
+    changed = difference.changed
+    if not changed:
+        return
+    parts: list[Part] = []
+    sized = {change.fqn: _sized(change) for change in changed}
+    if any(change.relative is not None for change in changed):
+        parts += by_layer(
+            sized,
+            caption="Relative change |A − B| / |B| by layer and kind of weight",
+            legend="Colours are logarithmic. ≠: different without such a number. Empty: equal, or no such tensor.",
+        )
+    ordered = sorted(changed, key=lambda change: -sized[change.fqn].weight)
+    rows = [(change.fqn, sized[change.fqn].text, change.what) for change in ordered[:MAX_ROWS]]
+    table = Table(
+        caption=f"All {count(len(changed), 'changed tensor')}, the most changed first",
+        headers=("tensor", "relative", "what"),
+        rows=rows,
+        align="lrl",
+        left_out=len(changed) - len(rows),
+        is_folded=len(changed) > 20,
+    )
+    yield Section(title=f"Changed: {len(changed):,}", parts=[*parts, table])
+
+
+def _sized(change: Change) -> Sized:
+    return Sized(value=change.relative, text="≠" if change.relative is None else f"{change.relative:.1e}")
