@@ -183,9 +183,9 @@ def _compare_kinds(one: TensorEntry, other: TensorEntry) -> str | None:
 
 def _resolve(opened: Opened, entries: Mapping[str, TensorEntry], fqns: list[str]) -> dict[str, TensorEntry]:
     resolved = {}
-    for fqn in fqns:
-        check_complete(entries[fqn])
-        resolved[fqn] = replace(opened.resolve(entries[fqn]), fqn=fqn)
+    for fqn, entry in zip(fqns, opened.ahead(entries[fqn] for fqn in fqns), strict=True):
+        check_complete(entry)
+        resolved[fqn] = replace(opened.resolve(entry), fqn=fqn)
     return resolved
 
 

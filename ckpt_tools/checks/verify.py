@@ -14,7 +14,7 @@ from ckpt_tools.checks.trainer import check_trainer
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import MAX_ELEMS, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError, UnreachableError, UnreadableError
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.file_names import is_side_file, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME
@@ -204,7 +204,7 @@ def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint
     checkpoint = opened.checkpoint
     resolved = []
     sound = []
-    for entry in checkpoint.tensors:
+    for entry in opened.ahead(checkpoint.tensors):
         raw = _check_tensor(opened, entry, findings)
         resolved.append(raw or entry)
         if raw is not None:
@@ -284,6 +284,8 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
     span = chunk.span
     try:
         head = dcp.read_item(span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
+    except UnreachableError:
+        raise
     except CkptError as error:
         where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
         findings.append(Finding.error("bad-item", where, f"{name}: {error.what}", error.hint))
@@ -411,6 +413,8 @@ def _check_blob(opened: Opened, blob: BlobEntry, findings: list[Finding], *, con
     """Check an item as far as its zip tells; return whether that was all of it, or what is wrong has been said."""
     try:
         return dcp.check_blob(blob.span, opened.source, content=content)
+    except UnreachableError:
+        raise
     except CkptError as error:
         where = error.where or blob.span.file
         finding = Finding.error("damaged-item", where, f"item {blob.fqn!r}: {error.what}", error.hint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from ckpt_tools.conversions.commit import Place, add_progress, commit, is_right
-from ckpt_tools.conversions.finish import conversion, kept_or_discarded, recorded_apart
+from ckpt_tools.conversions.finish import carry_assets, conversion, kept_or_discarded, recorded_apart
 from ckpt_tools.conversions.job import Conversion, Job, check_claims, fingerprint, rewrite_assets
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
@@ -46,6 +46,8 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
             sink.join(place.fingerprint, part.count)
             if sink.found_other:
                 job.notes.append("removed what an interrupted run of one process had left")
+            if sink.goes_front_to_back and len(place.files) == 1 and place.shares[part.index]:
+                carry_assets(job, sink)  # the one file makes a checkpoint of them as soon as it is there
             read = _write_passes(job, plan, place, sink)
             return commit(job, place, sink, start, read=read)
     except DestinationExistsError:

@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.layout import Box
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreachableError
 from ckpt_tools.formats.digest import digest_block, digest_tensor
 from ckpt_tools.formats.share_record import TensorPart
 from ckpt_tools.formats.torch_zip import item_frame
@@ -181,7 +181,7 @@ class _Run:
         return edit_block(task.edit, block, content, task.dtype, buffers), reads, read
 
     def _report(self, task: Task, error: CkptError) -> None:
-        if self._on_damage is None:
+        if self._on_damage is None or isinstance(error, UnreachableError):
             raise error
         with self._lock:
             task.damaged = True

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -14,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from formats.saved import fake_rank, flat, read, save_ranks
+from fsdp2.ranks import execute, run_ranks
 from samples import files_of, small_blocks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -202,18 +200,8 @@ dist.destroy_process_group()
 
 def train(world: int, run: Path | None, start: Path | None, out: Path) -> list[float]:
     """Two steps on every rank; what rank 0 prints."""
-    stated = [str(path) if path is not None else "-" for path in (run, start)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _TRAIN, str(rank), str(world), *stated, str(out)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    told = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world
+    stated = [path if path is not None else "-" for path in (run, start)]
+    told = run_ranks(world, execute, _TRAIN, *stated, out, backend=None, timeout=120)
     return [float(line) for line in told[0].split()]
 
 

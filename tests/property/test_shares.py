@@ -219,6 +219,15 @@ def test_share_of_a_large_plan_is_planned_alone() -> None:
     assert [*some.chunks] == [*target.tensors[5].chunks[:2]]
 
 
+def test_a_share_reads_the_whole_of_its_blocks_from_pieces_that_it_does_not_write(tmp_path: Path) -> None:
+    """The block of a tensor in three pieces goes into two files: its owner needs the third piece as well."""
+    run = shard_model(tmp_path, "dp_shard=3")
+    api.reshard(run, tmp_path / "one", mesh="dp_shard=2")
+    published = [api.reshard(run, tmp_path / "two", mesh="dp_shard=2", part=f"{i}/2").published for i in range(2)]
+    assert published == [False, True]
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
+
+
 def test_parts_of_verify_and_diff_read_every_byte_once_and_claim_no_more(tmp_path: Path) -> None:
     run = shard_model(tmp_path, "dp_shard=3", TENSORS)
     whole = api.verify(run)
