@@ -7,12 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
+from ckpt_tools.api.parts import parse_part
 from ckpt_tools.checks import diff as diffing, verify as verifying
 from ckpt_tools.checks.diff import Difference
 from ckpt_tools.checks.step import Pair, pair_parts, verify_step
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.transform import select
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import OpenedStep, open_step
 from ckpt_tools.formats.steps import note_reading
@@ -33,6 +35,11 @@ from ckpt_tools.options import (
 )
 from ckpt_tools.text import escape_name
 
+CheckedPart = Annotated[
+    str | None,
+    Option("Read the bytes of one part of N of the tensors, from 0; nobody sums the parts up.", metavar="I/N"),
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
@@ -47,6 +54,7 @@ class VerifyOptions:
         Level,
         Option("What to check: structure, headers only; data, every byte; values, also NaN, Inf and all-zero weights."),
     ] = "data"
+    part: CheckedPart = None
     num_workers: NumWorkers = None
     format: From = None
     shapes_from: ShapesFrom = None
@@ -62,8 +70,13 @@ def verify(options: VerifyOptions) -> Verification:
     """
     level, against, progress = options.level, options.against, options.progress
     workers = options.num_workers or default_num_workers(options.source, options.against)
+    share = None if options.part is None else parse_part(options.part)
+    if share is not None and level == "structure":
+        raise UsageError("--part shares the bytes, and --level structure reads none", hint="leave out --part")
     with ExitStack() as stack:
         step = open_step(os.fspath(options.source)) if options.format is None else None
+        if step is not None and share is not None:
+            raise UsageError("--part takes a checkpoint, not a step", hint="name the directory of its model")
         if step is not None:
             return _verify_step(stack.enter_context(step), options)
         source, given = os.fspath(options.source), options.shapes_from
@@ -73,10 +86,12 @@ def verify(options: VerifyOptions) -> Verification:
         if reference is not None:
             total += opened.checkpoint.total_bytes + reference.checkpoint.total_bytes
         receiver = progress(total) if progress is not None and total else None
-        result = verifying.verify(opened, level=level, num_workers=workers, progress=receiver)
+        result = verifying.verify(opened, level=level, num_workers=workers, progress=receiver, share=share)
         if reference is None or not result.ok:
             return result
-        difference = diffing.diff(opened, reference, names=options.names, num_workers=workers, progress=receiver)
+        difference = diffing.diff(
+            opened, reference, names=options.names, num_workers=workers, progress=receiver, share=share
+        )
         findings = _findings_of(difference, os.fspath(against or ""))
         return verifying.with_findings(result, findings, not_compared=difference.notes)
 
@@ -129,6 +144,7 @@ class DiffOptions:
     include: Include = ()
     exclude: Exclude = ()
     names: LibraryNames = "auto"
+    part: CheckedPart = None
     num_workers: NumWorkers = None
     progress: Progress = None
 
@@ -161,6 +177,7 @@ def diff(options: DiffOptions) -> Difference:
             names=options.names,
             num_workers=options.num_workers or default_num_workers(options.a, options.b),
             progress=progress(total) if progress is not None and not options.keys_only else None,
+            share=None if options.part is None else parse_part(options.part),
         )
         named = ((options.a, one.step), (options.b, other.step))
         notes = (f"{os.fspath(path)}: {note_reading(step)}" for path, step in named if step is not None)
