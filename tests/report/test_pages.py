@@ -83,7 +83,7 @@ def test_pages_keep_hostile_names_as_text_and_load_nothing(read, name):
     assert len(page.scripts) == (2 if name in ("inspect", "plain") else 1)
 
 
-@pytest.mark.parametrize("name", ["verify", "smoke", "preflight"])
+@pytest.mark.parametrize("name", ["verify", "stats", "smoke", "preflight"])
 def test_pages_say_every_finding_with_where_and_fix(read, name):
     for finding in results.FINDINGS:
         assert all(part in read[name].text for part in (finding.code, finding.where, finding.what, finding.hint))
@@ -214,6 +214,7 @@ def test_commands_write_reports_beside_what_they_print(tmp_path, capsys):
         ("inspect", model, "--mesh", "dp_shard=3"),
         ("verify", run),
         ("diff", model, run),
+        ("stats", model, "--against", run),
         ("estimate", *size, "--gpu-memory", "80GB"),
     )
     for argv in calls:
