@@ -24,13 +24,13 @@ from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.options import CheckOptions
 from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, list_directory
 from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, read_json
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, is_there, read_json
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
-from ckpt_tools.storage.source import LocalSource
+from ckpt_tools.remote.places import is_directory, open_source
 from ckpt_tools.text import first_few
 
 Verdict = Literal["loads", "fails", "unknown"]
@@ -260,15 +260,15 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
     files = tuple(opened.checkpoint.files)
     if opened.format.is_training or len(files) != 1:
         return None
-    directory = opened.source.root if os.path.isdir(opened.source.root) else os.path.dirname(opened.source.root)
-    names = set[str]().union(*list_directory(directory)) if os.path.isdir(path) else ()
+    directory = opened.source.root
+    names = set[str]().union(*list_directory(directory)) if is_directory(path) else ()
     return AdapterFile(
         file=os.path.basename(files[0]),
         tensors={entry.fqn: entry for entry in opened.checkpoint.tensors},
         metadata=opened.metadata,
         config=_config(directory),
         siblings=tuple(sorted(name for name in names if name.endswith(".safetensors") and name != files[0])),
-        is_named=not os.path.isdir(path),
+        is_named=not is_directory(path),
         architecture=family,
         base=None if base is None else base.shapes,
         base_class=None if base is None else base.class_name,
@@ -289,9 +289,9 @@ def _own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...
 
 
 def _config(directory: str) -> Mapping[str, object] | None:
-    if not os.path.lexists(os.path.join(directory, ADAPTER_CONFIG)):
+    if not is_there(os.path.join(directory, ADAPTER_CONFIG)):
         return None
-    with LocalSource(directory) as source:
+    with open_source(directory) as source:
         return read_json(source, ADAPTER_CONFIG)
 
 

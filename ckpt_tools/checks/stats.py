@@ -108,7 +108,8 @@ def stats(
         missed += [*ours.left_out, *side.left_out, *_beside(opened, named)]
     for entry in named.values():
         check_complete(entry)
-    entries = tuple(replace(opened.resolve(entry), fqn=fqn) for fqn, entry in named.items())
+    found = zip(named, opened.ahead(named.values()), strict=True)
+    entries = tuple(replace(opened.resolve(entry), fqn=fqn) for fqn, entry in found)
     checkpoint = replace(opened.checkpoint, tensors=entries)
     packed = {entry.fqn for entry in packed_tensors(checkpoint)}
     tallies = {e.fqn: Tally(e) for e in entries if measures(e.dtype) and e.fqn not in packed}

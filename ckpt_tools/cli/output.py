@@ -40,6 +40,11 @@ class Output:
     quiet: Annotated[bool, Option("Errors only.", short="-q", env=True)] = False
     verbose: Annotated[bool, Option("More detail; tracebacks of failures.", short="-v", env=True)] = False
 
+    storage: Annotated[
+        Sequence[str],
+        Option("Setting of object stores by obstore's name, e.g. region (repeatable).", metavar="KEY=VALUE"),
+    ] = ()
+
     @property
     def is_silent(self) -> bool:
         """Nothing is told on the way."""

@@ -52,7 +52,7 @@ def run(
         _only("only in SRC", result.only_in_source)
         _only("only in --against", result.only_in_other)
         state = "ok" if result.ok else "NOT ok"
-        stand_out = f"; {len(result.findings)} findings" if result.findings else "; nothing stands out"
+        stand_out = f"; findings: {len(result.findings)}" if result.findings else "; nothing stands out"
         size = format_size(result.nbytes)
         say(f"{call.shown('source')}: {state} ({len(result.tensors)} tensors, {size}{stand_out})")
     return 0 if result.ok else 3
@@ -98,7 +98,7 @@ def _figures(group: Sequence[TensorStats]) -> list[str]:
     """Return the cells of some tensors: what is usual of them, and what is the most of any."""
     zeros, elems = (sum(n) for n in zip(*((r.counts.num_zero, r.counts.num_elems) for r in group), strict=True))
     bad = sum(row.counts.num_nan + row.counts.num_inf for row in group)
-    share = f"{100 * zeros / elems:.2g}%" if zeros else ""
+    share = f"{100 * zeros / elems:.3g}%" if zeros else ""
     found = [row.moments for row in group if row.moments is not None]
     if not found:
         return ["", "", "", "", share, str(bad or "")]

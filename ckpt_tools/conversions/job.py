@@ -147,6 +147,11 @@ class Job:
         further = (replace(entries[fqn], fqn=alias, path=()) for alias, fqn in self.aliases.items())
         return replace(self.target, tensors=(*self.target.tensors, *further))
 
+    @property
+    def last_document(self) -> str | None:
+        """Name of the document that makes the rest a checkpoint, where the format has no marker: the index."""
+        return next((name for name in self.documents if name.endswith(".index.json")), None)
+
     def asset_bytes(self, asset: Asset) -> int:
         """Return the size of what is written for an asset."""
         return len(self.rewritten[asset.file]) if asset.file in self.rewritten else asset.nbytes

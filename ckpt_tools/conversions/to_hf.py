@@ -154,7 +154,9 @@ def gathering_job(
     warnings = differences(named, opened, beside, notes)
     if named.note:
         notes.append(named.note)
-    source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
+    source = replace(
+        named.checkpoint, tensors=tuple(map(opened.resolve, opened.ahead(named.checkpoint.tensors))), blobs=()
+    )
     target = cast_target(source, dtype, options.dtype_for)
     heads: dict[str, bytes]
     seals: dict[str, Seal] = {}
@@ -237,7 +239,7 @@ def _restore(
         documents[origin.index_name] = origin.index_text.encode()
     source = replace(
         model,
-        tensors=tuple(opened.resolve(entry) for entry in model.tensors if entry.fqn in wanted),
+        tensors=tuple(map(opened.resolve, opened.ahead(entry for entry in model.tensors if entry.fqn in wanted))),
         blobs=(),
     )
     return Job(

@@ -107,7 +107,11 @@ def renamed(opened: Opened, naming: Naming, *, reverse: bool) -> Named:
         if opened.format.loads_by_dcp and len(model.tensors) < len(opened.checkpoint.tensors):
             raise UsageError("only a model's weights can be named again", hint="--include chooses them: `ckpt extract`")
         change = name_hub if reverse else name_live
-        named = change(model, opened.own_assets, naming, opened.resolve)
+        try:
+            named = change(model, opened.own_assets, naming, opened.resolve)
+        except UsageError as error:
+            hint = "the map needs a line for every tensor; `drop NAME` keeps a name, and ** at its end is anything"
+            raise UsageError(error.what, where=error.where, hint=hint) from error
         named = replace(named, sources={new: names.get(old, old) for new, old in named.sources.items()})
         if reverse:
             check_left_out(named, model, opened)

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry, is_plain_path
 from ckpt_tools.description.layout import Box
@@ -172,7 +173,7 @@ class HfDirectory(Format):
                     where=index_name,
                     hint="download or copy the rest of the model",
                 )
-        opened = [read_file(source, name) for name in names]
+        opened = source.each(partial(read_file, source), names)
         opened += _without_tensors(source, {name: size for name, size in files.items() if name not in names})
         own = {*(file.name for file in opened), index_name, MANIFEST_NAME, JOURNAL_NAME}
         beside = [name for name in files if name not in own]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from ckpt_tools.errors import CkptError, LimitError, StorageError
@@ -23,7 +22,6 @@ _NOT_NEEDED = ("tokenizer.json", "vocab.json", "added_tokens.json")
 _MAX_COPIED_BYTES = 1 << 30
 """Of one file."""
 _BLOCK_BYTES = 4 << 20
-_AT_ONCE = 8
 
 
 @contextmanager
@@ -43,9 +41,7 @@ def skeleton(path: str, *, whole: bool = False) -> Iterator[str]:
     source, file = open_place(path)
     with source, tempfile.TemporaryDirectory(prefix="ckpt-remote-") as directory:
         files = source.list_files() if file is None else {file: source.size(file)}
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for _ in pool.map(lambda name: _copy(source, name, files[name], directory, whole=whole), files):
-                pass
+        source.each(lambda name: _copy(source, name, files[name], directory, whole=whole), list(files))
         lent = directory if file is None else os.path.join(directory, file)
         try:
             yield lent

@@ -67,8 +67,11 @@ _lock = threading.Lock()
 
 def is_hub_url(path: str) -> bool:
     """Is a web address one of the hub's pages of a repository, or of a file in one?"""
-    own = urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc
-    return urlsplit(path).netloc.lower() in {*_HOSTS, own.lower()} - {""}
+    try:
+        own, host = urlsplit(os.environ.get("HF_ENDPOINT", "")).netloc, urlsplit(path).netloc
+    except ValueError:
+        return False
+    return host.lower() in {*_HOSTS, own.lower()} - {""}
 
 
 def parse(path: str) -> Address:

@@ -118,7 +118,7 @@ def _unfinished(source: ObjectSource) -> UnreadableError:
         if (found := _RECORD.search(each.key)) is not None:
             there.add(int(found[1]))
             parts = int(found[2])
-    claimed = _read_json(source, CLAIM_NAME).get("parts")
+    claimed = _read_json(source, CLAIM_NAME).get("num_parts")
     parts = parts or (claimed if isinstance(claimed, int) else 0)
     ago = last.astimezone()
     when = f"{ago:%H:%M}" if ago.date() == datetime.now().astimezone().date() else f"{ago:%Y-%m-%d %H:%M}"

@@ -9,13 +9,15 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
+from ckpt_tools.remote.ahead import fetch_joined
 from ckpt_tools.remote.kept import Kept
-from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source, short_file
+from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source, T, short_file
 
 HEAD_BYTES = 1 << 20
 """The first GET of a file asks for so many: nearly every header fits. Reads as long as this are never kept."""
@@ -25,6 +27,8 @@ MAX_RUN_BYTES = 16 << 20
 """Most bytes that one request reads ahead."""
 MAX_KEPT_BYTES = 64 << 20
 """Of one source."""
+_AT_ONCE = 16
+"""Requests for what is fetched ahead of its use, and files that are begun at the same time."""
 _MAX_FOLLOWED = 256
 """Files whose sequence of reads is remembered."""
 
@@ -117,6 +121,11 @@ class RemoteSource(Source):
         self._used.add(file)
         return facts
 
+    def each(self, work: Callable[[str], T], files: Sequence[str]) -> list[T]:
+        """Return what `work` makes of every file, in order; it waits for several at a time."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(work, files))
+
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `file` that begin at `offset`; see `Source`."""
         facts = self._facts(file)
@@ -169,6 +178,15 @@ class RemoteSource(Source):
             sequence.nbytes += ahead - nbytes
             sequence.end = offset + ahead
             return ahead
+
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Fetch what is not kept, neighbours together and all at once; see `Source`."""
+        files = self.files()
+        known = (each for each in ranges if each[0] in files and 0 <= each[1] <= files[each[0]].nbytes - each[2])
+        with self._lock:
+            wanted = [each for each in known if len(self._kept.find(*each) or b"") < each[2]]
+        limits = {"max_gap": MAX_GAP_BYTES, "max_bytes": MAX_RUN_BYTES, "workers": _AT_ONCE}
+        fetch_joined(wanted, lambda file, start, run: self._fetch(file, files[file], start, run), self.keep, **limits)
 
     def keep(self, file: str, offset: int, run: bytes | bytearray) -> None:
         """Keep bytes of `file` that were fetched, for reads to come. They must not change any more."""

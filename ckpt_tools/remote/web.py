@@ -5,6 +5,7 @@ A token goes to its own host alone. What comes back is held against what was ask
 
 from __future__ import annotations
 
+import atexit
 import functools
 import ipaddress
 import re
@@ -46,7 +47,6 @@ _MAX_CONNECTS = 3
 """Tries to reach a server that does not even take the connection."""
 _MAX_WHOLE_BYTES = 16 << 20
 """A file for whose part the server sends all of it may be as long."""
-_BLOCK_BYTES = 1 << 20
 _EXPIRED = (401, 403, 404, 410)
 """What the host of a redirect says when the address that it was given is no longer good."""
 _TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{6,}")
@@ -326,16 +326,18 @@ def _client(proxies: tuple[tuple[str, str], ...]) -> httpx2.Client:  # noqa: ARG
     import httpx2
 
     try:
-        return httpx2.Client(
+        client = httpx2.Client(
             follow_redirects=False,
             timeout=httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, pool=None),
             limits=httpx2.Limits(max_connections=64, max_keepalive_connections=32),
         )
+        atexit.register(client.close)
     except (ImportError, OSError, ValueError, ssl.SSLError) as error:
         raise StorageError(
             f"no connection can be set up: {scrub(str(error), None)}",
             hint="check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set",
         ) from None
+    return client
 
 
 def _next(url: str, start: str, location: str) -> str:
@@ -387,7 +389,7 @@ def _version(response: httpx2.Response) -> Mapping[str, object]:
 def _raw(response: httpx2.Response) -> Iterator[bytes]:
     if response.headers.get("Content-Encoding", "identity") != "identity":
         raise RefusalError(None, "a compressed answer that nobody asked for", is_lasting=True)
-    return response.iter_raw(_BLOCK_BYTES)
+    return response.iter_raw()  # as it comes: a chunk size would hold back what is lost when the connection breaks
 
 
 def _body(response: httpx2.Response, start: int, stop: int, nbytes: int) -> Iterator[memoryview]:

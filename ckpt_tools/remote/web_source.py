@@ -34,10 +34,13 @@ def open_place(path: str) -> tuple[Source, str | None]:
     """Open the file that a web address names, or the directory of the index that it names; see `places.open_place`."""
     if hub_source.is_hub_url(path):
         return hub_source.open_place(path)
-    parts = urlsplit(path)
+    try:
+        parts = urlsplit(path)
+    except ValueError:
+        raise UsageError("not a web address", where=path, hint="https://host/directory/model.safetensors") from None
     if not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment:
         what = "ckpt reads web addresses without a query, a name or a password, as it notes where its sources are"
-        shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
+        shown = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
         raise UsageError(what, where=shown, hint="download the file, and pass its path")
     root, _, quoted = path.rpartition("/")
     name = unquote(quoted)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError
 from ckpt_tools.storage import publish
 from ckpt_tools.storage.claim import NO_LOCKS, empty_directory, is_same, open_directory, read_claim, staging_path
 from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY, Claim
@@ -245,6 +245,24 @@ class SharedStaging(Staging, SharedSink):
             self._claim = self._parent = -1
             if not self.is_published:
                 publish.remove_empty(self._made)
+
+
+def under_way(destination: str) -> UnreadableError | None:
+    """Return what to say of a destination that does not exist, while several processes build it."""
+    directory = staging_path(destination)
+    try:
+        claim = read_claim(directory)
+        names = os.listdir(os.path.join(directory, SHARED_DIRECTORY)) if claim is not None else []
+    except (OSError, StorageError):
+        return None
+    if claim is None:
+        return None
+    done = len({name.split("-of-")[0] for name in names if name.startswith(RECORD_PREFIX)})
+    return UnreadableError(
+        f"no checkpoint: a write is not finished ({done} of {claim.describe()})",
+        where=destination,
+        hint=f"run the same command with --part I/{claim.num_parts} for those that are missing: any part names them",
+    )
 
 
 def tidy(destination: str) -> None:

@@ -13,12 +13,14 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Self, TypeVar
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError
 from ckpt_tools.storage import beneath
+
+T = TypeVar("T")
 
 MAX_OPEN_FILES = 256
 """Descriptors that one cache keeps open; least recently used ones are closed first."""
@@ -141,6 +143,12 @@ class Source(ABC):
     def close(self) -> None:
         """Free what it holds."""
 
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:  # noqa: B027 - nothing to do for most
+        """Be told of (file, offset, bytes) that will be read soon, each small; a remote source gets them at once.
+
+        What lies outside of its file is passed over: reading it says so.
+        """
+
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly the bytes [offset, offset + nbytes) of `file`."""
         size = self.size(file)
@@ -149,6 +157,10 @@ class Source(ABC):
         buffer = bytearray(nbytes)
         self.read_into(file, offset, memoryview(buffer))
         return bytes(buffer)
+
+    def each(self, work: Callable[[str], T], files: Sequence[str]) -> list[T]:
+        """Return what `work` makes of every file, in order; several at a time where it would mostly wait."""
+        return [work(file) for file in files]
 
     def label(self, file: str) -> str:
         """Return how messages name a file."""

@@ -1,15 +1,24 @@
-"""Stores that live as long as the session, and the settings that lead to them."""
+"""Stores that live as long as the session, the hub of tests/hub, and the settings that lead to them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+from hub.conftest import environment as environment, hub as hub, naps as naps, run as run
 from remote.fault_proxy import Proxy, fault_proxy
 from remote.servers import BUCKET, Server, rclone, seaweedfs
 
-from ckpt_tools.remote import store
+from ckpt_tools.remote import hub_source, store
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No branch is remembered from another test, and no cache of the user's is looked at."""
+    monkeypatch.setattr(hub_source, "_pinned", {})
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub-cache"))
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from ckpt_tools.remote.kept import Kept
 from ckpt_tools.remote.source import HEAD_BYTES, MAX_RUN_BYTES, RemoteFile, RemoteSource
 
 MIB = 1 << 20
+LONG = content(40 * MIB)
 
 
 class Memory(RemoteSource):
@@ -50,18 +51,18 @@ def test_large_read_goes_straight_and_takes_what_is_kept() -> None:
 
 
 def test_small_reads_in_a_row_are_joined_and_leaps_are_not() -> None:
-    source = Memory({"a": content(40 * MIB)})
+    source = Memory({"a": LONG})
     for offset in range(2 * MIB, 38 * MIB, 64 << 10):
         assert source.read("a", offset, 60 << 10) == source.contents["a"][offset : offset + (60 << 10)]
     assert len(source.asked) <= 14  # 576 reads
     assert max(nbytes for _, _, nbytes in source.asked) <= MAX_RUN_BYTES
     assert sum(nbytes for _, _, nbytes in source.asked) <= 38 * MIB
     for stop in range(3, 36, 3):  # whoever ends early has asked for less than twice what it took
-        source = Memory({"a": content(40 * MIB)})
+        source = Memory({"a": LONG})
         for offset in range(2 * MIB, stop * MIB, 64 << 10):
             source.read("a", offset, 64 << 10)
         assert sum(nbytes for _, _, nbytes in source.asked) <= 2 * (stop - 2) * MIB
-    source = Memory({"a": content(40 * MIB)})
+    source = Memory({"a": LONG})
     for offset in range(2 * MIB, 38 * MIB, 3 * MIB):
         source.read("a", offset, 100)
     assert sum(nbytes for _, _, nbytes in source.asked) == 12 * 100

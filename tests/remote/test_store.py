@@ -11,6 +11,7 @@ from remote.servers import SECRETS, Server
 
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.remote import store
+from ckpt_tools.remote.places import set_storage
 from ckpt_tools.remote.store import Bucket, ChangedObjectError, ExistingObjectError, MissingObjectError, split
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
@@ -119,11 +120,11 @@ def test_wrong_settings_are_told_without_their_values(seaweed: Server, use, monk
     with pytest.raises(CkptError, match="access denied: LIST") as caught:
         list(Bucket(root).list("x"))
     assert caught.value.hint == "the credentials come from AWS_ACCESS_KEY_ID (…LE7A)"
-    monkeypatch.setattr(store, "_options", {"nonsense": "secret-value-77"})
+    set_storage(["nonsense=secret-value-77"])
     with pytest.raises(UsageError, match="no option 'nonsense' for s3://") as caught:
         Bucket(root)
     assert "secret-value-77" not in str(caught.value)
-    monkeypatch.setattr(store, "_options", {})
+    set_storage([])
     use(seaweed, "http://127.0.0.1:1")
     monkeypatch.setattr(store, "_RETRIES", {"max_retries": 0})
     with pytest.raises(CkptError, match="no connection") as caught:

@@ -33,6 +33,7 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.processes.child import Child, Here
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.processes.ranks import Outcome, World
+from ckpt_tools.remote.places import is_remote
 
 _LAUNCH = "ckpt_tools.conversions.dtensor:launch"
 """What runs in the child."""
@@ -98,6 +99,7 @@ def torchrun_rank(mesh: Mesh) -> int | None:
 
 
 def _check_source(source: Checkpoint) -> None:
+    _check_local(source.root)
     if source.blobs:
         raise UsageError(
             f"{source.blobs[0].fqn!r} is not a tensor, and --engine dtensor copies tensors alone",
@@ -116,7 +118,14 @@ def _check_source(source: Checkpoint) -> None:
             raise UsageError(f"torch has no dtype for {entry.dtype.name}, the type of {entry.fqn!r}", where=source.root)
 
 
+def _check_local(path: str) -> None:
+    if is_remote(path):
+        what = "--engine dtensor reads and writes disks of this machine alone"
+        raise UsageError(what, where=path, hint="use --engine stream")
+
+
 def _check_destination(destination: str) -> None:
+    _check_local(destination)
     if os.path.lexists(destination) and not (os.path.isdir(destination) and not os.listdir(destination)):
         raise DestinationExistsError("the destination exists", where=destination, hint="choose another, or remove it")
 
