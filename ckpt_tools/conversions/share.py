@@ -113,7 +113,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
     todo = {
         number: files
         for number, files in enumerate(passes)
-        if not any(is_right(record, sink) and set(files) <= set(record.files) for record in records)
+        if not any(set(files) <= record.files.keys() and is_right(record, sink) for record in records)
     }
     if passes and not todo:
         job.notes.append(f"part {place.part} is there already: nothing was read")
@@ -133,7 +133,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             progress=progress,
             resumable=True,
             counting=True,
-            before={entry.fqn: boxes for entry in job.target.tensors if (boxes := boxes_before(entry, earlier))},
+            before={e.fqn: boxes for e in job.target.tensors if (boxes := boxes_before(e, earlier)) is not None},
         )
         apart = recorded_apart(job)[place.turn :: place.num_busy] if number == 0 else []
         whole = scan(apart, job.opened.source, num_workers=job.num_workers)

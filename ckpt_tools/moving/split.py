@@ -72,15 +72,12 @@ def _chunks_in(chunks: Sequence[Chunk], files: Collection[str]) -> Sequence[Chun
     return tuple(chunk for chunk in chunks if chunk.span.file in files)
 
 
-def boxes_before(target: TensorEntry, files: Collection[str]) -> tuple[Box, ...]:
-    """Return the boxes of a tensor in those `files`, where it has elements in more than one file; else none.
-
-    Most layouts hold every element once, and then nobody needs to know.
-    """
-    if isinstance(target.chunks, PlacedItems) or not files:
-        return ()
+def boxes_before(target: TensorEntry, files: Collection[str]) -> tuple[Box, ...] | None:
+    """Return the boxes of a tensor in those `files`; None where it has no element twice, and nobody needs to know."""
+    if isinstance(target.chunks, PlacedItems):
+        return None
     if sum(chunk.box.num_elems for chunk in target.chunks) <= target.num_elems:
-        return ()
+        return None
     return tuple(chunk.box for chunk in target.chunks if chunk.span.file in files)
 
 

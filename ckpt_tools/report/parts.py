@@ -53,8 +53,13 @@ class Sized:
     """What a tensor's cell shows."""
 
     value: float | None
-    """What its colour stands for, on a logarithmic scale; None where there is no number, which counts as the most."""
+    """What its colour stands for, on a logarithmic scale; what is no finite number counts as the most."""
     text: str
+
+    @property
+    def weight(self) -> float:
+        """The value, or infinity."""
+        return self.value if self.value is not None and math.isfinite(self.value) else math.inf
 
 
 def by_layer(tensors: Mapping[str, Sized], *, caption: str, legend: str) -> list[Part]:
@@ -85,16 +90,18 @@ def by_layer(tensors: Mapping[str, Sized], *, caption: str, legend: str) -> list
 
 def _heat_table(cells: Mapping[str, Mapping[str, Sequence[Sized]]], caption: str, legend: str) -> HeatTable:
     kinds = list(dict.fromkeys(kind for row in cells.values() for kind in row))
-    numbers = [each.value for row in cells.values() for found in row.values() for each in found if each.value]
+    numbers = [
+        each.weight for row in cells.values() for found in row.values() for each in found if 0 < each.weight < math.inf
+    ]
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
 
     def show(found: Sequence[Sized] | None) -> tuple[str, float] | None:
         if not found:
             return None
-        most = max(found, key=lambda each: math.inf if each.value is None else each.value)
+        most = max(found, key=lambda each: each.weight)
         heat = 1.0
-        if most.value is not None and high > low:
-            heat = 0.1 + 0.9 * math.log(max(most.value, low) / low) / math.log(high / low)
+        if most.weight < math.inf and high > low:
+            heat = 0.1 + 0.9 * math.log(max(most.weight, low) / low) / math.log(high / low)
         return most.text + (f" ({len(found)})" if len(found) > 1 else ""), heat
 
     shown, left = kinds[:_MAX_KINDS], max(0, len(kinds) - _MAX_KINDS)

@@ -133,6 +133,15 @@ class SharedSink(Sink):
         Each run has a record of its own: it is what a killed process costs, and what is held in memory at once.
         """
 
+    def preview(self, sizes: Sequence[int]) -> Sequence[str]:
+        """Say what writing files of these sizes would take, where that is worth knowing. Nothing is written.
+
+        Raises:
+            DestinationExistsError: It could not begin.
+        """
+        del sizes
+        return ()
+
     @abstractmethod
     def identity(self, file: str) -> Mapping[str, object] | None:
         """Return what tells a finished file from any other of its name, `nbytes` first; None when there is none."""

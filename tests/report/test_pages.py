@@ -133,6 +133,8 @@ def test_patterns_show_holes_copies_and_files_without_ranks():
     assert _pattern((0, *top), (1, *low))["ranks"] == encode_runs([0, 1])
     assert _pattern((0, *top), (7, *left), (9, (2, 2), (1, 2)))["boxes"][2] == (9, [2, 2], [1, 2])
     assert _pattern((0, *top), (1, *low), (5, *low))["copies"] == {1: [5]}
+    assert _pattern((0, (0, 0), (1, 4)), (4, (3, 0), (1, 4)))["ranks"] == encode_runs([0, -1, 4])
+    assert "boxes" in _pattern((0, (0, 0), (9, 4)))  # outside of the tensor
     assert _pattern((None, *top), (1, *low))["ranks"] == encode_runs([-2, 1])
     halves = [(0, (0, 0), (2, 2)), (1, (0, 2), (2, 2)), (2, (2, 0), (2, 2))]
     assert _pattern(*halves)["ranks"] == encode_runs([0, 1, 2, -1])
