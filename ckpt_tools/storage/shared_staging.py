@@ -47,12 +47,16 @@ class SharedStaging(Staging, SharedSink):
 
     # Joining
 
+    def find_claim(self) -> Claim | None:
+        """Return what is being built here."""
+        return read_claim(self.directory)
+
     def join(self, fingerprint: str, num_parts: int) -> None:
         """Take part; see `SharedSink`. What an interrupted run of one process had left is removed."""
         self._fingerprint = fingerprint
         deadline = time.monotonic() + _PATIENCE_S
         try:
-            while not self._try_to_join(Claim.new(fingerprint, num_parts)):
+            while not self._try_to_join(Claim.new(fingerprint, num_parts, self.command)):
                 if read_claim(self.directory) is None and time.monotonic() > deadline:
                     raise DestinationExistsError(
                         "another ckpt is writing to this destination",
