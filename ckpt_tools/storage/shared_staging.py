@@ -78,8 +78,9 @@ class SharedStaging(Staging, SharedSink):
         try:
             alone = _lock(descriptor, fcntl.LOCK_EX)
             if alone is not False and is_same(self.directory, descriptor) and read_claim(self.directory) is None:
-                if alone:
-                    self.found_other = bool(os.listdir(self.directory))
+                # Where locks do not reach other hosts, one of them may be making its claim at this moment.
+                if alone and {*os.listdir(self.directory)} - {SHARED_DIRECTORY}:
+                    self.found_other = True
                     empty_directory(self.directory)
                 self._put_claim(mine)
             # Another process may take it between the two locks: whoever does finds the claim.
