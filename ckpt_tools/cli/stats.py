@@ -11,6 +11,7 @@ from ckpt_tools.checks.stats import Stats, TensorStats, to_json
 from ckpt_tools.checks.updates import Update
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.moving.threads import one_thread_each
 from ckpt_tools.options import Option
@@ -26,11 +27,18 @@ def run(
     *,
     output: Output,
     tensors: Annotated[bool, Option("List every tensor (default: a line for the same weight of all layers).")] = False,
+    html: Html = None,
 ) -> int:
     """Measure, and print what stands out, then the figures."""
     one_thread_each()
-    with progress_of(output) as factory:
-        result = call(progress=factory)
+    source, against = str(call.given["source"]), call.given.get("against")
+    with report_to(html, "stats", source, output) as report:
+        with progress_of(output) as factory:
+            result = call(progress=factory)
+        if report is not None:
+            from ckpt_tools.report.stats_page import stats_page
+
+            report(stats_page(result, source, None if against is None else str(against)))
     if output.json:
         print_json(to_json(result))
         return 0 if result.ok else 3

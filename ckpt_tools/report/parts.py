@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.infer import block_of
 from ckpt_tools.report.page import FindingList, HeatTable, Mood, Notes, Part, Section, Table
@@ -18,7 +18,6 @@ MAX_ROWS = 500
 _MAX_LAYERS = 256
 _MAX_KINDS = 48
 _ORDER = {"error": 0, "warning": 1, "info": 2}
-_DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def count(number: int, noun: str) -> str:
@@ -75,7 +74,7 @@ def by_layer(tensors: Mapping[str, Sized], *, caption: str, legend: str) -> list
             others.append((fqn, sized.text))
             continue
         layer = f"{block[0]}.{block[1]}".removeprefix(".")
-        kind = _DIGITS.sub("*", fqn[len(layer) + 1 :]) or "(itself)"
+        kind = kind_of(fqn[len(layer) + 1 :]) or "(itself)"
         cells.setdefault(layer, {}).setdefault(kind, []).append(sized)
     parts: list[Part] = []
     if cells:
@@ -83,7 +82,7 @@ def by_layer(tensors: Mapping[str, Sized], *, caption: str, legend: str) -> list
     if others:
         others_shown, left_out = others[:MAX_ROWS], max(0, len(others) - MAX_ROWS)
         headers = ("tensor", "")
-        title = "Outside of layers"
+        title = f"{caption}: outside of layers"
         parts.append(Table(caption=title, headers=headers, rows=others_shown, align="lr", left_out=left_out))
     return parts
 

@@ -271,7 +271,7 @@
       table.append(make("tbody", {}, ...pattern.boxes.map(([rank, offsets, sizes]) => make("tr", {},
         make("th", { scope: "row", text: rank < 0 ? "not in the file's name" : String(rank) }),
         make("td", { text: `[${offsets.join(", ")}]` }), make("td", { text: `[${sizes.join(", ")}]` })))));
-      host.append(make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Chunks of ${name}` }, table));
+      host.append(make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": `Chunks of ${name}` }, table));
       return;
     }
     const starts = pattern.starts.map(expand), ranks = expand(pattern.ranks), copies = pattern.copies || {};
