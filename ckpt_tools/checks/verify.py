@@ -23,6 +23,7 @@ from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress, scan
 from ckpt_tools.moving.plan import asset_name, blob_name, copy_span
+from ckpt_tools.moving.split import Part, own_tensors
 from ckpt_tools.text import first_few
 
 Level = Literal["structure", "data", "values"]
@@ -54,6 +55,9 @@ class Verification:
     findings: tuple[Finding, ...]
     counts: Mapping[str, Counts] = field(default_factory=dict)
     """FQN → what the values are like, at level values; in a step with its part's directory before it."""
+    share: Part | None = None
+    """Whose tensors' bytes were read, where several processes check one checkpoint: what is right is no more than these
+    and the structure."""
 
     @property
     def not_checked(self) -> tuple[str, ...]:
@@ -71,8 +75,10 @@ class Verification:
         return not self.errors
 
 
-def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress | None = None) -> Verification:
-    """Check `opened` at `level`.
+def verify(
+    opened: Opened, *, level: Level, num_workers: int, progress: Progress | None = None, share: Part | None = None
+) -> Verification:
+    """Check `opened` at `level`; with a `share`, the bytes of its tensors (and the first one those of other files).
 
     Structure: every element in exactly one chunk, every span inside its file, the items' headers and the
     manifest as the metadata says, no unknown data files. Data: also every byte, against the CRC-32s and
@@ -89,10 +95,21 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
             unchecked.append(Unchecked(what=f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)"))
     else:
         damaged: set[str] = set()
-        outcome = _check_data(opened, checkpoint, sound, findings, damaged, level, num_workers, progress)
+        is_first = share is None or share.index == 0
+        if share is not None:
+            own = own_tensors(sound, share)
+            other = "" if is_first else ", and other files and items"
+            text = f"the bytes of {len(sound) - len(own)} of {len(sound)} tensors{other}: the other parts' (--part)"
+            unchecked.append(Unchecked(what=text))
+            sound = list(own)
+            names = {entry.fqn for entry in sound}
+            chosen = tuple(entry for entry in checkpoint.tensors if entry.fqn in names)
+            checkpoint = replace(checkpoint, tensors=chosen, blobs=checkpoint.blobs if is_first else ())
+        extra = opened if is_first else _without_files(opened)
+        outcome = _check_data(extra, checkpoint, sound, findings, damaged, level, num_workers, progress)
         nbytes = sum(entry.nbytes for entry in sound)
         unchecked += _unchecked_chunks(opened, checkpoint, outcome, damaged)
-        unchecked += _check_blobs(opened, findings)
+        unchecked += _check_blobs(opened, findings) if is_first else []
         counts = outcome.counts
         if level == "values":
             findings += check_values(opened, replace(checkpoint, tensors=tuple(sound)), counts)
@@ -115,7 +132,14 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
         unchecked=tuple(unchecked),
         findings=tuple(findings),
         counts=counts,
+        share=share,
     )
+
+
+def _without_files(opened: Opened) -> Opened:
+    """Return a checkpoint of which nothing but tensors is read: the rest is another part's."""
+    manifest = opened.manifest
+    return replace(opened, sums=(), manifest=None if manifest is None else replace(manifest, assets={}))
 
 
 def _unseen_values(checkpoint: Checkpoint, level: Level) -> Iterator[Unchecked]:
@@ -425,6 +449,7 @@ def to_json(result: Verification) -> dict[str, object]:
     return {
         "ok": result.ok,
         "level": result.level,
+        **({} if result.share is None else {"part": asdict(result.share)}),
         "checked": {
             "tensors": result.tensors,
             "chunks": result.chunks,

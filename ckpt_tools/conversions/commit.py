@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt_tools.conversions.finish import add_apart, carry_assets, conversion, finish, recorded_apart
@@ -21,6 +22,8 @@ from ckpt_tools.remote.places import is_remote, local, open_source
 from ckpt_tools.storage.shared_staging import tidy
 from ckpt_tools.storage.sink import SharedSink
 from ckpt_tools.units import format_size
+
+_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,12 @@ def is_right(record: ShareRecord, sink: SharedSink) -> bool:
     return all(sink.identity(name) == file.identity for name, file in record.files.items())
 
 
+def _right(records: Sequence[ShareRecord], sink: SharedSink) -> list[ShareRecord]:
+    with ThreadPoolExecutor(_THREADS) as threads:  # a store is asked for every file
+        found = list(threads.map(lambda record: is_right(record, sink), records))
+    return [record for record, right in zip(records, found, strict=True) if right]
+
+
 def add_progress(job: Job, bytes_kept: int) -> None:
     """Say what an interrupted run of this part had done."""
     if bytes_kept:
@@ -102,7 +111,7 @@ def commit(job: Job, place: Place, sink: SharedSink, start: float, *, read: int)
     try:
         with sink.alone() as alone:
             if alone:
-                records = [record for record in place.parse(sink.records_there()) if is_right(record, sink)]
+                records = _right(place.parse(sink.records_there()), sink)
                 if waiting := place.missing(records):
                     return _leave(job, place, sink, start, waiting, read=read)
                 outcome = _merge_or_withdraw(job, records, sink)

@@ -73,7 +73,7 @@ def _check_can_be_cut(job: Job) -> None:
     """Refuse what several processes cannot share."""
     problem = None
     if job.parts:
-        problem = "a training step", "convert its model and optimizer directories one by one, or leave out --part"
+        problem = "a training step", "leave out --part, or convert the directory of its weights, without --for"
     elif job.edits or job.prepare is not None or job.accept is not None:
         problem = "what computes new values", "leave out --part; cut what it writes afterwards"
     elif job.use_dtensor:
@@ -113,7 +113,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
     todo = {
         number: files
         for number, files in enumerate(passes)
-        if not any(is_right(record, sink) and set(files) <= set(record.files) for record in records)
+        if not any(set(files) <= record.files.keys() and is_right(record, sink) for record in records)
     }
     if passes and not todo:
         job.notes.append(f"part {place.part} is there already: nothing was read")
@@ -133,7 +133,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             progress=progress,
             resumable=True,
             counting=True,
-            before={entry.fqn: boxes for entry in job.target.tensors if (boxes := boxes_before(entry, earlier))},
+            before={e.fqn: boxes for e in job.target.tensors if (boxes := boxes_before(e, earlier)) is not None},
         )
         apart = recorded_apart(job)[place.turn :: place.num_busy] if number == 0 else []
         whole = scan(apart, job.opened.source, num_workers=job.num_workers)

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
@@ -21,6 +20,7 @@ from ckpt_tools.remote.claims import find_claim, take_claim
 from ckpt_tools.remote.object_source import ObjectSource
 from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
 from ckpt_tools.remote.upload import Checked, Upload, held_bytes_of, part_bytes_of, sending
+from ckpt_tools.remote.writing import WriteSettings, cut_passes, describe_writing
 from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY, Claim
 from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.signals import hold_signals
@@ -28,6 +28,7 @@ from ckpt_tools.storage.sink import SharedSink
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
+from ckpt_tools.units import format_size
 
 _WORK = f"{SHARED_DIRECTORY}/"
 _CLAIM = _WORK + CLAIM_NAME
@@ -35,20 +36,7 @@ _JOINED = _WORK + "joined"
 """Made by whoever finds the claim of another process: from then on nobody removes what lies there."""
 _MAX_RECORD_BYTES = 256 << 20
 _MAX_SAMPLED_FILES = 64
-_PASS_BYTES = 64 << 30
 _THREADS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteSettings:
-    """How to write to buckets."""
-
-    memory_bytes: int = 1 << 30
-    """For the parts of open objects."""
-    needs_conditions: bool = True
-    """Refuse a store that overwrites where it should create."""
-    verify_all: bool = False
-    """Read everything back, not the ends of some objects."""
 
 
 _settings = WriteSettings()
@@ -63,23 +51,8 @@ def set_write_settings(settings: WriteSettings) -> None:
 def open_sink(path: str, *, overwrite: bool) -> ObjectSink:
     """Open a prefix for writing; see `remote.places`."""
     if overwrite:
-        raise UsageError(
-            "a store cannot replace a checkpoint at once: the old one would be gone while the new one is written",
-            where=path,
-            hint="write to a new prefix, and remove the old one when it is there",
-        )
+        raise UsageError("a store cannot replace a checkpoint at once", where=path, hint="write to a new prefix")
     return ObjectSink(Bucket(path), settings=_settings)
-
-
-def cut_passes(sizes: Sequence[int], memory_bytes: int) -> list[range]:
-    """Cut files of these sizes into runs that fit into memory when all are open, and are not too much to lose."""
-    cuts, held, total = [0], 0, 0
-    for i, nbytes in enumerate(sizes):
-        held, total = held + held_bytes_of(nbytes), total + nbytes
-        if i > cuts[-1] and (held > memory_bytes or total > _PASS_BYTES):
-            cuts.append(i)
-            held, total = held_bytes_of(nbytes), nbytes
-    return [range(start, end) for start, end in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
 
 
 class ObjectSink(SharedSink):
@@ -131,14 +104,7 @@ class ObjectSink(SharedSink):
             DestinationExistsError: Something is there that is not of this conversion.
             StorageError: The store cannot be reached, or would let two writers win.
         """
-        there = self._list()
-        others = [name for name in there if not name.startswith(_WORK)]
-        if others and _CLAIM not in there:
-            raise DestinationExistsError(
-                f"the prefix is not empty: {first_few(others, limit=3)}",
-                where=self.destination,
-                hint="choose another prefix",
-            )
+        there = self._look()
         mine = Claim.new(fingerprint, num_parts)
         needs = self._settings.needs_conditions
         self._claim, is_kept = take_claim(self._bucket, self._key(_CLAIM), mine, self.destination, conditional=needs)
@@ -155,6 +121,24 @@ class ObjectSink(SharedSink):
                 hint="use a store that honours it, or add --no-conditional-writes and let one run write at a time",
             )
         self.notes += ("--no-conditional-writes: nothing kept a second writer out",)
+
+    def _look(self) -> dict[str, StoredObject]:
+        there = self._list()
+        others = [name for name in there if not name.startswith(_WORK)]
+        if others and _CLAIM not in there:
+            raise DestinationExistsError(
+                f"the prefix is not empty: {first_few(others, limit=3)}",
+                where=self.destination,
+                hint="choose another prefix",
+            )
+        return there
+
+    def preview(self, sizes: Sequence[int]) -> tuple[int, Sequence[str]]:
+        """Look whether it could begin, and say what writing files of these sizes takes and costs."""
+        self._look()
+        memory, held = self._settings.memory_bytes, sum(map(held_bytes_of, sizes))
+        num_sampled = len(sizes) if self._settings.verify_all else min(len(sizes), _MAX_SAMPLED_FILES)
+        return min(memory, held), (describe_writing(sizes, memory, num_sampled=num_sampled),)
 
     def passes(self, sizes: Sequence[int]) -> Sequence[range]:
         """Cut files into runs whose open parts fit into the memory that is allowed; see `SharedSink`."""
@@ -291,6 +275,11 @@ class ObjectSink(SharedSink):
             self._check_there(name, there.get(name), upload.nbytes, upload.stored)
         for name, content in self._documents.items():
             self._check_there(name, there.get(name), len(content), None)
+        sent = sum(each.nbytes for each in self._uploads.values())
+        seen = sum(each.checked_bytes for each in self._uploads.values())
+        if seen < sent:
+            text = f"{format_size(sent - seen)} of {format_size(sent)} were not read back (use --verify-written all)"
+            self.not_checked = (text,)
         with hold_signals():
             self._put_marker()
             self.is_published = self._is_over = True

@@ -12,6 +12,7 @@ import pytest
 import torch
 from formats.saved import fake_rank, flat, read, save_ranks
 from fsdp2.ranks import execute, run_ranks
+from samples import files_of, small_blocks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -126,6 +127,18 @@ def test_files_are_those_that_the_ranks_would_have_saved(before, after, mesh: st
     assert (tmp_path / "out/huggingface/generation_config.json").read_text() == "{}"
     assert read(tmp_path / "out") == read(tmp_path / "run") == read(tmp_path / "wanted")
     assert api.verify(tmp_path / "out", level="data").ok
+
+
+@pytest.mark.full
+def test_parts_write_the_same_files_and_hold_replicas_against_each_other(tmp_path: Path) -> None:
+    save(tmp_path / "run", {"ddp": 2, "fsdp": 2})
+    options = {"mesh": "dp_replicate=2,dp_shard=3", "trainer": "verl"}
+    with small_blocks(64):
+        one = api.reshard(tmp_path / "run", tmp_path / "one", **options)
+        results = [api.reshard(tmp_path / "run", tmp_path / "out", **options, part=f"{i}/5") for i in (3, 1, 4, 0, 2)]
+    last = next(result for result in results if result.published)
+    assert (last.not_checked, last.counts) == (one.not_checked, one.counts)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
 
 
 def test_a_whole_step_is_written_with_what_lies_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

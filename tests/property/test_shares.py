@@ -226,3 +226,27 @@ def test_a_share_reads_the_whole_of_its_blocks_from_pieces_that_it_does_not_writ
     published = [api.reshard(run, tmp_path / "two", mesh="dp_shard=2", part=f"{i}/2").published for i in range(2)]
     assert published == [False, True]
     assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
+
+
+def test_parts_of_verify_and_diff_read_every_byte_once_and_claim_no_more(tmp_path: Path) -> None:
+    run = shard_model(tmp_path, "dp_shard=3", TENSORS)
+    whole = api.verify(run)
+    results = [api.verify(run, part=f"{i}/3") for i in range(3)]
+    assert all(result.ok for result in results)
+    assert sum(result.nbytes for result in results) == whole.nbytes
+    assert all("the other parts' (--part)" in " ".join(result.not_checked) for result in results)
+    file = run / "__1_0.distcp"
+    raw, content = bytearray(file.read_bytes()), TENSORS["f"][2]
+    raw[raw.index(content[len(content) // 2 :][:16])] ^= 1
+    (tmp_path / "bad").mkdir()
+    for each in run.iterdir():
+        (tmp_path / "bad" / each.name).write_bytes(each.read_bytes())
+    (tmp_path / "bad" / file.name).write_bytes(raw)
+    assert sorted(api.verify(tmp_path / "bad", part=f"{i}/3").ok for i in range(3)) == [False, True, True]
+    other = write_model(tmp_path / "other", TENSORS | {"f": tensor("BF16", 16, 24, seed=7)})
+    found = [api.diff(tmp_path / "model", other, part=f"{i}/3") for i in range(3)]
+    assert [change.fqn for difference in found for change in difference.changed] == ["f"]
+    assert sum(difference.num_equal for difference in found) == len(TENSORS) - 1
+    assert all(difference.notes for difference in found)
+    with pytest.raises(CkptError, match="--level structure reads none"):
+        api.verify(run, part="0/3", level="structure")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt_tools.checks.diff import Change, Difference
+from ckpt_tools.checks.stats import Stats, TensorStats
+from ckpt_tools.checks.updates import Update
 from ckpt_tools.checks.verify import Unchecked, Verification
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
@@ -14,11 +16,14 @@ from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.margin import Margin
 from ckpt_tools.estimate.options import Case
 from ckpt_tools.estimate.report import CaseEstimate, Memory
+from ckpt_tools.moving.counts import Counts
+from ckpt_tools.moving.moments import Moments
 from ckpt_tools.preflight.report import CHECKS, CheckResult, PreflightReport
 from ckpt_tools.report.checks_pages import diff_page, verify_page
 from ckpt_tools.report.inspect_page import build_page
 from ckpt_tools.report.page import Page
 from ckpt_tools.report.run_pages import estimate_page, preflight_page, smoke_page
+from ckpt_tools.report.stats_page import stats_page
 from ckpt_tools.report.write import failed_page, unfinished_page
 from ckpt_tools.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 
@@ -70,6 +75,23 @@ def verification(**changes) -> Verification:
     found = replace(FINDINGS[0], tensor="model.layers.3.mlp.up.weight")
     result = Verification(level="data", tensors=7, chunks=9, nbytes=99, unchecked=(), findings=(found, *FINDINGS[1:]))
     return replace(result, **changes)
+
+
+def stats() -> Stats:
+    moments = Moments(num_elems=4, min=-1.0, max=2.0, mean=0.5, std=1.0, histogram=())
+    names = ("layers.0.up", "layers.1.up", "embed", *HOSTILE)
+    rows = [
+        TensorStats(
+            fqn=fqn,
+            dtype="F32",
+            shape=(4,),
+            moments=None if fqn == HOSTILE[3] else moments,
+            counts=Counts(num_elems=4, num_zero=1),
+            update=Update(num_elems=4, num_changed=i % 3, change=0.1, ours=1.0, theirs=float(i), product=1.0),
+        )
+        for i, fqn in enumerate(names)
+    ]
+    return Stats(tensors=tuple(rows), findings=FINDINGS, not_checked=(HOSTILE[1],), only_in_other=HOSTILE)
 
 
 def difference(**changes) -> Difference:
@@ -132,6 +154,7 @@ def pages() -> dict[str, Page]:
         "plain": build_page(summarise(model(), path="m")),
         "verify": verify_page(verification(unchecked=(Unchecked(what=HOSTILE[3]),)), HOSTILE[0]),
         "diff": diff_page(difference(), "a", HOSTILE[0], keys_only=False, terms=("--atol 1",)),
+        "stats": stats_page(stats(), HOSTILE[0], "before"),
         "estimate": estimate_page(estimate(True, False, None)),
         "smoke": smoke_page(smoke(findings=FINDINGS, notes=("half",), stacks={0: "at\n" + HOSTILE[0]})),
         "preflight": preflight_page(

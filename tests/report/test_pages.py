@@ -11,10 +11,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from report import results
 from report.results import HOSTILE, whole
-from samples import shard_model, write_model
+from samples import examples, shard_model, write_model
 
 from ckpt_tools.checks.verify import Unchecked
 from ckpt_tools.cli import main
@@ -83,10 +83,22 @@ def test_pages_keep_hostile_names_as_text_and_load_nothing(read, name):
     assert len(page.scripts) == (2 if name in ("inspect", "plain") else 1)
 
 
-@pytest.mark.parametrize("name", ["verify", "smoke", "preflight"])
+@pytest.mark.parametrize("name", ["verify", "stats", "smoke", "preflight"])
 def test_pages_say_every_finding_with_where_and_fix(read, name):
     for finding in results.FINDINGS:
         assert all(part in read[name].text for part in (finding.code, finding.where, finding.what, finding.hint))
+
+
+def test_data_holds_names_as_they_may_be_shown(read):
+    def texts(data):
+        if isinstance(data, str):
+            yield data
+        for each in data if isinstance(data, list) else data.values() if isinstance(data, dict) else ():
+            yield from texts(each)
+
+    found = list(texts(json.loads(read["inspect"].scripts[0])))
+    assert {"nul\\x00byte", "\\ud800 alone"} <= set(found)
+    assert all(text.isprintable() and len(text) < 2000 for text in found)
 
 
 def test_same_input_gives_the_same_bytes():
@@ -100,6 +112,7 @@ def test_shell_is_small_and_names_no_host():
     assert "://" not in content
 
 
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(-3, 3) | st.integers()))
 def test_runs_expand_to_the_numbers(numbers):
     runs = encode_runs(numbers)
@@ -133,6 +146,8 @@ def test_patterns_show_holes_copies_and_files_without_ranks():
     assert _pattern((0, *top), (1, *low))["ranks"] == encode_runs([0, 1])
     assert _pattern((0, *top), (7, *left), (9, (2, 2), (1, 2)))["boxes"][2] == (9, [2, 2], [1, 2])
     assert _pattern((0, *top), (1, *low), (5, *low))["copies"] == {1: [5]}
+    assert _pattern((0, (0, 0), (1, 4)), (4, (3, 0), (1, 4)))["ranks"] == encode_runs([0, -1, 4])
+    assert "boxes" in _pattern((0, (0, 0), (9, 4)))  # outside of the tensor
     assert _pattern((None, *top), (1, *low))["ranks"] == encode_runs([-2, 1])
     halves = [(0, (0, 0), (2, 2)), (1, (0, 2), (2, 2)), (2, (2, 0), (2, 2))]
     assert _pattern(*halves)["ranks"] == encode_runs([0, 1, 2, -1])
@@ -212,6 +227,7 @@ def test_commands_write_reports_beside_what_they_print(tmp_path, capsys):
         ("inspect", model, "--mesh", "dp_shard=3"),
         ("verify", run),
         ("diff", model, run),
+        ("stats", model, "--against", run),
         ("estimate", *size, "--gpu-memory", "80GB"),
     )
     for argv in calls:

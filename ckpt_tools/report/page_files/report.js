@@ -243,7 +243,7 @@
       leaf[4].forEach((place, number) => {
         const layout = data.layouts[number], box = make("div");
         side.append(box);
-        if (place === null) { box.append(make("p", { text: `${layout.name}: no such tensor` })); return; }
+        if (place === null) { box.append(make("p", { text: `${layout.name}: no tensor of this name` })); return; }
         box.append(make("p", { text: (data.layouts.length > 1 ? `${layout.name}: ` : "") + layout.patterns[place].placed }));
         if (leaf[5] != null && number === 0) box.append(make("p", { class: "where", text: data.files[leaf[5]] }));
         chunks(box, layout.patterns[place], leaf[3], nameOf([...path, leaf]));
@@ -271,10 +271,11 @@
       table.append(make("tbody", {}, ...pattern.boxes.map(([rank, offsets, sizes]) => make("tr", {},
         make("th", { scope: "row", text: rank < 0 ? "not in the file's name" : String(rank) }),
         make("td", { text: `[${offsets.join(", ")}]` }), make("td", { text: `[${sizes.join(", ")}]` })))));
-      host.append(make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Chunks of ${name}` }, table));
+      host.append(make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": `Chunks of ${name}` }, table));
       return;
     }
     const starts = pattern.starts.map(expand), ranks = expand(pattern.ranks), copies = pattern.copies || {};
+    if (!ranks.length) return;
     const cut = starts.map((each, dim) => dim).filter(dim => starts[dim].length > 1);
     if (!cut.length) {
       tell(ranks[0] >= 0 ? `one chunk, in the file of rank ${[ranks[0], ...(copies[0] || [])].join(" and ")}` : ranks[0] === NOBODY ? "no chunk holds it" : "one chunk");
