@@ -10,8 +10,8 @@ from typing import Annotated
 
 from ckpt_tools.checks.stats import Stats, stats as measure
 from ckpt_tools.description.transform import select
-from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import open_path
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.models.name_options import LibraryNames
 from ckpt_tools.options import (
@@ -73,7 +73,7 @@ def stats(options: StatsOptions) -> Stats:
         sides = [one] if other is None else [one, other]
         notes = [note_reading(side.step) for side in sides if side.step is not None]
         if options.dequantize:
-            is_quantised = [True, *(settings_beside(side.source) is not None for side in sides[1:])]
+            is_quantised = [True, *map(_is_quantised, sides[1:])]
             sides = [dequantised(s, "f32") if found else s for s, found in zip(sides, is_quantised, strict=True)]
         chosen = [
             select(side.checkpoint, include=options.include, exclude=options.exclude, beside=sides[-i - 1].checkpoint)
@@ -90,4 +90,15 @@ def stats(options: StatsOptions) -> Stats:
             num_workers=options.num_workers or default_num_workers(options.source, options.against),
             progress=options.progress(total) if options.progress is not None and total else None,
         )
-        return replace(result, notes=(*map(escape_name, notes), *result.notes))
+        missed = result.not_checked
+        if not options.dequantize and _is_quantised(one):
+            missed = ("what quantised weights stand for: the figures are those of their codes (--dequantize)", *missed)
+        return replace(result, not_checked=missed, notes=(*map(escape_name, notes), *result.notes))
+
+
+def _is_quantised(opened: Opened) -> bool:
+    """Does a config beside the weights say so? One that cannot be read says nothing."""
+    try:
+        return settings_beside(opened.asset_source or opened.source) is not None
+    except UnreadableError:
+        return False

@@ -161,7 +161,7 @@ def stats(
         only_in_source=tuple(fqn for fqn in named if fqn not in theirs) if other is not None else (),
         only_in_other=tuple(fqn for fqn in theirs if fqn not in named),
         nbytes=checkpoint.total_bytes,
-        updates={"layer": _joint(rows, _layer), "kind": _joint(rows, kind_of)},
+        updates={"layer": _joint((row for row in rows if row.fqn in model), _layer), "kind": _joint(rows, kind_of)},
     )
 
 

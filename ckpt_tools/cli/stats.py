@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Annotated
 
@@ -49,18 +49,14 @@ def run(
         for text in result.not_checked:
             note(f"not checked: {text}")
         _tables(result, terminal(), every=tensors)
-        _only("only in SRC", result.only_in_source)
-        _only("only in --against", result.only_in_other)
+        for where, fqns in (("SRC", result.only_in_source), ("--against", result.only_in_other)):
+            if fqns:
+                say(f"only in {where}: {len(fqns)} tensors, e.g. {escape_name(fqns[0])}")
         state = "ok" if result.ok else "NOT ok"
         stand_out = f"; findings: {len(result.findings)}" if result.findings else "; nothing stands out"
         size = format_size(result.nbytes)
         say(f"{call.shown('source')}: {state} ({len(result.tensors)} tensors, {size}{stand_out})")
     return 0 if result.ok else 3
-
-
-def _only(what: str, fqns: Sequence[str]) -> None:
-    if fqns:
-        say(f"{what}: {len(fqns)} tensors, e.g. {escape_name(fqns[0])}")
 
 
 def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
@@ -102,12 +98,8 @@ def _figures(group: Sequence[TensorStats]) -> list[str]:
     found = [row.moments for row in group if row.moments is not None]
     if not found:
         return ["", "", "", "", share, str(bad or "")]
-    middle = [_middle(getattr(each, name) for each in found) for name in ("mean", "std", "rms")]
+    middle = [f"{median(getattr(each, name) for each in found):.3g}" for name in ("mean", "std", "rms")]
     return [*middle, f"{max(each.absmax for each in found):.3g}", share, str(bad or "")]
-
-
-def _middle(figures: Iterable[float]) -> str:
-    return f"{median(figures):.3g}"
 
 
 def _update_cells(update: Update) -> tuple[str, str]:

@@ -103,6 +103,7 @@ def finish(
         each.opened.source.check_unchanged()
     sink.publish()
     job.notes += sink.notes
+    job.not_checked = (*job.not_checked, *sink.not_checked)
     if sink.left_behind is not None:
         job.notes.append(
             f"the old checkpoint could not be removed: {escape_name(sink.left_behind)}; "

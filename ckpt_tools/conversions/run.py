@@ -68,12 +68,16 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     needed = sum(nbytes for _, nbytes in planned)
     if dry_run:
         job.notes += notes_of_parts(job)
+        on_its_way = 0
         if is_remote(job.destination):
             with open_shared_sink(job.destination) as sink:
-                job.notes += sink.preview(list(job.target.files.values()))
+                on_its_way, notes = sink.preview(list(job.target.files.values()))
+                job.notes += notes
         if job.part is not None and job.part.count > 1:
             job.notes.append(note_of_part(job, job.part))
-        peak = _BASE_BYTES + job.edit_bytes + max(plan.peak_bytes(job.num_workers) for plan in plans.values())
+        peak = (
+            _BASE_BYTES + on_its_way + job.edit_bytes + max(plan.peak_bytes(job.num_workers) for plan in plans.values())
+        )
         read = sum(plan.read_bytes for plan in plans.values())
         return conversion(job, start, planned, read=read, peak=peak, dry_run=True, published=False)
     if job.use_dtensor:

@@ -101,7 +101,7 @@ class Tally:
                 piece = bits[at : at + len(index)]
                 np.copyto(index[: len(piece)], piece)
                 np.add.at(counts, index[: len(piece)], one)  # two thirds of the time of `bincount`, to these indices
-            if counts[_strange_patterns(self._dtype)].any():  # where, the patterns do not say
+            if counts[_values_of(self._dtype)[1]].any():  # where, the patterns do not say
                 self._count(content, start)
             self._add(counts)
             return
@@ -150,7 +150,7 @@ class Tally:
             bins, low, high = self._counts, self._low, self._high
         else:
             there = np.flatnonzero(self._counts)
-            values, counts = _values_of(self._dtype)[there], self._counts[there]
+            values, counts = _values_of(self._dtype)[0][there], self._counts[there]
             self.counts = Counts(
                 num_elems=int(counts.sum()),
                 num_nan=int(counts[np.isnan(values)].sum()),
@@ -185,8 +185,8 @@ def _joined(parts: Iterable[_Part]) -> tuple[int, float, float]:
 
 
 @functools.cache
-def _values_of(dtype: DType) -> Array:
-    """Return what every pattern of a type of 8 or 16 bits stands for."""
+def _values_of(dtype: DType) -> tuple[Array, Array]:
+    """Return what every pattern of a type of 8 or 16 bits stands for, and which are not finite."""
     import numpy as np
 
     from ckpt_tools.moving.arrays import array_of, bytes_of
@@ -194,15 +194,8 @@ def _values_of(dtype: DType) -> Array:
     patterns = np.arange(1 << dtype.bits, dtype=f"<u{dtype.bits // 8}")
     values = (patterns != 0) if dtype.name == "BOOL" else array_of(bytes_of(patterns), dtype, (-1,))
     with np.errstate(all="ignore"):
-        wide: Array = values.astype(np.float64)
-    return wide
-
-
-@functools.cache
-def _strange_patterns(dtype: DType) -> Array:
-    import numpy as np
-
-    return np.flatnonzero(~np.isfinite(_values_of(dtype)))
+        wide = values.astype(np.float64)
+    return wide, np.flatnonzero(~np.isfinite(wide))
 
 
 def _bins_of(values: Array, counts: Array | None = None) -> Array:

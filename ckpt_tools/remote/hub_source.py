@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from urllib.parse import quote, urlsplit
 
+from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, HubError, UnreadableError, UsageError
 from ckpt_tools.remote.account import Account, find_account, is_offline
 from ckpt_tools.remote.source import RemoteFile, RemoteSource
@@ -189,7 +190,9 @@ def _pin(address: Address, account: Account, path: str) -> _Pinned:
             return found
         for old in [each for each, pinned in _pinned.items() if not pinned.num_open]:
             if time.monotonic() - _pinned[old].since >= MAX_AGE_S:
-                del _pinned[old]
+                gone = _pinned.pop(old)
+                if gone.cached is not None:
+                    gone.cached.close()
         found = _pinned[key] = (_look_offline if is_offline() else _look)(address, account, path)
         return found
 
@@ -290,7 +293,7 @@ def _look_offline(address: Address, account: Account, path: str) -> _Pinned:
     """Return what the local cache has of a revision."""
     snapshots, commit = _snapshots(address.repo), address.revision
     try:
-        if not _COMMIT.fullmatch(commit):
+        if not _COMMIT.fullmatch(commit) and is_plain_path(commit):
             with open(os.path.join(os.path.dirname(snapshots), "refs", *commit.split("/")), encoding="ascii") as file:
                 commit = file.read(64).strip()
         root = os.path.join(snapshots, commit)

@@ -19,7 +19,7 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, U
 from ckpt_tools.remote.claims import find_claim, take_claim
 from ckpt_tools.remote.object_source import ObjectSource
 from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
-from ckpt_tools.remote.upload import Checked, Upload, part_bytes_of, sending
+from ckpt_tools.remote.upload import Checked, Upload, held_bytes_of, part_bytes_of, sending
 from ckpt_tools.remote.writing import WriteSettings, cut_passes, describe_writing
 from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY, Claim
 from ckpt_tools.storage.journal import BlockRecord
@@ -28,6 +28,7 @@ from ckpt_tools.storage.sink import SharedSink
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
+from ckpt_tools.units import format_size
 
 _WORK = f"{SHARED_DIRECTORY}/"
 _CLAIM = _WORK + CLAIM_NAME
@@ -132,13 +133,12 @@ class ObjectSink(SharedSink):
             )
         return there
 
-    def preview(self, sizes: Sequence[int]) -> Sequence[str]:
-        """Say what writing files of these sizes would take and cost."""
+    def preview(self, sizes: Sequence[int]) -> tuple[int, Sequence[str]]:
+        """Look whether it could begin, and say what writing files of these sizes takes and costs."""
         self._look()
-        return (describe_writing(sizes, self._settings.memory_bytes, num_sampled=self._num_to_sample(len(sizes))),)
-
-    def _num_to_sample(self, num_files: int) -> int:
-        return num_files if self._settings.verify_all else min(num_files, _MAX_SAMPLED_FILES)
+        memory, held = self._settings.memory_bytes, sum(map(held_bytes_of, sizes))
+        num_sampled = len(sizes) if self._settings.verify_all else min(len(sizes), _MAX_SAMPLED_FILES)
+        return min(memory, held), (describe_writing(sizes, memory, num_sampled=num_sampled),)
 
     def passes(self, sizes: Sequence[int]) -> Sequence[range]:
         """Cut files into runs whose open parts fit into the memory that is allowed; see `SharedSink`."""
@@ -275,6 +275,11 @@ class ObjectSink(SharedSink):
             self._check_there(name, there.get(name), upload.nbytes, upload.stored)
         for name, content in self._documents.items():
             self._check_there(name, there.get(name), len(content), None)
+        sent = sum(each.nbytes for each in self._uploads.values())
+        seen = sum(each.checked_bytes for each in self._uploads.values())
+        if seen < sent:
+            text = f"{format_size(sent - seen)} of {format_size(sent)} were not read back (use --verify-written all)"
+            self.not_checked = (text,)
         with hold_signals():
             self._put_marker()
             self.is_published = self._is_over = True

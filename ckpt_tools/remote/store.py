@@ -81,6 +81,8 @@ def split(path: str) -> tuple[str, str, str]:
     bucket, _, key = rest.partition("/")
     scheme, key = scheme.lower(), key.strip("/")
     kind = SCHEMES[scheme]
+    if "@" in bucket:  # what stands before it may be a password: it is not repeated
+        raise UsageError("a path holds no credentials", where=f"{scheme}://…", hint=_credentials_hint(scheme))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]*", bucket):
         raise UsageError(f"{kind} missing or malformed", where=path, hint=f"{scheme}://{kind}/key")
     if key and any(part in ("", ".", "..") for part in key.split("/")):

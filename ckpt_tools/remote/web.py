@@ -156,6 +156,8 @@ class Web:
             nonlocal headers
             parts.clear()
             with self._get(url, {}) as response:
+                if response.status_code != 200:
+                    raise RefusalError(None, "a part of what was asked for", is_lasting=True)
                 headers, found = response.headers, 0
                 for block in _raw(response):
                     parts.append(block)
@@ -179,6 +181,9 @@ class Web:
             nonlocal size, version
             with self._get(url, {"Range": "bytes=0-0"}) as response:
                 found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+                if response.status_code == 416:  # it has no first byte
+                    size, version = 0, _version(response)
+                    return True
                 if response.status_code != 206 or found is None:
                     raise RefusalError(200, "the server does not send parts of files", is_lasting=True)
                 size, version = int(found[3]), _version(response)
@@ -232,9 +237,7 @@ class Web:
                 with self._lock:
                     self._ends[url] = end
         try:
-            if response.status_code == 416:  # shorter than it was
-                raise ChangedError
-            if response.status_code not in (200, 206):
+            if response.status_code not in (200, 206, 416):
                 raise self._refusal(response)
             yield response
         finally:
@@ -395,6 +398,8 @@ def _raw(response: httpx2.Response) -> Iterator[bytes]:
 def _body(response: httpx2.Response, start: int, stop: int, nbytes: int) -> Iterator[memoryview]:
     """Yield the bytes [start, stop) of a file of `nbytes`, or a beginning of them, whatever the answer sends."""
     at, end = start, stop
+    if response.status_code == 416:  # it ends before
+        raise ChangedError
     if response.status_code == 206:
         found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
         if found is None:

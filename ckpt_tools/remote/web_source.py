@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote, unquote, urlsplit
 
 from ckpt_tools.description.checkpoint import is_plain_path
-from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError, UsageError
 from ckpt_tools.remote import hub_source
 from ckpt_tools.remote.source import RemoteFile, RemoteSource
 from ckpt_tools.remote.web import ChangedError, RefusalError, Web, explain
@@ -112,7 +112,7 @@ class WebSource(RemoteSource):
     def _look_perhaps(self, file: str) -> RemoteFile | None:
         try:
             return self._look(file)
-        except UnreadableError:
+        except (UnreadableError, _ForbiddenError):  # which is how some stores say that there is none
             return None
 
     def _fetch(self, file: str, facts: RemoteFile, offset: int, buffer: memoryview) -> None:
@@ -122,10 +122,14 @@ class WebSource(RemoteSource):
             raise self.changed(file) from None
 
 
+class _ForbiddenError(StorageError):
+    """The server does not let a file be read, or does not tell strangers that there is none."""
+
+
 def _explain(refusal: RefusalError, where: str) -> CkptError:
     if refusal.status in (404, 410):
         return UnreadableError("no such file on this server", where=where)
     if refusal.status in (401, 403):
         what = f"the server does not let this be read (status {refusal.status})"
-        return CkptError(what, where=where, hint="ckpt has no account there: download the file")
+        return _ForbiddenError(what, where=where, hint="ckpt has no account there: download the file")
     return explain(refusal, where)

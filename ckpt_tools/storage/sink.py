@@ -26,6 +26,8 @@ class Sink(ABC):
     """The old checkpoint, when it is replaced and could not be removed."""
     goes_front_to_back: bool = False
     """Files are sent in the order of their bytes: what comes early is held in memory."""
+    not_checked: tuple[str, ...] = ()
+    """What of the result was not held against what was sent."""
     notes: tuple[str, ...] = ()
     """What to tell people of how it was written."""
 
@@ -133,14 +135,16 @@ class SharedSink(Sink):
         Each run has a record of its own: it is what a killed process costs, and what is held in memory at once.
         """
 
-    def preview(self, sizes: Sequence[int]) -> Sequence[str]:
-        """Say what writing files of these sizes would take, where that is worth knowing. Nothing is written.
+    def preview(self, sizes: Sequence[int]) -> tuple[int, Sequence[str]]:
+        """Return the memory that writing files of these sizes takes beside buffers, and what else it would take.
+
+        Nothing is written.
 
         Raises:
             DestinationExistsError: It could not begin.
         """
         del sizes
-        return ()
+        return 0, ()
 
     @abstractmethod
     def identity(self, file: str) -> Mapping[str, object] | None:

@@ -61,7 +61,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(path / "other", {"x": tensor("U8", 1)})
     write_model(path / "base", BASE)
     write_model(path / "base2", BASE)
-    (path / "map.txt").write_text("model.layers.*.q_proj.weight = block.*.q.weight\n")
+    (path / "map.txt").write_text("[*]\nmodel.layers.*.q_proj.weight = block.*.q.weight\n")
     write_model(path / "adapter", ADAPTER, assets={"adapter_config.json": json.dumps(PEFT).encode()})
     (path / "adapter" / "model.safetensors").rename(path / "adapter" / "adapter_model.safetensors")
     return path

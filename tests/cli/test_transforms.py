@@ -159,10 +159,10 @@ def test_names_of_a_map_are_written_and_turned_back(tmp_path, capsys) -> None:
     both = torch.cat([tensors[name.replace("*", "1")] for name in GATES])
     assert torch.equal(found["layers.1.ffn.gu.weight"], both)
     assert torch.equal(found["layers.2.ffn.d.weight"], tensors["model.layers.2.mlp.down_proj.weight"])
-    assert main(["rename", str(tmp_path / "own"), str(tmp_path / "back"), *args, "--reverse"]) == 0
+    assert main(["gather", str(tmp_path / "own"), str(tmp_path / "back"), *args]) == 0
     assert json.loads(capsys.readouterr().out)["architecture"] == "LlamaForCausalLM"
     same(tmp_path / "back" / "model.safetensors", tensors)
-    assert main(["rename", source, str(tmp_path / "no"), *args, "--reverse"]) == 2
+    assert main(["rename", str(tmp_path / "own"), str(tmp_path / "no"), *args]) == 2
     assert "needs a line for every tensor" in capsys.readouterr().err
 
 

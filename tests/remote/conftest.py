@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from hub.conftest import environment as environment, hub as hub, naps as naps, run as run
+from hub.conftest import environment as environment, hub as hub, run as run
 from remote.fault_proxy import Proxy, fault_proxy
 from remote.servers import BUCKET, Server, rclone, seaweedfs
 
-from ckpt_tools.remote import hub_source, store
+from ckpt_tools.remote import hub_source, store, web
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +21,14 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No branch is remembered from another test, and no cache of the user's is looked at."""
     monkeypatch.setattr(hub_source, "_pinned", {})
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses between tries, which are noted and not made; others are, as threads that poll would spin."""
+    taken: list[float] = []
+    monkeypatch.setattr(web, "time", SimpleNamespace(monotonic=time.monotonic, sleep=taken.append))
+    return taken
 
 
 @pytest.fixture(scope="session")

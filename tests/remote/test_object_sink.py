@@ -13,18 +13,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings as given_settings, strategies as st
 from remote.fault_proxy import Fault, Proxy
 from remote.servers import SECRETS, Server
-from samples import MODEL, files_of, tensor, write_model
+from samples import MODEL, files_of, small_blocks, tensor, write_model
 
 from ckpt_tools import api
 from ckpt_tools.conversions import finish
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.remote import object_sink, upload
+from ckpt_tools.remote.part_stream import PartStream
 from ckpt_tools.remote.store import Bucket
 from ckpt_tools.remote.writing import WriteSettings, cut_passes
 
@@ -283,6 +285,36 @@ def test_changed_bits_are_found_when_they_are_read_back(
         COMMANDS["shard"](model, out)
     proxy.arm(None)
     assert COMMANDS["shard"](model, out).published
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", ["shard", "sharded", "torch"])
+def test_little_is_held_beside_the_parts(
+    tmp_path: Path, seaweed: Server, use: Callable[..., str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Also where a file has its tensors in another order than the source, and where CRC-32s follow payloads."""
+    block, workers = 64 << 10, 2
+    many = {f"m{i:02d}": tensor(("BF16", "F32")[i % 2], 8, 1 << 16, seed=i) for i in range(8)}
+    most = 0
+    add = PartStream.add
+
+    def watch(stream: PartStream, *arguments: Any) -> int:
+        nonlocal most
+        written = add(stream, *arguments)
+        most = max(most, stream._held)
+        return written
+
+    with small_blocks(block):
+        write_model(tmp_path / "model", many)
+        monkeypatch.setattr(PartStream, "add", watch)
+        out = f"{use(seaweed)}/held-{command}"
+        if command == "torch":
+            api.shard(tmp_path / "model", tmp_path / "run", mesh="dp_shard=2")
+            api.gather(tmp_path / "run", out, to="torch", num_workers=workers)
+        else:
+            options = {"serialization": "safetensors"} if command == "sharded" else {}
+            api.shard(tmp_path / "model", out, mesh="dp_shard=2", num_workers=workers, **options)
+    assert 0 < most <= 4 * workers * block
 
 
 @given_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -262,6 +262,7 @@ def _sweep(store: Put, proxy: Proxy, source: Path, tmp_path: Path, step: int) ->
     assert requests >= 6
     objects = [path, *(each.name for each in source.iterdir())]
     runs = [(fault, at, times) for fault in FAULTS for at in range(requests) for times in (1, 1000)]
+    runs = [run for run in runs if run[0] != "stalled" or run[2] == 1 or run[1] == 3]  # whose end is eight seconds off
     for fault, at, times in runs[::step]:
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         proxy.arm(fault, at=at, times=times)

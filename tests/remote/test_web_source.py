@@ -30,6 +30,20 @@ def test_index_is_a_directory_with_its_files_and_known_documents(run, tmp_path: 
         assert all("authorization" not in asked.headers for asked in server.asked)
 
 
+def test_documents_that_are_empty_or_forbidden_do_no_harm(run) -> None:
+    pages = {
+        "/model.safetensors.index.json": json.dumps({"weight_map": dict.fromkeys(MODEL, "m.safetensors")}).encode(),
+        "/m.safetensors": HELD,
+        "/tokenizer.json": lambda _: Answer(416, {"Content-Range": "bytes */0"}),
+        "/config.json": lambda _: Answer(403),
+        "/generation_config.json": b"{}",
+    }
+    with site(pages) as server:
+        code, out, _ = run("inspect", f"{server.url}/model.safetensors.index.json")
+    assert code == 0
+    assert "assets    2 files, 2 B" in out
+
+
 def test_large_file_is_read_by_ranges_and_goes_on_where_it_was_cut(run, tmp_path: Path, naps) -> None:
     held = safetensors_bytes({"x": tensor("F32", 1500, 1500)})
 
