@@ -97,6 +97,10 @@ class ObjectSink(SharedSink):
         """Nothing smaller than a pass is continued."""
         del fingerprint
 
+    def find_claim(self) -> Claim | None:
+        """Return what is being built here."""
+        return find_claim(self._bucket, self._key(_CLAIM))
+
     def join(self, fingerprint: str, num_parts: int) -> None:
         """Look at what is there, and claim the prefix; see `SharedSink`.
 
@@ -105,12 +109,14 @@ class ObjectSink(SharedSink):
             StorageError: The store cannot be reached, or would let two writers win.
         """
         there = self._look()
-        mine = Claim.new(fingerprint, num_parts)
+        mine = Claim.new(fingerprint, num_parts, self.command)
         needs = self._settings.needs_conditions
         self._claim, is_kept = take_claim(self._bucket, self._key(_CLAIM), mine, self.destination, conditional=needs)
         self._is_mine = self._claim.nonce == mine.nonce
         self._num_records = sum(name.startswith(_WORK + RECORD_PREFIX) for name in there)
-        if is_kept and not self._is_mine:
+        if self._is_mine:
+            self._look_again()
+        elif is_kept:
             self._put(_JOINED, b"")
         if is_kept:
             return
@@ -126,12 +132,20 @@ class ObjectSink(SharedSink):
         there = self._list()
         others = [name for name in there if not name.startswith(_WORK)]
         if others and _CLAIM not in there:
-            raise DestinationExistsError(
-                f"the prefix is not empty: {first_few(others, limit=3)}",
-                where=self.destination,
-                hint="choose another prefix",
-            )
+            raise self._not_empty(others)
         return there
+
+    def _look_again(self) -> None:
+        """Nobody can begin any more: did somebody publish between the first look and the claim?"""
+        others = [name for name in self._list() if not name.startswith(_WORK)]
+        if others:
+            self._is_mine, self._claim = False, None
+            self._bucket.delete(self._key(_CLAIM))
+            raise self._not_empty(others)
+
+    def _not_empty(self, others: Sequence[str]) -> DestinationExistsError:
+        what = f"the prefix is not empty: {first_few(others, limit=3)}"
+        return DestinationExistsError(what, where=self.destination, hint="choose another prefix")
 
     def preview(self, sizes: Sequence[int]) -> tuple[int, Sequence[str]]:
         """Look whether it could begin, and say what writing files of these sizes takes and costs."""

@@ -29,6 +29,7 @@ from ckpt_tools.remote import object_sink, upload
 from ckpt_tools.remote.part_stream import PartStream
 from ckpt_tools.remote.store import Bucket
 from ckpt_tools.remote.writing import WriteSettings, cut_passes
+from ckpt_tools.storage.staging import Staging
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
 
@@ -86,6 +87,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+@pytest.mark.full(but=["4-gather"])
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("memory_parts", [200, 4, 1])
 def test_same_bytes_as_on_a_disk(
@@ -144,6 +146,7 @@ def _at_once(*runs: Callable[[], Conversion]) -> list[Conversion | CkptError]:
         return list(threads.map(attempt, runs))
 
 
+@pytest.mark.full
 def test_of_two_rivals_one_wins_and_twins_both_do(model: Path, seaweed: Server, use: Callable[..., str]) -> None:
     for number in range(3):
         out = f"{use(seaweed)}/rivals-{number}"
@@ -155,6 +158,24 @@ def test_of_two_rivals_one_wins_and_twins_both_do(model: Path, seaweed: Server, 
         found = _at_once(*[partial(COMMANDS["shard"], model, out)] * 2)
         assert not [each for each in found if isinstance(each, CkptError)], found
         assert objects(out) == files_of(model / "shard")
+
+
+def test_who_claims_just_after_another_has_published_leaves_that_alone(
+    model: Path, seaweed: Server, use: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look saw an empty prefix, or the claim that is gone since."""
+    out = f"{use(seaweed)}/late"
+    take = object_sink.take_claim
+
+    def late(*arguments: Any, **more: Any) -> object:
+        monkeypatch.setattr(object_sink, "take_claim", take)
+        COMMANDS["shard"](model, out)
+        return take(*arguments, **more)
+
+    monkeypatch.setattr(object_sink, "take_claim", late)
+    with pytest.raises(DestinationExistsError):
+        COMMANDS["reshard"](model, out)
+    assert objects(out) == files_of(model / "shard")
 
 
 @pytest.mark.full
@@ -209,6 +230,13 @@ def test_what_is_not_ckpts_is_left_alone(model: Path, seaweed: Server, use: Call
 def test_what_a_store_cannot_do_is_refused_before_it_is_asked(model: Path, options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         api.shard(model / "model", "s3://bucket/refused", mesh="dp_shard=2", **options)
+
+
+def test_what_only_disks_take_makes_no_directory_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="disks alone"):
+        Staging("s3://bucket/adapter", overwrite=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_dry_run_tells_what_it_would_cost_and_asks_for_a_listing_alone(
