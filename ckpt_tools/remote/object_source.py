@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.remote.source import RemoteFile, RemoteSource
-from ckpt_tools.remote.store import Bucket, ChangedObjectError, MissingObjectError, StoredObject
+from ckpt_tools.remote.store import Bucket, ChangedObjectError, DeniedError, MissingObjectError, StoredObject
 from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY
 
 _WORK = SHARED_DIRECTORY + "/"
@@ -80,10 +80,14 @@ def open_place(path: str) -> tuple[ObjectSource, str | None]:
     source = ObjectSource(bucket)
     try:
         files = source.files()
-    except CkptError:
+    except DeniedError as error:
         # Reading an object and listing what is beside it are two permissions.
-        if (only := _look(bucket)) is None:
-            raise
+        try:
+            only = _look(bucket)
+        except CkptError:
+            only = None
+        if only is None:
+            raise error from None
         return _open_object(bucket, only)
     if not files:
         if (only := _look(bucket)) is None:
@@ -97,7 +101,7 @@ def open_place(path: str) -> tuple[ObjectSource, str | None]:
 def _look(bucket: Bucket) -> StoredObject | None:
     try:
         return bucket.head(bucket.key) if bucket.key else None
-    except CkptError:
+    except MissingObjectError:
         return None
 
 

@@ -124,6 +124,20 @@ def test_prefix_is_a_directory_and_not_the_start_of_a_name(put: Put) -> None:
         open_place(f"{path}/ru")
 
 
+def test_one_object_is_read_without_the_permission_to_list(store: Put, proxy: Proxy) -> None:
+    path = store({"x": b"0123"})
+    proxy.arm("403", times=1000)
+    source, file = open_place(f"{path}/x")
+    with source:
+        assert (file, source.read("x", 1, 2)) == ("x", b"12")
+    proxy.arm("403", times=1000)
+    with pytest.raises(CkptError, match="access denied: LIST"):
+        open_place(f"{path}/none")
+    proxy.arm("no-answer", at=1, times=1000)
+    with pytest.raises(CkptError, match="HEAD failed"):  # nobody knows that there is nothing
+        open_place(f"{path}/x")
+
+
 def test_changed_file_is_noticed(put: Put) -> None:
     path = put({"x": bytes(5 << 20), "y": b"y"})
     with open_place(path)[0] as source:
