@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Encoding, TensorEntry
 from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.description.layout import Box
 from ckpt_tools.formats.dcp import Dcp
@@ -22,6 +22,8 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
+Place = tuple[str, Box, int, Encoding]
+"""(file, box, offset, what surrounds the payload) of a chunk."""
 Cells = tuple[tuple[int, Box], ...]
 """(rank, box) of every distinct box of a tensor."""
 
@@ -91,7 +93,7 @@ class _Items:
         self._parts: list[tuple[Cells, tuple[int, ...]]] = []
         self._starts: list[array[int]] = []
         self._ranks: frozenset[int] = frozenset()
-        self._starts_of_ranks: list[tuple[tuple[int, int], ...]] = []
+        self._of_ranks: list[tuple[list[tuple[int, int]], array[int]]] = []
 
     def add(self, cells: Cells, lengths: tuple[int, ...]) -> None:
         """Add a tensor: (rank, box) and length of each of its items."""
@@ -127,23 +129,25 @@ class _Items:
             self._starts = found
         return self._starts[number]
 
-    def within(self, number: int, ranks: frozenset[int]) -> tuple[tuple[int, int], ...]:
-        """Return (position, offset) of the items of a tensor in the files of some ranks."""
+    def within(self, number: int, ranks: frozenset[int]) -> tuple[list[tuple[int, int]], array[int]]:
+        """Return (position, rank) of the items of a tensor in the files of some ranks, and the offset of each."""
         if ranks != self._ranks:
-            ends: dict[int, int] = {0: self._start}
-            chosen: dict[int, list[tuple[int, int]]] = {}  # cells are shared by equal tensors: [(position, rank)]
+            ends = dict.fromkeys(ranks, 0)
+            ends[0] = self._start
+            chosen: dict[int, list[tuple[int, int]]] = {}  # cells are shared by equal tensors
             found = []
             for cells, lengths in self._parts:
-                if id(cells) not in chosen:
-                    chosen[id(cells)] = [(i, rank) for i, (rank, _) in enumerate(cells) if rank in ranks]
-                items = []
-                for position, rank in chosen[id(cells)]:
-                    start = _aligned(ends.get(rank, 0))
-                    items.append((position, start))
+                own = chosen.get(id(cells))
+                if own is None:
+                    own = chosen[id(cells)] = [(i, rank) for i, (rank, _) in enumerate(cells) if rank in ranks]
+                starts = array("Q")
+                for position, rank in own:
+                    start = -(-ends[rank] // ITEM_ALIGNMENT) * ITEM_ALIGNMENT
+                    starts.append(start)
                     ends[rank] = start + lengths[position]
-                found.append(tuple(items))
-            self._ranks, self._starts_of_ranks = ranks, found
-        return self._starts_of_ranks[number]
+                found.append((own, starts))
+            self._ranks, self._of_ranks = ranks, found
+        return self._of_ranks[number]
 
 
 class PlacedItems(Sequence[Chunk]):
@@ -170,34 +174,73 @@ class PlacedItems(Sequence[Chunk]):
     def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        rank, box = self._cells[index]
-        start = self._items.starts(self._number)[index]
-        span = ByteSpan(file=self._names[rank], offset=start, nbytes=self._lengths[index])
-        return Chunk(box=box, span=span, encoding="torch_zip")
+        return self.chunk(index % len(self), self._items.starts(self._number)[index])
 
     def __iter__(self) -> Iterator[Chunk]:
-        for (rank, box), start, nbytes in zip(
-            self._cells, self._items.starts(self._number), self._lengths, strict=True
-        ):
-            span = ByteSpan(file=self._names[rank], offset=start, nbytes=nbytes)
-            yield Chunk(box=box, span=span, encoding="torch_zip")
+        return (self.chunk(position, start) for position, start in enumerate(self._items.starts(self._number)))
 
-    def within(self, files: Collection[str]) -> tuple[Chunk, ...]:
+    def within(self, files: Collection[str]) -> Sequence[Chunk]:
         """Return the items in some files, without a look at the others."""
-        return tuple(
-            Chunk(
-                box=self._cells[position][1],
-                span=ByteSpan(file=self._names[self._cells[position][0]], offset=start, nbytes=self._lengths[position]),
-                encoding="torch_zip",
-            )
-            for position, start in self._items.within(self._number, self._names.ranks_of(files))
-        )
+        return _ItemsWithin(self, *self._items.within(self._number, self._names.ranks_of(files)))
+
+    def places(self) -> Iterator[Place]:
+        """Yield where every item lies."""
+        for (rank, box), start in zip(self._cells, self._items.starts(self._number), strict=True):
+            yield self._names[rank], box, start, "torch_zip"
+
+    def places_at(self, own: Iterable[tuple[int, int]], starts: Iterable[int]) -> Iterator[Place]:
+        """Yield where some items lie: (position, rank) and offset of each."""
+        cells, names = self._cells, self._names
+        for (position, rank), start in zip(own, starts, strict=True):
+            yield names[rank], cells[position][1], start, "torch_zip"
+
+    def chunk(self, position: int, start: int) -> Chunk:
+        """Return an item that lies at an offset."""
+        rank, box = self._cells[position]
+        span = ByteSpan(file=self._names[rank], offset=start, nbytes=self._lengths[position])
+        return Chunk(box=box, span=span, encoding="torch_zip")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+
+class _ItemsWithin(Sequence[Chunk]):
+    """Some of the items of a tensor."""
+
+    __slots__ = ("_all", "_own", "_starts")
+
+    def __init__(self, every: PlacedItems, own: Sequence[tuple[int, int]], starts: Sequence[int]) -> None:
+        self._all = every
+        self._own = own
+        self._starts = starts
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
+
+    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(index, slice):
+            return _ItemsWithin(self._all, self._own[index], self._starts[index])
+        return self._all.chunk(self._own[index][0], self._starts[index])
+
+    def places(self) -> Iterator[Place]:
+        """Yield where every one of them lies."""
+        return self._all.places_at(self._own, self._starts)
+
+
+def places_of(chunks: Sequence[Chunk]) -> Iterator[Place]:
+    """Yield where every chunk lies, without making those that are made when they are asked for."""
+    if isinstance(chunks, PlacedItems | _ItemsWithin):
+        return chunks.places()
+    return ((chunk.span.file, chunk.box, chunk.span.offset, chunk.encoding) for chunk in chunks)
 
 
 class _FileNames(dict[int, str]):

@@ -26,7 +26,7 @@ from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Tenso
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Shard, cut_tensor, parse_mesh, split_blocks
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.dcp_placing import place
+from ckpt_tools.formats.dcp_placing import place, places_of
 from ckpt_tools.formats.share_record import build_record, parse_record
 from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import hull, owned_blocks, restrict, split
@@ -217,6 +217,7 @@ def test_share_of_a_large_plan_is_planned_alone() -> None:
     assert seconds < 10
     some = restrict(target, frozenset(names[:2])).tensors[5]
     assert [*some.chunks] == [*target.tensors[5].chunks[:2]]
+    assert [*places_of(some.chunks)] == [(c.span.file, c.box, c.span.offset, c.encoding) for c in some.chunks]
 
 
 def test_a_share_reads_the_whole_of_its_blocks_from_pieces_that_it_does_not_write(tmp_path: Path) -> None:
