@@ -2,6 +2,7 @@
 
     CkptError                      exit 1   I/O, faults, anything that failed
     ├── StorageError               exit 1   the system could not read or write
+    │   └── UnreachableError       exit 1   another machine refused, or could not be reached
     ├── HubError                   exit 1   the hub refused, could not be reached, or answered nonsense
     ├── UsageError                 exit 2   options, impossible meshes or rules
     │   └── RefusedConfigError     exit 2   a config.json that ckpt does not build a model of
@@ -52,6 +53,12 @@ class StorageError(CkptError):
     """The system could not read or write: disk full, I/O error, no permission."""
 
     code = "io"
+
+
+class UnreachableError(StorageError):
+    """Another machine refused, or could not be reached: this tells nothing of what it holds."""
+
+    code = "unreachable"
 
 
 class HubError(CkptError):

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_tools.adapters.check import check_lora as check_lora
     from ckpt_tools.adapters.export import export_lora as export_lora
-    from ckpt_tools.api.checking import diff as diff, stats as stats, verify as verify
+    from ckpt_tools.api.checking import diff as diff, verify as verify
+    from ckpt_tools.api.committing import commit as commit
     from ckpt_tools.api.conversions import gather as gather, reshard as reshard, shard as shard
     from ckpt_tools.api.estimating import estimate as estimate
+    from ckpt_tools.api.measuring import stats as stats
     from ckpt_tools.api.merging import merge_lora as merge_lora
     from ckpt_tools.api.preflighting import preflight as preflight
     from ckpt_tools.api.pushing import push as push
@@ -25,12 +27,14 @@ if TYPE_CHECKING:
 _ROOMS = {
     "adapters.check": "check_lora",
     "adapters.export": "export_lora",
+    "api.committing": "commit",
     "api.conversions": "gather reshard shard",
     "api.estimating": "estimate",
+    "api.measuring": "stats",
     "api.merging": "merge_lora",
     "api.preflighting": "preflight",
     "api.pushing": "push",
-    "api.checking": "diff stats verify",
+    "api.checking": "diff verify",
     "api.reading": "inspect open_checkpoint",
     "api.training": "smoke",
     "api.transforming": "average extract rename",

@@ -1,16 +1,15 @@
-"""`verify`, `diff` and `stats`: what reads every byte."""
+"""`verify` and `diff`: what reads every byte."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-from ckpt_tools.checks import diff as diffing, stats as measuring, verify as verifying
+from ckpt_tools.api.parts import parse_part
+from ckpt_tools.checks import diff as diffing, verify as verifying
 from ckpt_tools.checks.diff import Difference
-from ckpt_tools.checks.stats import Stats
 from ckpt_tools.checks.step import Pair, pair_parts, verify_step
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
@@ -34,8 +33,12 @@ from ckpt_tools.options import (
     default_num_workers,
     takes,
 )
-from ckpt_tools.quantised.decoded import dequantised, settings_beside
 from ckpt_tools.text import escape_name
+
+CheckedPart = Annotated[
+    str | None,
+    Option("Read the bytes of one part of N of the tensors, from 0; nobody sums the parts up.", metavar="I/N"),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class VerifyOptions:
         Level,
         Option("What to check: structure, headers only; data, every byte; values, also NaN, Inf and all-zero weights."),
     ] = "data"
+    part: CheckedPart = None
     num_workers: NumWorkers = None
     format: From = None
     shapes_from: ShapesFrom = None
@@ -66,8 +70,13 @@ def verify(options: VerifyOptions) -> Verification:
     """
     level, against, progress = options.level, options.against, options.progress
     workers = options.num_workers or default_num_workers(options.source, options.against)
+    share = None if options.part is None else parse_part(options.part)
+    if share is not None and level == "structure":
+        raise UsageError("--part shares the bytes, and --level structure reads none", hint="leave out --part")
     with ExitStack() as stack:
         step = open_step(os.fspath(options.source)) if options.format is None else None
+        if step is not None and share is not None:
+            raise UsageError("--part takes a checkpoint, not a step", hint="name the directory of its model")
         if step is not None:
             return _verify_step(stack.enter_context(step), options)
         source, given = os.fspath(options.source), options.shapes_from
@@ -77,10 +86,12 @@ def verify(options: VerifyOptions) -> Verification:
         if reference is not None:
             total += opened.checkpoint.total_bytes + reference.checkpoint.total_bytes
         receiver = progress(total) if progress is not None and total else None
-        result = verifying.verify(opened, level=level, num_workers=workers, progress=receiver)
+        result = verifying.verify(opened, level=level, num_workers=workers, progress=receiver, share=share)
         if reference is None or not result.ok:
             return result
-        difference = diffing.diff(opened, reference, names=options.names, num_workers=workers, progress=receiver)
+        difference = diffing.diff(
+            opened, reference, names=options.names, num_workers=workers, progress=receiver, share=share
+        )
         findings = _findings_of(difference, os.fspath(against or ""))
         return verifying.with_findings(result, findings, not_compared=difference.notes)
 
@@ -133,6 +144,7 @@ class DiffOptions:
     include: Include = ()
     exclude: Exclude = ()
     names: LibraryNames = "auto"
+    part: CheckedPart = None
     num_workers: NumWorkers = None
     progress: Progress = None
 
@@ -165,69 +177,8 @@ def diff(options: DiffOptions) -> Difference:
             names=options.names,
             num_workers=options.num_workers or default_num_workers(options.a, options.b),
             progress=progress(total) if progress is not None and not options.keys_only else None,
+            share=None if options.part is None else parse_part(options.part),
         )
         named = ((options.a, one.step), (options.b, other.step))
         notes = (f"{os.fspath(path)}: {note_reading(step)}" for path, step in named if step is not None)
         return replace(difference, notes=(*map(escape_name, notes), *difference.notes))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatsOptions:
-    """The options of `stats`."""
-
-    source: Source = field(kw_only=False)
-    against: Annotated[
-        AnyPath | None,
-        Option("Earlier checkpoint of the same model, of any format, to measure the update from.", metavar="OTHER"),
-    ] = None
-    frozen: Annotated[
-        Sequence[str], Option("Tensors that were not trained (repeatable; needs --against).", metavar="GLOB")
-    ] = ()
-    rank: Annotated[bool, Option("Also measure the effective rank of a sample of 256 rows of every matrix.")] = False
-    dequantize: Annotated[bool, Option("Measure what quantised weights stand for; without it packed ones are not.")] = (
-        False
-    )
-    include: Include = ()
-    exclude: Exclude = ()
-    names: LibraryNames = "auto"
-    num_workers: NumWorkers = None
-    format: From = None
-    shapes_from: ShapesFrom = None
-    progress: Progress = None
-
-
-@takes(StatsOptions)
-def stats(options: StatsOptions) -> Stats:
-    """Measure the values of every tensor, and what training has changed since another checkpoint.
-
-    Raises:
-        UnreadableError: One of them is incomplete or damaged.
-        UsageError: A glob that matches nothing, or names that cannot be matched.
-    """
-    if options.frozen and options.against is None:
-        raise UsageError("--frozen needs --against", hint="name the checkpoint that the run started from")
-    with ExitStack() as stack:
-        source, given = os.fspath(options.source), options.shapes_from
-        one = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
-        other = None if options.against is None else stack.enter_context(open_path(os.fspath(options.against)))
-        sides = [one] if other is None else [one, other]
-        notes = [note_reading(side.step) for side in sides if side.step is not None]
-        if options.dequantize:
-            is_quantised = [True, *(settings_beside(side.source) is not None for side in sides[1:])]
-            sides = [dequantised(s, "f32") if found else s for s, found in zip(sides, is_quantised, strict=True)]
-        chosen = [
-            select(side.checkpoint, include=options.include, exclude=options.exclude, beside=sides[-i - 1].checkpoint)
-            for i, side in enumerate(sides)
-        ]
-        one, *others = (replace(side, checkpoint=only) for side, only in zip(sides, chosen, strict=True))
-        total = one.checkpoint.total_bytes
-        result = measuring.stats(
-            one,
-            *others,
-            names=options.names,
-            frozen=options.frozen,
-            rank=options.rank,
-            num_workers=options.num_workers or default_num_workers(options.source, options.against),
-            progress=options.progress(total) if options.progress is not None and total else None,
-        )
-        return replace(result, notes=(*map(escape_name, notes), *result.notes))

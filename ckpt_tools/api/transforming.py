@@ -90,7 +90,7 @@ def average(options: AverageOptions) -> Conversion:
     with ExitStack() as stack:
         first, *others = opened = [stack.enter_context(open_path(path, format=options.format)) for path in sources]
         job = _own(first, options.destination, options)
-        job.num_workers = options.num_workers or default_num_workers(computes=True)
+        job.num_workers = options.num_workers or default_num_workers(*sources, computes=True)
         job = averaging_job(job, others, steps)
         names = map(os.path.basename, places)
         of = [{"name": name, "format": each.format.name} for name, each in zip(names, opened, strict=True)]
@@ -174,12 +174,13 @@ class RenameOptions(_WritingOptions):
     source: Source = field(kw_only=False)
     destination: Destination = field(kw_only=False)
     map: Annotated[AnyPath, Option("Key map, from the hub's names to those to write.", metavar="FILE")]
-    reverse: Annotated[bool, Option("The names of SRC are the others; write the hub's.")] = False
 
 
 @takes(RenameOptions)
 def rename(options: RenameOptions) -> Conversion:
     """Write a model's weights by other names, in its own format: renamed, joined or split as a key map says.
+
+    `gather` with the same map is the way back.
 
     Raises:
         UsageError: The map does not fit the names, or there is other state than weights.
@@ -188,12 +189,8 @@ def rename(options: RenameOptions) -> Conversion:
     """
     naming = Naming.of("auto", options.map)
     with open_path(os.fspath(options.source), format=options.format) as opened:
-        named = renamed(opened, naming, reverse=options.reverse)
-        job = _own(opened, options.destination, options, named=named)
-        if options.reverse:
-            check_names(job, [opened], allow_foreign=False, is_selection=False)
-        else:
-            job.not_checked = (*job.not_checked, "names were not held against an architecture: they are the map's own")
+        job = _own(opened, options.destination, options, named=renamed(opened, naming))
+        job.not_checked = (*job.not_checked, "names were not held against an architecture: they are the map's own")
         return run(job, dry_run=options.dry_run)
 
 
@@ -216,5 +213,5 @@ def _own(
         named=named,
     )
     job.overwrite, job.progress = options.overwrite, options.progress
-    job.num_workers = options.num_workers or default_num_workers()
+    job.num_workers = options.num_workers or default_num_workers(opened.source.place, destination)
     return job

@@ -17,6 +17,7 @@ from ckpt_tools.moving.execute import Progress, scan
 from ckpt_tools.moving.moments import measures
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
+from ckpt_tools.moving.split import Part, own_tensors
 from ckpt_tools.moving.strides import byte_box
 from ckpt_tools.storage.source import Source
 
@@ -59,6 +60,7 @@ def diff(
     names: str = "auto",
     num_workers: int,
     progress: Progress | None = None,
+    share: Part | None = None,
 ) -> Difference:
     """Compare two open checkpoints.
 
@@ -74,6 +76,7 @@ def diff(
         names: Library whose names one of them may have; "auto" finds it.
         num_workers: Threads that read.
         progress: Called with bytes done, of both sides.
+        share: Whose tensors' bytes are compared, where several processes compare two checkpoints.
 
     Raises:
         UnreadableError: One of them is incomplete or damaged.
@@ -84,8 +87,14 @@ def diff(
     shared = [fqn for fqn in ours if fqn in theirs]
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
+    left_out: tuple[str, ...] = ()
     if not keys_only:
-        alike = [fqn for fqn in shared if fqn not in changed]
+        every = [fqn for fqn in shared if fqn not in changed]
+        alike = [entry.fqn for entry in own_tensors([replace(ours[fqn], fqn=fqn) for fqn in every], share)]
+        if share is not None:
+            left_out = (f"the bytes of {len(every) - len(alike)} of {len(shared)} tensors: the other parts' (--part)",)
+            read = {*alike, *changed}
+            shared = [fqn for fqn in shared if fqn in read]
         left, right = _resolve(a, ours, alike), _resolve(b, theirs, alike)
         digests = [
             scan(list(side.values()), opened.source, num_workers=num_workers, progress=progress).digests
@@ -108,7 +117,7 @@ def diff(
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
         changed=tuple(changed[fqn] for fqn in ours if fqn in changed),
         num_equal=len(shared) - len(changed),
-        notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out))),
+        notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out))),
     )
 
 
@@ -174,9 +183,9 @@ def _compare_kinds(one: TensorEntry, other: TensorEntry) -> str | None:
 
 def _resolve(opened: Opened, entries: Mapping[str, TensorEntry], fqns: list[str]) -> dict[str, TensorEntry]:
     resolved = {}
-    for fqn in fqns:
-        check_complete(entries[fqn])
-        resolved[fqn] = replace(opened.resolve(entries[fqn]), fqn=fqn)
+    for fqn, entry in zip(fqns, opened.ahead(entries[fqn] for fqn in fqns), strict=True):
+        check_complete(entry)
+        resolved[fqn] = replace(opened.resolve(entry), fqn=fqn)
     return resolved
 
 

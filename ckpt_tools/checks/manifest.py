@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreachableError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
@@ -82,6 +82,8 @@ def _check_document(opened: Opened, name: str, record: FileRecord) -> Iterator[F
     """A document is the first `nbytes` of a file: all of `.metadata` or an index, a safetensors header."""
     try:
         content = opened.source.read(name, 0, record.nbytes)
+    except UnreachableError:
+        raise
     except CkptError as error:
         yield Finding.error("missing-file", name, error.what)
         return

@@ -108,7 +108,8 @@ def stats(
         missed += [*ours.left_out, *side.left_out, *_beside(opened, named)]
     for entry in named.values():
         check_complete(entry)
-    entries = tuple(replace(opened.resolve(entry), fqn=fqn) for fqn, entry in named.items())
+    found = zip(named, opened.ahead(named.values()), strict=True)
+    entries = tuple(replace(opened.resolve(entry), fqn=fqn) for fqn, entry in found)
     checkpoint = replace(opened.checkpoint, tensors=entries)
     packed = {entry.fqn for entry in packed_tensors(checkpoint)}
     tallies = {e.fqn: Tally(e) for e in entries if measures(e.dtype) and e.fqn not in packed}
@@ -160,7 +161,7 @@ def stats(
         only_in_source=tuple(fqn for fqn in named if fqn not in theirs) if other is not None else (),
         only_in_other=tuple(fqn for fqn in theirs if fqn not in named),
         nbytes=checkpoint.total_bytes,
-        updates={"layer": _joint(rows, _layer), "kind": _joint(rows, kind_of)},
+        updates={"layer": _joint((row for row in rows if row.fqn in model), _layer), "kind": _joint(rows, kind_of)},
     )
 
 

@@ -14,7 +14,7 @@ from ckpt_tools.checks.trainer import check_trainer
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import MAX_ELEMS, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError, UnreachableError, UnreadableError
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats.file_names import is_side_file, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME
@@ -23,6 +23,7 @@ from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress, scan
 from ckpt_tools.moving.plan import asset_name, blob_name, copy_span
+from ckpt_tools.moving.split import Part, own_tensors
 from ckpt_tools.text import first_few
 
 Level = Literal["structure", "data", "values"]
@@ -54,6 +55,9 @@ class Verification:
     findings: tuple[Finding, ...]
     counts: Mapping[str, Counts] = field(default_factory=dict)
     """FQN → what the values are like, at level values; in a step with its part's directory before it."""
+    share: Part | None = None
+    """Whose tensors' bytes were read, where several processes check one checkpoint: what is right is no more than these
+    and the structure."""
 
     @property
     def not_checked(self) -> tuple[str, ...]:
@@ -71,8 +75,10 @@ class Verification:
         return not self.errors
 
 
-def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress | None = None) -> Verification:
-    """Check `opened` at `level`.
+def verify(
+    opened: Opened, *, level: Level, num_workers: int, progress: Progress | None = None, share: Part | None = None
+) -> Verification:
+    """Check `opened` at `level`; with a `share`, the bytes of its tensors (and the first one those of other files).
 
     Structure: every element in exactly one chunk, every span inside its file, the items' headers and the
     manifest as the metadata says, no unknown data files. Data: also every byte, against the CRC-32s and
@@ -89,10 +95,21 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
             unchecked.append(Unchecked(what=f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)"))
     else:
         damaged: set[str] = set()
-        outcome = _check_data(opened, checkpoint, sound, findings, damaged, level, num_workers, progress)
+        is_first = share is None or share.index == 0
+        if share is not None:
+            own = own_tensors(sound, share)
+            other = "" if is_first else ", and other files and items"
+            text = f"the bytes of {len(sound) - len(own)} of {len(sound)} tensors{other}: the other parts' (--part)"
+            unchecked.append(Unchecked(what=text))
+            sound = list(own)
+            names = {entry.fqn for entry in sound}
+            chosen = tuple(entry for entry in checkpoint.tensors if entry.fqn in names)
+            checkpoint = replace(checkpoint, tensors=chosen, blobs=checkpoint.blobs if is_first else ())
+        extra = opened if is_first else _without_files(opened)
+        outcome = _check_data(extra, checkpoint, sound, findings, damaged, level, num_workers, progress)
         nbytes = sum(entry.nbytes for entry in sound)
         unchecked += _unchecked_chunks(opened, checkpoint, outcome, damaged)
-        unchecked += _check_blobs(opened, findings)
+        unchecked += _check_blobs(opened, findings) if is_first else []
         counts = outcome.counts
         if level == "values":
             findings += check_values(opened, replace(checkpoint, tensors=tuple(sound)), counts)
@@ -115,7 +132,14 @@ def verify(opened: Opened, *, level: Level, num_workers: int, progress: Progress
         unchecked=tuple(unchecked),
         findings=tuple(findings),
         counts=counts,
+        share=share,
     )
+
+
+def _without_files(opened: Opened) -> Opened:
+    """Return a checkpoint of which nothing but tensors is read: the rest is another part's."""
+    manifest = opened.manifest
+    return replace(opened, sums=(), manifest=None if manifest is None else replace(manifest, assets={}))
 
 
 def _unseen_values(checkpoint: Checkpoint, level: Level) -> Iterator[Unchecked]:
@@ -180,7 +204,7 @@ def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint
     checkpoint = opened.checkpoint
     resolved = []
     sound = []
-    for entry in checkpoint.tensors:
+    for entry in opened.ahead(checkpoint.tensors):
         raw = _check_tensor(opened, entry, findings)
         resolved.append(raw or entry)
         if raw is not None:
@@ -260,6 +284,8 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
     span = chunk.span
     try:
         head = dcp.read_item(span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
+    except UnreachableError:
+        raise
     except CkptError as error:
         where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
         findings.append(Finding.error("bad-item", where, f"{name}: {error.what}", error.hint))
@@ -387,6 +413,8 @@ def _check_blob(opened: Opened, blob: BlobEntry, findings: list[Finding], *, con
     """Check an item as far as its zip tells; return whether that was all of it, or what is wrong has been said."""
     try:
         return dcp.check_blob(blob.span, opened.source, content=content)
+    except UnreachableError:
+        raise
     except CkptError as error:
         where = error.where or blob.span.file
         finding = Finding.error("damaged-item", where, f"item {blob.fqn!r}: {error.what}", error.hint)
@@ -421,6 +449,7 @@ def to_json(result: Verification) -> dict[str, object]:
     return {
         "ok": result.ok,
         "level": result.level,
+        **({} if result.share is None else {"part": asdict(result.share)}),
         "checked": {
             "tensors": result.tensors,
             "chunks": result.chunks,

@@ -11,6 +11,7 @@ import typer
 
 from ckpt_tools.cli.output import Output
 from ckpt_tools.options import Argument, Option, Parameter, options_of, parameter, parameters
+from ckpt_tools.remote.places import set_storage
 from ckpt_tools.text import escape_name
 
 Result = TypeVar("Result")
@@ -55,7 +56,9 @@ def command(run: Callable[..., int], function: Callable[..., object] | None) -> 
         for each in (*own, *shows):
             each.check(values[each.name])
         if shows:
-            more["output"] = Output(**{each.name: given.pop(each.name) for each in shows})
+            shown = {each.name: given.pop(each.name) for each in shows if each.name in given}
+            more["output"] = output = Output(**shown)
+            set_storage(output.storage)
         return run(*(() if function is None else (Call(function, given),)), **more)
 
     made = [_typed(each) for each in (*_in_order(stated, own), *shows)]

@@ -15,6 +15,7 @@ from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import CkptError
 from ckpt_tools.moving.counts import counts_to_json
 from ckpt_tools.options import Option, ProgressFactory
+from ckpt_tools.remote.places import is_remote
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_duration, format_size
 
@@ -39,6 +40,11 @@ class Output:
     json: Json = False
     quiet: Annotated[bool, Option("Errors only.", short="-q", env=True)] = False
     verbose: Annotated[bool, Option("More detail; tracebacks of failures.", short="-v", env=True)] = False
+
+    storage: Annotated[
+        Sequence[str],
+        Option("Setting of object stores by obstore's name, e.g. region (repeatable).", metavar="KEY=VALUE"),
+    ] = ()
 
     @property
     def is_silent(self) -> bool:
@@ -243,7 +249,8 @@ def _print_conversion(result: Conversion, output: Output) -> None:
         say(f"{destination} is not published yet: waiting for {missing}")
     elif result.dry_run:
         say(f"would write {files}, {size}, to {destination}")
-        say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {size} of disk")
+        room = "storage" if is_remote(result.destination) else "disk"
+        say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {size} of {room}")
     else:
         say(f"wrote {result.num_tensors} tensors, {files}, {size}, to {destination}")
         rate = format_size(result.throughput_bytes_per_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Annotated
 
@@ -11,6 +11,7 @@ from ckpt_tools.checks.stats import Stats, TensorStats, to_json
 from ckpt_tools.checks.updates import Update
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.moving.threads import one_thread_each
 from ckpt_tools.options import Option
@@ -26,11 +27,18 @@ def run(
     *,
     output: Output,
     tensors: Annotated[bool, Option("List every tensor (default: a line for the same weight of all layers).")] = False,
+    html: Html = None,
 ) -> int:
     """Measure, and print what stands out, then the figures."""
     one_thread_each()
-    with progress_of(output) as factory:
-        result = call(progress=factory)
+    source, against = str(call.given["source"]), call.given.get("against")
+    with report_to(html, "stats", source, output) as report:
+        with progress_of(output) as factory:
+            result = call(progress=factory)
+        if report is not None:
+            from ckpt_tools.report.stats_page import stats_page
+
+            report(stats_page(result, source, None if against is None else str(against)))
     if output.json:
         print_json(to_json(result))
         return 0 if result.ok else 3
@@ -41,18 +49,14 @@ def run(
         for text in result.not_checked:
             note(f"not checked: {text}")
         _tables(result, terminal(), every=tensors)
-        _only("only in SRC", result.only_in_source)
-        _only("only in --against", result.only_in_other)
+        for where, fqns in (("SRC", result.only_in_source), ("--against", result.only_in_other)):
+            if fqns:
+                say(f"only in {where}: {len(fqns)} tensors, e.g. {escape_name(fqns[0])}")
         state = "ok" if result.ok else "NOT ok"
-        stand_out = f"; {len(result.findings)} findings" if result.findings else "; nothing stands out"
+        stand_out = f"; findings: {len(result.findings)}" if result.findings else "; nothing stands out"
         size = format_size(result.nbytes)
         say(f"{call.shown('source')}: {state} ({len(result.tensors)} tensors, {size}{stand_out})")
     return 0 if result.ok else 3
-
-
-def _only(what: str, fqns: Sequence[str]) -> None:
-    if fqns:
-        say(f"{what}: {len(fqns)} tensors, e.g. {escape_name(fqns[0])}")
 
 
 def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
@@ -90,16 +94,12 @@ def _figures(group: Sequence[TensorStats]) -> list[str]:
     """Return the cells of some tensors: what is usual of them, and what is the most of any."""
     zeros, elems = (sum(n) for n in zip(*((r.counts.num_zero, r.counts.num_elems) for r in group), strict=True))
     bad = sum(row.counts.num_nan + row.counts.num_inf for row in group)
-    share = f"{100 * zeros / elems:.2g}%" if zeros else ""
+    share = f"{100 * zeros / elems:.3g}%" if zeros else ""
     found = [row.moments for row in group if row.moments is not None]
     if not found:
         return ["", "", "", "", share, str(bad or "")]
-    middle = [_middle(getattr(each, name) for each in found) for name in ("mean", "std", "rms")]
+    middle = [f"{median(getattr(each, name) for each in found):.3g}" for name in ("mean", "std", "rms")]
     return [*middle, f"{max(each.absmax for each in found):.3g}", share, str(bad or "")]
-
-
-def _middle(figures: Iterable[float]) -> str:
-    return f"{median(figures):.3g}"
 
 
 def _update_cells(update: Update) -> tuple[str, str]:

@@ -32,5 +32,6 @@ def run(call: Call[Verification], *, html: Html = None, output: Output) -> int:
             note(f"not checked: {text}")
         state = "ok" if result.ok else "NOT ok"
         data = f", {format_size(result.nbytes)} of data" if result.level != "structure" else ", headers only"
-        say(f"{call.shown('source')}: {state} ({result.tensors} tensors, {result.chunks} chunks{data})")
+        share = "" if result.share is None else f"part {result.share} "
+        say(f"{call.shown('source')}: {share}{state} ({result.tensors} tensors, {result.chunks} chunks{data})")
     return 0 if result.ok else 3

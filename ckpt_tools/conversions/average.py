@@ -22,6 +22,7 @@ from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.maps.adapters import is_factor
 from ckpt_tools.moving.beside import Beside, Reading
 from ckpt_tools.text import first_few
 
@@ -80,6 +81,10 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
     job.notes.append(f"averaged {averaged} tensors of {len(sources)} checkpoints in float32")
     if counters := [entry.fqn for entry in full if entry.num_elems == 1 and not entry.dtype.is_float]:
         job.notes.append(f"numbers that are not averaged are those of the last: {first_few(counters)}")
+
+    if factors := [entry.fqn for entry in full if is_factor(entry.fqn)]:
+        text = f"the factors of an adapter were averaged one by one ({first_few(factors)}): their product is not the "
+        job.warnings = (*job.warnings, f"{text}average of the adapters. Merge each into its base, and average those")
 
     def accept() -> None:
         for other in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt_tools.conversions.finish import add_apart, carry_assets, conversion, finish, recorded_apart
@@ -10,17 +11,19 @@ from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.formats.opening import read_document
-from ckpt_tools.formats.share_record import ShareRecord, parse_record
+from ckpt_tools.formats.share_record import ShareRecord, parse_record, record_name
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.moving.counts import counts_of
 from ckpt_tools.moving.execute import Outcome
 from ckpt_tools.moving.plan import blob_name, blocks_of, chunk_index, copy_span, is_plain
-from ckpt_tools.moving.seen import Seen
+from ckpt_tools.moving.seen import DisagreementError, Seen
 from ckpt_tools.moving.split import Part
 from ckpt_tools.remote.places import is_remote, local, open_source
 from ckpt_tools.storage.shared_staging import tidy
 from ckpt_tools.storage.sink import SharedSink
 from ckpt_tools.units import format_size
+
+_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,12 @@ def is_right(record: ShareRecord, sink: SharedSink) -> bool:
     return all(sink.identity(name) == file.identity for name, file in record.files.items())
 
 
+def _right(records: Sequence[ShareRecord], sink: SharedSink) -> list[ShareRecord]:
+    with ThreadPoolExecutor(_THREADS) as threads:  # a store is asked for every file
+        found = list(threads.map(lambda record: is_right(record, sink), records))
+    return [record for record, right in zip(records, found, strict=True) if right]
+
+
 def add_progress(job: Job, bytes_kept: int) -> None:
     """Say what an interrupted run of this part had done."""
     if bytes_kept:
@@ -94,15 +103,18 @@ def commit(job: Job, place: Place, sink: SharedSink, start: float, *, read: int)
         CkptError: Two parts do not fit together, or something is not what the source's manifest records.
     """
     waiting = place.missing(place.parse(sink.records_there()))
+    if waiting and place.is_published(job.destination):  # by the same command, run twice at once
+        job.notes.append("another run of this command has published it")
+        return conversion(job, start, [], read=read, part=place.part)
     if waiting:
         return _leave(job, place, sink, start, waiting, read=read)
     try:
         with sink.alone() as alone:
             if alone:
-                records = [record for record in place.parse(sink.records_there()) if is_right(record, sink)]
+                records = _right(place.parse(sink.records_there()), sink)
                 if waiting := place.missing(records):
                     return _leave(job, place, sink, start, waiting, read=read)
-                outcome = merge(job, records)
+                outcome = _merge_or_withdraw(job, records, sink)
                 outcome.bytes_read = read
                 assets = carry_assets(job, sink)
                 kind = format_of(job.target)
@@ -124,6 +136,16 @@ def _leave(
     return conversion(job, start, own, read=read, published=False, part=place.part, waiting_for=waiting)
 
 
+def _merge_or_withdraw(job: Job, records: Sequence[ShareRecord], sink: SharedSink) -> Outcome:
+    """Merge; records that do not fit together are withdrawn, so that their parts are done again."""
+    try:
+        return merge(job, records)
+    except DisagreementError as error:
+        for name in error.shares:
+            sink.put_record(name, b"")
+        raise
+
+
 def merge(job: Job, records: Sequence[ShareRecord]) -> Outcome:
     """Return what one process would have found; the order of the records makes no difference.
 
@@ -132,13 +154,11 @@ def merge(job: Job, records: Sequence[ShareRecord]) -> Outcome:
         UnreadableError: Something is not what the source's writer recorded of it.
     """
     outcome = Outcome()
+    names = [record_name(record.index, record.count, record.number) for record in records]
     for record in records:
         for fqn, digest in record.digests.items():
             if outcome.digests.setdefault(fqn, digest) != digest:
-                raise CkptError(
-                    f"two parts have read different bytes of {fqn.strip(chr(0))!r}",
-                    hint="nothing was published; one of the machines has read the source wrongly",
-                )
+                raise CkptError(f"two parts have read different bytes of {fqn!r}", hint="nothing is published")
         outcome.counts |= {fqn: counts_of(row) for fqn, row in record.counts.items()}
         outcome.frames |= {name: file.frames for name, file in record.files.items() if file.frames is not None}
         outcome.chunks_checked += record.chunks_checked
@@ -151,7 +171,7 @@ def merge(job: Job, records: Sequence[ShareRecord]) -> Outcome:
             continue
         dtype = dtypes.get(entry.fqn, entry.dtype)
         seen, chunks = Seen(entry, dtype, blocks_of(entry, dtype), counting=not is_plain(entry)), chunk_index(entry)
-        parts = [(f"part {r.index}", r.parts[entry.fqn]) for r in records if entry.fqn in r.parts]
+        parts = [(name, r.parts[entry.fqn]) for name, r in zip(names, records, strict=True) if entry.fqn in r.parts]
         unmatched += seen.merge(parts, chunks)
         outcome.chunks_checked += seen.check_sources(chunks, job.opened.source)
         outcome.digests[entry.fqn] = seen.digest()

@@ -86,8 +86,12 @@ def finish(
     held = dict(record_parts(sink, parts))
     manifest = build_manifest(manifest_of(job, tensors, outcome.digests, assets, marked, outcome.frames, held))
     documents = {**job.documents, MANIFEST_NAME: manifest}
+    last = None if marker else job.last_document
     for name, content in documents.items():
-        sink.write_document(name, content)
+        if name != last:
+            sink.write_document(name, content)
+    if last is not None:
+        sink.write_marker(last, documents[last])
     if marker:
         sink.write_marker(format_of(job.target).marker, marker)
     files = written_files(job, assets, {name: len(content) for name, content in documents.items()}, marked)
@@ -98,6 +102,8 @@ def finish(
     for each in (job, *job.parts.values()):
         each.opened.source.check_unchanged()
     sink.publish()
+    job.notes += sink.notes
+    job.not_checked = (*job.not_checked, *sink.not_checked)
     if sink.left_behind is not None:
         job.notes.append(
             f"the old checkpoint could not be removed: {escape_name(sink.left_behind)}; "

@@ -133,6 +133,10 @@ class Job:
     """Directory inside the destination → what is built there: the parts of a step, published with the rest at once."""
     part: Part | None = None
     """Which one of several processes this is: it writes its files, and the last one publishes them all."""
+    only_commit: bool = False
+    """Write no part: publish what all have written."""
+    command: str = ""
+    """What was asked for, in JSON; for `ckpt commit`."""
     overwrite: bool = False
     use_dtensor: bool = False
     """Write the data files through torch (`--engine dtensor`) instead of the executor."""
@@ -146,6 +150,11 @@ class Job:
         entries = {entry.fqn: entry for entry in self.target.tensors}
         further = (replace(entries[fqn], fqn=alias, path=()) for alias, fqn in self.aliases.items())
         return replace(self.target, tensors=(*self.target.tensors, *further))
+
+    @property
+    def last_document(self) -> str | None:
+        """Name of the document that makes the rest a checkpoint, where the format has no marker: the index."""
+        return next((name for name in self.documents if name.endswith(".index.json")), None)
 
     def asset_bytes(self, asset: Asset) -> int:
         """Return the size of what is written for an asset."""

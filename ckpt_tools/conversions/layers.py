@@ -14,7 +14,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps.table import load_table
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.naming import AssetList, claim_of
+from ckpt_tools.models.naming import AssetList, Naming, claim_of, name_live
 
 _COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Keys that configs have for the number of layers, by whatever name a class knows it."""
@@ -52,6 +52,9 @@ def first_layers(opened: Opened, num_layers: int) -> tuple[Checkpoint, AssetList
         raise UsageError(f"--layers {num_layers}: {CONFIG_NAME} says that there are {count}", where=where)
     in_layer = re.compile(r"(?:.*\.)?" + re.escape(path).replace(r"\*", r"(\d+)") + r"(?:\..*)?")
     numbers = {entry.fqn: found[1] for entry in opened.checkpoint.tensors if (found := in_layer.fullmatch(entry.fqn))}
+    if not numbers:  # files whose names are not the live model's
+        live = name_live(opened.checkpoint, assets, Naming(), opened.resolve).sources
+        numbers = {own: found[1] for fqn, own in live.items() if (found := in_layer.fullmatch(fqn))}
     if not numbers:
         raise UsageError(
             f"no tensor is called {path}", where=where, hint="bring it to the model's own names first: `ckpt rename`"

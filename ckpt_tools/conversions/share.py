@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from ckpt_tools.conversions.commit import Place, add_progress, commit, is_right
-from ckpt_tools.conversions.finish import conversion, kept_or_discarded, recorded_apart
+from ckpt_tools.conversions.finish import carry_assets, conversion, kept_or_discarded, recorded_apart
 from ckpt_tools.conversions.job import Conversion, Job, check_claims, fingerprint, rewrite_assets
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
@@ -20,6 +20,7 @@ from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import Part, boxes_before, split
 from ckpt_tools.remote.places import open_shared_sink
 from ckpt_tools.storage.sink import SharedSink
+from ckpt_tools.units import format_size
 
 _MAX_ITEMS_IN_KEY = 1 << 20
 """With more items the layout, and not the metadata made of it, identifies a conversion: every part computes that."""
@@ -41,10 +42,15 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
     job.made = {**job.made, "run": place.fingerprint}
     try:
         sink = open_shared_sink(job.destination)
+        sink.command = job.command
         with kept_or_discarded(sink):
             sink.join(place.fingerprint, part.count)
             if sink.found_other:
                 job.notes.append("removed what an interrupted run of one process had left")
+            if job.only_commit:
+                return commit(job, place, sink, start, read=0)
+            if sink.goes_front_to_back and len(place.files) == 1 and place.shares[part.index]:
+                carry_assets(job, sink)  # the one file makes a checkpoint of them as soon as it is there
             read = _write_passes(job, plan, place, sink)
             return commit(job, place, sink, start, read=read)
     except DestinationExistsError:
@@ -54,11 +60,23 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
         return conversion(job, start, [], read=0)
 
 
+def note_of_part(job: Job, part: Part) -> str:
+    """Say what a part would write.
+
+    Raises:
+        UsageError: The job cannot be cut.
+    """
+    _check_can_be_cut(job)
+    place = _place(job, part)
+    own = [job.target.files[place.files[i]] for i in place.shares[part.index]]
+    return f"part {part} of that is {len(own)} data files, {format_size(sum(own))}"
+
+
 def _check_can_be_cut(job: Job) -> None:
     """Refuse what several processes cannot share."""
     problem = None
     if job.parts:
-        problem = "a training step", "convert its model and optimizer directories one by one, or leave out --part"
+        problem = "a training step", "leave out --part, or convert the directory of its weights, without --for"
     elif job.edits or job.prepare is not None or job.accept is not None:
         problem = "what computes new values", "leave out --part; cut what it writes afterwards"
     elif job.use_dtensor:
@@ -98,7 +116,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
     todo = {
         number: files
         for number, files in enumerate(passes)
-        if not any(is_right(record, sink) and set(files) <= set(record.files) for record in records)
+        if not any(set(files) <= record.files.keys() and is_right(record, sink) for record in records)
     }
     if passes and not todo:
         job.notes.append(f"part {place.part} is there already: nothing was read")
@@ -118,7 +136,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             progress=progress,
             resumable=True,
             counting=True,
-            before={entry.fqn: boxes for entry in job.target.tensors if (boxes := boxes_before(entry, earlier))},
+            before={e.fqn: boxes for e in job.target.tensors if (boxes := boxes_before(e, earlier)) is not None},
         )
         apart = recorded_apart(job)[place.turn :: place.num_busy] if number == 0 else []
         whole = scan(apart, job.opened.source, num_workers=job.num_workers)

@@ -34,6 +34,7 @@ from ckpt_tools.options import (
     Include,
     MaxShardSize,
     NumWorkers,
+    OnlyCommit,
     Option,
     Overwrite,
     PartText,
@@ -88,6 +89,7 @@ class GatherOptions:
     )
     overwrite: Overwrite = False
     part: PartText = None
+    only_commit: OnlyCommit = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
@@ -127,6 +129,8 @@ def gathering_job(
     is_cast = dtype != "keep" or bool(options.dtype_for)
     plain = not is_cast and options.max_shard_size is None and not include and not exclude and strip == "auto"
     plain = plain and options.names != "live" and options.to == "safetensors"
+    if not opened.format.is_sharded and naming.names not in ("auto", "hub"):
+        original = None  # these files' own names, which are to change
     if like is not None:
         if like.origin is None or not plain:
             raise UsageError(
@@ -154,7 +158,9 @@ def gathering_job(
     warnings = differences(named, opened, beside, notes)
     if named.note:
         notes.append(named.note)
-    source = replace(named.checkpoint, tensors=tuple(map(opened.resolve, named.checkpoint.tensors)), blobs=())
+    source = replace(
+        named.checkpoint, tensors=tuple(map(opened.resolve, opened.ahead(named.checkpoint.tensors))), blobs=()
+    )
     target = cast_target(source, dtype, options.dtype_for)
     heads: dict[str, bytes]
     seals: dict[str, Seal] = {}
@@ -237,7 +243,7 @@ def _restore(
         documents[origin.index_name] = origin.index_text.encode()
     source = replace(
         model,
-        tensors=tuple(opened.resolve(entry) for entry in model.tensors if entry.fqn in wanted),
+        tensors=tuple(map(opened.resolve, opened.ahead(entry for entry in model.tensors if entry.fqn in wanted))),
         blobs=(),
     )
     return Job(

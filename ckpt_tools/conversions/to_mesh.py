@@ -230,7 +230,7 @@ def sharding_job(
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
     layout = layout or _find_layout(opened, renamed, named, options)
-    source = replace(renamed, tensors=tuple(map(opened.resolve, renamed.tensors)))
+    source = replace(renamed, tensors=tuple(map(opened.resolve, opened.ahead(renamed.tensors))))
     kept = {old.fqn: new.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)}
     names = {new: named.sources.get(old, "") for old, new in kept.items()}
     aliases = {prefix + alias: kept[fqn] for alias, fqn in named.aliases.items() if fqn in kept}

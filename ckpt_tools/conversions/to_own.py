@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpt_tools.conversions.find import check_left_out, model_in, name_again
+from ckpt_tools.conversions.find import model_in, name_again
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint
@@ -13,7 +13,7 @@ from ckpt_tools.description.transform import find_model, is_optimizer
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import kept_cells, place
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.models.naming import Named, Naming, name_hub, name_live
+from ckpt_tools.models.naming import Named, Naming, name_live
 from ckpt_tools.text import first_few
 
 
@@ -93,25 +93,23 @@ def _of_names(job: Job, named: Named) -> Job:
     return job
 
 
-def renamed(opened: Opened, naming: Naming, *, reverse: bool) -> Named:
-    """Return a model by the names of a key map, of tied ones each with its bytes; with `reverse`, by the hub's.
+def renamed(opened: Opened, naming: Naming) -> Named:
+    """Return a model by the names of a key map, tied ones each with its bytes.
 
     Raises:
         UsageError: The map does not fit, there is other state than weights, or DCP's tensors would be joined or split.
     """
     notes: list[str] = []
-    if opened.format.loads_by_dcp and not reverse:
+    if opened.format.loads_by_dcp:
         named, _ = name_again(opened, naming, notes)
     else:
         model, names = model_in(opened, "auto", notes)
-        if opened.format.loads_by_dcp and len(model.tensors) < len(opened.checkpoint.tensors):
-            raise UsageError("only a model's weights can be named again", hint="--include chooses them: `ckpt extract`")
-        change = name_hub if reverse else name_live
-        named = change(model, opened.own_assets, naming, opened.resolve)
+        try:
+            named = name_live(model, opened.own_assets, naming, opened.resolve)
+        except UsageError as error:
+            hint = "the map needs a line for every tensor; `drop NAME` keeps a name, and ** at its end is anything"
+            raise UsageError(error.what, where=error.where, hint=hint) from error
         named = replace(named, sources={new: names.get(old, old) for new, old in named.sources.items()})
-        if reverse:
-            check_left_out(named, model, opened)
-            named = replace(named, aliases={})
     if opened.format.loads_by_dcp and named.apart:
         raise UsageError(
             f"the map joins or splits tensors, which are cut: {first_few([entry.fqn for entry in named.apart])}",

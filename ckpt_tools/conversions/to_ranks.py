@@ -117,7 +117,7 @@ def _job(opened: Opened, mesh: Mesh, destination: str) -> Job:
     note = f"{before} ranks become {mesh.world_size}; rank R has the scheduler and the RNG state of rank R mod {before}"
     return Job(
         opened=opened,
-        source=replace(opened.checkpoint, tensors=tuple(map(opened.resolve, entries)), blobs=()),
+        source=replace(opened.checkpoint, tensors=tuple(map(opened.resolve, opened.ahead(entries))), blobs=()),
         target=Checkpoint(
             root="",
             format=RankFiles.name,

@@ -6,7 +6,7 @@ Source: torch `distributed/checkpoint/{metadata,filesystem}.py` (2.13).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
@@ -19,7 +19,7 @@ from ckpt_tools.formats.format import Format, Opened, Reader, read_document
 from ckpt_tools.formats.frames import digest_frames, planned_payloads
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
-from ckpt_tools.formats.torch_zip import ItemHead, check_archive, parse_item, parse_own_item
+from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_ends, parse_item, parse_own_item
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -162,8 +162,16 @@ class Dcp(Format):
             unshaped=parsed.flattened,
         )
 
+    def heads(self, entry: TensorEntry) -> Iterable[tuple[str, int, int]]:
+        """Return both ends of the tensor's items."""
+        for chunk in entry.chunks:
+            if chunk.encoding != "raw":
+                yield from ((chunk.span.file, chunk.span.offset + at, n) for at, n in item_ends(chunk.span.nbytes))
+
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:
         """Read the heads of the tensor's items."""
+        if len(entry.chunks) > 1:
+            reader.prefetch(self.heads(entry))
         return replace(entry, chunks=tuple(_resolve_chunk(entry, chunk, reader) for chunk in entry.chunks))
 
     def build_marker(self, target: Checkpoint) -> bytes:

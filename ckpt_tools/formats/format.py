@@ -8,7 +8,7 @@ tensors as raw bytes, under a model's plain names, read and not written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
@@ -19,9 +19,15 @@ from ckpt_tools.formats.manifest import Manifest, Origin
 from ckpt_tools.formats.steps import Step
 from ckpt_tools.storage.source import Source
 
+AHEAD = 8192
+"""Small ranges that are announced to a source at once: of 1 KiB each, it keeps them."""
+
 
 class Reader(Protocol):
     """What formats need of storage, once a checkpoint is open."""
+
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Be told of (file, offset, bytes) that will be read soon."""
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly these bytes."""
@@ -96,6 +102,10 @@ class Format(Protocol):
             UnreadableError: An item is malformed or is not what the description says.
         """
         return entry
+
+    def heads(self, entry: TensorEntry) -> Iterable[tuple[str, int, int]]:  # noqa: ARG002
+        """Return (file, offset, bytes) of what `resolve` reads, as far as it is known before."""
+        return ()
 
     def build_marker(self, target: Checkpoint) -> bytes:  # noqa: ARG002
         """Return the content of `marker` for a destination; b"" when there is none."""
@@ -176,7 +186,21 @@ class Opened:
 
     def resolved(self) -> Checkpoint:
         """Return the description with every chunk's span on its raw bytes; reads the items' headers."""
-        return replace(self.checkpoint, tensors=tuple(map(self.resolve, self.checkpoint.tensors)))
+        return replace(self.checkpoint, tensors=tuple(map(self.resolve, self.ahead(self.checkpoint.tensors))))
+
+    def ahead(self, entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+        """Yield `entries` when what `resolve` reads of each is at hand; only remote sources take time over it."""
+        batch: list[TensorEntry] = []
+        heads: list[tuple[str, int, int]] = []
+        for entry in entries:
+            batch.append(entry)
+            heads += self.format.heads(entry)
+            if len(heads) >= AHEAD:
+                self.source.prefetch(heads)
+                yield from batch
+                batch, heads = [], []
+        self.source.prefetch(heads)
+        yield from batch
 
     def resolve(self, entry: TensorEntry) -> TensorEntry:
         """Return `entry` with every chunk's span on its raw bytes; reads its items' headers."""

@@ -13,7 +13,7 @@ from itertools import chain
 import xxhash
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, TensorEntry
-from ckpt_tools.formats.format import Reader
+from ckpt_tools.formats.format import AHEAD, Reader
 from ckpt_tools.formats.torch_zip import item_frame
 
 _PIECE_BYTES = 1 << 20
@@ -56,6 +56,8 @@ def _digest(name: str, size: int, covered: Sequence[tuple[int, int]], reader: Re
     ahead = _PIECE_BYTES if size < len(covered) * _DENSE_BYTES else 0
     piece, piece_end = memoryview(b""), 0  # what has been read last, and where it ends in the file
     position = 0
+    if not ahead:
+        _announce(name, size, covered, reader)
     for start, end in (*covered, (size, size)):
         while position < start:
             if position >= piece_end:
@@ -66,3 +68,14 @@ def _digest(name: str, size: int, covered: Sequence[tuple[int, int]], reader: Re
             position += nbytes
         position = max(position, end)
     return state.hexdigest()
+
+
+def _announce(name: str, size: int, covered: Sequence[tuple[int, int]], reader: Reader) -> None:
+    """Tell the reader of the gaps between payloads, as many as it may keep."""
+    gaps = []
+    position = 0
+    for start, end in (*covered, (size, size)):
+        if 0 < start - position <= _DENSE_BYTES:
+            gaps.append((name, position, start - position))
+        position = max(position, end)
+    reader.prefetch(gaps[:AHEAD])

@@ -37,6 +37,7 @@ __all__ = [
     "ItemHead",
     "archive_frame",
     "check_archive",
+    "item_ends",
     "item_frame",
     "parse_item",
     "parse_own_item",
@@ -111,6 +112,13 @@ class _Item:
                 self._head = self._read(0, _WINDOW)
             return self._head[offset:end]
         return self._read(offset, nbytes)
+
+
+def item_ends(item_nbytes: int) -> tuple[tuple[int, int], ...]:
+    """Return (offset, nbytes) of what `parse_item` and `parse_own_item` read, of what torch and ckpt write."""
+    if item_nbytes <= 4 * _WINDOW:
+        return ((0, item_nbytes),)
+    return (0, _WINDOW), (item_nbytes - _WINDOW, _WINDOW)
 
 
 def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemHead:

@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.layout import Box
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreachableError
 from ckpt_tools.formats.digest import digest_block, digest_tensor
 from ckpt_tools.formats.share_record import TensorPart
 from ckpt_tools.formats.torch_zip import item_frame
@@ -148,7 +148,7 @@ class _Run:
                         task.seen.add(index, block, digest, content, reads)
                         for look in task.looks:
                             look.see(block, content)
-                    if not has_whole:
+                    if not has_whole or task.is_elsewhere:
                         task.seen.add_parts(index, block, (part for _, part in targets), held, content)
                     written = self._write_block(task, held, targets, content, buffers)
                     if self.sink is not None and self._resumable and has_whole:
@@ -181,7 +181,7 @@ class _Run:
         return edit_block(task.edit, block, content, task.dtype, buffers), reads, read
 
     def _report(self, task: Task, error: CkptError) -> None:
-        if self._on_damage is None:
+        if self._on_damage is None or isinstance(error, UnreachableError):
             raise error
         with self._lock:
             task.damaged = True
@@ -380,7 +380,8 @@ def execute(
     """Write `files` into `sink`, durably.
 
     They may be a share of a plan: of a tensor that others have parts of, blocks that begin in these files are read
-    whole, and of others no more than is written. `before` (FQN → boxes) says what earlier shares have as well.
+    whole, and of others no more than is written. `before` names the tensors that have elements in several files, with
+    the boxes of them that earlier shares have.
 
     With `resumable`, blocks that the sink's records name are read back and kept when they are right,
     and blocks that are written are recorded. `edits` (FQN in the source → what to do) change tensors on their way.
@@ -399,7 +400,7 @@ def execute(
             head_bytes += sink.write(file.file, 0, [file.head])
     edits = edits or {}
     tasks = [
-        Task(i, entry, copies, edits.get(entry.fqn), counting=counting, before=(before or {}).get(entry.fqn, ()))
+        Task(i, entry, copies, edits.get(entry.fqn), counting=counting, before=(before or {}).get(entry.fqn))
         for i, (entry, copies) in enumerate(group_by_tensor(files))
     ]
     if sink.goes_front_to_back:

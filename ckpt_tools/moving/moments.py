@@ -23,8 +23,8 @@ from ckpt_tools.moving.strides import start_of
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
-_PIECE_ELEMS = {1: 1 << 18, 2: 1 << 18, 4: 1 << 16, 8: 1 << 16}
-"""By bytes of an element: what is counted, or computed in float64, at once stays in a core's cache."""
+_PIECE_ELEMS = 1 << 16
+"""What is counted, or computed in float64, at once stays in a core's cache."""
 MAX_EXPONENT = 127
 """Histograms have a bin for every power of two from here down to its negative, where everything smaller is too."""
 _BINS = 256
@@ -93,21 +93,23 @@ class Tally:
 
         from ckpt_tools.moving.arrays import array_of
 
-        size, start = _PIECE_ELEMS[self._itemsize], start_of(block, self._whole)
+        start, one = start_of(block, self._whole), np.int64(1)
         if self._itemsize <= 2:
             bits = np.frombuffer(content, f"<u{self._itemsize}")
-            counts = np.zeros(1 << 8 * self._itemsize, np.int64)
-            for at in range(0, len(bits), size):
-                counts += np.bincount(bits[at : at + size], minlength=len(counts))
-            if counts[~np.isfinite(_values_of(self._dtype))].any():  # where, the patterns do not say
+            counts, index = np.zeros(1 << 8 * self._itemsize, np.int64), np.empty(min(len(bits), _PIECE_ELEMS), np.intp)
+            for at in range(0, len(bits), len(index)):
+                piece = bits[at : at + len(index)]
+                np.copyto(index[: len(piece)], piece)
+                np.add.at(counts, index[: len(piece)], one)  # two thirds of the time of `bincount`, to these indices
+            if counts[_values_of(self._dtype)[1]].any():  # where, the patterns do not say
                 self._count(content, start)
             self._add(counts)
             return
         self._count(content, start)
         values = array_of(content, self._dtype, (-1,))
         with np.errstate(all="ignore"):
-            for at in range(0, len(values), size):
-                self._see_piece(values[at : at + size], start + at)
+            for at in range(0, len(values), _PIECE_ELEMS):
+                self._see_piece(values[at : at + _PIECE_ELEMS], start + at)
 
     def _see_piece(self, piece: Array, start: int) -> None:
         import numpy as np
@@ -148,7 +150,7 @@ class Tally:
             bins, low, high = self._counts, self._low, self._high
         else:
             there = np.flatnonzero(self._counts)
-            values, counts = _values_of(self._dtype)[there], self._counts[there]
+            values, counts = _values_of(self._dtype)[0][there], self._counts[there]
             self.counts = Counts(
                 num_elems=int(counts.sum()),
                 num_nan=int(counts[np.isnan(values)].sum()),
@@ -183,8 +185,8 @@ def _joined(parts: Iterable[_Part]) -> tuple[int, float, float]:
 
 
 @functools.cache
-def _values_of(dtype: DType) -> Array:
-    """Return what every pattern of a type of 8 or 16 bits stands for."""
+def _values_of(dtype: DType) -> tuple[Array, Array]:
+    """Return what every pattern of a type of 8 or 16 bits stands for, and which are not finite."""
     import numpy as np
 
     from ckpt_tools.moving.arrays import array_of, bytes_of
@@ -192,8 +194,8 @@ def _values_of(dtype: DType) -> Array:
     patterns = np.arange(1 << dtype.bits, dtype=f"<u{dtype.bits // 8}")
     values = (patterns != 0) if dtype.name == "BOOL" else array_of(bytes_of(patterns), dtype, (-1,))
     with np.errstate(all="ignore"):
-        wide: Array = values.astype(np.float64)
-    return wide
+        wide = values.astype(np.float64)
+    return wide, np.flatnonzero(~np.isfinite(wide))
 
 
 def _bins_of(values: Array, counts: Array | None = None) -> Array:

@@ -19,6 +19,13 @@ from ckpt_tools.moving.strides import start_of
 from ckpt_tools.storage.source import Source
 
 
+class DisagreementError(CkptError):
+    """Shares have read different bytes of one tensor."""
+
+    shares: tuple[str, ...] = ()
+    """Those that may be wrong, by the names that `merge` was given."""
+
+
 class Seen:
     """What was seen of one tensor; its methods may be called from any thread, for blocks in any order."""
 
@@ -115,10 +122,10 @@ class Seen:
         every = Box((0,) * len(self._entry.shape), self._entry.shape)
         by_offsets = {chunk.box.offsets: chunk for chunk, _ in chunks.overlaps(every)}
         owners: dict[int, str] = {}
+        writers: dict[int, list[str]] = {}
         for name, part in parts:
             for index, digest in part.digests.items():
-                found = self._digests.setdefault(index, bytes.fromhex(digest))
-                if found.hex() != digest:
+                if self._digests.setdefault(index, bytes.fromhex(digest)).hex() != digest:
                     raise self._disagree(index, owners[index], name)
                 owners[index] = name
             self._crcs |= part.crcs
@@ -127,35 +134,38 @@ class Seen:
                 chunk = by_offsets.get(offsets)
                 if chunk is not None:
                     self._checksums.add(Read(chunk, *run) for run in runs)
+            for index, runs in part.parts.items():
+                self._parts.setdefault(index, set()).update(runs)
+                writers.setdefault(index, []).append(name)
         if missing := [index for index in range(len(self._blocks)) if index not in self._digests]:
             raise CkptError(f"tensor {self._entry.fqn!r}: no part has read its blocks {missing[:4]}")
         for name, part in parts:
             for index, digest in part.seen.items():
                 if self._digests[index].hex() != digest:
                     raise self._disagree(index, owners[index], name)
-            for index, runs in part.parts.items():
-                self._parts.setdefault(index, set()).update(runs)
-        return sum(not self._fits(index, runs, owners[index]) for index, runs in self._parts.items())
+        return sum(not self._fits(index, runs, (owners[index], *writers[index])) for index, runs in self._parts.items())
 
-    def _fits(self, index: int, runs: set[Run], owner: str) -> bool:
+    def _fits(self, index: int, runs: set[Run], shares: Sequence[str]) -> bool:
         """Do the runs of a block that shares wrote make it up? False where they are not all runs of whole rows."""
         by_place: dict[tuple[int, int], int] = {}
         for start, nbytes, crc32 in runs:
             if by_place.setdefault((start, nbytes), crc32) != crc32:
-                raise self._disagree(index, owner, "another part")
+                raise self._disagree(index, *shares)
         crc32, total = combine_crcs([(*place, crc32) for place, crc32 in by_place.items()])
         if total != self._dtype.num_bytes(self._blocks[index].num_elems) or index not in self._crcs:
             return not runs  # every share has read the block whole, and their digests agree
         if crc32 != self._crcs[index]:
-            raise self._disagree(index, owner, "another part")
+            raise self._disagree(index, *shares)
         return True
 
-    def _disagree(self, index: int, one: str, other: str) -> CkptError:
-        return CkptError(
-            f"{one} and {other} have read different bytes of tensor {self._entry.fqn!r}, block {index}",
+    def _disagree(self, index: int, *shares: str) -> DisagreementError:
+        error = DisagreementError(
+            f"parts of this conversion have read different bytes of tensor {self._entry.fqn!r}, block {index}",
             where=", ".join(sorted({chunk.span.file for chunk in self._entry.chunks})[:4]),
-            hint="nothing was published; one of the machines has read the source wrongly: run these parts again",
+            hint="nothing is published: a machine has read the source wrongly; run the parts again",
         )
+        error.shares = tuple(dict.fromkeys(shares))
+        return error
 
 
 def join_runs(runs: Parts) -> tuple[Run, ...]:

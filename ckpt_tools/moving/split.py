@@ -47,6 +47,14 @@ def split(sizes: Sequence[int], count: int, *, align: int = 1) -> tuple[range, .
     return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True))
 
 
+def own_tensors(entries: Sequence[TensorEntry], part: Part | None) -> Sequence[TensorEntry]:
+    """Return the tensors that a part reads of those that several processes check; all without a part."""
+    if part is None:
+        return entries
+    own = split([entry.nbytes for entry in entries], part.count)[part.index]
+    return entries[own.start : own.stop]
+
+
 def restrict(target: Checkpoint, files: Collection[str]) -> Checkpoint:
     """Return what `target` has in some of its files; tensors that have nothing there are left out."""
     tensors = ((entry, _chunks_in(entry.chunks, files)) for entry in target.tensors)
@@ -64,15 +72,12 @@ def _chunks_in(chunks: Sequence[Chunk], files: Collection[str]) -> Sequence[Chun
     return tuple(chunk for chunk in chunks if chunk.span.file in files)
 
 
-def boxes_before(target: TensorEntry, files: Collection[str]) -> tuple[Box, ...]:
-    """Return the boxes of a tensor in those `files`, where it has elements in more than one file; else none.
-
-    Most layouts hold every element once, and then nobody needs to know.
-    """
-    if isinstance(target.chunks, PlacedItems) or not files:
-        return ()
+def boxes_before(target: TensorEntry, files: Collection[str]) -> tuple[Box, ...] | None:
+    """Return the boxes of a tensor in those `files`; None where it has no element twice, and nobody needs to know."""
+    if isinstance(target.chunks, PlacedItems):
+        return None
     if sum(chunk.box.num_elems for chunk in target.chunks) <= target.num_elems:
-        return ()
+        return None
     return tuple(chunk.box for chunk in target.chunks if chunk.span.file in files)
 
 

@@ -35,7 +35,7 @@ class Task:
         edit: Edit | None,
         *,
         counting: bool,
-        before: Iterable[Box] = (),
+        before: Sequence[Box] | None = None,
     ) -> None:
         self.number = number
         self.entry = entry
@@ -45,10 +45,12 @@ class Task:
         self.blocks: Blocks = blocks_of(entry, self.dtype)
         self.chunks: BoxIndex[Chunk] = chunk_index(entry)
         self.targets = BoxIndex(((i, copy.box) for i, (_, copy) in enumerate(copies)))
-        earlier, written = tuple(before), {copy.box for _, copy in copies}
-        whole = not copies or (sum(box.num_elems for box in written) == entry.num_elems and not earlier)
-        self.owned = None if whole else owned_blocks(self.blocks, written, earlier)
+        written = {copy.box for _, copy in copies}
+        whole = not copies or (sum(box.num_elems for box in written) == entry.num_elems and before is None)
+        self.owned = None if whole else owned_blocks(self.blocks, written, before or ())
         """Blocks that this share reads whole; None for all of them, and then every part of them is written here."""
+        self.is_elsewhere = before is not None
+        """Other shares have elements that are here as well."""
         self.seen = Seen(entry, self.dtype, self.blocks, counting=counting and not is_plain(entry))
         self.written_parts: list[Parts] = [[] for _ in copies]
         self.remaining = max(1, len(self.blocks))

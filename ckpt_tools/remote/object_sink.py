@@ -13,40 +13,30 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
-from ckpt_tools.remote.claims import Claim, read_claim, take_claim
+from ckpt_tools.remote.claims import find_claim, take_claim
 from ckpt_tools.remote.object_source import ObjectSource
 from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
 from ckpt_tools.remote.upload import Checked, Upload, held_bytes_of, part_bytes_of, sending
+from ckpt_tools.remote.writing import WriteSettings, cut_passes, describe_writing
+from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY, Claim
 from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.storage.sink import SharedSink
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
+from ckpt_tools.units import format_size
 
-WORK = ".ckpt"
-"""Below the prefix: what is known of a checkpoint that is being written."""
-CLAIM = f"{WORK}/claim"
+_WORK = f"{SHARED_DIRECTORY}/"
+_CLAIM = _WORK + CLAIM_NAME
+_JOINED = _WORK + "joined"
+"""Made by whoever finds the claim of another process: from then on nobody removes what lies there."""
 _MAX_RECORD_BYTES = 256 << 20
 _MAX_SAMPLED_FILES = 64
-_PASS_BYTES = 64 << 30
 _THREADS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteSettings:
-    """How to write to buckets."""
-
-    memory_bytes: int = 1 << 30
-    """For the parts of open objects."""
-    needs_conditions: bool = True
-    """Refuse a store that overwrites where it should create."""
-    verify_all: bool = False
-    """Read everything back, not the ends of some objects."""
 
 
 _settings = WriteSettings()
@@ -61,23 +51,8 @@ def set_write_settings(settings: WriteSettings) -> None:
 def open_sink(path: str, *, overwrite: bool) -> ObjectSink:
     """Open a prefix for writing; see `remote.places`."""
     if overwrite:
-        raise UsageError(
-            "a store cannot replace a checkpoint at once: the old one would be gone while the new one is written",
-            where=path,
-            hint="write to a new prefix, and remove the old one when it is there",
-        )
+        raise UsageError("a store cannot replace a checkpoint at once", where=path, hint="write to a new prefix")
     return ObjectSink(Bucket(path), settings=_settings)
-
-
-def cut_passes(sizes: Sequence[int], memory_bytes: int) -> list[range]:
-    """Cut files of these sizes into runs that fit into memory when all are open, and are not too much to lose."""
-    cuts, held, total = [0], 0, 0
-    for i, nbytes in enumerate(sizes):
-        held, total = held + held_bytes_of(nbytes), total + nbytes
-        if i > cuts[-1] and (held > memory_bytes or total > _PASS_BYTES):
-            cuts.append(i)
-            held, total = held_bytes_of(nbytes), nbytes
-    return [range(start, end) for start, end in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
 
 
 class ObjectSink(SharedSink):
@@ -122,6 +97,10 @@ class ObjectSink(SharedSink):
         """Nothing smaller than a pass is continued."""
         del fingerprint
 
+    def find_claim(self) -> Claim | None:
+        """Return what is being built here."""
+        return find_claim(self._bucket, self._key(_CLAIM))
+
     def join(self, fingerprint: str, num_parts: int) -> None:
         """Look at what is there, and claim the prefix; see `SharedSink`.
 
@@ -129,27 +108,51 @@ class ObjectSink(SharedSink):
             DestinationExistsError: Something is there that is not of this conversion.
             StorageError: The store cannot be reached, or would let two writers win.
         """
-        there = self._list()
-        others = [name for name in there if not name.startswith(WORK + "/")]
-        if others and CLAIM not in there:
-            raise DestinationExistsError(
-                f"the prefix is not empty: {first_few(others, limit=3)}",
-                where=self.destination,
-                hint="choose another prefix",
-            )
-        mine = Claim.new(fingerprint, num_parts)
-        self._claim, is_kept = take_claim(self._bucket, self._key(CLAIM), mine, self.destination)
+        there = self._look()
+        mine = Claim.new(fingerprint, num_parts, self.command)
+        needs = self._settings.needs_conditions
+        self._claim, is_kept = take_claim(self._bucket, self._key(_CLAIM), mine, self.destination, conditional=needs)
         self._is_mine = self._claim.nonce == mine.nonce
-        self._num_records = sum(name.startswith(WORK + "/") and name != CLAIM for name in there)
+        self._num_records = sum(name.startswith(_WORK + RECORD_PREFIX) for name in there)
+        if self._is_mine:
+            self._look_again()
+        elif is_kept:
+            self._put(_JOINED, b"")
         if is_kept:
             return
-        if self._settings.needs_conditions:
+        if needs:
             raise StorageError(
                 "this store ignores If-None-Match: two writers could both win",
                 where=self.destination,
                 hint="use a store that honours it, or add --no-conditional-writes and let one run write at a time",
             )
-        self.notes += ("this store ignores If-None-Match: nothing kept a second writer out",)
+        self.notes += ("--no-conditional-writes: nothing kept a second writer out",)
+
+    def _look(self) -> dict[str, StoredObject]:
+        there = self._list()
+        others = [name for name in there if not name.startswith(_WORK)]
+        if others and _CLAIM not in there:
+            raise self._not_empty(others)
+        return there
+
+    def _look_again(self) -> None:
+        """Nobody can begin any more: did somebody publish between the first look and the claim?"""
+        others = [name for name in self._list() if not name.startswith(_WORK)]
+        if others:
+            self._is_mine, self._claim = False, None
+            self._bucket.delete(self._key(_CLAIM))
+            raise self._not_empty(others)
+
+    def _not_empty(self, others: Sequence[str]) -> DestinationExistsError:
+        what = f"the prefix is not empty: {first_few(others, limit=3)}"
+        return DestinationExistsError(what, where=self.destination, hint="choose another prefix")
+
+    def preview(self, sizes: Sequence[int]) -> tuple[int, Sequence[str]]:
+        """Look whether it could begin, and say what writing files of these sizes takes and costs."""
+        self._look()
+        memory, held = self._settings.memory_bytes, sum(map(held_bytes_of, sizes))
+        num_sampled = len(sizes) if self._settings.verify_all else min(len(sizes), _MAX_SAMPLED_FILES)
+        return min(memory, held), (describe_writing(sizes, memory, num_sampled=num_sampled),)
 
     def passes(self, sizes: Sequence[int]) -> Sequence[range]:
         """Cut files into runs whose open parts fit into the memory that is allowed; see `SharedSink`."""
@@ -166,7 +169,7 @@ class ObjectSink(SharedSink):
         Raises:
             UnreadableError: Its name, which comes from the source, leads out of the prefix.
         """
-        if not is_plain_path(file) or file.startswith(WORK + "/"):
+        if not is_plain_path(file) or file.startswith(_WORK):
             raise UnreadableError("a file name leads out of the destination", where=file)
         upload = Upload(self._bucket, self._key(file), nbytes, spare=self._spare_parts, gaps=gaps)
         with self._lock:
@@ -231,18 +234,16 @@ class ObjectSink(SharedSink):
 
     def put_record(self, name: str, content: bytes) -> None:
         """Write a record; see `SharedSink`."""
-        self._put(f"{WORK}/{name}", content)
+        self._put(_WORK + name, content)
         self._num_records += 1
 
     def records_there(self) -> Mapping[str, bytes]:
         """Return the records of every part, by name."""
-        names = [name for name in self._list(WORK) if name != CLAIM]
+        names = [name for name in self._list(SHARED_DIRECTORY) if name.startswith(_WORK + RECORD_PREFIX)]
         with ThreadPoolExecutor(_THREADS) as threads:
             found = list(threads.map(self._read_record, names))
         return {
-            name.removeprefix(WORK + "/"): content
-            for name, content in zip(names, found, strict=True)
-            if content is not None
+            name.removeprefix(_WORK): content for name, content in zip(names, found, strict=True) if content is not None
         }
 
     def _read_record(self, name: str) -> bytes | None:
@@ -261,7 +262,7 @@ class ObjectSink(SharedSink):
     @property
     def kept_in(self) -> str:
         """Where the claim and the records lie."""
-        return f"{self.destination}/{WORK}"
+        return f"{self.destination}/{SHARED_DIRECTORY}"
 
     @property
     def num_kept(self) -> int:
@@ -288,6 +289,11 @@ class ObjectSink(SharedSink):
             self._check_there(name, there.get(name), upload.nbytes, upload.stored)
         for name, content in self._documents.items():
             self._check_there(name, there.get(name), len(content), None)
+        sent = sum(each.nbytes for each in self._uploads.values())
+        seen = sum(each.checked_bytes for each in self._uploads.values())
+        if seen < sent:
+            text = f"{format_size(sent - seen)} of {format_size(sent)} were not read back (use --verify-written all)"
+            self.not_checked = (text,)
         with hold_signals():
             self._put_marker()
             self.is_published = self._is_over = True
@@ -308,9 +314,10 @@ class ObjectSink(SharedSink):
             )
 
     def _put_marker(self) -> None:
-        claim = read_claim(self._bucket, self._key(CLAIM), self.destination)
+        claim = find_claim(self._bucket, self._key(_CLAIM))
         if claim is not None and self._claim is not None:
-            self._claim.check_same(claim, self.destination)
+            mine = self._claim
+            claim.check(mine.fingerprint, mine.num_parts, where=self.destination, directory=self.destination)
         if self._marker is None:
             return
         name, content = self._marker
@@ -318,7 +325,7 @@ class ObjectSink(SharedSink):
         failed: StorageError | None = None
         try:
             if claim is not None:
-                self._bucket.put(key, content, create=True)
+                self._bucket.put(key, content, create=self._settings.needs_conditions)
                 return
         except StorageError as error:
             failed = error
@@ -326,7 +333,7 @@ class ObjectSink(SharedSink):
         try:
             _, found = self._bucket.get_whole(key, max_bytes=len(content))
         except MissingObjectError:
-            raise failed or StorageError("the claim is gone", where=f"{self.destination}/{CLAIM}") from None
+            raise failed or StorageError("the claim is gone", where=f"{self.destination}/{_CLAIM}") from None
         except UnreadableError:  # longer
             found = b""
         if found != content:
@@ -336,10 +343,10 @@ class ObjectSink(SharedSink):
 
     def _remove_work(self) -> None:
         """Remove records, then the claim: without it they would be somebody else's."""
-        names = [name for name in self._list(WORK) if name != CLAIM]
+        names = [name for name in self._list(SHARED_DIRECTORY) if name != _CLAIM]
         with ThreadPoolExecutor(_THREADS) as threads:
             list(threads.map(lambda name: self._bucket.delete(self._key(name)), names))
-        self._bucket.delete(self._key(CLAIM))
+        self._bucket.delete(self._key(_CLAIM))
 
     def keep(self) -> None:
         """Give up what is under way; the claim and finished files stay for the next run of the same command."""
@@ -355,14 +362,21 @@ class ObjectSink(SharedSink):
             list(threads.map(abort, self._uploads.values()))
 
     def discard(self) -> None:
-        """Remove what this run wrote, when nobody else began here. Does nothing after `publish` or `keep`."""
+        """Remove what this run wrote, when nobody else has a part in it. Does nothing after `publish` or `keep`."""
         if self._is_over:
             return
         self._is_over = True
         self._abort()
-        if self._claim is None or not self._is_mine or self._claim.parts > 1:
+        if self._claim is None:
             return
         with contextlib.suppress(CkptError):
+            there = find_claim(self._bucket, self._key(_CLAIM))
+            if there is None:  # the same command, run elsewhere, has published: what is left there is of this run
+                self._remove_work()
+                return
+            is_mine = self._is_mine and there.nonce == self._claim.nonce and there.num_parts == 1
+            if not is_mine or _JOINED in self._list(SHARED_DIRECTORY):
+                return
             for name in (*self._uploads, *self._documents):
                 self._bucket.delete(self._key(name))
             self._remove_work()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Protocol, cast
 
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.storage.named_file import read_named_file
-from ckpt_tools.storage.shared_staging import SharedStaging
+from ckpt_tools.storage.shared_staging import SharedStaging, under_way
 from ckpt_tools.storage.sink import SharedSink, Sink
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.storage.staging import Staging
@@ -32,12 +32,33 @@ _WRITERS: Mapping[str, str] = {"s3": "object_sink", "gs": "object_sink", "az": "
 """Scheme → module of this room with `open_sink(path, overwrite=…)`."""
 
 
+_options: dict[str, str] = {}
+
+
 class _Reader(Protocol):
     def open_place(self, path: str) -> tuple[Source, str | None]: ...
 
 
 class _Writer(Protocol):
     def open_sink(self, path: str, *, overwrite: bool) -> Sink: ...
+
+
+def set_storage(options: Iterable[str]) -> None:
+    """Set options of stores (`KEY=VALUE`, by obstore's names) for everything that this process opens from now on.
+
+    Raises:
+        UsageError: Not of this form. Values can be secret and are not shown, here or anywhere.
+    """
+    pairs = [each.partition("=") for each in options]
+    if any(not key or not equals for key, equals, _ in pairs):
+        raise UsageError("--storage must be KEY=VALUE", hint="--storage region=eu-west-1")
+    _options.clear()
+    _options.update((key.strip().lower(), value) for key, _, value in pairs)
+
+
+def storage() -> Mapping[str, str]:
+    """Return what `set_storage` was given."""
+    return _options
 
 
 def scheme_of(path: str) -> str | None:
@@ -88,7 +109,7 @@ def open_place(path: str) -> tuple[Source, str | None]:
         return cast("_Reader", _module(scheme, _READERS, path, "reads")).open_place(path)
     path = local(path)
     if not os.path.lexists(path):
-        raise UnreadableError("no such file or directory", where=path)
+        raise under_way(path) or UnreadableError("no such file or directory", where=path)
     if os.path.isdir(path):
         return LocalSource(path), None
     return LocalSource(os.path.dirname(os.path.abspath(path))), os.path.basename(path)

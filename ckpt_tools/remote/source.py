@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
+from ckpt_tools.remote.ahead import fetch_joined
 from ckpt_tools.remote.kept import Kept
 from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source, T, short_file
 
@@ -27,7 +28,7 @@ MAX_RUN_BYTES = 16 << 20
 MAX_KEPT_BYTES = 64 << 20
 """Of one source."""
 _AT_ONCE = 16
-"""Files that are begun at the same time."""
+"""Requests for what is fetched ahead of its use, and files that are begun at the same time."""
 _MAX_FOLLOWED = 256
 """Files whose sequence of reads is remembered."""
 
@@ -177,6 +178,15 @@ class RemoteSource(Source):
             sequence.nbytes += ahead - nbytes
             sequence.end = offset + ahead
             return ahead
+
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Fetch what is not kept, neighbours together and all at once; see `Source`."""
+        files = self.files()
+        known = (each for each in ranges if each[0] in files and 0 <= each[1] <= files[each[0]].nbytes - each[2])
+        with self._lock:
+            wanted = [each for each in known if len(self._kept.find(*each) or b"") < each[2]]
+        limits = {"max_gap": MAX_GAP_BYTES, "max_bytes": MAX_RUN_BYTES, "workers": _AT_ONCE}
+        fetch_joined(wanted, lambda file, start, run: self._fetch(file, files[file], start, run), self.keep, **limits)
 
     def keep(self, file: str, offset: int, run: bytes | bytearray) -> None:
         """Keep bytes of `file` that were fetched, for reads to come. They must not change any more."""

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, StorageError, UnreachableError, UnreadableError, UsageError
+from ckpt_tools.remote.places import storage
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ _RETRIES = {
 }
 _CLIENT = {"connect_timeout": timedelta(seconds=10), "timeout": timedelta(seconds=90)}
 _PAGE_KEYS = 1000
-
-_options: dict[str, str] = {}
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
@@ -68,14 +67,12 @@ class ExistingObjectError(StorageError):
     """An object that was to be created is there already."""
 
 
+class DeniedError(UnreachableError):
+    """The store refuses this request to these credentials."""
+
+
 class MissingObjectError(UnreadableError):
     """There is no object of this key, or no such bucket."""
-
-
-def set_options(options: Mapping[str, str]) -> None:
-    """Set what `--storage KEY=VALUE` gave, by obstore's names; values are never shown."""
-    _options.clear()
-    _options.update(options)
 
 
 def split(path: str) -> tuple[str, str, str]:
@@ -88,6 +85,8 @@ def split(path: str) -> tuple[str, str, str]:
     bucket, _, key = rest.partition("/")
     scheme, key = scheme.lower(), key.strip("/")
     kind = SCHEMES[scheme]
+    if "@" in bucket:  # what stands before it may be a password: it is not repeated
+        raise UsageError("a path holds no credentials", where=f"{scheme}://…", hint=_credentials_hint(scheme))
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]*", bucket):
         raise UsageError(f"{kind} missing or malformed", where=path, hint=f"{scheme}://{kind}/key")
     if key and any(part in ("", ".", "..") for part in key.split("/")):
@@ -155,7 +154,7 @@ class Bucket:
             content = memoryview(result.bytes())
             if result.range != (start, min(start + nbytes, found.nbytes)) or len(content) != result.range[1] - start:
                 what = f"the store sent other bytes than {start}..{start + nbytes}"
-                raise StorageError(what, where=self.label(key), hint="is there a proxy or cache before it?")
+                raise UnreachableError(what, where=self.label(key), hint="is there a proxy or cache before it?")
             return found, content
 
     def get_whole(self, key: str, *, max_bytes: int) -> tuple[StoredObject, bytes]:
@@ -222,7 +221,7 @@ def _translate(bucket: Bucket, error: Exception, where: str, verb: str) -> CkptE
     tries = 1 + (int(found[1]) if (found := _TRIES.search(text)) else 0)
     tried = f" ({tries} tries)" if tries > 1 else ""
     if any(sign in text for sign in _NO_CREDENTIALS) and status not in (404, 412):
-        return StorageError("no credentials were found", where=where, hint=_credentials_hint(bucket.scheme))
+        return UnreachableError("no credentials were found", where=where, hint=_credentials_hint(bucket.scheme))
     if isinstance(error, kinds.PreconditionError):
         return ChangedObjectError(where)
     if isinstance(error, kinds.AlreadyExistsError):
@@ -233,20 +232,22 @@ def _translate(bucket: Bucket, error: Exception, where: str, verb: str) -> CkptE
         return MissingObjectError("no such object", where=where)
     if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError) or status in (401, 403):
         said = f" ({code})" if code else ""
-        return StorageError(f"access denied: {verb}{said}", where=where, hint=_credentials_hint(bucket.scheme))
+        return DeniedError(f"access denied: {verb}{said}", where=where, hint=_credentials_hint(bucket.scheme))
     if isinstance(error, ValueError | kinds.InvalidPathError) and not status:
         return UnreadableError("the store has a key that is not a plain path", where=where)
     if status in (301, 307, 308) or "BareRedirect" in text:
         hint = "set AWS_REGION to the bucket's region" if bucket.scheme == "s3" else "check the endpoint"
-        return StorageError("the store answered with a redirect: another region?", where=where, hint=hint)
+        return UnreachableError("the store answered with a redirect: another region?", where=where, hint=hint)
     if status:
         said = f"{status} {code}".strip()
         later = "it is overloaded or down: try again later" if status >= 500 or status == 429 else None
-        return StorageError(f"{verb} failed: the store answered {said}{tried}", where=where, hint=later)
+        return UnreachableError(f"{verb} failed: the store answered {said}{tried}", where=where, hint=later)
+    if "NotPartial" in text:
+        return UnreachableError("the store does not answer with ranges, which ckpt reads", where=where)
     kind = found[1] if (found := _HTTP_KIND.search(text)) else ""
     said = {"Connect": "no connection", "Timeout": "no answer in time"}.get(kind, "the connection or the answer broke")
     way = f"check the network and the endpoint ({_endpoint(bucket.scheme) or 'the default one'})"
-    return StorageError(f"{verb} failed: {said}{tried}", where=where, hint=way)
+    return UnreachableError(f"{verb} failed: {said}{tried}", where=where, hint=way)
 
 
 def _open_store(library: Any, scheme: str, name: str, root: str) -> ObjectStore:  # noqa: ANN401 - a module
@@ -255,7 +256,7 @@ def _open_store(library: Any, scheme: str, name: str, root: str) -> ObjectStore:
     client: dict[str, Any] = dict(_CLIENT)
     if _endpoint(scheme).lower().startswith("http://"):
         client["allow_http"] = True  # whoever writes http:// means it
-    given: dict[str, Any] = {"client_options": client, "retry_config": _RETRIES, "config": dict(_options)}
+    given: dict[str, Any] = {"client_options": client, "retry_config": _RETRIES, "config": dict(storage())}
     try:
         if scheme == "s3":
             if _wants_profile():
@@ -275,7 +276,7 @@ def _open_store(library: Any, scheme: str, name: str, root: str) -> ObjectStore:
 
 def _wants_profile() -> bool:
     """Do credentials come from AWS's config files, which obstore does not read, and is boto3 there, which does?"""
-    if os.environ.get("AWS_ACCESS_KEY_ID") or "access_key_id" in _options or "aws_access_key_id" in _options:
+    if os.environ.get("AWS_ACCESS_KEY_ID") or "access_key_id" in storage() or "aws_access_key_id" in storage():
         return False
     return _has_profile() and find_spec("boto3") is not None
 
@@ -307,7 +308,7 @@ def _credentials_hint(scheme: str) -> str:
 def _endpoint(scheme: str) -> str:
     """Return the address that replaces a provider's own, without what could be secret in it; empty for none."""
     names = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "az": ("AZURE_STORAGE_ENDPOINT",)}
-    options = (_options.get(name, "") for name in ("endpoint", "aws_endpoint", "endpoint_url", "base_url"))
+    options = (storage().get(name, "") for name in ("endpoint", "aws_endpoint", "endpoint_url", "base_url"))
     variables = (os.environ.get(name, "") for name in names.get(scheme, ()))
     found = next((each for each in (*options, *variables) if each), "")
     try:

@@ -52,6 +52,8 @@ class Upload:
         self.nbytes = nbytes
         self.stored: StoredObject | None = None
         """What the store says of it, once it is there."""
+        self.checked_bytes = 0
+        """How many were read back, and are what was sent."""
         self._bucket = bucket
         self._part_bytes = part_bytes_of(nbytes)
         self._spare = spare
@@ -100,6 +102,7 @@ class Upload:
         for i in {"none": (), "sample": {0, last} - {-1}, "all": range(last + 1)}[checked]:
             start = i * self._part_bytes
             _, content = self._bucket.get(self.key, start, self._part_bytes, etag=stored.etag)
+            self.checked_bytes += len(content)
             if isal_zlib.crc32(content) != self._crcs[i]:
                 raise _differs(self._bucket, self.key, f"bytes {start}..{start + len(content)} are not those sent")
         return stored

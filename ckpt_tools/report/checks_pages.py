@@ -116,7 +116,7 @@ def _changed_sections(difference: Difference) -> Iterator[Section]:
             caption="Relative change |A − B| / |B| by layer and kind of weight",
             legend="Colours are logarithmic. ≠: different without such a number. Empty: equal, or no such tensor.",
         )
-    ordered = sorted(changed, key=lambda change: -1.0 if change.relative is None else -change.relative)
+    ordered = sorted(changed, key=lambda change: -sized[change.fqn].weight)
     rows = [(change.fqn, sized[change.fqn].text, change.what) for change in ordered[:MAX_ROWS]]
     table = Table(
         caption=f"All {count(len(changed), 'changed tensor')}, the most changed first",

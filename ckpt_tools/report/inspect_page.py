@@ -8,7 +8,7 @@ from typing import Any, cast
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.summarise import Summary
 from ckpt_tools.report.layouts import LayoutData
-from ckpt_tools.report.page import Drawing, Facts, Notes, Page, Part, Section, Table
+from ckpt_tools.report.page import Drawing, Facts, Mood, Notes, Page, Part, Section, Table
 from ckpt_tools.units import format_size
 
 _MAX_DEPTH = 12
@@ -25,13 +25,14 @@ def build_page(summary: Summary, stored: Summary | None = None) -> Page:
     """Return the page of a summary; of a planned layout with the `stored` one beside it, where that is known."""
     summaries = [summary] if stored is None else [stored, summary]
     first = summaries[0]
-    names = ["planned" if each.is_virtual else "stored" for each in summaries]
+    renamed = stored is not None and {t.fqn for t in stored.tensors} != {t.fqn for t in summary.tensors}
+    names = ["stored", "planned"] if stored is not None else ["planned" if summary.is_virtual else "stored"]
     layouts = [LayoutData(each, name) for each, name in zip(summaries, names, strict=True)]
     tree = _build_tree(summaries, layouts)
     drawn = [layout.to_json() for layout in layouts]
     sections = [
         Section(title="What it holds", parts=_facts(first, summary)),
-        Section(title="Modules", parts=(Drawing(draws="modules", caption=_HOW_MODULES),)),
+        Section(title="Modules", parts=(Drawing(draws="modules", caption=_HOW_MODULES + _RENAMED * renamed),)),
     ]
     for number, (each, name) in enumerate(zip(summaries, names, strict=True)):
         sections += _layout_sections(each, number, f" ({name})" if stored is not None else "", drawn[number])
@@ -42,19 +43,20 @@ def build_page(summary: Summary, stored: Summary | None = None) -> Page:
         "dtypes": _dtype_names(summaries),
         "files": [file.file for file in first.files],
     }
-    return Page(command="inspect", subject=first.path, sections=sections, data=data, verdict=_verdict(first))
+    verdict, missing = _verdict(first)
+    mood: Mood | None = "unknown" if missing else None
+    return Page(command="inspect", subject=first.path, sections=sections, data=data, verdict=verdict, mood=mood)
 
 
 _HOW_MODULES = "Areas are bytes. Open a module for its parts, and a tensor for its chunks; Escape goes back."
+_RENAMED = " Names are those of the plan; where what is stored has another name, its chunks are not shown."
 
 
-def _verdict(summary: Summary) -> str:
-    missing = sum(file.file_bytes is None for file in summary.files)
-    lost = f"; {missing} of {len(summary.files)} files missing" if missing and not summary.is_virtual else ""
-    return (
-        f"{summary.num_tensors:,} tensors, {format_size(summary.total_bytes)}, from headers alone: "
-        f"no data was read or checked{lost}"
-    )
+def _verdict(summary: Summary) -> tuple[str, int]:
+    missing = sum(file.file_bytes is None for file in summary.files) if not summary.is_virtual else 0
+    lost = f"; {missing} of {len(summary.files)} files missing" if missing else ""
+    held = f"{summary.num_tensors:,} tensors, {format_size(summary.total_bytes)}"
+    return f"{held}, from headers alone: no data was read or checked{lost}", missing
 
 
 def _facts(first: Summary, summary: Summary) -> list[Part]:
@@ -152,13 +154,13 @@ def _build_tree(summaries: Sequence[Summary], layouts: Sequence[LayoutData]) -> 
     files = {file.file: number for number, file in enumerate(summaries[0].files)}
     by_name: list[dict[str, TensorEntry]] = [{t.fqn: t for t in summary.tensors} for summary in summaries]
     root: _Branch = {}
-    for fqn in dict.fromkeys(fqn for each in by_name for fqn in each):
+    for fqn in by_name[-1]:  # a plan may have other names than what is stored; no tensor counts twice
         found = [each.get(fqn) for each in by_name]
-        tensor = next(each for each in found if each is not None)
+        tensor = by_name[-1][fqn]
         places = [None if t is None else layout.add(t) for t, layout in zip(found, layouts, strict=True)]
         leaf: _Leaf = [tensor.nbytes, dtypes[tensor.dtype.name], list(tensor.shape), places]
-        if len(tensor.chunks) == 1 and not summaries[0].ranks and found[0] is not None:
-            leaf.append(files[tensor.chunks[0].span.file])
+        if found[0] is not None and len(found[0].chunks) == 1 and not summaries[0].ranks:
+            leaf.append(files[found[0].chunks[0].span.file])
         branch = root
         *modules, name = fqn.split(".", _MAX_DEPTH - 1)
         for module in modules:

@@ -81,7 +81,7 @@ class LayoutData:
     def _pattern(self, tensor: TensorEntry) -> dict[str, object]:
         full = [chunk for chunk in tensor.chunks if chunk.box.num_elems]
         pattern: dict[str, object] = {"empty": len(tensor.chunks) - len(full)}
-        starts = [sorted({0, *(chunk.box.offsets[dim] for chunk in full)}) for dim in range(len(tensor.shape))]
+        starts = [_starts(full, dim, length) for dim, length in enumerate(tensor.shape)]
         num_cells = math.prod(map(len, starts))
         if num_cells > _MAX_CELLS or not _is_grid(full, starts, tensor.shape):
             boxes = [(self._rank(c), list(c.box.offsets), list(c.box.sizes)) for c in full[:_MAX_BOXES]]
@@ -117,11 +117,18 @@ class LayoutData:
         }
 
 
+def _starts(chunks: Sequence[Chunk], dim: int, length: int) -> list[int]:
+    """Return where cells begin along a dim: at the first elements of chunks, and behind their last."""
+    offsets = {chunk.box.offsets[dim] for chunk in chunks}
+    ends = {chunk.box.offsets[dim] + chunk.box.sizes[dim] for chunk in chunks}
+    return sorted({0} | {start for start in offsets | ends if 0 <= start < length})
+
+
 def _is_grid(chunks: Sequence[Chunk], starts: Sequence[Sequence[int]], shape: Sequence[int]) -> bool:
-    """Do chunks fill whole cells of the grid that their first elements draw?"""
+    """Do chunks fill whole cells of the grid that they draw?"""
     ends = [dict(zip(each, [*each[1:], length], strict=True)) for each, length in zip(starts, shape, strict=True)]
     return all(
-        ends[dim][offset] == offset + size
+        ends[dim].get(offset) == offset + size
         for chunk in chunks
         for dim, (offset, size) in enumerate(zip(chunk.box.offsets, chunk.box.sizes, strict=True))
     )

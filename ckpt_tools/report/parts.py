@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.infer import block_of
 from ckpt_tools.report.page import FindingList, HeatTable, Mood, Notes, Part, Section, Table
@@ -18,7 +18,6 @@ MAX_ROWS = 500
 _MAX_LAYERS = 256
 _MAX_KINDS = 48
 _ORDER = {"error": 0, "warning": 1, "info": 2}
-_DIGITS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def count(number: int, noun: str) -> str:
@@ -53,8 +52,13 @@ class Sized:
     """What a tensor's cell shows."""
 
     value: float | None
-    """What its colour stands for, on a logarithmic scale; None where there is no number, which counts as the most."""
+    """What its colour stands for, on a logarithmic scale; what is no finite number counts as the most."""
     text: str
+
+    @property
+    def weight(self) -> float:
+        """The value, or infinity."""
+        return self.value if self.value is not None and math.isfinite(self.value) else math.inf
 
 
 def by_layer(tensors: Mapping[str, Sized], *, caption: str, legend: str) -> list[Part]:
@@ -70,7 +74,7 @@ def by_layer(tensors: Mapping[str, Sized], *, caption: str, legend: str) -> list
             others.append((fqn, sized.text))
             continue
         layer = f"{block[0]}.{block[1]}".removeprefix(".")
-        kind = _DIGITS.sub("*", fqn[len(layer) + 1 :]) or "(itself)"
+        kind = kind_of(fqn[len(layer) + 1 :]) or "(itself)"
         cells.setdefault(layer, {}).setdefault(kind, []).append(sized)
     parts: list[Part] = []
     if cells:
@@ -78,23 +82,25 @@ def by_layer(tensors: Mapping[str, Sized], *, caption: str, legend: str) -> list
     if others:
         others_shown, left_out = others[:MAX_ROWS], max(0, len(others) - MAX_ROWS)
         headers = ("tensor", "")
-        title = "Outside of layers"
+        title = f"{caption}: outside of layers"
         parts.append(Table(caption=title, headers=headers, rows=others_shown, align="lr", left_out=left_out))
     return parts
 
 
 def _heat_table(cells: Mapping[str, Mapping[str, Sequence[Sized]]], caption: str, legend: str) -> HeatTable:
     kinds = list(dict.fromkeys(kind for row in cells.values() for kind in row))
-    numbers = [each.value for row in cells.values() for found in row.values() for each in found if each.value]
+    numbers = [
+        each.weight for row in cells.values() for found in row.values() for each in found if 0 < each.weight < math.inf
+    ]
     low, high = min(numbers, default=1.0), max(numbers, default=1.0)
 
     def show(found: Sequence[Sized] | None) -> tuple[str, float] | None:
         if not found:
             return None
-        most = max(found, key=lambda each: math.inf if each.value is None else each.value)
+        most = max(found, key=lambda each: each.weight)
         heat = 1.0
-        if most.value is not None and high > low:
-            heat = 0.1 + 0.9 * math.log(max(most.value, low) / low) / math.log(high / low)
+        if most.weight < math.inf and high > low:
+            heat = 0.1 + 0.9 * math.log(max(most.weight, low) / low) / math.log(high / low)
         return most.text + (f" ({len(found)})" if len(found) > 1 else ""), heat
 
     shown, left = kinds[:_MAX_KINDS], max(0, len(kinds) - _MAX_KINDS)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError
 from ckpt_tools.storage import publish
 from ckpt_tools.storage.claim import NO_LOCKS, empty_directory, is_same, open_directory, read_claim, staging_path
 from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY, Claim
@@ -47,12 +47,16 @@ class SharedStaging(Staging, SharedSink):
 
     # Joining
 
+    def find_claim(self) -> Claim | None:
+        """Return what is being built here."""
+        return read_claim(self.directory)
+
     def join(self, fingerprint: str, num_parts: int) -> None:
         """Take part; see `SharedSink`. What an interrupted run of one process had left is removed."""
         self._fingerprint = fingerprint
         deadline = time.monotonic() + _PATIENCE_S
         try:
-            while not self._try_to_join(Claim.new(fingerprint, num_parts)):
+            while not self._try_to_join(Claim.new(fingerprint, num_parts, self.command)):
                 if read_claim(self.directory) is None and time.monotonic() > deadline:
                     raise DestinationExistsError(
                         "another ckpt is writing to this destination",
@@ -74,8 +78,9 @@ class SharedStaging(Staging, SharedSink):
         try:
             alone = _lock(descriptor, fcntl.LOCK_EX)
             if alone is not False and is_same(self.directory, descriptor) and read_claim(self.directory) is None:
-                if alone:
-                    self.found_other = bool(os.listdir(self.directory))
+                # Where locks do not reach other hosts, one of them may be making its claim at this moment.
+                if alone and {*os.listdir(self.directory)} - {SHARED_DIRECTORY}:
+                    self.found_other = True
                     empty_directory(self.directory)
                 self._put_claim(mine)
             # Another process may take it between the two locks: whoever does finds the claim.
@@ -245,6 +250,24 @@ class SharedStaging(Staging, SharedSink):
             self._claim = self._parent = -1
             if not self.is_published:
                 publish.remove_empty(self._made)
+
+
+def under_way(destination: str) -> UnreadableError | None:
+    """Return what to say of a destination that does not exist, while several processes build it."""
+    directory = staging_path(destination)
+    try:
+        claim = read_claim(directory)
+        names = os.listdir(os.path.join(directory, SHARED_DIRECTORY)) if claim is not None else []
+    except (OSError, StorageError):
+        return None
+    if claim is None:
+        return None
+    done = len({name.split("-of-")[0] for name in names if name.startswith(RECORD_PREFIX)})
+    return UnreadableError(
+        f"no checkpoint: a write is not finished ({done} of {claim.describe()})",
+        where=destination,
+        hint=f"run the same command with --part I/{claim.num_parts} for those that are missing: any part names them",
+    )
 
 
 def tidy(destination: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
+from ckpt_tools.storage.joined import Claim
 from ckpt_tools.storage.journal import BlockRecord, Records
 from ckpt_tools.storage.source import Source
 
@@ -26,6 +27,8 @@ class Sink(ABC):
     """The old checkpoint, when it is replaced and could not be removed."""
     goes_front_to_back: bool = False
     """Files are sent in the order of their bytes: what comes early is held in memory."""
+    not_checked: tuple[str, ...] = ()
+    """What of the result was not held against what was sent."""
     notes: tuple[str, ...] = ()
     """What to tell people of how it was written."""
 
@@ -118,6 +121,13 @@ class SharedSink(Sink):
     nobody takes for a part of the checkpoint. Nothing else passes between processes, and any of them may be the last.
     """
 
+    command: str = ""
+    """What builds it, for the claim; see `storage.joined`."""
+
+    @abstractmethod
+    def find_claim(self) -> Claim | None:
+        """Return what is being built here; None when nothing is."""
+
     @abstractmethod
     def join(self, fingerprint: str, num_parts: int) -> None:
         """Take part in building what has this `fingerprint`, in so many parts; make the place when nobody has.
@@ -132,6 +142,17 @@ class SharedSink(Sink):
 
         Each run has a record of its own: it is what a killed process costs, and what is held in memory at once.
         """
+
+    def preview(self, sizes: Sequence[int]) -> tuple[int, Sequence[str]]:
+        """Return the memory that writing files of these sizes takes beside buffers, and what else it would take.
+
+        Nothing is written.
+
+        Raises:
+            DestinationExistsError: It could not begin.
+        """
+        del sizes
+        return 0, ()
 
     @abstractmethod
     def identity(self, file: str) -> Mapping[str, object] | None:

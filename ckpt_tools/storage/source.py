@@ -13,7 +13,7 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
 from ckpt_tools.description.checkpoint import is_plain_path
@@ -142,6 +142,12 @@ class Source(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what it holds."""
+
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:  # noqa: B027 - nothing to do for most
+        """Be told of (file, offset, bytes) that will be read soon, each small; a remote source gets them at once.
+
+        What lies outside of its file is passed over: reading it says so.
+        """
 
     def read(self, file: str, offset: int, nbytes: int) -> bytes:
         """Return exactly the bytes [offset, offset + nbytes) of `file`."""

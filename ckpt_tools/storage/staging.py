@@ -354,6 +354,10 @@ class Staging(Sink):
 
 def check_destination(destination: str, *, overwrite: bool) -> None:
     """Raise unless `destination` can be created (or, with `overwrite`, replaced)."""
+    if "://" in destination:
+        raise UsageError(
+            "this is written to this machine's disks alone", where=destination, hint="write it to a disk, then copy it"
+        )
     parent = publish.nearest_parent(destination)
     if not os.path.isdir(parent):
         raise UsageError("the destination's parent is not a directory", where=parent)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -61,6 +61,10 @@ class VirtualSource(Source):
             self._below.read_into(file, offset, buffer)
         else:
             found.fill(offset, buffer)
+
+    def prefetch(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Tell the source below of what lies there."""
+        self._below.prefetch(each for each in ranges if each[0] not in self._files)
 
     def identities(self) -> dict[str, Mapping[str, object]]:
         """Return those of the source below: what is made follows from it."""

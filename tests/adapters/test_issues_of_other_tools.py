@@ -655,30 +655,6 @@ def test_peft_1939_merge_stays_far_below_the_size_of_the_base(tmp_path):
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": targets}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     base = sparse_base(tmp_path / "base.safetensors")
-    theirs = peak_of(
-        """
-        import sys, warnings
-        warnings.simplefilter("ignore")
-        import torch
-        from peft import PeftModel
-        from safetensors.torch import load_file
-
-        class Model(torch.nn.Module):
-            def __init__(self, state):
-                super().__init__()
-                with torch.device("meta"):
-                    self.layers = torch.nn.ModuleList(
-                        torch.nn.Linear(w.shape[1], w.shape[0], bias=False) for w in state.values()
-                    )
-                self.load_state_dict(state, assign=True)
-                self.config = {"model_type": "custom", "tie_word_embeddings": False}
-
-        model = PeftModel.from_pretrained(Model(load_file(sys.argv[1])), sys.argv[2]).merge_and_unload()
-        assert float(model.layers[0].weight[0, 0]) == 0.25
-        """,
-        base,
-        directory,
-    )
     nothing = peak_of("import torch\n")
     ours = peak_of(
         """
@@ -693,6 +669,5 @@ def test_peft_1939_merge_stays_far_below_the_size_of_the_base(tmp_path):
     (merged,) = (tmp_path / "merged").glob("*.safetensors")
     assert merged.stat().st_size >= BASE_BYTES
     merged.unlink()  # pytest keeps what tests leave
-    assert theirs > BASE_BYTES
     assert ours < BASE_BYTES
     assert ours - nothing < BASE_BYTES / 4

@@ -184,6 +184,13 @@ def test_wrong_options_are_refused(tmp_path, three, options, message) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_factors_of_adapters_are_a_warning(tmp_path) -> None:
+    names = [f"base_model.model.q_proj.lora_{x}.weight" for x in "AB"]
+    paths = [write(tmp_path / f"a{i}", {name: torch.randn(4, 4) for name in names}) for i in range(2)]
+    (warning,) = average(paths, str(tmp_path / "out")).warnings
+    assert "their product is not the average of the adapters" in warning
+
+
 def test_one_source_alone_or_twice_is_refused(tmp_path, three) -> None:
     with pytest.raises(UsageError, match="at least two"):
         average(three[1][:1], str(tmp_path / "out"))

@@ -213,6 +213,31 @@ def test_damage_is_exit_4_not_a_figure(tmp_path) -> None:
             stats(source, against=str(tmp_path / directory))
 
 
+def test_quantised_weights_are_measured_decoded_or_it_is_said(tmp_path) -> None:
+    torch.manual_seed(0)
+    codes, scale = (torch.randn(128, 128) * 100).to(torch.float8_e4m3fn), torch.tensor([[0.001]])
+    tensors = {"model.layers.0.mlp.up_proj.weight": codes, "model.layers.0.mlp.up_proj.weight_scale_inv": scale}
+    source = write(tmp_path / "q", tensors)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "q" / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
+    result = stats(source)
+    assert "figures are those of their codes" in result.not_checked[0]
+    (row,) = stats(source, dequantize=True, against=source).tensors
+    assert row.moments is not None
+    assert row.moments.rms == pytest.approx((codes.double() * 0.001).square().mean().sqrt().item(), rel=1e-6)
+    assert row.update is not None
+    assert row.update.num_changed == 0
+
+
+def test_updates_by_layer_are_those_of_the_model_alone(tmp_path) -> None:
+    for i in range(2):
+        weights = {f"layers.{n}.up.weight": torch.ones(4, 4) + i for n in range(2)}
+        state = {"state": {0: {"exp_avg": torch.randn(4, 4)}}}
+        torch.save({"model": weights, "optimizer": state}, tmp_path / f"{i}.pt")
+    result = stats(str(tmp_path / "1.pt"), against=str(tmp_path / "0.pt"))
+    assert {layer: update.relative for layer, update in result.updates["layer"].items()} == {"0": 1.0, "1": 1.0}
+
+
 def test_include_dequantised_and_hostile_names(tmp_path, capsys) -> None:
     tensors = {"a\x1b[31m.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4)}
     source = write(tmp_path / "m", tensors)

@@ -29,6 +29,10 @@ CASES: dict[str, tuple[str, int]] = {
     "reshard": ("reshard run OUT --mesh dp_shard=3", 0),
     "verify": ("verify model", 0),
     "diff": ("diff model other", 3),
+    "stats": ("stats model", 0),
+    "average": ("average base base2 OUT", 0),
+    "extract": ("extract model OUT --include model.step", 0),
+    "rename": ("rename base OUT --map map.txt", 0),
     "estimate": ("estimate nowhere --mesh dp_shard=2", 2),
     "smoke": ("smoke nowhere", 4),
     "preflight": ("preflight nowhere.yaml", 4),
@@ -47,7 +51,7 @@ CLOSED = ("inspect", "gather", "diff", "merge-lora", "--help")
 QUICK = ("shard", "verify", "--help")
 """Commands that every run tries: each is a process of its own, and the others print by the same way."""
 EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in CASES]
-WRITERS = ("shard", "gather", "reshard", "export-lora", "merge-lora")
+WRITERS = ("shard", "gather", "reshard", "average", "extract", "rename", "export-lora", "merge-lora")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +60,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shard_model(path)
     write_model(path / "other", {"x": tensor("U8", 1)})
     write_model(path / "base", BASE)
+    write_model(path / "base2", BASE)
+    (path / "map.txt").write_text("[*]\nmodel.layers.*.q_proj.weight = block.*.q.weight\n")
     write_model(path / "adapter", ADAPTER, assets={"adapter_config.json": json.dumps(PEFT).encode()})
     (path / "adapter" / "model.safetensors").rename(path / "adapter" / "adapter_model.safetensors")
     return path

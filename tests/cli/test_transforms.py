@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import toys
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import extract, gather, open_checkpoint, rename, reshard, shard, verify
@@ -89,6 +90,18 @@ def test_first_layers_are_a_model_of_their_own(tmp_path, kind, capsys) -> None:
 
 
 @pytest.mark.full
+def test_layers_of_a_model_that_sees_are_those_of_its_language_model(tmp_path) -> None:
+    toys.save("llava", tmp_path / "m")
+    result = extract(str(tmp_path / "m"), str(tmp_path / "out"), layers=1)
+    assert result.architecture == "LlavaForConditionalGeneration"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert [config[part]["num_hidden_layers"] for part in ("text_config", "vision_config")] == [1, 2]
+    toys.save("t5", tmp_path / "t5")
+    with pytest.raises(UsageError, match=r"2 stacks of layers: decoder\.block"):
+        extract(str(tmp_path / "t5"), str(tmp_path / "no"), layers=1)
+
+
+@pytest.mark.full
 def test_transformers_loads_the_first_layers(tmp_path) -> None:
     import transformers
 
@@ -146,10 +159,11 @@ def test_names_of_a_map_are_written_and_turned_back(tmp_path, capsys) -> None:
     both = torch.cat([tensors[name.replace("*", "1")] for name in GATES])
     assert torch.equal(found["layers.1.ffn.gu.weight"], both)
     assert torch.equal(found["layers.2.ffn.d.weight"], tensors["model.layers.2.mlp.down_proj.weight"])
-    assert main(["rename", str(tmp_path / "own"), str(tmp_path / "back"), *args, "--reverse"]) == 0
+    assert main(["gather", str(tmp_path / "own"), str(tmp_path / "back"), *args]) == 0
     assert json.loads(capsys.readouterr().out)["architecture"] == "LlamaForCausalLM"
     same(tmp_path / "back" / "model.safetensors", tensors)
-    assert main(["rename", source, str(tmp_path / "no"), *args, "--reverse"]) == 2
+    assert main(["rename", str(tmp_path / "own"), str(tmp_path / "no"), *args]) == 2
+    assert "needs a line for every tensor" in capsys.readouterr().err
 
 
 def test_renamed_dcp_keeps_its_ranks_and_a_join_is_for_reshard(tmp_path) -> None:

@@ -8,6 +8,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from faults.harness import Result, Server, assert_clean, request
 from samples import files_of, small_blocks, staging_left, tensor, write_model
 
 from ckpt_tools import api
+from ckpt_tools.api.parts import find_part
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
 
@@ -93,13 +96,24 @@ def test_part_that_is_killed_anywhere_is_run_again(parts: Parts, case: Path, ind
         shutil.rmtree(out)
 
 
+def test_part_that_was_killed_continues_where_it_was(parts: Parts, case: Path) -> None:
+    out = case / "out"
+    killed = parts.run(out, 0, below=case, only="write", nth=20, signal_number=signal.SIGKILL)
+    assert killed.code == -signal.SIGKILL
+    notes = json.loads(parts.run(out, 0).out)["notes"]
+    assert any(note.startswith("continued an interrupted run: ") for note in notes)
+    parts.finish(out, 1, 2)
+
+
 def test_last_parts_at_once_publish_once(parts: Parts, case: Path) -> None:
     for turn in range(3):
         out = case / f"out-{turn}"
         asked = [request(*parts.argv(out, index), block_bytes=BLOCK) for index in range(COUNT)]
         results = parts.server.run_crowd(asked)
         assert [result.code for result in results] == [0] * COUNT, results
-        assert any(json.loads(result.out)["published"] for result in results if result.out)
+        told = [json.loads(result.out) for result in results]
+        assert any(each["published"] for each in told)
+        assert all(index not in each["waiting_for"] for index, each in enumerate(told))
         parts.finish(out)
 
 
@@ -140,6 +154,15 @@ def test_rivals_are_refused_and_nothing_is_lost(parts: Parts, case: Path) -> Non
     parts.finish(out, 2, 1)
 
 
+def test_work_of_one_process_that_was_killed_makes_room(parts: Parts, case: Path) -> None:
+    out = case / "out"
+    argv = ("shard", parts.source, out, *MESH)
+    killed = parts.server.run(*argv, block_bytes=BLOCK, below=case, only="write", nth=9, signal_number=signal.SIGKILL)
+    assert killed.code == -signal.SIGKILL
+    assert any("removed what an interrupted run" in note for note in json.loads(parts.run(out, 0).out)["notes"])
+    parts.finish(out, 1, 2)
+
+
 def test_source_that_has_changed_is_refused(parts: Parts, case: Path) -> None:
     out, file = case / "out", parts.source / "model-00001-of-00002.safetensors"
     assert parts.run(out, 0).code == 0
@@ -155,6 +178,11 @@ def test_part_that_is_there_is_not_read_again(parts: Parts, case: Path) -> None:
     assert parts.run(out, 1).code == 0
     again = json.loads(parts.run(out, 1).out)
     assert (again["bytes_read"], again["waiting_for"], again["published"]) == (0, [0, 2], False)
+    early = parts.server.run("inspect", out)
+    assert early.code == 4
+    assert "a write is not finished (1 of 3 parts, started" in early.err
+    planned = parts.run(out, 0, COUNT, *MESH, "--dry-run")
+    assert "part 0/3 of that is 2 data files" in planned.out
     parts.finish(out, 0, 2)
     done = parts.run(out, 0)
     assert done.code == 0
@@ -201,3 +229,66 @@ def test_refused_with_the_way_on(tmp_path: Path, parts: Parts) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError, match="--part must be I/N"):
         api.shard(parts.source, tmp_path / "out", mesh="dp_shard=2", part="2/2")
+
+
+KILLED_ONCE = """
+import os, signal
+if os.environ.get("RANK") == "2" and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    fsync = os.fsync
+    def killed(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".distcp"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        fsync(descriptor)
+    os.fsync = killed
+"""
+
+
+@pytest.mark.full
+def test_torchrun_with_a_process_that_is_killed_once(parts: Parts, case: Path, tmp_path: Path) -> None:
+    out = case / "out"
+    (tmp_path / "sitecustomize.py").write_text(KILLED_ONCE)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    command = ("-m", "ckpt_tools", "shard", str(parts.source), str(out), *MESH, "--json")
+    done = subprocess.run(
+        [*launcher, "--max-restarts", "1", *command],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "exitcode: -9" in done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sum(result["published"] for result in results) >= 1
+    assert api.verify(out, against=parts.source).ok
+    assert_clean(case)
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts_from", "expected"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "8"}, "auto", None),
+        ({"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}, "auto", "3/8"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}, "auto", None),
+        ({"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"}, "none", None),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "auto", None),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}, "slurm", "3/8"),
+        ({"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "5"}, "slurm", "0/4"),
+        ({"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "5"}, "slurm", "error"),
+        ({"JOB_COMPLETION_INDEX": "7", "CKPT_PARTS": "8"}, "k8s", "7/8"),
+        ({"JOB_COMPLETION_INDEX": "7"}, "k8s", "error"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "mpi", "1/2"),
+        ({"PMI_RANK": "2", "PMI_SIZE": "2"}, "mpi", "error"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "torchrun", "error"),
+        ({}, "torchrun", "error"),
+    ],
+)
+def test_what_started_a_process_says_which_part_it_is(environ, parts_from, expected) -> None:
+    if expected == "error":
+        with pytest.raises(UsageError):
+            find_part(environ, parts_from)
+    else:
+        found = find_part(environ, parts_from)
+        assert (None if found is None else str(found)) == expected

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from formats.saved import Flat, flat
+from fsdp2.ranks import execute, run_ranks
 from safetensors.torch import save_file
 
 from ckpt_tools import api
@@ -24,7 +22,7 @@ WORLD = """
 import os, sys, warnings
 import torch, torch.distributed as dist, torch.nn as nn
 warnings.simplefilter("ignore")
-out, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+rank, world, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType
@@ -71,9 +69,7 @@ MODES = ("flat-one", "flat-units", "orig-one", "orig-units", "orig-bf16")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What four ranks saved."""
     out = tmp_path_factory.mktemp("local")
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ranks = [subprocess.Popen([sys.executable, "-c", WORLD, str(out), str(rank), "4"], env=env) for rank in range(4)]
-    assert [rank.wait(timeout=240) for rank in ranks] == [0] * 4
+    run_ranks(4, execute, WORLD, out, backend=None, timeout=240)
     shapes = torch.load(out / "shapes.bin", weights_only=True)
     del shapes["head.weight"]
     save_file(shapes, out / "model.safetensors")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from formats.saved import fake_rank, flat, read, save_ranks
+from fsdp2.ranks import execute, run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -265,7 +263,7 @@ WORLD = """
 import os, sys, warnings
 import torch, torch.distributed as dist, torch.nn as nn
 warnings.simplefilter("ignore")
-out, rank, world = sys.argv[1], int(sys.argv[2]), 4
+rank, world, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -318,13 +316,7 @@ dist.destroy_process_group()
 
 @pytest.mark.full
 def test_ranks_of_fsdp_are_read_as_full_state_dict_gathers_them(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORLD, str(tmp_path), str(rank)], env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        for rank in range(4)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0] * 4
+    run_ranks(4, execute, WORLD, tmp_path, backend=None, timeout=120)
     for mode in ("fsdp2", "hsdp", "tp", "fsdp1", "fsdp1-mesh", "fsdp1-hsdp"):
         whole = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
         assert len(whole) == 9

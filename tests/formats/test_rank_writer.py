@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -14,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from formats.saved import fake_rank, flat, read, save_ranks
+from fsdp2.ranks import execute, run_ranks
+from samples import files_of, small_blocks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -130,6 +129,18 @@ def test_files_are_those_that_the_ranks_would_have_saved(before, after, mesh: st
     assert api.verify(tmp_path / "out", level="data").ok
 
 
+@pytest.mark.full
+def test_parts_write_the_same_files_and_hold_replicas_against_each_other(tmp_path: Path) -> None:
+    save(tmp_path / "run", {"ddp": 2, "fsdp": 2})
+    options = {"mesh": "dp_replicate=2,dp_shard=3", "trainer": "verl"}
+    with small_blocks(64):
+        one = api.reshard(tmp_path / "run", tmp_path / "one", **options)
+        results = [api.reshard(tmp_path / "run", tmp_path / "out", **options, part=f"{i}/5") for i in (3, 1, 4, 0, 2)]
+    last = next(result for result in results if result.published)
+    assert (last.not_checked, last.counts) == (one.not_checked, one.counts)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
+
+
 def test_a_whole_step_is_written_with_what_lies_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = tmp_path / "global_step_7"
     for role in ("actor", "critic"):
@@ -189,18 +200,8 @@ dist.destroy_process_group()
 
 def train(world: int, run: Path | None, start: Path | None, out: Path) -> list[float]:
     """Two steps on every rank; what rank 0 prints."""
-    stated = [str(path) if path is not None else "-" for path in (run, start)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _TRAIN, str(rank), str(world), *stated, str(out)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    told = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world
+    stated = [path if path is not None else "-" for path in (run, start)]
+    told = run_ranks(world, execute, _TRAIN, *stated, out, backend=None, timeout=120)
     return [float(line) for line in told[0].split()]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib.util
+import io
 import multiprocessing
 import os
 import pickle
@@ -97,6 +98,14 @@ def run_ranks(world_size, function, *args, timeout=60, check=True, backend="gloo
         failures.sort(key=lambda f: (f.message.endswith("-9"), "gloo" in f.message, getattr(f, "time", 0)))
         raise failures[0]
     return results
+
+
+def execute(rank, world_size, script, *arguments):
+    """Be what `python -c script RANK WORLD_SIZE …` is, and return what it prints; for `run_ranks` with backend=None."""
+    sys.argv = ["-c", *map(str, (rank, world_size, *arguments))]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    return out.getvalue()
 
 
 def _watch(processes, private, timeout):

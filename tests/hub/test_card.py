@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fsdp2.ranks import execute, run_ranks
 from hub.conftest import states
 from hub.local_hub import Hub
 from hypothesis import given, strategies as st
@@ -283,7 +284,8 @@ def test_push_dead_adapter_of_any_name_is_refused(hub: Hub, push_json, tmp_path:
 
 
 MAKE = """
-import json, torch
+import json, os, sys, torch
+os.chdir(sys.argv[3])
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 torch.manual_seed(0)
@@ -302,9 +304,8 @@ print(json.dumps(model.eval()(torch.arange(8)[None]).logits.flatten().tolist()))
 @pytest.mark.full
 def test_pushed_adapter_loads_by_the_code_of_its_card(hub: Hub, push_json, environment, tmp_path: Path):
     """Base and adapter go to the hub; the card's code block, as it is, gives the adapter's outputs."""
-    made = subprocess.run([sys.executable, "-c", MAKE], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert made.returncode == 0, made.stderr
-    expected = json.loads(made.stdout.splitlines()[-1])
+    (made,) = run_ranks(1, execute, MAKE, tmp_path, backend=None)
+    expected = json.loads(made.splitlines()[-1])
     push_json(tmp_path / "base", "org/base", "--no-card")
     push_json(tmp_path / "adapter", "me/lora", "--exclude", "README.md")  # PEFT's own template
     (tmp_path / "adapter" / "README.md").unlink()

@@ -9,8 +9,11 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
+from ckpt_tools.description.checkpoint import ByteSpan
 from ckpt_tools.errors import CkptError
 from ckpt_tools.moving import threads
+from ckpt_tools.moving.order import front_to_back
+from ckpt_tools.moving.plan import Copy, copy_span
 from ckpt_tools.remote.part_stream import PartStream
 
 Pieces = list[tuple[int, bytes]]
@@ -108,3 +111,31 @@ def test_an_error_ends_those_who_wait() -> None:
 
     with pytest.raises(CkptError, match="no"):
         threads.Crew(iter(range(1000)), begin).run(3)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[list[tuple[str, Copy]]]:
+    """Tensors with copies in files, each file in an order of its own or in the tensors'."""
+    count = draw(st.integers(1, 8))
+    groups: list[list[tuple[str, Copy]]] = [[] for _ in range(count)]
+    everywhere = draw(st.permutations(range(count)))
+    for file in "abc":
+        held = draw(st.sets(st.integers(0, count - 1)))
+        for at, number in enumerate(each for each in everywhere if each in held):
+            copy = copy_span(str(number), ByteSpan(file="", offset=0, nbytes=1), at)
+            groups[number].append((file, copy))
+    return groups
+
+
+@given(layouts())
+def test_files_that_agree_are_each_written_from_their_beginning(groups: list[list[tuple[str, Copy]]]) -> None:
+    order = front_to_back(groups)
+    assert sorted(order) == list(range(len(groups)))
+    for file in "abc":
+        offsets = [copy.offset for number in order for name, copy in groups[number] if name == file]
+        assert offsets == sorted(offsets)
+
+
+def test_files_that_disagree_are_written_all_the_same() -> None:
+    first, second = (copy_span("t", ByteSpan(file="", offset=0, nbytes=1), at) for at in (0, 9))
+    assert sorted(front_to_back([[("a", first), ("b", second)], [("a", second), ("b", first)]])) == [0, 1]

@@ -70,13 +70,17 @@ class Proxy:
         self._at = -1
         self._left = 0
         self._victim: Seen | None = None
+        self._of = ""
 
-    def arm(self, fault: Fault | None, *, at: int = 0, times: int = 1) -> None:
-        """Damage the request number `at` (from 0, counted from now on), and `times` - 1 more that ask for the same."""
+    def arm(self, fault: Fault | None, *, at: int = 0, times: int = 1, of: str = "") -> None:
+        """Damage the request number `at` (from 0, counted from now on), and `times` - 1 more that ask for the same.
+
+        Only those count that have `of` in their target: threads ask in any order.
+        """
         with self._lock:
             self.seen.clear()
             self.num_damaged = 0
-            self._fault, self._at, self._left, self._victim = fault, at, times, None
+            self._fault, self._at, self._left, self._victim, self._of = fault, at, times, None, of
 
     def note(self, request: Seen) -> Fault | None:
         """Count a request, and return what is to be done to it."""
@@ -84,8 +88,9 @@ class Proxy:
             self.seen.append(request)
             if self._fault is None or self._left <= 0:
                 return None
-            if self._victim is None and len(self.seen) - 1 == self._at:
-                self._victim = request
+            if self._victim is None and self._of in request.target:
+                self._victim = request if self._at == 0 else None
+                self._at -= 1
             if request != self._victim:
                 return None
             self._left -= 1

@@ -135,7 +135,7 @@ def rclone() -> Iterator[Server]:
         (data / BUCKET).mkdir(parents=True)
         (port,) = free_ports(1)
         command = [program, "serve", "s3", str(data), f"--addr=127.0.0.1:{port}", f"--config={directory}/none.conf"]
-        command += [f"--auth-key={ACCESS_KEY},{SECRET_KEY}", f"--cache-dir={directory}/cache", "--dir-cache-time=0s"]
+        command += [f"--auth-key={ACCESS_KEY},{SECRET_KEY}", f"--cache-dir={directory}/cache"]
         url = f"http://127.0.0.1:{port}"
         with _running("rclone", command, directory, url):
             yield Server(name="rclone", url=url, is_careful=False)

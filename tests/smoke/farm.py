@@ -6,6 +6,7 @@ program itself.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -86,6 +87,8 @@ def serve():
     from ckpt_tools.smoke.launcher import preload
 
     preload(SmokeOptions())
+    with contextlib.suppress(ImportError):
+        importlib.import_module("peft")  # a second of every rank that trains adapters
     for name in ("bert", "llama", "qwen3_moe", "t5"):
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     print("ready", flush=True)

@@ -53,12 +53,15 @@
       const rows = split(top, bottom, 40), columns = split(left, right, Math.min(64, room));
       const open = view => () => { views.push(view); draw(true); };
       const label = (names, [from, to]) => {
+        if (names === spec.columns.name && spec.columns.range) return spec.columns.range(from, to);
+        if (names === spec.rows.name && spec.rows.range) return spec.rows.range(from, to);
         const first = names(from), last = names(to - 1), stem = first.replace(/\d+$/, "");
         if (to - from < 2) return first;
         return stem.endsWith(" ") && last.startsWith(stem) ? `${first}–${last.slice(stem.length)}` : `${first} – ${last}`;
       };
       const head = (names, group, view, tall) => {
         const text = label(names, group);
+        if (!text) return make("td");
         const inner = group[1] - group[0] > 1 ? button(text, open(view)) : make("span", { text });
         return make("th", { scope: tall ? "col" : "row", class: tall ? "tall" : null }, inner);
       };
@@ -147,13 +150,14 @@
     return placed;
   };
 
-  const MOST_TILES = 60, MOST_ROWS = 40;
+  const MOST_TILES = 140, MOST_ROWS = 40;
   const modules = host => {
     const trail = make("nav", { class: "trail", "aria-label": "Where in the model" });
     const map = make("div", { class: "treemap", role: "group", "aria-label": "Modules by bytes" });
     const level = make("div", { class: "level" }), tensor = make("div", { "aria-live": "polite" });
     host.append(trail, map, level, tensor);
     const path = [data.tree];
+    let isTable = false;
     const here = () => path[path.length - 1];
     const nameOf = nodes => nodes.slice(1).map(node => node[0]).join(".") || "everything";
     const hueOf = name => {
@@ -166,6 +170,7 @@
       if (isLeaf(node)) { show(node, focus); return; }
       path.push(node);
       draw(focus);
+      if (node[2].length === 1) show(node[2][0], focus);
     };
     const describe = node => isLeaf(node) ? `${data.dtypes[node[2]]} [${node[3].join(", ")}]` : count(tensors(node), "tensor");
     // A tile for every part that is large enough to point at, and in a large one those of its own parts.
@@ -176,11 +181,10 @@
       const rest = weighty.slice(shown.length), left = rest.reduce((sum, each) => sum + total(each), 0);
       const entries = shown.map(each => [total(each), each]);
       if (left) entries.push([left, null]);
-      entries.sort((a, b) => b[0] - a[0]);
       const places = squarify(entries.map(each => each[0]), w, h);
       entries.forEach(([bytes, each], i) => {
         const [dx, dy, wide, high] = places[i], inner = each && !isLeaf(each) && wide > 90 && high > 60 && depth < 2 && tiles.length < 300;
-        tiles.push({ name: each ? each[0] : `${rest.length} smaller`, bytes, each, depth, route, hidden: inner,
+        tiles.push({ name: each ? each[0] : `${rest.length} more`, bytes, each, depth, route, hidden: inner,
           place: [x + dx, y + dy, wide, high] });
         if (inner) lay(each, [x + dx + 4, y + dy + 22, wide - 8, high - 26], depth + 1, [...route, each], tiles);
       });
@@ -219,7 +223,9 @@
         make("td", { text: describe(each) })))));
       const frame = make("div", { class: "scroll" }, table);
       const folded = make("details", {}, make("summary", { text: `As a table: ${count(children.length, "part")}` }), frame);
-      folded.open = all;
+      isTable = isTable || all;
+      folded.open = isTable;
+      folded.addEventListener("toggle", () => { isTable = folded.open; });
       level.replaceChildren(folded);
       if (rows.length < children.length)
         frame.append(button(`Show all ${children.length.toLocaleString("en")}`, () => { draw(false, true); focusLevel(MOST_ROWS); }, { class: "more" }));
@@ -237,7 +243,7 @@
       leaf[4].forEach((place, number) => {
         const layout = data.layouts[number], box = make("div");
         side.append(box);
-        if (place === null) { box.append(make("p", { text: `${layout.name}: no such tensor` })); return; }
+        if (place === null) { box.append(make("p", { text: `${layout.name}: no tensor of this name` })); return; }
         box.append(make("p", { text: (data.layouts.length > 1 ? `${layout.name}: ` : "") + layout.patterns[place].placed }));
         if (leaf[5] != null && number === 0) box.append(make("p", { class: "where", text: data.files[leaf[5]] }));
         chunks(box, layout.patterns[place], leaf[3], nameOf([...path, leaf]));
@@ -265,10 +271,11 @@
       table.append(make("tbody", {}, ...pattern.boxes.map(([rank, offsets, sizes]) => make("tr", {},
         make("th", { scope: "row", text: rank < 0 ? "not in the file's name" : String(rank) }),
         make("td", { text: `[${offsets.join(", ")}]` }), make("td", { text: `[${sizes.join(", ")}]` })))));
-      host.append(make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Chunks of ${name}` }, table));
+      host.append(make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": `Chunks of ${name}` }, table));
       return;
     }
     const starts = pattern.starts.map(expand), ranks = expand(pattern.ranks), copies = pattern.copies || {};
+    if (!ranks.length) return;
     const cut = starts.map((each, dim) => dim).filter(dim => starts[dim].length > 1);
     if (!cut.length) {
       tell(ranks[0] >= 0 ? `one chunk, in the file of rank ${[ranks[0], ...(copies[0] || [])].join(" and ")}` : ranks[0] === NOBODY ? "no chunk holds it" : "one chunk");
@@ -276,15 +283,15 @@
     }
     if (cut.length > 2) { tell(`cut along ${cut.length} dims into ${ranks.length} chunks: no drawing; ckpt inspect --tensor lists them`); return; }
     const columnDim = cut[cut.length - 1], rowDim = cut.length > 1 ? cut[0] : null;
-    const span = (dim, at) => `${starts[dim][at]}:${at + 1 < starts[dim].length ? starts[dim][at + 1] : shape[dim]}`;
+    const span = dim => (from, to) => `${starts[dim][from]}:${to < starts[dim].length ? starts[dim][to] : shape[dim]}`;
+    const along = dim => ({ length: starts[dim].length, name: at => span(dim)(at, at + 1), range: span(dim) });
     const wide = starts[columnDim].length, most = Math.max(1, ...ranks);
     const drawn = make("div");
     host.append(drawn);
     matrix(drawn, {
       label: `Chunks of ${name}`, corner: rowDim === null ? `dim ${columnDim}` : `dim ${rowDim} \\ dim ${columnDim}`, cellWidth: 34,
       help: "Numbers are the ranks in whose files the chunks lie. Point at a chunk, or use the arrow keys.",
-      rows: { length: rowDim === null ? 1 : starts[rowDim].length, name: at => rowDim === null ? "" : span(rowDim, at) },
-      columns: { length: wide, name: at => span(columnDim, at) },
+      rows: rowDim === null ? { length: 1, name: () => "" } : along(rowDim), columns: along(columnDim),
       cell: (r0, r1, c0, c1) => {
         const held = [];
         let holes = 0;

@@ -1,0 +1,161 @@
+"""Every page in a real browser: no console error, nothing hostile runs, drill-downs by click and key, accessibility."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from report import results
+
+from ckpt_tools.report.html import build_html
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="apt-get install chromium chromium-driver"),
+]
+_FLAGS = (
+    "headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
+    "disable-component-update", "disable-sync",
+)  # fmt: skip
+_RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "best-practice"]
+NAMES = list(results.pages())
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*_FLAGS, f"user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("pages")
+    written = {name: directory / f"{name}.html" for name in NAMES}
+    for name, page in results.pages().items():
+        written[name].write_bytes(build_html(page))
+    return written
+
+
+def _open(browser, file: Path, *, width: int = 1400, scheme: str = "light") -> None:
+    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    browser.get(file.as_uri())
+
+
+def _find(browser, selector: str, number: int = 0):
+    return browser.find_elements("css selector", selector)[number]
+
+
+def _press(browser, *keys: str) -> None:
+    for key in keys:
+        browser.switch_to.active_element.send_keys(key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_page_is_quiet_fits_a_phone_and_runs_nothing_hostile(browser, files, name):
+    for width in (1400, 400):
+        _open(browser, files[name], width=width)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+        for button in browser.find_elements("css selector", "summary, .level summary"):
+            browser.execute_script("arguments[0].click()", button)
+        assert browser.execute_script("return window.hit") is None
+        assert not browser.execute_script("return document.querySelectorAll('img, iframe, link').length")
+    assert browser.get_log("browser") == []
+    if name in ("verify", "stats", "smoke", "preflight"):
+        text = browser.execute_script("return document.body.textContent")
+        for finding in results.FINDINGS:
+            assert all(part in text for part in (finding.code, finding.where, finding.what, finding.hint))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("smoke", "estimate")])  # parts of preflight
+def test_page_is_accessible(browser, files, name):
+    found = importlib.util.find_spec("axe_playwright_python")  # for the axe-core that it carries
+    if found is None or found.origin is None:
+        pytest.skip("axe-playwright-python is not installed")
+    axe = Path(os.path.dirname(found.origin), "axe.min.js").read_text()
+    for width, scheme in ((1400, "light"), (400, "dark"))[name not in ("inspect", "verify") :]:
+        _open(browser, files[name], width=width, scheme=scheme)
+        if name == "inspect":
+            _drill(browser)
+        browser.execute_script(axe)
+        script = "const done = arguments[1]; axe.run({runOnly: arguments[0]}).then(done, e => done(String(e)))"
+        violations = browser.execute_async_script(script, _RULES)["violations"]
+        assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations] == []
+
+
+def _drill(browser) -> str:
+    """Open tiles until a tensor is shown; return its heading."""
+    for _ in range(8):
+        if browser.find_elements("css selector", ".tensor h3"):
+            break
+        _find(browser, ".tile").send_keys("\n")
+    return _find(browser, ".tensor h3").text
+
+
+def test_modules_open_by_key_and_by_click(browser, files):
+    _open(browser, files["inspect"])
+    assert _drill(browser).startswith("model.")
+    assert browser.switch_to.active_element.tag_name == "h3"
+    sides = browser.find_elements("css selector", ".side > div")
+    assert [side.text.split(":")[0] for side in sides] == ["stored", "planned"]
+    _find(browser, ".tile").send_keys("\ue00c")  # Escape
+    assert not browser.find_elements("css selector", ".tensor")
+    _find(browser, ".trail button").click()
+    assert _find(browser, "nav.trail").text.startswith("everything\n")
+    _find(browser, ".level summary").click()
+    rows = browser.find_elements("css selector", ".level th button")
+    next(row for row in rows if row.text == "hostile").click()
+    assert browser.find_elements("css selector", "nav.trail button")
+    assert len(browser.find_elements("css selector", ".level th button")) == len(results.HOSTILE)
+    for place in range(4):
+        _find(browser, ".level th button", place).click()
+        assert browser.find_elements("css selector", ".tensor h3")  # a module of one tensor shows that
+        if len(browser.find_elements("css selector", ".level th button")) == 1:
+            _find(browser, "nav.trail button", -1).click()
+    assert browser.execute_script("return window.hit") is None
+    assert browser.get_log("browser") == []
+
+
+def test_maps_zoom_by_header_and_by_key_and_tell_what_they_hold(browser, files):
+    _open(browser, files["inspect"], width=500)
+    mesh = _find(browser, "[data-draws=mesh]", 1)  # 2 × 64 ranks, planned
+    before = len(mesh.find_elements("css selector", "td[tabindex]"))
+    assert before < 128
+    mesh.find_elements("css selector", "thead button")[0].send_keys("\n")
+    active = browser.switch_to.active_element
+    assert active.tag_name == "td"
+    assert "ranks 0 to 3" in active.get_attribute("aria-label")
+    mesh.find_elements("css selector", "thead button")[0].send_keys("\n")
+    first = browser.switch_to.active_element.get_attribute("aria-label")
+    assert "rank 0," in first
+    assert mesh.find_element("css selector", ".readout").text == first
+    _press(browser, "\ue014", "\ue015")  # right, down
+    there = browser.switch_to.active_element.get_attribute("aria-label")
+    assert "rank 65," in there
+    assert mesh.find_element("css selector", ".readout").text == there
+    mesh.find_elements("css selector", ".trail button")[0].click()
+    assert len(mesh.find_elements("css selector", "td[tabindex]")) == before
+
+
+def test_a_thousand_ranks_stay_responsive(browser, tmp_path):
+    file = tmp_path / "big.html"
+    file.write_bytes(build_html(results.build_page(results.sharded("dp_shard=256,tp=4", results.model(200)))))
+    start = time.monotonic()
+    _open(browser, file)
+    _drill(browser)
+    assert time.monotonic() - start < 15  # 1 s on an idle machine

@@ -1,0 +1,293 @@
+"""Pages without a browser: what stands in them, what they may say, and where they are written."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from report import results
+from report.results import HOSTILE, whole
+from samples import examples, shard_model, write_model
+
+from ckpt_tools.checks.verify import Unchecked
+from ckpt_tools.cli import main
+from ckpt_tools.cli.output import Output
+from ckpt_tools.cli.reports import report_to
+from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding
+from ckpt_tools.description.layout import Box
+from ckpt_tools.description.summarise import summarise
+from ckpt_tools.report.checks_pages import diff_page, verify_page
+from ckpt_tools.report.html import MARK, build_html
+from ckpt_tools.report.inspect_page import build_page
+from ckpt_tools.report.layouts import LayoutData, encode_runs
+from ckpt_tools.report.parts import MAX_FINDINGS
+from ckpt_tools.report.run_pages import estimate_page, preflight_page, smoke_page
+from ckpt_tools.text import escape_message
+
+_LOADING = {"src", "href", "srcset", "action", "background", "data", "poster", "formaction"}
+
+
+class _Reader(HTMLParser):
+    """What a browser makes of a page: tags, attributes, texts, what scripts hold."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.text = ""
+        self.policy = ""
+        self.scripts: list[str] = []
+        self._in = ""
+        self.feed(content.decode())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self._in = tag
+        if ("http-equiv", "Content-Security-Policy") in attrs:
+            self.policy = dict(attrs)["content"] or ""
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        if self._in == "script" and self.scripts:
+            self.scripts[-1] += data
+        self.text += data
+
+    def handle_endtag(self, tag):
+        self._in = ""
+
+
+@pytest.fixture(scope="module")
+def read() -> dict[str, _Reader]:
+    return {name: _Reader(build_html(page)) for name, page in results.pages().items()}
+
+
+@pytest.mark.parametrize("name", list(results.pages()))
+def test_pages_keep_hostile_names_as_text_and_load_nothing(read, name):
+    page = read[name]
+    assert not page.tags & {"img", "svg", "b", "link", "iframe", "object", "base", "form"} - {"svg"}
+    assert ("svg" in page.tags) == (name in ("smoke", "preflight"))
+    assert not {each for each in page.attributes if each.startswith("on")} | (page.attributes & _LOADING)
+    assert not re.search("[\0\r\u202e\u2028\u2029\ud800]", page.text)
+    digest = base64.b64encode(hashlib.sha256(page.scripts[-1].encode()).digest()).decode()
+    assert page.policy == (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    assert len(page.scripts) == (2 if name in ("inspect", "plain") else 1)
+
+
+@pytest.mark.parametrize("name", ["verify", "stats", "smoke", "preflight"])
+def test_pages_say_every_finding_with_where_and_fix(read, name):
+    for finding in results.FINDINGS:
+        assert all(part in read[name].text for part in (finding.code, finding.where, finding.what, finding.hint))
+
+
+def test_data_holds_names_as_they_may_be_shown(read):
+    def texts(data):
+        if isinstance(data, str):
+            yield data
+        for each in data if isinstance(data, list) else data.values() if isinstance(data, dict) else ():
+            yield from texts(each)
+
+    found = list(texts(json.loads(read["inspect"].scripts[0])))
+    assert {"nul\\x00byte", "\\ud800 alone"} <= set(found)
+    assert all(text.isprintable() and len(text) < 2000 for text in found)
+
+
+def test_same_input_gives_the_same_bytes():
+    first, second = ([build_html(page) for page in results.pages().values()] for _ in range(2))
+    assert first == second
+
+
+def test_shell_is_small_and_names_no_host():
+    content = build_html(results.pages()["unfinished"]).decode()
+    assert len(content) < 60_000
+    assert "://" not in content
+
+
+@settings(max_examples=examples(30))
+@given(st.lists(st.integers(-3, 3) | st.integers()))
+def test_runs_expand_to_the_numbers(numbers):
+    runs = encode_runs(numbers)
+    expanded = [
+        runs[i] + k * runs[i + 1] for i in range(0, len(runs), 3) for k in range(runs[i + 2])
+    ]  # as report.js does
+    assert expanded == numbers
+
+
+def test_many_ranks_and_tensors_stay_little_data():
+    page = build_page(results.sharded("dp_shard=256,tp=4", results.model(num_layers=150)))
+    assert len(build_html(page)) < 60_000 + 120 * 600  # 611 tensors on 1024 ranks, 600,000 chunks
+
+
+def _pattern(*chunks: tuple[int | None, tuple[int, int], tuple[int, int]]) -> dict:
+    stored = tuple(
+        Chunk(
+            box=Box(offsets, sizes),
+            span=ByteSpan(file="x.bin" if rank is None else f"__{rank}_0.distcp", offset=0, nbytes=4),
+        )
+        for rank, offsets, sizes in chunks
+    )
+    tensor = replace(whole("w", 4, 4), chunks=stored)
+    layout = LayoutData(summarise(Checkpoint(root="r", format="dcp", tensors=(tensor,))), "stored")
+    assert layout.add(tensor) == 0
+    return layout.to_json()["patterns"][0]
+
+
+def test_patterns_show_holes_copies_and_files_without_ranks():
+    top, low, left = ((0, 0), (2, 4)), ((2, 0), (2, 4)), ((2, 0), (2, 2))
+    assert _pattern((0, *top), (1, *low))["ranks"] == encode_runs([0, 1])
+    assert _pattern((0, *top), (7, *left), (9, (2, 2), (1, 2)))["boxes"][2] == (9, [2, 2], [1, 2])
+    assert _pattern((0, *top), (1, *low), (5, *low))["copies"] == {1: [5]}
+    assert _pattern((0, (0, 0), (1, 4)), (4, (3, 0), (1, 4)))["ranks"] == encode_runs([0, -1, 4])
+    assert "boxes" in _pattern((0, (0, 0), (9, 4)))  # outside of the tensor
+    assert _pattern((None, *top), (1, *low))["ranks"] == encode_runs([-2, 1])
+    halves = [(0, (0, 0), (2, 2)), (1, (0, 2), (2, 2)), (2, (2, 0), (2, 2))]
+    assert _pattern(*halves)["ranks"] == encode_runs([0, 1, 2, -1])
+
+
+def test_tree_holds_every_byte_and_a_tensor_with_the_name_of_a_module():
+    names = ("a.b", "a.b.c", "a.b.c.d", "x..y", ".", "", *(f"deep.{'m.' * 40}{i}" for i in range(2)), *HOSTILE)
+    summary = summarise(Checkpoint(root="r", format="hf", tensors=tuple(whole(name, 2, 3) for name in names)))
+
+    def leaves(node) -> int:
+        return sum(map(leaves, node[2])) if isinstance(node[2], list) else 1
+
+    tree = build_page(summary).data["tree"]
+    assert (tree[1], tree[3], leaves(tree)) == (24 * len(names), len(names), len(names))
+
+
+def test_green_is_only_what_left_nothing_unchecked():
+    clean = results.verification(findings=())
+    warning = Finding.warning("odd", "x", "y")
+    assert verify_page(clean, "x").mood == "good"
+    assert verify_page(replace(clean, unchecked=(Unchecked(what="blobs"),)), "x").mood == "partly"
+    assert verify_page(replace(clean, level="structure"), "x").mood == "partly"
+    assert verify_page(replace(clean, findings=(warning,)), "x").mood == "partly"
+    assert verify_page(results.verification(), "x").mood == "bad"
+    equal = results.difference(only_in_a=(), only_in_b=(), changed=(), notes=())
+    assert diff_page(equal, "a", "b", keys_only=False).mood == "good"
+    assert diff_page(equal, "a", "b", keys_only=True).mood == "partly"
+    assert diff_page(equal, "a", "b", keys_only=False, terms=("--include x",)).mood == "partly"
+    assert diff_page(replace(equal, notes=("n",)), "a", "b", keys_only=False).mood == "partly"
+    assert diff_page(results.difference(), "a", "b", keys_only=False).mood is None
+    assert [estimate_page(results.estimate(fits)).mood for fits in (True, False, None)] == ["partly", "bad", "unknown"]
+    assert estimate_page(results.estimate(None, gpu_memory=None)).mood is None
+    assert smoke_page(results.smoke()).mood == "good"
+    assert smoke_page(results.smoke(notes=("half of it",))).mood == "partly"
+    assert smoke_page(results.smoke(findings=results.FINDINGS)).mood == "bad"
+
+
+def test_preflight_goes_only_as_far_as_it_was_checked():
+    checks = results.preflight().checks
+    unread = replace(checks[0], ok=None), *checks[1:]
+    skipped = *checks[:-1], replace(checks[-1], ok=None)
+    found = {
+        "GO. ok:": results.preflight(),
+        "GO, as far as it was checked. ok:": results.preflight(checks=skipped),
+        "GO, as far as it was checked. ok": results.preflight(not_checked=("the schedule",)),
+        "NOT CHECKED. NOT CHECKED: the config: odd": results.preflight(checks=unread, not_checked=("the config: odd",)),
+        "NO-GO. NOT ok: 11 errors": results.preflight(findings=results.FINDINGS),
+    }
+    pages = {words: preflight_page(report) for words, report in found.items()}
+    assert [page.verdict.startswith(words) for words, page in pages.items()] == [True] * 5
+    assert [page.mood for page in pages.values()] == ["good", "partly", "partly", "unknown", "bad"]
+
+
+def test_verify_page_shows_where_and_counts_what_it_leaves_out():
+    many = tuple(Finding.error("bad-item", "f", f"number {i}") for i in range(MAX_FINDINGS + 7))
+    page = _Reader(build_html(verify_page(results.verification(findings=many), "x")))
+    assert "7 more findings are not on this page" in page.text
+    where = next(s for s in verify_page(results.verification(), "x").sections if s.title.startswith("Where"))
+    assert [(name, [c and c[0] for c in cells]) for name, cells in where.parts[0].rows] == [("model.layers.3", ["1"])]
+
+
+# On the command line
+
+
+def _html(capsys, *argv: object) -> tuple[int, str, str]:
+    code = main([str(each) for each in argv])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_commands_write_reports_beside_what_they_print(tmp_path, capsys):
+    run, page = shard_model(tmp_path), tmp_path / "page.html"
+    model = tmp_path / "model"
+    size = ("--params", "7B", "--layers", "32", "--hidden", "4096", "--world-size", "8")
+    calls = (
+        ("inspect", run),
+        ("inspect", model, "--mesh", "dp_shard=3"),
+        ("verify", run),
+        ("diff", model, run),
+        ("stats", model, "--against", run),
+        ("estimate", *size, "--gpu-memory", "80GB"),
+    )
+    for argv in calls:
+        plain = _html(capsys, *argv)
+        code, out, err = _html(capsys, *argv, "--html", page)
+        assert (code, out) == plain[:2]
+        assert f"report: {page}" in err
+        assert page.read_bytes().startswith(MARK.encode())
+        assert f"ckpt {argv[0]}" in _Reader(page.read_bytes()).text
+    code, out, err = _html(capsys, "verify", run, "--json", "--html", page)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["ok"]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".ckpt")]
+
+
+def test_overlay_page_has_the_stored_layout_too(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert _html(capsys, "inspect", shard_model(tmp_path), "--mesh", "dp_shard=3", "--html", page)[0] == 0
+    text = _Reader(page.read_bytes()).text
+    assert "Mesh (stored)" in text
+    assert "Mesh (planned)" in text
+
+
+def test_report_replaces_nothing_but_reports(tmp_path, capsys):
+    model = write_model(tmp_path / "model")
+    weights = (model / "model.safetensors").read_bytes()
+    code, _, err = _html(capsys, "inspect", model, "--html", model / "model.safetensors")
+    assert (code, (model / "model.safetensors").read_bytes() == weights) == (5, True)
+    assert "--html only replaces reports" in err
+    assert _html(capsys, "inspect", model, "--html", model)[0] == 5
+    assert _html(capsys, "inspect", model, "--html", tmp_path / "no" / "page.html")[0] == 1
+
+
+def test_failed_run_leaves_no_earlier_verdict(tmp_path, capsys):
+    run, page = shard_model(tmp_path), tmp_path / "page.html"
+    assert _html(capsys, "verify", run, "--html", page)[0] == 0
+    (run / ".metadata").write_bytes(b"no pickle")
+    code, _, err = _html(capsys, "verify", run, "--html", page)
+    text = _Reader(page.read_bytes()).text
+    assert code == 4
+    assert "The command failed: there is no result." in text
+    assert escape_message(err.splitlines()[0].removeprefix("Error: ")) in text
+
+
+def test_report_tells_of_this_run_from_its_first_moment(tmp_path, monkeypatch):
+    page, output = tmp_path / "page.html", Output(quiet=True)
+    with report_to(page, "verify", "x", output) as report:
+        assert report is not None
+        assert "Not finished" in page.read_text()  # what kill -9 leaves
+        report(results.pages()["stats"])
+    done = page.read_bytes()
+    with pytest.raises(OSError, match="gone"), report_to(page, "verify", "x", output) as report:  # noqa: PT012
+        report(results.pages()["stats"])
+        raise OSError("stdout is gone")
+    assert page.read_bytes() == done
+    with pytest.raises(KeyboardInterrupt), report_to(page, "verify", "x", output):
+        raise KeyboardInterrupt
+    assert "there is no result" in page.read_text()
+    monkeypatch.setenv("RANK", "1")
+    with report_to(page, "smoke", "x", output) as report:
+        assert report is None
