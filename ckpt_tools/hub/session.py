@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.errors import HubError
 from ckpt_tools.hub.answers import Failure
-from ckpt_tools.remote.web import CONNECT_TIMEOUT_S, MAX_WAIT_S, retry_after, scrub
+from ckpt_tools.remote.refusals import scrub
+from ckpt_tools.remote.web import CONNECT_TIMEOUT_S, MAX_WAIT_S, retry_after
 
 if TYPE_CHECKING:
     import httpx2

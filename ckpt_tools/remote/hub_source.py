@@ -15,8 +15,9 @@ from urllib.parse import quote, urlsplit
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, HubError, UnreadableError, UsageError
 from ckpt_tools.remote.account import Account, find_account, is_offline
+from ckpt_tools.remote.refusals import RefusalError
 from ckpt_tools.remote.source import RemoteFile, RemoteSource
-from ckpt_tools.remote.web import ChangedError, RefusalError, Web, explain, is_same_host
+from ckpt_tools.remote.web import ChangedError, Web, explain, is_same_host
 from ckpt_tools.storage.source import MAX_FILES, LocalSource, Source
 
 MAX_AGE_S = 600.0

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-import ipaddress
 import re
-import socket
 import ssl
 import threading
 import time
@@ -20,7 +18,7 @@ from urllib.request import getproxies
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, StorageError
-from ckpt_tools.text import escape_name
+from ckpt_tools.remote.refusals import RefusalError, next_address, scrub
 
 if TYPE_CHECKING:
     import httpx2
@@ -31,8 +29,6 @@ MAX_WAIT_S = 120.0
 """The longest pause that a server may ask for (Retry-After); a longer one ends the command."""
 CONNECT_TIMEOUT_S = 30.0
 """Without an answer at all."""
-MAX_MESSAGE_CHARS = 400
-"""Of a server's own words that are shown."""
 MAX_REDIRECTS = 5
 """Of one request."""
 
@@ -49,41 +45,7 @@ _MAX_WHOLE_BYTES = 16 << 20
 """A file for whose part the server sends all of it may be as long."""
 _EXPIRED = (401, 403, 404, 410)
 """What the host of a redirect says when the address that it was given is no longer good."""
-_TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{6,}")
-_QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*")
-_PASSWORD = re.compile(r"(://[^\s/@:]*):[^\s/@]*@")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
-
-
-class RefusalError(Exception):
-    """An answer that is not what was asked for; whoever asked says what it means.
-
-    Args:
-        status: HTTP status; None when there was no answer.
-        message: The server's or the system's words, without secrets.
-        code: X-Error-Code of the hub.
-        is_lasting: The same request will not succeed a moment later.
-    """
-
-    def __init__(self, status: int | None, message: str, *, code: str | None = None, is_lasting: bool = False) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.is_lasting = is_lasting
-        self.retry_after_s: float | None = None
-        self.was_sent = True
-
-
-def scrub(text: str, token: str | None) -> str:
-    """Return `text` without the token or what looks like one, passwords in URLs, and queries of signed URLs."""
-    if token:
-        text = text.replace(token, "***")
-    text = _TOKEN.sub(r"\1_***", text)
-    text = _PASSWORD.sub(r"\1:***@", text)
-    text = _QUERY.sub(r"\1?…", text)
-    text = escape_name(" ".join(text.split()))
-    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
@@ -258,7 +220,7 @@ class Web:
             if response.status_code not in (301, 302, 303, 307, 308):
                 return response, url
             response.close()
-            url = _next(url, start, response.headers.get("Location", ""))
+            url = next_address(url, start, response.headers.get("Location", ""))
         raise RefusalError(None, f"more than {MAX_REDIRECTS} redirects", is_lasting=True)
 
     def _refusal(self, response: httpx2.Response) -> RefusalError:
@@ -341,46 +303,6 @@ def _client(proxies: tuple[tuple[str, str], ...]) -> httpx2.Client:  # noqa: ARG
             hint="check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set",
         ) from None
     return client
-
-
-def _next(url: str, start: str, location: str) -> str:
-    """Return where a redirect leads.
-
-    Raises:
-        RefusalError: Nowhere that a stranger may send this machine.
-    """
-    import httpx2
-
-    try:
-        found = httpx2.URL(url).join(location)
-    except (httpx2.InvalidURL, ValueError):
-        raise RefusalError(None, "a redirect without an address", is_lasting=True) from None
-    asked = httpx2.URL(start)
-    is_allowed = found.scheme == "https" or (found.scheme == "http" and asked.scheme == "http")
-    if not location or not found.host or found.userinfo or not is_allowed:
-        what = f"a redirect to {scrub(str(found), None)}, which is not followed"
-        raise RefusalError(None, what, is_lasting=True)
-    inside, began_inside = _is_inside(found.host), _is_inside(asked.host)
-    if inside == "link" or (inside and not began_inside):
-        what = f"a redirect to an address of the inner network ({found.host}), which is not followed"
-        raise RefusalError(None, what, is_lasting=True)
-    return str(found)
-
-
-def _is_inside(host: str) -> str:
-    """Say whether `host` is an address of this machine or its network, in any spelling that the system understands."""
-    if host.rstrip(".") == "localhost" or host.rstrip(".").endswith(".localhost"):
-        return "private"
-    try:
-        address: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(host)
-    except ValueError:
-        try:
-            address = ipaddress.IPv4Address(socket.inet_aton(host))
-        except (OSError, ValueError):
-            return ""
-    mapped = getattr(address, "ipv4_mapped", None)
-    address = address if mapped is None else mapped
-    return "link" if address.is_link_local else "" if address.is_global else "private"
 
 
 def _version(response: httpx2.Response) -> Mapping[str, object]:
