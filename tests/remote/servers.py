@@ -6,9 +6,11 @@ Nothing leaves 127.0.0.1. A server runs for the session, in a directory of its o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.client
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -72,12 +74,24 @@ def free_ports(count: int) -> list[int]:
     raise AssertionError("no free ports")
 
 
+def _end_with_parent() -> None:
+    """Let the kernel end the server when whoever runs the tests is killed."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 @contextlib.contextmanager
 def _running(name: str, command: list[str], directory: str, url: str) -> Iterator[None]:
     # Of a session of its own: a Ctrl-C in pytest is not for the server, which the `finally` ends.
     log = Path(directory, "log")
     with log.open("wb") as stream:
-        process = subprocess.Popen(command, cwd=directory, stdout=stream, stderr=stream, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            cwd=directory,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - one call of the kernel
+        )
         try:
             deadline = time.monotonic() + 60
             while not _answers(url):
