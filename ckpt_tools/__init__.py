@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt_tools.api import (
         average as average,
         check_lora as check_lora,
+        commit as commit,
         diff as diff,
         estimate as estimate,
         export_lora as export_lora,
@@ -72,8 +73,8 @@ if TYPE_CHECKING:
 
 _ROOMS = {
     "_version": "__version__",
-    "api": "average check_lora diff estimate export_lora extract gather inspect merge_lora open_checkpoint preflight "
-    "push rename reshard shard smoke stats verify",
+    "api": "average check_lora commit diff estimate export_lora extract gather inspect merge_lora open_checkpoint "
+    "preflight push rename reshard shard smoke stats verify",
     "checks.diff": "Difference",
     "checks.stats": "Stats",
     "checks.verify": "Verification",

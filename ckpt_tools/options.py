@@ -240,6 +240,7 @@ PartText = Annotated[
         metavar="I/N",
     ),
 ]
+OnlyCommit = Annotated[bool, Doc("Write no part: publish what all parts have written.")]
 DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
 NumWorkers = Annotated[int | None, Option("Number of threads.", short="-j", env=True, min=1, max=256)]
 Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]

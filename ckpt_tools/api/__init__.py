@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ckpt_tools.adapters.check import check_lora as check_lora
     from ckpt_tools.adapters.export import export_lora as export_lora
     from ckpt_tools.api.checking import diff as diff, verify as verify
+    from ckpt_tools.api.committing import commit as commit
     from ckpt_tools.api.conversions import gather as gather, reshard as reshard, shard as shard
     from ckpt_tools.api.estimating import estimate as estimate
     from ckpt_tools.api.measuring import stats as stats
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "adapters.check": "check_lora",
     "adapters.export": "export_lora",
+    "api.committing": "commit",
     "api.conversions": "gather reshard shard",
     "api.estimating": "estimate",
     "api.measuring": "stats",

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
+from ckpt_tools.api.commands import build_command
 from ckpt_tools.api.parts import parse_part
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.find import model_in
@@ -28,6 +29,7 @@ from ckpt_tools.options import (
     DryRun,
     From,
     NumWorkers,
+    OnlyCommit,
     Option,
     Overwrite,
     PartText,
@@ -50,6 +52,7 @@ class ConvertOptions(ShardingOptions):
     ] = None
     overwrite: Overwrite = False
     part: PartText = None
+    only_commit: OnlyCommit = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
@@ -89,6 +92,7 @@ def shard(options: ShardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
+    given = options
     _check_serialization(options, use_dtensor=options.engine == "dtensor")
     with open_path(os.fspath(options.source), format=options.format) as stored:
         is_own = stored.format.has_views or stored.manifest is not None
@@ -112,7 +116,7 @@ def shard(options: ShardOptions) -> Conversion:
         named = name_live(opened.checkpoint, opened.assets, naming, opened.resolve)
         job = sharding_job(opened, options, named=named)
         job.use_dtensor = use_dtensor
-        return _run(job if layout is None else starting_job(job, layout), options)
+        return _run(job if layout is None else starting_job(job, layout), options, given)
 
 
 def _model_of(opened: Opened) -> Opened:
@@ -236,11 +240,16 @@ def _plain(opened: Opened, options: ShardingOptions | GatherOptions) -> Opened:
     return dequantised(opened, options.dtype)
 
 
-def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
+def _run(
+    job: Job, options: ConvertOptions | GatherOptions, given: ConvertOptions | GatherOptions | None = None
+) -> Conversion:
+    """Run a job; `given` are the options as the user gave them, where they are not `options`."""
     job.overwrite = options.overwrite
     job.num_workers = _num_workers(options)
     job.progress = options.progress
     job.part = None if options.part is None else parse_part(options.part)
+    job.only_commit = options.only_commit
+    job.command = build_command(options if given is None else given)
     return run(job, dry_run=options.dry_run)
 
 

@@ -75,6 +75,9 @@ COMMANDS: dict[str, Command] = {
     "merge-lora": Command(
         "rewrite", "Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming."
     ),
+    "commit": Command(
+        "rewrite", "Publish what the parts of a conversion have written, when the last one died before it."
+    ),
     "average": Command(
         "rewrite",
         "Average the weights of several checkpoints (SWA, EMA, soups), streaming, in the format of the first.",

@@ -133,6 +133,10 @@ class Job:
     """Directory inside the destination → what is built there: the parts of a step, published with the rest at once."""
     part: Part | None = None
     """Which one of several processes this is: it writes its files, and the last one publishes them all."""
+    only_commit: bool = False
+    """Write no part: publish what all have written."""
+    command: str = ""
+    """What was asked for, in JSON; for `ckpt commit`."""
     overwrite: bool = False
     use_dtensor: bool = False
     """Write the data files through torch (`--engine dtensor`) instead of the executor."""

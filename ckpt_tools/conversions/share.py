@@ -42,10 +42,13 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
     job.made = {**job.made, "run": place.fingerprint}
     try:
         sink = open_shared_sink(job.destination)
+        sink.command = job.command
         with kept_or_discarded(sink):
             sink.join(place.fingerprint, part.count)
             if sink.found_other:
                 job.notes.append("removed what an interrupted run of one process had left")
+            if job.only_commit:
+                return commit(job, place, sink, start, read=0)
             if sink.goes_front_to_back and len(place.files) == 1 and place.shares[part.index]:
                 carry_assets(job, sink)  # the one file makes a checkpoint of them as soon as it is there
             read = _write_passes(job, plan, place, sink)

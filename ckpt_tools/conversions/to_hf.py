@@ -34,6 +34,7 @@ from ckpt_tools.options import (
     Include,
     MaxShardSize,
     NumWorkers,
+    OnlyCommit,
     Option,
     Overwrite,
     PartText,
@@ -88,6 +89,7 @@ class GatherOptions:
     )
     overwrite: Overwrite = False
     part: PartText = None
+    only_commit: OnlyCommit = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None

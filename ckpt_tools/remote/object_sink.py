@@ -98,6 +98,10 @@ class ObjectSink(SharedSink):
         """Nothing smaller than a pass is continued."""
         del fingerprint
 
+    def find_claim(self) -> Claim | None:
+        """Return what is being built here."""
+        return find_claim(self._bucket, self._key(_CLAIM))
+
     def join(self, fingerprint: str, num_parts: int) -> None:
         """Look at what is there, and claim the prefix; see `SharedSink`.
 
@@ -106,7 +110,7 @@ class ObjectSink(SharedSink):
             StorageError: The store cannot be reached, or would let two writers win.
         """
         there = self._look()
-        mine = Claim.new(fingerprint, num_parts)
+        mine = Claim.new(fingerprint, num_parts, self.command)
         needs = self._settings.needs_conditions
         self._claim, is_kept = take_claim(self._bucket, self._key(_CLAIM), mine, self.destination, conditional=needs)
         self._is_mine = self._claim.nonce == mine.nonce

@@ -13,14 +13,11 @@ from datetime import UTC, datetime
 
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.remote.source import RemoteFile, RemoteSource
-from ckpt_tools.remote.store import Bucket, ChangedObjectError, MissingObjectError, StoredObject
+from ckpt_tools.remote.store import Bucket, ChangedObjectError, DeniedError, MissingObjectError, StoredObject
+from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY
 
-WORK = ".ckpt/"
-"""What ckpt keeps below a prefix while it writes there."""
-CLAIM_NAME = WORK + "claim"
-"""Made first, removed last."""
-
-_RECORD = re.compile(r"\.ckpt/share-(\d{1,9})-of-(\d{1,9})\b")
+_WORK = SHARED_DIRECTORY + "/"
+_RECORD = re.compile(rf"/{RECORD_PREFIX}(\d{{1,9}})-of-(\d{{1,9}})\b")
 _MANIFEST_NAME = "ckpt_manifest.json"
 _MAX_MANIFEST_BYTES = 256 << 20
 
@@ -83,16 +80,20 @@ def open_place(path: str) -> tuple[ObjectSource, str | None]:
     source = ObjectSource(bucket)
     try:
         files = source.files()
-    except CkptError:
+    except DeniedError as error:
         # Reading an object and listing what is beside it are two permissions.
-        if (only := _look(bucket)) is None:
-            raise
+        try:
+            only = _look(bucket)
+        except CkptError:
+            only = None
+        if only is None:
+            raise error from None
         return _open_object(bucket, only)
     if not files:
         if (only := _look(bucket)) is None:
             raise UnreadableError("no such file or directory", where=path)
         return _open_object(bucket, only)
-    if any(name.startswith(WORK) for name in files) and not _is_whole(source):
+    if any(name.startswith(_WORK) for name in files) and not _is_whole(source):
         raise _unfinished(source)
     return source, None
 
@@ -100,7 +101,7 @@ def open_place(path: str) -> tuple[ObjectSource, str | None]:
 def _look(bucket: Bucket) -> StoredObject | None:
     try:
         return bucket.head(bucket.key) if bucket.key else None
-    except CkptError:
+    except MissingObjectError:
         return None
 
 
@@ -118,11 +119,11 @@ def _unfinished(source: ObjectSource) -> UnreadableError:
         if (found := _RECORD.search(each.key)) is not None:
             there.add(int(found[1]))
             parts = int(found[2])
-    claimed = _read_json(source, CLAIM_NAME).get("num_parts")
+    claimed = _read_json(source, _WORK + CLAIM_NAME).get("num_parts")
     parts = parts or (claimed if isinstance(claimed, int) else 0)
     ago = last.astimezone()
     when = f"{ago:%H:%M}" if ago.date() == datetime.now().astimezone().date() else f"{ago:%Y-%m-%d %H:%M}"
-    far = f"{len(there)} of {parts} parts are there, " if parts > 1 else ""
+    far = f"{len(there)} of {parts} parts have recorded work, " if parts > 1 else ""
     return UnreadableError(
         f"no checkpoint: a write was not finished ({far}last change {when})",
         where=source.root,
@@ -133,11 +134,12 @@ def _unfinished(source: ObjectSource) -> UnreadableError:
 def _is_whole(source: ObjectSource) -> bool:
     """Is all there that the manifest names, the marker too? It is written just before that one."""
     manifest = _read_json(source, _MANIFEST_NAME)
-    named = [manifest.get(each) for each in ("files", "assets", "documents")]
+    files, assets, documents = (manifest.get(each) for each in ("files", "assets", "documents"))
+    if not (isinstance(files, dict) and isinstance(assets, dict) and isinstance(documents, dict)):
+        return False
     there = source.files()
-    sizes = {name: said for each in named if isinstance(each, dict) for name, said in each.items()}
-    sizes = {name: said.get("nbytes") if isinstance(said, dict) else said for name, said in sizes.items()}
-    return bool(sizes) and all(name in there and there[name].nbytes == nbytes for name, nbytes in sizes.items())
+    whole = all(name in there and there[name].nbytes == nbytes for name, nbytes in files.items())
+    return whole and all(name in there for name in (*assets, *documents))
 
 
 def _read_json(source: ObjectSource, file: str) -> Mapping[str, object]:

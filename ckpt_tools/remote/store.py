@@ -67,6 +67,10 @@ class ExistingObjectError(StorageError):
     """An object that was to be created is there already."""
 
 
+class DeniedError(UnreachableError):
+    """The store refuses this request to these credentials."""
+
+
 class MissingObjectError(UnreadableError):
     """There is no object of this key, or no such bucket."""
 
@@ -228,7 +232,7 @@ def _translate(bucket: Bucket, error: Exception, where: str, verb: str) -> CkptE
         return MissingObjectError("no such object", where=where)
     if isinstance(error, kinds.PermissionDeniedError | kinds.UnauthenticatedError) or status in (401, 403):
         said = f" ({code})" if code else ""
-        return UnreachableError(f"access denied: {verb}{said}", where=where, hint=_credentials_hint(bucket.scheme))
+        return DeniedError(f"access denied: {verb}{said}", where=where, hint=_credentials_hint(bucket.scheme))
     if isinstance(error, ValueError | kinds.InvalidPathError) and not status:
         return UnreadableError("the store has a key that is not a plain path", where=where)
     if status in (301, 307, 308) or "BareRedirect" in text:

@@ -219,7 +219,7 @@ def preflight_page(report: PreflightReport) -> Page:
         for check in report.checks
     ]
     checks = Table(caption="Checks", headers=("check", "result", "seconds", "what"), rows=rows, align="llrl")
-    unseen = [*(f"{name}: not checked" for name in skipped), *report.not_checked]
+    unseen = report.not_checked or skipped
     sections = [
         *findings_section(report.findings),
         Section(title="The run", parts=(Facts(rows=facts), checks)),

@@ -32,9 +32,11 @@ class Claim:
     """Seconds since 1970."""
     nonce: str = ""
     """Tells this claim from any other."""
+    command: str = ""
+    """What builds it, in JSON, for whoever comes to publish it; "" where that cannot be said."""
 
     @classmethod
-    def new(cls, fingerprint: str, num_parts: int) -> Claim:
+    def new(cls, fingerprint: str, num_parts: int, command: str = "") -> Claim:
         """Return a claim of this process."""
         return cls(
             fingerprint=fingerprint,
@@ -43,6 +45,7 @@ class Claim:
             pid=os.getpid(),
             time=time.time(),
             nonce=os.urandom(8).hex(),
+            command=command,
         )
 
     @classmethod
@@ -57,7 +60,7 @@ class Claim:
                 raise ValueError  # noqa: TRY301 - one way to be no claim
             document = json.loads(content)
             claim = cls(**{name: document[name] for name in cls.__slots__})
-            kinds = (str, int, str, str, int, float, str)
+            kinds = (str, int, str, str, int, float, str, str)
             is_one = all(
                 isinstance(getattr(claim, name), kind) for name, kind in zip(cls.__slots__, kinds, strict=True)
             )

@@ -47,12 +47,16 @@ class SharedStaging(Staging, SharedSink):
 
     # Joining
 
+    def find_claim(self) -> Claim | None:
+        """Return what is being built here."""
+        return read_claim(self.directory)
+
     def join(self, fingerprint: str, num_parts: int) -> None:
         """Take part; see `SharedSink`. What an interrupted run of one process had left is removed."""
         self._fingerprint = fingerprint
         deadline = time.monotonic() + _PATIENCE_S
         try:
-            while not self._try_to_join(Claim.new(fingerprint, num_parts)):
+            while not self._try_to_join(Claim.new(fingerprint, num_parts, self.command)):
                 if read_claim(self.directory) is None and time.monotonic() > deadline:
                     raise DestinationExistsError(
                         "another ckpt is writing to this destination",
@@ -74,8 +78,9 @@ class SharedStaging(Staging, SharedSink):
         try:
             alone = _lock(descriptor, fcntl.LOCK_EX)
             if alone is not False and is_same(self.directory, descriptor) and read_claim(self.directory) is None:
-                if alone:
-                    self.found_other = bool(os.listdir(self.directory))
+                # Where locks do not reach other hosts, one of them may be making its claim at this moment.
+                if alone and {*os.listdir(self.directory)} - {SHARED_DIRECTORY}:
+                    self.found_other = True
                     empty_directory(self.directory)
                 self._put_claim(mine)
             # Another process may take it between the two locks: whoever does finds the claim.

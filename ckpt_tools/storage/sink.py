@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
+from ckpt_tools.storage.joined import Claim
 from ckpt_tools.storage.journal import BlockRecord, Records
 from ckpt_tools.storage.source import Source
 
@@ -119,6 +120,13 @@ class SharedSink(Sink):
     What is known of a part once its files are whole is one record: a small document with a name of its own, which
     nobody takes for a part of the checkpoint. Nothing else passes between processes, and any of them may be the last.
     """
+
+    command: str = ""
+    """What builds it, for the claim; see `storage.joined`."""
+
+    @abstractmethod
+    def find_claim(self) -> Claim | None:
+        """Return what is being built here; None when nothing is."""
 
     @abstractmethod
     def join(self, fingerprint: str, num_parts: int) -> None:

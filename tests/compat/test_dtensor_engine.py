@@ -85,6 +85,13 @@ def assert_saved(source, destination, mesh, placements, expected):
         assert torch.equal(bits(loaded[fqn]), bits(tensor)), fqn
 
 
+def save_forked(*args, **options):
+    """Save, with the process between that a rank has forked."""
+    from forked import call  # as above
+
+    call(save_with_dtensor, *args, **options)
+
+
 @pytest.fixture
 def model(tmp_path):
     """Two files with every kind of shape, and a tensor that is cut in every way."""
@@ -123,7 +130,7 @@ def test_save_with_dtensor_hsdp_loads_and_has_the_predicted_table(model, tmp_pat
     mesh = Mesh((("dp_replicate", 2), ("dp_shard", 2)))
     rules = (parse_set("experts=dp_shard:S(1)"), parse_set("layers.0.o.bias=fsdp:R"))
     placements = place_tensors(source.tensors, mesh, rules).placements
-    save_with_dtensor(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
+    save_forked(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
     assert_saved(source, tmp_path / "out", mesh, placements, expected)
 
 
@@ -142,7 +149,7 @@ def test_save_with_dtensor_renamed_tensors_without_fsdp_are_found_by_their_bytes
     renamed = replace(source, tensors=tuple(replace(entry, fqn=f"model.{entry.fqn}") for entry in source.tensors))
     mesh = Mesh((("ep", 2),))
     placements = place_tensors(renamed.tensors, mesh, (parse_set("model.experts=ep:S(0)"),)).placements
-    save_with_dtensor(renamed, str(tmp_path / "out"), mesh, placements, timeout_s=60)
+    save_forked(renamed, str(tmp_path / "out"), mesh, placements, timeout_s=60)
     expected = {f"model.{fqn}": tensor for fqn, tensor in expected.items()}
     assert_saved(renamed, tmp_path / "out", mesh, placements, expected)
 
@@ -156,7 +163,7 @@ def test_save_with_dtensor_every_dtype_comes_back_bit_by_bit(tmp_path):
     source = describe(tmp_path, "m.safetensors")
     mesh = Mesh((("dp_shard", 1), ("tp", 2)))
     placements = place_tensors(source.tensors, mesh, (parse_set("**=tp:S(1)"),)).placements
-    save_with_dtensor(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
+    save_forked(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
     assert_saved(source, tmp_path / "out", mesh, placements, tensors)
     # Torch cannot copy F4, so dcp.load cannot either: read the items where the metadata says they are.
     storage = FileSystemReader(tmp_path / "out").read_metadata().storage_data

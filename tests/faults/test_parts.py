@@ -96,13 +96,24 @@ def test_part_that_is_killed_anywhere_is_run_again(parts: Parts, case: Path, ind
         shutil.rmtree(out)
 
 
+def test_part_that_was_killed_continues_where_it_was(parts: Parts, case: Path) -> None:
+    out = case / "out"
+    killed = parts.run(out, 0, below=case, only="write", nth=20, signal_number=signal.SIGKILL)
+    assert killed.code == -signal.SIGKILL
+    notes = json.loads(parts.run(out, 0).out)["notes"]
+    assert any(note.startswith("continued an interrupted run: ") for note in notes)
+    parts.finish(out, 1, 2)
+
+
 def test_last_parts_at_once_publish_once(parts: Parts, case: Path) -> None:
     for turn in range(3):
         out = case / f"out-{turn}"
         asked = [request(*parts.argv(out, index), block_bytes=BLOCK) for index in range(COUNT)]
         results = parts.server.run_crowd(asked)
         assert [result.code for result in results] == [0] * COUNT, results
-        assert any(json.loads(result.out)["published"] for result in results if result.out)
+        told = [json.loads(result.out) for result in results]
+        assert any(each["published"] for each in told)
+        assert all(index not in each["waiting_for"] for index, each in enumerate(told))
         parts.finish(out)
 
 
@@ -141,6 +152,15 @@ def test_rivals_are_refused_and_nothing_is_lost(parts: Parts, case: Path) -> Non
     assert "another conversion is under way here (3 parts, started" in ordinary.err
     assert files_of(case / name) == before
     parts.finish(out, 2, 1)
+
+
+def test_work_of_one_process_that_was_killed_makes_room(parts: Parts, case: Path) -> None:
+    out = case / "out"
+    argv = ("shard", parts.source, out, *MESH)
+    killed = parts.server.run(*argv, block_bytes=BLOCK, below=case, only="write", nth=9, signal_number=signal.SIGKILL)
+    assert killed.code == -signal.SIGKILL
+    assert any("removed what an interrupted run" in note for note in json.loads(parts.run(out, 0).out)["notes"])
+    parts.finish(out, 1, 2)
 
 
 def test_source_that_has_changed_is_refused(parts: Parts, case: Path) -> None:

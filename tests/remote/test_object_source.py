@@ -124,6 +124,20 @@ def test_prefix_is_a_directory_and_not_the_start_of_a_name(put: Put) -> None:
         open_place(f"{path}/ru")
 
 
+def test_one_object_is_read_without_the_permission_to_list(store: Put, proxy: Proxy) -> None:
+    path = store({"x": b"0123"})
+    proxy.arm("403", times=1000)
+    source, file = open_place(f"{path}/x")
+    with source:
+        assert (file, source.read("x", 1, 2)) == ("x", b"12")
+    proxy.arm("403", times=1000)
+    with pytest.raises(CkptError, match="access denied: LIST"):
+        open_place(f"{path}/none")
+    proxy.arm("no-answer", at=1, times=1000)
+    with pytest.raises(CkptError, match="HEAD failed"):  # nobody knows that there is nothing
+        open_place(f"{path}/x")
+
+
 def test_changed_file_is_noticed(put: Put) -> None:
     path = put({"x": bytes(5 << 20), "y": b"y"})
     with open_place(path)[0] as source:
@@ -206,15 +220,20 @@ def test_inspect_reads_headers_alone(store: Put, proxy: Proxy, samples: dict[str
     capsys.readouterr()
 
 
-def test_unfinished_write_is_no_checkpoint(store: Put, samples: dict[str, Path], capsys) -> None:
+def test_unfinished_write_is_no_checkpoint(store: Put, samples: dict[str, Path], tmp_path: Path, capsys) -> None:
     whole = _bytes_of(samples["run"])
-    state = {".ckpt/claim": b'{"parts": 64}', **{f".ckpt/share-{i:05}-of-00064.json": b"{}" for i in range(12)}}
+    state = {
+        ".ckpt/claim": b'{"num_parts": 64}',
+        **{f".ckpt/share-{i:05}-of-00064-pass-000.json": b"{}" for i in range(12)},
+    }
     half = {name: raw for name, raw in whole.items() if name != ".metadata"}
     for files in (half, {"__0_0.distcp": b"x"}, {}, {k: v for k, v in half.items() if k != "ckpt_manifest.json"}):
         assert main(["inspect", store({**files, **state})]) == 4
         said = capsys.readouterr().err
-        assert "no checkpoint: a write was not finished (12 of 64 parts are there, last change " in said
+        assert "no checkpoint: a write was not finished (12 of 64 parts have recorded work, last change " in said
     assert main(["inspect", "-q", store({**whole, **state})]) == 0  # the marker is there, and was not tidied after
+    assert main(["gather", str(samples["run"]), str(tmp_path / "one")]) == 0
+    assert main(["inspect", "-q", store({**_bytes_of(tmp_path / "one"), **state})]) == 0
     assert main(["verify", store({".ckpt/claim": b"\xff{", "__0_0.distcp": b"x"})]) == 4
     assert "a write was not finished (last change " in capsys.readouterr().err
 

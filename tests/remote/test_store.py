@@ -9,6 +9,7 @@ import pytest
 from remote.fault_proxy import Fault, Proxy
 from remote.servers import SECRETS, Server
 
+from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.remote import store
 from ckpt_tools.remote.places import set_storage
@@ -120,16 +121,21 @@ def test_fault_that_passes_costs_nothing_but_time(bucket: Bucket, proxy: Proxy, 
     assert proxy.num_damaged == 1
 
 
-def test_wrong_settings_are_told_without_their_values(seaweed: Server, use, monkeypatch) -> None:
+def test_wrong_settings_are_told_without_their_values(seaweed: Server, use, monkeypatch, capsys) -> None:
     root = use(seaweed)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-91c2")
     with pytest.raises(CkptError, match="access denied: LIST") as caught:
         list(Bucket(root).list("x"))
     assert caught.value.hint == "the credentials come from AWS_ACCESS_KEY_ID (…LE7A)"
-    set_storage(["nonsense=secret-value-77"])
-    with pytest.raises(UsageError, match="no option 'nonsense' for s3://") as caught:
-        Bucket(root)
-    assert "secret-value-77" not in str(caught.value)
+    for option, says in (("nonsense=secret-77", "no option 'nonsense' for s3://"), ("secret-77", "must be KEY=VALUE")):
+        assert main(["inspect", "-v", f"{root}/x", "--storage", option]) == 2
+        said = capsys.readouterr().err
+        assert says in said
+        assert "secret-77" not in said
+    assert main(["inspect", f"{root}/x", "--storage", "secret_access_key=wrong-too-44", "--storage=region=r"]) == 1
+    said = capsys.readouterr().err
+    assert "access denied" in said
+    assert "wrong-too-44" not in said
     set_storage([])
     use(seaweed, "http://127.0.0.1:1")
     monkeypatch.setattr(store, "_RETRIES", {"max_retries": 0})

@@ -18,6 +18,8 @@ from samples import examples, shard_model, write_model
 
 from ckpt_tools.checks.verify import Unchecked
 from ckpt_tools.cli import main
+from ckpt_tools.cli.output import Output
+from ckpt_tools.cli.reports import report_to
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding
 from ckpt_tools.description.layout import Box
 from ckpt_tools.description.summarise import summarise
@@ -270,3 +272,22 @@ def test_failed_run_leaves_no_earlier_verdict(tmp_path, capsys):
     assert code == 4
     assert "The command failed: there is no result." in text
     assert escape_message(err.splitlines()[0].removeprefix("Error: ")) in text
+
+
+def test_report_tells_of_this_run_from_its_first_moment(tmp_path, monkeypatch):
+    page, output = tmp_path / "page.html", Output(quiet=True)
+    with report_to(page, "verify", "x", output) as report:
+        assert report is not None
+        assert "Not finished" in page.read_text()  # what kill -9 leaves
+        report(results.pages()["stats"])
+    done = page.read_bytes()
+    with pytest.raises(OSError, match="gone"), report_to(page, "verify", "x", output) as report:  # noqa: PT012
+        report(results.pages()["stats"])
+        raise OSError("stdout is gone")
+    assert page.read_bytes() == done
+    with pytest.raises(KeyboardInterrupt), report_to(page, "verify", "x", output):
+        raise KeyboardInterrupt
+    assert "there is no result" in page.read_text()
+    monkeypatch.setenv("RANK", "1")
+    with report_to(page, "smoke", "x", output) as report:
+        assert report is None
