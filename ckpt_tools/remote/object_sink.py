@@ -78,6 +78,7 @@ class ObjectSink(SharedSink):
         self._documents: dict[str, bytes] = {}
         self._marker: tuple[str, bytes] | None = None
         self._num_records = 0
+        self._own_records: set[str] = set()
         self._num_sampled = 0
         self._sampling = threading.BoundedSemaphore(4)
         self._is_over = False
@@ -235,6 +236,7 @@ class ObjectSink(SharedSink):
     def put_record(self, name: str, content: bytes) -> None:
         """Write a record; see `SharedSink`."""
         self._put(_WORK + name, content)
+        self._own_records.add(_WORK + name)
         self._num_records += 1
 
     def records_there(self) -> Mapping[str, bytes]:
@@ -343,7 +345,7 @@ class ObjectSink(SharedSink):
 
     def _remove_work(self) -> None:
         """Remove records, then the claim: without it they would be somebody else's."""
-        names = [name for name in self._list(SHARED_DIRECTORY) if name != _CLAIM]
+        names = self._own_records | (self._list(SHARED_DIRECTORY).keys() - {_CLAIM})
         with ThreadPoolExecutor(_THREADS) as threads:
             list(threads.map(lambda name: self._bucket.delete(self._key(name)), names))
         self._bucket.delete(self._key(_CLAIM))

@@ -232,6 +232,17 @@ def test_what_a_store_cannot_do_is_refused_before_it_is_asked(model: Path, optio
         api.shard(model / "model", "s3://bucket/refused", mesh="dp_shard=2", **options)
 
 
+@pytest.mark.parametrize(("command", "last"), [("gather", "index.json"), ("shard", ".metadata")])
+def test_marker_is_put_last(
+    model: Path, proxy: Proxy, seaweed: Server, use: Callable[..., str], command: str, last: str
+) -> None:
+    proxy.arm(None)
+    COMMANDS[command](model, f"{use(seaweed, proxy.url)}/last-{command}")
+    puts = [seen.target for seen in proxy.seen if seen.method == "PUT" and "/.ckpt/" not in seen.target]
+    assert puts[-1].endswith(last)
+    assert puts[-2].endswith("ckpt_manifest.json")
+
+
 def test_what_only_disks_take_makes_no_directory_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="disks alone"):
@@ -362,5 +373,5 @@ def test_any_request_may_fail(
     proxy.arm(None)
     COMMANDS["shard"](model, f"{base}/sweep-nothing")
     cases = [(fault, at) for at in range(len(proxy.seen)) for fault in FAULTS]
-    step = 1 if request.config.getoption("zoo") else 41
+    step = 1 if request.config.getoption("zoo") else 61
     _check_sweep(model, base, proxy, cases[::step])
