@@ -29,6 +29,7 @@ CASES: dict[str, tuple[str, int]] = {
     "reshard": ("reshard run OUT --mesh dp_shard=3", 0),
     "verify": ("verify model", 0),
     "diff": ("diff model other", 3),
+    "commit": ("commit nowhere", 4),
     "stats": ("stats model", 0),
     "average": ("average base base2 OUT", 0),
     "extract": ("extract model OUT --include model.step", 0),
