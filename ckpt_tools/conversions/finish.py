@@ -131,7 +131,17 @@ def carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
         for asset in assets:
             digest = outcome.digests[asset_name(asset)]
             records[asset.file] = FileRecord(nbytes=asset.nbytes, digest=digest)
+            if source is job.opened.source:
+                job.warnings = (*job.warnings, *_asset_warnings(job, asset, digest))
     return records
+
+
+def _asset_warnings(job: Job, asset: Asset, digest: str) -> Iterator[str]:
+    """Say that a file is not what the source's manifest recorded: edited on purpose, or damaged on the way."""
+    manifest = job.opened.manifest
+    record = None if manifest is None else manifest.assets.get(asset.source_file)
+    if record is not None and record.digest != digest:
+        yield f"changed-asset: {escape_name(asset.file)}: not what {MANIFEST_NAME} recorded; carried along as it is"
 
 
 def conversion(

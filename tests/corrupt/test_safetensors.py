@@ -268,6 +268,15 @@ def test_gathered_asset_changed_is_a_warning(gathered: Path, capsys) -> None:
     assert [(f["code"], f["severity"]) for f in findings] == [("changed-asset", "warning")]
 
 
+def test_gathered_asset_changed_is_a_warning_of_conversions(gathered: Path, tmp_path: Path) -> None:
+    assert api.shard(gathered, tmp_path / "one", mesh="dp_shard=2").warnings == ()
+    damage.flip(gathered / "tokenizer.json", 1)
+    for name, more in (("two", {}), ("three", {"part": "0/1"})):
+        result = api.shard(gathered, tmp_path / name, mesh="dp_shard=2", **more)
+        assert [text.partition(":")[0] for text in result.warnings] == ["changed-asset"]
+        assert "tokenizer.json" in result.warnings[0]
+
+
 # What DCP's HF writer leaves
 
 
