@@ -12,8 +12,8 @@ from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from report import results
-from report.results import HOSTILE, whole
+from reports import results
+from reports.results import HOSTILE, whole
 from samples import examples, shard_model, write_model
 
 from ckpt_tools.checks.verify import Unchecked

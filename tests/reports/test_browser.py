@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from report import results
+from reports import results
 
 from ckpt_tools.report.html import build_html
 
