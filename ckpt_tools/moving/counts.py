@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.formats.share_record import Counted
+from ckpt_tools.moving.threads import make_room_for_numpy
 
 _PIECE_BYTES = 4 << 20
 """What is looked at together: temporary memory is twice as much."""
@@ -139,6 +140,7 @@ def count_values(content: memoryview, dtype: DType, *, start: int = 0) -> Counts
 
 
 def _count(content: memoryview, itemsize: int, pattern: _Pattern, start: int) -> Counts:
+    make_room_for_numpy()
     import numpy as np
 
     bits = np.frombuffer(content, f"<u{itemsize}")

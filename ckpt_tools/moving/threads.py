@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,9 @@ _STACK_BYTES = 8 << 20
 _THREAD_BYTES = 4 << 20
 """Address space that Python takes for a thread beside its stack."""
 
+_NUMPY_BYTES = 96 << 20
+"""Address space of numpy's libraries, and of OpenBLAS's one buffer."""
+
 _POLL_S = 0.0001
 _WINDOW = 4
 """Units that may be under way for every worker, the finished ones that came after an unfinished one among them."""
@@ -26,6 +30,19 @@ _WINDOW = 4
 def one_thread_each() -> None:
     """Keep numpy from making a thread for every core when it is imported after this: workers run side by side."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def make_room_for_numpy() -> None:
+    """See that numpy finds the address space that it takes when it is imported: its OpenBLAS ends the process else.
+
+    Raises:
+        MemoryError: There is too little.
+    """
+    if "numpy" not in sys.modules:
+        try:
+            mmap.mmap(-1, _NUMPY_BYTES).close()
+        except OSError as error:
+            raise MemoryError from error
 
 
 class Crew(Generic[U]):

@@ -130,9 +130,10 @@ def test_resume_loses_at_most_one_block_per_thread(server, world, case):
         assert result.code == -signal.SIGKILL
         (name,) = staging_left(directory)
         records = (directory / name / JOURNAL).read_bytes().count(b"\n") - 1
-        # The files' headers are written first and the call that was hit is not done; every other is one block.
+        # The files' headers are written first and the call that was hit is not done; every other is one block. The last
+        # call is the one that was hit, unless another thread's was noted after it.
         data = [call for call in result.calls[:-1] if call.endswith(".safetensors")]
-        assert 0 <= max(0, len(data) - 2) - records <= 2
+        assert -1 <= max(0, len(data) - 2) - records <= 2
 
 
 @pytest.mark.full(but=["gather"])
