@@ -8,6 +8,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import Push, PushOptions
 from ckpt_tools.options import default_num_workers, takes
+from ckpt_tools.remote.places import is_remote
 
 
 @takes(PushOptions)
@@ -25,6 +26,9 @@ def push(options: PushOptions) -> PushResult:
         HubError: The hub refused or cannot be reached, or somebody else committed meanwhile.
     """
     path = os.fspath(options.directory)
+    if is_remote(path):
+        hint = f"bring it here first: ckpt gather {path} DIR, and push DIR"
+        raise UsageError("push takes a directory of this machine", where=path, hint=hint)
     if not os.path.isdir(path):
         if os.path.lexists(path):
             raise UsageError("push takes a directory", where=path)

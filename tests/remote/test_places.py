@@ -67,3 +67,9 @@ def test_the_hub_is_written_by_push(tmp_path: Path) -> None:
 def test_nothing_at_a_path(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="no such file"):
         places.open_place(str(tmp_path / "missing"))
+
+
+def test_push_takes_what_is_on_this_machine() -> None:
+    with pytest.raises(UsageError, match="of this machine") as caught:
+        ckpt_tools.push("s3://bucket/model", "me/model")
+    assert "ckpt gather s3://bucket/model" in (caught.value.hint or "")
