@@ -26,15 +26,16 @@ from ckpt_tools.conversions.job import (
     rewrite_assets,
 )
 from ckpt_tools.conversions.parts import can_adopt
+from ckpt_tools.conversions.preview import preview
 from ckpt_tools.conversions.record import planned_files
-from ckpt_tools.conversions.share import note_of_part, run_share
+from ckpt_tools.conversions.share import run_share
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.moving.execute import execute, scan
 from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import Part
-from ckpt_tools.remote.places import is_remote, open_shared_sink, open_sink
+from ckpt_tools.remote.places import is_remote, open_sink
 from ckpt_tools.storage.staging import Staging, check_destination, check_space
 from ckpt_tools.units import format_size
 
@@ -68,13 +69,8 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     needed = sum(nbytes for _, nbytes in planned)
     if dry_run:
         job.notes += notes_of_parts(job)
-        on_its_way = 0
-        if is_remote(job.destination):
-            with open_shared_sink(job.destination) as sink:
-                on_its_way, notes = sink.preview(list(job.target.files.values()))
-                job.notes += notes
-        if job.part is not None and job.part.count > 1:
-            job.notes.append(note_of_part(job, job.part))
+        on_its_way, notes = preview(job, plans[""])
+        job.notes += notes
         peak = (
             _BASE_BYTES + on_its_way + job.edit_bytes + max(plan.peak_bytes(job.num_workers) for plan in plans.values())
         )

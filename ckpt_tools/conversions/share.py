@@ -6,10 +6,12 @@ No process waits for another one. What is there already is told by records, so a
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 
 from ckpt_tools.conversions.commit import Place, add_progress, commit, is_right
 from ckpt_tools.conversions.finish import carry_assets, conversion, kept_or_discarded, recorded_apart
 from ckpt_tools.conversions.job import Conversion, Job, check_claims, fingerprint, rewrite_assets
+from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.share_record import FileRecord, ShareRecord, build_record, record_name
@@ -20,7 +22,6 @@ from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import Part, boxes_before, split
 from ckpt_tools.remote.places import open_shared_sink
 from ckpt_tools.storage.sink import SharedSink
-from ckpt_tools.units import format_size
 
 _MAX_ITEMS_IN_KEY = 1 << 20
 """With more items the layout, and not the metadata made of it, identifies a conversion: every part computes that."""
@@ -34,11 +35,11 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
         DestinationExistsError: The destination, or the work of another conversion, is there.
         CkptError: Anything that went wrong; what other parts have done is as it was.
     """
-    _check_can_be_cut(job)
+    check_can_be_cut(job)
     check_claims(job)
     rewrite_assets(job)
     plan = Plan(job.source, job.target, job.heads, job.seals)
-    place = _place(job, part)
+    place = find_place(job, part)
     job.made = {**job.made, "run": place.fingerprint}
     try:
         sink = open_shared_sink(job.destination)
@@ -60,19 +61,7 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
         return conversion(job, start, [], read=0)
 
 
-def note_of_part(job: Job, part: Part) -> str:
-    """Say what a part would write.
-
-    Raises:
-        UsageError: The job cannot be cut.
-    """
-    _check_can_be_cut(job)
-    place = _place(job, part)
-    own = [job.target.files[place.files[i]] for i in place.shares[part.index]]
-    return f"part {part} of that is {len(own)} data files, {format_size(sum(own))}"
-
-
-def _check_can_be_cut(job: Job) -> None:
+def check_can_be_cut(job: Job) -> None:
     """Refuse what several processes cannot share."""
     problem = None
     if job.parts:
@@ -87,7 +76,8 @@ def _check_can_be_cut(job: Job) -> None:
         raise UsageError(f"{problem[0]} cannot be shared by several processes", hint=problem[1])
 
 
-def _place(job: Job, part: Part) -> Place:
+def find_place(job: Job, part: Part) -> Place:
+    """Return which files every part of a job has."""
     files = tuple(job.target.files)
     # Ranks that hold other columns of the same rows read the same blocks.
     align = job.mesh.axes[-1][1] if job.mesh is not None and job.mesh.axes[-1][0] == "tp" else 1
@@ -98,6 +88,11 @@ def _place(job: Job, part: Part) -> Place:
         hint = "; add --max-shard-size" if job.mesh is None else ""
         job.notes.append(f"{len(files)} files, {part.count} parts: {idle} have nothing to do{hint}")
     return Place(part=part, shares=shares, files=files, fingerprint=_fingerprint(job))
+
+
+def elsewhere(job: Job, earlier: Collection[str]) -> dict[str, tuple[Box, ...]]:
+    """Return FQN → boxes in `earlier` files, of tensors that have elements in more than one file."""
+    return {e.fqn: boxes for e in job.target.tensors if (boxes := boxes_before(e, earlier)) is not None}
 
 
 def _fingerprint(job: Job) -> str:
@@ -136,7 +131,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             progress=progress,
             resumable=True,
             counting=True,
-            before={e.fqn: boxes for e in job.target.tensors if (boxes := boxes_before(e, earlier)) is not None},
+            before=elsewhere(job, earlier),
         )
         apart = recorded_apart(job)[place.turn :: place.num_busy] if number == 0 else []
         whole = scan(apart, job.opened.source, num_workers=job.num_workers)

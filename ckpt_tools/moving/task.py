@@ -11,7 +11,7 @@ from ckpt_tools.description.layout import Blocks, Box, BoxIndex
 from ckpt_tools.moving.plan import Copy, blocks_of, chunk_index, is_plain
 from ckpt_tools.moving.read import Edit, Parts
 from ckpt_tools.moving.seen import Seen
-from ckpt_tools.moving.split import owned_blocks
+from ckpt_tools.moving.split import hull, owned_blocks
 
 
 class Look(Protocol):
@@ -62,6 +62,17 @@ class Task:
     def owns(self, index: int) -> bool:
         """Does this share read a block whole?"""
         return self.owned is None or index in self.owned
+
+    def read_bytes(self) -> int:
+        """Return how many bytes of the tensor, as it is stored, this share reads."""
+        elems = 0
+        for index, block in enumerate(self.blocks):
+            parts = [part for _, part in self.targets.overlaps(block)]
+            if self.owns(index):
+                elems += block.num_elems
+            elif parts:
+                elems += hull(block, parts).num_elems
+        return self.entry.dtype.num_bytes(elems)
 
     def has_whole(self, index: int, block: Box, targets: Iterable[tuple[int, Box]]) -> bool:
         """Does this share own a block, and write every part of it?"""

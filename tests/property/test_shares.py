@@ -22,6 +22,7 @@ from samples import (
 )
 
 from ckpt_tools import api
+from ckpt_tools.conversions import preview
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Shard, cut_tensor, parse_mesh, split_blocks
@@ -30,6 +31,7 @@ from ckpt_tools.formats.dcp_placing import place, places_of
 from ckpt_tools.formats.share_record import build_record, parse_record
 from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import hull, owned_blocks, restrict, split
+from ckpt_tools.units import format_size
 
 TENSORS = {
     "a": tensor("F32", 13, 7, seed=1),
@@ -251,3 +253,19 @@ def test_parts_of_verify_and_diff_read_every_byte_once_and_claim_no_more(tmp_pat
     assert all(difference.notes for difference in found)
     with pytest.raises(CkptError, match="--level structure reads none"):
         api.verify(run, part="0/3", level="structure")
+
+
+@pytest.mark.parametrize("nbytes", [64, 256, 4 << 20])
+def test_a_dry_run_of_a_part_says_what_the_part_reads(tmp_path: Path, nbytes: int) -> None:
+    source = write_model(tmp_path / "model", TENSORS)
+    with small_blocks(nbytes):
+        for i in range(3):
+            said = api.shard(source, tmp_path / "out", mesh="dp_shard=5", part=f"{i}/3", dry_run=True).notes[-1]
+            done = api.shard(source, tmp_path / "out", mesh="dp_shard=5", part=f"{i}/3")
+            assert said.startswith(f"reads {format_size(done.bytes_read)}, "), (said, done.bytes_read)
+
+
+def test_a_plan_of_too_many_items_is_not_gone_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_model(tmp_path / "model", TENSORS)
+    monkeypatch.setattr(preview, "_MAX_ITEMS", 3)
+    assert "not computed" in api.shard(source, tmp_path / "out", mesh="dp_shard=5", part="0/2", dry_run=True).notes[-1]

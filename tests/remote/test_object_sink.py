@@ -256,7 +256,7 @@ def test_dry_run_tells_what_it_would_cost_and_asks_for_a_listing_alone(
     settings(memory_bytes=3 * PART)
     out = f"{use(seaweed, proxy.url)}/dry"
     proxy.arm(None)
-    (note,) = api.shard(model / "model", out, mesh="dp_shard=3", dry_run=True).notes
+    note, reading = api.shard(model / "model", out, mesh="dp_shard=3", dry_run=True).notes
     assert [seen.method for seen in proxy.seen] == ["GET"]
     assert "in 2 passes" in note
     told = int(re.search(r"about (\d+) PUT", note)[1])
@@ -264,6 +264,7 @@ def test_dry_run_tells_what_it_would_cost_and_asks_for_a_listing_alone(
     COMMANDS["shard"](model, out)
     made = sum(seen.method in ("PUT", "POST") for seen in proxy.seen)
     assert abs(told - made) <= 3, (told, made)
+    assert re.fullmatch(r"reads .* 1\.\d\d × what is written; .* takes 0:00:0\d", reading), reading
     with pytest.raises(DestinationExistsError):
         api.shard(model / "model", out, mesh="dp_shard=3", dry_run=True)
 
