@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Literal
 
@@ -19,6 +20,7 @@ _STARTERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "mpi": (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMI_SIZE")),
 }
 """Variables with index and count; the first pair that is set counts."""
+_OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
 _FIRST = {"SLURM_ARRAY_TASK_ID": "SLURM_ARRAY_TASK_MIN"}
 """Index → variable with the smallest one."""
 
@@ -40,13 +42,13 @@ def parse_part(text: str) -> Part:
 def find_part(environ: Mapping[str, str], parts: PartsFrom) -> Part | None:
     """Return which part the process is by the variables of what started it; None for one process alone.
 
-    `auto` asks torchrun alone, and only where torchrun's own variable is set: those of schedulers are also there in an
-    interactive shell, where nobody starts the other parts.
+    `auto` asks torchrun alone, and only where it has started this very process: a command that a rank starts inherits
+    its variables, as one in an interactive shell has those of a scheduler, and nobody starts the other parts.
 
     Raises:
         UsageError: They are not set, or are not an index and a count.
     """
-    if parts == "none" or (parts == "auto" and "TORCHELASTIC_RUN_ID" not in environ):
+    if parts == "none" or (parts == "auto" and not (_OF_TORCHRUN in environ and _is_started_by_torchrun())):
         return None
     starter = "torchrun" if parts == "auto" else parts
     pairs = _STARTERS[starter]
@@ -64,6 +66,15 @@ def find_part(environ: Mapping[str, str], parts: PartsFrom) -> Part | None:
         raise UsageError(f"{pair[0]}={index} and {pair[1]}={count} are not an index and a count", hint=hint)
     found = Part(index=int(index) - int(first), count=int(count))
     return found if found.count > 1 else None
+
+
+def _is_started_by_torchrun() -> bool:
+    """Is the parent torchrun's agent, which does not have the variable that it sets for its children?"""
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+            return _OF_TORCHRUN.encode() + b"=" not in file.read()
+    except OSError:  # of another user, or no /proc: nobody else says more
+        return True
 
 
 def _is_number(text: str) -> bool:
