@@ -32,6 +32,13 @@ from ckpt_tools.remote.writing import WriteSettings, cut_passes
 from ckpt_tools.storage.staging import Staging
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
+QUICK = [
+    "test_marker_is_put_last",
+    "test_what_a_store_cannot_do_is_refused_before_it_is_asked",
+    "test_what_only_disks_take_makes_no_directory_of_that_name",
+    "test_passes_hold_every_file_once_and_fit",
+]
+pytestmark = pytest.mark.full(but=QUICK)
 
 FAULTS: tuple[Fault, ...] = ("reset", "no-answer", "answer-lost", "error-body", "500", "503", "403", "409", "412")
 PART = 5 << 20
@@ -87,7 +94,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 
-@pytest.mark.full(but=["4-gather"])
+@pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("memory_parts", [200, 4, 1])
 def test_same_bytes_as_on_a_disk(

@@ -50,6 +50,16 @@ def _bytes_of(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
+QUICK = [
+    "test_commands_give_what_they_give_of_a_disk",
+    "test_unfinished_write_is_no_checkpoint",
+    "test_hostile_keys_are_refused_or_passed_over",
+    "test_joined_ranges_cover_what_was_asked_for",
+    "test_ends_of_many_items_take_few_requests",
+]
+pytestmark = pytest.mark.full(but=QUICK)
+
+
 @pytest.fixture(scope="session", params=["local", "seaweed"])
 def server(request: pytest.FixtureRequest) -> Server | None:
     """Each server in turn; None for this machine's disk."""

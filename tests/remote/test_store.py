@@ -113,6 +113,7 @@ def test_error_names_the_object_and_no_secret(bucket: Bucket, proxy: Proxy, faul
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", ["reset", "no-answer", "503", "429", "truncated", "stalled", "slow"])
 def test_fault_that_passes_costs_nothing_but_time(bucket: Bucket, proxy: Proxy, fault: Fault) -> None:
     etag = bucket.put("t4/object", bytes(range(250)))
