@@ -174,7 +174,7 @@ class PlacedItems(Sequence[Chunk]):
     def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        return self.chunk(index % len(self), self._items.starts(self._number)[index])
+        return self.chunk(range(len(self))[index], self._items.starts(self._number)[index])
 
     def __iter__(self) -> Iterator[Chunk]:
         return (self.chunk(position, start) for position, start in enumerate(self._items.starts(self._number)))
