@@ -80,7 +80,16 @@ COMMANDS = {
     "reshard-columns": ["reshard", "{made}/tp", "{out}/out", "--mesh", "dp_shard=2", "--set", "a.*=dp_shard:S(1)"],
 }
 # What cuts along dim 0 alone moves whole rows: no array library is needed.
-WITH_NUMPY = ("verify-dcp", "verify-against", "diff", "reshard-columns", "gather-bf16", "shard-f16", "merge", "merge-dcp")
+WITH_NUMPY = (
+    "verify-dcp",
+    "verify-against",
+    "diff",
+    "reshard-columns",
+    "gather-bf16",
+    "shard-f16",
+    "merge",
+    "merge-dcp",
+)
 NUMPY_FREE = [name for name in COMMANDS if name not in WITH_NUMPY]
 
 
