@@ -221,10 +221,10 @@ def _summarise_dtypes(tensors: Sequence[TensorEntry]) -> dict[str, int]:
 def _count(tensors: Sequence[TensorEntry]) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]]:
     """Return chunks by file, bytes by file, and bytes by row of the map and file.
 
-    Tensors of an overlay that are cut alike share the chunks themselves, and layers that consist of such tensors share a
-    row: thousands of ranks are counted once per kind of layer.
+    Tensors of an overlay that are cut alike share the chunks themselves, and layers of such tensors share a row:
+    thousands of ranks are counted once per kind of layer.
     """
-    alike: dict[tuple[int, DType], tuple[Chunk, ...]] = {}
+    alike: dict[tuple[int, DType], Sequence[Chunk]] = {}
     held: dict[str, Counter[tuple[int, DType]]] = {}
     for tensor in tensors:
         key = (id(tensor.chunks), tensor.dtype)
@@ -354,8 +354,8 @@ def overlay(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             )
         uses[key] += 1
         tensors.append(replace(tensor, chunks=chunks))
-    for key, num_tensors in uses.items():
-        for chunk in shared[key]:
+    for cut, num_tensors in uses.items():
+        for chunk in shared[cut]:
             files[chunk.span.file] = files.get(chunk.span.file, 0) + chunk.span.nbytes * num_tensors
     return Checkpoint(
         root=checkpoint.root,

@@ -73,7 +73,17 @@ def sharded(mesh: str = "dp_shard=4,tp=2", checkpoint: Checkpoint | None = None)
 
 def verification(**changes) -> Verification:
     found = replace(FINDINGS[0], tensor="model.layers.3.mlp.up.weight")
-    result = Verification(level="data", tensors=7, chunks=9, nbytes=99, unchecked=(), findings=(found, *FINDINGS[1:]))
+    found = replace(found, file="part/__37_0.distcp")
+    strange = replace(FINDINGS[1], file=HOSTILE[0])
+    result = Verification(
+        level="data",
+        tensors=7,
+        chunks=9,
+        nbytes=99,
+        unchecked=(),
+        findings=(found, strange, *FINDINGS[2:]),
+        files=tuple(f"part/__{rank}_0.distcp" for rank in range(40)),
+    )
     return replace(result, **changes)
 
 

@@ -299,7 +299,8 @@ def test_summarise_64000_chunks_takes_a_moment() -> None:
     )
     mesh = Mesh((("dp_shard", 64),))
     imagined = overlay(base, Layout(mesh=mesh, placements={t.fqn: {"dp_shard": Shard(0)} for t in base.tensors}))
-    own = tuple(replace(t, chunks=tuple(list(t.chunks))) for t in imagined.tensors)  # each tensor's own, as in files
+    # Each tensor has chunks of its own, as in files.
+    own = tuple(replace(t, chunks=(*t.chunks[:1], *t.chunks[1:])) for t in imagined.tensors)
     written = replace(imagined, mesh=None, placements=None, tensors=own)
     seconds = []
     for _ in range(3):
