@@ -125,10 +125,10 @@ def _rank_map(wrong: Mapping[int, int], ranks: Collection[int], mesh: Mesh | Non
         return (f"{wrong[rank]:,}", 0.2 + 0.8 * wrong[rank] / most) if rank in wrong else ("", 0.0)
 
     firsts = sorted({rank // width * width for rank in wrong})
-    rows = [(f"ranks {at}–{at + width - 1}", [show(at + i) for i in range(width)]) for at in firsts[:MAX_ROWS]]
+    rows = [(f"{at}–{at + width - 1}", [show(at + i) for i in range(width)]) for at in firsts[:MAX_ROWS]]
     return HeatTable(
         caption="Errors by rank that wrote the file",
-        corner="",
+        corner="ranks",
         columns=[f"{axis}{'' if axis else '+'}{i}" for i in range(width)],
         rows=rows,
         legend="Plain: no error was found in its files. Dotted: no such rank. Rows without an error are left out.",
