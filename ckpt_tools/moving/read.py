@@ -179,6 +179,7 @@ class Checksums:
                 f"its writer recorded {chunk.crc32:08x}",
                 where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
                 hint="restore the file from where it was copied, or save the checkpoint again",
+                file=span.file,
             )
         return True
 
