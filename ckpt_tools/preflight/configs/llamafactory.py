@@ -36,8 +36,6 @@ from ckpt_tools.preflight.configs.trainer import (
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 _STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
-_OWN_V1 = ("dist_config", "kernel_config", "model_class", "init_config")
-"""Options of which a file of v1 has one."""
 _PROGRAMS = ("llamafactory-cli", "lmf")
 _OTHER_ENGINES = ("use_mca", "use_hyper_parallel", "use_kt")
 """Switches of engines that are not Trainer's: Megatron's adapter, HyperParallel, KTransformers."""
@@ -243,16 +241,12 @@ def _looks_like(document: Document) -> bool:
         options = {word.partition("=")[0].removeprefix("--") for word in document.words}
         starts = any(_program(command, at) for command in document.commands for at in range(len(command)))
         return starts or "finetuning_type" in options
-    return _is_v1(values) or has_llamafactory_options(values)
-
-
-def _is_v1(values: Mapping[str, object]) -> bool:
-    return "model" in values and any(isinstance(values.get(name), (Mapping, str)) for name in _OWN_V1)
+    return has_llamafactory_options(values)
 
 
 def _prepare(document: Document) -> Source:
     arguments, words = arguments_of(document, _program)
-    if _is_v1(arguments):
+    if "model" in arguments and "model_name_or_path" not in arguments:
         by_engine: Mapping[Engine, Table[Any]] = {"deepspeed": deepspeed_rows("dist_config.config_file")}
         return Source(model=V1, table=_V1_TABLE, by_engine=by_engine, values=arguments, words=words)
     values, missing = with_fsdp_file(arguments, document.path)

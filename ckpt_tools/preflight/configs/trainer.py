@@ -71,7 +71,10 @@ _OTHERS = (
     "trainer",
 )
 """Options that make it somebody else's."""
-_LLAMAFACTORY = ("finetuning_type", "cutoff_len", "template model_name_or_path", "stage dataset_dir")
+_LLAMAFACTORY = (
+    *("finetuning_type", "cutoff_len", "template model_name_or_path", "stage dataset_dir"),
+    *("model dist_config", "model kernel_config", "model model_class", "model init_config"),
+)
 """Options that LLaMA-Factory adds to Trainer's, with blanks between those that count together."""
 _INSTEAD = {
     "offload_params": "cpu_offload",
