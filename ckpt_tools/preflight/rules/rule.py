@@ -135,8 +135,8 @@ class Case:
 
     @property
     def framework(self) -> Framework:
-        """Whose config it is."""
-        return self.config.framework
+        """Whose options it has: LLaMA-Factory's are Trainer's and more."""
+        return _options_of(self.config.framework)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -238,6 +238,10 @@ def enabled(found: Setting | None) -> Setting | None:
     return found if found is not None and found.is_on else None
 
 
+def _options_of(framework: Framework) -> Framework:
+    return "trainer" if framework == "llamafactory" else framework
+
+
 Check = Callable[[Case], Iterator[Violation]]
 
 
@@ -253,6 +257,10 @@ class Rule:
     fix: str
     frameworks: tuple[Framework, ...]
     check: Check
+
+    def is_for(self, framework: Framework) -> bool:
+        """Is it about configs of a framework?"""
+        return framework in self.frameworks or _options_of(framework) in self.frameworks
 
 
 def _rule(
@@ -279,7 +287,7 @@ def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
     findings: dict[tuple[str, str, str], Finding] = {}
     for one in rules:
         with suppress(NotKnownError):
-            for found in one.check(case) if case.framework in one.frameworks else ():
+            for found in one.check(case) if one.is_for(case.config.framework) else ():
                 finding = Finding(code=one.id, severity=one.severity, where=found.key, what=found.what, hint=found.fix)
                 findings.setdefault((one.id, finding.where, finding.what), finding)
     return tuple(findings.values())
