@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
 from ckpt_tools.preflight.configs.expansions import Value, expanded, place_of_script
-from ckpt_tools.preflight.configs.places import Place, PlacedText
 from ckpt_tools.preflight.configs.shell import Token, Word, pieces_of, tokenize
+from ckpt_tools.preflight.places import Place, PlacedText
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<rest>\[[^]]*\])?(?P<plus>\+?)=")
@@ -58,6 +58,8 @@ class Script:
     """Those that are not here."""
     written: Mapping[str, str | None] = field(default_factory=dict)
     """Files that it writes itself → their text; None where that is not certain."""
+    num_tasks: int | None = None
+    """What its `#SBATCH` lines make Slurm start."""
 
 
 def read_script(text: str, *, path: str | None = None, open_file: OpenFile | None = None) -> Script:
@@ -72,8 +74,9 @@ def read_script(text: str, *, path: str | None = None, open_file: OpenFile | Non
         ValueError: Something is never closed, or there is more than any script has.
     """
     shell = _Shell(path=path, open_file=open_file or (lambda _: None))
-    shell.values |= slurm_variables(text)
-    shell.exported |= shell.values.keys()
+    slurm = slurm_variables(text)
+    shell.values |= slurm
+    shell.exported |= slurm.keys()
     try:
         shell.run(tokenize(text))
         shell.run_uncalled()
@@ -85,6 +88,7 @@ def read_script(text: str, *, path: str | None = None, open_file: OpenFile | Non
         files=tuple(shell.files),
         missing=tuple(shell.missing),
         written=shell.written,
+        num_tasks=int(slurm["SLURM_NTASKS"][:9]) if "SLURM_NTASKS" in slurm else None,
     )
 
 
@@ -205,7 +209,7 @@ class _Shell:
                 return
 
     def run_uncalled(self) -> None:
-        """Read the functions that nothing calls: their commands may be those of the run, and nothing in them is known."""
+        """Read the functions that nothing calls: what they run may be the run, and nothing in them is known."""
         stack, frame = self.stack, self.frame
         for one in list(self.functions.values()):
             if not one.was_called:
@@ -217,8 +221,8 @@ class _Shell:
         """Take the next token."""
         if len(self.stack) > _MAX_DEPTH:
             raise ValueError(f"more than {_MAX_DEPTH} compound commands inside one another")
-        if self.recording is not None:
-            self._record(self.recording, token)
+        if (recording := self.recording) is not None:
+            self._record(recording, token)
         elif token.kind in ("word", "array"):
             self.pending.append(token)
         elif token.kind == "redirection":
@@ -229,14 +233,7 @@ class _Shell:
                 self._end_command()
             self._take_document(self._text(token.word))
         elif token.text == "(":
-            *before, name = [*map(_literal, self.pending)] or [None]
-            if name not in (None, *_BEFORE_COMMANDS) and all(one in _BEFORE_COMMANDS for one in before):
-                del self.pending[-1]
-                self._end_command()
-                self.recording = _Recording(name or "")
-            else:
-                self._end_command()
-                self.stack.append("(")
+            self._open_bracket()
         elif token.text == ")":
             if self.stack[-1:] == ["case"]:
                 self.pending = []  # a pattern
@@ -253,6 +250,17 @@ class _Shell:
             self.is_conditional = token.text in ("&&", "||", "|", "|&")
             if self.recording is not None:  # `function f { a; b`
                 self._record(self.recording, token)
+
+    def _open_bracket(self) -> None:
+        """Begin a function, whose name was the last word, or a subshell."""
+        names = [_literal(token) for token in self.pending]
+        if names and names[-1] not in (None, *_BEFORE_COMMANDS) and all(one in _BEFORE_COMMANDS for one in names[:-1]):
+            del self.pending[-1]
+            self._end_command()
+            self.recording = _Recording(names[-1] or "")
+        else:
+            self._end_command()
+            self.stack.append("(")
 
     def _record(self, recording: _Recording, token: Token) -> None:
         if recording.take(token):
