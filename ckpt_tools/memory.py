@@ -14,6 +14,11 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
+def rss_bytes() -> int | None:
+    """Return the resident set size of this process now; None where Linux does not tell."""
+    return proc_bytes("/proc/self/status", "VmRSS")
+
+
 def proc_bytes(path: str, field: str) -> int | None:
     """Return the size that a file below /proc gives (in kB) for a field; None where it gives none."""
     try:

@@ -26,7 +26,8 @@ from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.model import batch_of, build, shard
 from ckpt_tools.estimate.options import DTYPE_BYTES, OPTIMIZERS, Case
-from ckpt_tools.estimate.report import Memory
+from ckpt_tools.estimate.report import Memory, Moment
+from ckpt_tools.estimate.timeline import Timeline
 from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh
 from ckpt_tools.fsdp2.internals import local_of
@@ -177,25 +178,30 @@ def measure(model: nn.Module, batch: Batch, case: Case) -> Memory:
     tracker = _tracker_class()(model, optimizer)
     tracker.host = _HOST if case.offload else ()
     tracker.track_inputs(tuple(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)))
-    with tracker:
+    line = tracker.timeline
+    with tracker, line.following(model, blocks_of(model)):
         output = model(**batch)
         loss = loss_of(output, find_loss(output))
         del output  # as trainers do: it holds the logits
+        line.phase = "backward"
+        line.enter("")
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
         grads = tracker.now()["grads"]
+        line.phase = "step"
+        line.enter("")
         optimizer.step()
         optimizer.zero_grad()
         gc.collect()
         held = tracker.now()
     passing = _passing(model, case)
-    at_peak = dict(tracker.best)
-    at_peak["step"] = 0
-    if not case.offload:
-        at_peak["step"] = max(0, at_peak["optimizer"] - held["optimizer"])
-        at_peak["optimizer"] -= at_peak["step"]
-    at_peak["gathered"] += passing
-    at_peak |= dict.fromkeys(tracker.host, 0)
+
+    def on_device(found: dict[str, int]) -> dict[str, int]:
+        step = 0 if case.offload else max(0, found["optimizer"] - held["optimizer"])
+        more = {"optimizer": found["optimizer"] - step, "gathered": found["gathered"] + passing, "step": step}
+        return found | more | dict.fromkeys(tracker.host, 0)
+
+    at_peak = on_device(tracker.best)
     return Memory(
         params=held["params"],
         grads=grads,
@@ -205,6 +211,7 @@ def measure(model: nn.Module, batch: Batch, case: Case) -> Memory:
         peak=sum(at_peak.values()),
         host=held["params"] + grads + held["optimizer"] if case.offload else 0,
         at_peak=at_peak,
+        moments=tuple(Moment(phase=phase, block=name, held=on_device(found)) for phase, name, found in line.moments),
     )
 
 
@@ -230,15 +237,20 @@ def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     return torch.optim.SGD(trained, lr=1e-3, momentum=0.9 * OPTIMIZERS[case.optimizer], foreach=False)
 
 
+def blocks_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the units that FSDP gathers one by one; () of a model that ckpt did not shard."""
+    from ckpt_tools.fsdp2 import plan_of
+
+    plan = plan_of(model)
+    return tuple(plan.blocks) if plan is not None else ()
+
+
 def _passing(model: nn.Module, case: Case) -> int:
     """Return what passes through the device on its way from and to host memory: the largest block's part."""
     if not case.offload:
         return 0
-    from ckpt_tools.fsdp2 import plan_of
-
-    plan = plan_of(model)
     most = 0
-    for name in plan.blocks if plan is not None else ():
+    for name in blocks_of(model):
         total = 0
         for parameter in model.get_submodule(name).parameters():
             local = local_of(parameter)
@@ -262,6 +274,7 @@ def _tracker_class() -> Any:  # noqa: ANN401 - private to torch, imported late
             self.most = dict.fromkeys(_GROUPS.values(), 0)
             self.best = dict(self.most)
             self.highest = -1
+            self.timeline = Timeline(self.now)
 
         def now(self) -> dict[str, int]:
             """Return the bytes of every group."""
@@ -281,5 +294,6 @@ def _tracker_class() -> Any:  # noqa: ANN401 - private to torch, imported late
             if total > self.highest:
                 self.highest = total
                 self.best = copy.copy(found)
+            self.timeline.see(found, total)
 
     return Tracker

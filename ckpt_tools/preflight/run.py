@@ -147,6 +147,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
     sources = find_sources(spec, config_path=config.path, model=model, checkpoint=checkpoint)
     flight.not_checked += sources.not_checked
     flight.notes += _describe_files(config)
+    flight.not_checked += config.not_checked
     if spec.world_size is None and "world_size" not in config.unread_fields:
         flight.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
     if not options.why_skipped("rules"):
@@ -254,7 +255,7 @@ def _describe_options(config: Config) -> str:
 
 def _check_rules(check: _Check, flight: _Flight, config: Config, view: ModelView) -> None:
     check.findings = flight.placed(_broken_rules(config, view.facts), config)
-    count = sum(config.framework in rule.frameworks for rule in RULES)
+    count = sum(any(rule.is_for(one.framework) for one in (config, *config.beside)) for rule in RULES)
     told = "" if view.facts is not None else ", except where they need the model"
     # A rule that asks for what could not be read finds nothing.
     check.was_made = not config.unread_fields

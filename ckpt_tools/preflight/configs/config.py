@@ -95,6 +95,8 @@ class Config:
     findings: tuple[Finding, ...] = ()
     files: tuple[str, ...] = ()
     """Other files that say a part of it."""
+    not_checked: tuple[str, ...] = ()
+    """What nothing is known of, though it belongs to the run."""
     absent: tuple[str, ...] = ()
     """Scripts that would say a part of it, and are not here."""
     place: Callable[[str], Place | None] = _nowhere

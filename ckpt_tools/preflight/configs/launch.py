@@ -14,9 +14,10 @@ from itertools import pairwise
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document, find_file, folders_of, parse_document, read_document
+from ckpt_tools.preflight.configs.flags import read_flags
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.options import is_variable
-from ckpt_tools.preflight.configs.overrides import overridden, parse_options
+from ckpt_tools.preflight.configs.overrides import overridden
 from ckpt_tools.preflight.places import PlacedText
 
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
@@ -109,8 +110,7 @@ def _trainer(base: Document, launch: Launch) -> Document:
     """Return the config of the program: a file with what overrides it, or options alone."""
     found = _config_of(launch.arguments)
     if found is None:
-        values, others = parse_options(launch.arguments)
-        unread = tuple(word for word in others if is_variable(word))
+        values, unread = read_flags(launch.arguments)
         return replace(base, values=values, words_unread=unread)
     name, rest = found
     document = replace(_named(base, name), commands=base.commands, assumed=base.assumed, absent=base.absent)
@@ -119,7 +119,7 @@ def _trainer(base: Document, launch: Launch) -> Document:
 
 def _accelerate(base: Document, launch: Launch) -> Document:
     """Return the config of `accelerate launch`: its file, with what its options override."""
-    options, _ = parse_options(launch.options)
+    options, _ = read_flags([word for word in launch.options if word not in ("-m", "--module")])
     options = {name: True if name in _KINDS else value for name, value in options.items()}
     name = options.pop("config_file", None)
     document = replace(base, values={}, commands=(), assumed=(), absent=())

@@ -6,7 +6,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.preflight.configs import accelerate, ai_toolkit, axolotl, openrlhf, torchtitan, trainer, verl
+from ckpt_tools.preflight.configs import (
+    accelerate,
+    ai_toolkit,
+    axolotl,
+    deepspeed,
+    llamafactory,
+    openrlhf,
+    torchtitan,
+    trainer,
+    verl,
+)
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.configs.launch import launched_documents, launched_ranks, several_commands, unread_ranks
@@ -29,6 +39,8 @@ READERS: Mapping[Framework, Reader] = {
         ai_toolkit.READER,
         verl.READER,
         openrlhf.READER,
+        llamafactory.READER,
+        deepspeed.READER,
     )
 }
 """The trainers, each in a file of its own."""
@@ -71,10 +83,17 @@ def read_config(
     *before, last = (*launchers, *others)
     if overrides:
         last = _overridden(last, overrides)
-    config = understand(last, framework=framework, world_size=world_size, given=given)
     if not before:
-        return config
-    return join(understand(before[0], world_size=world_size, given=given), config)
+        return understand(last, framework=framework, world_size=world_size, given=given)
+    launcher = understand(before[0], world_size=world_size, given=given)
+    is_known = not last.commands or any(one.looks_like(last) for one in READERS.values())
+    if is_known or not before[0].kind:
+        world = world_size or launcher.spec.world_size
+        config = understand(last, framework=framework, world_size=world, given=given)
+        if config.options.is_known or not last.commands:
+            return join(launcher, config)
+    what = f"the arguments of the program in {last.path}, which are not a known trainer's"
+    return replace(launcher, not_checked=(what,))
 
 
 def _documents(document: Document, framework: Framework | None) -> tuple[Document, ...]:

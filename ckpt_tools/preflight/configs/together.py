@@ -22,6 +22,8 @@ _OF_LAUNCHER = (
     "wrap_classes", "wrap_min_num_params", "wraps_blocks", "state_dict_type", "cpu_ram_efficient_loading",
 )  # fmt: skip
 """Fields of the spec that the launcher's config says, unless the arguments shard the model themselves."""
+_OF_TRAINER = ("trainer", "llamafactory")
+"""Whose arguments are TrainingArguments, with more of their own."""
 _DTYPES = ("param_dtype", "reduce_dtype", "master_dtype")
 _AGREE = ("gradient_accumulation_steps", "gradient_clipping")
 _NAMES = {"gradient_clipping": "max_grad_norm"}
@@ -32,7 +34,7 @@ _SHARDING = ("fsdp1", "fsdp2", "deepspeed")
 
 def join(launcher: Config, run: Config) -> Config:
     """Return the config of a run of which accelerate's config says one part, and the script's arguments another."""
-    if run.framework != "trainer":
+    if run.framework not in _OF_TRAINER:
         what = f"a config of {launcher.framework} and one of {run.framework} are not read together"
         raise UsageError(what, where=run.path, hint="check each of them on its own")
     shards_itself = run.spec.engine in _SHARDING
