@@ -221,7 +221,10 @@ def _describe_files(config: Config) -> Iterator[str]:
         if one.files or config.beside:
             yield f"config: {one.framework} was read from {files}"
         for name in one.assumed:
-            yield f"config: {name} is not set by the script: its default counts"
+            if name == "$@":
+                yield "config: the script is taken to be started without arguments (give them after --)"
+            else:
+                yield f"config: {name} is not set by the script: its default counts"
         for name in one.absent:
             yield f"config: {escape_name(name)}, which the script names, is not here: what it sets is not known"
 

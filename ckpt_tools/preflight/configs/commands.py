@@ -58,22 +58,31 @@ class Script:
     """Those that are not here."""
     written: Mapping[str, str | None] = field(default_factory=dict)
     """Files that it writes itself → their text; None where that is not certain."""
+    takes_arguments: bool = False
+    """Does it look at what it is started with?"""
     num_tasks: int | None = None
     """What its `#SBATCH` lines make Slurm start."""
 
 
-def read_script(text: str, *, path: str | None = None, open_file: OpenFile | None = None) -> Script:
+def read_script(
+    text: str,
+    *,
+    path: str | None = None,
+    open_file: OpenFile | None = None,
+    arguments: tuple[str, ...] | None = None,
+) -> Script:
     """Return the commands of a script.
 
     Args:
         text: The script.
         path: Where it lies; None for text that lies nowhere.
         open_file: Opens the files that it reads in; None: there are none.
+        arguments: What it is started with; None where nobody says: `$@` is taken for nothing, `$1` is not known.
 
     Raises:
         ValueError: Something is never closed, or there is more than any script has.
     """
-    shell = _Shell(path=path, open_file=open_file or (lambda _: None))
+    shell = _Shell(path=path, open_file=open_file or (lambda _: None), arguments=arguments)
     slurm = slurm_variables(text)
     shell.values |= slurm
     shell.exported |= slurm.keys()
@@ -88,6 +97,7 @@ def read_script(text: str, *, path: str | None = None, open_file: OpenFile | Non
         files=tuple(shell.files),
         missing=tuple(shell.missing),
         written=shell.written,
+        takes_arguments=shell.takes_arguments,
         num_tasks=int(slurm["SLURM_NTASKS"][:9]) if "SLURM_NTASKS" in slurm else None,
     )
 
@@ -185,6 +195,7 @@ class _Shell:
     """Another file was read in before, which may have set anything."""
     arguments: tuple[str, ...] | None = None
     """`$@`, where it is known."""
+    takes_arguments: bool = False
     has_other_arguments: bool = False
     """`$@` is not what the script was called with: in a function, after `set -- …`."""
     shadowed: list[dict[str, Value]] = field(default_factory=list)
@@ -339,8 +350,12 @@ class _Shell:
                 self.stack.insert(self.frame, "call")  # whatever follows may not run
         elif (name == "set" and "--" in words) or name == "shift":
             is_certain = len(self.stack) == self.frame and not self.is_conditional
+            if name == "shift" and self.arguments is None and is_certain:
+                return  # of no arguments
+            self.takes_arguments |= not self.has_other_arguments
             self.has_other_arguments = True
-            shifted = None if self.arguments is None or len(words) > 1 else self.arguments[1:]
+            number = int(words[1][:3]) if len(words) > 1 and words[1].isdecimal() else 1
+            shifted = None if self.arguments is None else self.arguments[number:]
             self.arguments = None if not is_certain else shifted if name == "shift" else words[words.index("--") + 1 :]
         elif self.stack[-2:] == ["(", "("]:
             self._forget(_NAME.findall(" ".join(words)))  # (( i++ ))
@@ -546,8 +561,12 @@ class _Shell:
         return expanded(text, self.values.get) if place is None else place
 
     def _argument(self, found: re.Match[str]) -> Value:
+        self.takes_arguments |= not self.has_other_arguments
         if self.arguments is None:
-            return None
+            if self.has_other_arguments or found["all"] is None:
+                return None
+            self.assumed["$@"] = None
+            return ()
         if found["number"]:
             at = int(found["number"])
             return self.arguments[at - 1] if at <= len(self.arguments) else ""

@@ -56,6 +56,8 @@ class Document:
     """Files that a script writes itself → their text; None where it is not certain."""
     overrides: tuple[str, ...] = ()
     """Words that override values."""
+    takes_arguments: bool = False
+    """Does a script look at what it is started with?"""
     num_tasks: int | None = None
     """What Slurm is asked to start, by a script's `#SBATCH` lines."""
     starts_more: bool = False
@@ -87,8 +89,8 @@ class Document:
         return self.values
 
 
-def read_document(path: str) -> Document:
-    """Read a config; `-` is a script on stdin.
+def read_document(path: str, arguments: tuple[str, ...] | None = None) -> Document:
+    """Read a config; `-` is a script on stdin. `arguments` are those of a script, where they are given.
 
     The ending decides what it is: .yaml, .yml, .json, .toml, .sh; other files are looked at.
 
@@ -97,10 +99,10 @@ def read_document(path: str) -> Document:
         LimitError: Beyond `MAX_BYTES`.
         StorageError: The system could not read it.
     """
-    return parse_document(_read_text(path), path)
+    return parse_document(_read_text(path), path, arguments)
 
 
-def parse_document(text: str, path: str) -> Document:
+def parse_document(text: str, path: str, arguments: tuple[str, ...] | None = None) -> Document:
     """Do the same with the text of a file.
 
     Raises:
@@ -109,7 +111,7 @@ def parse_document(text: str, path: str) -> Document:
     """
     ending = os.path.splitext(path)[1].lower()
     if ending in _SHELLS or text.startswith("#!"):
-        return _commands(path, text)
+        return _commands(path, text, arguments)
     if ending in _KINDS or text.lstrip().startswith("{"):
         return _mapping(path, _KINDS.get(ending, "JSON"), text)
     try:
@@ -119,7 +121,7 @@ def parse_document(text: str, path: str) -> Document:
     if isinstance(values, dict):
         return Document(path=path, values=values, text=text, kind="YAML")
     if _OPTION.search(text) or _OVERRIDE.search(text):
-        return _commands(path, text)
+        return _commands(path, text, arguments)
     raise UnreadableError(
         "this is neither YAML, JSON or TOML with keys, nor a command line",
         where=path,
@@ -142,7 +144,7 @@ def folders_of(path: str) -> list[str]:
     return [here, "", *(os.path.join(here, *[os.pardir] * ups) for ups in range(1, _MAX_UPS + 1))]
 
 
-def _commands(path: str, text: str) -> Document:
+def _commands(path: str, text: str, arguments: tuple[str, ...] | None) -> Document:
     def open_file(name: str) -> tuple[str, str] | None:
         place = find_file(name, folders_of(path))
         try:
@@ -151,7 +153,7 @@ def _commands(path: str, text: str) -> Document:
             return None
 
     try:
-        script = read_script(text, path=path, open_file=open_file)
+        script = read_script(text, path=path, open_file=open_file, arguments=arguments)
     except ValueError as error:
         raise UnreadableError(f"this is not a shell script that can be read: {error}", where=path) from None
     return Document(
@@ -161,6 +163,7 @@ def _commands(path: str, text: str) -> Document:
         files=script.files,
         absent=script.missing,
         written=script.written,
+        takes_arguments=script.takes_arguments,
         num_tasks=script.num_tasks,
     )
 

@@ -23,7 +23,15 @@ from ckpt_tools.preflight.places import PlacedText
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 _NODES = ("--nnodes",)
 _TASKS = ("--ntasks", "-n")
-_LAUNCHERS = ("torchrun", "deepspeed", "accelerate", "srun")
+_LAUNCHERS: Mapping[str, str] = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "deepspeed": "deepspeed",
+    "accelerate": "accelerate",
+    "accelerate.commands.launch": "accelerate",
+    "accelerate-launch": "accelerate",
+    "srun": "srun",
+}
 _CLIS: Mapping[str, tuple[str, ...]] = {
     "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo"),
     "axolotl": ("train", "preprocess"),
@@ -61,15 +69,14 @@ def find_launches(commands: Iterable[Sequence[str]]) -> tuple[Launch, ...]:
         at = next((at for at in range(len(command)) if _is_program(command, names, at)), None)
         if at is None:
             continue
-        launcher = next((name for name in _LAUNCHERS if name in names[:at]), "")
-        if "torch.distributed.run" in command[:at]:
-            launcher = "torchrun"
+        launcher = next((_LAUNCHERS[name] for name in _LAUNCHERS if name in names[:at]), "")
+        begin = next((at + 1 for at, name in enumerate(names[:at]) if _LAUNCHERS.get(name) == launcher), 0)
         first = at + (2 if names[at] in _CLIS else 1)
         found.append(
             Launch(
                 command=tuple(command),
                 launcher=launcher,
-                options=tuple(command[names.index(launcher) + 1 : at] if launcher in names else command[:at]),
+                options=tuple(command[begin:at]),
                 arguments=tuple(command[first:]),
             )
         )
@@ -109,6 +116,12 @@ def launched_documents(document: Document) -> tuple[Document, ...]:
 def _trainer(base: Document, launch: Launch) -> Document:
     """Return the config of the program: a file with what overrides it, or options alone."""
     found = _config_of(launch.arguments)
+    if found is None and any(word.startswith("torchtitan.") for word in launch.command):
+        raise UsageError(
+            "torchtitan's config is a Python function here",
+            where=base.path,
+            hint="write it out with --debug.save_config_file FILE, and give that: ckpt preflight FILE -- OPTIONS",
+        )
     if found is None:
         values, unread = read_flags(launch.arguments)
         return replace(base, values=values, words_unread=unread)
@@ -168,7 +181,8 @@ def _config_of(arguments: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
         name, equals, value = word.partition("=")
         option = (before if not equals else name).lstrip("-").replace("-", "_")
         text = value if equals else word
-        if (before if not equals else name).startswith("-") and option in _CONFIG_OPTIONS:
+        is_file = text.endswith(_ENDINGS) or is_variable(text)
+        if is_file and (before if not equals else name).startswith("-") and option in _CONFIG_OPTIONS:
             return text, (*arguments[: at - (not equals)], *arguments[at + 1 :])
         if text.endswith(_ENDINGS) and not before.startswith("--") and not equals:
             return text, (*arguments[:at], *arguments[at + 1 :])

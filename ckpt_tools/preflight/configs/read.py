@@ -69,7 +69,11 @@ def read_config(
         LimitError: It is longer than a config is.
         StorageError: The system could not read it.
     """
-    documents = [one for path in paths for one in _documents(read_document(path), framework)]
+    placed = tuple(PlacedText(word, Place(OVERRIDES, 0)) for word in overrides)
+    found = [read_document(path, placed or None) for path in paths]
+    if any(one.takes_arguments for one in found):
+        placed = ()  # they are the script's
+    documents = [each for one in found for each in _documents(one, framework)]
     launchers = [one for one in documents if len(documents) > 1 and accelerate.READER.looks_like(one)]
     others = [one for one in documents if one not in launchers]
     if len(others) > 1:
@@ -81,17 +85,20 @@ def read_config(
             hint="give the launcher's config and the trainer's, and check other runs on their own",
         )
     *before, last = (*launchers, *others)
-    if overrides:
-        last = _overridden(last, overrides)
+    if placed:
+        last = _overridden(last, placed)
     if not before:
         return understand(last, framework=framework, world_size=world_size, given=given)
     launcher = understand(before[0], world_size=world_size, given=given)
+    says_nothing = bool(launcher.assumed)  # there is no config of accelerate's
     is_known = not last.commands or any(one.looks_like(last) for one in READERS.values())
-    if is_known or not before[0].kind:
+    if is_known or says_nothing:
         world = world_size or launcher.spec.world_size
         config = understand(last, framework=framework, world_size=world, given=given)
-        if config.options.is_known or not last.commands:
+        if not last.commands or config.options.is_known:
             return join(launcher, config)
+        if says_nothing:
+            return config
     what = f"the arguments of the program in {last.path}, which are not a known trainer's"
     return replace(launcher, not_checked=(what,))
 
@@ -108,19 +115,18 @@ def _documents(document: Document, framework: Framework | None) -> tuple[Documen
     return launched_documents(document) or (document,)
 
 
-_OF_COMMANDS: tuple[Framework, ...] = ("verl", "openrlhf")
+_OF_COMMANDS: tuple[Framework, ...] = ("verl", "openrlhf", "torchtitan")
 """Those whose readers take a script as it is."""
 
 
 def _overridden(document: Document, words: Sequence[str]) -> Document:
     """Return a document with options that override its own; a command has them at its end."""
-    placed = [PlacedText(word, Place(OVERRIDES, 0)) for word in words]
     if document.values is not None:
-        return overridden(document, placed)
+        return overridden(document, words)
     commands = []
     for command in document.commands:
         is_own = any(READERS[name].looks_like(replace(document, commands=(command,))) for name in _OF_COMMANDS)
-        commands.append((*command, *placed) if is_own else command)
+        commands.append((*command, *words) if is_own else command)
     return replace(document, commands=tuple(commands))
 
 
