@@ -79,7 +79,7 @@ class Config:
     options: Options
     world_keys: tuple[str, ...] = ()
     """Key paths that together say how many ranks there are."""
-    beside: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    contents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     """Option that names a file → what the file holds, where it was read."""
     assumed: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()

@@ -193,7 +193,7 @@ class Case:
 
     def _beside(self, path: str) -> Setting | None:
         """Return an option of a file that the config names: of `deepspeed.x` the x in the file of `deepspeed`."""
-        for option, content in self.config.beside.items():
+        for option, content in self.config.contents.items():
             inner = look_up(content, path.removeprefix(f"{option}.")) if path.startswith(f"{option}.") else None
             if inner is not None:
                 return Setting(key=path, value=inner.value)
