@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 
 from ckpt_tools.preflight.configs.expansions import Value, expanded, place_of_script
-from ckpt_tools.preflight.configs.places import Place, PlacedText
 from ckpt_tools.preflight.configs.shell import Token, Word, pieces_of, tokenize
+from ckpt_tools.preflight.places import Place, PlacedText
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<rest>\[[^]]*\])?(?P<plus>\+?)=")
@@ -58,22 +58,34 @@ class Script:
     """Those that are not here."""
     written: Mapping[str, str | None] = field(default_factory=dict)
     """Files that it writes itself → their text; None where that is not certain."""
+    takes_arguments: bool = False
+    """Does it look at what it is started with?"""
+    num_tasks: int | None = None
+    """What its `#SBATCH` lines make Slurm start."""
 
 
-def read_script(text: str, *, path: str | None = None, open_file: OpenFile | None = None) -> Script:
+def read_script(
+    text: str,
+    *,
+    path: str | None = None,
+    open_file: OpenFile | None = None,
+    arguments: tuple[str, ...] | None = None,
+) -> Script:
     """Return the commands of a script.
 
     Args:
         text: The script.
         path: Where it lies; None for text that lies nowhere.
         open_file: Opens the files that it reads in; None: there are none.
+        arguments: What it is started with; None where nobody says: `$@` is taken for nothing, `$1` is not known.
 
     Raises:
         ValueError: Something is never closed, or there is more than any script has.
     """
-    shell = _Shell(path=path, open_file=open_file or (lambda _: None))
-    shell.values |= slurm_variables(text)
-    shell.exported |= shell.values.keys()
+    shell = _Shell(path=path, open_file=open_file or (lambda _: None), arguments=arguments)
+    slurm = slurm_variables(text)
+    shell.values |= slurm
+    shell.exported |= slurm.keys()
     try:
         shell.run(tokenize(text))
         shell.run_uncalled()
@@ -85,6 +97,8 @@ def read_script(text: str, *, path: str | None = None, open_file: OpenFile | Non
         files=tuple(shell.files),
         missing=tuple(shell.missing),
         written=shell.written,
+        takes_arguments=shell.takes_arguments,
+        num_tasks=int(slurm["SLURM_NTASKS"][:9]) if "SLURM_NTASKS" in slurm else None,
     )
 
 
@@ -181,6 +195,7 @@ class _Shell:
     """Another file was read in before, which may have set anything."""
     arguments: tuple[str, ...] | None = None
     """`$@`, where it is known."""
+    takes_arguments: bool = False
     has_other_arguments: bool = False
     """`$@` is not what the script was called with: in a function, after `set -- …`."""
     shadowed: list[dict[str, Value]] = field(default_factory=list)
@@ -205,7 +220,7 @@ class _Shell:
                 return
 
     def run_uncalled(self) -> None:
-        """Read the functions that nothing calls: their commands may be those of the run, and nothing in them is known."""
+        """Read the functions that nothing calls: what they run may be the run, and nothing in them is known."""
         stack, frame = self.stack, self.frame
         for one in list(self.functions.values()):
             if not one.was_called:
@@ -217,8 +232,8 @@ class _Shell:
         """Take the next token."""
         if len(self.stack) > _MAX_DEPTH:
             raise ValueError(f"more than {_MAX_DEPTH} compound commands inside one another")
-        if self.recording is not None:
-            self._record(self.recording, token)
+        if (recording := self.recording) is not None:
+            self._record(recording, token)
         elif token.kind in ("word", "array"):
             self.pending.append(token)
         elif token.kind == "redirection":
@@ -229,14 +244,7 @@ class _Shell:
                 self._end_command()
             self._take_document(self._text(token.word))
         elif token.text == "(":
-            *before, name = [*map(_literal, self.pending)] or [None]
-            if name not in (None, *_BEFORE_COMMANDS) and all(one in _BEFORE_COMMANDS for one in before):
-                del self.pending[-1]
-                self._end_command()
-                self.recording = _Recording(name or "")
-            else:
-                self._end_command()
-                self.stack.append("(")
+            self._open_bracket()
         elif token.text == ")":
             if self.stack[-1:] == ["case"]:
                 self.pending = []  # a pattern
@@ -253,6 +261,17 @@ class _Shell:
             self.is_conditional = token.text in ("&&", "||", "|", "|&")
             if self.recording is not None:  # `function f { a; b`
                 self._record(self.recording, token)
+
+    def _open_bracket(self) -> None:
+        """Begin a function, whose name was the last word, or a subshell."""
+        names = [_literal(token) for token in self.pending]
+        if names and names[-1] not in (None, *_BEFORE_COMMANDS) and all(one in _BEFORE_COMMANDS for one in names[:-1]):
+            del self.pending[-1]
+            self._end_command()
+            self.recording = _Recording(names[-1] or "")
+        else:
+            self._end_command()
+            self.stack.append("(")
 
     def _record(self, recording: _Recording, token: Token) -> None:
         if recording.take(token):
@@ -331,8 +350,12 @@ class _Shell:
                 self.stack.insert(self.frame, "call")  # whatever follows may not run
         elif (name == "set" and "--" in words) or name == "shift":
             is_certain = len(self.stack) == self.frame and not self.is_conditional
+            if name == "shift" and self.arguments is None and is_certain:
+                return  # of no arguments
+            self.takes_arguments |= not self.has_other_arguments
             self.has_other_arguments = True
-            shifted = None if self.arguments is None or len(words) > 1 else self.arguments[1:]
+            number = int(words[1][:3]) if len(words) > 1 and words[1].isdecimal() else 1
+            shifted = None if self.arguments is None else self.arguments[number:]
             self.arguments = None if not is_certain else shifted if name == "shift" else words[words.index("--") + 1 :]
         elif self.stack[-2:] == ["(", "("]:
             self._forget(_NAME.findall(" ".join(words)))  # (( i++ ))
@@ -538,8 +561,12 @@ class _Shell:
         return expanded(text, self.values.get) if place is None else place
 
     def _argument(self, found: re.Match[str]) -> Value:
+        self.takes_arguments |= not self.has_other_arguments
         if self.arguments is None:
-            return None
+            if self.has_other_arguments or found["all"] is None:
+                return None
+            self.assumed["$@"] = None
+            return ()
         if found["number"]:
             at = int(found["number"])
             return self.arguments[at - 1] if at <= len(self.arguments) else ""
