@@ -240,7 +240,7 @@ def read_block(
         raise CkptError(f"tensor {entry.fqn!r}: its chunks hold {covered} of {block.num_elems} elements of a block")
     if dtype is not own:
         target = buffers.get(1, dtype.num_bytes(block.num_elems))
-        cast(content, own, target, dtype, bulk=True)
+        cast(content, own, target, dtype)
         content = _to_front(target, buffers)
     return content, reads, total
 

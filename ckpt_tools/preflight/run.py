@@ -193,7 +193,7 @@ def _describe_options(config: Config) -> str:
 
 def _check_rules(check: _Check, config: Config, view: ModelView) -> None:
     check.findings = check_rules(config, view.facts)
-    count = sum(config.framework in rule.frameworks for rule in RULES)
+    count = sum(rule.is_for(config.framework) for rule in RULES)
     told = "" if view.facts is not None else ", except where they need the model"
     # A rule that asks for what could not be read finds nothing.
     check.was_made = not config.unread_fields

@@ -6,7 +6,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.preflight.configs import accelerate, ai_toolkit, axolotl, openrlhf, torchtitan, trainer, verl
+from ckpt_tools.preflight.configs import (
+    accelerate,
+    ai_toolkit,
+    axolotl,
+    deepspeed,
+    llamafactory,
+    openrlhf,
+    torchtitan,
+    trainer,
+    verl,
+)
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.configs.launch import unread_ranks
@@ -26,6 +36,8 @@ READERS: Mapping[Framework, Reader] = {
         ai_toolkit.READER,
         verl.READER,
         openrlhf.READER,
+        llamafactory.READER,
+        deepspeed.READER,
     )
 }
 """The trainers, each in a file of its own."""

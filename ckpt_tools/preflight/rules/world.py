@@ -17,6 +17,7 @@ _OWN_RANKS: Mapping[Framework, tuple[str, ...]] = {
     "ai-toolkit": ("dp_replicate", "dp_shard"),
     "verl": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     "openrlhf": ("dp_replicate", "dp_shard", "sp", "cp", "tp"),
+    "deepspeed": ("dp_replicate", "dp_shard", "tp"),
 }
 """Axes whose sizes multiply to the world size. ep is inside dp_shard × cp × tp except in axolotl."""
 
