@@ -85,9 +85,9 @@ CERTAIN = {
     "in a function of the other spelling": "function f { launch \"$@\" $#; }\nf 'a b' c",
     "in a function that returns": "f() { X=1; return; X=2; }\nf; launch $X",
     "in a function with branches": "f() {\n  if [ 1 = 2 ]; then\n    :\n  fi\n  X=3\n}\nf; launch $X",
-    "function in a function": "g() { X=$1; }\nf() { g \"$1\" ; }\nf 'a b'; launch \"$X\"",
+    "function in a function": 'g() { X=$1; }\nf() { g "$1" ; }\nf \'a b\'; launch "$X"',
     "function with a loop and braces": "f() { for i in 1 2; do { :; }; done; X=4; }\nf; launch $X",
-    "function that shifts": "f() { shift; launch \"$@\"; }\nf a b c",
+    "function that shifts": 'f() { shift; launch "$@"; }\nf a b c',
     "arguments that were set": "set -- a 'b c'; launch \"$@\" $2 $#",
     "item": "A=(1 2); launch ${A[0]} ${#A[@]}",
     "items from": 'A=(1 "2 3" 4); launch "${A[@]:1}" ${A[@]:0:2}',
@@ -129,7 +129,7 @@ UNKNOWN = {
     "of a function that calls itself": "f() { X=1; f; }; f; launch $X",
     "of a function after a pipe": "f() { X=2; }\nX=1; f | cat; launch $X",
     "of a function that is defined in a branch": "if true; then f() { X=2; }; fi\nX=1; f; launch $X",
-    "argument of a function that has none of its own": "f() { launch \"$@\"; }\nf \"$@\"",
+    "argument of a function that has none of its own": 'f() { launch "$@"; }\nf "$@"',
     "cut by a pattern": "X=abc; launch ${X%[bc]*}",
     "shifted in a branch": "set -- a b; if true; then shift; fi; launch $1",
 }
@@ -236,7 +236,10 @@ FILES = {
         ("X=1; export X; srun --label bash -c 'Y=2; launch $X $Y'", ["1", "2"]),
         ("#SBATCH --nodes=4\n#SBATCH --gpus-per-node 8 # all\nlaunch $SLURM_NNODES $SLURM_GPUS_ON_NODE", ["4", "8"]),
         ("#SBATCH -N 2\n#SBATCH --ntasks-per-node=4\nlaunch $((SLURM_NNODES * 1)) $SLURM_NTASKS", ["2", "8"]),
-        ("#SBATCH --gres=gpu:h100:8\n#SBATCH --nodes=2-4\nlaunch $SLURM_GPUS_ON_NODE $SLURM_NNODES", ["8", "$SLURM_NNODES"]),
+        (
+            "#SBATCH --gres=gpu:h100:8\n#SBATCH --nodes=2-4\nlaunch $SLURM_GPUS_ON_NODE $SLURM_NNODES",
+            ["8", "$SLURM_NNODES"],
+        ),
     ],
 )
 def test_files_and_jobs_say_what_they_say(text: str, words: list[str]) -> None:
@@ -251,14 +254,16 @@ def test_files_and_jobs_say_what_they_say(text: str, words: list[str]) -> None:
 
 
 def test_files_that_a_script_writes_are_known_unless_they_may_differ() -> None:
-    text = "N=3\ncat > a.yaml <<EOF\nn: $N\nm: $M\nEOF\ncat <<'EOF' > b.yaml\nx: $N\nEOF\ncat <<EOF | tee c.yaml\ny\nEOF\n"
+    text = (
+        "N=3\ncat > a.yaml <<EOF\nn: $N\nm: $M\nEOF\ncat <<'EOF' > b.yaml\nx: $N\nEOF\ncat <<EOF | tee c.yaml\ny\nEOF\n"
+    )
     assert read_script(text).written == {"a.yaml": "n: 3\nm: $M", "b.yaml": "x: $N", "c.yaml": "y"}
     for more in ("echo x >> a.yaml", "sed -i s/3/4/ a.yaml", "if true; then\ncat > a.yaml <<EOF\nz\nEOF\nfi"):
         assert read_script(f"{text}{more}\n").written["a.yaml"] is None
 
 
 def test_words_know_their_lines() -> None:
-    script = read_script("A=(\n  --a 1\n  --b\n)\nlaunch \\\n  x \\\n  \"${A[@]}\" y\n", path="run.sh")
+    script = read_script('A=(\n  --a 1\n  --b\n)\nlaunch \\\n  x \\\n  "${A[@]}" y\n', path="run.sh")
     assert [(str(word), word.place.line) for word in script.commands[0]] == [  # type: ignore[attr-defined]
         ("launch", 5), ("x", 6), ("--a", 2), ("1", 2), ("--b", 3), ("y", 7)
     ]  # fmt: skip
