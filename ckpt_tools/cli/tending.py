@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.screen import terminal
@@ -27,6 +29,7 @@ def run(call: Call[Tended], *, output: Output) -> int:
     def each(tended: Tended) -> None:
         if not shown or shown[-1] != tended.decisions or tended.verified or tended.removed:
             _print(tended, output)
+            sys.stdout.flush()
         shown[:] = [tended.decisions]
 
     with progress_of(output) as factory:

@@ -142,7 +142,9 @@ class Tending:
                 continue
             for failure in answer.failed:
                 self._warn(failure)
-            texts += [f"{each.code}: {each.what} (at {each.where})" for each in answer.findings]
+            new = (each for each in answer.findings if each.where not in self._told)  # what is bad is so at every look
+            texts += [f"{each.code}: {each.what} (at {each.where})" for each in new]
+            self._told.update(each.where.partition("/")[0] for each in answer.findings)
         fresh = [text for text in dict.fromkeys(texts) if text not in self._told]
         self._told.update(fresh)
         if fresh and self._raises:

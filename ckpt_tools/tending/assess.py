@@ -43,7 +43,7 @@ class Assessor:
         used = self._folder.users(look.saved) if rules.removes else {}
         named = dict(self._named(look, record))
         found: list[Candidate] = []
-        last: dict[str, Saved] = {}  # verified, of each series
+        last: dict[str, Saved] = {}  # whole, of each series
         for saved in look.saved:
             entry = record.get(saved.name)
             series = saved.place.series
@@ -51,7 +51,7 @@ class Assessor:
                 state, why = ("verified", "") if entry.ok else ("bad", first_few(entry.codes))
             else:
                 state, why = self._look_at(saved, last.get(series))
-            if state == "verified":
+            if state in ("verified", "complete"):
                 last[series] = saved
             link = next((look.links[root] for root in saved.roots if root in look.links), "")
             pins = (

@@ -149,6 +149,8 @@ class Tender:
             for saved in _named(look, [] if decision.stays else [decision.candidate.name]):
                 if settings.dry_run or self._remove(saved, decision, record, done):
                     done.removed.append(saved)
+        if done.removed and not settings.dry_run:
+            self._write_record(record)
         if not settings.dry_run and rules.removes:
             self._remove_leftovers(look, candidates, done)
         return Tended(
@@ -186,7 +188,7 @@ class Tender:
     def _needs_time(self, candidates: Collection[Candidate]) -> bool:
         named = self._settings.rules.unverified
         new = [each for each in candidates if each.state == "complete" and self._settings.level is not None]
-        return bool(new) or any(each.name in named for each in candidates)
+        return bool(new) or any(each.name in named and each.state != "verified" for each in candidates)
 
     def _read_record(self, look: Look) -> dict[str, Entry]:
         """Return what was verified; of what is there no more, nothing."""
