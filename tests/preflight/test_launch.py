@@ -93,8 +93,8 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
         {"framework": "axolotl", "batch_size": 4, "seq_len": 100},
     ),
     "torchtitan": (
-        'FILE=${FILE:-"./titan.toml"}; torchrun --nproc_per_node=8 -m torchtitan.train --job.config_file $FILE --training.seq_len 1024',
-        {"framework": "torchtitan", "seq_len": 1024, "world_size": 8},
+        "F=${F:-./titan.toml}; torchrun --nproc-per-node 8 -m torchtitan.train --config $F --training.seq_len 9",
+        {"framework": "torchtitan", "seq_len": 9, "world_size": 8},
     ),
     "srun": (
         "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nsrun python train.py args.yaml",

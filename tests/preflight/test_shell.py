@@ -88,6 +88,7 @@ CERTAIN = {
     "function in a function": 'g() { X=$1; }\nf() { g "$1" ; }\nf \'a b\'; launch "$X"',
     "function with a loop and braces": "f() { for i in 1 2; do { :; }; done; X=4; }\nf; launch $X",
     "function that shifts": 'f() { shift; launch "$@"; }\nf a b c',
+    "no arguments": 'f() { launch "$@" a; }\nf "$@"',
     "arguments that were set": "set -- a 'b c'; launch \"$@\" $2 $#",
     "item": "A=(1 2); launch ${A[0]} ${#A[@]}",
     "items from": 'A=(1 "2 3" 4); launch "${A[@]:1}" ${A[@]:0:2}',
@@ -103,7 +104,6 @@ CERTAIN = {
 }
 UNKNOWN = {
     "of the environment": "launch $X",
-    "arguments": 'launch "$@"',
     "first argument": "X=$1; launch $X",
     "command": "X=$(date); launch $X",
     "backticks": "X=`date`; launch $X",
@@ -129,7 +129,9 @@ UNKNOWN = {
     "of a function that calls itself": "f() { X=1; f; }; f; launch $X",
     "of a function after a pipe": "f() { X=2; }\nX=1; f | cat; launch $X",
     "of a function that is defined in a branch": "if true; then f() { X=2; }; fi\nX=1; f; launch $X",
-    "argument of a function that has none of its own": 'f() { launch "$@"; }\nf "$@"',
+    "argument after one that may be several": "f() { launch $2; }\nf $X a",
+    "of a function that is a subshell": "X=1; f() ( X=2 )\nf; launch $X",
+    "of a function in the background": "f() { X=2; }\nX=1; f & launch $X",
     "cut by a pattern": "X=abc; launch ${X%[bc]*}",
     "shifted in a branch": "set -- a b; if true; then shift; fi; launch $1",
 }
