@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.places import Place
@@ -91,6 +91,8 @@ class Config:
     options: Options
     world_keys: tuple[str, ...] = ()
     """Key paths that together say how many ranks there are."""
+    contents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Option that names a file → what the file holds, where it was read."""
     assumed: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     files: tuple[str, ...] = ()

@@ -7,21 +7,24 @@ A condition is an option, and what it must be; several with blanks between must 
     warmup_steps?         there, whatever it is
     rl=dpo|kto            one of these words (`true` for a switch); of a list, one of its items
     save_strategy!=steps  none of these words, or not there
-    keep_latest_k<2       a number below 2; `>` is the other way
+    keep_latest_k<2       a number below 2, or below that of the option on the right; also `>` and `>=`
+    save_steps%eval_steps a number that is no multiple of the other
 
 `a/b` is an option with its names of two releases, and `fsdp.x` one inside another.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 
 from ckpt_tools.preflight.rules.rule import Case, Setting
 
-_CONDITION = re.compile(r"(?P<names>[\w./\[\]-]+?)(?P<sign>!=|[=<>!?]|)(?P<words>(?<=[=<>]).+)?")
+_CONDITION = re.compile(r"(?P<names>[\w./\[\]-]+?)(?P<sign>!=|>=|[=<>%!?]|)(?P<words>(?<=[=<>%]).+)?")
 
 
 def holds(case: Case, conditions: str) -> bool:
@@ -40,10 +43,27 @@ def _holds(case: Case, condition: str) -> bool:
         return _is_given(found) == (sign == "")
     if sign == "?":
         return found is not None
-    if sign in ("<", ">"):
-        number = None if found is None else found.number
-        return number is not None and (number < float(words) if sign == "<" else number > float(words))
+    if sign in _COMPARED:
+        number, other = None if found is None else found.number, _number(case, words)
+        return number is not None and other is not None and _COMPARED[sign](number, other)
     return (found is not None and bool(_words(found).intersection(words.split("|")))) == (sign == "=")
+
+
+def _number(case: Case, text: str) -> float | None:
+    """Return a number, or that of an option."""
+    with suppress(ValueError):
+        return float(text)
+    found = case.option(*text.split("/"))
+    return None if found is None else found.number
+
+
+def _leaves_rest(number: float, other: float) -> bool:
+    """Steps below 1 are parts of the run, which are not written exactly."""
+    return number > 0 < other and round(number * _PARTS) % round(other * _PARTS) != 0
+
+
+_PARTS = 1_000_000
+_COMPARED = {"<": operator.lt, ">": operator.gt, ">=": operator.ge, "%": _leaves_rest}
 
 
 def options_of(condition: str) -> tuple[str, ...]:

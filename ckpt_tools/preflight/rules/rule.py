@@ -185,11 +185,19 @@ class Case:
         Raises:
             NotKnownError: Its value is not in the file.
         """
-        found = look_up(self.config.values, path)
+        found = look_up(self.config.values, path) or self._beside(path)
         is_hidden = self.config.hides_options if found is None else is_variable(found.value)
         if path in self.config.unread or is_hidden:
             raise NotKnownError(path)
         return found
+
+    def _beside(self, path: str) -> Setting | None:
+        """Return an option of a file that the config names: of `deepspeed.x` the x in the file of `deepspeed`."""
+        for option, content in self.config.contents.items():
+            inner = look_up(content, path.removeprefix(f"{option}.")) if path.startswith(f"{option}.") else None
+            if inner is not None:
+                return Setting(key=path, value=inner.value)
+        return None
 
     def first(self, *paths: str) -> Setting | None:
         """Return the first of `paths` that the file has."""
@@ -200,6 +208,10 @@ class Case:
         found = self.first(*names)
         dashes = "--" if self.framework == "openrlhf" else ""
         return None if found is None else Setting(key=dashes + found.key, value=found.value)
+
+    def written(self, key: str, value: object) -> str:
+        """Return an option as it is to be written, with a value."""
+        return f"{key}{' ' if self.framework == 'openrlhf' else ': '}{value}"
 
     def whole(self, *names: str) -> int | None:
         """Return the whole number that an option says; None where it says none."""

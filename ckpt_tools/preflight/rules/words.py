@@ -26,7 +26,7 @@ def misspelt(case: Case) -> Iterator[Violation]:
     for found, words, near in _strange(case):
         if near is not None:
             what = f"{found}: it takes {first_few(words, 12)}"
-            yield Violation(found.key, what, _written(case, found, near))
+            yield Violation(found.key, what, case.written(found.key, near))
 
 
 @warning_rule(
@@ -40,13 +40,13 @@ def unknown_word(case: Case) -> Iterator[Violation]:
     for found, words, near in _strange(case):
         if near is None:
             what = f"{found}: none of {first_few(words, 12)}"
-            yield Violation(found.key, what, _written(case, found, first_few(words, 30)))
+            yield Violation(found.key, what, case.written(found.key, first_few(words, 30)))
 
 
 def _strange(case: Case) -> Iterator[tuple[Setting, Collection[str], str | None]]:
     """Yield the options whose words no release takes, what they take, and what was meant where that can be told."""
     for row in rows_of("words.tsv"):
-        if row["framework"] != case.framework:
+        if row["framework"] not in (case.framework, case.config.framework):
             continue
         with suppress(NotKnownError):
             if row["when"] != "-" and not holds(case, row["when"]):
@@ -81,10 +81,6 @@ def _ratio(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def _written(case: Case, found: Setting, value: str) -> str:
-    return f"{found.key}{' ' if case.framework == 'openrlhf' else ': '}{value}"
-
-
 @error_rule(
     "CKPT150: options that exclude each other, or one that needs another",
     why="The trainer checks them together, and stops",
@@ -107,7 +103,7 @@ def overruled(case: Case) -> Iterator[Violation]:
 
 def _pairs(case: Case, severity: str) -> Iterator[Violation]:
     for row in rows_of("pairs.tsv"):
-        if (row["framework"], row["severity"]) != (case.framework, severity):
+        if row["severity"] != severity or row["framework"] not in (case.framework, case.config.framework):
             continue
         with suppress(NotKnownError):
             if holds(case, row["conditions"]):
