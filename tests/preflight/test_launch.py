@@ -156,6 +156,11 @@ def test_config_that_cannot_be_followed_is_named(text: str, what: str, tmp_path:
     assert caught.value.what == what
 
 
+def test_script_that_starts_two_runs_is_not_green(tmp_path: Path) -> None:
+    line = "accelerate launch --config_file acc.yaml sft.py args.yaml\n"
+    assert "more than one trainer" in script(tmp_path, line + line).why_not
+
+
 def test_program_that_nobody_knows_leaves_the_launchers_config(tmp_path: Path) -> None:
     config = script(tmp_path, "accelerate launch --config_file acc.yaml own.py --my_batch 3 --depth 2\n")
     assert (config.framework, config.spec.world_size) == ("accelerate", 8)

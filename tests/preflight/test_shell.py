@@ -257,7 +257,7 @@ def test_files_that_a_script_writes_are_known_unless_they_may_differ() -> None:
     text = "N=3\ncat > a.yaml <<EOF\nn: $N\nm: $M\nEOF\n"
     text += "cat <<'EOF' > b.yaml\nx: $N\nEOF\ncat <<EOF | tee c.yaml\ny\nEOF\n"
     assert read_script(text).written == {"a.yaml": "n: 3\nm: $M", "b.yaml": "x: $N", "c.yaml": "y"}
-    for more in ("echo x >> a.yaml", "sed -i s/3/4/ a.yaml", "if true; then\ncat > a.yaml <<EOF\nz\nEOF\nfi"):
+    for more in ("echo x >> a.yaml", "sed -i s/3/4/ a.yaml", "cat >> a.yaml <<EOF\nz\nEOF", "if true; then\ncat > a.yaml <<EOF\nz\nEOF\nfi"):
         assert read_script(f"{text}{more}\n").written["a.yaml"] is None
 
 

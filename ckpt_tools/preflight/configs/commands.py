@@ -128,6 +128,8 @@ class _Shell:
     """What ended it: return, exit."""
     targets: tuple[str, ...] = ()
     """Files that the command writes to."""
+    appends: bool = False
+    """Does it write at the end of what they hold already?"""
     last: tuple[str, ...] = ()
     """The words of the last command: a here-document is its input."""
     last_targets: tuple[str, ...] = ()
@@ -170,6 +172,7 @@ class _Shell:
         elif token.kind == "redirection":
             if token.text.lstrip("1&").startswith(">") and not token.text.endswith("&"):
                 self.targets = (*self.targets, self.known.text(token.word) or "")
+                self.appends = ">>" in token.text
         elif token.kind == "heredoc":
             if self.pending:
                 self._end_command()
@@ -384,7 +387,7 @@ class _Shell:
         """Give a here-document to the last command: `read`, or one that writes it into a file."""
         words = self.last
         if words[:1] == ("cat",) and len(words) == 1 and len(self.last_targets) == 1:
-            self.written[self.last_targets[0]] = text if self.is_certain else None
+            self.written[self.last_targets[0]] = text if self.is_certain and not self.appends else None
         elif words[:1] == ("tee",) and len(words) == 2:
             self.written[words[1]] = None if self.stack else text
         elif words[:1] == ("read",) and _NAME.fullmatch(words[-1]) and self.is_certain:

@@ -109,7 +109,7 @@ def launched_documents(document: Document) -> tuple[Document, ...]:
     if launch.launcher == "accelerate":
         found.insert(0, _accelerate(base, launch))
     if len(launches) > 1:
-        found[0] = replace(found[0], starts_more=True)
+        found[-1] = replace(found[-1], starts_more=True)
     return tuple(found)
 
 
