@@ -80,6 +80,14 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepspeed --num_gpus 4 train.py --deepspeed ds.json --per_device_train_batch_size 5 --bf16 --output_dir o",
         {"engine": "deepspeed", "strategy": "full_shard", "world_size": 4, "batch_size": 5},
     ),
+    "switches before the program": (
+        "torchrun --nproc_per_node=2 --standalone train.py args.yaml --seed {1,2} 2>&1 | tee log.txt &",
+        {"world_size": 2, "batch_size": 2},
+    ),
+    "a function that is called last": (
+        'main() {\n torchrun --nproc_per_node=2 train.py args.yaml "$@"\n}\n[ -n "$X" ] || main --max_length 7',
+        {"world_size": 2, "seq_len": 7},
+    ),
     "trl": (
         "trl sft --config args.yaml --max_length=512",
         {"framework": "trainer", "seq_len": 512, "batch_size": 2},
@@ -158,7 +166,8 @@ def test_config_that_cannot_be_followed_is_named(text: str, what: str, tmp_path:
 
 def test_script_that_starts_two_runs_is_not_green(tmp_path: Path) -> None:
     line = "accelerate launch --config_file acc.yaml sft.py args.yaml\n"
-    assert "more than one trainer" in script(tmp_path, line + line).why_not
+    for text in (line + line, "source ./run.sh\n" + line):  # which reads itself in
+        assert "more than one trainer" in script(tmp_path, text).why_not
 
 
 def test_program_that_nobody_knows_leaves_the_launchers_config(tmp_path: Path) -> None:
@@ -241,6 +250,12 @@ def test_words_after_dashes_override_the_file(name: str, tmp_path: Path) -> None
     config = read_config(str(written(tmp_path) / name), overrides=words)
     assert config.framework == framework
     assert {field: getattr(config.spec, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize("word", ["a..b=1", "=x", "~", "x[0]=1", "value"])
+def test_word_after_dashes_that_sets_nothing_is_refused(word: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="sets no option"):
+        read_config(str(written(tmp_path) / "lf.yaml"), overrides=(word,))
 
 
 def test_overrides_of_hydra_add_change_and_remove(tmp_path: Path) -> None:

@@ -202,6 +202,7 @@ def test_what_is_never_closed_is_refused(text: str) -> None:
         "{\n" * 1000,
         "launch " + "${X:-" * 2000 + "}" * 2000,
         "launch " + '"$(' * 2000 + ')"' * 2000,
+        "f0() { :; }\n" + "".join(f"f{i + 1}() {{ f{i}; f{i}; f{i}; }}\n" for i in range(14)) + "f14\n",
     ],
 )
 def test_script_that_stands_for_more_than_any_is_refused(text: str) -> None:
@@ -257,7 +258,12 @@ def test_files_that_a_script_writes_are_known_unless_they_may_differ() -> None:
     text = "N=3\ncat > a.yaml <<EOF\nn: $N\nm: $M\nEOF\n"
     text += "cat <<'EOF' > b.yaml\nx: $N\nEOF\ncat <<EOF | tee c.yaml\ny\nEOF\n"
     assert read_script(text).written == {"a.yaml": "n: 3\nm: $M", "b.yaml": "x: $N", "c.yaml": "y"}
-    for more in ("echo x >> a.yaml", "sed -i s/3/4/ a.yaml", "cat >> a.yaml <<EOF\nz\nEOF", "if true; then\ncat > a.yaml <<EOF\nz\nEOF\nfi"):
+    for more in (
+        "echo x >> a.yaml",
+        "sed -i s/3/4/ a.yaml",
+        "cat >> a.yaml <<EOF\nz\nEOF",
+        "if true; then\ncat > a.yaml <<EOF\nz\nEOF\nfi",
+    ):
         assert read_script(f"{text}{more}\n").written["a.yaml"] is None
 
 

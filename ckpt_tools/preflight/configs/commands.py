@@ -41,6 +41,9 @@ _MAX_DEPTH = 200
 """Compounds and functions inside one another."""
 _MAX_CALLS = 16
 """Functions and files inside one another."""
+_CALL_COST = 64
+"""Characters that a token of a function costs, each time that it is called: a dozen lines can call one a million times.
+"""
 
 OpenFile = Callable[[str], tuple[str, str] | None]
 """Name of a file in a script → its path and text, if it is here."""
@@ -312,7 +315,7 @@ class _Shell:
 
     def _inside(self, tokens: Sequence[Token], arguments: tuple[str, ...] | None, *, is_certain: bool = True) -> None:
         """Take the tokens of a function or a file, and come back."""
-        self.known.spend(len(tokens))
+        self.known.spend(_CALL_COST * len(tokens))
         before = (
             self.known.arguments,
             self.known.has_other_arguments,
@@ -337,7 +340,7 @@ class _Shell:
 
     def _source(self, words: tuple[str, ...]) -> None:
         """Read a file in, as `source` does; one that is not here may set anything."""
-        found = self._open(words[1]) if len(words) > 1 else None
+        found = self._open(words[1]) if len(words) > 1 and self.num_calls < _MAX_CALLS else None
         if found is None:
             self.known.forget_all()
             return

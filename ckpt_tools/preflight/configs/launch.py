@@ -89,7 +89,7 @@ def _is_program(command: Sequence[str], names: Sequence[str], at: int) -> bool:
         return word not in _OWN_MODULES
     if names[at] in _CLIS:
         return bool(after) and after[0] in _CLIS[names[at]]
-    return word.endswith(".py") and not before.startswith("--")
+    return word.endswith(".py")
 
 
 def launched_documents(document: Document) -> tuple[Document, ...]:
@@ -109,7 +109,7 @@ def launched_documents(document: Document) -> tuple[Document, ...]:
     if launch.launcher == "accelerate":
         found.insert(0, _accelerate(base, launch))
     if len(launches) > 1:
-        found[-1] = replace(found[-1], starts_more=True)
+        found[-1] = replace(found[-1], starts_more=document.path)
     return tuple(found)
 
 
