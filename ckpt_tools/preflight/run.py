@@ -163,6 +163,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             check.why_not = options.why_skipped("checkpoint")
             asked = replace(sources, resumes=resumes, checkpoint=None if check.why_not else sources.checkpoint)
             match, view = _check_checkpoint(check, flight, spec, asked, cuts)
+            check.what = check.why_not or check.what
         with flight.check("rules") as check:
             check.why_not = options.why_skipped("rules")
             if not check.why_not:
@@ -177,6 +178,8 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             too_small = blocks_too_small(spec, shapes)
             doubted = replace(question, why_not=too_small) if too_small and not no_memory else question
             estimate = _check_memory(check, flight, spec, doubted, None if too_small else estimating, gpu_memory)
+    for code in set(options.ignore) - {one.code for one in flight.ignored}:
+        flight.notes.append(f"--ignore {escape_name(code)}: there is no such finding")
     return PreflightReport(
         config=config_path,
         framework=" + ".join((*(one.framework for one in config.beside), config.framework)),
