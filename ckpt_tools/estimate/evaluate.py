@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.estimate import formula
+from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import Figures
 from ckpt_tools.estimate.margin import Margin, margin_of
-from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, Case, EstimateOptions, cases_of
+from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Proposal
 
 Track = Callable[[Case], Memory | str]

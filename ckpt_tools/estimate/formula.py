@@ -47,14 +47,13 @@ With offload, parameters, gradients and optimizer state are not on the device, a
 
 from __future__ import annotations
 
+from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import Block, Figures
-from ckpt_tools.estimate.options import DTYPE_BYTES, OPTIMIZERS, Case
 from ckpt_tools.estimate.report import Memory
+from ckpt_tools.estimate.tables import DTYPE_BYTES, NF4_SCALE_BYTES, OPTIMIZERS
 
 NF4_BYTES = 0.5
 """Of a packed weight."""
-NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
-"""Per weight: an 8-bit scale for 64 weights, and an f32 scale for 256 of those (double quantisation)."""
 LOSS_BYTES = 12
 """Per token and word."""
 STEP_COPIES = 2
@@ -83,7 +82,7 @@ def estimate(figures: Figures, case: Case) -> Memory:
     params = (trained * m + plain * q + quantised * NF4_BYTES) / shards
     params += quantised * NF4_SCALE_BYTES / tp
     grads = trained * m / shards
-    optimizer = OPTIMIZERS[case.optimizer] * trained * DTYPE_BYTES[case.state_dtype or case.master_dtype] / shards
+    optimizer = _state_bytes(case) * trained / shards
 
     block = largest.params * c / tp
     whole = (figures.params + (trained if case.lora else 0)) * c / tp
@@ -154,3 +153,9 @@ def _kept_values(block: Block, tp: int) -> float:
     values = 2 * block.outputs + 2 * block.hidden
     whole = min(8 * block.hidden, values)
     return whole + (values - whole) / tp
+
+
+def _state_bytes(case: Case) -> float:
+    """Return the optimizer's bytes per trained value."""
+    kind = OPTIMIZERS[case.optimizer]
+    return kind.values * (kind.nbytes or DTYPE_BYTES[case.state_dtype or case.master_dtype])

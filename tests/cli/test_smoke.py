@@ -22,7 +22,7 @@ CKPT = [sys.executable, "-m", "ckpt_tools", "smoke"]
 FIELDS = {
     "schema_version", "ok", "source", "model", "world_size", "mesh", "strategy", "device", "losses",
     "reference_losses", "max_grad_error", "tolerances", "phases", "reload", "memory", "memory_measured", "notes",
-    "findings", "stacks", "step_seconds", "compared",
+    "findings", "stacks", "step_seconds", "compared", "grad_errors", "phase_memory_measured",
 }  # fmt: skip
 
 

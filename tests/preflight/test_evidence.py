@@ -37,7 +37,7 @@ UNREAD = {
         "${A[@]}",
     ),
     "array of another file": (f'source args.sh\n{VERL} "${{ARGS[@]}}"', "${ARGS[@]}"),
-    "arguments of a function": (f'f() {{\n{VERL} "$@"\n}}\nf trainer.nnodes=2', "$@ of a function"),
+    "arguments of a function": (f'f() {{\n{VERL} "$@"\n}}\n"$1" trainer.nnodes=2', "$@ of a function"),
     "options in a variable": (VERL + "$EXTRA", "$EXTRA"),
     "options of a command": (RLHF + "$(cat options.txt)", "$(cat options.txt)"),
     "value of the environment": (VERL + "trainer.nnodes=$NNODES", "trainer.nnodes"),

@@ -32,6 +32,8 @@ def check_fp32(report, *, findings=()):
     for loss, expected in zip(report.losses, report.reference_losses, strict=True):
         assert abs(loss - expected) <= LOSS_FP32 * max(1, abs(expected))
     assert report.max_grad_error <= GRADIENT_FP32
+    assert max(report.grad_errors.values()) == report.max_grad_error
+    assert all(phase.memory_bytes > 1 << 26 for phase in report.phases[2:] if phase.ok)
 
 
 @pytest.mark.parametrize(

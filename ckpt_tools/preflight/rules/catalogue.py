@@ -10,7 +10,9 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.rules import (
     adapters,
+    batches,
     engines,
+    launching,
     model,
     oddities,
     optimizers,
@@ -18,7 +20,9 @@ from ckpt_tools.preflight.rules import (
     parallel,
     precision,
     saving,
+    schedules,
     sizes,
+    words,
     world,
 )
 from ckpt_tools.preflight.rules.rule import ALL, Case, Rule, apply
@@ -38,6 +42,10 @@ _MODULES: Mapping[str, ModuleType] = {
     "Optimizers": optimizers,
     "What only one framework does": oddities,
     "Sizes": sizes,
+    "Batches and lengths": batches,
+    "Launch": launching,
+    "Schedules": schedules,
+    "Words, and options that exclude each other": words,
 }
 """Heading → the file of its rules; the tens of an id are its heading."""
 GROUPS: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
