@@ -39,15 +39,18 @@ def write_lists() -> None:
 
 def _render(sources: list[list[str]]) -> str:
     lines = ["# Option names, under the newest release that has them. Written by bin/world --names; do not edit."]
-    for section in dict.fromkeys(row[1] for row in sources):
+    for section in dict.fromkeys(row[1].partition("/")[0] for row in sources):
         last: dict[str, str] = {}
-        for _, _, project, kind, place, what in (row for row in sources if row[1] == section):
+        for at, _, project, kind, place, what in (
+            (one[1].partition("/")[2], *one[1:]) for one in sources if one[1].partition("/")[0] == section
+        ):
+            above = f"{at}/" if at else ""  # a section `job/loss` has the names inside the option `loss`
             if kind == "words":
-                last |= dict.fromkeys(what.split(), place) | last
+                last |= {above + name: place for name in what.split()} | last
                 continue
             for release in pinned():
                 if release.project == project:
-                    last |= dict.fromkeys(_names(release, kind, place, what), release.name)
+                    last |= {above + name: release.name for name in _names(release, kind, place, what)}
         for release in sorted(set(last.values()), key=_newest_first):
             lines += ["", f"[{section}] {release}"]
             lines += _wrapped(sorted(name for name, found in last.items() if found == release))
@@ -105,7 +108,7 @@ def _classes(tree: Path, place: str) -> dict[str, tuple[list[str], dict[str, str
     found: dict[str, tuple[list[str], dict[str, str]]] = {}
     for path in (path for path in _matching(tree, place) if path.suffix == ".py"):
         for outer, node in _class_nodes(ast.parse(path.read_text(encoding="utf-8")), ""):
-            bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+            bases = [ast.unparse(base) for base in node.bases]
             fields: dict[str, str] = {}
             for item in node.body:
                 if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
@@ -140,6 +143,7 @@ def _fields_of(
     classes: dict[str, tuple[list[str], dict[str, str]]], name: str, seen: frozenset[str], *, nested: bool = False
 ) -> dict[str, str]:
     """Return the fields of a class and its bases; with `nested`, also those of the classes inside, as paths."""
+    name = name if name in classes else name.rpartition(".")[2]
     if name not in classes or name in seen:
         return {}
     bases, own = classes[name]

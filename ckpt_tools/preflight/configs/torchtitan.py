@@ -71,7 +71,7 @@ class ActivationCheckpoint(Section, unknown=None):
     mode: Annotated[str, choice("none", "full", "selective", "memory_budget")] | None = None
 
 
-class ParamGroup(Section, unknown=None):
+class ParamGroup(Section, known=known("torchtitan", "param_group"), unknown=None):
     """One of `optimizer.param_groups`, since 0.3."""
 
     optimizer_name: Word | None = None
@@ -84,7 +84,7 @@ class Optimizer(Section, unknown=None):
     param_groups: list[ParamGroup] = Field(default_factory=list)
 
 
-class Converter(Section, unknown=None):
+class Converter(Section, known=known("torchtitan", "converter"), unknown=None):
     """One of `model_spec.converters`, as a function of the registry gives it."""
 
     rank: Count | None = None
@@ -92,7 +92,7 @@ class Converter(Section, unknown=None):
     target_modules: Names | None = None
 
 
-class ModelSpec(Section, unknown=None):
+class ModelSpec(Section, known=known("torchtitan", "model_spec"), unknown=None):
     """What `model_registry` makes; `flavor` is one of the model's sizes."""
 
     flavor: Word | None = None
