@@ -261,7 +261,7 @@ def _describe_options(config: Config) -> str:
 
 def _check_rules(check: _Check, flight: _Flight, config: Config, view: ModelView) -> None:
     check.findings = flight.placed(_broken_rules(config, view.facts), config)
-    count = sum(any(rule.is_for(one.framework) for one in (config, *config.beside)) for rule in RULES)
+    count = sum(any(rule.is_for(one) for one in (config, *config.beside)) for rule in RULES)
     told = "" if view.facts is not None else ", except where they need the model"
     # A rule that asks for what could not be read finds nothing.
     check.was_made = not config.unread_fields
