@@ -1,4 +1,7 @@
-"""CKPT14x: words that an option takes, and CKPT15x: options that need or exclude each other; both out of tables."""
+"""CKPT14x: words that an option takes, CKPT15x: options that need or exclude each other, and older rules of that kind.
+
+All are rows of tables: `words.tsv`; `pairs.tsv`, and `rules.tsv` for what is said of them in the reference.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,19 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 from ckpt_tools.preflight.configs.options import is_typo
-from ckpt_tools.preflight.rules.conditions import holds, options_of, rows_of
-from ckpt_tools.preflight.rules.rule import Case, NotKnownError, Setting, Violation, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.conditions import frameworks_of, holds, option_in, options_of, rows_of
+from ckpt_tools.preflight.rules.rule import (
+    ALL,
+    Case,
+    Check,
+    NotKnownError,
+    Rule,
+    Setting,
+    Violation,
+    error_rule,
+    shown,
+    warning_rule,
+)
 from ckpt_tools.text import first_few
 
 _LIKE = 0.85
@@ -81,43 +95,41 @@ def _ratio(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-@error_rule(
-    "CKPT150: options that exclude each other, or one that needs another",
-    why="The trainer checks them together, and stops",
-    fix="one of them, or the one that is missing",
+def _check_of(rule: str) -> Check:
+    """Return the check of a rule whose violations are rows of `pairs.tsv`."""
+
+    def check(case: Case) -> Iterator[Violation]:
+        for row in rows_of("pairs.tsv"):
+            if row["rule"] == rule and row["framework"] in (case.framework, case.config.framework):
+                with suppress(NotKnownError):
+                    if holds(case, row["conditions"]):
+                        yield _violation(case, row)
+
+    return check
+
+
+TABLE_RULES = tuple(
+    Rule(
+        id=row["rule"],
+        severity="error" if row["severity"] == "error" else "warning",
+        title=row["title"],
+        why=row["why"],
+        fix=row["fix"],
+        frameworks=ALL if row["rule"] in ("CKPT150", "CKPT151") else frameworks_of("pairs.tsv", row["rule"]),
+        check=_check_of(row["rule"]),
+    )
+    for row in rows_of("rules.tsv")
 )
-def excluded(case: Case) -> Iterator[Violation]:
-    """Pairs and their sources: `pairs.tsv`."""
-    yield from _pairs(case, "error")
-
-
-@warning_rule(
-    "CKPT151: options of which one changes what the other means",
-    why="It runs, but one of them is ignored, or newer releases do not have it",
-    fix="what is said beside it",
-)
-def overruled(case: Case) -> Iterator[Violation]:
-    """Pairs and their sources: `pairs.tsv`."""
-    yield from _pairs(case, "warning")
-
-
-def _pairs(case: Case, severity: str) -> Iterator[Violation]:
-    for row in rows_of("pairs.tsv"):
-        if row["severity"] != severity or row["framework"] not in (case.framework, case.config.framework):
-            continue
-        with suppress(NotKnownError):
-            if holds(case, row["conditions"]):
-                yield _violation(case, row)
+"""Rules whose violations are rows of a table; by their ids they belong to the other rules' headings."""
 
 
 def _violation(case: Case, row: Mapping[str, str]) -> Violation:
     """Make the violation of a row: its first option that is there is named, and shown with its value."""
     names = [options_of(one) for one in row["conditions"].split()]
-    there = [found for found in (case.option(*one) for one in names) if found is not None]
-    dashes = "--" if case.framework == "openrlhf" else ""
-    key = there[0].key if there else dashes + names[0][0]
+    there = [found for found in (option_in(case, one) for one in names) if found is not None and found.key]
+    key = there[0].key if there else names[0][0]
     values = ", ".join(dict.fromkeys(f"{one.key}: {_brief(one)}" for one in there))
-    return Violation(key, f"{row['what']} ({values})" if values else row["what"], row["fix"])
+    return Violation(key, f"{row['what']} ({values})" if values else row["what"], row["fix"].replace("{key}", key))
 
 
 def _brief(found: Setting) -> str:
