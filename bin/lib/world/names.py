@@ -83,6 +83,9 @@ def _names(release: Release, kind: str, place: str, what: str) -> set[str]:
     for path in _matching(tree, place):
         if kind == "keys":
             found |= _keys_at(yaml.safe_load(path.read_text(encoding="utf-8")), what)
+        elif kind == "paths":
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            found |= {one for one in _paths(values) if f"{one}/".startswith(what)}
         elif kind == "defaults":
             found |= _defaults_of(yaml.safe_load(path.read_text(encoding="utf-8")))
         elif kind == "options":
@@ -175,6 +178,15 @@ def _defaults_of(values: object) -> set[str]:
     given = values.get("defaults") if isinstance(values, dict) else None
     pairs = (item if isinstance(item, dict) else {item: None} for item in given or ())
     return {str(key) if file is None else f"{key}:{file}" for pair in pairs for key, file in pair.items()}
+
+
+def _paths(values: object, above: str = "") -> Iterator[str]:
+    """Yield the key paths of a tree, with slashes; a name with a blank would be two words of a list."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        path = f"{above}{key}"
+        if re.fullmatch(r"[\w.\-/]+", path):
+            yield path
+            yield from _paths(value, f"{path}/")
 
 
 def _keys_at(values: object, path: str) -> set[str]:
