@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 
 from ckpt_tools.preflight.configs.options import is_typo
 from ckpt_tools.preflight.rules.conditions import frameworks_of, holds, option_in, options_of, rows_of
@@ -66,13 +67,18 @@ def _strange(case: Case) -> Iterator[tuple[Setting, Collection[str], str | None]
             if row["when"] != "-" and not holds(case, row["when"]):
                 continue
             found = case.option(*options_of(row["option"]))
-            if found is None or not isinstance(found.value, str):
-                continue
-            words, word = row["words"].split(), found.text
-            if row["case"] == "any":
-                words, word = [one.lower() for one in words], word.lower()
-            if word and word not in words and "/" not in word:
-                yield found, words, _meant(word, words)
+            if found is not None:
+                for item in found.value if isinstance(found.value, list) else [found.value]:
+                    word, words = str(item).strip(), row["words"].split()
+                    if row["case"] == "any":
+                        word, words = word.lower(), [one.lower() for one in words]
+                    if isinstance(item, str) and word and "/" not in word and not _is_among(word, words):
+                        near = difflib.get_close_matches(word, words, n=5)
+                        yield Setting(key=found.key, value=item), [*dict.fromkeys((*near, *words))], _meant(word, words)
+
+
+def _is_among(word: str, words: Collection[str]) -> bool:
+    return any(fnmatchcase(word, one) for one in words)
 
 
 def _meant(word: str, words: Collection[str]) -> str | None:
