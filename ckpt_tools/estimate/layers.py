@@ -68,8 +68,7 @@ def keep_layers(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> dict[str
     """
     before: dict[str, str] = {}
     for name, indices in kept.items():
-        modules = model.get_submodule(name)
-        assert isinstance(modules, nn.ModuleList)
+        modules = list(model.get_submodule(name).children())
         num = len(modules)
         path, _, key = name.rpartition(".")
         setattr(model.get_submodule(path), key, nn.ModuleList(modules[index] for index in indices))

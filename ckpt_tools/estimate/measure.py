@@ -322,7 +322,11 @@ def _passing(model: nn.Module, blocks: Mapping[str, str], case: Case) -> int:
     return most
 
 
-def _tracker_class() -> Any:  # noqa: ANN401 - private to torch, imported late
+def _on_grad(tensor: torch.Tensor, do: Callable[[], None]) -> None:
+    tensor.register_hook(lambda _: do())  # type: ignore[no-untyped-call]
+
+
+def _tracker_class() -> Any:  # noqa: ANN401, C901 - private to torch, imported late
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
@@ -342,6 +346,7 @@ def _tracker_class() -> Any:  # noqa: ANN401 - private to torch, imported late
             self.most: dict[str, dict[str, int]] = {}
             self._goes_back = False
             self.enter("begin")
+            self._carried = self.now()["activations"]  # inputs, and gradients of the micro-batches before
 
         def enter(self, moment: str) -> None:
             """Begin a moment; what only cycles of references hold is gone by then, in every run alike."""
@@ -367,10 +372,10 @@ def _tracker_class() -> Any:  # noqa: ANN401 - private to torch, imported late
                 if self._goes_back:
                     return
                 self.enter(f"after {label}")
-                self.saved = self.now()["activations"]
+                self.saved = self.now()["activations"] - self._carried
                 tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
                 if tensors and tensors[0].requires_grad:
-                    tensors[0].register_hook(lambda _grad: self.enter(f"bwd {label}"))
+                    _on_grad(tensors[0], lambda: self.enter(f"bwd {label}"))
 
             block.register_forward_pre_hook(before)
             block.register_forward_hook(after)

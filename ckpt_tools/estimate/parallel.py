@@ -30,7 +30,7 @@ _SEQUENCE = Shard(1)
 
 def apply_policy(unit: nn.Module, policy: Policy, dp: DeviceMesh, *, root: bool = False) -> None:
     """Make a module a unit of FSDP."""
-    apply = fully_shard if policy.strategy != "no_shard" else replicate_function()
+    apply: Any = fully_shard if policy.strategy != "no_shard" else replicate_function()
     apply(unit, **policy.kwargs(dp, root=root))
 
 

@@ -91,6 +91,14 @@ def _fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
+def _as_on_devices() -> Iterator[None]:
+    """Keep tensors without data from being treated in another way than those with."""
+    with _without_propagation(), _one_sample_a_row(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
 def _without_propagation() -> Iterator[None]:
     """Let DTensor compute shapes of whole tensors in a fake mode of its own, as it does beside real tensors.
 
