@@ -78,7 +78,7 @@ def judge(
     less = (
         (
             0 if is_said else kept * (1 - 1 / tp),
-            "activations are counted whole on every tp rank; say --sequence-parallel and --loss-parallel if they are cut",
+            "activations are counted whole on every tp rank: pass --sequence-parallel, --loss-parallel if they are cut",
         ),
         (
             kept * COMPILED_AWAY if case.compile and not case.activation_checkpointing else 0,

@@ -18,7 +18,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.packed import fuse_loss
 from ckpt_tools.estimate.pipeline import Stage
-from ckpt_tools.estimate.report import Memory
+from ckpt_tools.estimate.report import Memory, UntrackedError
 from ckpt_tools.estimate.tables import DTYPE_BYTES, OPTIMIZERS, TRACKED_OPTIMIZERS
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.ties import output_layer
@@ -76,13 +76,14 @@ def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int
     """Return how a case's step runs on a stage; prepares the model for it.
 
     Raises:
-        UsageError: Only decoders of transformers can be cut like this.
+        UntrackedError: Only decoders of transformers can be cut like this.
+        UsageError: The tokens of a sample cannot be cut evenly.
     """
     special = case.sequence_parallel or case.loss_parallel or case.fused_loss or case.mesh.size("pp") > 1
     if not special:
         return Step(batch=batch, run=_plain_step)
     if set(batch) != {"input_ids", "labels"}:
-        raise UsageError(f"it is not known how the sequence of a {type(model).__name__} is cut")
+        raise UntrackedError(f"it is not known how the sequence of a {type(model).__name__} is cut")
     batch = dict(batch)
     samples, tokens = batch["input_ids"].shape
     tp = case.mesh.size("tp") if case.sequence_parallel else 1
@@ -104,7 +105,7 @@ def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int
         del batch["labels"]
         output = output_layer(model)
         if output is None or tp * case.mesh.size("tp") > 1:
-            raise UsageError("the fused loss is known for output layers that are not cut along tp")
+            raise UntrackedError("the fused loss is known for output layers that are not cut along tp")
         fuse_loss(output)
         run = _fused_step
     elif case.loss_parallel:

@@ -9,6 +9,10 @@ from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.margin import Margin
 
 
+class UntrackedError(Exception):
+    """A case whose memory cannot be tracked, and why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Memory of the rank that holds the most, in bytes.
