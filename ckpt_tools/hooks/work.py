@@ -68,7 +68,9 @@ def tend(job: Job, here: Here) -> Answer:
     while True:
         try:
             tended = tender.once()
-        except BusyError:  # a watch of somebody else's: it does the same
+        except BusyError as error:  # a watch of somebody else's: it does the same
+            if time.monotonic() - since > job.patience_s:
+                return Answer(findings=tuple(findings), failed=(str(error),))
             time.sleep(_POLL_S)
             continue
         findings.update(dict.fromkeys(each for each in tended.findings if each.severity == "error"))

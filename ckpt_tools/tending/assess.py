@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.checks.step import verify_step
@@ -40,7 +40,6 @@ class Assessor:
 
     def assess(self, look: Look, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
         """Say what is known of every checkpoint."""
-        used = self._folder.users(look.saved) if rules.removes else {}
         named = dict(self._named(look, record))
         found: list[Candidate] = []
         last: dict[str, Saved] = {}  # whole, of each series
@@ -57,7 +56,6 @@ class Assessor:
             pins = (
                 saved.oddity,
                 f"the link {escape_name(link)} leads to it" if link else "",
-                f"in use by {used[saved.name]}" if saved.name in used else "",
                 named.get(saved.name, ""),
             )
             found.append(
@@ -122,8 +120,8 @@ class Assessor:
                     return value
         return None
 
-    def _progress(self, file: str, files: Mapping[str, object]) -> Mapping[str, Any]:
-        if files and file not in files:
+    def _progress(self, file: str, files: Collection[str]) -> Mapping[str, Any]:
+        if file not in files:
             return {}
         try:
             found = json.loads(self._folder.read(file) or b"{}")
@@ -133,7 +131,7 @@ class Assessor:
 
     def _named(self, look: Look, record: Mapping[str, Entry]) -> Iterator[tuple[str, str]]:
         """Yield the checkpoints that files of the trainer name: the one to resume from, the best one."""
-        for pointer in POINTERS:
+        for pointer in (each for each in POINTERS if each in look.unknown):
             text = (self._folder.read(pointer, _MAX_POINTER_BYTES) or b"").decode(errors="replace").strip()
             number = int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
             for saved in look.saved:
@@ -142,7 +140,7 @@ class Assessor:
                 ):
                     yield saved.name, f"{pointer} names it"
         verified = [saved for saved in look.saved if (entry := record.get(saved.name)) is not None and entry.ok]
-        states = [{}, self._progress(PROGRESS_FILE, {})]
+        states = [self._progress(PROGRESS_FILE, look.unknown)]
         for one in (look.saved, verified):  # the latest that can be read, and the last verified one
             read = (self._progress(f"{saved.name}/{PROGRESS_FILE}", saved.files) for saved in reversed(one))
             states.append(next(filter(None, read), {}))
@@ -181,11 +179,10 @@ def _kinds(saved: Saved) -> set[str]:
     """Return what a checkpoint has beside the model, in words: what a resumed run would miss."""
     found = set()
     for file in saved.files:
-        root, *parents, name = file.split("/") if "/" in file else ("", file)
+        *parents, name = file.split("/")
         if is_optimizer_file(name):
             found.add("state of an optimizer")
         elif what := describe_file(name):
             found.add(what)
-        found.update(re.sub(r"\d+", "N", each) for each in parents[:1] if is_part(each) or each in ROLES)
-        del root
+        found.update(re.sub(r"\d+", "N", each) for each in parents[1:2] if is_part(each) or each in ROLES)
     return found

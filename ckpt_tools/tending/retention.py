@@ -91,6 +91,8 @@ def _reason(one: Candidate, series: Sequence[Candidate], rules: Rules) -> str | 
         return f"not verified: {one.why or one.state}"
     if rules.last is None and rules.every is None and rules.best is None:
         return "no rule removes it"
+    if rules.best is not None and all(each.metric is None for each in verified):
+        return f"nothing here has a {rules.metric}"
     if rules.last is not None and one in verified[-rules.last :]:
         return f"--keep-last {rules.last}"
     if rules.every is not None and one.step % rules.every == 0:

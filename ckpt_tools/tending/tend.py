@@ -127,7 +127,8 @@ class Tender:
         look = self._look()
         record = self._read_record(look)
         candidates = self._assessor.assess(look, record, rules)
-        _check_rules(candidates, rules)
+        is_prune = settings.level is None  # a watch may begin before anything is measured
+        _check_rules(candidates, rules, must_measure=is_prune and rules.best is not None)
         if wait and self._needs_time(candidates):
             time.sleep(settings.quiet_s)
             look = self._look()
@@ -142,7 +143,7 @@ class Tender:
                 look = self._look()
                 candidates = self._assessor.assess(look, record, rules)
             done.findings += _bad(self._folder, candidates, record, done.verified)
-        decisions = self._send(plan_retention(candidates, rules), look, record, done)
+        decisions = self._send(self._plan(candidates, look), look, record, done)
         stays = [each for each in decisions if each.stays and each.candidate.name in rules.unverified]
         done.failed += [f"{each.candidate.name} stays: {each.reason}" for each in stays]
         for decision in decisions:
@@ -168,6 +169,15 @@ class Tender:
             ),
             dry_run=settings.dry_run,
         )
+
+    def _plan(self, candidates: Sequence[Candidate], look: Look) -> tuple[Decision, ...]:
+        """Decide, and look who uses what is to go."""
+        rules = self._settings.rules
+        decisions = plan_retention(candidates, rules)
+        going = [each.candidate.name for each in decisions if not each.stays]
+        used = self._folder.users(_named(look, going)) if going else {}
+        pins = {name: f"in use by {user}" for name, user in used.items()}
+        return plan_retention([replace(each, pinned=pins.get(each.name, each.pinned)) for each in candidates], rules)
 
     def _look(self) -> Look:
         """List the folder, and note since when everything is as it is."""
@@ -213,7 +223,7 @@ class Tender:
                     done.unchecked.setdefault(f"{label}: {what}" if label else what, []).append(saved.name)
                 nbytes += result.nbytes
         except CkptError as error:
-            self._fail(f"{saved.name} could not be verified: {error}", done)
+            done.failed.append(f"{saved.name} could not be verified: {error}")
             return None
         now = self._folder.look().find(saved.name)
         if now is None or now.stamp != saved.stamp:
@@ -226,10 +236,6 @@ class Tender:
         self._say(f"{saved.name}: {state} ({format_size(nbytes)} of data, level {level})")
         codes = tuple(dict.fromkeys(each.code for each in errors))
         return Entry(stamp=saved.stamp, digest=digest, ok=not errors, level=level, codes=codes)
-
-    def _fail(self, what: str, done: _Done) -> None:
-        done.failed.append(what)
-        self._say(what)
 
     def _send(
         self, decisions: Sequence[Decision], look: Look, record: dict[str, Entry], done: _Done
@@ -245,7 +251,7 @@ class Tender:
                     for root in saved.roots:
                         bring(root, os.path.join(self._folder.path, root))
                 except CkptError as error:
-                    self._fail(f"{saved.name} did not arrive at {where}: {error}", done)
+                    done.failed.append(f"{saved.name} did not arrive at {where}: {error}")
                     continue
                 self._say(f"{saved.name}: arrived at {where}")
                 record[saved.name] = replace(record[saved.name], sent=(*record[saved.name].sent, where))
@@ -258,9 +264,9 @@ class Tender:
     def _remove(self, saved: Saved, decision: Decision, record: dict[str, Entry], done: _Done) -> bool:
         """Remove a checkpoint if it, and what it is superseded by, is still as it was judged."""
         if decision.candidate.state != "verified" and not self._is_quiet(saved):
-            self._fail(f"{saved.name} stays: it may be being written", done)
+            done.failed.append(f"{saved.name} stays: it may be being written")
         elif not self._has_successor(saved, record) or not self._folder.remove(saved):
-            self._fail(f"{saved.name} stays: something has opened or changed it, or what supersedes it", done)
+            done.failed.append(f"{saved.name} stays: something has opened or changed it, or what supersedes it")
         else:
             record.pop(saved.name, None)
             self._say(f"{saved.name}: removed ({format_size(saved.nbytes)})")
@@ -298,12 +304,12 @@ def _named(look: Look, names: Collection[str]) -> list[Saved]:
     return [saved for saved in look.saved if saved.name in names]
 
 
-def _check_rules(candidates: Sequence[Candidate], rules: Rules) -> None:
+def _check_rules(candidates: Sequence[Candidate], rules: Rules, *, must_measure: bool) -> None:
     names = {each.name for each in candidates}
     if missing := [name for name in rules.unverified if name not in names]:
         there = first_few(sorted(names), 6) or "nothing"
         raise UsageError(f"--unverified: no checkpoint is called {missing[0]!r}", hint=f"there is {there}")
-    if rules.best is not None and names and all(each.metric is None for each in candidates):
+    if must_measure and names and all(each.metric is None for each in candidates):
         raise UsageError(
             f"--keep-best: no checkpoint has a {rules.metric}",
             hint="--metric names what the Trainer logs at the steps that it saves, or what Lightning puts into names",

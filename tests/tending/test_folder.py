@@ -20,6 +20,8 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.tending.disk import DiskFolder
 from ckpt_tools.tending.folder import BusyError
 from ckpt_tools.tending.record import RECORD_NAME
+from ckpt_tools.tending.retention import Rules
+from ckpt_tools.tending.tend import Settings, Tender
 
 
 def watch(run, **options):
@@ -239,6 +241,7 @@ def test_best_ones_stay_and_so_does_what_the_trainer_calls_best(tmp_path, templa
     assert reason_of(tended, "checkpoint-2") == "--keep-best 2: eval_loss 0.1"
     with pytest.raises(UsageError, match="no checkpoint has a eval_f1"):
         api.prune(run, keep_best=1, metric="eval_f1")
+    assert reason_of(watch(run, keep_best=1, metric="eval_f1"), "checkpoint-4") == "nothing here has a eval_f1"
 
 
 def test_files_of_lightning_and_ai_toolkit(tmp_path):
@@ -252,14 +255,10 @@ def test_files_of_lightning_and_ai_toolkit(tmp_path):
         for part in ("high_noise", "low_noise"):
             save_file({"w": torch.ones(2)}, run / f"wan_{step:09d}_{part}.safetensors")
     shutil.copy(run / "epoch=0-step=30-val_loss=0.4.ckpt", run / "last.ckpt")
-    tended = watch(run, keep_best=1, metric="val_loss")
-    assert tended.removed == (
-        "epoch=0-step=10-val_loss=0.5.ckpt",
-        "wan_000000010.safetensors",
-        "wan_000000020.safetensors",
-    )
+    assert watch(run, keep_best=1, metric="val_loss").removed == ("epoch=0-step=10-val_loss=0.5.ckpt",)
+    adapters = ("wan_000000010.safetensors", "wan_000000020.safetensors")
+    assert watch(run, keep_last=1).removed == ("epoch=0-step=20-val_loss=0.1.ckpt", *adapters)
     assert names(run) == [
-        "epoch=0-step=20-val_loss=0.1.ckpt",
         "epoch=0-step=30-val_loss=0.4.ckpt",
         "last.ckpt",
         "wan_000000030_high_noise.safetensors",
@@ -277,6 +276,37 @@ def test_models_of_a_step_of_verls_are_all_verified(run, template):
     assert state_of(tended, "global_step_1") == "verified"
     assert state_of(tended, "global_step_2") == "bad"
     assert any(each.where.startswith("global_step_2/critic/") for each in tended.findings)
+
+
+def tend_with(run, act):
+    """Tend the folder, and let something happen between the plan and the removal."""
+    settings = Settings(rules=Rules(last=1), quiet_s=0, send={"there": lambda *_: act()})
+    return Tender(DiskFolder(str(run)), settings).once()
+
+
+def test_what_changes_after_it_was_judged_stays(run):
+    tended = tend_with(run, (run / "step-10" / "new").touch)
+    assert tended.removed == ("step-20",)
+    assert "step-10 stays" in tended.failed[0]
+
+
+def test_what_has_lost_its_successor_stays(run):
+    assert tend_with(run, lambda: shutil.rmtree(run / "step-30")).removed == ()
+    assert names(run) == ["step-10", "step-20"]
+
+
+def test_removal_is_taken_back_when_somebody_has_come_in_between(run):
+    folder = DiskFolder(str(run))
+    saved = folder.look().find("step-10")
+    (run / "step-10" / "__0_0.distcp").write_bytes(b"")
+    assert not folder.remove(saved)
+    saved = folder.look().find("step-10")
+    with open(run / "step-10" / ".metadata", "rb"):
+        assert not folder.remove(saved)
+    assert sorted(os.listdir(run)) == ["step-10", "step-20", "step-30"]
+    shutil.rmtree(run / "step-10")
+    assert not folder.remove(saved)
+    assert sorted(os.listdir(run)) == ["step-20", "step-30"]
 
 
 def test_one_ckpt_tends_a_folder_at_a_time(run):
