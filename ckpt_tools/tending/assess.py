@@ -6,15 +6,18 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ckpt_tools.checks.step import verify_step
 from ckpt_tools.checks.verify import Level, Verification, verify
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import PROGRESS_FILE, ROLES, describe_file, is_optimizer_file, is_part
+from ckpt_tools.formats.torch_zip import check_archive
 from ckpt_tools.options import ProgressFactory
+from ckpt_tools.remote.places import open_source
 from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import Entry
 from ckpt_tools.tending.retention import Candidate, Rules
@@ -22,6 +25,7 @@ from ckpt_tools.tending.series import POINTERS, metric_in_name
 from ckpt_tools.text import escape_name, first_few
 
 _TEMPORARY = re.compile(r".*\.(tmp|part|partial|incomplete)|(tmp|\.tmp)[-_.].*", re.ASCII)
+_BESIDE = re.compile(r"[^/]+/[^/]+\.(bin|pth?|pkl)")
 _MAX_POINTER_BYTES = 4096
 
 
@@ -104,7 +108,7 @@ class Assessor:
                 examine(path, level="structure", num_workers=1)
             except CkptError as error:
                 return f"{label}: {error.what}" if label else error.what
-        return ""
+        return next((f"{name}: {what}" for name, what in check_beside(self._folder, saved, content=False)), "")
 
     def _metric(self, saved: Saved, metric: str) -> float | None:
         """Return what the trainer has measured at this very step."""
@@ -173,6 +177,32 @@ def examine(path: str, *, level: Level, num_workers: int, progress: ProgressFact
         nbytes = opened.checkpoint.total_bytes
         receiver = progress(nbytes) if progress is not None and nbytes else None
         return verify(opened, level=level, num_workers=num_workers, progress=receiver)
+
+
+def check_beside(folder: Folder, saved: Saved, *, content: bool) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the pickles that a trainer keeps beside the model: (file, what).
+
+    `verify` reads the model; without its optimizer's state a run resumes as little. Nothing is unpickled.
+
+    Args:
+        folder: The folder.
+        saved: The checkpoint.
+        content: Hold every byte against its CRC-32; without, only look whether the files end as they must.
+    """
+    names = [name for name in saved.files if _BESIDE.fullmatch(name) and "_rank" not in name]
+    for name in names:
+        base = name.rpartition("/")[2]
+        if not (is_optimizer_file(base) or describe_file(base)):
+            continue
+        with open_source(os.path.join(folder.path, os.path.dirname(name))) as source:
+            try:
+                nbytes = source.size(base)
+                check_archive(nbytes, partial(source.read, base), content=content)
+            except UnreadableError as error:
+                yield name, error.what
+            else:
+                if not nbytes:
+                    yield name, "it is empty"
 
 
 def _kinds(saved: Saved) -> set[str]:

@@ -11,7 +11,7 @@ from ckpt_tools.checks.verify import Level
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.options import ProgressFactory
-from ckpt_tools.tending.assess import Assessor, examine, targets
+from ckpt_tools.tending.assess import Assessor, check_beside, examine, targets
 from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import MAX_RECORD_BYTES, RECORD_NAME, Entry, build_record, parse_record
 from ckpt_tools.tending.retention import Candidate, Decision, Rules, plan_retention
@@ -21,6 +21,7 @@ from ckpt_tools.units import format_size
 
 _MAX_FINDINGS = 20
 """Of one checkpoint."""
+_RESTORE = "restore it, or resume from another checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +223,8 @@ class Tender:
                 for what in result.not_checked:
                     done.unchecked.setdefault(f"{label}: {what}" if label else what, []).append(saved.name)
                 nbytes += result.nbytes
+            beside = check_beside(self._folder, saved, content=True)
+            found += [Finding.error("damaged-file", name, what, _RESTORE) for name, what in beside]
         except CkptError as error:
             done.failed.append(f"{saved.name} could not be verified: {error}")
             return None
@@ -274,16 +277,18 @@ class Tender:
         return False
 
     def _has_successor(self, saved: Saved, record: Mapping[str, Entry]) -> bool:
-        """Is there, at this moment, a later checkpoint of the series that is as it was verified?"""
+        """Are there, at this moment, as many later checkpoints of the series as must be, each as it was verified?"""
         look = self._folder.look()
         now = look.find(saved.name)
         later = [
-            each
+            record[each.name].stamp == each.stamp
             for each in look.saved
-            if each.place.series == saved.place.series and (each.place.step or -1) > (saved.place.step or -1)
+            if each.place.series == saved.place.series
+            and (each.place.step or -1) > (saved.place.step or -1)
+            and each.name in record
+            and record[each.name].ok
         ]
-        entries = [(each, record.get(each.name)) for each in later]
-        is_there = any(entry is not None and entry.ok and entry.stamp == each.stamp for each, entry in entries)
+        is_there = sum(later) >= (self._settings.rules.last or 1)
         return is_there and now is not None and now.stamp == saved.stamp
 
     def _remove_leftovers(self, look: Look, candidates: Sequence[Candidate], done: _Done) -> None:

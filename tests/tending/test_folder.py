@@ -134,6 +134,30 @@ def test_model_without_the_optimizer_of_its_predecessors_is_not_whole(tmp_path):
     assert names(run) == ["checkpoint-1", "checkpoint-2"]
 
 
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
+def test_damaged_optimizer_beside_a_good_model_is_no_verified_checkpoint(tmp_path, damage):
+    import torch
+    from safetensors.torch import save_file
+
+    run = tmp_path / "run"
+    for step in (1, 2):
+        path = run / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        save_file({"w": torch.ones(4)}, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text("{}")
+        torch.save({"state": {0: {"exp_avg": torch.arange(8.0)}}}, path / "optimizer.pt")
+        write_state(path, step)
+    file = run / "checkpoint-2" / "optimizer.pt"
+    content = file.read_bytes()
+    at = content.index(torch.arange(8.0).numpy().tobytes()) + 5
+    damaged = content[:at] + b"\xff" + content[at + 1 :]
+    file.write_bytes({"empty": b"", "cut": content[:-30], "flipped": damaged}[damage])
+    tended = watch(run, keep_last=1)
+    assert state_of(tended, "checkpoint-2") == ("bad" if damage == "flipped" else "incomplete")
+    assert state_of(tended, "checkpoint-1") == "verified"
+    assert names(run) == ["checkpoint-1", "checkpoint-2"]
+
+
 def test_unverified_one_goes_by_its_name_alone(run):
     flip(run / "step-20" / "__0_0.distcp")
     watch(run)
@@ -291,8 +315,8 @@ def test_what_changes_after_it_was_judged_stays(run):
 
 
 def test_what_has_lost_its_successor_stays(run):
-    assert tend_with(run, lambda: shutil.rmtree(run / "step-30")).removed == ()
-    assert names(run) == ["step-10", "step-20"]
+    assert tend_with(run, lambda: shutil.rmtree(run / "step-30")).removed == ("step-10",)
+    assert names(run) == ["step-20"]
 
 
 def test_removal_is_taken_back_when_somebody_has_come_in_between(run):
