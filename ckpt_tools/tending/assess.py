@@ -26,6 +26,9 @@ from ckpt_tools.text import escape_name, first_few
 
 _TEMPORARY = re.compile(r".*\.(tmp|part|partial|incomplete)|(tmp|\.tmp)[-_.].*", re.ASCII)
 _BESIDE = re.compile(r"[^/]+/[^/]+\.(bin|pth?|pkl)")
+"""What torch.save writes."""
+_READ = re.compile(r"(model|optim)_world_size_|pytorch_model")
+"""How the names begin of those among them that `verify` reads whole."""
 _MAX_POINTER_BYTES = 4096
 
 
@@ -189,10 +192,9 @@ def check_beside(folder: Folder, saved: Saved, *, content: bool) -> Iterator[tup
         saved: The checkpoint.
         content: Hold every byte against its CRC-32; without, only look whether the files end as they must.
     """
-    names = [name for name in saved.files if _BESIDE.fullmatch(name) and "_rank" not in name]
-    for name in names:
+    for name in filter(_BESIDE.fullmatch, saved.files):
         base = name.rpartition("/")[2]
-        if not (is_optimizer_file(base) or describe_file(base)):
+        if _READ.match(base):
             continue
         with open_source(os.path.join(folder.path, os.path.dirname(name))) as source:
             try:

@@ -119,6 +119,8 @@ class Tender:
         """
         if self._settings.dry_run:
             return self._pass(wait=False)
+        if not self._seen and not self._look().saved:  # nothing is written where no run is
+            return Tended(path=self._folder.path, decisions=())
         with self._folder.lock():
             return self._pass(wait=wait)
 

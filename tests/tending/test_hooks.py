@@ -143,6 +143,32 @@ def test_killed_run_takes_its_process_along(run):
     assert not os.path.exists(f"/proc/{pids[0]}")
 
 
+@pytest.mark.full
+def test_adapter_of_the_last_good_checkpoint_is_exported_at_the_end(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    config = '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["a"]}'
+    for step in (1, 2):
+        path = tmp_path / "run" / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        factors = {"lora_A": torch.full((2, 4), float(step)), "lora_B": torch.ones(4, 2)}
+        factors = {f"base_model.model.a.{name}.weight": factor for name, factor in factors.items()}
+        save_file(factors, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(config)
+    cut = tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-4])
+    out = tmp_path / "adapter"
+    with (
+        pytest.warns(RuntimeWarning, match="unfinished-checkpoint"),
+        hooks.Tending(tmp_path / "run", rank=0, export_adapter=out, settle_s=0.0, patience_s=0.2) as tending,
+    ):
+        tending.saved("checkpoint-2")
+    from safetensors.torch import load_file
+
+    assert load_file(out / "adapter_model.safetensors")["base_model.model.a.lora_A.weight"].unique().tolist() == [1.0]
+
+
 def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match="keep_last must be at least 1"):
         hooks.Tending("run", keep_last=0)
