@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,7 +38,7 @@ class Rules:
     """So many with the best metric."""
     metric: str = "eval_loss"
     greater_is_better: bool = False
-    unverified: Collection[str] = ()
+    unverified: tuple[str, ...] = ()
     """Names of checkpoints that go although they are not verified."""
 
     @property

@@ -343,30 +343,8 @@ def _bad(
 def tended_json(tended: Tended) -> dict[str, object]:
     """Return the JSON document of `prune` and `watch`."""
     rows = [
-        {
-            "name": each.candidate.name,
-            "series": each.candidate.series,
-            "step": each.candidate.step,
-            "nbytes": each.candidate.nbytes,
-            "state": each.candidate.state,
-            "why": each.candidate.why,
-            "metric": each.candidate.metric,
-            "stays": each.candidate.name not in tended.removed,
-            "reason": each.reason,
-        }
+        {**asdict(each.candidate), "stays": each.candidate.name not in tended.removed, "reason": each.reason}
         for each in tended.decisions
     ]
-    return {
-        "path": tended.path,
-        "ok": tended.ok,
-        "dry_run": tended.dry_run,
-        "checkpoints": rows,
-        "verified": list(tended.verified),
-        "removed": list(tended.removed),
-        "freed_bytes": tended.freed_bytes,
-        "unknown": list(tended.unknown),
-        "failed": list(tended.failed),
-        "findings": [asdict(each) for each in tended.findings],
-        "notes": list(tended.notes),
-        "not_checked": list(tended.not_checked),
-    }
+    rest = {name: value for name, value in asdict(tended).items() if name != "decisions"}
+    return {**rest, "ok": tended.ok, "checkpoints": rows}
