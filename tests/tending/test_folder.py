@@ -23,6 +23,10 @@ from ckpt_tools.tending.record import RECORD_NAME
 from ckpt_tools.tending.retention import Rules
 from ckpt_tools.tending.tend import Settings, Tender
 
+pytestmark = pytest.mark.full(
+    but=["test_prune_removes_what_is_superseded", "test_bad_checkpoint_is_a_finding_and_removes_nothing"]
+)
+
 
 def watch(run, **options):
     return api.watch(run, once=True, settle=0, **options)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from types import SimpleNamespace
 
 import pytest
 from seeds import guide
 from steps import toy_steps
 from tending.runs import save_step
 
-from ckpt_tools import hooks
 from ckpt_tools.cli import main
 
 TEXT = (guide.GUIDES / "tending.md").read_text(encoding="utf-8")
@@ -34,14 +32,3 @@ def test_guides_loop_runs(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     guide.run("tending", "loop", {"train_step": lambda: {"model": toy_steps.state_of(0)}})
     assert sorted(each for each in os.listdir("run") if not each.startswith(".")) == ["step-3", "step-4"]
-
-
-@pytest.mark.full
-def test_guides_callbacks_are_made():
-    pytest.importorskip("transformers", reason="needs transformers")
-    pytest.importorskip("lightning", reason="needs lightning")
-    taken = []
-    guide.run("tending", "trainer", {"trainer": SimpleNamespace(add_callback=taken.append)})
-    made = guide.run("tending", "lightning", {"checkpointing": None})["callbacks"]
-    assert isinstance(taken[0], hooks.TrainerTending)
-    assert isinstance(made[1], hooks.LightningTending)

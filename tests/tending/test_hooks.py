@@ -10,8 +10,10 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from seeds import guide
 from steps import toy_steps
 from tending.runs import flip
 
@@ -19,6 +21,7 @@ from ckpt_tools import hooks
 from ckpt_tools.errors import UsageError
 from ckpt_tools.tending.record import RECORD_NAME, parse_record
 
+pytestmark = pytest.mark.full(but=["test_settings_that_make_no_sense_are_refused", "test_other_ranks_do_nothing"])
 FAST = {"settle_s": 0.0, "patience_s": 20.0}
 
 
@@ -143,7 +146,6 @@ def test_killed_run_takes_its_process_along(run):
     assert not os.path.exists(f"/proc/{pids[0]}")
 
 
-@pytest.mark.full
 def test_adapter_of_the_last_good_checkpoint_is_exported_at_the_end(tmp_path):
     import torch
     from safetensors.torch import save_file
@@ -215,19 +217,20 @@ def tiny_trainer(run, callback, **options):
     return transformers.Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_is_tended(tmp_path):
     pytest.importorskip("transformers", reason="needs transformers")
     pytest.importorskip("accelerate", reason="needs accelerate")
     callback = hooks.TrainerTending(keep_last=1, keep_best=1, **FAST)
     tiny_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=1).train()
+    taken = []
+    guide.run("tending", "trainer", {"trainer": SimpleNamespace(add_callback=taken.append)})
+    assert isinstance(taken[0], hooks.TrainerTending)
     assert names(tmp_path) == ["checkpoint-4"]
     assert verified(tmp_path) == ["checkpoint-4"]
     assert children() == []
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_stops_at_a_bad_checkpoint_where_that_is_wanted(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -262,7 +265,6 @@ def Once(trainer):  # noqa: N802 - a class, made where its library is there
     return Callback()
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_is_tended(tmp_path):
     lightning = pytest.importorskip("lightning", reason="needs lightning")
@@ -280,6 +282,7 @@ def test_lightning_is_tended(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -287,10 +290,7 @@ def test_lightning_is_tended(tmp_path):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[
-            ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1),
-            hooks.LightningTending(keep_last=2, **FAST),
-        ],
+        callbacks=guide.run("tending", "lightning", {"checkpointing": saves})["callbacks"],
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
     assert names(tmp_path) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt"]
@@ -332,7 +332,6 @@ def train_on_two_ranks(rank, world_size, output):
     return worlds.run_ranks(2, train_sharded, output)
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_is_tended_on_two_ranks_under_fsdp2(tmp_path):
     for needed in ("transformers", "accelerate", "peft"):
