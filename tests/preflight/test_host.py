@@ -157,6 +157,30 @@ def test_needs_of_a_launcher_are_those_of_its_file(tmp_path: Path) -> None:
     assert (found.ranks, found.nodes, found.meeting) == (8, 2, ("10.0.0.1", 29501))
 
 
+def test_ranks_of_a_machine_are_not_known_without_its_number_of_machines(tmp_path: Path) -> None:
+    """Thirty-two ranks on eight GPUs may be four machines."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"base_model": "org/m", "bf16": True, "micro_batch_size": 1, "output_dir": "out"}))
+    config = read_config(str(path), framework="axolotl", world_size=32)
+    assert needs_of((config,), None, {}).ranks is None
+    assert needs_of((config,), None, {"SLURM_NNODES": "4"}).ranks == 8
+    assert needs_of((config,), None, {"LOCAL_WORLD_SIZE": "4"}).ranks == 4
+
+
+def test_needs_of_a_script_that_hides_options_are_those_that_it_shows(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    command = "torchrun --nproc_per_node=8 -m openrlhf.cli.train_sft --save_path /s --train_batch_size $N"
+    path.write_text(command + ' "${MORE[@]}"\n')
+    found = needs_of((read_config(str(path), framework="openrlhf"),), None, {})
+    assert (found.saves, found.ranks, found.uses_gpus) == (("/s",), None, True)
+
+
+def test_run_on_processors_needs_no_gpus(tmp_path: Path) -> None:
+    values = {"distributed_type": "MULTI_CPU", "num_processes": 8, "use_cpu": True}
+    found = needs_of((config_of(tmp_path, values, "accelerate"),), None, {})
+    assert codes(host(devices=()), found) == []
+
+
 def test_needs_leave_patterns_lists_and_names_of_the_hub_alone(tmp_path: Path) -> None:
     values = {"actor_rollout_ref": {"model": {"path": "org/m"}, "actor": {"strategy": "fsdp2"}},
               "data": {"train_files": ["/data/*.parquet", "/data/a.parquet"], "val_files": "s3://b/x.parquet"},

@@ -26,6 +26,8 @@ _SECONDS = 10.0
 """How long one look may take: a dead file server or name server answers never."""
 _QUERY = "index,name,memory.total,memory.used,driver_version,uuid"
 _PROBE_BYTES = 4096
+_OTHERS = ("/dev/kfd", "/dev/davinci*", "/dev/accel*", "/dev/hl[0-9]*", "/dev/neuron*", "/dev/cambricon*")
+"""Devices of other makers, whom nobody here can count."""
 Value = TypeVar("Value")
 
 
@@ -78,7 +80,7 @@ def _devices() -> tuple[tuple[Device, ...] | None, str | None]:
     found = glob.glob("/proc/driver/nvidia/gpus/*")
     driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", _text("/proc/driver/nvidia/version"))
     if not found:  # other makers' GPUs have no file here
-        return (None if os.path.exists("/dev/kfd") else ()), None
+        return (None if any(map(glob.glob, _OTHERS)) else ()), None
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(found) if asked is None else min(len(found), len(_ids(asked)))
     return tuple(Device(name="GPU") for _ in range(count)), driver[1] if driver is not None else None
