@@ -124,6 +124,9 @@ def _place(place: Place, needs: Needs) -> Iterator[Finding]:
             make = Finding.error if place.path.startswith("/") else Finding.warning  # where will the job be started?
             yield make("host-path", where, "it is not on this machine", "mount it, or mend the path")
         return
+    if place.is_rootless:
+        what = "checkpoints go there, and not even its first directory is here: is something not mounted?"
+        yield Finding.warning("host-write", where, what, "mount it, or mend the path")
     if place.problem:
         what = f"checkpoints go there, and a file cannot be written: {place.problem}"
         yield Finding.error("host-write", where, what, "look at mounts, permissions and quotas")
@@ -164,4 +167,4 @@ def _not_checked(host: Host, needs: Needs) -> Iterator[str]:
     if not needs.saves:
         yield "host: where checkpoints go: the config does not say"
     silent = [path for path in needs.paths if path not in host.places]
-    yield from (f"host: {escape_name(path)}: its file system does not answer" for path in silent)
+    yield from (f"host: {escape_name(path)}: it could not be looked at in time" for path in silent)

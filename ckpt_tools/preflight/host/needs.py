@@ -142,12 +142,13 @@ def _paths(cases: list[Case], names: Mapping[str, tuple[str, ...]]) -> Iterator[
                 items = found.value if isinstance(found.value, list) else [found.value]
                 values = [one.get(tail) if is_list and isinstance(one, Mapping) else one for one in items]
                 always = names is _SAVES
-                yield from (one for one in values if isinstance(one, str) and one and (always or _is_path(one)))
+                texts = [one for one in values if isinstance(one, str) and one and "://" not in one]
+                yield from (one for one in texts if always or _is_path(one))
 
 
 def _is_path(text: str) -> bool:
     """Is it one path, and neither a pattern, a list, a URL nor the hub's name of something?"""
-    is_one = not any(sign in text for sign in ("://", "*", "?", "[", ",", "@"))
+    is_one = not any(sign in text for sign in ("*", "?", "[", ",", "@"))
     return is_one and (text.startswith(("/", "./", "../")) or text.endswith(_ENDINGS))
 
 
