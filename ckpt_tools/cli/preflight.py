@@ -59,7 +59,8 @@ def run(call: Call[PreflightReport], *, format: Format = "text", html: Html = No
         if write is not None:
             from ckpt_tools.report.run_pages import preflight_page
 
-            write(preflight_page(report))
+            found = tuple(_located(one, report.places) for one in report.findings)
+            write(preflight_page(replace(report, findings=found, notes=(*report.notes, *_ignored(report)))))
     if form == "json":
         print_json(report.to_json())
     elif form == "text":
@@ -75,6 +76,10 @@ def _located(finding: Finding, places: Mapping[Finding, Place]) -> Finding:
     """Return a finding with the file and line before its key."""
     place = places.get(finding)
     return finding if place is None else replace(finding, where=f"{place}: {finding.where}")
+
+
+def _ignored(report: PreflightReport) -> list[str]:
+    return [f"ignored {one.severity}: {one.code}: {one.what} ({one.where})" for one in report.ignored]
 
 
 def _print(report: PreflightReport, output: Output) -> None:
@@ -93,8 +98,8 @@ def _print(report: PreflightReport, output: Output) -> None:
     ]
     screen.table(("check", "", "seconds", ""), rows, align="llrl")
     screen.line()
-    for finding in report.ignored:
-        screen.line(f"ignored {finding.severity}: {finding.code}: {finding.what} ({finding.where})")
+    for text in _ignored(report):
+        screen.line(text)
     for text in report.notes:
         screen.line(f"note: {text}")
     for text in report.not_checked:

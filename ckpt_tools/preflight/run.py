@@ -178,6 +178,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
                 match, view = None, ModelView(facts=facts)
             else:
                 match, view = _check_checkpoint(check, flight, spec, asked, cuts)
+            check.what = check.why_not or check.what
         with flight.check("rules") as check:
             check.why_not = options.why_skipped("rules")
             if not check.why_not:
@@ -192,6 +193,8 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             too_small = blocks_too_small(spec, shapes)
             doubted = replace(question, why_not=too_small) if too_small and not no_memory else question
             estimate = _check_memory(check, flight, spec, doubted, None if too_small else estimating, gpu_memory)
+    for code in set(options.ignore) - {one.code for one in flight.ignored}:
+        flight.notes.append(f"--ignore {escape_name(code)}: there is no such finding")
     return PreflightReport(
         config=config_path,
         framework=" + ".join((*(one.framework for one in config.beside), config.framework)),
@@ -305,7 +308,7 @@ def _describe_options(config: Config) -> str:
 
 def _check_rules(check: _Check, flight: _Flight, config: Config, view: ModelView) -> None:
     check.findings = flight.placed(_broken_rules(config, view.facts), config)
-    count = sum(any(rule.is_for(one.framework) for one in (config, *config.beside)) for rule in RULES)
+    count = sum(any(rule.is_for(one) for one in (config, *config.beside)) for rule in RULES)
     told = "" if view.facts is not None else ", except where they need the model"
     # A rule that asks for what could not be read finds nothing.
     check.was_made = not config.unread_fields

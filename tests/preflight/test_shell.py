@@ -88,6 +88,7 @@ CERTAIN = {
     "function in a function": 'g() { X=$1; }\nf() { g "$1" ; }\nf \'a b\'; launch "$X"',
     "function with a loop and braces": "f() { for i in 1 2; do { :; }; done; X=4; }\nf; launch $X",
     "function that shifts": 'f() { shift; launch "$@"; }\nf a b c',
+    "no arguments": 'f() { launch "$@" a; }\nf "$@"',
     "arguments that were set": "set -- a 'b c'; launch \"$@\" $2 $#",
     "item": "A=(1 2); launch ${A[0]} ${#A[@]}",
     "items from": 'A=(1 "2 3" 4); launch "${A[@]:1}" ${A[@]:0:2}',
@@ -103,7 +104,6 @@ CERTAIN = {
 }
 UNKNOWN = {
     "of the environment": "launch $X",
-    "arguments": 'launch "$@"',
     "first argument": "X=$1; launch $X",
     "command": "X=$(date); launch $X",
     "backticks": "X=`date`; launch $X",
@@ -129,7 +129,9 @@ UNKNOWN = {
     "of a function that calls itself": "f() { X=1; f; }; f; launch $X",
     "of a function after a pipe": "f() { X=2; }\nX=1; f | cat; launch $X",
     "of a function that is defined in a branch": "if true; then f() { X=2; }; fi\nX=1; f; launch $X",
-    "argument of a function that has none of its own": 'f() { launch "$@"; }\nf "$@"',
+    "argument after one that may be several": "f() { launch $2; }\nf $X a",
+    "of a function that is a subshell": "X=1; f() ( X=2 )\nf; launch $X",
+    "of a function in the background": "f() { X=2; }\nX=1; f & launch $X",
     "cut by a pattern": "X=abc; launch ${X%[bc]*}",
     "shifted in a branch": "set -- a b; if true; then shift; fi; launch $1",
 }
@@ -200,6 +202,7 @@ def test_what_is_never_closed_is_refused(text: str) -> None:
         "{\n" * 1000,
         "launch " + "${X:-" * 2000 + "}" * 2000,
         "launch " + '"$(' * 2000 + ')"' * 2000,
+        "f0() { :; }\n" + "".join(f"f{i + 1}() {{ f{i}; f{i}; f{i}; }}\n" for i in range(14)) + "f14\n",
     ],
 )
 def test_script_that_stands_for_more_than_any_is_refused(text: str) -> None:
@@ -255,7 +258,12 @@ def test_files_that_a_script_writes_are_known_unless_they_may_differ() -> None:
     text = "N=3\ncat > a.yaml <<EOF\nn: $N\nm: $M\nEOF\n"
     text += "cat <<'EOF' > b.yaml\nx: $N\nEOF\ncat <<EOF | tee c.yaml\ny\nEOF\n"
     assert read_script(text).written == {"a.yaml": "n: 3\nm: $M", "b.yaml": "x: $N", "c.yaml": "y"}
-    for more in ("echo x >> a.yaml", "sed -i s/3/4/ a.yaml", "if true; then\ncat > a.yaml <<EOF\nz\nEOF\nfi"):
+    for more in (
+        "echo x >> a.yaml",
+        "sed -i s/3/4/ a.yaml",
+        "cat >> a.yaml <<EOF\nz\nEOF",
+        "if true; then\ncat > a.yaml <<EOF\nz\nEOF\nfi",
+    ):
         assert read_script(f"{text}{more}\n").written["a.yaml"] is None
 
 

@@ -60,8 +60,8 @@ class Document:
     """Does a script look at what it is started with?"""
     num_tasks: int | None = None
     """What Slurm is asked to start, by a script's `#SBATCH` lines."""
-    starts_more: bool = False
-    """The script starts other trainers too."""
+    starts_more: str = ""
+    """The script, where it starts other trainers too."""
     text: str = ""
     kind: str = ""
     """YAML, JSON, TOML or "" for a script."""

@@ -89,7 +89,7 @@ def _is_program(command: Sequence[str], names: Sequence[str], at: int) -> bool:
         return word not in _OWN_MODULES
     if names[at] in _CLIS:
         return bool(after) and after[0] in _CLIS[names[at]]
-    return word.endswith(".py") and not before.startswith("--")
+    return word.endswith(".py")
 
 
 def launched_documents(document: Document) -> tuple[Document, ...]:
@@ -109,7 +109,7 @@ def launched_documents(document: Document) -> tuple[Document, ...]:
     if launch.launcher == "accelerate":
         found.insert(0, _accelerate(base, launch))
     if len(launches) > 1:
-        found[0] = replace(found[0], starts_more=True)
+        found[-1] = replace(found[-1], starts_more=document.path)
     return tuple(found)
 
 
@@ -126,8 +126,8 @@ def _trainer(base: Document, launch: Launch) -> Document:
         values, unread = read_flags(launch.arguments)
         return replace(base, values=values, words_unread=unread)
     name, rest = found
-    document = replace(_named(base, name), commands=base.commands, assumed=base.assumed, absent=base.absent)
-    return overridden(document, rest)
+    of_script = {field: getattr(base, field) for field in ("commands", "assumed", "absent", "num_tasks")}
+    return overridden(replace(_named(base, name), **of_script), rest)
 
 
 def _accelerate(base: Document, launch: Launch) -> Document:
@@ -140,12 +140,12 @@ def _accelerate(base: Document, launch: Launch) -> Document:
         document = _named(base, name)
     words: list[str] = []
     for option, value in options.items():
-        if option not in known("accelerate", "config", "arguments"):
-            continue
         kind = _KINDS.get(option)
         section = next((section for prefix, section in _SECTIONS.items() if option.startswith(prefix)), None)
         if section is None and option.startswith(_OF_DEEPSPEED):
             section = "deepspeed_config"
+        if not (kind or section or option in known("accelerate", "config")):
+            continue  # of the launcher alone
         key = "distributed_type" if kind else f"{section}.{option}" if section else option
         place = next((one for one in launch.options if one.lstrip("-").replace("-", "_").startswith(option)), "")
         words.append(PlacedText(f"--{key}={kind or value}", getattr(place, "place", None)))

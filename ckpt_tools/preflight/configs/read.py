@@ -122,7 +122,7 @@ _OF_COMMANDS: tuple[Framework, ...] = ("verl", "openrlhf", "torchtitan")
 def _overridden(document: Document, words: Sequence[str]) -> Document:
     """Return a document with options that override its own; a command has them at its end."""
     if document.values is not None:
-        return overridden(document, words)
+        return overridden(document, words, is_strict=True)
     commands = []
     for command in document.commands:
         is_own = any(READERS[name].looks_like(replace(document, commands=(command,))) for name in _OF_COMMANDS)
@@ -166,7 +166,7 @@ def _with_launcher(config: Config, document: Document) -> Config:
 def _with_document(config: Config, document: Document) -> Config:
     """Count what was not read of the files around the config, and remember where things are written."""
     words = (*config.options.words, *document.words_unread)
-    more = (several_commands(document.path),) if document.starts_more else ()
+    more = (several_commands(document.starts_more),) if document.starts_more else ()
     return replace(
         config,
         options=replace(config.options, words=words),

@@ -40,9 +40,8 @@ def join(launcher: Config, run: Config) -> Config:
     shards_itself = run.spec.engine in _SHARDING
     taken = ("world_size",) if shards_itself else _OF_LAUNCHER
     fields = {name: getattr(launcher.spec, name) for name in taken}
-    is_mixed = any(_is_on(run, name) for name in ("bf16", "fp16"))
     names = {*taken, *(f"axes.{axis}" for axis in launcher.spec.axes if "axes" in taken)}
-    if not is_mixed and not shards_itself and launcher.spec.param_dtype is not None:
+    if not _is_mixed(run) and launcher.spec.param_dtype is not None:
         fields |= {name: getattr(launcher.spec, name) for name in _DTYPES}
         names |= set(_DTYPES)
     elif not shards_itself:
@@ -109,6 +108,15 @@ def _contradictions(launcher: Config, run: Config) -> Iterator[Finding]:
                     f"{path}: {ours}, and {other}: {theirs} in {run.path}: Trainer stops where they differ",
                     f"{path}: {theirs}, or auto",
                 )
+
+
+def _is_mixed(run: Config) -> bool:
+    """Do the arguments, or their defaults (TRL's), say a mixed precision? A dtype of stored weights is none."""
+    if any(_is_on(run, name) for name in ("bf16", "fp16")):
+        return True
+    is_off = as_truth(find_value(run.values, "bf16")) is False
+    is_stored = run.spec.keys.get("param_dtype") in ("torch_dtype", "dtype")
+    return run.spec.param_dtype is not None and not is_off and not is_stored
 
 
 def _number(value: object) -> float | str:

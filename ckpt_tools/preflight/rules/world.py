@@ -19,6 +19,7 @@ _OWN_RANKS: Mapping[Framework, tuple[str, ...]] = {
     "verl": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     "openrlhf": ("dp_replicate", "dp_shard", "sp", "cp", "tp"),
     "deepspeed": ("dp_replicate", "dp_shard", "tp"),
+    "llamafactory": ("dp_replicate", "dp_shard"),  # of v1; the other's are Trainer's
 }
 """Axes whose sizes multiply to the world size. ep is inside dp_shard × cp × tp except in axolotl."""
 
