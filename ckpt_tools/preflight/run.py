@@ -84,6 +84,11 @@ class _Flight:
                 self.places.setdefault(finding, place)
         return findings
 
+    def results(self) -> tuple[CheckResult, ...]:
+        """Return what the checks said, in the order in which they are shown."""
+        names: list[CheckName] = [*CHECKS[:2], "host", *CHECKS[2:]]
+        return tuple(self.checks[name] for name in names if name in self.checks)
+
     @property
     def has_errors(self) -> bool:
         """Is anything wrong so far?"""
@@ -196,7 +201,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         mesh=None if spec.mesh is None else str(spec.mesh),
         spec=spec,
         options=config.options,
-        checks=tuple(flight.checks[name] for name in CHECKS if name in flight.checks),
+        checks=flight.results(),
         findings=tuple(flight.findings),
         estimate=estimate,
         verify=None if match is None else match.verify,
@@ -214,15 +219,14 @@ def preflight(options: PreflightOptions) -> PreflightReport:
 
 def _not_read(paths: tuple[str, ...], framework: str, why_not: str) -> PreflightReport:
     """Return the report on a config that was not read: nothing was checked."""
-    names = [name for name in CHECKS if name != "host"]
-    left: dict[CheckName, str] = {name: "the config was not read" for name in names if name != "config"}
+    left: dict[CheckName, str] = {name: "the config was not read" for name in CHECKS if name != "config"}
     return PreflightReport(
         config=", ".join(paths),
         configs=paths,
         framework=framework,
         mesh=None,
         spec=None,
-        checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in names),
+        checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in CHECKS),
         findings=(),
         not_checked=(f"{_TITLES['config']}: {why_not}",),
     )
@@ -245,7 +249,7 @@ def _machine_alone(options: PreflightOptions) -> PreflightReport:
         framework="",
         mesh=None,
         spec=None,
-        checks=tuple(flight.checks[name] for name in CHECKS if name in flight.checks),
+        checks=flight.results(),
         findings=tuple(flight.findings),
         not_checked=tuple(flight.not_checked),
         ignored=tuple(flight.ignored),
