@@ -14,7 +14,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.flags import read_flags
 from ckpt_tools.preflight.configs.hydra import plain_value
-from ckpt_tools.preflight.configs.options import is_variable
+from ckpt_tools.preflight.plain_values import is_variable
 
 _ASSIGNMENT = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_][\w@]*(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 

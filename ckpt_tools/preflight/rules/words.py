@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
-from ckpt_tools.preflight.configs.options import is_typo
 from ckpt_tools.preflight.rules.conditions import holds, options_of, rows_of
 from ckpt_tools.preflight.rules.rule import Case, NotKnownError, Setting, Violation, error_rule, shown, warning_rule
+from ckpt_tools.preflight.spelling import is_typo
 from ckpt_tools.text import first_few
 
 _LIKE = 0.85
