@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection
 
+_TOKEN = re.compile(r"[._\-]+")
 _NUMBERS = re.compile(r"\d+")
 _MIN_TOKEN = 4
 """Letters of a word in which a slip of the pen can be told from another word: tp and cp are two words."""

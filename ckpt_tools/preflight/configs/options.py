@@ -24,7 +24,6 @@ _DECIDES = re.compile(
     r"|n_gpus|num_gpus|dtype|precision|(^|_)(bf16|fp16|fp8)|bfloat16|float16|(gradient|activation)_checkpoint|recompute"
     r"|batch_size|seq_len|sequence_len|max_len|max_length|optim|quant|(4|8)bit|lora|adapter|zero_stage|wrap"
 )
-_TOKEN = re.compile(r"[._\-]+")
 _MAX_FOLDED = 12
 MAX_GUESSES = 200
 """Unknown names of one file that are compared with the known ones."""
