@@ -49,7 +49,9 @@ def run(call: Call[PreflightReport], *, format: Format = "text", html: Html = No
         say_findings([_located(one, places) for one in sorted(kept, key=lambda one: _ORDER[one.severity])])
         sys.stdout.flush()  # the slow checks follow
 
-    with report_to(html, "preflight", ", ".join(map(str, call.given["config"])), output) as write:
+    with report_to(
+        html, "preflight", ", ".join(map(str, call.given.get("config", ("this machine",)))), output
+    ) as write:
         try:
             report = call(on_check=follow, on_findings=tell if form == "text" else None, on_places=keep)
         finally:

@@ -25,7 +25,7 @@ class PreflightOptions:
             " names them (- for stdin).",
             "CONFIG",
         ),
-    ] = field(kw_only=False)
+    ] = field(default=(), kw_only=False)
     framework: Annotated[Framework | None, Option("Framework of the config.", none="auto")] = None
     world_size: Annotated[int | None, Option("Number of ranks (default: from CONFIG).", min=1)] = None
     model: Annotated[AnyPath | None, Option("Directory of the model (default: from CONFIG).", metavar="DIR")] = None
@@ -40,6 +40,13 @@ class PreflightOptions:
         bool, Option("Train a few steps of the model, cut down, on this machine.", name="--smoke/--no-smoke")
     ] = True
     memory: Annotated[bool, Option("Estimate the memory of a rank.", name="--memory/--no-memory")] = True
+    host: Annotated[
+        bool,
+        Option(
+            "Check this machine, as a job's prolog: GPUs, driver, disk, memory, limits, paths and port, with CONFIG or"
+            " without; leaves out memory, checkpoint and smoke."
+        ),
+    ] = False
     only: Annotated[
         Sequence[str],
         Option("Make only this check: rules, memory, checkpoint, smoke (repeatable).", metavar="CHECK"),
@@ -77,6 +84,8 @@ class PreflightOptions:
         """Return the option that leaves a check out; "" where it is to be made."""
         if self.only and check not in self.only:
             return " ".join(f"--only {name}" for name in self.only)
+        if self.host and check in ("memory", "checkpoint", "smoke"):
+            return "--host"
         left_out = {"smoke": not self.smoke, "memory": not self.memory}.get(check, False)
         return f"--no-{check}" if left_out else ""
 

@@ -16,9 +16,10 @@ from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
+from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
 from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, start_estimate
-from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, facts_of
+from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, facts_of, read_facts
 from ckpt_tools.preflight.options import PreflightOptions
 from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
@@ -105,6 +106,7 @@ class _Check:
 _TITLES = {
     "config": "the config",
     "rules": "rules on the model",
+    "host": "this machine",
     "memory": "whether it fits",
     "checkpoint": "the checkpoint",
     "smoke": "a smoke run",
@@ -122,6 +124,8 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         if name not in CHECKS:
             raise UsageError(f"--only must be one of {', '.join(CHECKS)}, got {name!r}")
     paths = options.configs
+    if not paths:
+        return _machine_alone(options)
     config_path, world_size = ", ".join(paths), options.world_size
     model, checkpoint = (None if path is None else os.fspath(path) for path in (options.model, options.checkpoint))
     gpu_memory = options.gpu_bytes
@@ -152,6 +156,9 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         flight.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
     if not options.why_skipped("rules"):
         flight.tell(flight.placed(_broken_rules(config), config))  # at once, and without the model
+    if options.host:
+        facts = None if sources.model is None else read_facts(sources.model)
+        _check_host(flight, needs_of((*config.beside, config), facts))
     why_not = _why_not_run(flight, config)
     no_memory, no_smoke = (options.why_skipped(name) or why_not for name in ("memory", "smoke"))
     question = MemoryQuestion(options=None, why_not=no_memory) if no_memory else _question(spec, sources, gpu_memory)
@@ -162,7 +169,10 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             resumes = sources.resumes and _needs_optimizer(config)
             check.why_not = options.why_skipped("checkpoint")
             asked = replace(sources, resumes=resumes, checkpoint=None if check.why_not else sources.checkpoint)
-            match, view = _check_checkpoint(check, flight, spec, asked, cuts)
+            if options.host:
+                match, view = None, ModelView(facts=facts)
+            else:
+                match, view = _check_checkpoint(check, flight, spec, asked, cuts)
             check.what = check.why_not or check.what
         with flight.check("rules") as check:
             check.why_not = options.why_skipped("rules")
@@ -186,7 +196,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         mesh=None if spec.mesh is None else str(spec.mesh),
         spec=spec,
         options=config.options,
-        checks=tuple(flight.checks[name] for name in CHECKS),
+        checks=tuple(flight.checks[name] for name in CHECKS if name in flight.checks),
         findings=tuple(flight.findings),
         estimate=estimate,
         verify=None if match is None else match.verify,
@@ -204,17 +214,50 @@ def preflight(options: PreflightOptions) -> PreflightReport:
 
 def _not_read(paths: tuple[str, ...], framework: str, why_not: str) -> PreflightReport:
     """Return the report on a config that was not read: nothing was checked."""
-    left: dict[CheckName, str] = {name: "the config was not read" for name in CHECKS if name != "config"}
+    names = [name for name in CHECKS if name != "host"]
+    left: dict[CheckName, str] = {name: "the config was not read" for name in names if name != "config"}
     return PreflightReport(
         config=", ".join(paths),
         configs=paths,
         framework=framework,
         mesh=None,
         spec=None,
-        checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in CHECKS),
+        checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in names),
         findings=(),
         not_checked=(f"{_TITLES['config']}: {why_not}",),
     )
+
+
+def _machine_alone(options: PreflightOptions) -> PreflightReport:
+    """Check this machine without a config.
+
+    Raises:
+        UsageError: That was not asked for.
+    """
+    if not options.host:
+        raise UsageError("there is no CONFIG", hint="name the trainer's config; only --host does without one")
+    flight = _Flight(options)
+    with flight.check("config") as check:
+        check.was_made, check.what = True, "none: what a run needs of this machine is what its environment says"
+    _check_host(flight, needs_of((), None))
+    return PreflightReport(
+        config="",
+        framework="",
+        mesh=None,
+        spec=None,
+        checks=tuple(flight.checks[name] for name in CHECKS if name in flight.checks),
+        findings=tuple(flight.findings),
+        not_checked=tuple(flight.not_checked),
+        ignored=tuple(flight.ignored),
+        is_strict=options.strict,
+    )
+
+
+def _check_host(flight: _Flight, needs: Needs) -> None:
+    with flight.check("host") as check:
+        result = check_host(look_at(needs), needs)
+        check.findings, check.what, check.was_made = result.findings, result.what, True
+        flight.not_checked += result.not_checked
 
 
 def _describe_files(config: Config) -> Iterator[str]:
@@ -261,7 +304,7 @@ def _describe_options(config: Config) -> str:
 
 def _check_rules(check: _Check, flight: _Flight, config: Config, view: ModelView) -> None:
     check.findings = flight.placed(_broken_rules(config, view.facts), config)
-    count = sum(any(rule.is_for(one.framework) for one in (config, *config.beside)) for rule in RULES)
+    count = sum(any(rule.is_for(one) for one in (config, *config.beside)) for rule in RULES)
     told = "" if view.facts is not None else ", except where they need the model"
     # A rule that asks for what could not be read finds nothing.
     check.was_made = not config.unread_fields

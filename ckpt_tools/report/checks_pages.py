@@ -41,7 +41,7 @@ def verify_page(result: Verification, source: str) -> Page:
     sections = [
         Section(title="What was checked", parts=(facts,)),
         *notes_section("Not checked", result.not_checked),
-        *findings_section(result.findings),
+        *_places(result),
     ]
     damaged: dict[str, int] = {}
     for finding in result.errors:
@@ -54,7 +54,6 @@ def verify_page(result: Verification, source: str) -> Page:
         )
         parts = by_layer(sizes, caption="Errors by layer and kind of weight", legend=legend)
         sections.append(Section(title=f"Where: {count(len(damaged), 'tensor')}", parts=parts))
-    sections += _places(result)
     strange = {
         fqn: Sized(value=float(counts.num_nan + counts.num_inf), text=f"{counts.num_nan + counts.num_inf:,}")
         for fqn, counts in result.counts.items()
@@ -64,6 +63,7 @@ def verify_page(result: Verification, source: str) -> Page:
         caption = "NaN and infinite elements by layer and kind of weight"
         parts = by_layer(strange, caption=caption, legend="Empty: every element is finite, or there is no such tensor.")
         sections.append(Section(title="Where values are not finite", parts=parts))
+    sections += findings_section(result.findings)
     warnings = len(result.findings) - len(result.errors)
     others = f", {count(warnings, 'warning')}" if warnings else ""
     if not result.ok:
@@ -77,6 +77,8 @@ def verify_page(result: Verification, source: str) -> Page:
 
 _WIDTH = 16
 """Ranks in a row, where no mesh says how many."""
+_MAX_WHOLE = 32
+"""Rows of a map that is drawn whole."""
 
 
 def _places(result: Verification) -> Iterator[Section]:
@@ -124,14 +126,17 @@ def _rank_map(wrong: Mapping[int, int], ranks: Collection[int], mesh: Mesh | Non
             return None
         return (f"{wrong[rank]:,}", 0.2 + 0.8 * wrong[rank] / most) if rank in wrong else ("", 0.0)
 
-    firsts = sorted({rank // width * width for rank in wrong})
+    firsts = sorted({rank // width * width for rank in ranks})
+    is_small = len(firsts) <= _MAX_WHOLE
+    firsts = firsts if is_small else sorted({rank // width * width for rank in wrong})
     rows = [(f"{at}–{at + width - 1}", [show(at + i) for i in range(width)]) for at in firsts[:MAX_ROWS]]
     return HeatTable(
         caption="Errors by rank that wrote the file",
         corner="ranks",
         columns=[f"{axis}{'' if axis else '+'}{i}" for i in range(width)],
         rows=rows,
-        legend="Plain: no error was found in its files. Dotted: no such rank. Rows without an error are left out.",
+        legend="Plain: no error was found in its files. Dotted: no such rank."
+        + ("" if is_small else " Rows without an error are left out."),
         left_out=len(firsts) - len(rows),
     )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckpt_tools.description.infer import block_of
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.estimate.report import CaseEstimate
+from ckpt_tools.estimate.report import CaseEstimate, Moment
 from ckpt_tools.preflight.report import PreflightReport, describe_spec, describe_verdict as describe_preflight
 from ckpt_tools.report.page import Bar, Bars, Curves, Facts, Listing, Mood, Notes, Page, Part, Section, Table
 from ckpt_tools.report.parts import MAX_ROWS, Sized, by_layer, count, findings_section, mood_of, notes_section
@@ -100,6 +101,14 @@ def _memory_bars(cases: Sequence[CaseEstimate], limit: int | None) -> Bars:
 _MAX_TIMELINES = 4
 
 
+def _num_between(before: Moment | None, after: Moment) -> int:
+    """Return how many blocks of a stack run between two moments: those that are alike are tracked once."""
+    first, second = (block_of(moment.block) if moment is not None else None for moment in (before, after))
+    if before is None or before.phase != after.phase or first is None or second is None or first[0] != second[0]:
+        return 0
+    return max(0, abs(first[1] - second[1]) - 1)
+
+
 def _timelines(result: Estimate) -> list[Part]:
     """Return what is alive in a step of each way that was tracked, those that fit first."""
     tracked = [case for case in result.cases if case.per_rank.moments]
@@ -109,7 +118,10 @@ def _timelines(result: Estimate) -> list[Part]:
         moments = case.per_rank.moments
         bars = []
         rows = []
-        for moment in moments:
+        for before, moment in zip((None, *moments), moments, strict=False):
+            if left_out := _num_between(before, moment):
+                what = f"{count(left_out, 'block')} alike, not drawn"
+                bars.append(Bar(name=moment.phase, parts=[0] * len(_SERIES), total=what, group=moment.phase))
             held = [moment.held.get(name, 0) for name in _SERIES]
             block = moment.block or ("optimizer" if moment.phase == "step" else "outside of blocks")
             name = f"{moment.phase}, {block}"
@@ -117,19 +129,19 @@ def _timelines(result: Estimate) -> list[Part]:
             rows.append((name, *map(format_size, (*held, sum(held)))))
         label = f"{case.case.label} on {case.case.mesh}"
         caption = f"{label}: the most that is held while each block runs, without the margin"
+        caption += "; ⋯ stands for blocks like their neighbours" * any(not sum(bar.parts) for bar in bars)
         limit = result.gpu_memory
         # A device many times as large would leave no room for the step.
         limit = None if limit is None or limit > 4 * case.per_rank.peak else limit
         names = "" if limit is None else f"the device: {format_size(limit)}"
         columns = Bars(caption=caption, series=_SERIES, bars=bars, limit=limit, limit_name=names, is_upright=True)
         headers = ("moment", *_SERIES, "all")
-        left_out = max(0, len(rows) - MAX_ROWS)
         table = Table(
             caption=f"{label}, in numbers",
             headers=headers,
             rows=rows[:MAX_ROWS],
             align="l" + "r" * (len(headers) - 1),
-            left_out=left_out,
+            left_out=max(0, len(rows) - MAX_ROWS),
             is_folded=True,
         )
         parts += [columns, table]

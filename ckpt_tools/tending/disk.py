@@ -63,7 +63,7 @@ class DiskFolder(Folder):
             if entry.is_symlink():
                 self._note_link(links, entry.path, entry.name)
             elif entry.name.startswith(TRASH_PREFIX):
-                leftovers[entry.name] = tuple(sorted(os.listdir(entry.path))) if entry.is_dir() else ()
+                leftovers[entry.name] = tuple(sorted(_listed(entry.path)))
             elif entry.name not in _OWN:
                 is_directory = entry.is_dir(follow_symlinks=False)
                 known = parse_name(entry.name, is_directory=is_directory) is not None

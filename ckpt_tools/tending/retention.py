@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,7 +38,7 @@ class Rules:
     """So many with the best metric."""
     metric: str = "eval_loss"
     greater_is_better: bool = False
-    unverified: Collection[str] = ()
+    unverified: tuple[str, ...] = ()
     """Names of checkpoints that go although they are not verified."""
 
     @property
@@ -91,6 +91,8 @@ def _reason(one: Candidate, series: Sequence[Candidate], rules: Rules) -> str | 
         return f"not verified: {one.why or one.state}"
     if rules.last is None and rules.every is None and rules.best is None:
         return "no rule removes it"
+    if rules.best is not None and all(each.metric is None for each in verified):
+        return f"nothing here has a {rules.metric}"
     if rules.last is not None and one in verified[-rules.last :]:
         return f"--keep-last {rules.last}"
     if rules.every is not None and one.step % rules.every == 0:

@@ -226,6 +226,13 @@ def test_estimate_page_draws_a_step_below_the_device_line():
     page = estimate_page(results.estimate(True, False))
     assert [part.groups for part in columns(page)] == [[("forward", 6), ("backward", 6), ("step", 1)]] * 2
     assert columns(page)[0].limit == 80 * 10**9
+    first = results.case(True)
+    all_of = first.per_rank.moments
+    kept = (*all_of[:2], *all_of[4:8], *all_of[-1:])  # without 2 and 3
+    cut = replace(first, formula=replace(first.per_rank, moments=kept))
+    bars = columns(estimate_page(replace(results.estimate(True), cases=(cut,))))[0]
+    assert [bar.total for bar in bars.bars if not sum(bar.parts)] == ["2 blocks alike, not drawn"]
+    assert "⋯" in bars.caption
     assert columns(estimate_page(results.estimate(True, gpu_memory=10**13)))[0].limit is None
     assert len(columns(estimate_page(results.estimate(*[True] * 6)))) == 4
     assert len([part for part in page.sections[1].parts if part.kind == "table"]) == 2
@@ -240,11 +247,16 @@ def test_verify_page_shows_whose_files_are_damaged_on_the_mesh():
     ranks, table = section.parts
     assert section.title == "Whose: 1 rank of 40"
     assert [(name, [cell and cell[0] for cell in cells]) for name, cells in ranks.rows] == [
-        ("32–47", ["", "", "", "", "", "1", "", "", *[None] * 8])
+        ("0–15", [""] * 16),
+        ("16–31", [""] * 16),
+        ("32–47", ["", "", "", "", "", "1", "", "", *[None] * 8]),
     ]
     assert {row[1:] for row in table.rows} == {("37", "1", "bad-item 1"), ("", "1", "damaged-data 1")}
     on_mesh = drawn(mesh=Mesh((("dp_shard", 20), ("tp", 2)))).parts[0]
-    assert (on_mesh.columns, on_mesh.rows[0][0]) == (["tp 0", "tp 1"], "36–37")
+    assert (on_mesh.columns, on_mesh.rows[-2][0]) == (["tp 0", "tp 1"], "36–37")
+    many = tuple(f"__{rank}_0.distcp" for rank in range(1000))
+    lost = tuple(replace(finding, file=many[999]) for finding in FINDINGS)
+    assert [name for name, _ in drawn(findings=lost, files=many).parts[0].rows] == ["992–1007"]
     hub = tuple(replace(finding, file="model-1.safetensors") for finding in FINDINGS)
     assert drawn(findings=hub, files=("model-1.safetensors", "model-2.safetensors")).title == "Which files: 1"
     assert drawn(findings=FINDINGS) is None

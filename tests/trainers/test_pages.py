@@ -1,8 +1,8 @@
 """The pages of docs/guides/trainers, walked from the top: every command of ckpt runs as it stands, on a toy model.
 
-Where a page trains, the test leaves a step in that trainer's layout instead, written by the code that the trainer calls
-(`dcp.save`, `torch.save` of DTensors, DeepSpeed's own files): the trainers themselves run in the other files here. Smoke
-runs and the memory of preflight are left out (other tests have them), and what is pushed goes to a local hub.
+Where a page trains, the test leaves a step in that trainer's layout instead, written by what the trainer calls
+(`dcp.save`, `torch.save` of DTensors, DeepSpeed's own files): the trainers themselves run in the other files here.
+Smoke runs and the memory of preflight are left out (other tests have them), and what is pushed goes to a local hub.
 """
 
 from __future__ import annotations

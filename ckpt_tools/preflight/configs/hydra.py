@@ -80,7 +80,7 @@ def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), grou
             continue
         if match["sign"]:
             added.add(path)
-        if not _put(values, parts, plain_value(match["value"] or "")):
+        if not put(values, parts, plain_value(match["value"] or "")):
             findings.append(
                 Finding.error(
                     "wrong-type",
@@ -94,7 +94,8 @@ def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), grou
     )
 
 
-def _put(values: dict[str, object], parts: list[str], value: object) -> bool:
+def put(values: dict[str, object], parts: list[str], value: object) -> bool:
+    """Set what lies at a path; False where a value above it is none that has parts."""
     node = values
     for part in parts[:-1]:
         inner = node.setdefault(part, {})

@@ -126,6 +126,10 @@ def _known(
 
     What depends on an option in there is not looked at: one that is not known is worth a warning if it is misspelt.
     """
+    if names and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _known(names, (*path, index), item, guesses)
+        return
     if not isinstance(value, Mapping) or not value or not names:
         status: Status = "passed over" if isinstance(value, Mapping) and value else "known"
         yield Option(path=path, value=value, status=status, num_values=_count(value))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.preflight.host.machine import Host, Place
+from ckpt_tools.preflight.host.machine import SHARED_MEMORY, Host, Place
 from ckpt_tools.preflight.host.needs import Needs
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -68,9 +68,7 @@ def _devices(host: Host, needs: Needs) -> Iterator[Finding]:
     for index, one in enumerate(devices[:ranks]):
         if one.used_bytes is not None and one.used_bytes > _USED_BYTES:
             what = f"GPU {index} has {format_size(one.used_bytes)} in use before the run starts"
-            yield Finding.warning(
-                "host-gpus", f"GPU {index}", what, "end what runs there (nvidia-smi), or take another"
-            )
+            yield Finding.warning("host-gpus", f"GPU {index}", what, "end what runs there (nvidia-smi)")
     if len({(one.name, one.total_bytes) for one in devices[:ranks]}) > 1:
         yield Finding.warning("host-gpus", "GPUs", "the GPUs differ: the smallest sets the limit", "take equal ones")
 
@@ -87,13 +85,7 @@ def _software(host: Host) -> Iterator[Finding]:
     if least is not None and parts and tuple(parts) < least and not host.has_compat_libraries:
         needed = ".".join(map(str, least))
         what = f"driver {host.driver}, and torch for CUDA {host.torch_cuda} needs {needed} at least"
-        yield Finding.error(
-            "host-driver", "driver", what, f"update the driver, or install a torch for CUDA {_older(parts)}"
-        )
-
-
-def _older(parts: list[int]) -> str:
-    return str(max((cuda for cuda, least in _DRIVERS.items() if tuple(parts) >= least), default=min(_DRIVERS)))
+        yield Finding.error("host-driver", "driver", what, "update the driver, or install a torch for an older CUDA")
 
 
 def _memory(host: Host, needs: Needs) -> Iterator[Finding]:
@@ -105,15 +97,15 @@ def _memory(host: Host, needs: Needs) -> Iterator[Finding]:
         said = " and ".join(f"{format_size(size)} {name}" for name, size in parts.items() if size)
         what = f"{said}, and {format_size(host.memory_bytes)} can be allocated here"
         yield Finding.error(
-            "host-memory", "memory", what, "SHARDED_STATE_DICT, less offloading, or more --mem for the job"
+            "host-memory", "memory", what, "SHARDED_STATE_DICT, less offloading, or more memory for the job"
         )
 
 
 def _limits(host: Host, needs: Needs) -> Iterator[Finding]:
     ranks = needs.ranks or 1
     if host.shm_bytes is not None and host.shm_bytes < _SHM_BYTES and ranks > 1:
-        what = f"/dev/shm has {format_size(host.shm_bytes)}: NCCL and data loaders pass tensors through it"
-        yield Finding.warning("host-shm", "/dev/shm", what, "docker run --shm-size=16g, or --ipc=host")
+        what = f"{format_size(host.shm_bytes)}: NCCL and data loaders pass tensors through it"
+        yield Finding.warning("host-shm", SHARED_MEMORY, what, "docker run --shm-size=16g, or --ipc=host")
     if host.open_files is not None and 0 <= host.open_files < _OPEN_FILES:
         what = f"a process may open {host.open_files} files: data loaders and shards need more"
         yield Finding.warning("host-limit", "ulimit -n", what, "ulimit -n 65536")
@@ -129,7 +121,8 @@ def _place(place: Place, needs: Needs) -> Iterator[Finding]:
     where = escape_name(place.path)
     if place.path not in needs.saves:
         if not place.exists:
-            yield Finding.error("host-path", where, "it is not on this machine", "mount it, or mend the path")
+            make = Finding.error if place.path.startswith("/") else Finding.warning  # where will the job be started?
+            yield make("host-path", where, "it is not on this machine", "mount it, or mend the path")
         return
     if place.problem:
         what = f"checkpoints go there, and a file cannot be written: {place.problem}"
@@ -163,13 +156,12 @@ def _not_checked(host: Host, needs: Needs) -> Iterator[str]:
     if host.devices is None:
         yield "host: GPUs: nvidia-smi does not answer, and they are not NVIDIA's"
     elif needs.ranks is None:
-        yield "host: whether there is a GPU for each rank: neither the config nor the environment says how many start here"
+        yield "host: a GPU for each rank: neither the config nor the environment says how many start here"
     if host.devices and (host.torch is None or host.driver is None):
         yield "host: driver and CUDA: torch or the driver was not found"
     if needs.saves and needs.checkpoint_bytes is None:
         yield "host: room for checkpoints: the size of the model is not known here"
     if not needs.saves:
         yield "host: where checkpoints go: the config does not say"
-    yield from (
-        f"host: {escape_name(path)}: its file system does not answer" for path in needs.paths if path not in host.places
-    )
+    silent = [path for path in needs.paths if path not in host.places]
+    yield from (f"host: {escape_name(path)}: its file system does not answer" for path in silent)

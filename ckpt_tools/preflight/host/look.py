@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.memory import available_bytes, limit_left
-from ckpt_tools.preflight.host.machine import Device, Host, Place
+from ckpt_tools.preflight.host.machine import SHARED_MEMORY, Device, Host, Place
 from ckpt_tools.preflight.host.needs import Needs
 from ckpt_tools.storage.publish import nearest_parent
 from ckpt_tools.storage.staging import free_bytes
@@ -42,7 +42,7 @@ def look_at(needs: Needs) -> Host:
         torch_cuda=cuda,
         nccl=_nccl(),
         memory_bytes=available_bytes(),
-        shm_bytes=_size("/dev/shm"),
+        shm_bytes=_size(SHARED_MEMORY),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         processes_left=limit_left("pids.max", "pids.current"),
@@ -67,7 +67,7 @@ def _devices() -> tuple[tuple[Device, ...] | None, str | None]:
     """Return the GPUs that the job sees, and their driver."""
     words = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
         rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     except (OSError, subprocess.TimeoutExpired):
         rows = []

@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_SHARED = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "smb3",
-        "wekafs",
-        "glusterfs",
-        "orangefs",
-        "afs",
-        "panfs",
-        "virtiofs",
-        "9p",
-    ]
-)
-_VOLATILE = frozenset(("tmpfs", "ramfs"))
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, and not written to
+_SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "wekafs", "gluster", "afs", "panfs", "fuse", "9p")
+"""How the types of file systems begin that several machines can see."""
+_VOLATILE = ("tmpfs", "ramfs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +38,7 @@ class Place:
     @property
     def is_shared(self) -> bool:
         """Can other machines see it?"""
-        kind = self.filesystem or ""
-        return kind in _SHARED or kind.startswith("fuse")
+        return (self.filesystem or "").startswith(_SHARED)
 
     @property
     def is_volatile(self) -> bool:

@@ -28,13 +28,7 @@ _DATA: Mapping[str, tuple[str, ...]] = {
     "openrlhf": ("data.dataset", "data.prompt_dataset", "dataset", "prompt_data"),
     "ai-toolkit": (f"{_PROCESS}datasets[].folder_path",),
 }
-_KEPT = (
-    "save_total_limit",
-    "checkpoint.keep_latest_k",
-    "trainer.max_actor_ckpt_to_keep",
-    "ckpt.max_num",
-    "max_ckpt_num",
-)
+_KEPT = ("save_total_limit", "checkpoint.keep_latest_k", "trainer.max_actor_ckpt_to_keep", "ckpt.max_num")
 _PER_NODE: Mapping[str, tuple[str, ...]] = {
     "verl": ("trainer.n_gpus_per_node",),
     "openrlhf": ("actor.num_gpus_per_node", "actor_num_gpus_per_node"),
@@ -145,8 +139,9 @@ def _paths(cases: list[Case], names: Mapping[str, tuple[str, ...]]) -> Iterator[
 
 
 def _is_path(text: str) -> bool:
-    is_url = "://" in text
-    return not is_url and (text.startswith(("/", "./", "../", "~")) or os.path.splitext(text)[1] in _ENDINGS)
+    """Is it one path, and neither a pattern, a list, a URL nor the hub's name of something?"""
+    is_one = not any(sign in text for sign in ("://", "*", "?", "[", ",", "@"))
+    return is_one and (text.startswith(("/", "./", "../")) or text.endswith(_ENDINGS))
 
 
-_ENDINGS = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".arrow")
+_ENDINGS = (".json", ".jsonl", ".parquet", ".csv", ".arrow")

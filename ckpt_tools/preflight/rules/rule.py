@@ -135,7 +135,7 @@ class Case:
     @property
     def framework(self) -> Framework:
         """Whose options it has: LLaMA-Factory's are Trainer's and more."""
-        return _options_of(self.config.framework)
+        return _options_of(self.config)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -249,8 +249,10 @@ def enabled(found: Setting | None) -> Setting | None:
     return found if found is not None and found.is_on else None
 
 
-def _options_of(framework: Framework) -> Framework:
-    return "trainer" if framework == "llamafactory" else framework
+def _options_of(config: Config) -> Framework:
+    """Return whose options a config has; those of LLaMA-Factory's v1, which names the `model`, are its own."""
+    is_trainers = config.framework == "llamafactory" and "model" not in config.values
+    return "trainer" if is_trainers else config.framework
 
 
 Check = Callable[[Case], Iterator[Violation]]
@@ -269,9 +271,9 @@ class Rule:
     frameworks: tuple[Framework, ...]
     check: Check
 
-    def is_for(self, framework: Framework) -> bool:
-        """Is it about configs of a framework?"""
-        return framework in self.frameworks or _options_of(framework) in self.frameworks
+    def is_for(self, config: Config) -> bool:
+        """Is it about configs of this framework?"""
+        return config.framework in self.frameworks or _options_of(config) in self.frameworks
 
 
 def _rule(
@@ -298,7 +300,7 @@ def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
     findings: dict[tuple[str, str, str], Finding] = {}
     for one in rules:
         with suppress(NotKnownError):
-            for found in one.check(case) if one.is_for(case.config.framework) else ():
+            for found in one.check(case) if one.is_for(case.config) else ():
                 finding = Finding(code=one.id, severity=one.severity, where=found.key, what=found.what, hint=found.fix)
                 findings.setdefault((one.id, finding.where, finding.what), finding)
     return tuple(findings.values())
