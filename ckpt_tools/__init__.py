@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         merge_lora as merge_lora,
         open_checkpoint as open_checkpoint,
         preflight as preflight,
+        prune as prune,
         push as push,
         rename as rename,
         reshard as reshard,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         smoke as smoke,
         stats as stats,
         verify as verify,
+        watch as watch,
     )
     from ckpt_tools.checks.diff import Difference as Difference
     from ckpt_tools.checks.stats import Stats as Stats
@@ -70,11 +72,12 @@ if TYPE_CHECKING:
     )
     from ckpt_tools.moving.counts import Counts as Counts
     from ckpt_tools.smoke.report import SmokeReport as SmokeReport
+    from ckpt_tools.tending.tend import Tended as Tended
 
 _ROOMS = {
     "_version": "__version__",
     "api": "average check_lora commit diff estimate export_lora extract gather inspect merge_lora open_checkpoint "
-    "preflight push rename reshard shard smoke stats verify",
+    "preflight prune push rename reshard shard smoke stats verify watch",
     "checks.diff": "Difference",
     "checks.stats": "Stats",
     "checks.verify": "Verification",
@@ -86,6 +89,7 @@ _ROOMS = {
     "errors": "CkptError DestinationExistsError HubError LimitError UnreadableError UsageError",
     "moving.counts": "Counts",
     "smoke.report": "SmokeReport",
+    "tending.tend": "Tended",
 }
 """Module → names that are public here."""
 _HOMES = {name: f"{__name__}.{room}" for room, names in _ROOMS.items() for name in names.split()}

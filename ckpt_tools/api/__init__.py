@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckpt_tools.api.preflighting import preflight as preflight
     from ckpt_tools.api.pushing import push as push
     from ckpt_tools.api.reading import inspect as inspect, open_checkpoint as open_checkpoint
+    from ckpt_tools.api.tending import prune as prune, watch as watch
     from ckpt_tools.api.training import smoke as smoke
     from ckpt_tools.api.transforming import average as average, extract as extract, rename as rename
     from ckpt_tools.options import ProgressFactory as ProgressFactory, default_num_workers as default_num_workers
@@ -36,6 +37,7 @@ _ROOMS = {
     "api.pushing": "push",
     "api.checking": "diff verify",
     "api.reading": "inspect open_checkpoint",
+    "api.tending": "prune watch",
     "api.training": "smoke",
     "api.transforming": "average extract rename",
     "options": "ProgressFactory default_num_workers",

@@ -99,6 +99,23 @@ COMMANDS: dict[str, Command] = {
         the upload.
         """,
     ),
+    "watch": Command(
+        "tending",
+        """
+        Verify the checkpoints of a run as they are saved, and remove what is superseded.
+
+        Knows how the Trainer, torchtitan, accelerate, verl, OpenRLHF, Lightning, axolotl, LLaMA-Factory and ai-toolkit
+        name them. Removes nothing without --keep-last, --keep-every or --keep-best.
+        """,
+    ),
+    "prune": Command(
+        "tending",
+        """
+        Remove the checkpoints of a run that are verified and superseded.
+
+        What `ckpt watch` has not verified stays, and so does what is in use. --dry-run says what would be freed.
+        """,
+    ),
     "env": Command("env", "Print versions for a bug report."),
 }
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.pipeline import Stage
+from ckpt_tools.estimate.report import UntrackedError
 
 _INDEXED = re.compile(r"(.+)\.(\d+)")
 _COUNTED = ("layer_idx", "layer_id", "layer_number", "block_idx")
@@ -68,8 +68,7 @@ def keep_layers(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> dict[str
     """
     before: dict[str, str] = {}
     for name, indices in kept.items():
-        modules = model.get_submodule(name)
-        assert isinstance(modules, nn.ModuleList)
+        modules = list(model.get_submodule(name).children())
         num = len(modules)
         path, _, key = name.rpartition(".")
         setattr(model.get_submodule(path), key, nn.ModuleList(modules[index] for index in indices))
@@ -94,7 +93,7 @@ def cut_stage(model: nn.Module, stage: Stage) -> None:
     """Leave out embedding and output where a stage of a pipeline has none.
 
     Raises:
-        UsageError: The model says of neither where it is.
+        UntrackedError: The model says of neither where it is.
     """
     if not stage.has_embedding:
         embedding = _call(model, "get_input_embeddings")
@@ -108,7 +107,7 @@ def _call(model: nn.Module, name: str) -> nn.Module:
     get = getattr(model, name, None)
     found = get() if callable(get) else None
     if not isinstance(found, nn.Module):
-        raise UsageError(f"it is not known how a pipeline cuts a {type(model).__name__}")
+        raise UntrackedError(f"it is not known how a pipeline cuts a {type(model).__name__}")
     return found
 
 

@@ -18,7 +18,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.packed import fuse_loss
 from ckpt_tools.estimate.pipeline import Stage
-from ckpt_tools.estimate.report import Memory, Moment
+from ckpt_tools.estimate.report import Memory, Moment, UntrackedError
 from ckpt_tools.estimate.tables import DTYPE_BYTES, OPTIMIZERS, TRACKED_OPTIMIZERS
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.ties import output_layer
@@ -76,13 +76,14 @@ def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int
     """Return how a case's step runs on a stage; prepares the model for it.
 
     Raises:
-        UsageError: Only decoders of transformers can be cut like this.
+        UntrackedError: Only decoders of transformers can be cut like this.
+        UsageError: The tokens of a sample cannot be cut evenly.
     """
     special = case.sequence_parallel or case.loss_parallel or case.fused_loss or case.mesh.size("pp") > 1
     if not special:
         return Step(batch=batch, run=_plain_step)
     if set(batch) != {"input_ids", "labels"}:
-        raise UsageError(f"it is not known how the sequence of a {type(model).__name__} is cut")
+        raise UntrackedError(f"it is not known how the sequence of a {type(model).__name__} is cut")
     batch = dict(batch)
     samples, tokens = batch["input_ids"].shape
     tp = case.mesh.size("tp") if case.sequence_parallel else 1
@@ -104,7 +105,7 @@ def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int
         del batch["labels"]
         output = output_layer(model)
         if output is None or tp * case.mesh.size("tp") > 1:
-            raise UsageError("the fused loss is known for output layers that are not cut along tp")
+            raise UntrackedError("the fused loss is known for output layers that are not cut along tp")
         fuse_loss(output)
         run = _fused_step
     elif case.loss_parallel:
@@ -344,7 +345,11 @@ def _passing(model: nn.Module, blocks: Mapping[str, str], case: Case) -> int:
     return most
 
 
-def _tracker_class() -> Any:  # noqa: ANN401 - private to torch, imported late
+def _on_grad(tensor: torch.Tensor, do: Callable[[], None]) -> None:
+    tensor.register_hook(lambda _: do())  # type: ignore[no-untyped-call]
+
+
+def _tracker_class() -> Any:  # noqa: ANN401, C901 - private to torch, imported late
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
@@ -364,6 +369,7 @@ def _tracker_class() -> Any:  # noqa: ANN401 - private to torch, imported late
             self.most: dict[str, dict[str, int]] = {}
             self._goes_back = False
             self.enter("begin")
+            self._carried = self.now()["activations"]  # inputs, and gradients of the micro-batches before
 
         def enter(self, moment: str) -> None:
             """Begin a moment; what only cycles of references hold is gone by then, in every run alike."""
@@ -389,10 +395,10 @@ def _tracker_class() -> Any:  # noqa: ANN401 - private to torch, imported late
                 if self._goes_back:
                     return
                 self.enter(f"after {label}")
-                self.saved = self.now()["activations"]
+                self.saved = self.now()["activations"] - self._carried
                 tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
                 if tensors and tensors[0].requires_grad:
-                    tensors[0].register_hook(lambda _grad: self.enter(f"bwd {label}"))
+                    _on_grad(tensors[0], lambda: self.enter(f"bwd {label}"))
 
             block.register_forward_pre_hook(before)
             block.register_forward_hook(after)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import Block, Figures, block_of
 from ckpt_tools.estimate.packed import pack_linears
-from ckpt_tools.estimate.parallel import apply_policy, cut_experts, cut_layers, needs_own_plan
+from ckpt_tools.estimate.parallel import apply_policy, cut_experts, cut_layers, experts_of, needs_own_plan
 from ckpt_tools.estimate.selective import checkpoint_selectively
 from ckpt_tools.fsdp2 import Policy, Precision, add_lora, find_blocks, parse_policy, shard_model
 from ckpt_tools.fsdp2.internals import checkpoint_activations
@@ -110,7 +110,8 @@ def figures_of(recipe: Recipe) -> Figures:
     for name in find_blocks(model, recipe.blocks(model)):
         block = model.get_submodule(name)
         matrices = [sides for module in block.modules() if (sides := _sides(module)) is not None]
-        kinds[block_of((tuple(p.shape) for p in block.parameters()), 1, matrices)] += 1
+        experts = sum(p.numel() for _, each in experts_of(block) for p in each.parameters(recurse=False))
+        kinds[replace(block_of((tuple(p.shape) for p in block.parameters()), 1, matrices), experts=experts)] += 1
     blocks = tuple(replace(kind, count=count) for kind, count in kinds.items())
     output = output_layer(model)
     weight = getattr(output, "weight", None)

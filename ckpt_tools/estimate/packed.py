@@ -43,7 +43,9 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., out] of [..., in]."""
-        found: torch.Tensor = _Unpacked.apply(x.to(self.weight.dtype), self.weight, self.out_features)
+        found: torch.Tensor = _Unpacked.apply(  # type: ignore[no-untyped-call]
+            x.to(self.weight.dtype), self.weight, self.out_features
+        )
         return found if self.bias is None else found + self.bias
 
 
@@ -82,7 +84,7 @@ def fuse_loss(output: nn.Module) -> None:
     """Let an output layer return the loss in place of logits."""
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = _Chunked.apply(hidden.flatten(0, -2), output.weight)
+        found: torch.Tensor = _Chunked.apply(hidden.flatten(0, -2), output.weight)  # type: ignore[no-untyped-call]
         return found
 
-    output.forward = forward  # type: ignore[method-assign]
+    output.forward = forward

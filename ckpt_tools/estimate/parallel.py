@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
+from ckpt_tools.estimate.report import UntrackedError
 from ckpt_tools.fsdp2 import Policy
 from ckpt_tools.fsdp2.internals import replicate_function
 from ckpt_tools.fsdp2.mesh import TP_AXIS, fsdp_mesh
@@ -30,7 +31,7 @@ _SEQUENCE = Shard(1)
 
 def apply_policy(unit: nn.Module, policy: Policy, dp: DeviceMesh, *, root: bool = False) -> None:
     """Make a module a unit of FSDP."""
-    apply = fully_shard if policy.strategy != "no_shard" else replicate_function()
+    apply: Any = fully_shard if policy.strategy != "no_shard" else replicate_function()
     apply(unit, **policy.kwargs(dp, root=root))
 
 
@@ -45,12 +46,13 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, case: Case) -> None:
     """Cut linear layers and embeddings along tp, as the model's own plan says, and what passes between them.
 
     Raises:
-        UsageError: The model has no plan, or is no decoder.
+        UntrackedError: The model has no plan.
+        UsageError: A layer that cannot be cut evenly.
     """
     tp = mesh[TP_AXIS]
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
-        raise UsageError(f"{type(model).__name__} has no tensor-parallel plan of its own", where="tp_plan")
+        raise UntrackedError(f"{type(model).__name__} has no tensor-parallel plan of its own")
     ties = tied_groups(model)
     output, embedding = output_layer(model), _embedding(model)
     regions: dict[int, nn.Module] = {}
@@ -147,6 +149,7 @@ def cut_experts(model: nn.Module, mesh: DeviceMesh, case: Case, policy: Policy) 
     Without expert parallelism tp cuts every expert, and its tokens are gathered.
 
     Raises:
+        UntrackedError: Experts of an unknown form.
         UsageError: The number of experts does not divide.
     """
     ranks, tp = case.num_expert_ranks, case.mesh.size("tp")
@@ -184,7 +187,7 @@ def _cut_inner(module: nn.Module, tp: int, name: str) -> None:
             continue
         dims = [dim for dim in (1, 2) if parameter.shape[dim] != hidden]
         if hidden is None or len(dims) != 1 or parameter.shape[dims[0]] % tp:
-            raise UsageError(f"it is not known how tp={tp} cuts experts of shape {tuple(parameter.shape)}", where=name)
+            raise UntrackedError(f"it is not known how tp={tp} cuts {name} of shape {tuple(parameter.shape)}")
         rest = parameter.detach().narrow(dims[0], 0, parameter.shape[dims[0]] // tp).contiguous()
         setattr(module, key, nn.Parameter(rest, requires_grad=parameter.requires_grad))
 

@@ -35,20 +35,18 @@ def stages_of(num_layers: int, case: Case) -> tuple[Stage, ...]:
     counts = [base + (rank < extra) for rank in range(num)]
     counts[0] -= 1
     counts[-1] -= 1
-    found = []
-    for rank in sorted({0, min(1, num - 1), num - 1}):
-        found.append(
-            Stage(
-                rank=rank,
-                first=sum(counts[:rank]),
-                count=counts[rank],
-                has_embedding=rank == 0,
-                # A V gives the first rank the last stage as well.
-                has_output=rank == (0 if case.schedule == "zbv" else num - 1),
-                in_flight=_in_flight(rank, num, case),
-            )
+    return tuple(
+        Stage(
+            rank=rank,
+            first=sum(counts[:rank]),
+            count=counts[rank],
+            has_embedding=rank == 0,
+            # A V gives the first rank the last stage as well.
+            has_output=rank == (0 if case.schedule == "zbv" else num - 1),
+            in_flight=_in_flight(rank, num, case),
         )
-    return tuple(found)
+        for rank in sorted({0, min(1, num - 1), num - 1})
+    )
 
 
 def _in_flight(rank: int, num: int, case: Case) -> float:

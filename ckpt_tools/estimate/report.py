@@ -9,6 +9,10 @@ from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.margin import Margin
 
 
+class UntrackedError(Exception):
+    """A case whose memory cannot be tracked, and why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
     """What is held while one block runs, when it is the most."""

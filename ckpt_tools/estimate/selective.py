@@ -43,7 +43,7 @@ def checkpoint_selectively(unit: nn.Module) -> None:
                 is_kept = function in kept
             return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return create_selective_checkpoint_contexts(policy)
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
     inner = unit.forward
 
@@ -51,4 +51,4 @@ def checkpoint_selectively(unit: nn.Module) -> None:
         # Around forward and not around the call: what is computed again must not gather parameters again.
         return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    unit.forward = forward  # type: ignore[method-assign]
+    unit.forward = forward

@@ -28,7 +28,7 @@ from ckpt_tools.estimate.layers import Row, cut_stage, keep_layers, rows_of
 from ckpt_tools.estimate.measure import GROUPS, Trace, measure, step_of, total, width_of
 from ckpt_tools.estimate.model import batch_of, build, shard
 from ckpt_tools.estimate.pipeline import Stage, stages_of
-from ckpt_tools.estimate.report import Memory
+from ckpt_tools.estimate.report import Memory, UntrackedError
 from ckpt_tools.estimate.slim import slim
 from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh, find_blocks
@@ -71,6 +71,8 @@ def track(recipe: Recipe, case: Case) -> Memory | str:
             return _worst_stage(recipe, case, mesh)
     except CkptError:
         raise
+    except UntrackedError as error:
+        return str(error)
     except Exception as error:  # noqa: BLE001 - whatever a model does with values that are not there
         text = str(error).strip().splitlines()
         return f"the model cannot run without data: {type(error).__name__}: {text[0][:200] if text else ''}"
@@ -88,6 +90,14 @@ def _fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
         yield build_device_mesh(mesh)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _as_on_devices() -> Iterator[None]:
+    """Keep tensors without data from being treated in another way than those with."""
+    with _without_propagation(), _one_sample_a_row(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager
@@ -142,7 +152,7 @@ def _one_sample_a_row() -> Iterator[None]:
         setattr(masking_utils, name, original)
 
 
-def _worst_stage(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory | str:
+def _worst_stage(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory:
     with torch.device("meta"):
         model = recipe.build()
     rows = rows_of(model, find_blocks(model, recipe.blocks(model)))
@@ -150,7 +160,7 @@ def _worst_stage(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory | str:
         (stage,) = stages_of(0, case)
         return _track_stage(recipe, case, mesh, rows, stage)
     if len(rows) != 1 or len(rows[0].kinds) < case.mesh.size("pp"):
-        return "a pipeline needs one row of layers, and at least as many as stages"
+        raise UntrackedError("a pipeline needs one row of layers, and at least as many as stages")
     found = []
     for stage in stages_of(len(rows[0].kinds), case):
         part = replace(rows[0], kinds=rows[0].kinds[stage.first : stage.first + stage.count], start=stage.first)
@@ -170,7 +180,7 @@ def _track_stage(recipe: Recipe, case: Case, mesh: DeviceMesh, rows: tuple[Row, 
             for row, cut in short.items()
         ]
         return total(first, more, case, stage)
-    except CkptError:
+    except (CkptError, UntrackedError):
         raise
     except Exception:
         if not short:

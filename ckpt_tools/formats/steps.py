@@ -37,7 +37,8 @@ _OPTIMIZER_FILE = re.compile(
 )
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)\w*_rank\d+\.bin", re.ASCII)
 _HOLDS: Mapping[str, Holds] = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
-_TRAINER_STATE = "trainer_state.json"
+PROGRESS_FILE = "trainer_state.json"
+"""Where the Trainer writes how far it is; the last file of a save."""
 _SCHEDULERS = ("scheduler.bin", "scheduler.pt")
 _KINDS = (
     ("random_states_*.pkl", "RNG state of a rank"),
@@ -49,7 +50,7 @@ _KINDS = (
     ("scaler.pt", "gradient scaler"),
     ("optimizer*.bin", "pickled state of an optimizer"),
     ("custom_checkpoint_*.pkl", "an object that the script registered"),
-    (_TRAINER_STATE, "progress of the Trainer"),
+    (PROGRESS_FILE, "progress of the Trainer"),
     ("training_args.bin", "arguments of the Trainer"),
     (META_FILE, "Lightning's loops, callbacks and schedulers"),
 )
@@ -170,7 +171,7 @@ def find_step(files: Mapping[str, int]) -> Step | None:
     own = (MANIFEST_NAME, JOURNAL_NAME)
     beside = (name for name in files if name.partition("/")[0] not in held and name not in own)
     return Step(
-        trainer="trainer" if _TRAINER_STATE in files else "accelerate",
+        trainer="trainer" if PROGRESS_FILE in files else "accelerate",
         parts=tuple(parts),
         beside=tuple(Asset(file=name, nbytes=files[name]) for name in beside),
     )

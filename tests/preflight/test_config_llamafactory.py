@@ -87,9 +87,8 @@ def test_llamafactory_command_line_is_read(tmp_path: Path) -> None:
     assert config.options.words == ()
 
 
-@pytest.mark.parametrize("words", ["x.yaml", '--stage sft "$@"', "--stage sft --do_train $EXTRA_ARGS"])
-def test_llamafactory_command_that_hides_options_is_not_green(words: str, tmp_path: Path) -> None:
-    config = read(tmp_path, f"llamafactory-cli train {words}", name="run.sh")
+def test_llamafactory_command_that_hides_options_is_not_green(tmp_path: Path) -> None:
+    config = read(tmp_path, "llamafactory-cli train --stage sft --do_train $EXTRA_ARGS", name="run.sh")
     assert config.why_not != ""
 
 
@@ -126,12 +125,6 @@ def test_trl_command_has_trls_defaults(tmp_path: Path) -> None:
 def test_trl_grpo_samples_are_prompt_and_completion(tmp_path: Path) -> None:
     values = {"output_dir": "o", "num_generations": 8, "max_prompt_length": 512, "max_completion_length": 1024}
     assert read(tmp_path, values).spec.seq_len == 1536
-
-
-@pytest.mark.parametrize("launch", ["accelerate launch --config_file fsdp.yaml", "trl sft --config x.yaml"])
-def test_trainer_command_whose_rest_lies_in_a_file_is_not_green(launch: str, tmp_path: Path) -> None:
-    script = f"{launch} train.py --output_dir o --per_device_train_batch_size 1 --num_train_epochs 1"
-    assert read(tmp_path, script, name="run.sh").options.words != ()
 
 
 def test_flags_are_split_as_argparse_does() -> None:

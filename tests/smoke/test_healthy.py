@@ -156,6 +156,18 @@ def test_smoke_of_adapters_trains_only_them(farm, models):
     assert report.memory[0].grads < report.memory[0].params / 3
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["dora", "lokr", "oft"])
+def test_smoke_with_other_adapters_on_chosen_layers_finds_nothing(models, farm, kind):
+    pytest.importorskip("peft", reason="needs the extra hf")
+    every = farm.smoke(source=str(models / "llama"), lora=True, adapter=kind, steps=1)
+    some = farm.smoke(source=str(models / "llama"), lora=True, adapter=kind, target=["**.q_proj"], steps=1)
+    assert every.ok
+    assert some.ok
+    assert 0 < len(some.grad_errors) < len(every.grad_errors)
+    assert all(".q_proj." in name for name in some.grad_errors)
+
+
 def test_smoke_of_quantised_weights_with_adapters_reloads_them_bit_for_bit(farm, models):
     pytest.importorskip("bitsandbytes", reason="needs the extra qlora")
     report = farm.smoke(source=str(models / "llama"), lora=True, quantize="nf4", steps=1)

@@ -34,6 +34,7 @@ def read_deepspeed(given: Given[Any], option: str, value: object) -> Zero:
     """
     if isinstance(value, str):
         value = _content(value, _folders(given.document.path))
+        given.contents |= {} if value is None else {option: value}
     zero = value.get("zero_optimization") if isinstance(value, Mapping) else None
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if not isinstance(value, Mapping) or not isinstance(stage, int):

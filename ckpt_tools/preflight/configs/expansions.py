@@ -27,7 +27,9 @@ _NUMBER_NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
 _SPECIAL = re.compile(r"[\\'\"$`\[\]()&~]")
 _MAX_CHANGED = 2000
 """Characters of a value whose begin or end is looked for."""
-_SELF = r"(?:\$0|\$\{0\}|\$BASH_SOURCE|\$\{BASH_SOURCE(?:\[0\])?(?::-\$0)?\}|\$\((?:realpath|readlink-f)(?:\$0|\$\{BASH_SOURCE(?:\[0\])?\})\))"
+_ITSELF = r"(?:\$0|\$\{0\}|\$BASH_SOURCE|\$\{BASH_SOURCE(?:\[0\])?(?::-\$0)?\})"
+_ITSELF = r"(?:\$0|\$\{0\}|\$BASH_SOURCE|\$\{BASH_SOURCE(?:\[0\])?(?::-\$0)?\})"
+_SELF = rf"(?:{_ITSELF}|\$\((?:realpath|readlink-f){_ITSELF}\))"
 _FOLDER = rf"\$\(dirname(?:--)?{_SELF}\)"
 _HERE = re.compile(
     rf"{_SELF}|{_FOLDER}"

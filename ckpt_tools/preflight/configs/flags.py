@@ -17,17 +17,6 @@ _MANY = re.compile(
     r"\$([@*]|\{[@*]|\{?\w+\[[@*]|\{?\w*(ARGS|ARGUMENTS|OPTS|OPTIONS|EXTRA|FLAGS|PARAMS)\w*\}?$)", re.IGNORECASE
 )
 """A variable that by its kind or name stands for options, not for the value of the one before it."""
-_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
-_PLACES = (
-    "--num_processes", "--num-processes", "--num_machines", "--nproc_per_node", "--nproc-per-node", "--nnodes",
-    "--node_rank", "--node-rank", "--machine_rank", "--main_process_ip", "--main_process_port", "--master_addr",
-    "--master_port", "--master-addr", "--master-port", "--num_gpus", "--num_nodes", "--rdzv_backend", "--rdzv_endpoint",
-    "--rdzv_id", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--standalone", "--hostfile", "--include",
-    "--max_restarts", "--max-restarts", "--rdzv_conf", "--rdzv-conf", "--gpu_ids", "--same_network", "--module", "-m",
-    "--no_python", "--num_cpu_threads_per_process", "--tee", "--log_dir", "--log-dir", "--multi_gpu",
-)  # fmt: skip
-"""Options of launchers that say which processes start where, and nothing of what each does."""
-
 
 Program = Callable[[Sequence[str], int], int]
 """Command, place of a word → how many words the program that begins there has; 0 where none does."""
@@ -62,17 +51,6 @@ def started(commands: Iterable[Sequence[str]], program: Program) -> Sequence[str
             if length:
                 return command[at + length :]
     return None
-
-
-def launcher_words(commands: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return what the first launcher is told that decides more than where processes start: `--config_file x.yaml`."""
-    for command in commands:
-        starts = [at for at, word in enumerate(command) if word.rpartition("/")[2] in _LAUNCHERS]
-        if starts:
-            script = next((at for at, word in enumerate(command) if word.endswith(".py")), len(command))
-            words = command[starts[0] + 1 : script]
-            return tuple(word for word in words if word.startswith("--") and word.partition("=")[0] not in _PLACES)
-    return ()
 
 
 def _plain(word: str) -> object:

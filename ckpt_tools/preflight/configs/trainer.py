@@ -14,7 +14,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
-from ckpt_tools.preflight.configs.flags import Program, launcher_words, read_flags, started
+from ckpt_tools.preflight.configs.flags import Program, read_flags, started
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     STRATEGIES,
@@ -355,10 +355,7 @@ def arguments_of(document: Document, program: Program) -> tuple[Mapping[str, obj
     if document.values is not None:
         return document.values, ()
     words = started(document.commands, program)
-    values, unread = read_flags(document.words if words is None else words)
-    # TRL and LLaMA-Factory take further arguments from a file.
-    files = [str(values.pop(name)) for name in ("config",) if name in values]
-    return values, (*launcher_words(document.commands), *files, *unread)
+    return read_flags(document.words if words is None else words)
 
 
 def _prepare(document: Document) -> Source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, error_rule, look_up, shown
+from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, error_rule, shown
 from ckpt_tools.preflight.spec import Framework
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -27,6 +27,13 @@ def nearest_divisor(number: int, of: int) -> int:
 def largest_divisor(of: int, *, at_most: int) -> int:
     """Return the largest divisor of `of` that is at most `at_most`."""
     return next(one for one in range(min(at_most, of), 0, -1) if of % one == 0)
+
+
+def _multiple_of(case: Case, found: Setting | None, unit: int, of: str) -> Iterator[Violation]:
+    """Yield that an option is no multiple of `unit`, which is `of` in words."""
+    if found is not None and found.count is not None and unit > 0 and found.count % unit:
+        fix = case.written(found.key, next_multiple(found.count, unit))
+        yield Violation(found.key, f"{found} is no multiple of {of}", fix)
 
 
 @error_rule(
@@ -142,14 +149,8 @@ def global_batch(case: Case) -> Iterator[Violation]:
     """Source: torchtitan 0.3.0 `trainer.py:414-424`; 0.2.2 `train.py:202`."""
     found, local = case.option("training.global_batch_size"), case.count("training.local_batch_size", 8)
     ranks = case.axis("dp_replicate") * case.axis("dp_shard")
-    if found is None or found.count is None or found.count <= 0 or local < 1 or ranks < 1:
-        return
-    if found.count % (local * ranks):
-        yield Violation(
-            found.key,
-            f"{found} is no multiple of {local} samples × {ranks} data-parallel ranks",
-            f"{found.key}: {next_multiple(found.count, local * ranks)}",
-        )
+    if found is not None and (found.count or -1) > 0 and local > 0 and ranks > 0:
+        yield from _multiple_of(case, found, local * ranks, f"{local} samples × {ranks} data-parallel ranks")
 
 
 @error_rule(
@@ -164,19 +165,15 @@ def train_batch(case: Case) -> Iterator[Violation]:
 
     Source: OpenRLHF 0.11.2 `utils/deepspeed/deepspeed.py:110-116,455`, DeepSpeed `runtime/config.py:_batch_assertion`.
     """
-    batch = case.option("train.batch_size", "train_batch_size")
-    micro, ranks = case.whole("train.micro_batch_size", "micro_train_batch_size"), case.spec.world_size
-    if batch is None or batch.count is None or micro is None or micro < 1 or ranks is None:
-        return
-    if case.spec.engine != "deepspeed" or case.is_on("train.dynamic_batch_enable", "use_dynamic_batch"):
-        return
-    data_ranks = ranks // max(case.axis("sp") * case.axis("tp"), 1)
-    if data_ranks and batch.count % (micro * data_ranks):
-        yield Violation(
-            batch.key,
-            f"{batch} is no multiple of micro-batches of {micro} on {data_ranks} data-parallel ranks",
-            f"{batch.key} {next_multiple(batch.count, micro * data_ranks)}",
-        )
+    micro, ranks = case.whole("train.micro_batch_size", "micro_train_batch_size") or 0, _data_ranks(case)
+    if case.spec.engine == "deepspeed" and not case.is_on("train.dynamic_batch_enable", "use_dynamic_batch"):
+        batch = case.option("train.batch_size", "train_batch_size")
+        yield from _multiple_of(case, batch, micro * ranks, f"micro-batches of {micro} on {ranks} data-parallel ranks")
+
+
+def _data_ranks(case: Case) -> int:
+    """Return the ranks that see different samples; 0 where nobody knows."""
+    return (case.spec.world_size or 0) // max(case.axis("sp") * case.axis("tp"), 1)
 
 
 @error_rule(
@@ -187,19 +184,15 @@ def train_batch(case: Case) -> Iterator[Violation]:
 )
 def rollouts_for_all(case: Case) -> Iterator[Violation]:
     """Source: OpenRLHF 0.11.2 `cli/train_ppo_ray.py:757-763`."""
-    batch = case.option("rollout.batch_size", "rollout_batch_size")
-    micro, ranks = case.whole("rollout.micro_batch_size", "micro_rollout_batch_size"), case.spec.world_size
-    if batch is None or batch.count is None or micro is None or micro < 1 or ranks is None:
+    batch, ranks = case.option("rollout.batch_size", "rollout_batch_size"), _data_ranks(case)
+    micro = case.whole("rollout.micro_batch_size", "micro_rollout_batch_size")
+    if batch is None or batch.count is None or micro is None or micro < 1:
         return
     samples = case.whole("rollout.n_samples_per_prompt", "n_samples_per_prompt") or 1
-    data_ranks = ranks // max(case.axis("sp") * case.axis("tp"), 1)
-    if samples * batch.count // micro < data_ranks:
-        yield Violation(
-            batch.key,
-            f"{batch.count} prompts × {samples} samples are {samples * batch.count // micro} batches of {micro},"
-            f" for {data_ranks} data-parallel ranks",
-            f"{batch.key} {-(-data_ranks * micro // samples)}",
-        )
+    batches = samples * batch.count // micro
+    if batches < ranks:
+        what = f"{batch.count} prompts × {samples} samples are {batches} batches of {micro}, for {ranks} ranks"
+        yield Violation(batch.key, what, case.written(batch.key, -(-ranks * micro // samples)))
 
 
 @error_rule(
@@ -239,13 +232,16 @@ def groups_fill_batch(case: Case) -> Iterator[Violation]:
         )
 
 
-_ARGUMENTS: Mapping[Framework, tuple[str, str, str]] = {
-    "trainer": ("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
-    "axolotl": ("micro_batch_size", "gradient_accumulation_steps", "learning_rate"),
+_ARGUMENTS: Mapping[Framework, tuple[tuple[str, int], ...]] = {
+    "trainer": (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1)),
+    "axolotl": (("micro_batch_size", 1), ("gradient_accumulation_steps", 1)),
+    "accelerate": (),
+    "deepspeed": (),
 }
-_DEFAULTS: Mapping[Framework, tuple[int | None, int]] = {"trainer": (8, 1), "axolotl": (1, 1)}
-"""Samples on a rank, and passes, where the arguments do not say."""
-_TRIANGLE = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Arguments that DeepSpeed's sizes must be equal to, and what they are where the file has none."""
+_SECTIONS: Mapping[Framework, str] = {"deepspeed": "", "accelerate": "deepspeed_config.deepspeed_config_file."}
+"""Where DeepSpeed's own config lies; `deepspeed` in the others."""
+_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @error_rule(
@@ -253,7 +249,7 @@ _TRIANGLE = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     why="transformers refuses every value of DeepSpeed's config that is not auto and not that of the arguments, and"
     " DeepSpeed a train_batch_size that is not micro-batch × accumulation × ranks",
     fix="auto in DeepSpeed's config",
-    frameworks=("trainer", "axolotl"),
+    frameworks=tuple(_ARGUMENTS),
 )
 def deepspeed_sizes(case: Case) -> Iterator[Violation]:
     """Look at what is not auto.
@@ -263,32 +259,31 @@ def deepspeed_sizes(case: Case) -> Iterator[Violation]:
     """
     if case.spec.engine != "deepspeed":
         return
-    names, defaults, ranks = _ARGUMENTS[case.framework], _DEFAULTS[case.framework], case.spec.world_size
-    sizes = [case.whole(name) or default for name, default in zip(names[:2], defaults, strict=True)]
-    for option, name, expected in zip(_TRIANGLE, names, sizes, strict=False):
-        yield from _mismatch(case, option, expected, name)
-    if ranks is not None and None not in sizes:
-        found = case.get("deepspeed.train_batch_size")
-        inner = [case.whole(f"deepspeed.{option}") or size for option, size in zip(_TRIANGLE, sizes, strict=True)]
-        right = math.prod(size or 1 for size in inner) * ranks
-        if found is not None and found.text != "auto" and found.value != right:
-            what = f"{found}, and {inner[0]} samples × {inner[1]} accumulated × {ranks} ranks are {right}"
-            yield Violation(found.key, what, f"{found.key}: auto, or {right}")
-    rate = case.get(names[2])
+    at, ranks, sizes = _SECTIONS.get(case.framework, "deepspeed."), _data_ranks(case), []
+    arguments = _ARGUMENTS[case.framework]
+    for option, (name, default) in zip(_SIZES, arguments or (("", 0),) * 2, strict=True):
+        argument = case.get(name) if name else None
+        expected = default if argument is None else argument.count
+        if name and expected is not None:
+            yield from _differs(case, at + option, expected, f"{name} is {expected}")
+        sizes.append(case.whole(at + option) or expected or 0)
+    found, right = case.get(f"{at}train_batch_size"), math.prod(sizes) * ranks
+    if found is not None and right > 0 and found.text != "auto" and found.value != right:
+        what = f"{found}, and {sizes[0]} samples × {sizes[1]} accumulated × {ranks} ranks are {right}"
+        yield Violation(found.key, what, f"{found.key}: {right}" + (", or auto" if arguments else ""))
+    rate = case.get("learning_rate") if arguments else None
     if rate is not None and rate.number is not None:
-        yield from _mismatch(case, "optimizer.params.lr", rate.number, names[2])
+        yield from _differs(case, f"{at}optimizer.params.lr", rate.number, str(rate))
     for word in ("fp16", "bf16"):
-        asked = case.get(f"deepspeed.{word}.enabled")
-        if asked is not None and asked.is_on and not case.is_on(word) and case.framework == "trainer":
+        asked = case.get(f"{at}{word}.enabled")
+        if case.framework == "trainer" and asked is not None and asked.is_on and not case.is_on(word):
             yield Violation(asked.key, f"{asked}, and the arguments have no {word}", f"{asked.key}: auto")
 
 
-def _mismatch(case: Case, option: str, expected: float | None, name: str) -> Iterator[Violation]:
-    found = case.get(f"deepspeed.{option}")
-    if found is not None and expected is not None and found.text != "auto" and found.value != expected:
-        said = look_up(case.config.values, name)
-        other = f"{name} is {expected:g}" if said is None else str(said)
-        value = f"{found.value!r} as text" if isinstance(found.value, str) else shown(found.value)
+def _differs(case: Case, option: str, expected: float, other: str) -> Iterator[Violation]:
+    found = case.get(option)
+    if found is not None and found.text != "auto" and found.value != expected:
+        value = f"the text {found.text}" if isinstance(found.value, str) else shown(found.value)
         yield Violation(found.key, f"{found.key} is {value}, and {other}", f"{found.key}: auto")
 
 
@@ -301,37 +296,15 @@ def _mismatch(case: Case, option: str, expected: float | None, name: str) -> Ite
 )
 def sequence_divides(case: Case) -> Iterator[Violation]:
     """Source: torchtitan 0.3.0 `trainer.py:306-315`; 0.2.2 `models/llama3/infra/parallelize.py`."""
+    keeps, ring = case.get("parallelism.enable_sequence_parallel"), max(case.axis("cp"), 1)
+    width = 1 if keeps is not None and keeps.is_off else max(case.axis("tp"), 1)
     found = case.option("training.seq_len", "training.max_context_length")
-    keeps = case.get("parallelism.enable_sequence_parallel")
-    cuts = (1 if keeps is not None and keeps.is_off else max(case.axis("tp"), 1)) * (
-        2 * case.axis("cp") if case.axis("cp") > 1 else 1
-    )
-    if found is not None and found.count is not None and found.count % cuts:
-        yield Violation(
-            found.key,
-            f"{found} is no multiple of {cuts} (tp={case.axis('tp')}, cp={case.axis('cp')})",
-            f"{found.key}: {next_multiple(found.count, cuts)}",
-        )
+    cuts = width * (2 * ring if ring > 1 else 1)
+    yield from _multiple_of(case, found, cuts, f"{cuts} (tp={width}, cp={ring})")
 
 
 @error_rule(
-    "CKPT118: a batch that the micro-batches of the pipeline do not divide",
-    why="torchtitan refuses it: every micro-batch of a pipeline has the same size",
-    fix="a multiple of pipeline_parallel_microbatch_size",
-    frameworks=("torchtitan",),
-)
-def pipeline_batches(case: Case) -> Iterator[Violation]:
-    """Source: torchtitan 0.3.0 `trainer.py:124-139`; 0.2.2 `distributed/pipeline_parallel.py`."""
-    found, micro = case.option("training.local_batch_size"), case.whole("parallelism.pipeline_parallel_microbatch_size")
-    if case.axis("pp") < 2 or found is None or found.count is None or micro is None or micro < 1:
-        return
-    if found.count % micro:
-        what = f"{found} is no multiple of micro-batches of {micro}"
-        yield Violation(found.key, what, f"{found.key}: {next_multiple(found.count, micro)}")
-
-
-@error_rule(
-    "CKPT119: a budget of tokens below the longest sample",
+    "CKPT118: a budget of tokens below the longest sample",
     why="verl fills batches by tokens, and stops at a sample that is longer than the budget of a rank",
     fix="at least max_prompt_length + max_response_length",
     frameworks=("verl",),

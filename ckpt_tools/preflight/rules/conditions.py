@@ -7,21 +7,26 @@ A condition is an option, and what it must be; several with blanks between must 
     warmup_steps?         there, whatever it is
     rl=dpo|kto            one of these words (`true` for a switch); of a list, one of its items
     save_strategy!=steps  none of these words, or not there
-    keep_latest_k<2       a number below 2; `>` is the other way
+    keep_latest_k<2       a number below 2, or below that of the option on the right; also `>` and `>=`
+    save_steps%eval_steps a number that is no multiple of the other
 
-`a/b` is an option with its names of two releases, and `fsdp.x` one inside another.
+`a/b` is an option with its names of two releases, and `fsdp.x` one inside another; `@engine` is the engine of the run,
+and `@tp` a size of its mesh.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 
-from ckpt_tools.preflight.rules.rule import Case, Setting
+from ckpt_tools.preflight.rules.rule import ALL, Case, NotKnownError, Setting
+from ckpt_tools.preflight.spec import Framework
 
-_CONDITION = re.compile(r"(?P<names>[\w./\[\]-]+?)(?P<sign>!=|[=<>!?]|)(?P<words>(?<=[=<>]).+)?")
+_CONDITION = re.compile(r"(?P<names>[@\w./\[\]-]+?)(?P<sign>!=|>=|[=<>%!?]|)(?P<words>(?<=[=<>%]).+)?")
 
 
 def holds(case: Case, conditions: str) -> bool:
@@ -35,15 +40,39 @@ def holds(case: Case, conditions: str) -> bool:
 
 def _holds(case: Case, condition: str) -> bool:
     names, sign, words = _parsed(condition)
-    found = case.option(*names)
+    found = option_in(case, names)
     if sign in ("", "!"):
         return _is_given(found) == (sign == "")
     if sign == "?":
         return found is not None
-    if sign in ("<", ">"):
-        number = None if found is None else found.number
-        return number is not None and (number < float(words) if sign == "<" else number > float(words))
+    if sign in _COMPARED:
+        number, other = None if found is None else found.number, _number(case, words)
+        return number is not None and other is not None and _COMPARED[sign](number, other)
     return (found is not None and bool(_words(found).intersection(words.split("|")))) == (sign == "=")
+
+
+def _number(case: Case, text: str) -> float | None:
+    """Return a number, or that of an option."""
+    with suppress(ValueError):
+        return float(text)
+    found = case.option(*text.split("/"))
+    return None if found is None else found.number
+
+
+def _leaves_rest(number: float, other: float) -> bool:
+    """Steps below 1 are parts of the run, which are not written exactly."""
+    return number > 0 < other and round(number * _PARTS) % round(other * _PARTS) != 0
+
+
+_PARTS = 1_000_000
+_COMPARED = {"<": operator.lt, ">": operator.gt, ">=": operator.ge, "%": _leaves_rest}
+
+
+def option_in(case: Case, names: tuple[str, ...]) -> Setting | None:
+    """Return what a condition is about; what the run comes to (`@engine`) has no key."""
+    if names[0] == "@engine":
+        return Setting(key="", value=case.spec.engine)
+    return Setting(key="", value=case.axis(names[0][1:])) if names[0].startswith("@") else case.option(*names)
 
 
 def options_of(condition: str) -> tuple[str, ...]:
@@ -77,3 +106,19 @@ def rows_of(name: str) -> tuple[Mapping[str, str], ...]:
     text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     head, *rows = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
     return tuple(dict(zip(head, row, strict=True)) for row in rows)
+
+
+def frameworks_of(table: str, rule: str) -> tuple[Framework, ...]:
+    """Return whose options a rule's rows are about."""
+    names = {row["framework"] for row in rows_of(table) if row["rule"] == rule}
+    return tuple(name for name in ALL if name in names)
+
+
+def below_limits(case: Case, rule: str) -> Iterator[tuple[Setting, str]]:
+    """Yield the options that are less than a rule's rows of `limits.tsv` allow, and the least that they can be."""
+    for row in rows_of("limits.tsv"):
+        if (row["rule"], row["framework"]) == (rule, case.framework):
+            with suppress(NotKnownError):
+                found = case.option(row["option"])
+                if found is not None and found.number is not None and not found.number >= float(row["least"]):
+                    yield found, row["least"]

@@ -1,13 +1,12 @@
-"""CKPT12x: who is started where: machines, devices, ports, and roles that share devices."""
+"""CKPT12x: devices of the processes that a launcher starts, and of inference engines beside training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.rule import Case, Violation, error_rule
 from ckpt_tools.preflight.spec import Framework
 
-_MAX_PORT = 65_535
 _TENSOR: Mapping[Framework, tuple[str, ...]] = {
     "verl": ("actor_rollout_ref.rollout.tensor_model_parallel_size",),
     "openrlhf": ("vllm.tensor_parallel_size", "vllm_tensor_parallel_size"),
@@ -16,37 +15,7 @@ _TENSOR: Mapping[Framework, tuple[str, ...]] = {
 
 
 @error_rule(
-    "CKPT120: a machine that does not exist",
-    why="torchrun refuses a node rank outside of its nodes, or waits for a node that never comes: they count from 0",
-    fix="0 on the first machine, num_machines - 1 on the last",
-    frameworks=("accelerate",),
-)
-def machine_rank(case: Case) -> Iterator[Violation]:
-    """Source: accelerate 1.15.0 `utils/launch.py:214-219`, which passes it on when there are several machines."""
-    found, machines = case.option("machine_rank"), case.count("num_machines")
-    if found is not None and found.count is not None and machines > 1 and not 0 <= found.count < machines:
-        what = f"{found} of {machines} machines, which count from 0"
-        yield Violation(found.key, what, f"{found.key}: {machines - 1} on the last machine")
-
-
-@warning_rule(
-    "CKPT121: several machines and no address of the first",
-    why="accelerate then tells torchrun to meet at the host None, unless the command line has --main_process_ip",
-    fix="main_process_ip and main_process_port of the machine whose rank is 0",
-    frameworks=("accelerate",),
-)
-def main_process(case: Case) -> Iterator[Violation]:
-    """DeepSpeed's own multi-node launchers find the first machine in the host file.
-
-    Source: accelerate 1.15.0 `utils/launch.py:220-224`.
-    """
-    if case.count("num_machines") > 1 and case.spec.engine != "deepspeed" and case.option("main_process_ip") is None:
-        machines = case.count("num_machines")
-        yield Violation("main_process_ip", f"{machines} machines, and no main_process_ip", "main_process_ip: HOST")
-
-
-@error_rule(
-    "CKPT122: devices that the processes of a machine do not have",
+    "CKPT120: devices that the processes of a machine do not have",
     why="Only the devices of gpu_ids are visible: a process beyond them stops with an invalid device ordinal",
     fix="one id per process of a machine, or gpu_ids: all",
     frameworks=("accelerate",),
@@ -72,20 +41,7 @@ def device_ids(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT123: a port that does not exist",
-    why="No process can listen there: the launch fails, or ends without a word",
-    fix="a free port from 1024 to 65535",
-    frameworks=("accelerate",),
-)
-def port(case: Case) -> Iterator[Violation]:
-    """Ports have 16 bits; 0 lets accelerate choose one."""
-    found = case.option("main_process_port")
-    if found is not None and found.count is not None and not 0 <= found.count <= _MAX_PORT:
-        yield Violation(found.key, f"{found}: ports end at {_MAX_PORT}", f"{found.key}: 29500, at most {_MAX_PORT}")
-
-
-@error_rule(
-    "CKPT124: inference engines that do not fill the devices of training",
+    "CKPT121: inference engines that do not fill the devices of training",
     why="Engines that share the devices of the actor take all of them in equal parts: verl and OpenRLHF assert it",
     fix="engines × tensor parallel size = ranks of the actor",
     frameworks=("verl", "openrlhf"),
@@ -114,12 +70,12 @@ def engines_fill(case: Case) -> Iterator[Violation]:
         yield Violation(
             engines.key,
             f"{engines.count} engines of {width} ranks, and the actor has {ranks}",
-            f"{engines.key} {ranks // width}" if ranks % width == 0 else f"engines × their ranks = {ranks}",
+            case.written(engines.key, ranks // width) if ranks % width == 0 else f"engines × their ranks = {ranks}",
         )
 
 
 @error_rule(
-    "CKPT125: an inference engine whose ranks do not divide the attention heads",
+    "CKPT122: an inference engine whose ranks do not divide the attention heads",
     why="vLLM and SGLang cut attention by heads, and refuse a tensor parallel size that does not divide them",
     fix="a divisor of the heads",
     frameworks=("verl", "openrlhf"),
@@ -130,33 +86,4 @@ def engine_heads(case: Case) -> Iterator[Violation]:
     if size is None or size.count is None or size.count < 2 or heads is None or heads % size.count == 0:
         return
     common = [one for one in range(1, size.count) if heads % one == 0 and (ranks or one) % one == 0]
-    equals = " " if case.framework == "openrlhf" else ": "
-    yield Violation(size.key, f"{size} does not divide {heads} attention heads", f"{size.key}{equals}{common[-1]}")
-
-
-_SHARING = (
-    (("train.colocate_all", "colocate_all_models", "train.colocate_actor_ref", "colocate_actor_ref"), "actor", "ref"),
-    (("train.colocate_critic_reward", "colocate_critic_reward"), "critic", "reward"),
-)
-"""What makes two roles share devices, and the roles."""
-
-
-@error_rule(
-    "CKPT126: roles that share devices, and differ in number",
-    why="Each rank of one role lies on the device of a rank of the other: OpenRLHF asserts that there are as many",
-    fix="the same nodes and GPUs per node for both",
-    frameworks=("openrlhf",),
-)
-def equal_roles(case: Case) -> Iterator[Violation]:
-    """Source: OpenRLHF 0.11.2 `cli/train_ppo_ray.py:41-46,109-113`."""
-    for switches, first, second in _SHARING:
-        if not any(case.is_on(switch) for switch in switches):
-            continue
-        for size in ("num_nodes", "num_gpus_per_node"):
-            one, other = (_size(case, role, size) for role in (first, second))
-            if one is not None and other is not None and one.text != other.text:
-                yield Violation(other.key, f"{shown(one.value)} for {one.key}, and {other}", f"{other.key} {one.text}")
-
-
-def _size(case: Case, role: str, size: str) -> Setting | None:
-    return case.option(f"{role}.{size}", f"{role}_{size}")
+    yield Violation(size.key, f"{size} does not divide {heads} attention heads", case.written(size.key, common[-1]))

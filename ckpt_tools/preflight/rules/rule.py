@@ -136,7 +136,7 @@ class Case:
     @property
     def framework(self) -> Framework:
         """Whose options it has: LLaMA-Factory's are Trainer's and more."""
-        return _options_of(self.config.framework)
+        return _options_of(self.config)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -185,11 +185,19 @@ class Case:
         Raises:
             NotKnownError: Its value is not in the file.
         """
-        found = look_up(self.config.values, path)
+        found = look_up(self.config.values, path) or self._beside(path)
         is_hidden = self.config.hides_options if found is None else is_variable(found.value)
         if path in self.config.unread or is_hidden:
             raise NotKnownError(path)
         return found
+
+    def _beside(self, path: str) -> Setting | None:
+        """Return an option of a file that the config names: of `deepspeed.x` the x in the file of `deepspeed`."""
+        for option, content in self.config.contents.items():
+            inner = look_up(content, path.removeprefix(f"{option}.")) if path.startswith(f"{option}.") else None
+            if inner is not None:
+                return Setting(key=path, value=inner.value)
+        return None
 
     def first(self, *paths: str) -> Setting | None:
         """Return the first of `paths` that the file has."""
@@ -200,6 +208,10 @@ class Case:
         found = self.first(*names)
         dashes = "--" if self.framework == "openrlhf" else ""
         return None if found is None else Setting(key=dashes + found.key, value=found.value)
+
+    def written(self, key: str, value: object) -> str:
+        """Return an option as it is to be written, with a value."""
+        return f"{key}{' ' if self.framework == 'openrlhf' else ': '}{value}"
 
     def whole(self, *names: str) -> int | None:
         """Return the whole number that an option says; None where it says none."""
@@ -238,8 +250,10 @@ def enabled(found: Setting | None) -> Setting | None:
     return found if found is not None and found.is_on else None
 
 
-def _options_of(framework: Framework) -> Framework:
-    return "trainer" if framework == "llamafactory" else framework
+def _options_of(config: Config) -> Framework:
+    """Return whose options a config has; those of LLaMA-Factory's v1, which names the `model`, are its own."""
+    is_trainers = config.framework == "llamafactory" and "model" not in config.values
+    return "trainer" if is_trainers else config.framework
 
 
 Check = Callable[[Case], Iterator[Violation]]
@@ -258,9 +272,9 @@ class Rule:
     frameworks: tuple[Framework, ...]
     check: Check
 
-    def is_for(self, framework: Framework) -> bool:
-        """Is it about configs of a framework?"""
-        return framework in self.frameworks or _options_of(framework) in self.frameworks
+    def is_for(self, config: Config) -> bool:
+        """Is it about configs of this framework?"""
+        return config.framework in self.frameworks or _options_of(config) in self.frameworks
 
 
 def _rule(
@@ -287,7 +301,7 @@ def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
     findings: dict[tuple[str, str, str], Finding] = {}
     for one in rules:
         with suppress(NotKnownError):
-            for found in one.check(case) if one.is_for(case.config.framework) else ():
+            for found in one.check(case) if one.is_for(case.config) else ():
                 finding = Finding(code=one.id, severity=one.severity, where=found.key, what=found.what, hint=found.fix)
                 findings.setdefault((one.id, finding.where, finding.what), finding)
     return tuple(findings.values())

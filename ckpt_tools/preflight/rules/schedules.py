@@ -1,11 +1,10 @@
-"""CKPT13x: when a run saves, evaluates and warms up."""
+"""CKPT13x: when a run saves and evaluates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, enabled, error_rule, shown, warning_rule
-from ckpt_tools.preflight.spec import Framework
+from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, enabled, error_rule, shown
 
 _PARTS = 1_000_000
 """Ratios are compared as whole numbers, as Trainer does."""
@@ -60,48 +59,3 @@ def _multiples(case: Case) -> Iterator[Violation]:
         f"it saves every {every:g} steps and evaluates every {step:g}: no save may lie between evaluations",
         f"{key}: {right:g}",
     )
-
-
-@error_rule(
-    "CKPT131: early stopping, and saves between evaluations",
-    why="axolotl refuses it: what is stopped at must have been saved",
-    fix="save_steps as a multiple of eval_steps",
-    frameworks=("axolotl",),
-)
-def stops_at_a_save(case: Case) -> Iterator[Violation]:
-    """Source: axolotl 0.21.0 `utils/schemas/validation.py:2257-2267`."""
-    saves, evaluations = case.option("save_steps"), case.option("eval_steps")
-    patience = case.get("early_stopping_patience")
-    if saves is None or evaluations is None or patience is None or not patience.number:
-        return
-    every, step = saves.number, evaluations.number
-    if every and step and round(every * _PARTS) % round(step * _PARTS):
-        what = f"{saves} is no multiple of {evaluations}"
-        yield Violation(saves.key, what, f"{saves.key}: {max(every // step, 1) * step:g}")
-
-
-_LENGTHS: Mapping[Framework, tuple[str, str]] = {
-    "trainer": ("warmup_steps", "max_steps"),
-    "axolotl": ("warmup_steps", "max_steps"),
-    "torchtitan": ("lr_scheduler.warmup_steps", "training.steps"),
-    "verl": ("actor_rollout_ref.actor.optim.lr_warmup_steps", "trainer.total_training_steps"),
-    "ai-toolkit": ("config.process[0].train.lr_scheduler_params.num_warmup_steps", "config.process[0].train.steps"),
-}
-"""Steps of warming up, and of the run."""
-
-
-@warning_rule(
-    "CKPT132: a warm-up that is longer than the run",
-    why="The learning rate never gets where it should: trainers cut the warm-up short or end in the middle of it",
-    fix="fewer steps of warm-up",
-    frameworks=("trainer", "axolotl", "torchtitan", "verl", "ai-toolkit"),
-)
-def warmup_ends(case: Case) -> Iterator[Violation]:
-    """Source: torchtitan 0.3.0 `components/optimizer/lr_scheduler.py:96-101`."""
-    names = _LENGTHS[case.framework]
-    warmup, steps = (case.option(name) for name in names)
-    length = None if steps is None else steps.number
-    if warmup is None or warmup.number is None or steps is None or length is None or length < 1:
-        return
-    if warmup.number > length:
-        yield Violation(warmup.key, f"{warmup}, and {steps}", f"{warmup.key}: less than {length:g}")

@@ -1,14 +1,29 @@
-"""CKPT14x: words that an option takes, and CKPT15x: options that need or exclude each other; both out of tables."""
+"""CKPT14x: words that an option takes, CKPT15x: options that need or exclude each other, and older rules of that kind.
+
+All are rows of tables: `words.tsv`; `pairs.tsv`, and `rules.tsv` for what is said of them in the reference.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from fnmatch import fnmatchcase
 
 from ckpt_tools.preflight.configs.options import is_typo
-from ckpt_tools.preflight.rules.conditions import holds, options_of, rows_of
-from ckpt_tools.preflight.rules.rule import Case, NotKnownError, Setting, Violation, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.conditions import frameworks_of, holds, option_in, options_of, rows_of
+from ckpt_tools.preflight.rules.rule import (
+    ALL,
+    Case,
+    Check,
+    NotKnownError,
+    Rule,
+    Setting,
+    Violation,
+    error_rule,
+    shown,
+    warning_rule,
+)
 from ckpt_tools.text import first_few
 
 _LIKE = 0.85
@@ -26,7 +41,7 @@ def misspelt(case: Case) -> Iterator[Violation]:
     for found, words, near in _strange(case):
         if near is not None:
             what = f"{found}: it takes {first_few(words, 12)}"
-            yield Violation(found.key, what, _written(case, found, near))
+            yield Violation(found.key, what, case.written(found.key, near))
 
 
 @warning_rule(
@@ -40,25 +55,30 @@ def unknown_word(case: Case) -> Iterator[Violation]:
     for found, words, near in _strange(case):
         if near is None:
             what = f"{found}: none of {first_few(words, 12)}"
-            yield Violation(found.key, what, _written(case, found, first_few(words, 30)))
+            yield Violation(found.key, what, case.written(found.key, first_few(words, 30)))
 
 
 def _strange(case: Case) -> Iterator[tuple[Setting, Collection[str], str | None]]:
     """Yield the options whose words no release takes, what they take, and what was meant where that can be told."""
     for row in rows_of("words.tsv"):
-        if row["framework"] != case.framework:
+        if row["framework"] not in (case.framework, case.config.framework):
             continue
         with suppress(NotKnownError):
             if row["when"] != "-" and not holds(case, row["when"]):
                 continue
             found = case.option(*options_of(row["option"]))
-            if found is None or not isinstance(found.value, str):
-                continue
-            words, word = row["words"].split(), found.text
-            if row["case"] == "any":
-                words, word = [one.lower() for one in words], word.lower()
-            if word and word not in words and "/" not in word:
-                yield found, words, _meant(word, words)
+            if found is not None:
+                for item in found.value if isinstance(found.value, list) else [found.value]:
+                    word, words = str(item).strip(), row["words"].split()
+                    if row["case"] == "any":
+                        word, words = word.lower(), [one.lower() for one in words]
+                    if isinstance(item, str) and word and "/" not in word and not _is_among(word, words):
+                        near = difflib.get_close_matches(word, words, n=5)
+                        yield Setting(key=found.key, value=item), [*dict.fromkeys((*near, *words))], _meant(word, words)
+
+
+def _is_among(word: str, words: Collection[str]) -> bool:
+    return any(fnmatchcase(word, one) for one in words)
 
 
 def _meant(word: str, words: Collection[str]) -> str | None:
@@ -81,47 +101,41 @@ def _ratio(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def _written(case: Case, found: Setting, value: str) -> str:
-    return f"{found.key}{' ' if case.framework == 'openrlhf' else ': '}{value}"
+def _check_of(rule: str) -> Check:
+    """Return the check of a rule whose violations are rows of `pairs.tsv`."""
+
+    def check(case: Case) -> Iterator[Violation]:
+        for row in rows_of("pairs.tsv"):
+            if row["rule"] == rule and row["framework"] in (case.framework, case.config.framework):
+                with suppress(NotKnownError):
+                    if holds(case, row["conditions"]):
+                        yield _violation(case, row)
+
+    return check
 
 
-@error_rule(
-    "CKPT150: options that exclude each other, or one that needs another",
-    why="The trainer checks them together, and stops",
-    fix="one of them, or the one that is missing",
+TABLE_RULES = tuple(
+    Rule(
+        id=row["rule"],
+        severity="error" if row["severity"] == "error" else "warning",
+        title=row["title"],
+        why=row["why"],
+        fix=row["fix"],
+        frameworks=ALL if row["rule"] in ("CKPT150", "CKPT151") else frameworks_of("pairs.tsv", row["rule"]),
+        check=_check_of(row["rule"]),
+    )
+    for row in rows_of("rules.tsv")
 )
-def excluded(case: Case) -> Iterator[Violation]:
-    """Pairs and their sources: `pairs.tsv`."""
-    yield from _pairs(case, "error")
-
-
-@warning_rule(
-    "CKPT151: options of which one changes what the other means",
-    why="It runs, but one of them is ignored, or newer releases do not have it",
-    fix="what is said beside it",
-)
-def overruled(case: Case) -> Iterator[Violation]:
-    """Pairs and their sources: `pairs.tsv`."""
-    yield from _pairs(case, "warning")
-
-
-def _pairs(case: Case, severity: str) -> Iterator[Violation]:
-    for row in rows_of("pairs.tsv"):
-        if (row["framework"], row["severity"]) != (case.framework, severity):
-            continue
-        with suppress(NotKnownError):
-            if holds(case, row["conditions"]):
-                yield _violation(case, row)
+"""Rules whose violations are rows of a table; by their ids they belong to the other rules' headings."""
 
 
 def _violation(case: Case, row: Mapping[str, str]) -> Violation:
     """Make the violation of a row: its first option that is there is named, and shown with its value."""
     names = [options_of(one) for one in row["conditions"].split()]
-    there = [found for found in (case.option(*one) for one in names) if found is not None]
-    dashes = "--" if case.framework == "openrlhf" else ""
-    key = there[0].key if there else dashes + names[0][0]
+    there = [found for found in (option_in(case, one) for one in names) if found is not None and found.key]
+    key = there[0].key if there else names[0][0]
     values = ", ".join(dict.fromkeys(f"{one.key}: {_brief(one)}" for one in there))
-    return Violation(key, f"{row['what']} ({values})" if values else row["what"], row["fix"])
+    return Violation(key, f"{row['what']} ({values})" if values else row["what"], row["fix"].replace("{key}", key))
 
 
 def _brief(found: Setting) -> str:

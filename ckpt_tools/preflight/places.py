@@ -5,20 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import yaml
+from typing import Self
 
 _INDEX = re.compile(r"\[(\d+)\]")
 _TABLE = re.compile(r"\s*\[\[?\s*([^\]\[]+?)\s*\]\]?\s*(#.*)?")
 _ASSIGNED = re.compile(r"\s*([\w.\"'-]+)\s*=")
 
+OVERRIDES = "the command line"
+"""Path of what follows `--`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of a file."""
+    """A line of a file; 0 of no line in particular."""
 
     path: str
     line: int
+
+    def __str__(self) -> str:
+        """`config.yaml:12`."""
+        return f"{self.path}:{self.line}" if self.line else self.path
 
 
 class PlacedText(str):
@@ -27,7 +33,7 @@ class PlacedText(str):
     __slots__ = ("place",)
     place: Place | None
 
-    def __new__(cls, text: str, place: Place | None) -> PlacedText:
+    def __new__(cls, text: str, place: Place | None = None) -> Self:
         """Make one."""
         made = super().__new__(cls, text)
         made.place = place
@@ -51,6 +57,8 @@ def line_of_key(text: str, kind: str, where: str) -> int | None:
 
 
 def _in_yaml(text: str, parts: Sequence[str]) -> int | None:
+    import yaml
+
     try:
         # JSON is YAML, except for tabs.
         node = yaml.compose(text.replace("\t", " "), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -1,0 +1,215 @@
+"""`prune` and `watch`: a run's folder that looks after itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError, UsageError
+from ckpt_tools.options import (
+    AnyPath,
+    Argument,
+    Doc,
+    DryRun,
+    NumWorkers,
+    Option,
+    Progress,
+    default_num_workers,
+    takes,
+)
+from ckpt_tools.remote.places import is_remote
+from ckpt_tools.tending.folder import BusyError, Folder, open_folder
+from ckpt_tools.tending.retention import Rules
+from ckpt_tools.tending.tend import Settings, Tended, Tender
+
+Run = Annotated[AnyPath, Argument("Folder that a run saves its checkpoints to, on a disk or in a bucket.", "DIR")]
+KeepLast = Annotated[int | None, Option("Keep the latest K verified checkpoints.", metavar="K", min=1)]
+KeepEvery = Annotated[int | None, Option("Keep those whose step is a multiple of N.", metavar="N", min=1)]
+KeepBest = Annotated[int | None, Option("Keep the K with the best metric.", metavar="K", min=1)]
+Metric = Annotated[str, Option("Metric of --keep-best, as the Trainer logs it or Lightning puts it into names.")]
+GreaterIsBetter = Annotated[
+    bool | None,
+    Option("Highest is best (default: unless the metric's name ends in loss).", name="--greater-is-better"),
+]
+Unverified = Annotated[
+    Sequence[str], Option("Also remove this one, which is not verified (repeatable).", metavar="NAME")
+]
+Quiet = Annotated[
+    float, Option("Seconds that a checkpoint must not change before it is read or removed.", metavar="SECONDS", min=0)
+]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneOptions:
+    """The options of `prune`."""
+
+    directory: Run = field(kw_only=False)
+    keep_last: KeepLast = None
+    keep_every: KeepEvery = None
+    keep_best: KeepBest = None
+    metric: Metric = "eval_loss"
+    greater_is_better: GreaterIsBetter = None
+    unverified: Unverified = ()
+    settle: Quiet = 10.0
+    dry_run: DryRun = False
+    say: Annotated[Say | None, Doc("Called with a line of text for all that is done.")] = None
+
+
+@takes(PruneOptions)
+def prune(options: PruneOptions) -> Tended:
+    """Remove the checkpoints of a run that are verified and superseded.
+
+    What `watch` has not verified stays, and so does the last verified one, whatever comes after it, and what is linked,
+    named by the trainer's own files, or in use.
+
+    Raises:
+        UsageError: Nothing says what to keep, or no checkpoint has the metric.
+        UnreadableError: There are no checkpoints of a run.
+        BusyError: Another ckpt tends the folder.
+    """
+    rules = _rules(options)
+    if not rules.removes:
+        raise UsageError("nothing says what to keep", hint="add --keep-last K, --keep-every N or --keep-best K")
+    settings = Settings(rules=rules, level=None, quiet_s=options.settle, dry_run=options.dry_run)
+    folder = open_folder(os.fspath(options.directory))
+    return _require(Tender(folder, settings, say=options.say).once())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchOptions:
+    """The options of `watch`."""
+
+    directory: Run = field(kw_only=False)
+    level: Annotated[
+        Literal["data", "values"], Option("What to check of a new checkpoint: every byte; values, also NaN and Inf.")
+    ] = "data"
+    gather: Annotated[
+        AnyPath | None, Option("Also convert what stays into full safetensors, below this directory.", metavar="OUT")
+    ] = None
+    assets: Annotated[AnyPath | None, Option("Model with the config and tokenizer for --gather.", metavar="DIR")] = None
+    push: Annotated[
+        str | None, Option("Also push what stays (with --gather, the result) to the hub.", metavar="REPO")
+    ] = None
+    keep_last: KeepLast = None
+    keep_every: KeepEvery = None
+    keep_best: KeepBest = None
+    metric: Metric = "eval_loss"
+    greater_is_better: GreaterIsBetter = None
+    once: Annotated[bool, Option("Look once, and end: for cron. Exit code 3 with a bad checkpoint.")] = False
+    interval: Annotated[float, Option("Seconds between two looks.", metavar="SECONDS", min=0.1)] = 30.0
+    settle: Quiet = 10.0
+    num_workers: NumWorkers = None
+    progress: Progress = None
+    say: Annotated[Say | None, Doc("Called with a line of text for all that is done.")] = None
+    each: Annotated[Callable[[Tended], None] | None, Doc("Called after each look, until it ends by an exception.")] = (
+        None
+    )
+
+
+@takes(WatchOptions)
+def watch(options: WatchOptions) -> Tended:
+    """Verify the checkpoints of a run as they come, and remove what is superseded; without `once`, for ever.
+
+    Raises:
+        UsageError: Options that contradict each other.
+        UnreadableError: There is no such folder; with `once`, no checkpoints of a run.
+        BusyError: With `once`, another ckpt tends the folder.
+    """
+    path = os.fspath(options.directory)
+    if options.push is not None and options.gather is None and is_remote(path):
+        raise UsageError("push takes a directory of this machine", hint="add --gather OUT")
+    if options.assets is not None and options.gather is None:
+        raise UsageError("--assets needs --gather", hint="add --gather OUT")
+    settings = Settings(
+        rules=_rules(options),
+        level=options.level,
+        quiet_s=options.settle,
+        num_workers=options.num_workers or default_num_workers(path),
+        send=_senders(options),
+    )
+    folder = open_folder(path)
+    tender = Tender(folder, settings, say=options.say, progress=options.progress)
+    if options.once:
+        return _require(tender.once())
+    return _for_ever(tender, folder, options)
+
+
+def _for_ever(tender: Tender, folder: Folder, options: WatchOptions) -> Tended:
+    """Look again and again. What fails is told once, and tried again: the run goes on."""
+    say = options.say or (lambda _: None)
+    trouble = ""
+    while True:
+        try:
+            tended = tender.once(wait=False)
+        except UsageError:
+            raise
+        except CkptError as error:
+            if str(error) != trouble:
+                say(f"{error}; trying again every {options.interval:g} s")
+            trouble = str(error)
+            if isinstance(error, BusyError) is False and not is_remote(folder.path) and not os.path.isdir(folder.path):
+                raise
+        else:
+            trouble = ""
+            if options.each is not None:
+                options.each(tended)
+        time.sleep(options.interval)
+
+
+def _require(tended: Tended) -> Tended:
+    """Refuse a folder without a checkpoint: it is hardly the one that is meant."""
+    if not tended.decisions:
+        raise UnreadableError(
+            "no checkpoint of a trainer is here",
+            where=tended.path,
+            hint="give the folder that holds checkpoint-N, step-N, global_step_N, *.ckpt or name_000000500.safetensors",
+        )
+    return tended
+
+
+def _rules(options: PruneOptions | WatchOptions) -> Rules:
+    greater = options.greater_is_better
+    return Rules(
+        last=options.keep_last,
+        every=options.keep_every,
+        best=options.keep_best,
+        metric=options.metric,
+        greater_is_better=not options.metric.endswith("loss") if greater is None else greater,
+        unverified=frozenset(options.unverified) if isinstance(options, PruneOptions) else (),
+    )
+
+
+def _senders(options: WatchOptions) -> dict[str, Callable[[str, str], None]]:
+    """Return what brings a verified checkpoint to where it is wanted."""
+    found: dict[str, Callable[[str, str], None]] = {}
+    out = None if options.gather is None else os.fspath(options.gather)
+    if out is not None:
+
+        def gather_one(name: str, path: str) -> None:
+            from ckpt_tools.api import gather, verify
+
+            destination = os.path.join(out, os.path.splitext(name)[0])
+            try:
+                gather(path, destination, assets=options.assets, num_workers=options.num_workers)
+            except DestinationExistsError:  # of a watch that was killed, or of another run
+                if not verify(destination, against=path).ok:
+                    raise
+
+        found[out] = gather_one
+    if options.push is not None:
+        repo = options.push
+
+        def push_one(name: str, path: str) -> None:
+            from ckpt_tools.api import push
+
+            directory = path if out is None else os.path.join(out, os.path.splitext(name)[0])
+            result = push(directory, repo, commit_message=f"{name}, verified by ckpt")
+            if not result.ok:
+                raise CkptError("the push was refused, or what arrived is not what is here", where=repo)
+
+        found[f"{repo} (hub)"] = push_one
+    return found

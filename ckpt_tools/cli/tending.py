@@ -1,0 +1,82 @@
+"""`ckpt prune` and `ckpt watch`."""
+
+from __future__ import annotations
+
+import sys
+
+from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.screen import terminal
+from ckpt_tools.errors import UsageError
+from ckpt_tools.moving.threads import one_thread_each
+from ckpt_tools.tending.retention import Decision
+from ckpt_tools.tending.tend import Tended, tended_json
+from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.units import format_size
+
+_MAX_SHOWN = 100
+
+
+def run(call: Call[Tended], *, output: Output) -> int:
+    """Tend the folder, and print what was found and done."""
+    one_thread_each()
+    goes_on = call.given.get("once") is False
+    if goes_on and output.json:
+        raise UsageError("--json needs --once", hint="one document is printed at the end, and this goes on")
+    more: dict[str, object] = {"say": None if output.is_silent else lambda text: note(escape_name(text))}
+    shown: list[tuple[Decision, ...]] = []
+
+    def each(tended: Tended) -> None:
+        if not shown or shown[-1] != tended.decisions or tended.verified or tended.removed:
+            _print(tended, output)
+            sys.stdout.flush()
+        shown[:] = [tended.decisions]
+
+    with progress_of(output) as factory:
+        if "once" in call.given:
+            more |= {"progress": factory, "each": each}
+        tended = call(**more)
+    if output.json:
+        print_json(tended_json(tended))
+    else:
+        _print(tended, output)
+    return tended.exit_code
+
+
+def _print(tended: Tended, output: Output) -> None:
+    say_findings(tended.findings, most=None if output.verbose else _MAX_SHOWN)
+    for text in tended.failed:
+        note(f"warning: {escape_name(text)}")
+    if output.quiet:
+        return
+    for text in tended.notes:
+        note(f"note: {escape_name(text)}")
+    for text in tended.not_checked:
+        note(f"not checked: {escape_name(text)}")
+    if tended.unknown and output.verbose:
+        note(f"not known, and not touched: {first_few(tended.unknown, 20)}")
+    rows = [_row(each, tended) for each in tended.decisions]
+    shown = rows if output.verbose else rows[-_MAX_SHOWN:]
+    screen = terminal()
+    screen.table(("checkpoint", "size", "state", "", "why"), shown, align="lrlll")
+    if len(shown) < len(rows):
+        screen.line(f"  … and {len(rows) - len(shown)} earlier ones (-v lists all)")
+    size = format_size(tended.freed_bytes)
+    count = len(tended.removed)
+    would = "would remove" if tended.dry_run else "removed"
+    done = f"{would} {count} of {len(rows)} checkpoints, {size}" if count else "nothing to remove"
+    bad = sum(each.candidate.state == "bad" for each in tended.decisions)
+    say(f"{escape_name(tended.path)}: {done}" + (f"; {bad} NOT ok" if bad else ""))
+    if any(each.candidate.state == "complete" for each in tended.decisions):
+        note("hint: `ckpt watch DIR --once` verifies what is not verified yet; only verified ones are removed")
+
+
+def _row(decision: Decision, tended: Tended) -> tuple[str, ...]:
+    one = decision.candidate
+    fate = "stays" if one.name not in tended.removed else "would go" if tended.dry_run else "removed"
+    return (escape_name(one.name), format_size(one.nbytes), one.state, fate, escape_name(_why(decision)))
+
+
+def _why(decision: Decision) -> str:
+    why = decision.candidate.why
+    return decision.reason if not why or why in decision.reason else f"{decision.reason}; {why}"

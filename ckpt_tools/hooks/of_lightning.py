@@ -1,0 +1,51 @@
+"""Tending as a callback of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from ckpt_tools.errors import UsageError
+from ckpt_tools.hooks.tending import Tending
+
+
+class LightningTending(Callback):
+    """Tends the directory of the run's ModelCheckpoint; takes the settings of `Tending`, `directory` among them.
+
+    Lightning tells when a save begins, not when it has ended: the folder is looked at before the next batch.
+    """
+
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401 - those of Tending
+        self._settings = settings
+        self._tending: Tending | None = None
+        self._has_saved = False
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401, ARG002 - the library's
+        """Begin.
+
+        Raises:
+            UsageError: Nobody says where the checkpoints go.
+        """
+        places = [each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
+        given = {**({"directory": places[0]} if places else {}), **self._settings}
+        if "directory" not in given:
+            raise UsageError("LightningTending finds no ModelCheckpoint", hint="LightningTending(directory=…)")
+        self._tending = Tending(**given, rank=trainer.global_rank)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:  # noqa: ANN401, ARG002 - the library's
+        """Note that a save begins."""
+        self._has_saved = True
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: Any) -> None:  # noqa: ANN401, ARG002 - the library's
+        """Let what was saved before be verified, and tell what was found."""
+        if self._tending is not None:
+            if self._has_saved:
+                self._has_saved = False
+                self._tending.saved()
+            self._tending.check()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401, ARG002 - the library's
+        """Wait for the last verification; after an error end what is under way."""
+        if self._tending is not None:
+            self._tending.close(wait=not trainer.interrupted)

@@ -1,0 +1,118 @@
+"""What the process beside a training run does: it tends the folder until what was saved is settled."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.processes.child import Here
+from ckpt_tools.tending.folder import BusyError, open_folder
+from ckpt_tools.tending.retention import Rules
+from ckpt_tools.tending.series import parse_name
+from ckpt_tools.tending.tend import Settings, Tended, Tender
+
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to tend."""
+
+    path: str
+    names: tuple[str, ...]
+    """What was saved, or is being saved."""
+    last: int | None
+    every: int | None
+    best: int | None
+    metric: str
+    greater_is_better: bool
+    level: Literal["data", "values"]
+    settle_s: float
+    patience_s: float
+    """For so long nothing changes before a save counts as given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of it."""
+
+    findings: tuple[Finding, ...] = ()
+    failed: tuple[str, ...] = ()
+    last_verified: str = ""
+    """Path of the latest good one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportJob:
+    """What to export at the end."""
+
+    source: str
+    destination: str
+
+
+def tend(job: Job, here: Here) -> Answer:
+    """Tend the folder until everything that was saved is verified, or nothing more comes."""
+    del here
+    rules = Rules(
+        last=job.last, every=job.every, best=job.best, metric=job.metric, greater_is_better=job.greater_is_better
+    )
+    tender = Tender(open_folder(job.path), Settings(rules=rules, level=job.level, quiet_s=job.settle_s))
+    findings: dict[Finding, None] = {}
+    failed: tuple[str, ...] = ()
+    before: object = None
+    since = time.monotonic()
+    while True:
+        try:
+            tended = tender.once()
+        except BusyError:  # a watch of somebody else's: it does the same
+            time.sleep(_POLL_S)
+            continue
+        findings.update(dict.fromkeys(each for each in tended.findings if each.severity == "error"))
+        failed = tended.failed
+        waiting = _waiting(tended, job.names)
+        now = [(each.candidate.name, each.candidate.state, each.candidate.nbytes) for each in tended.decisions]
+        if now != before:
+            before, since = now, time.monotonic()
+        if not waiting or time.monotonic() - since > job.patience_s:
+            for name, why in waiting.items():
+                finding = Finding.error("unfinished-checkpoint", name, f"its save has not ended: {why}")
+                findings[finding] = None
+            return Answer(findings=tuple(findings), failed=failed, last_verified=_last(tended))
+        time.sleep(_POLL_S)
+
+
+def export(job: ExportJob, here: Here) -> Answer:
+    """Write the adapter that a checkpoint holds."""
+    from ckpt_tools.api import export_lora
+
+    del here
+    export_lora(job.source, job.destination)
+    return Answer()
+
+
+def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:
+    """Return the saves that have not come to an end: name → why. What something later follows is not waited for."""
+    found = {}
+    there = {each.candidate.name: each.candidate for each in tended.decisions}
+    latest: dict[str, int] = {}
+    for one in there.values():
+        latest[one.series] = max(latest.get(one.series, -1), -1 if one.step is None else one.step)
+    for name in {*names, *(name for name, one in there.items() if one.step == latest[one.series])}:
+        place = parse_name(name, is_directory=True) or parse_name(name, is_directory=False)
+        candidate = there.get(name)
+        if place is None or (place.step or 0) < latest.get(place.series, -1):
+            continue
+        if candidate is None or candidate.state not in ("verified", "bad"):
+            found[name] = "it is not there" if candidate is None else candidate.why or candidate.state
+    return found
+
+
+def _last(tended: Tended) -> str:
+    good = [each.candidate for each in tended.decisions if each.candidate.state == "verified"]
+    if not good:
+        return ""
+    return os.path.join(tended.path, max(good, key=lambda one: -1 if one.step is None else one.step).name)

@@ -1,0 +1,191 @@
+"""What is known of the checkpoints of a folder: whole or not, verified or not, who needs them, how good they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt_tools.checks.step import verify_step
+from ckpt_tools.checks.verify import Level, Verification, verify
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.step import open_step
+from ckpt_tools.formats.steps import PROGRESS_FILE, ROLES, describe_file, is_optimizer_file, is_part
+from ckpt_tools.options import ProgressFactory
+from ckpt_tools.tending.folder import Folder, Look, Saved
+from ckpt_tools.tending.record import Entry
+from ckpt_tools.tending.retention import Candidate, Rules
+from ckpt_tools.tending.series import POINTERS, metric_in_name
+from ckpt_tools.text import escape_name, first_few
+
+_TEMPORARY = re.compile(r".*\.(tmp|part|partial|incomplete)|(tmp|\.tmp)[-_.].*", re.ASCII)
+_MAX_POINTER_BYTES = 4096
+
+
+class Assessor:
+    """Judges the checkpoints of a folder, and remembers what it has read of those that stay as they are.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._problems: dict[str, str] = {}
+        """Stamp → why the checkpoint is not whole; "" where it is."""
+        self._digests: dict[str, str] = {}
+
+    def assess(self, look: Look, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
+        """Say what is known of every checkpoint."""
+        used = self._folder.users(look.saved) if rules.removes else {}
+        named = dict(self._named(look, record))
+        found: list[Candidate] = []
+        last: dict[str, Saved] = {}  # whole, of each series
+        for saved in look.saved:
+            entry = record.get(saved.name)
+            series = saved.place.series
+            if entry is not None and self.is_recorded(saved, entry):
+                state, why = ("verified", "") if entry.ok else ("bad", first_few(entry.codes))
+            else:
+                state, why = self._look_at(saved, last.get(series))
+            if state in ("verified", "complete"):
+                last[series] = saved
+            link = next((look.links[root] for root in saved.roots if root in look.links), "")
+            pins = (
+                saved.oddity,
+                f"the link {escape_name(link)} leads to it" if link else "",
+                f"in use by {used[saved.name]}" if saved.name in used else "",
+                named.get(saved.name, ""),
+            )
+            found.append(
+                Candidate(
+                    name=saved.name,
+                    series=series,
+                    step=saved.place.step,
+                    state=state,  # type: ignore[arg-type]
+                    why=why,
+                    metric=self._metric(saved, rules.metric) if rules.best is not None else None,
+                    pinned=next(filter(None, pins), ""),
+                    nbytes=saved.nbytes,
+                )
+            )
+        return tuple(found)
+
+    def is_recorded(self, saved: Saved, entry: Entry) -> bool:
+        """Is this the very content that the entry is about?"""
+        return entry.stamp == saved.stamp and entry.digest == self.digest(saved)
+
+    def digest(self, saved: Saved) -> str:
+        """Return the digest of its metadata."""
+        stamp = saved.stamp
+        if stamp not in self._digests:
+            self._digests[stamp] = self._folder.digest(saved)
+        return self._digests[stamp]
+
+    def _look_at(self, saved: Saved, before: Saved | None) -> tuple[str, str]:
+        """Return the state of a checkpoint that nobody has verified, and why."""
+        temporary = [name for name in saved.files if _TEMPORARY.fullmatch(name.rpartition("/")[2])]
+        if temporary:
+            return "changing", f"being written, or left by a killed save: {first_few(temporary)}"
+        stamp = saved.stamp
+        if stamp not in self._problems:
+            self._problems[stamp] = self._problem(saved)
+        if why := self._problems[stamp]:
+            return "incomplete", why
+        if before is not None and (lacks := _kinds(before) - _kinds(saved)):
+            return "incomplete", f"lacks {first_few(sorted(lacks))}, which {before.name} has"
+        return "complete", ""
+
+    def _problem(self, saved: Saved) -> str:
+        """Return why a checkpoint cannot be read, as long as its save goes on; what can be and is wrong is bad."""
+        for label, path in targets(self._folder, saved):
+            try:
+                examine(path, level="structure", num_workers=1)
+            except CkptError as error:
+                return f"{label}: {error.what}" if label else error.what
+        return ""
+
+    def _metric(self, saved: Saved, metric: str) -> float | None:
+        """Return what the trainer has measured at this very step."""
+        names = (metric, f"eval_{metric}")
+        for root in saved.roots:
+            for entry in self._progress(f"{root}/{PROGRESS_FILE}", saved.files).get("log_history") or ():
+                if isinstance(entry, dict) and entry.get("step") == saved.place.step:
+                    values = [entry[name] for name in names if isinstance(entry.get(name), int | float)]
+                    if values:
+                        return float(values[0])
+            for name in names:
+                if (value := metric_in_name(root, name)) is not None:
+                    return value
+        return None
+
+    def _progress(self, file: str, files: Mapping[str, object]) -> Mapping[str, Any]:
+        if files and file not in files:
+            return {}
+        try:
+            found = json.loads(self._folder.read(file) or b"{}")
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _named(self, look: Look, record: Mapping[str, Entry]) -> Iterator[tuple[str, str]]:
+        """Yield the checkpoints that files of the trainer name: the one to resume from, the best one."""
+        for pointer in POINTERS:
+            text = (self._folder.read(pointer, _MAX_POINTER_BYTES) or b"").decode(errors="replace").strip()
+            number = int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+            for saved in look.saved:
+                if text and (
+                    saved.name == text.rstrip("/").rpartition("/")[2] or saved.place.step == number is not None
+                ):
+                    yield saved.name, f"{pointer} names it"
+        verified = [saved for saved in look.saved if (entry := record.get(saved.name)) is not None and entry.ok]
+        states = [{}, self._progress(PROGRESS_FILE, {})]
+        for one in (look.saved, verified):  # the latest that can be read, and the last verified one
+            read = (self._progress(f"{saved.name}/{PROGRESS_FILE}", saved.files) for saved in reversed(one))
+            states.append(next(filter(None, read), {}))
+        for state in states:
+            best = state.get("best_model_checkpoint")
+            if isinstance(best, str) and best:
+                yield best.rstrip("/").rpartition("/")[2], f"{PROGRESS_FILE} names it as the best"
+
+
+def targets(folder: Folder, saved: Saved) -> Iterator[tuple[str, str]]:
+    """Yield what is verified of a checkpoint: (which part of it, path). verl's steps hold several models."""
+    for root in saved.roots:
+        path = os.path.join(folder.path, root)
+        inside = {name[len(root) + 1 :].partition("/")[0] for name in saved.files if name.startswith(f"{root}/")}
+        roles = [role for role in ROLES if role in inside]
+        if roles:
+            yield from ((role, os.path.join(path, role)) for role in roles)
+        else:
+            yield "" if len(saved.roots) == 1 else root, path
+
+
+def examine(path: str, *, level: Level, num_workers: int, progress: ProgressFactory | None = None) -> Verification:
+    """Verify what is at `path`: a step with all of its parts, or one checkpoint."""
+    step = open_step(path)
+    if step is not None:
+        with step:
+            total = progress(step.total_bytes) if progress is not None and step.total_bytes else None
+            return verify_step(step, level=level, num_workers=num_workers, progress=total)
+    with open_path(path) as opened:
+        nbytes = opened.checkpoint.total_bytes
+        receiver = progress(nbytes) if progress is not None and nbytes else None
+        return verify(opened, level=level, num_workers=num_workers, progress=receiver)
+
+
+def _kinds(saved: Saved) -> set[str]:
+    """Return what a checkpoint has beside the model, in words: what a resumed run would miss."""
+    found = set()
+    for file in saved.files:
+        root, *parents, name = file.split("/") if "/" in file else ("", file)
+        if is_optimizer_file(name):
+            found.add("state of an optimizer")
+        elif what := describe_file(name):
+            found.add(what)
+        found.update(re.sub(r"\d+", "N", each) for each in parents[:1] if is_part(each) or each in ROLES)
+        del root
+    return found

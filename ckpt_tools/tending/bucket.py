@@ -1,0 +1,128 @@
+"""A run's folder in a bucket, where nothing can be renamed.
+
+Removing begins with a note of what is removed, object by object, then takes away what makes it a checkpoint, then the
+rest, then the note: whoever finds one goes on there, and leaves alone what was written since.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from ckpt_tools.description.checkpoint import is_plain_path
+from ckpt_tools.formats.file_names import is_weights
+from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
+from ckpt_tools.tending.folder import MAX_READ_BYTES, TRASH_PREFIX, Facts, Folder, Look, Saved, gather_saved
+from ckpt_tools.tending.record import RECORD_NAME
+
+
+class BucketFolder(Folder):
+    """A prefix; see `Folder`."""
+
+    unseen = ("who reads or writes a checkpoint in the bucket",)
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path.rstrip("/"))
+        self._bucket = Bucket(path)
+
+    def _key(self, file: str) -> str:
+        return f"{self._bucket.key}/{file}" if self._bucket.key else file
+
+    def _list(self, below: str = "") -> dict[str, Facts]:
+        prefix = self._key(below).rstrip("/")
+        start = len(self._key(""))
+        return {found.key[start:]: _facts(found) for found in self._bucket.list(prefix) if len(found.key) > start}
+
+    def look(self) -> Look:
+        """List every object below the prefix."""
+        files: dict[str, dict[str, Facts]] = {}
+        plain: dict[str, bool] = {}
+        leftovers = {}
+        for name, facts in self._list().items():
+            root, slash, _ = name.partition("/")
+            if root.startswith(TRASH_PREFIX):
+                leftovers[root] = tuple(_roots(self.read(root)))
+            elif name != RECORD_NAME:
+                files.setdefault(root, {})[name] = facts
+                plain[root] = plain.get(root, True) and bool(slash)
+        items = {
+            root: (plain[root], facts, "" if all(map(is_plain_path, facts)) else "a key in it is not a plain path")
+            for root, facts in files.items()
+        }
+        saved, unknown = gather_saved(items)
+        return Look(saved=saved, unknown=unknown, leftovers=leftovers)
+
+    def read(self, file: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
+        """Return the beginning of an object."""
+        try:
+            _, content = self._bucket.get(self._key(file), 0, max_bytes)
+        except MissingObjectError:
+            return None
+        return bytes(content)
+
+    def write(self, file: str, content: bytes) -> None:
+        """Write an object; a store does that whole or not at all."""
+        self._bucket.put(self._key(file), content)
+
+    def digest(self, saved: Saved) -> str:  # noqa: ARG002 - ETags stand for the content
+        """Nothing is read: the ETags in the stamp tell one content from another."""
+        return "etags"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Nothing: a lock in a store would outlive its owner. Whoever else tends it does what this one would."""
+        yield
+
+    def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
+        """See what is being written by ckpt, from its claim."""
+        return {each.name: "a ckpt that is writing it" for each in saved if _is_claimed(each)}
+
+    def remove(self, saved: Saved) -> bool:
+        """Leave a note, and remove what it names, what makes it a checkpoint first."""
+        now = {name: facts for root in saved.roots for name, facts in self._list(root).items()}
+        if {name: now.get(name) for name in saved.files} != dict(saved.files):
+            return False
+        note = f"{TRASH_PREFIX}{saved.name}"
+        versions = {name: facts.version for name, facts in saved.files.items()}
+        self.write(note, json.dumps({"roots": saved.roots, "objects": versions}).encode())
+        self.remove_leftover(note)
+        return True
+
+    def remove_leftover(self, name: str) -> None:
+        """Remove the objects that a note names, as far as they are those that it was written about."""
+        try:
+            note = json.loads(self.read(name) or b"{}")
+            wanted = {str(file): version for file, version in note["objects"].items()}
+            roots = _roots(self.read(name))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            wanted, roots = {}, []
+        there: dict[str, Facts] = {}
+        for root in roots:
+            there |= self._list(root)
+        ours = [file for file, version in wanted.items() if file in there and there[file].version == version]
+        for file in sorted(ours, key=lambda file: (not _is_marker(file), file)):
+            self._bucket.delete(self._key(file))
+        self._bucket.delete(self._key(name))
+
+
+def _facts(stored: StoredObject) -> Facts:
+    return Facts(nbytes=stored.nbytes, version=stored.etag or stored.modified.isoformat())
+
+
+def _roots(note: bytes | None) -> list[str]:
+    """Return the checkpoints that a note is about; none where it is damaged, which then removes nothing."""
+    try:
+        roots = json.loads(note or b"{}")["roots"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    return [root for root in roots if isinstance(root, str) and "/" not in root] if isinstance(roots, list) else []
+
+
+def _is_marker(file: str) -> bool:
+    """Is this what readers look for first? Everything is, but the data of DCP and what lies beside the weights."""
+    return is_weights(file) and not file.endswith(".distcp")
+
+
+def _is_claimed(saved: Saved) -> bool:
+    return any("/.ckpt/" in f"/{name}" for name in saved.files)

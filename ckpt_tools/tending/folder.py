@@ -1,0 +1,197 @@
+"""What lies in a run's folder, wherever that is, and the few things that are done there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
+from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.formats.steps import PROGRESS_FILE
+from ckpt_tools.remote.places import is_remote, local, scheme_of
+from ckpt_tools.tending.series import Place, parse_name
+
+TRASH_PREFIX = ".ckpt-trash-"
+"""What is being removed lies below such a name, which no trainer looks for."""
+MAX_READ_BYTES = 64 << 20
+"""Of one document that says something about a checkpoint."""
+_HEAD_BYTES = 1 << 20
+
+
+class BusyError(CkptError):
+    """Another process tends the same folder."""
+
+    code = "busy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a listing says of a file."""
+
+    nbytes: int
+    version: str
+    """Differs when the file was written again: its time of modification, an ETag, what a link leads to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint as it lies there, whole or not."""
+
+    place: Place
+    roots: tuple[str, ...]
+    """The files or directories directly in the folder that it consists of."""
+    files: Mapping[str, Facts]
+    """Relative to the folder."""
+    oddity: str = ""
+    """Why it cannot be removed: something in it that is not its own."""
+
+    @property
+    def name(self) -> str:
+        """As people call it."""
+        return self.place.name
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(facts.nbytes for facts in self.files.values())
+
+    @property
+    def stamp(self) -> str:
+        """Of names, sizes and times of all files."""
+        rows = [[name, facts.nbytes, facts.version] for name, facts in sorted(self.files.items())]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    @property
+    def documents(self) -> tuple[str, ...]:
+        """The files that say what the others hold."""
+        ends = (METADATA_NAME, MANIFEST_NAME, INDEX_SUFFIX, PROGRESS_FILE)
+        return tuple(name for name in sorted(self.files) if name.endswith(ends))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a folder holds at one time."""
+
+    saved: tuple[Saved, ...]
+    """By series, the earliest first."""
+    unknown: tuple[str, ...]
+    """Names that no trainer gives to a checkpoint: they are never touched."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Name in the folder that a symbolic link leads to → the link."""
+    leftovers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What an interrupted removal has left → names of the checkpoints in it."""
+
+    def find(self, name: str) -> Saved | None:
+        """Return the checkpoint of that name."""
+        return next((each for each in self.saved if each.name == name), None)
+
+
+class Folder(ABC):
+    """A run's folder.
+
+    Args:
+        path: As the user named it.
+    """
+
+    unseen: tuple[str, ...] = ()
+    """What nobody can see here of who uses a checkpoint, in words."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @abstractmethod
+    def look(self) -> Look:
+        """List it."""
+
+    @abstractmethod
+    def read(self, file: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
+        """Return the beginning of a file, whole where it is not longer than that; None when it cannot be read."""
+
+    @abstractmethod
+    def write(self, file: str, content: bytes) -> None:
+        """Replace a small file of the folder's own, whole or not at all."""
+
+    @abstractmethod
+    def lock(self) -> AbstractContextManager[None]:
+        """Let one process tend the folder at a time, where that can be had.
+
+        Raises:
+            BusyError: Another one does.
+        """
+
+    @abstractmethod
+    def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
+        """Return name of a checkpoint → who reads or writes it, as far as that can be seen."""
+
+    @abstractmethod
+    def remove(self, saved: Saved) -> bool:
+        """Remove a checkpoint; no part of it ever looks like one. False when somebody has opened or changed it."""
+
+    @abstractmethod
+    def remove_leftover(self, name: str) -> None:
+        """End what an interrupted `remove` has begun."""
+
+    def digest(self, saved: Saved) -> str:
+        """Return the digest of what its documents say, and of the heads of files that are checkpoints by themselves."""
+        found = hashlib.sha256()
+        for name in sorted({*saved.documents, *(root for root in saved.roots if root in saved.files)}):
+            limit = MAX_READ_BYTES if name in saved.documents else _HEAD_BYTES
+            found.update(b"\0" + (self.read(name, limit) or b""))
+        return found.hexdigest()
+
+
+def open_folder(path: str) -> Folder:
+    """Open a run's folder, which need not hold anything yet.
+
+    Raises:
+        UsageError: Nothing can be removed where it is.
+        UnreadableError: There is no directory.
+    """
+    if not is_remote(path):
+        from ckpt_tools.tending.disk import DiskFolder
+
+        return DiskFolder(local(path))
+    if scheme_of(path) not in ("s3", "gs", "az"):
+        raise UsageError("a run is tended on a disk or in a bucket", where=path, hint="give the folder of the run")
+    from ckpt_tools.tending.bucket import BucketFolder
+
+    return BucketFolder(path)
+
+
+def gather_saved(
+    items: Mapping[str, tuple[bool, Mapping[str, Facts], str]],
+) -> tuple[tuple[Saved, ...], tuple[str, ...]]:
+    """Put what lies in a folder together to checkpoints.
+
+    Args:
+        items: Name → is it a directory, its files relative to the folder, what is odd about it.
+
+    Returns:
+        The checkpoints by series and step, and the names that are none.
+    """
+    found: dict[str, list[str]] = {}
+    places: dict[str, Place] = {}
+    unknown = []
+    for name, (is_directory, _, _) in sorted(items.items()):
+        place = parse_name(name, is_directory=is_directory)
+        if place is None:
+            unknown.append(name)
+            continue
+        places.setdefault(place.name, place)
+        found.setdefault(place.name, []).append(name)
+    saved = [
+        Saved(
+            place=places[name],
+            roots=tuple(roots),
+            files={file: facts for root in roots for file, facts in items[root][1].items()},
+            oddity=next((items[root][2] for root in roots if items[root][2]), ""),
+        )
+        for name, roots in found.items()
+    ]
+    saved.sort(key=lambda each: (each.place.series, -1 if each.place.step is None else each.place.step, each.name))
+    return tuple(saved), tuple(unknown)

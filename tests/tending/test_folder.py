@@ -1,0 +1,401 @@
+"""prune and watch on real folders: what is removed, what never is, and what is said."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from tending.runs import flip, save_step, write_state
+
+from ckpt_tools import api
+from ckpt_tools.cli import main
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.tending.disk import DiskFolder
+from ckpt_tools.tending.folder import BusyError
+from ckpt_tools.tending.record import RECORD_NAME
+
+
+def watch(run, **options):
+    return api.watch(run, once=True, settle=0, **options)
+
+
+def names(run):
+    return sorted(each for each in os.listdir(run) if not each.startswith("."))
+
+
+def reason_of(tended, name):
+    return next(each.reason for each in tended.decisions if each.candidate.name == name)
+
+
+def state_of(tended, name):
+    return next(each.candidate.state for each in tended.decisions if each.candidate.name == name)
+
+
+def test_prune_removes_what_is_superseded(run):
+    assert watch(run).verified == ("step-10", "step-20", "step-30")
+    planned = api.prune(run, keep_last=2, dry_run=True)
+    assert planned.removed == ("step-10",)
+    assert planned.freed_bytes == sum(file.stat().st_size for file in (run / "step-10").iterdir())
+    assert names(run) == ["step-10", "step-20", "step-30"]
+    assert api.prune(run, keep_last=2).removed == ("step-10",)
+    assert names(run) == ["step-20", "step-30"]
+    assert sorted(os.listdir(run)) == [RECORD_NAME, ".ckpt-tend.lock", "step-20", "step-30"]
+
+
+def test_prune_removes_nothing_that_nobody_has_verified(run):
+    assert api.prune(run, keep_last=1).removed == ()
+    (run / RECORD_NAME).write_bytes(b"not a record")
+    assert api.prune(run, keep_last=1).removed == ()
+
+
+@pytest.mark.parametrize("change", ["touch", "grow", "add", "metadata"])
+def test_checkpoint_that_was_changed_counts_as_not_verified(run, change):
+    watch(run)
+    file = run / "step-30" / "__0_0.distcp"
+    status = file.stat()
+    if change == "touch":
+        os.utime(file, (1, 1))
+    elif change == "grow":
+        file.write_bytes(file.read_bytes() + b"x")
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    elif change == "add":
+        (run / "step-30" / "more.bin").write_bytes(b"x")
+    else:
+        metadata = run / "step-30" / ".metadata"
+        status = metadata.stat()
+        metadata.write_bytes(metadata.read_bytes()[::-1])
+        os.utime(metadata, ns=(status.st_atime_ns, status.st_mtime_ns))
+    tended = api.prune(run, keep_last=1)
+    assert tended.removed == ("step-10",)  # step-20 is the last verified one now
+    assert state_of(tended, "step-30") != "verified"
+
+
+def test_bad_checkpoint_is_a_finding_and_removes_nothing(run, capsys):
+    flip(run / "step-30" / "__0_0.distcp")
+    assert main(["watch", str(run), "--once", "--settle", "0", "--keep-last", "1", "--json"]) == 3
+    document = json.loads(capsys.readouterr().out)
+    assert document["removed"] == ["step-10"]
+    assert {each["name"]: each["state"] for each in document["checkpoints"]}["step-30"] == "bad"
+    assert document["findings"][0]["where"].startswith("step-30/")
+    assert names(run) == ["step-20", "step-30"]
+    assert main(["watch", str(run), "--once", "--settle", "0", "-q"]) == 3  # every time, until it is gone
+    assert "bad-checkpoint" in capsys.readouterr().out
+
+
+def test_half_written_checkpoints_stay(run, template):
+    for step in (40, 50, 60):
+        save_step(run, step, template=template)
+    (run / "step-40" / ".metadata").unlink()
+    (run / "step-50" / ".metadata").rename(run / "step-50" / ".metadata.tmp")
+    shutil.rmtree(run / "step-60")
+    (run / "step-60").mkdir()
+    tended = watch(run, keep_last=1)
+    assert [state_of(tended, f"step-{step}") for step in (30, 40, 50, 60)] == [
+        "verified",
+        "incomplete",
+        "changing",
+        "incomplete",
+    ]
+    assert names(run) == ["step-30", "step-40", "step-50", "step-60"]
+    assert tended.ok
+    assert {each.severity for each in tended.findings} == {"warning"}
+
+
+def test_checkpoint_that_was_verified_and_cannot_be_read_is_an_error(run):
+    watch(run)
+    (run / "step-30" / ".metadata").unlink()
+    tended = watch(run, keep_last=1)
+    assert [(each.code, each.severity) for each in tended.findings] == [("incomplete-checkpoint", "error")]
+    assert names(run) == ["step-20", "step-30"]
+
+
+def test_model_without_the_optimizer_of_its_predecessors_is_not_whole(tmp_path):
+    """The Trainer was killed between the model and the optimizer: it is readable, and nothing resumes from it."""
+    from steps import toy_steps
+
+    run = tmp_path / "run"
+    for step in (1, 2):
+        write_state(toy_steps.save_accelerate(run / f"checkpoint-{step}"), step)
+    for name in ("optimizer_0", "scheduler.bin", "trainer_state.json", "random_states_0.pkl", "random_states_1.pkl"):
+        path = run / "checkpoint-2" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    tended = watch(run, keep_last=1)
+    assert tended.verified == ("checkpoint-1",)
+    assert state_of(tended, "checkpoint-2") == "incomplete"
+    assert names(run) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_unverified_one_goes_by_its_name_alone(run):
+    flip(run / "step-20" / "__0_0.distcp")
+    watch(run)
+    assert api.prune(run, unverified=["step-20"], settle=0).removed == ("step-20",)
+    assert names(run) == ["step-10", "step-30"]
+    with pytest.raises(UsageError, match="no checkpoint is called"):
+        api.prune(run, unverified=["step-20"], settle=0)
+
+
+def test_unverified_one_that_changes_stays(run, capsys):
+    flip(run / "step-20" / "__0_0.distcp")
+    watch(run)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", "import os, sys, time\nwhile True: os.utime(sys.argv[1]); time.sleep(0.02)",
+         str(run / "step-20" / "__0_0.distcp")]
+    )  # fmt: skip
+    try:
+        assert main(["prune", str(run), "--unverified", "step-20", "--settle", "0.3"]) == 1
+    finally:
+        writer.kill()
+        writer.wait()
+    assert "may be being written" in capsys.readouterr().err
+    assert "step-20" in names(run)
+
+
+def test_last_verified_one_stays_even_by_its_name(run, capsys):
+    watch(run)
+    assert main(["prune", str(run), "--unverified", "step-30"]) == 1
+    assert "the last verified one" in capsys.readouterr().err
+    assert len(names(run)) == 3
+
+
+def test_unknown_names_are_not_touched(run):
+    (run / "samples").mkdir()
+    (run / "checkpoint-5.bak").mkdir()
+    (run / "notes.txt").write_text("x")
+    assert set(watch(run, keep_last=1).unknown) == {"samples", "checkpoint-5.bak", "notes.txt"}
+    assert names(run) == ["checkpoint-5.bak", "notes.txt", "samples", "step-30"]
+
+
+def test_links_and_pointers_keep_what_they_name(run, template):
+    outside = run.parent / "elsewhere"
+    save_step(run.parent, 1, template=template, prefix="elsewhere-")
+    (run.parent / "elsewhere-1").rename(outside)
+    (run / "step-5").symlink_to(outside)
+    save_step(run, 15, template=template)
+    (run / "best").symlink_to("step-10")
+    (run / "latest").write_text("step-15\n")
+    (run / "step-30" / "shared").symlink_to("../step-20/__0_0.distcp")
+    tended = watch(run, keep_last=1)
+    assert tended.removed == ()
+    assert reason_of(tended, "step-10") == "the link best leads to it"
+    assert reason_of(tended, "step-15") == "latest names it"
+    assert reason_of(tended, "step-20") == "the link step-30/shared leads to it"
+    assert (outside / ".metadata").exists()
+    assert (run / "step-5").is_symlink()
+    (run / "latest").unlink()
+    (run / "latest_checkpointed_iteration.txt").write_text("20")
+    (run / "step-30" / "shared").unlink()
+    (run / "best").unlink()
+    assert watch(run, keep_last=1).removed == ("step-10", "step-15")
+
+
+def test_removing_follows_no_link(run):
+    victim = run.parent / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("x")
+    (run / "step-10" / "out").symlink_to(victim)
+    (run / "step-10" / "file").symlink_to(victim / "precious")
+    watch(run)
+    assert api.prune(run, keep_last=1).removed == ("step-10", "step-20")
+    assert (victim / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize("how", ["open", "mapped", "locked"])
+def test_checkpoint_in_use_stays(run, how):
+    watch(run)
+    file = run / "step-10" / "__0_0.distcp"
+    with open(file, "rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) if how == "mapped" else None
+        if how == "open":
+            assert api.prune(run, keep_last=1).removed == ("step-20",)
+    if how == "mapped":
+        assert api.prune(run, keep_last=1).removed == ("step-20",)
+        mapped.close()
+    if how == "locked":
+        held = os.open(run / "step-10", os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        tended = api.prune(run, keep_last=1)
+        os.close(held)
+        assert tended.removed == ("step-20",)
+        assert "in use by a ckpt" in reason_of(tended, "step-10")
+    assert api.prune(run, keep_last=1).removed == ("step-10",)
+
+
+def test_best_ones_stay_and_so_does_what_the_trainer_calls_best(tmp_path, template):
+    run = tmp_path / "run"
+    losses = {1: 0.9, 2: 0.1, 3: 0.3, 4: 0.2, 5: 0.8}
+    for step, loss in losses.items():
+        best = f"elsewhere/checkpoint-{min(1, step)}"
+        write_state(save_step(run, step, template=template, prefix="checkpoint-"), step, best=best, eval_loss=loss)
+    tended = watch(run, keep_best=2)
+    assert tended.removed == ("checkpoint-3",)
+    assert reason_of(tended, "checkpoint-1") == "trainer_state.json names it as the best"
+    assert reason_of(tended, "checkpoint-2") == "--keep-best 2: eval_loss 0.1"
+    with pytest.raises(UsageError, match="no checkpoint has a eval_f1"):
+        api.prune(run, keep_best=1, metric="eval_f1")
+
+
+def test_files_of_lightning_and_ai_toolkit(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    run = tmp_path / "run"
+    run.mkdir()
+    for step, loss in ((10, 0.5), (20, 0.1), (30, 0.4)):
+        torch.save({"state_dict": {"w": torch.ones(2)}}, run / f"epoch=0-step={step}-val_loss={loss}.ckpt")
+        for part in ("high_noise", "low_noise"):
+            save_file({"w": torch.ones(2)}, run / f"wan_{step:09d}_{part}.safetensors")
+    shutil.copy(run / "epoch=0-step=30-val_loss=0.4.ckpt", run / "last.ckpt")
+    tended = watch(run, keep_best=1, metric="val_loss")
+    assert tended.removed == (
+        "epoch=0-step=10-val_loss=0.5.ckpt",
+        "wan_000000010.safetensors",
+        "wan_000000020.safetensors",
+    )
+    assert names(run) == [
+        "epoch=0-step=20-val_loss=0.1.ckpt",
+        "epoch=0-step=30-val_loss=0.4.ckpt",
+        "last.ckpt",
+        "wan_000000030_high_noise.safetensors",
+        "wan_000000030_low_noise.safetensors",
+    ]
+
+
+def test_models_of_a_step_of_verls_are_all_verified(run, template):
+    for step in (1, 2):
+        for role in ("actor", "critic"):
+            save_step(run / f"global_step_{step}", 0, template=template, prefix=role)
+            (run / f"global_step_{step}" / f"{role}0").rename(run / f"global_step_{step}" / role)
+    flip(run / "global_step_2" / "critic" / "__0_0.distcp")
+    tended = watch(run, keep_last=1)
+    assert state_of(tended, "global_step_1") == "verified"
+    assert state_of(tended, "global_step_2") == "bad"
+    assert any(each.where.startswith("global_step_2/critic/") for each in tended.findings)
+
+
+def test_one_ckpt_tends_a_folder_at_a_time(run):
+    with DiskFolder(str(run)).lock(), pytest.raises(BusyError, match="another ckpt tends this folder"):
+        watch(run)
+    assert watch(run).ok
+
+
+def test_leftovers_of_a_killed_prune_are_removed(run):
+    watch(run)
+    for name in ("step-5", "step-20"):
+        (run / ".ckpt-trash-x" / name).mkdir(parents=True)
+    (run / ".ckpt-trash-record").write_bytes(b"half a record")
+    api.prune(run, keep_last=3)
+    assert names(run) == ["step-10", "step-20", "step-30"]
+    assert not [name for name in os.listdir(run) if "trash" in name]
+
+
+def test_leftovers_stay_where_nothing_is_verified(run):
+    (run / ".ckpt-trash-x" / "step-5").mkdir(parents=True)
+    tended = api.prune(run, keep_last=1)
+    assert (run / ".ckpt-trash-x" / "step-5").exists()
+    assert "nothing verified" in tended.notes[0]
+
+
+def test_new_checkpoint_must_keep_still(run):
+    from threading import Thread
+
+    stop = time.monotonic() + 0.6
+
+    def write():
+        while time.monotonic() < stop:
+            os.utime(run / "step-30" / ".metadata")
+            time.sleep(0.02)
+
+    thread = Thread(target=write)
+    thread.start()
+    tended = api.watch(run, once=True, settle=0.3)
+    thread.join()
+    assert tended.verified == ("step-10", "step-20")
+
+
+@pytest.mark.full
+def test_watch_goes_on_until_it_is_stopped(run, template):
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "ckpt_tools",
+            "watch",
+            str(run),
+            "--interval",
+            "0.2",
+            "--settle",
+            "0",
+            "--keep-last",
+            "1",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while names(run) != ["step-30"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    save_step(run, 40, template=template)
+    while names(run) != ["step-40"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "step-40: verified" in err
+
+
+def test_verified_checkpoints_are_gathered_before_anything_goes(run, tmp_path):
+    out = tmp_path / "out"
+    tended = watch(run, gather=out, keep_last=1)
+    assert os.listdir(out) == ["step-30"]
+    assert tended.removed == ("step-10", "step-20")
+    assert api.verify(out / "step-30", against=run / "step-30").ok
+    assert watch(run, gather=out, keep_last=1).failed == ()
+
+
+def test_nothing_goes_while_what_follows_it_has_not_arrived(run, tmp_path):
+    out = tmp_path / "out"
+    (out / "step-30").mkdir(parents=True)
+    tended = watch(run, gather=out, keep_last=1)
+    assert tended.exit_code == 1
+    assert "did not arrive" in tended.failed[0]
+    assert names(run) == ["step-10", "step-20", "step-30"]
+
+
+def test_what_is_not_a_run_is_refused(tmp_path):
+    with pytest.raises(UnreadableError, match="no such directory"):
+        watch(tmp_path / "none")
+    with pytest.raises(UnreadableError, match="no checkpoint of a trainer"):
+        watch(tmp_path)
+    with pytest.raises(UsageError, match="on a disk or in a bucket"):
+        api.watch("hf://org/name", once=True)
+    with pytest.raises(UsageError, match="nothing says what to keep"):
+        api.prune(tmp_path)
+    assert os.listdir(tmp_path) in ([], [".ckpt-tend.lock"])
+
+
+def test_hostile_names_print_harmlessly(tmp_path, template, capsys):
+    run = tmp_path / "run"
+    save_step(run, 1, template=template)
+    (run / "x\x1b[31m_000000001.safetensors").write_bytes(b"")
+    (run / "\x1b]0;title\x07").mkdir()
+    main(["watch", str(run), "--once", "--settle", "0", "-v"])
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err
+
+
+def test_error_of_one_checkpoint_does_not_keep_the_others_from_being_verified(run):
+    (run / "step-20" / ".metadata").chmod(0)
+    if os.geteuid() == 0:
+        (run / "step-20" / ".metadata").unlink()
+        (run / "step-20" / ".metadata").mkdir()
+    tended = watch(run, keep_last=1)
+    assert tended.verified == ("step-10", "step-30")
+    assert names(run) == ["step-20", "step-30"]

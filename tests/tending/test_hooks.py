@@ -1,0 +1,319 @@
+"""A run tends its own folder: real trainers, a loop with torch's async_save, and what is left when they end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from steps import toy_steps
+from tending.runs import flip
+
+from ckpt_tools import hooks
+from ckpt_tools.errors import UsageError
+from ckpt_tools.tending.record import RECORD_NAME, parse_record
+
+FAST = {"settle_s": 0.0, "patience_s": 20.0}
+
+
+def verified(run):
+    return sorted(name for name, entry in parse_record((run / RECORD_NAME).read_bytes()).items() if entry.ok)
+
+
+def names(run):
+    return sorted(each for each in os.listdir(run) if not each.startswith("."))
+
+
+def children(parent=None):
+    """Return the processes that a run has started beside it."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if (
+                int(stat.rpartition(")")[2].split()[1]) == (parent or os.getpid())
+                and b"ckpt_tools.processes" in command
+            ):
+                found.append(int(pid))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_loop_with_async_saves_is_tended(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    futures = []
+    with hooks.Tending(tmp_path, keep_last=2, rank=0, **FAST) as tending:
+        for step in range(1, 5):
+            futures.append(dcp.async_save({"model": toy_steps.state_of(step)}, checkpoint_id=tmp_path / f"step-{step}"))
+            began = time.monotonic()
+            tending.saved(f"step-{step}")
+            tending.check()
+            assert time.monotonic() - began < 0.5
+            futures[-1].result()
+    assert verified(tmp_path) == ["step-3", "step-4"]
+    assert names(tmp_path) == ["step-3", "step-4"]
+    assert children() == []
+
+
+def test_bad_checkpoint_warns_and_keeps_the_earlier_ones(run):
+    flip(run / "step-30" / "__0_0.distcp")
+    tending = hooks.Tending(run, keep_last=1, rank=0, **FAST)
+    tending.saved("step-30")
+    with pytest.warns(RuntimeWarning, match="bad checkpoint: .*step-30"):
+        tending.close()
+    assert names(run) == ["step-20", "step-30"]
+
+
+def check_for_a_minute(tending):
+    """Take steps until one raises."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        tending.check()
+        time.sleep(0.01)
+
+
+def test_bad_checkpoint_raises_at_the_next_step_where_that_is_wanted(run):
+    flip(run / "step-30" / "__0_0.distcp")
+    tending = hooks.Tending(run, on_finding="raise", rank=0, **FAST)
+    tending.saved("step-30")
+    with pytest.raises(hooks.BadCheckpointError, match="step-30"):
+        check_for_a_minute(tending)
+    tending.close()  # told once
+
+
+def test_save_that_never_ends_is_a_finding(run):
+    (run / "step-30" / ".metadata").unlink()
+    tending = hooks.Tending(run, rank=0, settle_s=0.0, patience_s=0.5)
+    tending.saved("step-30")
+    with pytest.warns(RuntimeWarning, match="unfinished-checkpoint: its save has not ended"):
+        tending.close()
+
+
+def test_other_ranks_do_nothing(run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with hooks.Tending(run, keep_last=1) as tending:
+        tending.saved("step-30")
+        tending.check()
+    assert sorted(os.listdir(run)) == ["step-10", "step-20", "step-30"]
+
+
+def train_and_fail(run):
+    with hooks.Tending(run, rank=0, patience_s=600) as tending:
+        tending.saved("step-30")
+        deadline = time.monotonic() + 60
+        while not children() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        _ = 1 / 0
+
+
+def test_error_in_training_ends_what_is_under_way(run):
+    (run / "step-30" / ".metadata").unlink()
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError):
+        train_and_fail(run)
+    assert time.monotonic() - began < 60
+    assert children() == []
+
+
+def test_killed_run_takes_its_process_along(run):
+    (run / "step-30" / ".metadata").unlink()
+    code = (
+        "import sys, time\nfrom ckpt_tools import hooks\n"
+        "t = hooks.Tending(sys.argv[1], rank=0, patience_s=600)\nt.saved('step-30')\n"
+        "while t._worker is None: pass\nprint(flush=True)\ntime.sleep(600)\n"
+    )
+    training = subprocess.Popen([sys.executable, "-c", code, run], stdout=subprocess.PIPE)
+    training.stdout.readline()
+    deadline = time.monotonic() + 60
+    while not (pids := children(training.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    training.send_signal(signal.SIGKILL)
+    training.wait()
+    training.stdout.close()
+    while os.path.exists(f"/proc/{pids[0]}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pids[0]}")
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(UsageError, match="keep_last must be at least 1"):
+        hooks.Tending("run", keep_last=0)
+    with pytest.raises(UsageError, match="on_finding"):
+        hooks.Tending("run", on_finding="ignore")
+    with pytest.raises(AttributeError):
+        _ = hooks.Nothing
+
+
+def test_folder_that_is_not_there_is_a_warning(tmp_path):
+    tending = hooks.Tending(tmp_path / "none", rank=0, **FAST)
+    with pytest.warns(RuntimeWarning, match="not tended: no such directory"):
+        tending.close()
+
+
+def test_names_load_nothing_else():
+    code = "import sys\nfrom ckpt_tools import hooks\nhooks.Tending\nassert not {'torch', 'lightning'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def tiny_trainer(run, callback, **options):
+    import torch
+    import transformers
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 1)
+
+        def forward(self, x, labels):
+            return {"loss": ((self.linear(x) - labels) ** 2).mean()}
+
+    rows = [{"x": torch.ones(4), "labels": torch.ones(1)} for _ in range(8)]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(run),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=options.pop("max_steps", 4),
+        save_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    return transformers.Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_is_tended(tmp_path):
+    pytest.importorskip("transformers", reason="needs transformers")
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    callback = hooks.TrainerTending(keep_last=1, keep_best=1, **FAST)
+    tiny_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=1).train()
+    assert names(tmp_path) == ["checkpoint-4"]
+    assert verified(tmp_path) == ["checkpoint-4"]
+    assert children() == []
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_stops_at_a_bad_checkpoint_where_that_is_wanted(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    pytest.importorskip("accelerate", reason="needs accelerate")
+
+    class Bitrot(transformers.TrainerCallback):
+        def on_save(self, args, state, control, **_):
+            if state.global_step == 2:
+                file = tmp_path / "checkpoint-2" / "model.safetensors"
+                file.write_bytes(file.read_bytes()[:-8])
+
+        def on_step_end(self, args, state, control, **_):
+            time.sleep(0.05)
+
+    trainer = tiny_trainer(tmp_path, Bitrot(), max_steps=2000, save_strategy="no")
+    trainer.args.save_strategy = "steps"
+    trainer.add_callback(hooks.TrainerTending(on_finding="raise", settle_s=0.0, patience_s=0.5))
+    trainer.args.save_steps = 2
+    trainer.add_callback(Once(trainer))
+    with pytest.raises(hooks.BadCheckpointError, match="checkpoint-2"):
+        trainer.train()
+
+
+def Once(trainer):  # noqa: N802 - a class, made where its library is there
+    import transformers
+
+    class Callback(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_save = state.global_step == 2
+            return control
+
+    return Callback()
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_is_tended(tmp_path):
+    lightning = pytest.importorskip("lightning", reason="needs lightning")
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, _):
+            return self.linear(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1),
+            hooks.LightningTending(keep_last=2, **FAST),
+        ],
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
+    assert names(tmp_path) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt"]
+    assert verified(tmp_path) == names(tmp_path)
+    assert children() == []
+
+
+def train_sharded(output):
+    """Train with the real Trainer under FSDP2 on this rank; return what the folder holds."""
+    import torch.distributed as dist
+    from trainers import worlds
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+        per_device_train_batch_size=worlds.GLOBAL_BATCH // dist.get_world_size(),
+        max_steps=3,
+        save_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in worlds.tokens()]
+    callback = hooks.TrainerTending(keep_last=2, settle_s=0.5, patience_s=60.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(worlds.model_of("llama"), arguments, train_dataset=rows, callbacks=[callback]).train()
+    return sorted(each for each in os.listdir(output) if not each.startswith("."))
+
+
+def train_on_two_ranks(rank, world_size, output):
+    """Be the launcher of two ranks."""
+    from trainers import worlds
+
+    worlds.import_once("transformers.trainer", "transformers.integrations.peft", "peft")
+    worlds.let_accelerate_use_cpu()
+    return worlds.run_ranks(2, train_sharded, output)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_is_tended_on_two_ranks_under_fsdp2(tmp_path):
+    for needed in ("transformers", "accelerate", "peft"):
+        pytest.importorskip(needed, reason=f"needs {needed}")
+    from fsdp2.ranks import run_ranks
+
+    run_ranks(1, train_on_two_ranks, tmp_path, timeout=240, backend=None)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    assert verified(tmp_path) == names(tmp_path)
+    assert (tmp_path / "checkpoint-3" / "optimizer_0" / ".metadata").exists()
