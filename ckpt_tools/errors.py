@@ -28,15 +28,19 @@ class CkptError(Exception):
         what: What happened, with the expected and the found value.
         where: The file, span, tensor or option concerned.
         hint: What to do about it, in the user's own terms.
+        file: The file of tensors that is damaged, as it is called; never shown.
     """
 
     exit_code: ClassVar[int] = 1
     code: ClassVar[str] = "failed"
 
-    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, where: str | None = None, hint: str | None = None, file: str | None = None
+    ) -> None:
         self.what = escape_message(what)
         self.where = None if where is None else escape_message(where)
         self.hint = None if hint is None else escape_message(hint)
+        self.file = file
         super().__init__(self.what)
 
     def __str__(self) -> str:

@@ -34,8 +34,6 @@ from ckpt_tools.moving.execute import scan
 
 _NUMPY_BYTES = 64 << 20
 """Of numpy and its linear algebra, once imported."""
-_TORCH_BYTES = 256 << 20
-"""Of torch, which is imported to cast float16."""
 
 
 class MergeUnchangedError(CkptError):
@@ -184,10 +182,7 @@ def _edit_bytes(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit], 
     ]
     largest = max((entry.num_elems for entry in whole), default=0)
     # Read, in float32, in float32 once more, and as it is written; pieces of 2²⁰ bytes otherwise, a few per worker.
-    libraries = _NUMPY_BYTES
-    if any("F16" in (edit.entry.dtype.name, edit.dtype.name) for edit in edits.values()):
-        libraries += _TORCH_BYTES
-    return libraries + 2 * 4 * factors + largest * (2 * 8 + 2 * 4) + num_workers * (8 << 20)
+    return _NUMPY_BYTES + 2 * 4 * factors + largest * (2 * 8 + 2 * 4) + num_workers * (8 << 20)
 
 
 def _mixes_rows(module: AdapterModule[TensorEntry]) -> bool:

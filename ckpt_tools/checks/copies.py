@@ -59,7 +59,7 @@ def check_copies(tensors: Iterable[TensorEntry], source: Source) -> Iterator[Fin
                 "one file was copied over the other: restore it. If they are meant to be equal, `ckpt reshard` writes "
                 "a checkpoint with a manifest that says so"
             )
-            yield Finding.error("copied-file", file, what, hint)
+            yield Finding.error("copied-file", file, what, hint, file=file)
         else:
             hint = (
                 "tied weights and the experts of an upcycled model are equal; anything else means that one file was "

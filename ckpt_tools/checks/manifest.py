@@ -32,10 +32,11 @@ def check_manifest(opened: Opened, manifest: Manifest) -> Iterator[Finding]:
     for name, size in manifest.files.items():
         found = size_of(opened, name)
         if found is None:
-            yield Finding.error("missing-file", name, "the manifest names a file that is missing")
+            yield Finding.error("missing-file", name, "the manifest names a file that is missing", file=name)
         elif found != size:
             code = "short-file" if found < size else "long-file"
-            yield Finding.error(code, name, f"the manifest says {size} bytes, the file has {found}")
+            what = f"the manifest says {size} bytes, the file has {found}"
+            yield Finding.error(code, name, what, file=name)
     for name, document in manifest.documents.items():
         yield from _check_document(opened, name, document)
     for name, asset in manifest.assets.items():
@@ -67,6 +68,7 @@ def check_frames(opened: Opened, manifest: Manifest, sound: Sequence[TensorEntry
                 name,
                 "what lies around the tensors' bytes (item headers, padding) is not what was written",
                 "restore the file, or save the checkpoint again",
+                file=name,
             )
 
 

@@ -38,7 +38,7 @@ def check_spans(opened: Opened, found: Iterable[Finding]) -> Iterator[Finding]:
     for file, owners in spans.items():
         for (start, end), sharing in owners.items():
             if len(sharing) > 1 and end > start and (what := _problem(sharing, is_left_over=is_left_over)) is not None:
-                yield Finding.error("shared-item", f"{file}, bytes {start}..{end}", what)
+                yield Finding.error("shared-item", f"{file}, bytes {start}..{end}", what, file=file)
 
 
 def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str]) -> Iterator[Finding]:
@@ -51,6 +51,7 @@ def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str]) -
                 "overlapping-spans",
                 f"{file}, bytes {start}..{min(end, reach)}",
                 f"{holder!r} and {fqn!r} share bytes",
+                file=file,
             )
         elif start - reach >= ITEM_ALIGNMENT and _is_item(opened, file, reach):
             yield Finding.warning(

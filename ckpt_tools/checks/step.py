@@ -34,6 +34,7 @@ def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: P
         name = part.directory
         unchecked += [replace(each, what=f"{name}: {each.what}", part=name) for each in result.unchecked]
         results.append(result)
+    names = ["", *(part.directory for part, _ in step.parts)]
     return Verification(
         level=level,
         tensors=sum(result.tensors for result in results),
@@ -43,9 +44,14 @@ def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: P
         findings=tuple(findings),
         counts={
             f"{name}/{fqn}" if name else fqn: seen
-            for name, result in zip(["", *(part.directory for part, _ in step.parts)], results, strict=True)
+            for name, result in zip(names, results, strict=True)
             for fqn, seen in result.counts.items()
         },
+        files=tuple(
+            f"{name}/{file}" if name else file
+            for name, result in zip(names, results, strict=True)
+            for file in result.files
+        ),
     )
 
 
@@ -93,7 +99,9 @@ def _inside(directory: str, findings: Iterable[Finding]) -> Iterator[Finding]:
     """Yield findings of a part as findings of the step."""
     for finding in findings:
         is_file = finding.where and not os.path.isabs(finding.where)
-        yield replace(finding, where=f"{directory}/{finding.where}" if is_file else finding.where or directory)
+        file = None if finding.file is None else f"{directory}/{finding.file}"
+        where = f"{directory}/{finding.where}" if is_file else finding.where or directory
+        yield replace(finding, where=where, file=file)
 
 
 def _check_parts(step: OpenedStep) -> Iterator[Finding]:

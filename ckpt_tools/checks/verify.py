@@ -13,6 +13,7 @@ from ckpt_tools.checks.spans import check_spans
 from ckpt_tools.checks.trainer import check_trainer
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import MAX_ELEMS, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UnreachableError, UnreadableError
 from ckpt_tools.formats import dcp
@@ -55,6 +56,10 @@ class Verification:
     findings: tuple[Finding, ...]
     counts: Mapping[str, Counts] = field(default_factory=dict)
     """FQN → what the values are like, at level values; in a step with its part's directory before it."""
+    files: tuple[str, ...] = ()
+    """The files that its tensors lie in, or should; in a step with their part's directory before them."""
+    mesh: Mesh | None = None
+    """The ranks that wrote them, where a manifest says; of a step none."""
     share: Part | None = None
     """Whose tensors' bytes were read, where several processes check one checkpoint: what is right is no more than these
     and the structure."""
@@ -132,6 +137,8 @@ def verify(
         unchecked=tuple(unchecked),
         findings=tuple(findings),
         counts=counts,
+        files=tuple(dict.fromkeys(chunk.span.file for entry in checkpoint.tensors for chunk in entry.chunks)),
+        mesh=checkpoint.mesh,
         share=share,
     )
 
@@ -259,6 +266,11 @@ def _files_of(entry: TensorEntry) -> str:
     return first_few(sorted({chunk.span.file for chunk in entry.chunks}), limit=4)
 
 
+def _only_file(entry: TensorEntry) -> str | None:
+    files = {chunk.span.file for chunk in entry.chunks}
+    return files.pop() if len(files) == 1 else None
+
+
 def _is_whole(opened: Opened, entry: TensorEntry, chunk: Chunk) -> bool:
     """Is this chunk all of the tensor, and inside its file? What else may be wrong is said elsewhere."""
     span, box = chunk.span, chunk.box
@@ -270,11 +282,11 @@ def _span_problem(opened: Opened, span: ByteSpan, name: str) -> Finding | None:
     size = opened.checkpoint.files.get(span.file)
     if size is None:
         hint = "restore the file, or save the checkpoint again"
-        return Finding.error("missing-file", span.file, f"{name}: its file is missing", hint)
+        return Finding.error("missing-file", span.file, f"{name}: its file is missing", hint, file=span.file)
     if span.offset + span.nbytes > size:
         what = f"{name}: bytes {span.offset}..{span.offset + span.nbytes} are needed, the file has {size}"
         hint = "the file is truncated: restore it, or save the checkpoint again"
-        return Finding.error("short-file", span.file, what, hint)
+        return Finding.error("short-file", span.file, what, hint, file=span.file)
     return None
 
 
@@ -288,12 +300,12 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
         raise
     except CkptError as error:
         where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
-        findings.append(Finding.error("bad-item", where, f"{name}: {error.what}", error.hint))
+        findings.append(Finding.error("bad-item", where, f"{name}: {error.what}", error.hint, file=span.file))
         return None
     problem = dcp.item_mismatch(entry.dtype, chunk.box.sizes, head)
     if problem is not None:
         where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
-        findings.append(Finding.error("item-mismatch", where, f"{name}: {problem}"))
+        findings.append(Finding.error("item-mismatch", where, f"{name}: {problem}", file=span.file))
         return None
     return dcp.raw_chunk(chunk, head)
 
@@ -332,7 +344,7 @@ def _check_data(
     def damaged(entry: TensorEntry, error: CkptError) -> None:
         where = error.where or _files_of(entry)
         damaged_fqns.add(entry.fqn)
-        finding = Finding.error("damaged-data", where, error.what, error.hint)
+        finding = Finding.error("damaged-data", where, error.what, error.hint, file=error.file or _only_file(entry))
         is_tensor = entry.fqn in own_fqns
         findings.append(replace(finding, tensor=entry.fqn) if is_tensor else finding)
 
@@ -363,9 +375,8 @@ def _check_data(
                 expected = record.digest
                 what = f"tensor {entry.fqn!r} is not what was written: digest {found}, the manifest says {expected}"
                 hint = "restore its files, or write the checkpoint again"
-                findings.append(
-                    replace(Finding.error("digest-mismatch", _files_of(entry), what, hint), tensor=entry.fqn)
-                )
+                mismatch = Finding.error("digest-mismatch", _files_of(entry), what, hint, file=_only_file(entry))
+                findings.append(replace(mismatch, tensor=entry.fqn))
     for entry, label, expected, is_asset in files:
         found = outcome.digests.get(entry.fqn)
         if found is not None and found != expected:
@@ -417,7 +428,8 @@ def _check_blob(opened: Opened, blob: BlobEntry, findings: list[Finding], *, con
         raise
     except CkptError as error:
         where = error.where or blob.span.file
-        finding = Finding.error("damaged-item", where, f"item {blob.fqn!r}: {error.what}", error.hint)
+        what = f"item {blob.fqn!r}: {error.what}"
+        finding = Finding.error("damaged-item", where, what, error.hint, file=blob.span.file)
         if finding not in findings:  # level data meets again what level structure has said
             findings.append(finding)
         return True

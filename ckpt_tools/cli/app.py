@@ -93,6 +93,13 @@ def _value_of(
 
 
 class _Command(TyperCommand):
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Let words after `--` be overrides, where a command has them."""
+        if "--" in args and any(param.name == "override" for param in self.params):
+            at = args.index("--")
+            args = [*args[:at], *(f"--override={word}" for word in args[at + 1 :])]
+        return super().parse_args(ctx, args)
+
     def get_params(self, ctx: typer.Context) -> list[Parameter]:  # type: ignore[override]
         return _quickly(super().get_params(ctx))
 

@@ -92,6 +92,7 @@ def _typed(each: Parameter) -> inspect.Parameter:
     option = each.stated
     info: object = None
     if isinstance(option, Argument):
+        default = None if default == () else default
         info = typer.Argument(metavar=option.metavar, help=option.help)
     elif isinstance(option, Option):
         default = None if option.is_tristate or default == () else option.none or default

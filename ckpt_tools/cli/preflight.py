@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Literal
+
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import ChangingLine, Output, print_json, say, say_findings
 from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.options import Option
+from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.report import PreflightReport, describe_spec, describe_verdict
 from ckpt_tools.text import escape_name
 
@@ -14,33 +22,64 @@ _MARKS = {True: "ok", False: "FAILED", None: "not checked"}
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
-def run(call: Call[PreflightReport], *, html: Html = None, output: Output) -> int:
+Format = Annotated[
+    Literal["text", "json", "sarif", "github"],
+    Option("How the result is printed; github: as annotations of a workflow; json is the same as --json."),
+]
+
+
+def run(call: Call[PreflightReport], *, format: Format = "text", html: Html = None, output: Output) -> int:  # noqa: A002
     """Check a run, and print what was found."""
-    line = ChangingLine(shown=not output.is_silent)
+    form = "json" if output.json else format
+    line = ChangingLine(shown=form == "text" and not output.quiet)
 
     def follow(check: str, state: str) -> None:
         if state == "begun":
             line.show(f"{check} …")
 
+    places: Mapping[Finding, Place] = {}
+
+    def keep(filling: Mapping[Finding, Place]) -> None:
+        nonlocal places
+        places = filling
+
     def tell(findings: tuple[Finding, ...]) -> None:
         line.close()
         kept = [finding for finding in findings if finding.severity == "error" or not output.quiet]
-        say_findings(sorted(kept, key=lambda one: _ORDER[one.severity]))
+        say_findings([_located(one, places) for one in sorted(kept, key=lambda one: _ORDER[one.severity])])
+        sys.stdout.flush()  # the slow checks follow
 
-    with report_to(html, "preflight", str(call.given["config"]), output) as write:
+    with report_to(
+        html, "preflight", ", ".join(map(str, call.given.get("config", ("this machine",)))), output
+    ) as write:
         try:
-            report = call(on_check=follow, on_findings=None if output.json else tell)
+            report = call(on_check=follow, on_findings=tell if form == "text" else None, on_places=keep)
         finally:
             line.close()
         if write is not None:
             from ckpt_tools.report.run_pages import preflight_page
 
-            write(preflight_page(report))
-    if output.json:
+            found = tuple(_located(one, report.places) for one in report.findings)
+            write(preflight_page(replace(report, findings=found, notes=(*report.notes, *_ignored(report)))))
+    if form == "json":
         print_json(report.to_json())
-    else:
+    elif form == "text":
         _print(report, output)
+    else:
+        from ckpt_tools.preflight.for_ci import to_github, to_sarif
+
+        say(json.dumps(to_sarif(report), indent=1) if form == "sarif" else "\n".join(to_github(report)))
     return 0 if report.ok else 3
+
+
+def _located(finding: Finding, places: Mapping[Finding, Place]) -> Finding:
+    """Return a finding with the file and line before its key."""
+    place = places.get(finding)
+    return finding if place is None else replace(finding, where=f"{place}: {finding.where}")
+
+
+def _ignored(report: PreflightReport) -> list[str]:
+    return [f"ignored {one.severity}: {one.code}: {one.what} ({one.where})" for one in report.ignored]
 
 
 def _print(report: PreflightReport, output: Output) -> None:
@@ -59,6 +98,8 @@ def _print(report: PreflightReport, output: Output) -> None:
     ]
     screen.table(("check", "", "seconds", ""), rows, align="llrl")
     screen.line()
+    for text in _ignored(report):
+        screen.line(text)
     for text in report.notes:
         screen.line(f"note: {text}")
     for text in report.not_checked:

@@ -27,8 +27,6 @@ from ckpt_tools.moving.beside import Beside, Reading
 from ckpt_tools.text import first_few
 
 _PIECE_ELEMS = 1 << 16
-_FEW_ELEMS = 1 << 18
-"""Blocks so small are cast without torch, whose import takes longer."""
 _BLOCK_BYTES = 24 << 20
 """Of a worker beside its buffers: a block of each source, and one in float32."""
 _LIBRARIES_BYTES = 64 << 20
@@ -70,7 +68,7 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
             besides[fqn].append(Beside(entry, other, reading, recorded))
     dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
     full = [entry for entry in job.source.tensors if entry.num_elems]
-    job.edits = {e.fqn: _Averaging(e, dtypes[e.fqn], tuple(besides[e.fqn]), tuple(steps)) for e in full}
+    job.edits = {e.fqn: _Averaging(e, dtypes[e.fqn], tuple(besides[e.fqn]), tuple(steps), reading) for e in full}
     sources = [job.opened, *others]
     for other in others:
         for file in other.checkpoint.files:
@@ -136,6 +134,7 @@ class _Averaging:
     """As what it is written."""
     others: tuple[Beside, ...]
     steps: tuple[float, ...]
+    reading: Reading
     is_settled: bool = True
 
     def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
@@ -168,24 +167,21 @@ class _Averaging:
         dtype = self.entry.dtype
         kind = np.float64 if dtype.name == "F64" else np.float32
         first = array_of(content, dtype, (-1,))
-        bulk = len(first) > _FEW_ELEMS
-        mean, piece = np.empty(len(first), kind), np.empty(min(len(first), _PIECE_ELEMS), kind)
+        mean = np.frombuffer(self.reading.room.get(0, len(first) * np.dtype(kind).itemsize), kind)
+        piece = np.empty(min(len(first), _PIECE_ELEMS), kind)
         places = [slice(at, at + _PIECE_ELEMS) for at in range(0, len(first), _PIECE_ELEMS)]
         with np.errstate(all="ignore"):
-            for place in places:
-                cast_array(first[place], mean[place], bulk=bulk)
+            cast_array(first, mean)
             for other, step in zip(self.others, self.steps, strict=True):
                 values = array_of(other.read(block), dtype, (-1,))
                 for place in places:
                     old = mean[place]
                     new = piece[: len(old)]
-                    cast_array(values[place], new, bulk=bulk)
+                    cast_array(values[place], new)
                     np.subtract(new, old, out=new)
                     np.multiply(new, kind(step), out=new)
                     np.add(old, new, out=old)
-            written = array_of(result, self.target, (-1,))
-            for place in places:
-                cast_array(mean[place], written[place], bulk=bulk)
+            cast_array(mean, array_of(result, self.target, (-1,)))
 
     def finish(self) -> None:
         """Hold what was read of the others against what is recorded of it."""

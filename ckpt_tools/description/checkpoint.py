@@ -185,6 +185,8 @@ class Finding:
     """What to do about it."""
     tensor: str | None = field(default=None, compare=False)
     """The tensor that it is about, where it is about one: its name as it is stored."""
+    file: str | None = field(default=None, compare=False)
+    """The file of tensors that it is about, where it is about one: its name as it is stored."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "where", escape_message(self.where))
@@ -193,9 +195,9 @@ class Finding:
             object.__setattr__(self, "hint", escape_message(self.hint))
 
     @classmethod
-    def error(cls, code: str, where: str, what: str, hint: str | None = None) -> Self:
+    def error(cls, code: str, where: str, what: str, hint: str | None = None, *, file: str | None = None) -> Self:
         """Make one that fails the check."""
-        return cls(code=code, severity="error", where=where, what=what, hint=hint)
+        return cls(code=code, severity="error", where=where, what=what, hint=hint, file=file)
 
     @classmethod
     def warning(cls, code: str, where: str, what: str, hint: str | None = None) -> Self:

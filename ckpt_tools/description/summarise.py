@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -218,26 +219,36 @@ def _summarise_dtypes(tensors: Sequence[TensorEntry]) -> dict[str, int]:
 
 
 def _count(tensors: Sequence[TensorEntry]) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]]:
-    """Return chunks by file, bytes by file, and bytes by row of the map and file."""
+    """Return chunks by file, bytes by file, and bytes by row of the map and file.
+
+    Tensors of an overlay that are cut alike share the chunks themselves, and layers of such tensors share a row:
+    thousands of ranks are counted once per kind of layer.
+    """
+    alike: dict[tuple[int, DType], Sequence[Chunk]] = {}
+    held: dict[str, Counter[tuple[int, DType]]] = {}
+    for tensor in tensors:
+        key = (id(tensor.chunks), tensor.dtype)
+        alike[key] = tensor.chunks
+        name = _row_name(tensor.fqn)
+        held.setdefault(name if name in held or len(held) < MAX_BLOCKS else OTHER, Counter())[key] += 1
+    same = Counter(frozenset(counter.items()) for counter in held.values())
     num_chunks: dict[str, int] = {}
     num_bytes: dict[str, int] = {}
-    rows: dict[str, dict[str, int]] = {}
-    # Most chunks share their sizes with many others, and this loop runs once per chunk.
-    cache: dict[tuple[tuple[int, ...], int], int] = {}
-    for tensor in tensors:
-        name = _row_name(tensor.fqn)
-        row = rows.setdefault(name if name in rows or len(rows) < MAX_BLOCKS else OTHER, {})
-        bits = tensor.dtype.bits
-        for chunk in tensor.chunks:
-            file = chunk.span.file
-            key = (chunk.box.sizes, bits)
-            nbytes = cache.get(key)
-            if nbytes is None:
-                nbytes = cache[key] = chunk_bytes(tensor.dtype, chunk.box.sizes)
-            num_chunks[file] = num_chunks.get(file, 0) + 1
-            num_bytes[file] = num_bytes.get(file, 0) + nbytes
-            row[file] = row.get(file, 0) + nbytes
-    return num_chunks, num_bytes, rows
+    rows: dict[frozenset[tuple[tuple[int, DType], int]], dict[str, int]] = {}
+    # Most chunks share their sizes with many others, and the loop in the middle runs once per chunk.
+    cache: dict[tuple[tuple[int, ...], DType], int] = {}
+    for kind, num_rows in same.items():
+        row = rows[kind] = {}
+        for key, num_tensors in kind:
+            for chunk in alike[key]:
+                file = chunk.span.file
+                nbytes = cache.get((chunk.box.sizes, key[1]))
+                if nbytes is None:
+                    nbytes = cache[chunk.box.sizes, key[1]] = chunk_bytes(key[1], chunk.box.sizes)
+                num_chunks[file] = num_chunks.get(file, 0) + num_tensors * num_rows
+                num_bytes[file] = num_bytes.get(file, 0) + nbytes * num_tensors * num_rows
+                row[file] = row.get(file, 0) + nbytes * num_tensors
+    return num_chunks, num_bytes, {name: rows[frozenset(counter.items())] for name, counter in held.items()}
 
 
 def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: MeshSource | None = None) -> Summary:
@@ -259,12 +270,13 @@ def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: M
         for file in sorted(names, key=_file_order)
     )
     ranks = _summarise_ranks(files)
+    distinct = {id(by_file): by_file for by_file in (rows.values() if ranks else ())}
+    by_rank = {
+        key: tuple(sum(by_file.get(file, 0) for file in rank.files) for rank in ranks)
+        for key, by_file in distinct.items()
+    }
     blocks = tuple(
-        BlockSummary(
-            name=name,
-            bytes_by_rank=tuple(sum(by_file.get(file, 0) for file in rank.files) for rank in ranks),
-        )
-        for name, by_file in (rows.items() if ranks else ())
+        BlockSummary(name=name, bytes_by_rank=by_rank[id(by_file)]) for name, by_file in (rows.items() if ranks else ())
     )
     mesh, placements = checkpoint.mesh, checkpoint.placements
     if mesh is not None:
@@ -325,6 +337,7 @@ def overlay(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """
     files: dict[str, int] = {}
     shared: dict[tuple[object, ...], tuple[Chunk, ...]] = {}
+    uses: Counter[tuple[object, ...]] = Counter()
     tensors = []
     for tensor in checkpoint.tensors:
         by_axis = layout.placements.get(tensor.fqn, {})
@@ -339,9 +352,11 @@ def overlay(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
                 )
                 for rank, box in grid.cells
             )
-        for chunk in chunks:
-            files[chunk.span.file] = files.get(chunk.span.file, 0) + chunk.span.nbytes
+        uses[key] += 1
         tensors.append(replace(tensor, chunks=chunks))
+    for cut, num_tensors in uses.items():
+        for chunk in shared[cut]:
+            files[chunk.span.file] = files.get(chunk.span.file, 0) + chunk.span.nbytes * num_tensors
     return Checkpoint(
         root=checkpoint.root,
         format="dcp",

@@ -6,7 +6,8 @@ Where there is no config, a formula answers from a few figures. Importing this p
 
 from __future__ import annotations
 
-from ckpt_tools.estimate.options import Case, EstimateOptions
+from ckpt_tools.estimate.case import Case
+from ckpt_tools.estimate.options import EstimateOptions
 from ckpt_tools.estimate.report import CaseEstimate, Estimate, Memory
 from ckpt_tools.estimate.run import run_estimate
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.estimate import formula
+from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import Figures
 from ckpt_tools.estimate.margin import Margin, margin_of
-from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, Case, EstimateOptions, cases_of
+from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Proposal
+from ckpt_tools.estimate.tables import OPTIMIZERS
 
 Track = Callable[[Case], Memory | str]
 """Returns what was tracked, or why it cannot be."""
@@ -20,6 +22,8 @@ _MAX_TRACKED = 4
 """Proposals that are tracked at most: each costs seconds."""
 MIN_SEQ_LEN = 256
 """Shorter sequences are not proposed."""
+COMPILED_AWAY = 0.5
+"""Part of the activations that torch.compile saves at most: element-wise results that it computes again."""
 OFFLOAD_UNDERESTIMATE = 1.7
 """What the formula's peak with offload has to be multiplied by, at most: it is 0.61 of what PEFT's documentation
 ("Fully Sharded Data Parallel") says of QLoRA with FSDP and offload of a 70B model."""
@@ -28,17 +32,21 @@ OFFLOAD_UNDERESTIMATE = 1.7
 def evaluate(figures: Figures, options: EstimateOptions, track: Track) -> tuple[CaseEstimate, ...]:
     """Return the estimate of every case that `options` ask for."""
     return tuple(
-        _judged(case, formula.estimate(figures, case), track(case), options.gpu_bytes) for case in cases_of(options)
+        _judged(figures, case, formula.estimate(figures, case), track(case), options.gpu_bytes)
+        for case in cases_of(options)
     )
 
 
-def _judged(case: Case, by_formula: Memory, found: Memory | str, gpu_memory: int | None) -> CaseEstimate:
+def _judged(
+    figures: Figures, case: Case, by_formula: Memory, found: Memory | str, gpu_memory: int | None
+) -> CaseEstimate:
     tracked, why_not = (None, found) if isinstance(found, str) else (found, None)
     memory = tracked or by_formula
     margin = margin_of(memory.peak, case.mesh)
     fits, doubt = None, None
     if gpu_memory is not None:
-        fits, doubt = judge(case, memory, margin, gpu_memory, is_tracked=tracked is not None)
+        has_experts = any(block.experts for block in figures.blocks)
+        fits, doubt = judge(case, memory, margin, gpu_memory, is_tracked=tracked is not None, has_experts=has_experts)
     return CaseEstimate(
         case=case,
         formula=by_formula,
@@ -51,7 +59,7 @@ def _judged(case: Case, by_formula: Memory, found: Memory | str, gpu_memory: int
 
 
 def judge(
-    case: Case, memory: Memory, margin: Margin, gpu_memory: int, *, is_tracked: bool
+    case: Case, memory: Memory, margin: Margin, gpu_memory: int, *, is_tracked: bool, has_experts: bool = False
 ) -> tuple[bool | None, str | None]:
     """Say whether a case fits.
 
@@ -61,10 +69,29 @@ def judge(
     fits = memory.peak + margin.total <= gpu_memory
     if fits and case.offload and not is_tracked and memory.peak * OFFLOAD_UNDERESTIMATE + margin.total > gpu_memory:
         return None, f"with offload the formula is as low as 1/{OFFLOAD_UNDERESTIMATE} of what was measured elsewhere"
-    tp = case.mesh.size("tp")
-    cut = memory.at_peak.get("activations", 0) * (1 - 1 / tp)
-    if not fits and memory.peak - cut + margin.total <= gpu_memory:
-        return None, "activations are counted whole on every tp rank; sequence and loss parallelism would cut them"
+    if fits and has_experts and not is_tracked:
+        return None, "the formula does not know what experts keep for backward"
+    if fits:
+        return True, None
+    kept, tp = memory.at_peak.get("activations", 0), case.mesh.size("tp")
+    is_said = case.sequence_parallel or case.loss_parallel
+    less = (
+        (
+            0 if is_said else kept * (1 - 1 / tp),
+            "activations are counted whole on every tp rank: pass --sequence-parallel, --loss-parallel if they are cut",
+        ),
+        (
+            kept * COMPILED_AWAY if case.compile and not case.activation_checkpointing else 0,
+            "torch.compile keeps fewer activations, and how many fewer is not known",
+        ),
+        (
+            memory.at_peak.get("optimizer", 0) if OPTIMIZERS[case.optimizer].is_paged else 0,
+            "pages of the optimizer's state can leave the device, and how many will is not known",
+        ),
+    )
+    for cut, doubt in less:
+        if memory.peak - cut + margin.total <= gpu_memory:
+            return None, doubt
     return fits, None
 
 
@@ -89,7 +116,7 @@ def propose(
         if needed < _HOPELESS * options.gpu_bytes:
             found = track(case) if num_tracked < _MAX_TRACKED else "enough proposals were tracked"
             num_tracked += not isinstance(found, str)
-        proposals.append(Proposal(what=what, estimate=_judged(case, by_formula, found, options.gpu_bytes)))
+        proposals.append(Proposal(what=what, estimate=_judged(figures, case, by_formula, found, options.gpu_bytes)))
         if proposals[-1].estimate.fits:
             break
     return tuple(proposals)
@@ -97,7 +124,7 @@ def propose(
 
 def _changes(start: Case) -> Iterator[tuple[str, Case]]:
     """Yield changes of `start`, what costs least first: compute, hardware, what is trained, speed, data."""
-    checkpointing = replace(start, activation_checkpointing=True)
+    checkpointing = replace(start, activation_checkpointing=True, selective_checkpointing=False)
     if not start.activation_checkpointing:
         yield "--activation-checkpointing", checkpointing
     base, words = start, ""
@@ -105,7 +132,7 @@ def _changes(start: Case) -> Iterator[tuple[str, Case]]:
         base, words = _sharded(start), "--strategy full_shard"
         yield words, base
     if not start.activation_checkpointing:
-        base = replace(base, activation_checkpointing=True)
+        base = replace(base, activation_checkpointing=True, selective_checkpointing=False)
         words = f"{words} --activation-checkpointing".strip()
         yield words, base
     for factor in (2, 4, 8):
@@ -130,8 +157,8 @@ def _changes(start: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _sharded(case: Case) -> Case:
-    tail = tuple((name, size) for name, size in case.mesh.axes if name == "tp")
-    num = case.mesh.world_size // case.mesh.size("tp")
+    tail = tuple((name, size) for name, size in case.mesh.axes if name not in ("dp_replicate", "dp_shard"))
+    num = case.mesh.size("dp_replicate") * case.mesh.size("dp_shard")
     return replace(case, strategy="full_shard", mesh=Mesh((("dp_shard", num), *tail)))
 
 

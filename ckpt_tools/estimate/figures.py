@@ -32,6 +32,8 @@ class Block:
     hidden: int
     """h: width of its input."""
     widest: int
+    experts: int = 0
+    """Parameters of its experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,11 @@ they are kept: c·P, and c·B for the buffer that the next one arrives in. nf4 b
 at a time is unpacked.
 
 Tensor parallelism divides P, B, R and all that follows from them, and of a block's activations all but 8·h, its two
-norms', since every rank has these for all of h. The loss is computed on every rank.
+norms', since every rank has these for all of h; with sequence parallelism all but 2·h, what its two halves have
+gathered. The loss is computed on every rank, or divided with loss parallelism. Context parallelism divides t.
+
+Of a pipeline the formula answers for the stage that needs the most: its blocks, and its part of the root; activations
+once for every micro-batch in flight; and T·r of gradients that wait for the last one.
 
 Left out: attention that keeps its scores (eager, soft-capped), copies that some models make of keys and values, the
 buffers of experts, and everything that is no matrix (convolutions, state-space models). There the tracker is right.
@@ -47,14 +51,17 @@ With offload, parameters, gradients and optimizer state are not on the device, a
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import Block, Figures
-from ckpt_tools.estimate.options import DTYPE_BYTES, OPTIMIZERS, Case
+from ckpt_tools.estimate.pipeline import Stage, stages_of
 from ckpt_tools.estimate.report import Memory
+from ckpt_tools.estimate.tables import DTYPE_BYTES, NF4_SCALE_BYTES, OPTIMIZERS
 
 NF4_BYTES = 0.5
 """Of a packed weight."""
-NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
-"""Per weight: an 8-bit scale for 64 weights, and an f32 scale for 256 of those (double quantisation)."""
 LOSS_BYTES = 12
 """Per token and word."""
 STEP_COPIES = 2
@@ -67,6 +74,23 @@ def estimate(figures: Figures, case: Case) -> Memory:
     Returns:
         Bytes; `at_peak` adds up to `peak`.
     """
+    stages = stages_of(figures.num_blocks, case)
+    return max((_stage(_part(figures, stage, case), case, stage) for stage in stages), key=lambda found: found.peak)
+
+
+def _part(figures: Figures, stage: Stage, case: Case) -> Figures:
+    """Return the figures of a pipeline's stage: kinds of blocks are dealt out evenly."""
+    if case.mesh.size("pp") == 1:
+        return figures
+    share = stage.count / figures.num_blocks
+    blocks = tuple(replace(block, count=math.ceil(block.count * share)) for block in figures.blocks)
+    rows = min(figures.root, figures.vocab * figures.hidden)
+    root = rows * (stage.has_embedding + stage.has_output)
+    params = root + sum(block.count * block.params for block in blocks)
+    return replace(figures, params=params, blocks=blocks, vocab=figures.vocab if stage.has_output else 0)
+
+
+def _stage(figures: Figures, case: Case, stage: Stage) -> Memory:
     largest = figures.largest
     # T, F, B', R' and Q
     trained, frozen, block_trained, root_trained, quantised = figures.params, 0, largest.params, figures.root, 0
@@ -83,9 +107,10 @@ def estimate(figures: Figures, case: Case) -> Memory:
     params = (trained * m + plain * q + quantised * NF4_BYTES) / shards
     params += quantised * NF4_SCALE_BYTES / tp
     grads = trained * m / shards
-    optimizer = OPTIMIZERS[case.optimizer] * trained * DTYPE_BYTES[case.state_dtype or case.master_dtype] / shards
+    optimizer = _state_bytes(case) * trained / shards
 
-    block = largest.params * c / tp
+    # Experts are gathered from the ranks that have the same ones.
+    block = (largest.params - largest.experts * (1 - 1 / case.num_expert_ranks)) * c / tp
     whole = (figures.params + (trained if case.lora else 0)) * c / tp
     unpacked = 0.0
     if case.quantize:
@@ -97,15 +122,26 @@ def estimate(figures: Figures, case: Case) -> Memory:
     gathered = whole + block if case.is_kept else root + 2 * block
     gathered += unpacked
 
-    tokens = (figures.tokens or case.seq_len) * case.batch_size
-    acts = [tokens * c * _kept_values(each, tp) for each in figures.blocks]
+    tokens = (figures.tokens or case.tokens_per_sample) * case.samples
+    cut = tp if case.sequence_parallel else 1
+    acts = [tokens * c * _kept_values(each, tp, case) for each in figures.blocks]
     one = max(acts, default=0.0)
     saved = sum((each.count * act for each, act in zip(figures.blocks, acts, strict=True)), start=0.0)
     if case.activation_checkpointing:
-        saved = float(sum(tokens * c * each.hidden * each.count for each in figures.blocks))
+        saved = sum(tokens * c * each.hidden * each.count for each in figures.blocks) / cut
+    elif case.selective_checkpointing:
+        kept = (each.count * (2 * each.hidden + each.outputs / 2) for each in figures.blocks)
+        saved = tokens * c * sum(kept) / (tp if case.sequence_parallel else 1)
     else:
         one = 0.0
-    loss = tokens * figures.vocab * LOSS_BYTES
+    waiting = (stage.in_flight - 1) * saved
+    if case.offload_activations:
+        waiting, saved = 0.0, saved / max(1, figures.num_blocks)
+    loss = tokens * figures.vocab * LOSS_BYTES / (tp if case.loss_parallel else 1)
+    if case.fused_loss:
+        loss = float(2 * tokens * c + figures.vocab * c) * figures.hidden
+    # Gradients of the micro-batches before wait on all ranks whole.
+    whole_grads = trained * r / tp if case.num_micro_batches > 1 else 0.0
 
     flying = block_trained * (c + r) / tp + min(root_trained, figures.vocab * figures.hidden) * c / tp
     others = max(0.0, grads - (block_trained + root_trained) * m / shards)
@@ -115,24 +151,27 @@ def estimate(figures: Figures, case: Case) -> Memory:
     late = unpacked + flying + root + (block if case.is_kept else 2 * block)
     moments = (
         # grads, gathered, activations, step
-        (0.0, early, saved + loss, 0.0),
-        (0.0, gathered + flying, saved + one, 0.0),
-        (others, late, one + saved / max(1, figures.num_blocks), 0.0),
+        (0.0, early + whole_grads, waiting + saved + loss, 0.0),
+        (0.0, gathered + flying + whole_grads, waiting + saved + one, 0.0),
+        (others, late, waiting + one + saved / max(1, figures.num_blocks), 0.0),
         (grads, 0.0, 0.0, step),
     )
-    held = 0.0 if case.offload else params + optimizer
+    away = case.offload or case.offload_optimizer
+    held = 0.0 if case.offload else params
+    state = 0.0 if case.offload else optimizer
     passing = largest.params * (q + (r if case.lora is None else 0)) / shards if case.offload else 0.0
 
     def total(moment: tuple[float, float, float, float]) -> float:
         if case.offload:
             return passing + moment[1] + moment[2]
-        return held + sum(moment)
+        return held + sum(moment) + (state if moment[3] or not away else 0.0)
 
     best = max(moments, key=total)
+    is_there = best[3] > 0 or not away
     at_peak = {
         "params": 0 if case.offload else round(params),
         "grads": 0 if case.offload else round(best[0]),
-        "optimizer": 0 if case.offload else round(optimizer),
+        "optimizer": round(state) if is_there else 0,
         "activations": round(best[2]),
         "gathered": round(best[1] + passing),
         "step": 0 if case.offload else round(best[3]),
@@ -141,16 +180,23 @@ def estimate(figures: Figures, case: Case) -> Memory:
         params=round(params),
         grads=round(grads),
         optimizer=round(optimizer),
-        activations=round(saved + max(loss, one)),
-        gathered=round(gathered + flying + passing),
+        activations=round(waiting + saved + max(loss, one)),
+        gathered=round(gathered + flying + whole_grads + passing),
         peak=sum(at_peak.values()),
-        host=round(params + grads + optimizer) if case.offload else 0,
+        host=round(params + grads + optimizer) if case.offload else round(optimizer) if away else 0,
         at_peak=at_peak,
     )
 
 
-def _kept_values(block: Block, tp: int) -> float:
+def _kept_values(block: Block, tp: int, case: Case) -> float:
     """Return how many values per token a block keeps for backward."""
     values = 2 * block.outputs + 2 * block.hidden
-    whole = min(8 * block.hidden, values)
+    # With sequence parallelism only what the column-wise layers of both halves have gathered is whole.
+    whole = min((2 if case.sequence_parallel else 8) * block.hidden, values)
     return whole + (values - whole) / tp
+
+
+def _state_bytes(case: Case) -> float:
+    """Return the optimizer's bytes per trained value."""
+    kind = OPTIMIZERS[case.optimizer]
+    return kind.values * (kind.nbytes or DTYPE_BYTES[case.state_dtype or case.master_dtype])

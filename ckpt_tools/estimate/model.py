@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import Block, Figures, block_of
-from ckpt_tools.estimate.options import Case
-from ckpt_tools.fsdp2 import Precision, add_lora, find_blocks, parse_policy, shard_model
+from ckpt_tools.estimate.packed import pack_linears
+from ckpt_tools.estimate.parallel import apply_policy, cut_experts, cut_layers, experts_of, needs_own_plan
+from ckpt_tools.estimate.selective import checkpoint_selectively
+from ckpt_tools.fsdp2 import Policy, Precision, add_lora, find_blocks, parse_policy, shard_model
+from ckpt_tools.fsdp2.internals import checkpoint_activations
 from ckpt_tools.fsdp2.lora import linear_layers
-from ckpt_tools.fsdp2.mesh import TP_AXIS
+from ckpt_tools.fsdp2.mesh import TP_AXIS, fsdp_mesh
 from ckpt_tools.fsdp2.ties import output_layer
 from ckpt_tools.models.hf_recipe import max_positions
 from ckpt_tools.models.parameters import DTYPES, replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch, Recipe
 
 
-def build(recipe: Recipe, case: Case) -> nn.Module:
-    """Return the model on meta, in the dtypes that its parameters have between steps, adapters added."""
+def build(recipe: Recipe, case: Case, prepare: Callable[[nn.Module], None] | None = None) -> nn.Module:
+    """Return the model on meta, in the dtypes that its parameters have between steps, adapters added.
+
+    Args:
+        recipe: Of the model.
+        case: How it is trained.
+        prepare: Changes the model before adapters are added.
+    """
     with torch.device("meta"):
         model = recipe.build()
+    if prepare is not None:
+        prepare(model)
     cast(model, DTYPES[case.master_dtype if case.lora is None else case.frozen_dtype])
     if case.lora is None:
         return model
@@ -36,14 +49,22 @@ def build(recipe: Recipe, case: Case) -> nn.Module:
     }
     adapted: nn.Module = add_lora(model, config)
     cast(adapted, DTYPES[case.master_dtype], trained=True)
+    if case.quantize is not None:
+        pack_linears(adapted, DTYPES[case.param_dtype])
     return adapted.train()
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, recipe: Recipe, case: Case) -> None:
-    """Shard `model` as ckpt's own runs do."""
+def shard(model: nn.Module, mesh: DeviceMesh, recipe: Recipe, case: Case) -> tuple[str, ...]:
+    """Shard `model` as ckpt's own runs do; return its blocks."""
     precision = Precision(param_dtype=DTYPES[case.param_dtype], reduce_dtype=DTYPES[case.reduce_dtype])
     policy = parse_policy(case.strategy, precision=precision, cpu_offload=case.offload)
-    shard_model(
+    names = find_blocks(model, recipe.blocks(model))
+    if case.selective_checkpointing:
+        for name in names:
+            checkpoint_selectively(model.get_submodule(name))
+    if needs_own_plan(model, case):
+        return _shard_by_own_plan(model, mesh, names, case, policy)
+    plan = shard_model(
         model,
         mesh,
         policy,
@@ -52,6 +73,23 @@ def shard(model: nn.Module, mesh: DeviceMesh, recipe: Recipe, case: Case) -> Non
         tp_plan=recipe.tp_plan(model) if case.mesh.size(TP_AXIS) > 1 else None,
         activation_checkpointing=case.activation_checkpointing,
     )
+    return plan.blocks
+
+
+def _shard_by_own_plan(
+    model: nn.Module, mesh: DeviceMesh, names: tuple[str, ...], case: Case, policy: Policy
+) -> tuple[str, ...]:
+    if case.mesh.size(TP_AXIS) > 1:
+        cut_layers(model, mesh, case)
+    cut_experts(model, mesh, case, policy)
+    dp = fsdp_mesh(mesh)
+    for name in names:
+        unit = model.get_submodule(name)
+        if case.activation_checkpointing:
+            checkpoint_activations(unit)
+        apply_policy(unit, policy, dp)
+    apply_policy(model, policy, dp, root=True)
+    return names
 
 
 def cast(model: nn.Module, dtype: torch.dtype, *, trained: bool = False) -> None:
@@ -72,7 +110,8 @@ def figures_of(recipe: Recipe) -> Figures:
     for name in find_blocks(model, recipe.blocks(model)):
         block = model.get_submodule(name)
         matrices = [sides for module in block.modules() if (sides := _sides(module)) is not None]
-        kinds[block_of((tuple(p.shape) for p in block.parameters()), 1, matrices)] += 1
+        experts = sum(p.numel() for _, each in experts_of(block) for p in each.parameters(recurse=False))
+        kinds[replace(block_of((tuple(p.shape) for p in block.parameters()), 1, matrices), experts=experts)] += 1
     blocks = tuple(replace(kind, count=count) for kind, count in kinds.items())
     output = output_layer(model)
     weight = getattr(output, "weight", None)
@@ -105,7 +144,7 @@ def batch_of(recipe: Recipe, model: nn.Module, case: Case) -> Batch:
     """Return the recipe's batch on meta, of the case's samples and tokens."""
     # Without data: a long sample must not be made to know how long it is.
     with torch.device("meta"):
-        sized = recipe.sized_batch(model, samples=case.batch_size, tokens=case.seq_len)
+        sized = recipe.sized_batch(model, samples=case.samples, tokens=case.tokens_per_sample)
     if sized is not None:
         return sized
     batch = {name: tensor.to("meta") for name, tensor in recipe.batch(model, 0).items()}
@@ -116,13 +155,13 @@ def batch_of(recipe: Recipe, model: nn.Module, case: Case) -> Batch:
 
 def _grown(tensor: torch.Tensor, case: Case, *, may_cut: bool) -> torch.Tensor:
     if tensor.dim() and tensor.shape[0] == BATCH_SIZE:
-        tensor = tensor[:1].expand(case.batch_size, *tensor.shape[1:])
+        tensor = tensor[:1].expand(case.samples, *tensor.shape[1:])
     if tensor.dim() == 2 and not tensor.is_floating_point():
-        missing = case.seq_len - tensor.shape[1]
+        missing = case.tokens_per_sample - tensor.shape[1]
         if missing > 0:
             tensor = torch.cat([tensor, tensor[:, -1:].expand(-1, missing)], dim=1)
         elif may_cut:
-            tensor = tensor[:, : case.seq_len]
+            tensor = tensor[:, : case.tokens_per_sample]
     return tensor.contiguous()
 
 

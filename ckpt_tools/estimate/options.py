@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from ckpt_tools.description.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
+from ckpt_tools.estimate.case import DEFAULT_WORLD_SIZE, SCHEDULES, Case, Training
+from ckpt_tools.estimate.tables import DTYPE_BYTES, GPUS, OPTIMIZERS, gpu_bytes
 from ckpt_tools.options import AnyPath, Argument, MeshText, Option, WorldSize
 from ckpt_tools.units import parse_count, parse_size
 
@@ -27,14 +30,6 @@ ALIASES: Mapping[str, str] = {
     "5": "hybrid_shard_zero2",
 }
 """FSDP1's names and accelerate's numbers, as `fsdp2.parse_strategy` takes them."""
-DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "f16": 2, "f32": 4}
-"""Bytes of an element by the names that options take."""
-OPTIMIZERS: Mapping[str, int] = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1}
-"""Values of state per trained value."""
-CUT_AXES = ("dp_replicate", "dp_shard", "tp")
-"""Axes that a live model can have (`fsdp2.shard_model`)."""
-DEFAULT_WORLD_SIZE = 8
-"""Ranks when nothing says how many: one node."""
 NODE_SIZE = 8
 """Ranks that hybrid_shard cuts over when the mesh does not say."""
 DEFAULT_LORA_RANK = 16
@@ -45,71 +40,9 @@ MAX_WORLD_SIZE = 10**6
 """Ranks."""
 SIZES_HINT = "name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096"
 """What says how large a model is."""
-_DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
 
 
-_DTYPES = "bf16|f16|f32"
-
-
-@dataclass(frozen=True, kw_only=True)  # no slots: another class has this one and a second base
-class Training:
-    """What all cases of an estimate have in common."""
-
-    seq_len: Annotated[int, Option("Tokens per sample.", min=1)] = 2048
-    batch_size: Annotated[int, Option("Samples per rank.", min=1)] = 1
-    param_dtype: Annotated[str, Option("Compute dtype.", metavar=_DTYPES)] = "bf16"
-    reduce_dtype: Annotated[str, Option("Dtype of the gradient average.", metavar=_DTYPES)] = "f32"
-    master_dtype: Annotated[str, Option("Dtype of trained parameters and gradients.", metavar=_DTYPES)] = "f32"
-    frozen_dtype: Annotated[
-        str, Option("With --lora: dtype of frozen weights (default: bf16).", metavar=_DTYPES, is_tristate=True)
-    ] = "bf16"
-    optimizer: Annotated[str, Option("Optimizer.", metavar="adamw|adam|sgd|sgd-momentum")] = "adamw"
-    state_dtype: Annotated[
-        str | None,
-        Option("Dtype of the optimizer state (default: --master-dtype, as in PyTorch).", metavar=_DTYPES),
-    ] = None
-    quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4", after="lora_rank")] = (
-        None
-    )
-    offload: Annotated[bool, Option("Keep parameters, gradients and state in host memory.", after="quantize")] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case(Training):
-    """One way to train the model."""
-
-    strategy: str = "full_shard"
-    """One of `STRATEGIES`, or hybrid_shard_zero2: hybrid_shard whose parameters stay after forward."""
-    mesh: Mesh = _DEFAULT_MESH
-    """All ranks, over dp_replicate, dp_shard and tp."""
-    activation_checkpointing: bool = False
-    """Blocks run again in backward instead of keeping their activations."""
-    lora: int | None = None
-    """Rank of adapters on all linear layers but the output's; None trains every parameter."""
-
-    @property
-    def num_shards(self) -> int:
-        """N: over how many ranks FSDP cuts a parameter."""
-        return 1 if self.strategy == "no_shard" else self.mesh.size("dp_shard")
-
-    @property
-    def is_kept(self) -> bool:
-        """Do gathered parameters stay from forward to backward?"""
-        return self.strategy in ("no_shard", "shard_grad_op", "hybrid_shard_zero2")
-
-    @property
-    def label(self) -> str:
-        """The strategy, and what is added to it."""
-        extra = ["checkpointing"] if self.activation_checkpointing else []
-        if self.lora is not None:
-            extra.append(f"{'QLoRA' if self.quantize else 'LoRA'} r{self.lora}")
-        if self.offload:
-            extra.append("offload")
-        return " + ".join([self.strategy, *extra])
-
-    def to_json(self) -> dict[str, object]:
-        """Return it as JSON holds it."""
-        return asdict(self) | {"mesh": str(self.mesh)}
+_DP = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +99,9 @@ class EstimateOptions(Training, _ModelAndRanks):
             metavar="SIZE",
         ),
     ] = None
+    gpu: Annotated[
+        str | None, Option("Device by name (H100-80GB, A100-40GB, RTX4090, …), in place of --gpu-memory.")
+    ] = None
 
     def __post_init__(self) -> None:
         gpu_bytes = self.gpu_bytes
@@ -190,9 +126,10 @@ class EstimateOptions(Training, _ModelAndRanks):
             raise UsageError(f"{self.quantize!r} is not a quantisation", hint="--quantize takes nf4")
         if self.quantize is not None and self.rank is None:
             raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
-        if gpu_bytes is not None and gpu_bytes < 1:
+        if gpu_bytes is not None and gpu_bytes < 1 and self.gpu is None:
             raise UsageError("--gpu-memory must be positive", hint="for example --gpu-memory 80GB")
-        cases_of(self)
+        for case in cases_of(self):
+            _check_case(case)
 
     @property
     def path(self) -> str | None:
@@ -207,6 +144,15 @@ class EstimateOptions(Training, _ModelAndRanks):
     @property
     def gpu_bytes(self) -> int | None:
         """Memory of a device."""
+        if self.gpu is not None:
+            found = gpu_bytes(self.gpu)
+            if found is None or self.gpu_memory is not None:
+                both = "--gpu and --gpu-memory both say how large the device is"
+                raise UsageError(
+                    f"the device {self.gpu!r} is not known" if found is None else both,
+                    hint=f"--gpu takes {', '.join(GPUS)}; or give its size: --gpu-memory 80GB",
+                )
+            return found
         return parse_size(self.gpu_memory) if isinstance(self.gpu_memory, str) else self.gpu_memory
 
     @property
@@ -220,6 +166,37 @@ class EstimateOptions(Training, _ModelAndRanks):
         if self.lora_rank is not None or self.lora is None or isinstance(self.lora, bool):
             return self.lora_rank or (DEFAULT_LORA_RANK if self.lora else None)
         return self.lora
+
+
+def _check_case(case: Case) -> None:
+    """Refuse what contradicts itself.
+
+    Raises:
+        UsageError: An option without the axis that it is about, or two that exclude each other.
+    """
+    tp, pp = case.mesh.size("tp"), case.mesh.size("pp")
+    needs = (
+        ("--sequence-parallel", case.sequence_parallel, tp > 1, "tp"),
+        ("--loss-parallel", case.loss_parallel, tp > 1, "tp"),
+        ("--micro-batches", case.micro_batches is not None, pp > 1, "pp"),
+    )
+    for option, is_given, has_axis, axis in needs:
+        if is_given and not has_axis:
+            raise UsageError(f"{option} needs a mesh with the axis {axis}", hint=f"add {axis}=N to --mesh")
+    if case.schedule not in SCHEDULES:
+        raise UsageError(f"{case.schedule!r} is not a schedule", hint=f"--schedule takes {', '.join(SCHEDULES)}")
+    if case.loss_parallel and case.fused_loss:
+        raise UsageError("--loss-parallel and --fused-loss are two ways to compute the loss", hint="drop one of them")
+    if case.activation_checkpointing and case.selective_checkpointing:
+        raise UsageError("--selective-checkpointing recomputes less than --activation-checkpointing", hint="drop one")
+    if case.num_micro_batches > case.batch_size:
+        raise UsageError(f"{case.num_micro_batches} micro-batches cannot be made of {case.batch_size} samples")
+    ranks = case.live_mesh.size("dp_shard") * tp
+    if case.num_expert_ranks > 1 and (case.strategy == "no_shard" or ranks % case.num_expert_ranks):
+        raise UsageError(
+            f"experts cannot be cut over {case.num_expert_ranks} of {ranks} ranks",
+            hint="--expert-parallel divides the ranks of dp_shard × cp × tp",
+        )
 
 
 def _check_source(options: EstimateOptions) -> None:
@@ -283,13 +260,6 @@ def cases_of(options: EstimateOptions) -> tuple[Case, ...]:
         text = str(options.mesh)
         needs = "-1" in text.replace(" ", "").replace("=", ",").split(",")
         given = parse_mesh(text, world_size=(world or DEFAULT_WORLD_SIZE) if needs else world)
-        for name, _ in given.axes:
-            if name not in CUT_AXES:
-                raise UsageError(
-                    f"memory along the axis {name} is not known",
-                    where=f"--mesh {options.mesh}",
-                    hint=f"leave it out: estimate takes {', '.join(CUT_AXES)}",
-                )
         world = given.world_size
     world = world or DEFAULT_WORLD_SIZE
     _check_world(world)
@@ -319,13 +289,18 @@ def natural_strategy(mesh: Mesh | None) -> str:
     """Return what a mesh is usually for."""
     names = {name for name, _ in mesh.axes} if mesh is not None else set()
     if "dp_replicate" not in names:
-        return "full_shard"
+        # Every micro-batch would gather the parameters anew.
+        return "shard_grad_op" if mesh is not None and mesh.size("pp") > 1 else "full_shard"
     return "hybrid_shard" if "dp_shard" in names else "no_shard"
 
 
 def _can_split(given: Mesh | None, world: int) -> bool:
-    others = given.size("tp") if given is not None else 1
-    return (world // others) % 2 == 0
+    return (world // math.prod(size for _, size in _tail(given))) % 2 == 0
+
+
+def _tail(given: Mesh | None) -> tuple[tuple[str, int], ...]:
+    """Return the axes that are not data-parallel."""
+    return tuple((name, size) for name, size in given.axes if name not in _DP) if given is not None else ()
 
 
 def mesh_for(strategy: str, given: Mesh | None, world: int, *, strict: bool) -> Mesh:
@@ -343,8 +318,8 @@ def mesh_for(strategy: str, given: Mesh | None, world: int, *, strict: bool) -> 
     wanted = ("dp_replicate", "dp_shard") if strategy.startswith("hybrid") else ("dp_shard",)
     if strategy == "no_shard":
         wanted = ("dp_replicate",)
-    tail = tuple((name, size) for name, size in given.axes if name == "tp") if given is not None else ()
-    dp = tuple((name, size) for name, size in given.axes if name != "tp") if given is not None else ()
+    tail = _tail(given)
+    dp = tuple((name, size) for name, size in given.axes if name in _DP) if given is not None else ()
     if given is not None and tuple(name for name, _ in dp) == wanted:
         return given
     # A world over dp_shard alone can be told to copy instead of cutting, as smoke does.

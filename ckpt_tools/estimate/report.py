@@ -5,8 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.margin import Margin
-from ckpt_tools.estimate.options import Case
+
+
+class UntrackedError(Exception):
+    """A case whose memory cannot be tracked, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What is held while one block runs, when it is the most."""
+
+    phase: str
+    """"forward", "backward" (with what is recomputed in it) or "step", the optimizer's."""
+    block: str
+    """The block's name; "" for what runs outside of blocks. What runs before a block goes backward with it."""
+    held: Mapping[str, int]
+    """Bytes on the device, as in `Memory.at_peak`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +49,12 @@ class Memory:
     """Held in host memory instead (offload)."""
     at_peak: Mapping[str, int] = field(default_factory=dict)
     """What `peak` is made of: the five above, and "step", what the optimizer's step needs for itself."""
+    moments: tuple[Moment, ...] = ()
+    """The training step in order, where it was tracked; the highest holds `peak`."""
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it, without the moments."""
+        return {name: value for name, value in asdict(self).items() if name != "moments"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +100,10 @@ class CaseEstimate:
             "label": self.case.label,
             "case": self.case.to_json(),
             "method": "formula" if self.tracked is None else "tracked",
-            "per_rank": asdict(self.per_rank),
-            "formula": asdict(self.formula),
-            "tracked": None if self.tracked is None else asdict(self.tracked),
+            "per_rank": self.per_rank.to_json(),
+            "formula": self.formula.to_json(),
+            "tracked": None if self.tracked is None else self.tracked.to_json(),
+            "timeline": [asdict(moment) for moment in self.per_rank.moments],
             "difference": self.difference,
             "why_not_tracked": self.why_not_tracked,
             "margin": self.margin.to_json(),
@@ -149,7 +172,7 @@ class Estimate:
         return {
             "model": self.model,
             "params": self.params,
-            "per_rank": asdict(self.per_rank),
+            "per_rank": self.per_rank.to_json(),
             "strategies": [case.to_json() for case in self.cases],
             "gpu_memory": self.gpu_memory,
             "fits": self.fits,

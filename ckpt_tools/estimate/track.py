@@ -9,47 +9,32 @@ Source: `torch/distributed/_tools/fsdp2_mem_tracker.py` and `mem_tracker.py` of 
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import CkptError
+from ckpt_tools.estimate.case import Case
+from ckpt_tools.estimate.layers import Row, cut_stage, keep_layers, rows_of
+from ckpt_tools.estimate.measure import GROUPS, Trace, measure, step_of, total, width_of
 from ckpt_tools.estimate.model import batch_of, build, shard
-from ckpt_tools.estimate.options import DTYPE_BYTES, OPTIMIZERS, Case
-from ckpt_tools.estimate.report import Memory
+from ckpt_tools.estimate.pipeline import Stage, stages_of
+from ckpt_tools.estimate.report import Memory, UntrackedError
+from ckpt_tools.estimate.slim import slim
 from ckpt_tools.floors import FLOORS, is_older
-from ckpt_tools.fsdp2 import build_device_mesh
+from ckpt_tools.fsdp2 import build_device_mesh, find_blocks
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.local import assemble
-from ckpt_tools.models.recipe import Batch, Recipe, find_loss, loss_of
-
-_CPU = torch.device("cpu")
-_GROUPS = {
-    "Sharded Param": "params",
-    "Buffer": "params",
-    "Sharded Grad": "grads",
-    "OptState": "optimizer",
-    "Activation": "activations",
-    "Temp": "activations",
-    "Inputs": "activations",
-    "Unsharded Param": "gathered",
-    "Unsharded Grad": "gathered",
-    "All Gather": "gathered",
-    "Reduce Scatter": "gathered",
-}
-"""The tracker's categories → ours."""
-_HOST = ("params", "grads", "optimizer")
-"""What offload keeps in host memory."""
+from ckpt_tools.models.recipe import Recipe
 
 
 def refuse_torch(version: str = torch.__version__) -> str | None:
@@ -64,7 +49,7 @@ def refuse_torch(version: str = torch.__version__) -> str | None:
     names = ("_update_peak_stats", "get_tracker_snapshot", "reset_mod_stats", "track_inputs")
     missing = [name for name in names if not hasattr(fsdp2_mem_tracker.FSDPMemTracker, name)]
     kinds = {kind.value for kind in getattr(fsdp2_mem_tracker, "_FSDPRefType", ())}
-    missing += sorted(kinds ^ set(_GROUPS)) + ([] if hasattr(fake_pg, "FakeStore") else ["FakeStore"])
+    missing += sorted(kinds ^ set(GROUPS)) + ([] if hasattr(fake_pg, "FakeStore") else ["FakeStore"])
     if missing:
         return f"the tracker of torch {version} differs ({', '.join(missing)})"
     return None
@@ -72,19 +57,22 @@ def refuse_torch(version: str = torch.__version__) -> str | None:
 
 def track(recipe: Recipe, case: Case) -> Memory | str:
     """Return what one rank's memory comes to in a training step, or why that cannot be said."""
-    if case.quantize is not None:
-        return "4-bit layers are not tracked"
-    if case.state_dtype not in (None, case.master_dtype):
-        return f"PyTorch's optimizers keep their state in the parameters' dtype, {case.master_dtype}"
     reason = refuse_torch()
     if reason is not None:
         return reason
     try:
-        with _fake_world(case.mesh) as mesh, _one_sample_a_row(), warnings.catch_warnings():
+        with (
+            _fake_world(case.live_mesh) as mesh,
+            _without_propagation(),
+            _one_sample_a_row(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
-            return _track(recipe, case, mesh)
+            return _worst_stage(recipe, case, mesh)
     except CkptError:
         raise
+    except UntrackedError as error:
+        return str(error)
     except Exception as error:  # noqa: BLE001 - whatever a model does with values that are not there
         text = str(error).strip().splitlines()
         return f"the model cannot run without data: {type(error).__name__}: {text[0][:200] if text else ''}"
@@ -102,6 +90,38 @@ def _fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
         yield build_device_mesh(mesh)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _as_on_devices() -> Iterator[None]:
+    """Keep tensors without data from being treated in another way than those with."""
+    with _without_propagation(), _one_sample_a_row(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _without_propagation() -> Iterator[None]:
+    """Let DTensor compute shapes of whole tensors in a fake mode of its own, as it does beside real tensors.
+
+    The tracker leaves out what another mode makes; in its own it would count whole logits that no rank ever has.
+    """
+    from torch.distributed.tensor import _sharding_prop as propagation
+
+    name = "detect_fake_mode"
+    original = getattr(propagation, name, None)
+    if original is None:  # another version, which does not share modes
+        yield
+        return
+
+    def no_mode(*_: object) -> None:
+        return None
+
+    setattr(propagation, name, no_mode)
+    try:
+        yield
+    finally:
+        setattr(propagation, name, original)
 
 
 @contextmanager
@@ -132,18 +152,71 @@ def _one_sample_a_row() -> Iterator[None]:
         setattr(masking_utils, name, original)
 
 
-def _track(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory:
+def _worst_stage(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory:
+    with torch.device("meta"):
+        model = recipe.build()
+    rows = rows_of(model, find_blocks(model, recipe.blocks(model)))
+    if case.mesh.size("pp") == 1:
+        (stage,) = stages_of(0, case)
+        return _track_stage(recipe, case, mesh, rows, stage)
+    if len(rows) != 1 or len(rows[0].kinds) < case.mesh.size("pp"):
+        raise UntrackedError("a pipeline needs one row of layers, and at least as many as stages")
+    found = []
+    for stage in stages_of(len(rows[0].kinds), case):
+        part = replace(rows[0], kinds=rows[0].kinds[stage.first : stage.first + stage.count], start=stage.first)
+        found.append(_track_stage(recipe, case, mesh, (part,), stage))
+    return max(found, key=lambda memory: memory.peak)
+
+
+def _track_stage(recipe: Recipe, case: Case, mesh: DeviceMesh, rows: tuple[Row, ...], stage: Stage) -> Memory:
+    """Track as few layers as tell all, and all of them where the model does not run with few."""
+    cuts = {row: slim(row.kinds) for row in rows}
+    base = {row.name: row.shifted(cut.base) for row, cut in cuts.items()}
+    short = {row: cut for row, cut in cuts.items() if cut.left_out}
+    try:
+        first = _run(recipe, case, mesh, base, stage)
+        more = [
+            (cut.left_out, _run(recipe, case, mesh, base | {row.name: row.shifted(cut.longer)}, stage))
+            for row, cut in short.items()
+        ]
+        return total(first, more, case, stage)
+    except (CkptError, UntrackedError):
+        raise
+    except Exception:
+        if not short:
+            raise
+    whole = {row.name: row.shifted(range(len(row.kinds))) for row in rows}
+    return total(_run(recipe, case, mesh, whole, stage), [], case, stage)
+
+
+def _run(recipe: Recipe, case: Case, mesh: DeviceMesh, kept: Mapping[str, Sequence[int]], stage: Stage) -> Trace:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    model = build(recipe, case)
-    batch = batch_of(recipe, _base_of(model), case)
-    shard(model, mesh, recipe, case)
+    before: dict[str, str] = {}
+
+    def prepare(model: nn.Module) -> None:
+        before.update(keep_layers(model, kept))
+        if case.mesh.size("pp") > 1:
+            cut_stage(model, stage)
+
+    with torch.device("meta"):
+        width = width_of(recipe.build()) if not stage.has_embedding else 0
+    model = build(recipe, case, prepare)
+    base = _base_of(model)
+    batch = batch_of(recipe, base, case)
+    step = step_of(base, batch, case, stage, width)
+    blocks = shard(model, mesh, recipe, case)
     shapes = {id(p): tuple(local_of(p).shape) for p in model.parameters()}
     # Tables of frequencies that a model keeps beside its buffers are real.
     with FakeTensorMode(allow_non_fake_inputs=True):
         _fill(model, shapes)
-        inputs = tree_map_only(torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), batch)
-        return measure(model, inputs, case)
+        inputs = tree_map_only(torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), step.batch)
+        labels = {block: before.get(_plain(block), block) for block in blocks}
+        return measure(model, case, replace(step, batch=inputs), labels)
+
+
+def _plain(block: str) -> str:
+    return block.removeprefix("base_model.model.")
 
 
 def _base_of(model: nn.Module) -> nn.Module:
@@ -165,121 +238,3 @@ def _fill(model: nn.Module, shapes: dict[int, tuple[int, ...]]) -> None:
         for name, buffer in list(module._buffers.items()):  # noqa: SLF001 - registering anew would forget persistence
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)  # noqa: SLF001
-
-
-def measure(model: nn.Module, batch: Batch, case: Case) -> Memory:
-    """Train a sharded model two steps on the CPU; return what the second takes: by then the optimizer has its state.
-
-    Works with real tensors and ranks as well as with fake ones.
-    """
-    optimizer = optimizer_of(model, case)
-    _fill_state(optimizer)
-    tracker = _tracker_class()(model, optimizer)
-    tracker.host = _HOST if case.offload else ()
-    tracker.track_inputs(tuple(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)))
-    with tracker:
-        output = model(**batch)
-        loss = loss_of(output, find_loss(output))
-        del output  # as trainers do: it holds the logits
-        loss.backward()  # type: ignore[no-untyped-call]
-        del loss
-        grads = tracker.now()["grads"]
-        optimizer.step()
-        optimizer.zero_grad()
-        gc.collect()
-        held = tracker.now()
-    passing = _passing(model, case)
-    at_peak = dict(tracker.best)
-    at_peak["step"] = 0
-    if not case.offload:
-        at_peak["step"] = max(0, at_peak["optimizer"] - held["optimizer"])
-        at_peak["optimizer"] -= at_peak["step"]
-    at_peak["gathered"] += passing
-    at_peak |= dict.fromkeys(tracker.host, 0)
-    return Memory(
-        params=held["params"],
-        grads=grads,
-        optimizer=held["optimizer"],
-        activations=tracker.most["activations"],
-        gathered=tracker.most["gathered"] + passing,
-        peak=sum(at_peak.values()),
-        host=held["params"] + grads + held["optimizer"] if case.offload else 0,
-        at_peak=at_peak,
-    )
-
-
-def _fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state, as a first step would; the parameters' values do not matter here."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
-    """Return the case's optimizer, over what is trained; it goes parameter by parameter.
-
-    The default on GPUs takes all parameters at once, and copies of them; `fused=True` does not.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if case.optimizer == "adamw":
-        return torch.optim.AdamW(trained, foreach=False)
-    if case.optimizer == "adam":
-        return torch.optim.Adam(trained, foreach=False)
-    return torch.optim.SGD(trained, lr=1e-3, momentum=0.9 * OPTIMIZERS[case.optimizer], foreach=False)
-
-
-def _passing(model: nn.Module, case: Case) -> int:
-    """Return what passes through the device on its way from and to host memory: the largest block's part."""
-    if not case.offload:
-        return 0
-    from ckpt_tools.fsdp2 import plan_of
-
-    plan = plan_of(model)
-    most = 0
-    for name in plan.blocks if plan is not None else ():
-        total = 0
-        for parameter in model.get_submodule(name).parameters():
-            local = local_of(parameter)
-            total += local.numel() * local.element_size()
-            total += local.numel() * DTYPE_BYTES[case.reduce_dtype] if parameter.requires_grad else 0
-        most = max(most, total)
-    return most
-
-
-def _tracker_class() -> Any:  # noqa: ANN401 - private to torch, imported late
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-
-    class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
-        """Keeps the peak of what is on the device, and the most of every group, instead of peaks by module."""
-
-        host: tuple[str, ...] = ()
-        """Groups that are not on the device."""
-
-        def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-            super().__init__(model, optimizer)
-            self.most = dict.fromkeys(_GROUPS.values(), 0)
-            self.best = dict(self.most)
-            self.highest = -1
-
-        def now(self) -> dict[str, int]:
-            """Return the bytes of every group."""
-            found = dict.fromkeys(_GROUPS.values(), 0)
-            for kind, nbytes in self._curr_mem_snap.get(_CPU, {}).items():
-                group = _GROUPS.get(getattr(kind, "value", kind))
-                if group is not None:
-                    found[group] += nbytes
-            return found
-
-        def _update_peak_stats(self, peak_state: object) -> None:  # noqa: ARG002 - the tracker's own signature
-            found = self.now()
-            for group, nbytes in found.items():
-                if nbytes > self.most[group]:
-                    self.most[group] = nbytes
-            total = sum(nbytes for group, nbytes in found.items() if group not in self.host)
-            if total > self.highest:
-                self.highest = total
-                self.best = copy.copy(found)
-
-    return Tracker

@@ -20,6 +20,8 @@ class Reading(threading.local):
 
     def __init__(self) -> None:
         self.buffers = Buffers()
+        self.room = Buffers()
+        """For results."""
 
 
 class Beside:

@@ -1,13 +1,12 @@
 """Casts between floating-point dtypes: to nearest even, bit for bit as torch rounds.
 
-Two things may differ from torch: which of the values that are NaN a NaN becomes, and that what is too large for
+numpy casts float16 one element at a time, so that is done here, by arithmetic on bit patterns that numpy does many at a
+time. Two things may differ from torch: which of the values that are NaN a NaN becomes, and that what is too large for
 float8_e4m3fn, which has no infinity, becomes NaN and not the largest value.
 """
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import TYPE_CHECKING
 
 from ckpt_tools.description.dtypes import DType
@@ -15,53 +14,98 @@ from ckpt_tools.description.dtypes import DType
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
-_PIECE_ELEMS = 32704
-"""Fewer than torch hands to threads of its own: those of several workers would wait for each other."""
+_PIECE_ELEMS = 1 << 16
+"""What is cast at once stays in a core's cache."""
+_SUBNORMAL = 113 << 23
+"""Exponent bits in float32 of 2**-14, below which float16 has steps of one size."""
+_TOO_LARGE = 143 << 23
+"""Those of 2**16, beyond float16."""
 
 
-def cast(source: memoryview, source_dtype: DType, target: memoryview, target_dtype: DType, *, bulk: bool) -> None:
-    """Convert every element of `source` into `target`, both row-major bytes; `bulk` as in `cast_array`."""
+def cast(source: memoryview, source_dtype: DType, target: memoryview, target_dtype: DType) -> None:
+    """Convert every element of `source` into `target`, both row-major bytes."""
     from ckpt_tools.moving.arrays import array_of
 
-    cast_array(array_of(source, source_dtype, (-1,)), array_of(target, target_dtype, (-1,)), bulk=bulk)
+    cast_array(array_of(source, source_dtype, (-1,)), array_of(target, target_dtype, (-1,)))
 
 
-def cast_array(source: Array, target: Array, *, bulk: bool) -> None:
-    """Convert every element of `source` into `target`; both are C-contiguous, and of as many elements.
+def cast_array(source: Array, target: Array) -> None:
+    """Convert every element of `source` into `target`; both are C-contiguous, and of as many elements."""
+    import numpy as np
 
-    Those of a `bulk` are a few of very many: then torch casts from and to float16, ten times as fast as numpy but
-    seconds to import. It is not needed for anything else.
+    half = np.dtype(np.float16)
+    with np.errstate(all="ignore"):  # what is too large becomes infinite, as it does for torch
+        if (source.dtype == half) == (target.dtype == half):
+            np.copyto(target, source, casting="unsafe")
+            return
+        before, after = source.reshape(-1), target.reshape(-1)
+        size = min(before.size, _PIECE_ELEMS)
+        wide = np.empty(size, np.float32)
+        spare = np.full((4, size if target.dtype == half else 0), _SUBNORMAL, np.uint32)
+        for at in range(0, before.size, _PIECE_ELEMS):
+            piece, result = before[at : at + _PIECE_ELEMS], after[at : at + _PIECE_ELEMS]
+            between = wide[: len(piece)]
+            if piece.dtype == half:
+                direct = result if result.dtype == wide.dtype else between
+                _widen(piece.view(np.int16), direct)
+                if direct is not result:
+                    np.copyto(result, direct, casting="unsafe")
+                continue
+            if piece.dtype != wide.dtype:
+                np.copyto(between, piece, casting="unsafe")  # float64 is rounded twice: torch does that, too
+                piece = between
+            _narrow(piece.view(np.uint32), result.view(np.uint16), spare[:, : len(piece)])
+
+
+def _widen(half: Array, wide: Array) -> None:
+    """Write into `wide` (float32) what patterns of float16, as int16, stand for.
+
+    In the place of float32's bits the exponent of float16 lacks 112. A product with 2**112 mends that, of subnormals
+    too; infinity and NaN become what is too large, and get float32's highest exponent.
     """
     import numpy as np
 
-    if bulk and (source.dtype == np.float16) != (target.dtype == np.float16) and _has_torch():
-        _cast_by_torch(source, target)
-        return
-    with np.errstate(all="ignore"):  # what is too large becomes infinite, as it does for torch
-        if target.dtype == np.float16 and source.dtype == np.float64:
-            source = source.astype(np.float32)  # torch rounds twice
-        np.copyto(target, source, casting="unsafe")
+    bits = wide.view(np.int32)
+    np.copyto(bits, half)  # repeats the sign
+    np.left_shift(bits, 13, out=bits)
+    np.bitwise_and(bits, np.int32(-0x70002000), out=bits)  # the sign, and 15 bits from 13 on
+    np.multiply(wide, np.float32(2.0**112), out=wide)
+    if wide.max() >= 65536 or wide.min() <= -65536:
+        np.bitwise_or(bits, np.int32(0x7F800000), out=bits, where=np.abs(wide) >= 65536)
 
 
-@functools.cache
-def _has_torch() -> bool:
-    """Can it be imported? Not where address space is scarce (ulimit -v); numpy is slower, with the same bits."""
-    try:
-        import torch  # noqa: F401
-    except (ImportError, OSError):
-        return False
-    return True
+def _narrow(wide: Array, half: Array, spare: Array) -> None:
+    """Write into `half` patterns of float16, as uint16, for those of float32, as uint32.
 
+    Beside a power of two whose last bit is float16's step, the processor rounds an element to that step. What the sum
+    has more than the power of two, as an integer, is the number of steps.
 
-def _cast_by_torch(source: Array, target: Array) -> None:
-    import torch
+    Args:
+        wide: Elements.
+        half: As many.
+        spare: Room for three times as many, and as often `_SUBNORMAL`: numpy compares with an array many at a time.
+    """
+    import numpy as np
 
-    from ckpt_tools.moving.arrays import bytes_of
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "the buffer is not writable" is fine for a source
-        values, result = (
-            torch.frombuffer(bytes_of(array), dtype=getattr(torch, array.dtype.name)) for array in (source, target)
-        )
-    for start in range(0, len(values), _PIECE_ELEMS):
-        result[start : start + _PIECE_ELEMS].copy_(values[start : start + _PIECE_ELEMS])
+    magnitude, exponent, power, subnormal = spare
+    np.bitwise_and(wide, np.uint32(0x7FFFFFFF), out=magnitude)
+    np.bitwise_and(magnitude, np.uint32(0x7F800000), out=exponent)
+    np.maximum(exponent, subnormal, out=exponent)
+    is_large = magnitude.max() >= _TOO_LARGE
+    if is_large:
+        strange = magnitude > np.uint32(0x7F800000)
+        np.minimum(exponent, np.uint32(_TOO_LARGE), out=exponent)
+    np.add(exponent, np.uint32(13 << 23), out=power)
+    total = magnitude.view(np.float32)
+    np.add(total, power.view(np.float32), out=total)
+    np.subtract(magnitude, power, out=magnitude)
+    np.subtract(exponent, np.uint32(_SUBNORMAL), out=exponent)
+    np.right_shift(exponent, 13, out=exponent)
+    np.add(magnitude, exponent, out=magnitude)
+    if is_large:
+        np.minimum(magnitude, np.uint32(0x7C00), out=magnitude)
+        magnitude[strange] = 0x7E00
+    np.right_shift(wide, 16, out=power)
+    np.bitwise_and(power, np.uint32(0x8000), out=power)
+    np.bitwise_or(magnitude, power, out=magnitude)
+    np.copyto(half, magnitude, casting="unsafe")

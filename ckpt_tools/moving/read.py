@@ -179,6 +179,7 @@ class Checksums:
                 f"its writer recorded {chunk.crc32:08x}",
                 where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
                 hint="restore the file from where it was copied, or save the checkpoint again",
+                file=span.file,
             )
         return True
 
@@ -239,7 +240,7 @@ def read_block(
         raise CkptError(f"tensor {entry.fqn!r}: its chunks hold {covered} of {block.num_elems} elements of a block")
     if dtype is not own:
         target = buffers.get(1, dtype.num_bytes(block.num_elems))
-        cast(content, own, target, dtype, bulk=True)
+        cast(content, own, target, dtype)
         content = _to_front(target, buffers)
     return content, reads, total
 

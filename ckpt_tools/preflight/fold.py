@@ -9,6 +9,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from ckpt_tools.models.config import config_path, read_config
 from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.smoke import SmokeOptions
+from ckpt_tools.smoke.options import ADAPTERS
 from ckpt_tools.text import escape_name
 
 MAX_RANKS = 4
@@ -32,6 +34,9 @@ _NOT_RUN = {
     "sp": "sequence parallelism",
 }
 _DTYPES = ("bf16", "f16", "f32")
+_ALL = ("all-linear", "all")
+_PLAIN = re.compile(r"\w+(\.\w+)*", re.ASCII)
+"""A module's name or the end of it; anything else is a pattern of the trainer's."""
 _NOT_TRIED = {
     "deepspeed": "DeepSpeed distributes the model, and the smoke run tries FSDP2",
     "other": "the smoke run tries FSDP2, but this config has another engine",
@@ -121,7 +126,7 @@ def fold_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Seq
         notes.append(f"the wrapped classes are {_names(blocks)}, not {_names(spec.wrap_classes)}")
     param = _dtype(spec.param_dtype, "computing", notes)
     reduce = _dtype(spec.reduce_dtype, "averaging gradients", notes)
-    lora = _lora(spec, notes)
+    lora, adapter, targets = _adapter(spec, notes)
     options = SmokeOptions(
         source=source,
         model=model,
@@ -132,6 +137,8 @@ def fold_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Seq
         param_dtype=param,
         reduce_dtype=reduce,
         lora=lora,
+        adapter=adapter,
+        target=targets,
         quantize=_quantize(spec, lora, notes),
         timeout_s=60.0,
     )
@@ -176,17 +183,23 @@ def _names(classes: Sequence[str]) -> str:
     return ", ".join(map(escape_name, classes))
 
 
-def _lora(spec: ParallelSpec, notes: list[str]) -> bool:
+def _adapter(spec: ParallelSpec, notes: list[str]) -> tuple[bool, str, tuple[str, ...]]:
+    """Return whether adapters are trained, of which kind, and on which layers (globs; none for all)."""
     if spec.adapter is None:
-        return False
+        return False, "lora", ()
     if importlib.util.find_spec("peft") is None:
         notes.append("the adapter is not tried: peft is not installed; the whole model is trained")
-        return False
-    if spec.adapter.kind != "lora":
-        notes.append(f"a LoRA adapter is tried in place of {escape_name(spec.adapter.kind)}")
-    if spec.adapter.targets:
+        return False, "lora", ()
+    kind = spec.adapter.kind
+    if kind not in ADAPTERS or (spec.quantize == "nf4" and kind not in ("lora", "dora")):
+        notes.append(f"a LoRA adapter is tried in place of {escape_name(kind)}")
+        kind = "lora"
+    named = tuple(name for name in spec.adapter.targets if name not in _ALL)
+    # ai-toolkit's are parts of the names of its own models, which need not be those of diffusers.
+    if any(_PLAIN.fullmatch(name) is None or spec.framework == "ai-toolkit" for name in named):
         notes.append("adapters are on all linear layers, not only on the chosen ones")
-    return True
+        return True, kind, ()
+    return True, kind, tuple(glob for name in named for glob in (name, f"**.{name}"))
 
 
 def _quantize(spec: ParallelSpec, lora: bool, notes: list[str]) -> str | None:

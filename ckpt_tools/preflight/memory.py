@@ -13,6 +13,7 @@ from itertools import pairwise
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 from ckpt_tools.estimate import Estimate, EstimateOptions, run
+from ckpt_tools.estimate.tables import OPTIMIZERS
 from ckpt_tools.preflight.configs.read import READERS
 from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
@@ -27,6 +28,8 @@ _BLOCK = re.compile(r"([^.]+\.)*?\d+(?=\.)")
 """The first numbered module that a parameter is in."""
 _LESS_STATE = re.compile(r"8bit|4bit|fp8|paged|adafactor|lion|muon|galore|apollo|came|prodigy|schedule", re.IGNORECASE)
 
+
+_OTHER_STATE = re.compile(r"galore|apollo|came|prodigy|schedule|grokadamw|stable", re.IGNORECASE)
 
 _ONE_GROUP = "every rank gathers the whole model at once, and the estimate is for one block after another"
 
@@ -56,23 +59,32 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
     seq_len = spec.seq_len or min(_DEFAULT_SEQ_LEN, max_positions or _DEFAULT_SEQ_LEN)
     if spec.seq_len is None:
         notes.append(f"samples of {seq_len} tokens are assumed: the config does not say how long they are")
-    context = whole.size("cp")
-    if context > 1:
-        seq_len = -(-seq_len // context)
-        notes.append(f"each rank has {seq_len} tokens of a sample: cp={context} cuts it")
-    if whole.size("ep") > 1 or spec.axes.get("ep", 1) > 1:
-        notes.append("experts are counted as if FSDP cut them like everything else")
-    mesh, lora = _mesh(spec), _lora(spec, notes)
+    folded = shard_mesh(whole) or whole
+    experts = spec.axes.get("ep", 1) if whole.size("ep") == 1 else 1
+    if experts > 1 and (folded.size(FSDP_AXIS) * whole.size("tp") % experts or spec.engine not in ("fsdp1", "fsdp2")):
+        notes.append(
+            f"experts are counted as on every rank: ep={experts} does not divide the ranks that FSDP cuts over"
+        )
+        experts = 1
+    if whole.size("pp") > 1:
+        notes.append("a pipeline is estimated with 1F1B and micro-batches of one sample")
+    # torchtitan cuts what passes between blocks, and logits; others follow transformers' plan, which does not.
+    cuts = spec.framework == "torchtitan" and whole.size("tp") > 1
+    mesh, lora = _mesh(spec, folded), _lora(spec, notes)
     computed = _dtype(spec.param_dtype or spec.master_dtype, "f32", "computation", notes)
     options = EstimateOptions(
         model=model,
         mesh=str(mesh),
-        strategy=strategy_on(spec, mesh),
+        strategy=strategy_on(spec, _renamed(spec, folded)),
         activation_checkpointing=spec.activation_checkpointing,
         gpu_memory=gpu_memory,
         lora=lora,
         quantize=_quantize(spec, lora, notes),
-        offload=_offload(spec, notes),
+        offload=spec.offload_params,
+        offload_optimizer=spec.offload_optimizer and not spec.offload_params,
+        sequence_parallel=cuts,
+        loss_parallel=cuts,
+        expert_parallel=max(1, experts),
         seq_len=seq_len,
         batch_size=spec.batch_size or 1,
         param_dtype=computed,
@@ -94,7 +106,8 @@ def _why_not(spec: ParallelSpec) -> str:
         return f"the mesh is not known: {why}"
     if spec.engine in ("fsdp1", "fsdp2") and not spec.wraps_blocks:
         return f"nothing wraps the blocks: {_ONE_GROUP}"
-    return "the stages of a pipeline are not estimated" if spec.mesh.size("pp") > 1 else ""
+    is_known = spec.mesh.size("pp") == 1 or spec.framework == "torchtitan"
+    return "" if is_known else "how this trainer cuts a model into the stages of a pipeline is not known"
 
 
 def blocks_too_small(spec: ParallelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -113,10 +126,17 @@ def blocks_too_small(spec: ParallelSpec, shapes: Mapping[str, tuple[int, ...]]) 
     return f"no block has {least:,} parameters (the largest has {largest:,}), so none is wrapped: {_ONE_GROUP}"
 
 
-def _mesh(spec: ParallelSpec) -> Mesh:
-    mesh = shard_mesh(spec.mesh) or Mesh(((FSDP_AXIS, 1),))
+def _mesh(spec: ParallelSpec, folded: Mesh) -> Mesh:
+    """Return the axes that an estimate takes: those of `folded`, but cp, ep and pp as they are."""
+    whole = spec.mesh or folded
+    axes = [(name, whole.size(name)) for name, _ in folded.axes if name != "tp"]
+    axes += [(name, whole.size(name)) for name in ("cp", "ep", "pp", "tp") if whole.size(name) > 1]
+    return _renamed(spec, Mesh(tuple(axes)))
+
+
+def _renamed(spec: ParallelSpec, mesh: Mesh) -> Mesh:
     if spec.engine in ("ddp", "none") and mesh.size(FSDP_AXIS) > 1:
-        mesh = Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in mesh.axes))
+        return Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in mesh.axes))
     return mesh
 
 
@@ -146,17 +166,17 @@ def _quantize(spec: ParallelSpec, lora: int | None, notes: list[str]) -> str | N
     return None
 
 
-def _offload(spec: ParallelSpec, notes: list[str]) -> bool:
-    if spec.offload_optimizer and not spec.offload_params:
-        notes.append("the optimizer's state, which is offloaded, is counted: the run needs less")
-    return spec.offload_params
-
-
 def _optimizer(spec: ParallelSpec, notes: list[str]) -> str:
     name = (spec.optimizer or "adamw").lower()
-    for prefix in ("adamw", "adam", "sgd"):
-        if name.startswith(prefix) and not _LESS_STATE.search(name):
-            return prefix
+    bits = "-8bit" if "8bit" in name else "-4bit" if "4bit" in name else "-fp8" if "fp8" in name else ""
+    kind = next((kind for kind in ("adamw", "lion", "muon", "adafactor", "rmsprop", "adagrad") if kind in name), None)
+    if kind is None and name.startswith(("adam", "sgd")) and not _LESS_STATE.search(name):
+        kind = "adamw" if name.startswith("adam") else "sgd"
+    if _OTHER_STATE.search(name):
+        kind = None
+    found = f"{'paged-' if 'paged' in name else ''}{kind}{bits}"
+    if kind is not None and found in OPTIMIZERS:
+        return found
     less = ": the run needs less" if _LESS_STATE.search(name) else ""
     notes.append(f"the state of {escape_name(spec.optimizer or '')} is counted as AdamW's{less}")
     return "adamw"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools.checks.verify import Verification, to_json as verification_to_json
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.match import CheckpointMatch
+from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.smoke import SmokeReport
 from ckpt_tools.text import escape_name
@@ -17,9 +18,9 @@ from ckpt_tools.text import escape_name
 if TYPE_CHECKING:
     from ckpt_tools.preflight.configs import Options
 
-CheckName = Literal["config", "rules", "memory", "checkpoint", "smoke"]
-CHECKS: tuple[CheckName, ...] = ("config", "rules", "memory", "checkpoint", "smoke")
-"""In the order in which they are shown."""
+CheckName = Literal["config", "rules", "host", "memory", "checkpoint", "smoke"]
+CHECKS: tuple[CheckName, ...] = ("config", "rules", "host", "memory", "checkpoint", "smoke")
+"""In the order in which they are shown; host only where it is asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class PreflightReport:
     """What `preflight` found."""
 
     config: str
-    """The config, as the user named it."""
+    """The config, or several, as the user named them."""
     framework: str
     """Whose config it is; one that is not read, by its name."""
     mesh: str | None
@@ -47,7 +48,7 @@ class PreflightReport:
     spec: ParallelSpec | None
     """What the config asks for; None where it was not read."""
     checks: tuple[CheckResult, ...]
-    """One per name of `CHECKS`."""
+    """One per name of `CHECKS`, in their order."""
     findings: tuple[Finding, ...]
     """Of all checks."""
     options: Options | None = None
@@ -61,11 +62,31 @@ class PreflightReport:
     """What a green report says nothing about."""
     notes: tuple[str, ...] = ()
     """On what terms something was checked: assumptions of the estimate, what the smoke run folded."""
+    configs: tuple[str, ...] = ()
+    """The same, one by one."""
+    ignored: tuple[Finding, ...] = ()
+    """Findings that the user lets pass."""
+    places: Mapping[Finding, Place] = field(default_factory=dict)
+    """Finding → the line that it points at, where it is known."""
+    is_strict: bool = False
+    """Do warnings fail, and checks that could not be made?"""
+    left_out: tuple[CheckName, ...] = ()
+    """Checks that were not asked for."""
 
     @property
     def ok(self) -> bool:
-        """True when the config was read, no check failed, and there is no error."""
-        return self.was_read and not self.failed
+        """True when the config was read, no check failed, and there is no error; if strict, no warning either."""
+        return self.was_read and not self.failed and not self.why_too_little
+
+    @property
+    def why_too_little(self) -> str:
+        """What a strict reader misses: warnings, checks that were asked for and not made."""
+        if not self.is_strict:
+            return ""
+        warnings = sum(finding.severity == "warning" for finding in self.findings)
+        left = [check.name for check in self.checks if check.ok is None and check.name not in self.left_out]
+        said = [_counted(warnings, "warning")] if warnings else []
+        return "; ".join([*said, *([f"not checked: {', '.join(left)}"] if left else [])])
 
     @property
     def was_read(self) -> bool:
@@ -88,7 +109,8 @@ class PreflightReport:
             "options": None if self.options is None else self.options.to_json(),
             "spec": None if self.spec is None else _spec_json(self.spec),
             "checks": [asdict(check) for check in self.checks],
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [self._finding_json(finding) for finding in self.findings],
+            "ignored": [self._finding_json(finding) for finding in self.ignored],
             "estimate": None if self.estimate is None else self.estimate.to_json(),
             "verify": None if self.verify is None else verification_to_json(self.verify),
             "checkpoint": None if self.checkpoint is None else self.checkpoint.to_json(),
@@ -96,6 +118,14 @@ class PreflightReport:
             "not_checked": list(self.not_checked),
             "notes": list(self.notes),
         }
+
+    def _finding_json(self, finding: Finding) -> dict[str, object]:
+        place = self.places.get(finding)
+        return asdict(finding) | {"file": place and place.path, "line": (place and place.line) or None}
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number != 1 else "")
 
 
 def _spec_json(spec: ParallelSpec) -> dict[str, object]:
@@ -127,12 +157,15 @@ def describe_verdict(report: PreflightReport) -> str:
     """Return what the report comes to, in a line."""
     errors = sum(finding.severity == "error" for finding in report.findings)
     warnings = sum(finding.severity == "warning" for finding in report.findings)
-    counted = f"{warnings} warning" + ("s" if warnings != 1 else "")
+    counted = _counted(warnings, "warning")
     if report.failed:
-        return f"NOT ok: {errors} error" + ("s" if errors != 1 else "") + f", {counted}"
+        return f"NOT ok: {_counted(errors, 'error')}, {counted}"
     if not report.was_read:
         return f"NOT CHECKED: {next(text for text in report.not_checked if text.startswith('the config: '))}"
+    if report.why_too_little:
+        return f"NOT ok, strictly: {report.why_too_little}"
     skipped = [check.name for check in report.checks if check.ok is None]
     made = ", ".join(check.name for check in report.checks if check.ok)
     left = f"; not checked: {', '.join(skipped)}" if skipped else ""
-    return f"ok: {made}; {counted}{left}"
+    passed = f"; ignored: {', '.join(dict.fromkeys(one.code for one in report.ignored))}" if report.ignored else ""
+    return f"ok: {made}; {counted}{left}{passed}"

@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
+from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
 from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, start_estimate
-from ckpt_tools.preflight.model_facts import checked_config, facts_of
+from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, facts_of, read_facts
 from ckpt_tools.preflight.options import PreflightOptions
+from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
@@ -34,9 +37,10 @@ from ckpt_tools.units import format_size
 class _Flight:
     """What is checked, and what was found so far."""
 
-    on_check: Callable[[str, str], None] | None
-    on_findings: Callable[[tuple[Finding, ...]], None] | None
+    options: PreflightOptions
     findings: dict[Finding, None] = field(default_factory=dict)
+    ignored: dict[Finding, None] = field(default_factory=dict)
+    places: dict[Finding, Place] = field(default_factory=dict)
     checks: dict[CheckName, CheckResult] = field(default_factory=dict)
     not_checked: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -45,26 +49,40 @@ class _Flight:
     def check(self, name: CheckName) -> Iterator[_Check]:
         """Make one check: its block says what was found."""
         start = time.perf_counter()
-        if self.on_check is not None:
-            self.on_check(name, "begun")
+        follow = self.options.on_check or (lambda _name, _state: None)
+        follow(name, "begun")
         check = _Check()
         yield check
         seconds = check.seconds if check.seconds is not None else time.perf_counter() - start
+        check.findings = self.without_ignored(check.findings)
         failed = any(finding.severity == "error" for finding in check.findings)
         ok = False if failed else True if check.was_made else None
         if check.why_not:
             self.not_checked.append(f"{_TITLES[name]}: {check.why_not}")
         self.tell(check.findings)
         self.checks[name] = CheckResult(name=name, ok=ok, seconds=round(seconds, 3), what=check.what or check.why_not)
-        if self.on_check is not None:
-            self.on_check(name, "failed" if failed else "done")
+        follow(name, "failed" if failed else "done")
 
     def tell(self, findings: Sequence[Finding]) -> None:
         """Keep findings, and say those that are new."""
+        findings = self.without_ignored(findings)
         new = tuple(finding for finding in dict.fromkeys(findings) if finding not in self.findings)
         self.findings |= dict.fromkeys(new)
-        if new and self.on_findings is not None:
-            self.on_findings(new)
+        if new and self.options.on_findings is not None:
+            self.options.on_findings(new)
+
+    def without_ignored(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+        """Return the findings that count, and keep the others."""
+        self.ignored |= dict.fromkeys(one for one in findings if one.code in self.options.ignore)
+        return tuple(one for one in findings if one.code not in self.options.ignore)
+
+    def placed(self, findings: tuple[Finding, ...], config: Config) -> tuple[Finding, ...]:
+        """Return findings on a config, and remember where they point at in its files."""
+        for finding in findings:
+            place = next((at for one in (config, *config.beside) if (at := one.place(finding.where))), None)
+            if place is not None:
+                self.places.setdefault(finding, place)
+        return findings
 
     @property
     def has_errors(self) -> bool:
@@ -88,6 +106,7 @@ class _Check:
 _TITLES = {
     "config": "the config",
     "rules": "rules on the model",
+    "host": "this machine",
     "memory": "whether it fits",
     "checkpoint": "the checkpoint",
     "smoke": "a smoke run",
@@ -101,57 +120,83 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         UsageError: The config is nobody's, or what was passed is not there.
         UnreadableError: The config cannot be read.
     """
-    config_path, world_size, smoke = os.fspath(options.config), options.world_size, options.smoke
+    for name in options.only:
+        if name not in CHECKS:
+            raise UsageError(f"--only must be one of {', '.join(CHECKS)}, got {name!r}")
+    paths = options.configs
+    if not paths:
+        return _machine_alone(options)
+    config_path, world_size = ", ".join(paths), options.world_size
     model, checkpoint = (None if path is None else os.fspath(path) for path in (options.model, options.checkpoint))
     gpu_memory = options.gpu_bytes
-    flight = _Flight(options.on_check, options.on_findings)
+    flight = _Flight(options)
+    if options.on_places is not None:
+        options.on_places(flight.places)
     given = [name for name, value in (("model", model), ("resume_from", checkpoint)) if value is not None]
     try:
         with flight.check("config") as check:
-            config = read_config(config_path, framework=options.framework, world_size=world_size, given=given)
+            config = read_config(
+                *paths, framework=options.framework, world_size=world_size, given=given, overrides=options.override
+            )
             check.why_not, check.was_made = config.why_not, not config.why_not
             check.what = _describe_options(config)
             # Of what may be another trainer's config nothing is right or wrong.
-            check.findings = config.findings if config.options.is_known else ()
+            findings = tuple(chain.from_iterable(one.findings for one in (config, *config.beside)))
+            check.findings = flight.placed(findings, config) if config.options.is_known else ()
     except NotReadError as error:
-        return _not_read(config_path, error.name, error.what)
+        return _not_read(paths, error.name, error.what)
     if not config.options.is_known:
-        return replace(_not_read(config_path, config.framework, config.why_not), options=config.options)
+        return replace(_not_read(paths, config.framework, config.why_not), options=config.options)
     spec = config.spec
-    sources = find_sources(spec, config_path=config_path, model=model, checkpoint=checkpoint)
+    sources = find_sources(spec, config_path=config.path, model=model, checkpoint=checkpoint)
     flight.not_checked += sources.not_checked
-    flight.notes += [f"config: {name} is not set by the script: its default counts" for name in config.assumed]
+    flight.notes += _describe_files(config)
+    flight.not_checked += config.not_checked
     if spec.world_size is None and "world_size" not in config.unread_fields:
         flight.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
-    flight.tell(check_rules(config))  # at once, and without the model
+    if not options.why_skipped("rules"):
+        flight.tell(flight.placed(_broken_rules(config), config))  # at once, and without the model
+    if options.host:
+        facts = None if sources.model is None else read_facts(sources.model)
+        _check_host(flight, needs_of((*config.beside, config), facts))
     why_not = _why_not_run(flight, config)
-    question = MemoryQuestion(options=None, why_not=why_not) if why_not else _question(spec, sources, gpu_memory)
+    no_memory, no_smoke = (options.why_skipped(name) or why_not for name in ("memory", "smoke"))
+    question = MemoryQuestion(options=None, why_not=no_memory) if no_memory else _question(spec, sources, gpu_memory)
     # The estimate has a process of its own, and runs beside everything else.
     with start_estimate(question) as estimating, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
         with flight.check("checkpoint") as check:
-            cuts = write_cuts(sources.model, workdir) if smoke and not why_not and sources.model is not None else ()
+            cuts = write_cuts(sources.model, workdir) if not no_smoke and sources.model is not None else ()
             resumes = sources.resumes and _needs_optimizer(config)
-            match, view = _check_checkpoint(check, flight, spec, replace(sources, resumes=resumes), cuts)
+            check.why_not = options.why_skipped("checkpoint")
+            asked = replace(sources, resumes=resumes, checkpoint=None if check.why_not else sources.checkpoint)
+            if options.host:
+                match, view = None, ModelView(facts=facts)
+            else:
+                match, view = _check_checkpoint(check, flight, spec, asked, cuts)
+            check.what = check.why_not or check.what
         with flight.check("rules") as check:
-            _check_rules(check, config, view)
+            check.why_not = options.why_skipped("rules")
+            if not check.why_not:
+                _check_rules(check, flight, config, view)
         with flight.check("smoke") as check:
             report = None
-            if why_not or not smoke:
-                check.why_not = why_not if smoke else "--no-smoke"
-            else:
+            check.why_not = no_smoke
+            if not no_smoke:
                 report = _smoke(check, flight, spec, sources, match, view)
         with flight.check("memory") as check:
             shapes = {} if view.facts is None else view.facts.shapes
             too_small = blocks_too_small(spec, shapes)
-            asked = replace(question, why_not=too_small) if too_small else question
-            estimate = _check_memory(check, flight, spec, asked, None if too_small else estimating, gpu_memory)
+            doubted = replace(question, why_not=too_small) if too_small and not no_memory else question
+            estimate = _check_memory(check, flight, spec, doubted, None if too_small else estimating, gpu_memory)
+    for code in set(options.ignore) - {one.code for one in flight.ignored}:
+        flight.notes.append(f"--ignore {escape_name(code)}: there is no such finding")
     return PreflightReport(
         config=config_path,
-        framework=config.framework,
+        framework=" + ".join((*(one.framework for one in config.beside), config.framework)),
         mesh=None if spec.mesh is None else str(spec.mesh),
         spec=spec,
         options=config.options,
-        checks=tuple(flight.checks[name] for name in CHECKS),
+        checks=tuple(flight.checks[name] for name in CHECKS if name in flight.checks),
         findings=tuple(flight.findings),
         estimate=estimate,
         verify=None if match is None else match.verify,
@@ -159,21 +204,86 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         smoke=report,
         not_checked=tuple(dict.fromkeys(flight.not_checked)),
         notes=tuple(dict.fromkeys(flight.notes)),
+        configs=paths,
+        ignored=tuple(flight.ignored),
+        places=flight.places,
+        is_strict=options.strict,
+        left_out=tuple(name for name in CHECKS if options.why_skipped(name)),
     )
 
 
-def _not_read(config_path: str, framework: str, why_not: str) -> PreflightReport:
+def _not_read(paths: tuple[str, ...], framework: str, why_not: str) -> PreflightReport:
     """Return the report on a config that was not read: nothing was checked."""
-    left: dict[CheckName, str] = {name: "the config was not read" for name in CHECKS if name != "config"}
+    names = [name for name in CHECKS if name != "host"]
+    left: dict[CheckName, str] = {name: "the config was not read" for name in names if name != "config"}
     return PreflightReport(
-        config=config_path,
+        config=", ".join(paths),
+        configs=paths,
         framework=framework,
         mesh=None,
         spec=None,
-        checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in CHECKS),
+        checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in names),
         findings=(),
         not_checked=(f"{_TITLES['config']}: {why_not}",),
     )
+
+
+def _machine_alone(options: PreflightOptions) -> PreflightReport:
+    """Check this machine without a config.
+
+    Raises:
+        UsageError: That was not asked for.
+    """
+    if not options.host:
+        raise UsageError("there is no CONFIG", hint="name the trainer's config; only --host does without one")
+    flight = _Flight(options)
+    with flight.check("config") as check:
+        check.was_made, check.what = True, "none: what a run needs of this machine is what its environment says"
+    _check_host(flight, needs_of((), None))
+    return PreflightReport(
+        config="",
+        framework="",
+        mesh=None,
+        spec=None,
+        checks=tuple(flight.checks[name] for name in CHECKS if name in flight.checks),
+        findings=tuple(flight.findings),
+        not_checked=tuple(flight.not_checked),
+        ignored=tuple(flight.ignored),
+        is_strict=options.strict,
+    )
+
+
+def _check_host(flight: _Flight, needs: Needs) -> None:
+    with flight.check("host") as check:
+        result = check_host(look_at(needs), needs)
+        check.findings, check.what, check.was_made = result.findings, result.what, True
+        flight.not_checked += result.not_checked
+
+
+def _describe_files(config: Config) -> Iterator[str]:
+    """Yield which files say a part of the config, and what they leave to the environment."""
+    for one in (*config.beside, config):
+        files = ", ".join(escape_name(name) for name in dict.fromkeys((one.path, *one.files)))
+        if one.files or config.beside:
+            yield f"config: {one.framework} was read from {files}"
+        for name in one.assumed:
+            if name == "$@":
+                yield "config: the script is taken to be started without arguments (give them after --)"
+            else:
+                yield f"config: {name} is not set by the script: its default counts"
+        for name in one.absent:
+            yield f"config: {escape_name(name)}, which the script names, is not here: what it sets is not known"
+
+
+def _broken_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
+    """Return what the rules find in all configs of a run.
+
+    Of arguments below a launcher's config only what they say can be wrong: what they lack, the other may say.
+    """
+    found = check_rules(config, facts)
+    if config.beside:
+        found = tuple(one for one in found if look_up(config.values, one.where) is not None)
+    return (*chain.from_iterable(check_rules(one, facts) for one in config.beside), *found)
 
 
 def _why_not_run(flight: _Flight, config: Config) -> str:
@@ -188,12 +298,13 @@ def _describe_options(config: Config) -> str:
     """Return how much of a config is understood."""
     options = config.options
     passed = f", {options.passed_over} passed over" if options.passed_over else ""
-    return f"understood {options.understood} of {options.read} options of {config.framework}{passed}"
+    whose = " and ".join((*(one.framework for one in config.beside), config.framework))
+    return f"understood {options.understood} of {options.read} options of {whose}{passed}"
 
 
-def _check_rules(check: _Check, config: Config, view: ModelView) -> None:
-    check.findings = check_rules(config, view.facts)
-    count = sum(config.framework in rule.frameworks for rule in RULES)
+def _check_rules(check: _Check, flight: _Flight, config: Config, view: ModelView) -> None:
+    check.findings = flight.placed(_broken_rules(config, view.facts), config)
+    count = sum(any(rule.is_for(one) for one in (config, *config.beside)) for rule in RULES)
     told = "" if view.facts is not None else ", except where they need the model"
     # A rule that asks for what could not be read finds nothing.
     check.was_made = not config.unread_fields

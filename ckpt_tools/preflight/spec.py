@@ -8,7 +8,9 @@ from typing import Literal
 
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 
-Framework = Literal["accelerate", "trainer", "torchtitan", "axolotl", "ai-toolkit", "verl", "openrlhf"]
+Framework = Literal[
+    "accelerate", "trainer", "torchtitan", "axolotl", "ai-toolkit", "verl", "openrlhf", "llamafactory", "deepspeed"
+]
 """Whose config it is; "trainer" is transformers' TrainingArguments."""
 Engine = Literal["fsdp2", "fsdp1", "ddp", "deepspeed", "none", "other"]
 """What distributes the model; "other" is Megatron, XLA and the like, which are named and not described."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckpt_tools.checks.diff import Change, Difference
 from ckpt_tools.checks.verify import Verification
-from ckpt_tools.report.page import Facts, Mood, Page, Part, Section, Table
+from ckpt_tools.description.infer import rank_of_file
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.report.page import Facts, HeatTable, Mood, Page, Part, Section, Table
 from ckpt_tools.report.parts import (
     MAX_ROWS,
     Sized,
@@ -38,7 +41,7 @@ def verify_page(result: Verification, source: str) -> Page:
     sections = [
         Section(title="What was checked", parts=(facts,)),
         *notes_section("Not checked", result.not_checked),
-        *findings_section(result.findings),
+        *_places(result),
     ]
     damaged: dict[str, int] = {}
     for finding in result.errors:
@@ -60,6 +63,7 @@ def verify_page(result: Verification, source: str) -> Page:
         caption = "NaN and infinite elements by layer and kind of weight"
         parts = by_layer(strange, caption=caption, legend="Empty: every element is finite, or there is no such tensor.")
         sections.append(Section(title="Where values are not finite", parts=parts))
+    sections += findings_section(result.findings)
     warnings = len(result.findings) - len(result.errors)
     others = f", {count(warnings, 'warning')}" if warnings else ""
     if not result.ok:
@@ -69,6 +73,72 @@ def verify_page(result: Verification, source: str) -> Page:
         verdict = f"ok at level {result.level}{others}{left}"
     mood = mood_of(ok=result.ok, left=result.not_checked or result.level == "structure" or warnings)
     return Page(command="verify", subject=source, sections=sections, mood=mood, verdict=verdict)
+
+
+_WIDTH = 16
+"""Ranks in a row, where no mesh says how many."""
+_MAX_WHOLE = 32
+"""Rows of a map that is drawn whole."""
+
+
+def _places(result: Verification) -> Iterator[Section]:
+    """Yield what is wrong by the rank that wrote it, and by file."""
+    codes: dict[str, Counter[str]] = {}
+    for finding in result.errors:
+        if finding.file is not None:
+            codes.setdefault(finding.file, Counter())[finding.code] += 1
+    if not codes:
+        return
+    found = {file: rank_of_file(file) for file in dict.fromkeys((*result.files, *codes))}
+    wrong: Counter[int] = Counter()
+    for file, kinds in codes.items():
+        if (rank := found[file]) is not None:
+            wrong[rank] += kinds.total()
+    ranks = {rank for rank in found.values() if rank is not None}
+    parts: list[Part] = [_rank_map(wrong, ranks, result.mesh)] if wrong else []
+    rows = [
+        (
+            file,
+            "" if found[file] is None else str(found[file]),
+            f"{kinds.total():,}",
+            ", ".join(f"{code} {number:,}" for code, number in kinds.most_common()),
+        )
+        for file, kinds in sorted(codes.items(), key=lambda item: -item[1].total())[:MAX_ROWS]
+    ]
+    caption = (
+        f"{count(len(codes), 'file')} with errors of {len(found):,}; errors that no single file explains are not here"
+    )
+    headers = ("file", "rank", "errors", "what")
+    parts.append(Table(caption=caption, headers=headers, rows=rows, align="lrrl", left_out=len(codes) - len(rows)))
+    title = f"Whose: {count(len(wrong), 'rank')} of {len(ranks):,}" if wrong else f"Which files: {len(codes):,}"
+    yield Section(title=title, parts=parts)
+
+
+def _rank_map(wrong: Mapping[int, int], ranks: Collection[int], mesh: Mesh | None) -> HeatTable:
+    """Return errors by rank: a row of the mesh's last axis in a row of the map, or sixteen ranks in each."""
+    axis, width = "", _WIDTH
+    if mesh is not None and len(mesh.axes) > 1 and 1 < mesh.axes[-1][1] <= 4 * _WIDTH:
+        axis, width = f"{mesh.axes[-1][0]} ", mesh.axes[-1][1]
+    most = max(wrong.values())
+
+    def show(rank: int) -> tuple[str, float] | None:
+        if rank not in ranks:
+            return None
+        return (f"{wrong[rank]:,}", 0.2 + 0.8 * wrong[rank] / most) if rank in wrong else ("", 0.0)
+
+    firsts = sorted({rank // width * width for rank in ranks})
+    is_small = len(firsts) <= _MAX_WHOLE
+    firsts = firsts if is_small else sorted({rank // width * width for rank in wrong})
+    rows = [(f"{at}–{at + width - 1}", [show(at + i) for i in range(width)]) for at in firsts[:MAX_ROWS]]
+    return HeatTable(
+        caption="Errors by rank that wrote the file",
+        corner="ranks",
+        columns=[f"{axis}{'' if axis else '+'}{i}" for i in range(width)],
+        rows=rows,
+        legend="Plain: no error was found in its files. Dotted: no such rank."
+        + ("" if is_small else " Rows without an error are left out."),
+        left_out=len(firsts) - len(rows),
+    )
 
 
 def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms: Sequence[str] = ()) -> Page:

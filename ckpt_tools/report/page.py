@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ class Bar:
     """A size per series of the `Bars`."""
     total: str
     """What it comes to, in words."""
+    group: str = ""
+    """What it belongs to, with its neighbours: named below bars that stand upright."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,14 @@ class Bars:
     bars: Sequence[Bar]
     limit: int | None = None
     limit_name: str = ""
+    is_upright: bool = False
+    """They stand side by side, in the order of time."""
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """Names of groups, and how many bars stand in each; without groups each bar's own name."""
+        runs = itertools.groupby(self.bars, key=lambda bar: bar.group) if any(b.group for b in self.bars) else ()
+        return [(name, len(list(bars))) for name, bars in runs] or [(bar.name, 1) for bar in self.bars]
 
     @property
     def scale(self) -> int:

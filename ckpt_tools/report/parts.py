@@ -98,8 +98,8 @@ def _heat_table(cells: Mapping[str, Mapping[str, Sequence[Sized]]], caption: str
         if not found:
             return None
         most = max(found, key=lambda each: each.weight)
-        heat = 1.0
-        if most.weight < math.inf and high > low:
+        heat = 1.0 if most.weight else 0.0
+        if 0 < most.weight < math.inf and high > low:
             heat = 0.1 + 0.9 * math.log(max(most.weight, low) / low) / math.log(high / low)
         return most.text + (f" ({len(found)})" if len(found) > 1 else ""), heat
 

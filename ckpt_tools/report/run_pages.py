@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckpt_tools.description.infer import block_of
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.estimate.report import CaseEstimate
+from ckpt_tools.estimate.report import CaseEstimate, Moment
 from ckpt_tools.preflight.report import PreflightReport, describe_spec, describe_verdict as describe_preflight
-from ckpt_tools.report.page import Bar, Bars, Curves, Facts, Listing, Mood, Page, Part, Section, Table
-from ckpt_tools.report.parts import MAX_ROWS, count, findings_section, mood_of, notes_section
+from ckpt_tools.report.page import Bar, Bars, Curves, Facts, Listing, Mood, Notes, Page, Part, Section, Table
+from ckpt_tools.report.parts import MAX_ROWS, Sized, by_layer, count, findings_section, mood_of, notes_section
 from ckpt_tools.smoke.report import (
+    HOW_HELD,
     HOW_MEMORY,
     ReloadResult,
     SmokeReport,
@@ -69,6 +71,8 @@ def _estimate_sections(result: Estimate) -> list[Section]:
         headers = ("change", "needs", "by", "fits")
         table = Table(caption="Changes that were tried", headers=headers, rows=rows, align="lrll")
         sections.append(Section(title="What would fit", parts=(table,)))
+    if timelines := _timelines(result):
+        sections.append(Section(title="One training step", parts=timelines))
     doubts = [f"{case.case.label}: {case.doubt}" for case in result.cases if case.doubt]
     formula = [f"by the formula: {case.why_not_tracked}" for case in result.cases if case.why_not_tracked]
     return [*sections, *notes_section("What the numbers do not cover", [*result.notes, *formula, *doubts])]
@@ -92,6 +96,58 @@ def _memory_bars(cases: Sequence[CaseEstimate], limit: int | None) -> Bars:
         limit=limit,
         limit_name="the device" if limit is None else f"the device: {format_size(limit)}",
     )
+
+
+_MAX_TIMELINES = 4
+
+
+def _num_between(before: Moment | None, after: Moment) -> int:
+    """Return how many blocks of a stack run between two moments: those that are alike are tracked once."""
+    first, second = (block_of(moment.block) if moment is not None else None for moment in (before, after))
+    if before is None or before.phase != after.phase or first is None or second is None or first[0] != second[0]:
+        return 0
+    return max(0, abs(first[1] - second[1]) - 1)
+
+
+def _timelines(result: Estimate) -> list[Part]:
+    """Return what is alive in a step of each way that was tracked, those that fit first."""
+    tracked = [case for case in result.cases if case.per_rank.moments]
+    shown = sorted(tracked, key=lambda case: case.fits is not True)[:_MAX_TIMELINES]
+    parts: list[Part] = []
+    for case in shown:
+        moments = case.per_rank.moments
+        bars = []
+        rows = []
+        for before, moment in zip((None, *moments), moments, strict=False):
+            if left_out := _num_between(before, moment):
+                what = f"{count(left_out, 'block')} alike, not drawn"
+                bars.append(Bar(name=moment.phase, parts=[0] * len(_SERIES), total=what, group=moment.phase))
+            held = [moment.held.get(name, 0) for name in _SERIES]
+            block = moment.block or ("optimizer" if moment.phase == "step" else "outside of blocks")
+            name = f"{moment.phase}, {block}"
+            bars.append(Bar(name=name, parts=held, total=format_size(sum(held)), group=moment.phase))
+            rows.append((name, *map(format_size, (*held, sum(held)))))
+        label = f"{case.case.label} on {case.case.mesh}"
+        caption = f"{label}: the most that is held while each block runs, without the margin"
+        caption += "; ⋯ stands for blocks like their neighbours" * any(not sum(bar.parts) for bar in bars)
+        limit = result.gpu_memory
+        # A device many times as large would leave no room for the step.
+        limit = None if limit is None or limit > 4 * case.per_rank.peak else limit
+        names = "" if limit is None else f"the device: {format_size(limit)}"
+        columns = Bars(caption=caption, series=_SERIES, bars=bars, limit=limit, limit_name=names, is_upright=True)
+        headers = ("moment", *_SERIES, "all")
+        table = Table(
+            caption=f"{label}, in numbers",
+            headers=headers,
+            rows=rows[:MAX_ROWS],
+            align="l" + "r" * (len(headers) - 1),
+            left_out=max(0, len(rows) - MAX_ROWS),
+            is_folded=True,
+        )
+        parts += [columns, table]
+    if len(tracked) > len(shown):
+        parts.append(Notes(items=[f"{len(tracked) - len(shown)} more were tracked; --json lists each step"]))
+    return parts
 
 
 def _memory_table(result: Estimate) -> Table:
@@ -137,17 +193,18 @@ def smoke_sections(report: SmokeReport) -> list[Section]:
         rows.append(("compared", describe_compared(report, report.compared)))
     sections = [Section(title="The smoke run", parts=(Facts(rows=rows),))]
     sections += findings_section(report.findings, "Findings of the smoke run")
-    phases = [
-        (phase.name, _MARKS[phase.ok], f"{phase.seconds:.2f}" if phase.ok is not None else "", phase.what)
-        for phase in report.phases
-    ]
-    table = Table(
-        caption="In the order in which they run",
-        headers=("phase", "result", "seconds", "what"),
-        rows=phases,
-        align="llrl",
-    )
-    sections.append(Section(title="Phases", parts=(table,)))
+    sections.append(Section(title="Phases", parts=_phase_parts(report)))
+    if report.grad_errors:
+        errors = {
+            name: Sized(value=error, text=f"{error:.0e}" if error else "0")
+            for name, error in report.grad_errors.items()
+        }
+        legend = (
+            "Relative to the largest element of the reference's gradient; colours are logarithmic. "
+            "Empty: no such parameter, or one whose gradient is frozen, missing, or compared to rounding alone."
+        )
+        parts = by_layer(errors, caption="Gradient error by layer and kind of weight", legend=legend)
+        sections.append(Section(title="Gradients against the reference", parts=parts))
     if report.losses:
         sections.append(Section(title="Losses", parts=_loss_parts(report)))
     if report.memory:
@@ -159,6 +216,29 @@ def smoke_sections(report: SmokeReport) -> list[Section]:
     if stacks:
         sections.append(Section(title="Where ranks stood", parts=stacks))
     return [*sections, *notes_section("Not tried, or on less than the whole model", report.notes)]
+
+
+def _phase_parts(report: SmokeReport) -> list[Part]:
+    rows = [
+        (
+            phase.name,
+            _MARKS[phase.ok],
+            f"{phase.seconds:.2f}" if phase.ok is not None else "",
+            "" if phase.memory_bytes is None else format_size(phase.memory_bytes),
+            phase.what,
+        )
+        for phase in report.phases
+    ]
+    headers = ("phase", "result", "seconds", "memory", "what")
+    parts: list[Part] = [Table(caption="In the order in which they run", headers=headers, rows=rows, align="llrrl")]
+    bars = [
+        Bar(name=phase.name, parts=(phase.memory_bytes,), total=format_size(phase.memory_bytes))
+        for phase in report.phases
+        if phase.memory_bytes
+    ]
+    if bars:
+        parts.append(Bars(caption=f"Memory by phase, {HOW_HELD}", series=("memory",), bars=bars, is_upright=True))
+    return parts
 
 
 def _loss_parts(report: SmokeReport) -> list[Part]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
@@ -22,7 +24,18 @@ from ckpt_tools.models.recipe import Recipe
 from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.units import format_size
 
-_LORA_RANK = 8
+_RANDOM = {"init_weights": False}
+_LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "init_lora_weights": False}
+# All factors random: with B = 0, as training begins, the gradient of A would be 0 and prove nothing.
+_ADAPTERS: Mapping[str, Mapping[str, object]] = {
+    "lora": _LORA,
+    "dora": {**_LORA, "use_dora": True},
+    "loha": {"peft_type": "LOHA", "r": 8, "alpha": 8, **_RANDOM},
+    "lokr": {"peft_type": "LOKR", "r": 8, "alpha": 8, **_RANDOM},
+    "oft": {"peft_type": "OFT", "r": 0, "oft_block_size": 4, **_RANDOM},
+    "boft": {"peft_type": "BOFT", "boft_block_size": 4, **_RANDOM},
+}
+"""Kind → PEFT's configuration."""
 _BUDGET = 0.7
 """Part of the free memory, and of the free disk, that a run may take."""
 _STATES = 4
@@ -55,17 +68,16 @@ class Blueprint:
         """Return the base model, quantised and with adapters as the options say; quantises what is not on meta."""
         if not self.setting.options.lora:
             return model
+        options = self.setting.options
         targets = linear_layers(model)
-        if self.setting.options.quantize == "nf4":
+        if options.target:
+            globs = [compile_glob(glob) for glob in options.target]
+            targets = [name for name in targets if any(glob.fullmatch(name) for glob in globs)]
+        if not targets:
+            raise UsageError("--target names no linear layer", where=", ".join(options.target), hint="see print(model)")
+        if options.quantize == "nf4":
             quantise_linears(model)
-        # Both factors random: with B = 0, as training begins, the gradient of A would be 0 and prove nothing.
-        config = {
-            "peft_type": "LORA",
-            "r": _LORA_RANK,
-            "lora_alpha": _LORA_RANK,
-            "target_modules": targets,
-            "init_lora_weights": False,
-        }
+        config = {**_ADAPTERS[options.adapter], "target_modules": targets}
         adapted: nn.Module = add_lora(model, config)
         return adapted.train()
 

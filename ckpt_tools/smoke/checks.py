@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import xxhash
@@ -191,6 +191,8 @@ class GradientErrors:
     findings: Sequence[Finding]
     rounded: tuple[str, ...] = ()
     """Gradients whose difference rounding may explain: too small beside the others to be compared closely."""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    """Name → relative error of those that were compared closely."""
 
 
 def whole_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -221,6 +223,7 @@ def compare_gradients(
     worst, worst_name, compared = 0.0, "", 0
     findings: list[Finding] = []
     rounded: list[str] = []
+    errors: dict[str, float] = {}
     for name, gradient in whole_gradients(model):
         if reference is None:
             continue
@@ -238,6 +241,7 @@ def compare_gradients(
             if error > tolerance and relative_error(gradient, expected, largest) <= _ROUNDING:
                 rounded.append(name)
                 continue
+            errors[strip_wrappers(name)] = error
             if not error <= worst:  # NaN counts as worst
                 worst, worst_name = error, name
             if not error <= tolerance:
@@ -246,7 +250,12 @@ def compare_gradients(
             hint = "is the parameter used outside of its unit's forward, only on some ranks, or not managed by FSDP?"
             findings.append(Finding.error(code="wrong-gradient", where=name, what=what, hint=hint))
     return GradientErrors(
-        worst=worst, worst_name=worst_name, compared=compared, findings=findings, rounded=tuple(rounded)
+        worst=worst,
+        worst_name=worst_name,
+        compared=compared,
+        findings=findings,
+        rounded=tuple(rounded),
+        errors=errors,
     )
 
 

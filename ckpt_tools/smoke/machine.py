@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.memory import proc_bytes
+from ckpt_tools.memory import available_bytes
 
 
 def free_memory(device: torch.device) -> int:
@@ -15,20 +13,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    available = proc_bytes("/proc/meminfo", "MemAvailable")
-    if available is None:
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read("/sys/fs/cgroup/memory.max")
-    used = _read("/sys/fs/cgroup/memory.current")
-    return available if limit is None or used is None else min(available, max(0, limit - used))
-
-
-def _read(path: str) -> int | None:
-    try:
-        with open(path) as file:
-            return int(file.read())
-    except (OSError, ValueError):  # no such limit, or "max"
-        return None
+    return available_bytes()
 
 
 def choose_device(wanted: str, *, num_local: int, local_rank: int) -> torch.device:

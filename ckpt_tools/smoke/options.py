@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -20,6 +21,8 @@ DTYPES = ("keep", "bf16", "f16", "f32")
 """Names of dtypes; "keep" is that of the parameters."""
 QUANTIZATIONS = ("nf4",)
 """Ways to quantise the frozen weights."""
+ADAPTERS = ("lora", "dora", "loha", "lokr", "oft", "boft")
+"""Kinds of adapters that `--lora` can train."""
 DEFAULT_RANKS = 2
 """Ranks when neither the mesh nor torchrun says how many."""
 
@@ -63,6 +66,11 @@ class SmokeOptions:
         Option("Mixed precision: dtype of the gradient average (default: --param-dtype).", metavar="keep|bf16|f16|f32"),
     ] = "keep"
     lora: Annotated[bool, Option("Freeze the model; train LoRA adapters on its linear layers.")] = False
+    adapter: Annotated[str, Option("With --lora: kind of the adapters.", metavar="|".join(ADAPTERS))] = "lora"
+    target: Annotated[
+        Sequence[str],
+        Option("With --lora: linear layers to adapt (repeatable; default: all but the output layer).", metavar="GLOB"),
+    ] = ()
     quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4")] = None
     loss: Annotated[
         str | None,
@@ -111,18 +119,27 @@ class SmokeOptions:
             raise UsageError(f"{self.steps} steps prove nothing", hint="--steps takes 1 or more")
         if self.timeout is not None and self.timeout <= 0:
             raise UsageError("--timeout must be positive")
-        if self.quantize is not None and self.quantize not in QUANTIZATIONS:
-            raise UsageError(
-                f"{self.quantize!r} is not a quantisation", hint=f"--quantize takes {', '.join(QUANTIZATIONS)}"
-            )
-        if self.quantize is not None and not self.lora:
-            raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
+        self._check_adapters()
         if self.model is not None and self.factory is not None:
             raise UsageError("--model and --factory both say how to build the model", hint="drop one of them")
         if self.mesh is not None:
             self._check_mesh(str(self.mesh))
         if self.factory is not None and not all(self.factory.partition(":")):
             raise UsageError(f"{self.factory!r} names no callable", hint="write --factory pkg.mod:callable")
+
+    def _check_adapters(self) -> None:
+        if self.quantize is not None and self.quantize not in QUANTIZATIONS:
+            raise UsageError(
+                f"{self.quantize!r} is not a quantisation", hint=f"--quantize takes {', '.join(QUANTIZATIONS)}"
+            )
+        if self.adapter not in ADAPTERS:
+            raise UsageError(f"{self.adapter!r} is not an adapter", hint=f"--adapter takes {', '.join(ADAPTERS)}")
+        if not self.lora and (self.adapter != "lora" or self.target):
+            raise UsageError("--adapter and --target are of adapters", hint="add --lora, which trains them")
+        if self.quantize is not None and self.adapter not in ("lora", "dora"):
+            raise UsageError(f"{self.adapter} is not tried on quantised weights", hint="drop --quantize or --adapter")
+        if self.quantize is not None and not self.lora:
+            raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
 
     def _check_mesh(self, text: str) -> None:
         """Refuse what no number of ranks can make right, before anything is started."""

@@ -229,6 +229,7 @@ def gradients(run: Run) -> str:
         what = f"{len(errors.rounded)} gradients are compared to rounding of the largest alone, which is all they hold"
         run.note(f"{what}: {kinds}")
     run.fact("max_grad_error", errors.worst)
+    run.fact("grad_errors", errors.errors)
     worst = f"{errors.worst:.1e} off ({escape_name(errors.worst_name)})" if errors.worst else "equal to the last bit"
     return f"{errors.compared} compared, the worst {worst}" if errors.worst else f"{errors.compared} compared, {worst}"
 
@@ -300,7 +301,9 @@ def _measure(run: Run) -> None:
         params=local_bytes(iter(parameters)),
         grads=local_bytes(p.grad for p in parameters if p.grad is not None),
         optimizer=local_bytes(iter(state)),
-        peak=torch.cuda.max_memory_allocated() if run.device.type == "cuda" else peak_rss_bytes(),
+        peak=max([torch.cuda.max_memory_allocated(), *run.held.values()])
+        if run.device.type == "cuda"
+        else peak_rss_bytes(),
     )
     run.journal.fact("memory", memory)
 

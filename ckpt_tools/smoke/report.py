@@ -41,6 +41,11 @@ HOW_MEMORY = (
     "peak: the process's resident memory (VmHWM, rank 0 with the reference) or, on GPUs, what PyTorch allocated"
 )
 """How `RankMemory` was measured."""
+HOW_HELD = (
+    "of the rank that held the most: the process's resident memory when the phase had ended (rank 0 with the "
+    "reference) or, on GPUs, the most that PyTorch allocated in the phase"
+)
+"""How `PhaseResult.memory_bytes` was measured."""
 _NOT_REACHED = "not reached"
 
 
@@ -55,6 +60,8 @@ class PhaseResult:
     """Of the slowest rank."""
     what: str = ""
     """What was done, found, or why it did not run."""
+    memory_bytes: int | None = None
+    """`HOW_HELD`; None where the phase did not end, or nothing tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +120,8 @@ class SmokeReport:
     """The same without sharding; empty when there was no reference."""
     max_grad_error: float | None = None
     """Largest relative error of a parameter's gradient in the first step."""
+    grad_errors: Mapping[str, float] = field(default_factory=dict)
+    """Parameter → that error, of those that could be compared closely."""
     tolerances: Mapping[str, float] = field(default_factory=dict)
     """What losses and gradients were held to."""
     reload_same_world: ReloadResult | None = None
@@ -152,6 +161,7 @@ class SmokeReport:
             "losses": [_number(loss) for loss in self.losses],
             "reference_losses": [_number(loss) for loss in self.reference_losses],
             "max_grad_error": _number(self.max_grad_error),
+            "grad_errors": {name: _number(error) for name, error in self.grad_errors.items()},
             "tolerances": dict(self.tolerances),
             "phases": [asdict(phase) for phase in self.phases],
             "reload": {
@@ -160,6 +170,7 @@ class SmokeReport:
             },
             "memory": [asdict(memory) for memory in self.memory],
             "memory_measured": HOW_MEMORY,
+            "phase_memory_measured": HOW_HELD,
             "step_seconds": self.step_seconds,
             "compared": None if self.compared is None else asdict(self.compared),
             "notes": list(self.notes),
@@ -211,6 +222,7 @@ def assemble(
         losses=facts.fact("losses", tuple[float, ...]) or (),
         reference_losses=facts.fact("reference_losses", tuple[float, ...]) or (),
         max_grad_error=facts.fact("max_grad_error", float),
+        grad_errors=facts.fact("grad_errors", dict[str, float]) or {},
         tolerances=facts.fact("tolerances", dict[str, float]) or {},
         reload_same_world=facts.fact("reload_same_world", ReloadResult),
         reload_other_world=other.fact("reload_other_world", ReloadResult),
@@ -239,7 +251,9 @@ def _phase(name: str, logs: Mapping[int, RankLog]) -> PhaseResult:
     what = next((event.what for event in done if event.what), "")
     if not ok and len(done) < begun and not any(not event.ok for event in done):
         what = f"{begun - len(done)} of {len(logs)} ranks did not end it"
-    return PhaseResult(name=name, ok=ok, seconds=round(seconds, 3), what=what)
+    held = [(log.fact("held", dict[str, int]) or {}).get(name) for log in logs.values()]
+    most = max((each for each in held if each is not None), default=None)
+    return PhaseResult(name=name, ok=ok, seconds=round(seconds, 3), what=what, memory_bytes=most)
 
 
 def describe_compared(report: SmokeReport, other: OtherStrategy) -> str:

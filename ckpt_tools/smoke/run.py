@@ -21,6 +21,7 @@ from ckpt_tools.fsdp2.agree import gather
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.methods import DOUBLE_WRAP, DoubleWrapError
 from ckpt_tools.fsdp2.watch import Watch
+from ckpt_tools.memory import rss_bytes
 from ckpt_tools.models.recipe import Batch
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.smoke.blueprint import Blueprint
@@ -86,6 +87,8 @@ class Run:
     """The same without sharding, on rank 0."""
     num_layers: int | None = None
     """Depth that the model was cut to; None for its own."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Phase → memory of this rank, in bytes (`HOW_HELD`)."""
     num_errors: int = 0
 
     @property
@@ -126,6 +129,8 @@ class Run:
             CkptError: The options or the source cannot be meant.
         """
         self.journal.phase(name)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         try:
             what = function(self)
@@ -143,6 +148,10 @@ class Run:
             raise Stopped from error
         # Whoever found something tells the others, who would otherwise wait for it in the next phase.
         num_errors = sum(gather(self.num_errors))
+        held = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else rss_bytes()
+        if held is not None:
+            self.held[name] = held
+            self.journal.fact("held", self.held)
         self.journal.done(name, ok=not num_errors, seconds=time.perf_counter() - start, what=what)
         if num_errors:
             raise Stopped

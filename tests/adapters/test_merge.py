@@ -659,8 +659,6 @@ def test_command_reports_as_the_contract_says(tmp_path, capsys):
     planned = json.loads(capsys.readouterr().out)
     assert planned["plan"]["bytes"] > 0
     assert 64 << 20 < planned["plan"]["peak_bytes"] < 256 << 20
-    assert main([*args, "--dry-run", "--dtype", "f16"]) == 0
-    assert json.loads(capsys.readouterr().out)["plan"]["peak_bytes"] > 256 << 20  # torch, which casts float16
     assert not (tmp_path / "out").exists()
     assert main(args) == 0
     document = json.loads(capsys.readouterr().out)

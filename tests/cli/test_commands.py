@@ -169,7 +169,7 @@ def test_verify_findings_are_exit_3(run: Path, ckpt: Ckpt, ckpt_json) -> None:
     (run / "__1_0.distcp").unlink()
     document = ckpt_json("verify", run, code=3)
     assert document["ok"] is False
-    assert set(document["findings"][0]) == {"code", "severity", "where", "what", "hint", "tensor"}
+    assert set(document["findings"][0]) == {"code", "severity", "where", "what", "hint", "tensor", "file"}
     code, out, _ = ckpt("verify", run)
     assert code == 3
     assert "error: missing-file" in out

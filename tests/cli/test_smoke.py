@@ -22,7 +22,7 @@ CKPT = [sys.executable, "-m", "ckpt_tools", "smoke"]
 FIELDS = {
     "schema_version", "ok", "source", "model", "world_size", "mesh", "strategy", "device", "losses",
     "reference_losses", "max_grad_error", "tolerances", "phases", "reload", "memory", "memory_measured", "notes",
-    "findings", "stacks", "step_seconds", "compared",
+    "findings", "stacks", "step_seconds", "compared", "grad_errors", "phase_memory_measured",
 }  # fmt: skip
 
 
@@ -135,6 +135,9 @@ def test_smoke_of_a_pipe_for_a_config_starts_nothing(tmp_path, capsys):
         (["--device", "tpu"], "'tpu' is not a device"),
         (["--param-dtype", "int8"], "'int8' is not a dtype"),
         (["--quantize", "nf4"], "quantised weights cannot be trained"),
+        (["--adapter", "glora", "--lora"], "'glora' is not an adapter"),
+        (["--target", "**.q_proj"], "--adapter and --target are of adapters"),
+        (["--lora", "--adapter", "lokr", "--quantize", "nf4"], "lokr is not tried on quantised weights"),
         (["--quantize", "int3", "--lora"], "'int3' is not a quantisation"),
         (["--factory", "module"], "names no callable"),
         (["--factory", "a:b", "--model", "c"], "--model and --factory"),

@@ -124,6 +124,7 @@ def test_round_trip_of_tensors_longer_than_a_block_is_bitwise(tmp_path, name):
     assert (tmp_path / "out" / "m.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", IN_BOTH, **IDS)
 def test_shard_of_every_dtype_loads_with_stock_torch(tmp_path, dtype, read_dcp):
     tensors = tensors_of(dtype)

@@ -73,6 +73,7 @@ COMMANDS = {
     "gather": ["gather", "{made}/dp", "{out}/out"],
     "gather-split": ["gather", "{made}/dp", "{out}/out", "--max-shard-size", "1KB"],
     "gather-bf16": ["gather", "{made}/dp", "{out}/out", "--dtype", "bf16"],
+    "shard-f16": ["shard", "{made}/hf", "{out}/out", "--mesh", "dp_shard=2", "--dtype", "f16"],
     "merge": ["merge-lora", "{made}/hf", "{made}/adapter", "{out}/out"],
     "merge-dcp": ["merge-lora", "{made}/dp", "{made}/adapter", "{out}/out", "--dtype", "f32"],
     "gather-like": ["gather", "{made}/dp", "{out}/out", "--like", "{made}/hf"],
@@ -81,7 +82,17 @@ COMMANDS = {
     "reshard-columns": ["reshard", "{made}/tp", "{out}/out", "--mesh", "dp_shard=2", "--set", "a.*=dp_shard:S(1)"],
 }
 # What cuts along dim 0 alone moves whole rows: no array library is needed.
-WITH_NUMPY = ("watch", "verify-dcp", "verify-against", "diff", "reshard-columns", "gather-bf16", "merge", "merge-dcp")
+WITH_NUMPY = (
+    "watch",
+    "verify-dcp",
+    "verify-against",
+    "diff",
+    "reshard-columns",
+    "gather-bf16",
+    "shard-f16",
+    "merge",
+    "merge-dcp",
+)
 NUMPY_FREE = [name for name in COMMANDS if name not in WITH_NUMPY]
 
 
@@ -100,9 +111,9 @@ def test_command_imports_no_torch(made, tmp_path, name):
 
 
 @pytest.mark.full
-def test_command_that_casts_to_float16_imports_torch(made, tmp_path):
+def test_command_whose_point_is_torch_imports_it(made, tmp_path):
     # The control: the probe sees what it looks for.
-    modules = modules_after("shard", made / "hf", tmp_path / "out", "--mesh", "dp_shard=2", "--dtype", "f16")
+    modules = modules_after("shard", made / "hf", tmp_path / "out", "--mesh", "dp_shard=1", "--engine", "dtensor")
     assert "torch" in modules
     assert "transformers" not in modules
 

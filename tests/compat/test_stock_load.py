@@ -159,7 +159,7 @@ def test_dcp_to_torch_save_gives_the_original_tensors(written, llama_dir, tmp_pa
             assert_same(torch.load(tmp_path / "full.pt", weights_only=True), expected)
 
 
-@pytest.mark.full(but=["many-files-reshard-dp8-to-columns"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["shard-dp2-tp2", "reshard-dp8-to-columns"])
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["as-it-was", "many-files"])
 def test_from_pretrained_after_gather_gives_equal_logits(written, llama_dir, tmp_path, models, name, options):

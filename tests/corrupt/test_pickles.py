@@ -5,10 +5,12 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import pytest
 from corrupt import pickles
 from samples import memory_directory
 
 
+@pytest.mark.full
 def test_mutated_pickles_are_refused_or_harmless() -> None:
     outcome = pickles.run(240, seed=1)
     assert outcome.problems == []

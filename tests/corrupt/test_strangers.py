@@ -113,7 +113,7 @@ def test_watch_sees_what_walls_would_have_stopped(tmp_path):
     canary.close()
 
 
-@pytest.mark.full(but=["estimate"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     "command",
     [

@@ -207,7 +207,7 @@ def test_config_that_builds_nothing_is_an_error(tmp_path, config, error, what):
         ([*FIGURES, "--gpu-memory", "huge"], 2),
         ([*FIGURES, "--strategy", "fast"], 2),
         ([*FIGURES, "--quantize", "nf4"], 2),
-        ([*FIGURES, "--mesh", "pp=2"], 2),
+        ([*FIGURES, "--mesh", "xp=2"], 2),
         (["--params", "1K", "--layers", "2", "--hidden", "300"], 2),
     ],
 )

@@ -74,6 +74,19 @@ def test_peak_is_the_sum_of_its_parts(predicted, name):
     assert held < memory.peak <= held + memory.grads + memory.activations + memory.gathered + memory.at_peak["step"]
 
 
+@pytest.mark.parametrize("name", JOBS)
+def test_timeline_walks_the_blocks_there_and_back_and_holds_the_peak(predicted, name):
+    memory = predicted[name]
+    assert max(sum(moment.held.values()) for moment in memory.moments) == memory.peak
+    walked = {phase: [m.block for m in memory.moments if m.phase == phase] for phase in ("forward", "backward", "step")}
+    blocks = [block for block in walked["forward"] if block]
+    assert len(blocks) == len(set(blocks)) > 1
+    assert walked == {"forward": ["", *blocks, ""], "backward": ["", *reversed(blocks)], "step": [""]}
+    # What a block keeps for its backward piles up until backward takes it away.
+    held = [m.held["activations"] for m in memory.moments if m.phase == "forward" and m.block]
+    assert held == sorted(held)
+
+
 def test_offload_keeps_in_host_memory_what_the_device_does_not_hold(predicted):
     plain, offloaded = predicted["full_shard"], predicted["offload"]
     assert offloaded.host == plain.params + plain.grads + plain.optimizer

@@ -8,9 +8,9 @@ import pytest
 
 from ckpt_tools.cli import main
 from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.evaluate import judge
 from ckpt_tools.estimate.margin import Margin
-from ckpt_tools.estimate.options import Case
 from ckpt_tools.estimate.report import Memory
 
 MARGIN = Margin(context=10, workspace=0, nccl=0, fragmentation=0)

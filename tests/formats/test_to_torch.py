@@ -140,6 +140,7 @@ def _archive(frame: ArchiveFrame, payloads: list[bytes]) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.full
 def test_archive_of_more_entries_than_a_plain_zip_has(tmp_path: Path) -> None:
     payloads = [b"%05d" % i for i in range(70_000)]
     content = _archive(archive_frame(build_pickle({}), [len(payload) for payload in payloads]), payloads)

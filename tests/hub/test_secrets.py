@@ -218,6 +218,7 @@ def test_secrets_across_two_blocks_are_found_once(shift: int):
     assert find(bytes(data)) == [(data.count(b"\n", 0, start) + 1, "a Hugging Face token")]
 
 
+@pytest.mark.full
 def test_secrets_search_takes_time_in_proportion():
     """A vocabulary takes 2 ns a byte; the bound for what looks most like tokens is ten times what it takes."""
     vocabulary = json.dumps({some(ALNUM, 6) + str(i): i for i in range(20_000)}, indent=1).encode() * 50

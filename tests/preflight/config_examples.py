@@ -126,6 +126,7 @@ EXAMPLES: Mapping[str, tuple[str, int | None, dict[str, Any]]] = {
             "master_dtype": "f32",
             "offload_params": True,
             "adapter": AdapterSpec(kind="lora", rank=32, alpha=64.0, targets=("q_proj", "v_proj")),
+            "activation_checkpointing": True,  # TRL's default
             "optimizer": "adamw_torch_fused",
             "seq_len": 4096,
             "batch_size": 1,

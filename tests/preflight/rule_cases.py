@@ -27,6 +27,8 @@ NAMES = {
     "ai-toolkit": "train.yaml",
     "verl": "ppo.yaml",
     "openrlhf": "train.sh",
+    "llamafactory": "sft.yaml",
+    "deepspeed": "ds.json",
 }
 """Its file."""
 _SHORT: dict[str, str] = {word: path.replace("*", "{}") for word, path in _TABLES["short"].items()}

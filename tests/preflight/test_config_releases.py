@@ -82,7 +82,7 @@ def test_verl_engine_that_is_not_read_is_no_wrong_value(strategy: str, tmp_path:
 def test_verl_options_of_today_are_known(tmp_path: Path) -> None:
     fsdp = {"strategy": "fsdp2", "qat": {"enable": False}, "pad_to_length": False, "entropy_from_logits_chunk_size": 1}
     actor = {"strategy": "fsdp2", "fsdp_config": fsdp, "optim": {"lr": 1e-6, "zero_indexed_step": True}}
-    config = read(tmp_path, {"actor_rollout_ref": {"actor": actor}, "distillation": {"enable": False}})
+    config = read(tmp_path, {"actor_rollout_ref": {"actor": actor}, "distillation": {"enabled": False}})
     assert wrong(config) == []
     assert config.spec.engine == "fsdp2"
 
@@ -101,6 +101,28 @@ def test_verl_group_and_options_below_it_do_not_contradict_one_another(tmp_path:
     config = read(tmp_path, VERL_SFT + options, name="run.sh")
     assert wrong(config) == []
     assert config.spec.engine == "other"
+
+
+MEGATRON = "python3 -m verl.trainer.main_ppo model_engine=megatron trainer.n_gpus_per_node=8 trainer.nnodes=2 "
+
+
+@pytest.mark.parametrize(("tp", "expected"), [(2, mesh(pp=2, dp_replicate=4, tp=2)), (3, None)])
+def test_verl_megatron_mesh_is_read_and_its_engine_is_not(tp: int, expected: Any, tmp_path: Path) -> None:
+    at = "actor_rollout_ref.actor.megatron."
+    options = f"{at}tensor_model_parallel_size={tp} {at}pipeline_model_parallel_size=2 actor_rollout_ref.model.path=m"
+    spec = read(tmp_path, MEGATRON + options, name="run.sh").spec
+    assert (spec.engine, spec.mesh, spec.model) == ("other", expected, "m")
+    sft = VERL_SFT + f"engine=megatron engine.tensor_model_parallel_size={tp} engine.pipeline_model_parallel_size=2"
+    assert read(tmp_path, sft, name="run.sh").spec.axes["tp"] == tp
+
+
+def test_verl_option_of_a_part_that_is_not_looked_at_is_known_by_its_path(tmp_path: Path) -> None:
+    values: Any = {"actor_rollout_ref": {"actor": {"strategy": "fsdp2"}, "rollout": {"name": "vllm"}}, "critic": {}}
+    values["critic"] = {"strategy": "fsdp2", "optim": {"lr": 1e-5, "my_own": 1}, "ppo_epochs": 1}
+    options = read(tmp_path, values).options
+    assert (options.read, options.understood, options.passed_over) == (6, 5, 1)
+    values["critic"]["ppo_epohcs"] = 2
+    assert wrong(read(tmp_path, values)) == [("unknown-key", "warning", "critic.ppo_epohcs")]
 
 
 def test_verl_model_engine_group_chooses_the_engine(tmp_path: Path) -> None:

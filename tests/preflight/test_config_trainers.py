@@ -300,6 +300,22 @@ def test_hybrid_sharding_of_ai_toolkit_has_no_mesh(tmp_path: Path) -> None:
     assert found(config) == [("unknown-value", "info", "config.process[0].train.fsdp_sharding")]
 
 
+def test_arch_that_ai_toolkit_does_not_have_is_a_warning(tmp_path: Path) -> None:
+    process: dict[str, Any] = {"type": "sd_trainer", "train": {"batch_size": 1}, "model": {"arch": "qwen_image"}}
+    assert found(read(tmp_path, {"config": {"process": [process]}})) == []
+    process["model"]["arch"] = "qwen_imgae"
+    config = read(tmp_path, {"config": {"process": [process]}})
+    assert found(config) == [("unknown-value", "warning", "config.process[0].model.arch")]
+    assert config.findings[0].hint == "arch: qwen_image"
+
+
+def test_option_of_a_list_that_is_not_looked_at_is_known_by_its_name(tmp_path: Path) -> None:
+    datasets = [{"folder_path": "a", "num_repeats": 2}, {"folder_path": "b", "num_repeates": 2, "my_own": 1}]
+    config = read(tmp_path, {"config": {"process": [{"type": "sd_trainer", "train": {}, "datasets": datasets}]}})
+    assert found(config) == [("unknown-key", "warning", "config.process[0].datasets[1].num_repeates")]
+    assert config.options.passed_over == 1
+
+
 def test_processes_of_ai_toolkit_beyond_the_first_are_mentioned(tmp_path: Path) -> None:
     process = {"train": {"batch_size": 3}}
     config = read(tmp_path, {"config": {"process": [process, {"train": {"batch_size": 5}}]}})

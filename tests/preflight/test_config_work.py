@@ -72,6 +72,7 @@ def test_yaml_of_too_many_values_is_left_there(line: str, monkeypatch) -> None:
     assert little == much
 
 
+@pytest.mark.full
 def test_yaml_that_is_nested_too_deep_is_left_there() -> None:
     found = calls_until("[" * 100_000, "inside one another")
     assert plain_yaml.MAX_DEPTH < found["compose_node"] <= 2 * (plain_yaml.MAX_DEPTH + 2)
@@ -155,6 +156,7 @@ def test_toml_keys_of_too_many_parts_are_refused_before_they_are_parsed(text: st
     assert calls(job)["parse_key"] == 0
 
 
+@pytest.mark.full
 def test_work_on_a_script_grows_with_its_length_and_no_faster(tmp_path: Path) -> None:
     def work(text: str) -> int:
         (tmp_path / "a.sh").write_text(text)

@@ -215,6 +215,7 @@ def test_unknown_keys_that_are_no_errors_are_one_finding_and_hide_none(tmp_path:
     assert others.what.startswith("3 keys are not known: dataset_prepared_pth (dataset_prepared_path?), hello")
 
 
+@pytest.mark.full
 def test_thousands_of_unknown_keys_are_not_all_reported(tmp_path: Path) -> None:
     config = read(tmp_path, ACCELERATE | {f"num_proceses{'x' * i}": i for i in range(1000)})
     assert len(config.findings) <= 200

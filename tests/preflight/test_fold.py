@@ -99,6 +99,15 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
     assert fold.notes == ("the mesh dp_shard=8 is folded: dp_shard=8 to 2",)
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft", "boft"])
+def test_fold_spec_tries_the_adapter_on_the_chosen_layers(kind):
+    pytest.importorskip("peft", reason="needs the extra hf")
+    fold = fold_spec(spec(adapter=AdapterSpec(kind=kind, targets=("q_proj", "attn.out"))), model="model", source=None)
+    assert (fold.options.lora, fold.options.adapter) == (True, kind)
+    assert fold.options.target == ("q_proj", "**.q_proj", "attn.out", "**.attn.out")
+    assert fold.notes == ("the mesh dp_shard=8 is folded: dp_shard=8 to 2",)
+
+
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
@@ -106,7 +115,8 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
         ({"activation_checkpointing": True}, "activation checkpointing is not tried"),
         ({"optimizer": "adamw_8bit"}, "adamw_8bit is not tried"),
         ({"optimizer": "adafactor"}, "adafactor is not tried"),
-        ({"adapter": AdapterSpec(kind="lokr")}, "in place of lokr"),
+        ({"adapter": AdapterSpec(kind="glora")}, "in place of glora"),
+        ({"adapter": AdapterSpec(kind="lokr"), "quantize": "nf4"}, "in place of lokr"),
         ({"quantize": "int8"}, "quantising to int8 is not tried"),
         ({"param_dtype": "fp8"}, "computing in fp8 is not tried"),
         ({"reshard_after_forward": 4}, "reshard_after_forward=4 is tried as true"),
@@ -114,7 +124,8 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
         ({"engine": "fsdp1"}, "FSDP1 is tried as"),
         ({"wraps_blocks": False}, "in the run the model is one FSDP group"),
         ({"wrap_classes": ("LlamaMLP",)}, "the wrapped classes are LlamaDecoderLayer, not LlamaMLP"),
-        ({"adapter": AdapterSpec(targets=("q_proj",))}, "adapters are on all linear layers"),
+        ({"adapter": AdapterSpec(targets=(r".*\.(q|k)_proj",))}, "adapters are on all linear layers"),
+        ({"adapter": AdapterSpec(targets=("blocks",)), "framework": "ai-toolkit"}, "adapters are on all linear layers"),
         ({"framework": "torchtitan"}, "torchtitan has one of its own"),
         ({"mesh": None}, "the mesh is not known"),
     ],

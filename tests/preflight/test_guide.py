@@ -52,7 +52,7 @@ def test_guide_shows_what_is_wrong_with_the_wrong_config(tmp_path, capsys, monke
 
 def test_guide_shows_what_is_said_of_a_config_that_is_not_read(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "sft.yaml").write_text("stage: sft\nfinetuning_type: lora\noutput_dir: saves\n")
+    (tmp_path / "sft.yaml").write_text("recipe: x\nstep_scheduler: {max_steps: 10}\noutput_dir: saves\n")
     argv = "preflight sft.yaml --no-smoke --quiet"
     assert main(argv.split()) == 3
     assert capsys.readouterr().out == shown(f"ckpt {argv}")

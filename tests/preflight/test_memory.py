@@ -31,12 +31,37 @@ def spec(mesh="dp_shard=8", engine="fsdp2", framework="accelerate", **fields):
         ),
         ({"engine": "ddp", "mesh": "dp_replicate=8"}, "no_shard", "dp_replicate=8"),
         ({"engine": "ddp"}, "no_shard", "dp_replicate=8"),
-        ({"mesh": "dp_shard=4,cp=2,tp=2"}, "full_shard", "dp_shard=8,tp=2"),
+        ({"mesh": "dp_shard=4,cp=2,tp=2"}, "full_shard", "dp_shard=4,cp=2,tp=2"),
+        ({"mesh": "cp=8"}, "full_shard", "dp_shard=1,cp=8"),
+        ({"mesh": "dp_replicate=2,cp=4"}, "hybrid_shard", "dp_replicate=2,dp_shard=1,cp=4"),
+        ({"mesh": "pp=2,dp_shard=4", "framework": "torchtitan"}, "full_shard", "dp_shard=4,pp=2"),
     ],
 )
 def test_ask_takes_strategy_and_mesh_of_the_spec(fields, strategy, mesh):
     options = ask(spec(**fields), model="model", gpu_memory=1).options
     assert (options.strategies, options.mesh, options.gpu_memory) == ((strategy,), mesh, 1)
+
+
+def test_ask_cuts_what_the_trainer_cuts():
+    titan = ask(spec(mesh="dp_shard=4,tp=2", framework="torchtitan", axes={"ep": 4}), model="m", gpu_memory=1).options
+    assert (titan.sequence_parallel, titan.loss_parallel, titan.expert_parallel) == (True, True, 4)
+    other = ask(spec(mesh="dp_shard=4,tp=2", offload_optimizer=True), model="m", gpu_memory=1).options
+    assert (other.sequence_parallel, other.loss_parallel, other.offload_optimizer) == (False, False, True)
+    for optimizer, expected in {
+        "paged_adamw_8bit": "paged-adamw-8bit",
+        "adamw_bnb_8bit": "adamw-8bit",
+        "adamw_torch_4bit": "adamw-4bit",
+        "lion_8bit": "lion-8bit",
+        "Muon": "muon",
+        "sgd": "sgd",
+    }.items():
+        assert ask(spec(optimizer=optimizer), model="m", gpu_memory=1).options.optimizer == expected
+
+
+def test_experts_over_ranks_that_do_not_divide_are_said_and_not_cut():
+    question = ask(spec(axes={"ep": 3}), model="m", gpu_memory=1)
+    assert question.options.expert_parallel == 1
+    assert any("ep=3" in note for note in question.notes)
 
 
 @pytest.mark.parametrize(
@@ -87,15 +112,13 @@ def test_ask_takes_over_what_is_trained_and_in_which_dtypes():
     ("fields", "word"),
     [
         ({"seq_len": None}, "samples of 2048 tokens are assumed"),
-        ({"mesh": "dp_shard=4,cp=2"}, "each rank has 64 tokens"),
-        ({"optimizer": "adamw_8bit"}, "adamw_8bit is counted as AdamW's: the run needs less"),
+        ({"mesh": "dp_shard=4,pp=2", "framework": "torchtitan"}, "1F1B and micro-batches of one sample"),
+        ({"optimizer": "galore_adamw_8bit"}, "galore_adamw_8bit is counted as AdamW's: the run needs less"),
         ({"optimizer": "mystery"}, "mystery is counted as AdamW's"),
         ({"adapter": AdapterSpec(kind="lokr", rank=4)}, "counted as LoRA"),
         ({"adapter": AdapterSpec()}, "adapters of rank 16 are assumed"),
         ({"quantize": "int8"}, "counted unquantised"),
-        ({"offload_optimizer": True}, "optimizer's state, which is offloaded, is counted"),
         ({"param_dtype": "fp8"}, "fp8 is counted as bf16"),
-        ({"axes": {"ep": 4}}, "experts are counted"),
     ],
 )
 def test_ask_says_where_the_estimate_differs_from_the_config(fields, word):

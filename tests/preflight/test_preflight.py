@@ -30,7 +30,7 @@ LIMIT_S = 60
 """Seconds that a preflight may take."""
 FIELDS = {
     "schema_version", "ok", "config", "framework", "mesh", "spec", "checks", "findings", "estimate", "verify",
-    "checkpoint", "smoke", "not_checked", "notes", "options",
+    "checkpoint", "smoke", "not_checked", "notes", "options", "ignored",
 }  # fmt: skip
 RIGHT = {
     "distributed_type": "FSDP",

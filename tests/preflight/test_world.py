@@ -113,7 +113,7 @@ def test_names_are_taken_from_sources_that_are_not_run(world: Any, tmp_path: Pat
     (tmp_path / "args.py").write_text(SOURCE)
     (tmp_path / "parser.py").write_text(PARSER)
     classes = names._classes(tmp_path, "*.py")
-    assert names._fields_of(classes, "Args", frozenset()) == {
+    assert names._fields_of(classes, "Args", frozenset()).keys() == {
         "seed", "type_of_model", "model_type", "version", "fsdp_version",
     }  # fmt: skip
     assert set(names._options(tmp_path / "parser.py")) == {

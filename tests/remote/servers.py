@@ -129,15 +129,21 @@ def seaweedfs() -> Iterator[Server]:
             '{"identities": [{"name": "tests", "actions": ["Admin", "Read", "Write", "List", "Tagging"], '
             f'"credentials": [{{"accessKey": "{ACCESS_KEY}", "secretKey": "{SECRET_KEY}"}}]}}]}}'
         )
-        command = [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}", "-s3", *flags]
+        command = [weed, f"-logdir={directory}", "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        command += [f"-dir={directory}", "-s3", *flags]
         command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-volume.max=100"]
         command += [f"-filer.localSocket={directory}/filer.sock", f"-s3.config={config}"]
         command += ["-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
         url = f"http://127.0.0.1:{ports[3]}"
-        with _running("weed", command, directory, url):
-            server = Server(name="seaweedfs", url=url, is_careful=True)
-            _create_bucket(server)
-            yield server
+        try:
+            with _running("weed", command, directory, url):
+                server = Server(name="seaweedfs", url=url, is_careful=True)
+                _create_bucket(server)
+                yield server
+        finally:
+            for port in ports:  # a name that no option changes, and a killed server leaves
+                for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):
+                    left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Layout, Mesh, Shard
 from ckpt_tools.description.summarise import Summary, overlay, summarise
 from ckpt_tools.estimate import Estimate
+from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.margin import Margin
-from ckpt_tools.estimate.options import Case
-from ckpt_tools.estimate.report import CaseEstimate, Memory
+from ckpt_tools.estimate.report import CaseEstimate, Memory, Moment
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.moments import Moments
 from ckpt_tools.preflight.report import CHECKS, CheckResult, PreflightReport
@@ -73,7 +73,17 @@ def sharded(mesh: str = "dp_shard=4,tp=2", checkpoint: Checkpoint | None = None)
 
 def verification(**changes) -> Verification:
     found = replace(FINDINGS[0], tensor="model.layers.3.mlp.up.weight")
-    result = Verification(level="data", tensors=7, chunks=9, nbytes=99, unchecked=(), findings=(found, *FINDINGS[1:]))
+    found = replace(found, file="part/__37_0.distcp")
+    strange = replace(FINDINGS[1], file=HOSTILE[0])
+    result = Verification(
+        level="data",
+        tensors=7,
+        chunks=9,
+        nbytes=99,
+        unchecked=(),
+        findings=(found, strange, *FINDINGS[2:]),
+        files=tuple(f"part/__{rank}_0.distcp" for rank in range(40)),
+    )
     return replace(result, **changes)
 
 
@@ -105,10 +115,17 @@ def difference(**changes) -> Difference:
 
 def case(fits: bool | None, peak: int = 60 << 30) -> CaseEstimate:
     at_peak = {"params": peak // 2, "activations": peak // 4}
+    walked = [("forward", i) for i in range(6)] + [("backward", 5 - i) for i in range(6)]
+    moments = [
+        Moment(phase=phase, block=f"layers.{i}.{HOSTILE[0]}", held={"params": peak // 2, "activations": i * peak // 20})
+        for phase, i in walked
+    ]
+    moments.append(Moment(phase="step", block="", held=at_peak))
     sizes = dict.fromkeys(("params", "grads", "optimizer", "activations", "gathered"), peak // 4)
     margin = Margin(context=1 << 30, workspace=0, nccl=0, fragmentation=0)
+    memory = Memory(**sizes, peak=peak, at_peak=at_peak, moments=tuple(moments))
     return CaseEstimate(
-        case=Case(), formula=Memory(**sizes, peak=peak, at_peak=at_peak), tracked=None, margin=margin, fits=fits,
+        case=Case(), formula=memory, tracked=None, margin=margin, fits=fits,
         why_not_tracked="there is no config", doubt="who knows" if fits is None else None,
     )  # fmt: skip
 
@@ -125,7 +142,12 @@ def smoke(**changes) -> SmokeReport:
         mesh="dp_shard=2",
         strategy="full_shard",
         device="cpu",
-        phases=tuple(PhaseResult(name=name, ok=True, seconds=0.1, what=HOSTILE[1]) for name in PHASES),
+        phases=tuple(
+            PhaseResult(name=name, ok=True, seconds=0.1, what=HOSTILE[1], memory_bytes=(i + 3) << 28)
+            for i, name in enumerate(PHASES)
+        ),
+        grad_errors={f"model.layers.{i}.{name}": 1e-7 * i for i in range(3) for name in ("up", "down", HOSTILE[0])}
+        | {HOSTILE[5]: float("nan")},
         losses=(4.0, 3.5, float("nan"), 3.0),
         reference_losses=(4.0, 3.5, 3.25, 3.0),
         max_grad_error=1e-7,

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings, strategies as st
 from reports import results
-from reports.results import HOSTILE, whole
+from reports.results import FINDINGS, HOSTILE, whole
 from samples import examples, shard_model, write_model
 
 from ckpt_tools.checks.verify import Unchecked
@@ -21,7 +21,7 @@ from ckpt_tools.cli import main
 from ckpt_tools.cli.output import Output
 from ckpt_tools.cli.reports import report_to
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding
-from ckpt_tools.description.layout import Box
+from ckpt_tools.description.layout import Box, Mesh
 from ckpt_tools.description.summarise import summarise
 from ckpt_tools.report.checks_pages import diff_page, verify_page
 from ckpt_tools.report.html import MARK, build_html
@@ -209,6 +209,72 @@ def test_verify_page_shows_where_and_counts_what_it_leaves_out():
     assert "7 more findings are not on this page" in page.text
     where = next(s for s in verify_page(results.verification(), "x").sections if s.title.startswith("Where"))
     assert [(name, [c and c[0] for c in cells]) for name, cells in where.parts[0].rows] == [("model.layers.3", ["1"])]
+
+
+def test_smoke_page_is_hot_only_where_gradients_differ():
+    page = smoke_page(results.smoke(grad_errors={"model.layers.0.up": 0.0, "model.layers.1.up": 1e-7, "head": 0.0}))
+    section = next(s for s in page.sections if s.title.startswith("Gradients"))
+    assert section.parts[0].rows == [("model.layers.0", [("0", 0.0)]), ("model.layers.1", [("1e-07", 1.0)])]
+    assert section.parts[1].rows == [("head", "0")]
+
+
+def test_estimate_page_draws_a_step_below_the_device_line():
+    def columns(page):
+        found = [s for s in page.sections if s.title == "One training step"]
+        return [part for part in found[0].parts if part.kind == "bars"] if found else []
+
+    page = estimate_page(results.estimate(True, False))
+    assert [part.groups for part in columns(page)] == [[("forward", 6), ("backward", 6), ("step", 1)]] * 2
+    assert columns(page)[0].limit == 80 * 10**9
+    first = results.case(True)
+    all_of = first.per_rank.moments
+    kept = (*all_of[:2], *all_of[4:8], *all_of[-1:])  # without 2 and 3
+    cut = replace(first, formula=replace(first.per_rank, moments=kept))
+    bars = columns(estimate_page(replace(results.estimate(True), cases=(cut,))))[0]
+    assert [bar.total for bar in bars.bars if not sum(bar.parts)] == ["2 blocks alike, not drawn"]
+    assert "⋯" in bars.caption
+    assert columns(estimate_page(results.estimate(True, gpu_memory=10**13)))[0].limit is None
+    assert len(columns(estimate_page(results.estimate(*[True] * 6)))) == 4
+    assert len([part for part in page.sections[1].parts if part.kind == "table"]) == 2
+
+
+def test_verify_page_shows_whose_files_are_damaged_on_the_mesh():
+    def drawn(**changes):
+        page = verify_page(results.verification(**changes), "x")
+        return next((s for s in page.sections if s.title.startswith("Who") or s.title.startswith("Which")), None)
+
+    section = drawn()
+    ranks, table = section.parts
+    assert section.title == "Whose: 1 rank of 40"
+    assert [(name, [cell and cell[0] for cell in cells]) for name, cells in ranks.rows] == [
+        ("0–15", [""] * 16),
+        ("16–31", [""] * 16),
+        ("32–47", ["", "", "", "", "", "1", "", "", *[None] * 8]),
+    ]
+    assert {row[1:] for row in table.rows} == {("37", "1", "bad-item 1"), ("", "1", "damaged-data 1")}
+    on_mesh = drawn(mesh=Mesh((("dp_shard", 20), ("tp", 2)))).parts[0]
+    assert (on_mesh.columns, on_mesh.rows[-2][0]) == (["tp 0", "tp 1"], "36–37")
+    many = tuple(f"__{rank}_0.distcp" for rank in range(1000))
+    lost = tuple(replace(finding, file=many[999]) for finding in FINDINGS)
+    assert [name for name, _ in drawn(findings=lost, files=many).parts[0].rows] == ["992–1007"]
+    hub = tuple(replace(finding, file="model-1.safetensors") for finding in FINDINGS)
+    assert drawn(findings=hub, files=("model-1.safetensors", "model-2.safetensors")).title == "Which files: 1"
+    assert drawn(findings=FINDINGS) is None
+
+
+def test_verify_page_of_a_real_step_with_lost_and_damaged_files(tmp_path, capsys):
+    run, page = shard_model(tmp_path), tmp_path / "page.html"
+    files = sorted(run.glob("__*.distcp"))
+    files[0].unlink()
+    content = bytearray(files[1].read_bytes())
+    content[len(content) // 2] ^= 1
+    files[1].write_bytes(content)
+    code, out, _ = _html(capsys, "verify", run, "--json", "--html", page)
+    text = _Reader(page.read_bytes()).text
+    assert code == 3
+    found = {finding["file"] for finding in json.loads(out)["findings"] if finding["severity"] == "error"}
+    assert {files[0].name, files[1].name} <= found
+    assert f"Whose: 2 ranks of {len(files)}" in text
 
 
 # On the command line

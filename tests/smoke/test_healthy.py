@@ -32,6 +32,8 @@ def check_fp32(report, *, findings=()):
     for loss, expected in zip(report.losses, report.reference_losses, strict=True):
         assert abs(loss - expected) <= LOSS_FP32 * max(1, abs(expected))
     assert report.max_grad_error <= GRADIENT_FP32
+    assert max(report.grad_errors.values()) == report.max_grad_error
+    assert all(phase.memory_bytes > 1 << 26 for phase in report.phases[2:] if phase.ok)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +154,18 @@ def test_smoke_of_adapters_trains_only_them(farm, models):
     report = farm.smoke(source=str(models / "llama"), lora=True, steps=2)
     check_fp32(report)
     assert report.memory[0].grads < report.memory[0].params / 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["dora", "lokr", "oft"])
+def test_smoke_with_other_adapters_on_chosen_layers_finds_nothing(models, farm, kind):
+    pytest.importorskip("peft", reason="needs the extra hf")
+    every = farm.smoke(source=str(models / "llama"), lora=True, adapter=kind, steps=1)
+    some = farm.smoke(source=str(models / "llama"), lora=True, adapter=kind, target=["**.q_proj"], steps=1)
+    assert every.ok
+    assert some.ok
+    assert 0 < len(some.grad_errors) < len(every.grad_errors)
+    assert all(".q_proj." in name for name in some.grad_errors)
 
 
 def test_smoke_of_quantised_weights_with_adapters_reloads_them_bit_for_bit(farm, models):

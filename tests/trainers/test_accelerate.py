@@ -28,7 +28,9 @@ def train(kind, *, first=0, start=None, resume=None, save=None):
     data = DataLoader(worlds.tokens(), batch_size=worlds.GLOBAL_BATCH // accelerator.num_processes)
     model, optimizer, scheduler, data = accelerator.prepare(model, optimizer, scheduler, data)
     if start:
-        guide.run("trainers", "accelerate", {"accelerator": accelerator, "model": model, "start": str(start)})
+        guide.run(
+            "trainers/accelerate", "accelerate", {"accelerator": accelerator, "model": model, "start": str(start)}
+        )
     if resume:
         accelerator.load_state(str(resume))
     losses, logits = [], None

@@ -49,7 +49,7 @@ def train(kind, *, start=None, resume=None, save=None):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     if start:
-        Script.on_fit_start = guide.run("trainers", "lightning", {"start": start})["on_fit_start"]
+        Script.on_fit_start = guide.run("trainers/lightning", "lightning", {"start": start})["on_fit_start"]
     num_ranks = dist.get_world_size()
     trainer = lightning.Trainer(
         accelerator="cpu",

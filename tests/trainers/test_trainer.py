@@ -62,7 +62,7 @@ def train(output, *, base=None, first=0, start=None, resume=None, save=False):
     model = adapted(base) if base else worlds.model_of("llama")
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[script])
     if start:
-        guide.run("trainers", "trainer", {"trainer": trainer, "start": str(start)})
+        guide.run("trainers/accelerate", "trainer", {"trainer": trainer, "start": str(start)})
     trainer.train(resume_from_checkpoint=resume and str(resume))
     history = trainer.state.log_history
     return [entry["loss"] for entry in history if "loss" in entry and entry["step"] > first], script.logits

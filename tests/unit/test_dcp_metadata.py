@@ -153,6 +153,7 @@ def many(num_tensors: int, num_ranks: int, *, separate: bool) -> Metadata:
     return whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("separate", [False, True])
 def test_parse_metadata_of_many_chunks_equals_torch(separate: bool, monkeypatch) -> None:
     metadata = many(40, 60, separate=separate)

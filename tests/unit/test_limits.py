@@ -219,6 +219,7 @@ def test_pickle_of_many_containers_is_refused_in_bounded_memory() -> None:
     assert peak < 150 << 20  # all of them would take 250 MB
 
 
+@pytest.mark.full
 def test_pickle_of_many_containers_with_content_is_read() -> None:
     value = _parse(b"](" + b"](K\x01K\x02K\x03e" * 100_000 + b"e")
     assert isinstance(value, list)
@@ -259,6 +260,7 @@ def test_twenty_megabytes_of_small_objects_are_refused_at_once(kind: str) -> Non
     assert peak_rss_bytes() - before < 32 << 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_real_metadata_with_short_names_is_far_from_the_limit(protocol: int) -> None:
     entries, paths, places = {}, {}, {}

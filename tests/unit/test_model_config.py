@@ -80,6 +80,7 @@ def expected(value: object, *, is_root: bool = True, name: str = "") -> object:
     }
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=examples(300))
 @given(VALUES, st.sampled_from([None, 1, "\t"]), st.booleans())
 def test_config_changes_as_its_objects_would(value: object, indent: int | str | None, is_ascii: bool) -> None:

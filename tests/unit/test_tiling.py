@@ -88,6 +88,7 @@ def test_tiling_equals_counting_elements(shape, data) -> None:
         assert all(expected(counts[element]) for element in inside)
 
 
+@pytest.mark.full
 def test_tiling_of_many_boxes_is_quick() -> None:
     boxes = [Box((i, 0), (1, 8)) for i in range(50_000)]
     assert check_tiling((50_000, 8), boxes) is None

@@ -11,6 +11,7 @@ the package index cannot be reached.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import scores  # noqa: E402
 from examples import find_examples  # noqa: E402
 from names import write_lists  # noqa: E402
 from outcomes import CRASH, ERROR, GREEN, NOT_CHECKED, REFUSED, Outcome, judge  # noqa: E402
@@ -64,12 +66,18 @@ def main(arguments: list[str]) -> int:
         print_row("all", found, None)
     if given.show:
         show(found)
+    newest = {release.project: release.name for release, _ in trees}
+    text = scores.table(found, {*newest.values()}, rows(JUDGED))
+    print(text)
+    if given.update and not given.projects:
+        scores.write(text)
     return check(found, {release.name for release, _ in trees}, update=given.update)
 
 
 def run(release: Release, tree: Path) -> dict[str, Outcome]:
     """Return the outcome of every example of a release."""
-    with tempfile.TemporaryDirectory(prefix="ckpt-world-") as scratch:
+    # A release is where its users start from: relative paths begin there.
+    with tempfile.TemporaryDirectory(prefix="ckpt-world-") as scratch, contextlib.chdir(tree):
         return {
             f"{release.name}/{name}": judge(path) for name, path in find_examples(release.project, tree, Path(scratch))
         }

@@ -39,15 +39,18 @@ def write_lists() -> None:
 
 def _render(sources: list[list[str]]) -> str:
     lines = ["# Option names, under the newest release that has them. Written by bin/world --names; do not edit."]
-    for section in dict.fromkeys(row[1] for row in sources):
+    for section in dict.fromkeys(row[1].partition("/")[0] for row in sources):
         last: dict[str, str] = {}
-        for _, _, project, kind, place, what in (row for row in sources if row[1] == section):
+        for at, _, project, kind, place, what in (
+            (one[1].partition("/")[2], *one[1:]) for one in sources if one[1].partition("/")[0] == section
+        ):
+            above = f"{at}/" if at else ""  # a section `job/loss` has the names inside the option `loss`
             if kind == "words":
-                last |= dict.fromkeys(what.split(), place) | last
+                last |= {above + name: place for name in what.split()} | last
                 continue
             for release in pinned():
                 if release.project == project:
-                    last |= dict.fromkeys(_names(release, kind, place, what), release.name)
+                    last |= {above + name: release.name for name in _names(release, kind, place, what)}
         for release in sorted(set(last.values()), key=_newest_first):
             lines += ["", f"[{section}] {release}"]
             lines += _wrapped(sorted(name for name, found in last.items() if found == release))
@@ -74,15 +77,18 @@ def _names(release: Release, kind: str, place: str, what: str) -> set[str]:
     """Return the names of one release, from one source of a list."""
     tree = unpacked(release)
     found: set[str] = set()
-    if kind == "fields":
+    if kind in ("fields", "trees"):
         classes = _classes(tree, place)
         for name in list(classes):
             if re.fullmatch(what, name):
-                found |= _fields_of(classes, name, frozenset())
+                found |= _fields_of(classes, name, frozenset(), nested=kind == "trees").keys()
         return found
     for path in _matching(tree, place):
         if kind == "keys":
             found |= _keys_at(yaml.safe_load(path.read_text(encoding="utf-8")), what)
+        elif kind == "paths":
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            found |= {one for one in _paths(values) if f"{one}/".startswith(what)}
         elif kind == "defaults":
             found |= _defaults_of(yaml.safe_load(path.read_text(encoding="utf-8")))
         elif kind == "options":
@@ -97,18 +103,20 @@ def _matching(tree: Path, place: str) -> list[Path]:
 
 
 @cache
-def _classes(tree: Path, place: str) -> dict[str, tuple[list[str], set[str]]]:
-    """Return class → (names of its bases, its own fields); an inner class is `Outer.Inner`."""
-    found: dict[str, tuple[list[str], set[str]]] = {}
+def _classes(tree: Path, place: str) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Return class → (names of its bases, its own fields with their types); an inner class is `Outer.Inner`."""
+    found: dict[str, tuple[list[str], dict[str, str]]] = {}
     for path in (path for path in _matching(tree, place) if path.suffix == ".py"):
         for outer, node in _class_nodes(ast.parse(path.read_text(encoding="utf-8")), ""):
-            bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-            fields: set[str] = set()
+            bases = [ast.unparse(base) for base in node.bases]
+            fields: dict[str, str] = {}
             for item in node.body:
                 if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
                     continue
-                if not ast.unparse(item.annotation).startswith("ClassVar"):
-                    fields |= {item.target.id, *_aliases(item.value), *_aliases(item.annotation)}
+                kind = ast.unparse(item.annotation)
+                if not kind.startswith("ClassVar"):
+                    names = (item.target.id, *_aliases(item.value), *_aliases(item.annotation))
+                    fields |= dict.fromkeys(names, kind)
             found[outer] = (bases, fields)
     return found
 
@@ -131,11 +139,21 @@ def _aliases(value: ast.AST | None) -> Iterator[str]:
         yield from (one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str))
 
 
-def _fields_of(classes: dict[str, tuple[list[str], set[str]]], name: str, seen: frozenset[str]) -> set[str]:
+def _fields_of(
+    classes: dict[str, tuple[list[str], dict[str, str]]], name: str, seen: frozenset[str], *, nested: bool = False
+) -> dict[str, str]:
+    """Return the fields of a class and its bases; with `nested`, also those of the classes inside, as paths."""
+    name = name if name in classes else name.rpartition(".")[2]
     if name not in classes or name in seen:
-        return set()
-    bases, fields = classes[name]
-    return fields.union(*(_fields_of(classes, base, seen | {name}) for base in bases))
+        return {}
+    bases, own = classes[name]
+    fields = {one: kind for base in bases for one, kind in _fields_of(classes, base, seen | {name}).items()} | own
+    inner: dict[str, str] = {}
+    for field, kind in fields.items() if nested else ():
+        for other in re.findall(r"[\w.]+", kind):
+            below = _fields_of(classes, other, seen | {name}, nested=True)
+            inner |= {f"{field}/{one}": kind for one, kind in below.items()}
+    return fields | inner
 
 
 def _options(path: Path) -> Iterator[tuple[str, str]]:
@@ -175,6 +193,15 @@ def _defaults_of(values: object) -> set[str]:
     given = values.get("defaults") if isinstance(values, dict) else None
     pairs = (item if isinstance(item, dict) else {item: None} for item in given or ())
     return {str(key) if file is None else f"{key}:{file}" for pair in pairs for key, file in pair.items()}
+
+
+def _paths(values: object, above: str = "") -> Iterator[str]:
+    """Yield the key paths of a tree, with slashes; a name with a blank would be two words of a list."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        path = f"{above}{key}"
+        if re.fullmatch(r"[\w.\-/]+", path):
+            yield path
+            yield from _paths(value, f"{path}/")
 
 
 def _keys_at(values: object, path: str) -> set[str]:

@@ -38,6 +38,8 @@ class Outcome:
     """What was not checked, or why it was refused."""
     unread: tuple[str, ...] = ()
     """Options whose values are not in the file, and on which something depends."""
+    num_options: int = 0
+    num_understood: int = 0
 
     @property
     def codes(self) -> str:
@@ -65,6 +67,7 @@ def judge(path: Path, options: tuple[str, ...] = ()) -> Outcome:
             for one in document["findings"]
             if one["severity"] != "info"
         )
+        options = document["options"] or {}
         failed = any(found.severity == "error" for found in findings)
         verdict = GREEN if code == 0 else ERROR if failed else NOT_CHECKED
         return Outcome(
@@ -72,7 +75,9 @@ def judge(path: Path, options: tuple[str, ...] = ()) -> Outcome:
             framework=document["framework"],
             findings=findings,
             why="; ".join(document["not_checked"]),
-            unread=tuple((document["options"] or {}).get("unread", ())),
+            unread=tuple(options.get("unread", ())),
+            num_options=options.get("read", 0),
+            num_understood=options.get("understood", 0),
         )
     error = document.get("error", {})
     verdict = REFUSED if code in (2, 4) else CRASH

@@ -64,7 +64,7 @@ class Arithmetic:
 
     def _piece(self, row: int, before: Array, after: Array) -> None:
         weight = np.empty(before.shape, self._work)
-        cast_array(before, weight, bulk=True)
+        cast_array(before, weight)
         for part, change in self._parts:
             first, last = max(row, part.start), min(row + len(weight), part.start + part.count)
             if first < last:
@@ -77,7 +77,7 @@ class Arithmetic:
         self._check_range(before, weight)
         if not all(self.has_changed):
             self._look(row, before, weight)
-        cast_array(weight, after, bulk=True)
+        cast_array(weight, after)
 
     def _check_range(self, before: Array, weight: Array) -> None:
         """Refuse what is not finite, or would not be after the cast, unless the base is not finite either."""
@@ -121,7 +121,7 @@ class Arithmetic:
     def _cast(self, array: Array) -> Array:
         """Return the elements as they are to be."""
         result = np.empty(array.shape, numpy_dtype(self._after))
-        cast_array(array, result, bulk=True)
+        cast_array(array, result)
         return result
 
 

@@ -95,7 +95,7 @@ def _is_same(one: TensorEntry, other: TensorEntry, own: TensorReader, theirs: Te
     second = array_of(theirs.read(other), other.dtype, (-1,))
     for wide, narrow in ((first, second), (second, first)):
         rounded = np.empty_like(narrow)
-        cast_array(wide, rounded, bulk=False)
+        cast_array(wide, rounded)
         if rounded.tobytes() == narrow.tobytes():
             return True
     return False

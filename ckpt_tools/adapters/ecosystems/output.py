@@ -130,7 +130,7 @@ def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview],
         see(item, content)
         if item.dtype is not item.stored and len(content):
             target = memoryview(bytearray(item.entry.nbytes))
-            cast(content, item.stored, target, item.dtype, bulk=False)
+            cast(content, item.stored, target, item.dtype)
             content = target
         if len(content) != item.entry.nbytes:
             raise CkptError(f"expected {item.entry.nbytes} bytes, got {len(content)}", where=item.name)

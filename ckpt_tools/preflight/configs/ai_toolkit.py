@@ -18,11 +18,14 @@ from pydantic import Field
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.options import nearest
 from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice, dtype_name
 from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Source, Table, mesh_row, named_by, row
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
+_ARCHS = known("ai_toolkit", "arch")
+"""Models; another one is loaded as Stable Diffusion. Source: `toolkit/util/get_model.py:get_model_class`."""
 _FLUX2_BLOCKS = ("DoubleStreamBlock", "SingleStreamBlock")
 
 
@@ -196,6 +199,14 @@ def _check(given: Given[Process]) -> None:
         given.findings.append(
             Finding(code="several-processes", severity=severity, where="config.process", what=what, hint=hint)
         )
+    arch = (given.raw.model.arch or "").partition(":")[0]
+    if arch and arch not in _ARCHS:
+        near = nearest(arch, _ARCHS)
+        what = (
+            f"{given.raw.model.arch} is no model of ai-toolkit's: it is loaded as Stable Diffusion, unless you added it"
+        )
+        hint = f"arch: {near}" if near else "check which version of ai-toolkit has this model"
+        given.findings.append(Finding.warning("unknown-value", given.spell("model.arch"), what, hint))
     if given.is_fsdp and given.raw.train.fsdp_sharding == "hybrid":
         given.findings.append(
             Finding.info(

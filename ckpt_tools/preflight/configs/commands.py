@@ -1,44 +1,52 @@
 r"""The commands of a shell script as lists of words, with what the script itself says of its variables.
 
-Nothing is executed, and nothing is looked up outside of the script. A variable becomes its value where that is
-certain: it was assigned unconditionally before (`X=a`, `export X=a`, `A=(a b)`, `A+=(c)`, `read -r X <<EOF`), or a
-default stands beside it (`${X:-a}`) and the script does not assign it. Anything else stays what is written: `$X`,
-`$(date)`, `$@`.
+Nothing is executed. A variable becomes its value where that is certain: it was assigned unconditionally before
+(`X=a`, `export X=a`, `A=(a b)`, `A+=(c)`, `read -r X <<EOF`), in a function that is called, in a file that is read in
+(`source`), by Slurm (`#SBATCH --nodes=2`), or a default stands beside it (`${X:-a}`) and the script does not assign it.
+Anything else stays what is written: `$X`, `$(date)`, `$@`.
 
-Source: POSIX Shell Command Language, 2.6 (word expansions) and 2.9 (commands); bash for arrays and `$(( … ))`.
+Source: POSIX Shell Command Language, 2.6 (word expansions), 2.9 (commands) and 2.14 (`.`, `export`, `return`, `set`,
+`shift`); bash for arrays, `local` and `source`; sbatch(1) for its options and the variables that they set.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
-from ckpt_tools.preflight.configs.shell import Token, Word, pieces_of, tokenize
+from ckpt_tools.preflight.configs.functions import (
+    PREFIXES,
+    Function,
+    Recording,
+    assigned_in,
+    is_assignment,
+    literal,
+)
+from ckpt_tools.preflight.configs.shell import Token, tokenize
+from ckpt_tools.preflight.configs.slurm import slurm_variables
+from ckpt_tools.preflight.configs.variables import Variables
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<rest>\[[^]]*\])?(?P<plus>\+?)=")
-_SIMPLE = re.compile(r"\$(?:(?P<bare>[A-Za-z_]\w*)|\{(?P<braced>[A-Za-z_]\w*)\})")
-_ALL = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)\[(?P<all>[@*])\]\}")
-_DEFAULT = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*)(?P<colon>:?)[-=](?P<default>.*)\}", re.DOTALL)
-_ARITHMETIC = re.compile(r"\$\(\((?P<text>.{1,200})\)\)", re.DOTALL)
-_NUMBER_NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
 _OPENING = frozenset({"if", "while", "until", "for", "select", "case", "{"})
 _CLOSING = frozenset({"fi", "done", "esac", "}"})
-_PREFIXES = frozenset({"then", "else", "elif", "do", "!", "time"})
+_BEFORE_COMMANDS = _OPENING | PREFIXES | {"function"}
 _DECLARING = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _ASSIGNING = frozenset({"read", "mapfile", "readarray", "getopts", "printf", "unset", "let"})
+_SHELLS = ("bash", "sh", "zsh")
 _SETS_NO_OPTIONS = ("activate", ".bashrc", ".bash_profile", ".profile", "conda.sh")
 """Files that set up a shell: they are taken to leave the script's own variables alone."""
-_MAX_EXPANDED = 4 << 20
-"""Characters of all words and values once variables are known: ten lines can double one twenty times."""
 _MAX_DEPTH = 200
 """Compounds and functions inside one another."""
+_MAX_CALLS = 16
+"""Functions and files inside one another."""
+_CALL_COST = 64
+"""Characters that a token of a function costs, each time that it is called: a dozen lines can call one a million times.
+"""
 
-Value = str | tuple[str, ...] | None
-"""Of a variable; a tuple is an array, None what nobody knows here."""
+OpenFile = Callable[[str], tuple[str, str] | None]
+"""Name of a file in a script → its path and text, if it is here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,64 +54,134 @@ class Script:
     """A script as far as it can be read without running it."""
 
     commands: tuple[tuple[str, ...], ...]
+    """Words, each a `PlacedText`."""
     assumed: tuple[str, ...] = ()
     """Variables whose default was taken: the environment is assumed not to set them."""
+    files: tuple[str, ...] = ()
+    """Other scripts that it starts or reads in, and that were read."""
+    missing: tuple[str, ...] = ()
+    """Those that are not here."""
+    written: Mapping[str, str | None] = field(default_factory=dict)
+    """Files that it writes itself → their text; None where that is not certain."""
+    takes_arguments: bool = False
+    """Does it look at what it is started with?"""
+    num_tasks: int | None = None
+    """What its `#SBATCH` lines make Slurm start."""
 
 
-def read_script(text: str) -> Script:
+def read_script(
+    text: str,
+    *,
+    path: str | None = None,
+    open_file: OpenFile | None = None,
+    arguments: tuple[str, ...] | None = None,
+) -> Script:
     """Return the commands of a script.
+
+    Args:
+        text: The script.
+        path: Where it lies; None for text that lies nowhere.
+        open_file: Opens the files that it reads in; None: there are none.
+        arguments: What it is started with; None where nobody says: `$@` is taken for nothing, `$1` is not known.
 
     Raises:
         ValueError: Something is never closed, or there is more than any script has.
     """
-    shell = _Shell()
+    shell = _Shell(open_file=open_file or (lambda _: None))
+    shell.known.path, shell.known.arguments = path, arguments
+    slurm = slurm_variables(text)
+    shell.known.values |= slurm
+    shell.known.exported |= slurm.keys()
     try:
-        for token in tokenize(text):
-            shell.take(token)
+        shell.run(tokenize(text))
+        shell.run_uncalled()
     except RecursionError:
         raise ValueError("expansions nested too deep") from None
-    return Script(commands=tuple(shell.commands), assumed=tuple(shell.assumed))
+    return Script(
+        commands=tuple(shell.commands),
+        assumed=tuple(shell.known.assumed),
+        files=tuple(shell.files),
+        missing=tuple(shell.missing),
+        written=shell.written,
+        takes_arguments=shell.known.takes_arguments,
+        num_tasks=int(slurm["SLURM_NTASKS"][:9]) if "SLURM_NTASKS" in slurm else None,
+    )
 
 
 @dataclass(slots=True)
 class _Shell:
     """What is known after each token."""
 
+    open_file: OpenFile
+    known: Variables = field(init=False)
     commands: list[tuple[str, ...]] = field(default_factory=list)
-    assumed: dict[str, None] = field(default_factory=dict)
-    values: dict[str, Value] = field(default_factory=dict)
-    tainted: set[str] = field(default_factory=set)
-    """Variables that a function assigns: whenever it is called."""
+    files: dict[str, None] = field(default_factory=dict)
+    missing: dict[str, None] = field(default_factory=dict)
+    written: dict[str, str | None] = field(default_factory=dict)
+    functions: dict[str, Function] = field(default_factory=dict)
+    recording: Recording | None = None
     stack: list[str] = field(default_factory=list)
-    """Compounds that are open: if, for, {, (, function."""
+    """Compounds that are open: if, for, {, (; call: what is called may not be."""
     pending: list[Token] = field(default_factory=list)
     is_conditional: bool = False
     """After && or ||, or in a pipe: it may not run, or not in this shell."""
-    is_sourced: bool = False
-    """Another file was read in before, which may have set anything."""
-    sets_arguments: bool = False
-    """`set -- …` was seen: `$@` is no longer what the script was called with."""
+    frame: int = 0
+    """Compounds that were open when the function, or the file, began."""
+    over: str = ""
+    """What ended it: return, exit."""
+    targets: tuple[str, ...] = ()
+    """Files that the command writes to."""
+    appends: bool = False
+    """Does it write at the end of what they hold already?"""
     last: tuple[str, ...] = ()
     """The words of the last command: a here-document is its input."""
-    num_chars: int = 0
+    last_targets: tuple[str, ...] = ()
+    num_calls: int = 0
+
+    def __post_init__(self) -> None:
+        """Begin where nothing is known."""
+        self.known = Variables(is_certain=lambda: self.is_certain)
+
+    @property
+    def is_certain(self) -> bool:
+        """Is this point reached on every way through the script?"""
+        return not self.stack and not self.is_conditional
+
+    def run(self, tokens: Iterable[Token]) -> None:
+        """Take tokens up to the end, or to an `exit` that is certain."""
+        for token in tokens:
+            self.take(token)
+            if self.over:
+                return
+
+    def run_uncalled(self) -> None:
+        """Read the functions that nothing calls: what they run may be the run, and nothing in them is known."""
+        stack, frame, was_uncalled = self.stack, self.frame, self.known.is_uncalled
+        for one in list(self.functions.values()):
+            if not one.was_called:
+                self.stack, self.frame, self.pending, self.over, self.is_conditional = ["function"], 1, [], "", False
+                self.known.is_uncalled = True
+                self.run([*one.tokens, Token(kind="newline")])
+        self.stack, self.frame, self.over, self.known.is_uncalled = stack, frame, "", was_uncalled
 
     def take(self, token: Token) -> None:
         """Take the next token."""
         if len(self.stack) > _MAX_DEPTH:
             raise ValueError(f"more than {_MAX_DEPTH} compound commands inside one another")
-        if token.kind in ("word", "array"):
+        if (recording := self.recording) is not None:
+            self._record(recording, token)
+        elif token.kind in ("word", "array"):
             self.pending.append(token)
+        elif token.kind == "redirection":
+            if token.text.lstrip("1&").startswith(">") and not token.text.endswith("&"):
+                self.targets = (*self.targets, self.known.text(token.word) or "")
+                self.appends = ">>" in token.text
         elif token.kind == "heredoc":
             if self.pending:
                 self._end_command()
-            self._read_into(self.last, self._text(token.word))
+            self._take_document(self.known.text(token.word))
         elif token.text == "(":
-            if len(self.pending) == 1:
-                self.stack.append("function")  # its name; the body follows
-                self.pending = []
-            else:
-                self._end_command()
-                self.stack.append("(")
+            self._open_bracket()
         elif token.text == ")":
             if self.stack[-1:] == ["case"]:
                 self.pending = []  # a pattern
@@ -112,255 +190,212 @@ class _Shell:
             if self.stack and self.stack[-1] == "(":
                 self.stack.pop()
         elif token.kind == "newline" and not self.pending:
+            self.targets = ()
             return  # && and | go on in the next line
         else:
-            self.is_conditional |= token.text in ("|", "|&")
+            self.is_conditional |= token.text in ("|", "|&", "&")
             self._end_command()
             self.is_conditional = token.text in ("&&", "||", "|", "|&")
+            if self.recording is not None:  # `function f { a; b`
+                self._record(self.recording, token)
+
+    def _open_bracket(self) -> None:
+        """Begin a function, whose name was the last word, or a subshell."""
+        names = [literal(token) for token in self.pending]
+        if names and names[-1] not in (None, *_BEFORE_COMMANDS) and all(one in _BEFORE_COMMANDS for one in names[:-1]):
+            del self.pending[-1]
+            self._end_command()
+            self.recording = Recording(names[-1] or "")
+        else:
+            self._end_command()
+            self.stack.append("(")
+
+    def _record(self, recording: Recording, token: Token) -> None:
+        if recording.take(token):
+            self.recording = None
+            self.functions[recording.name] = Function(recording.tokens, self.is_certain)
 
     def _end_command(self) -> None:
         pending, self.pending = self.pending, []
-        while pending and (word := _literal(pending[0])) is not None:
+        targets, self.targets = self.targets, ()
+        while pending and (word := literal(pending[0])) is not None:
             if word == "function":
-                self.stack.append("function")
-                pending = pending[2:]
-            elif word in _OPENING:
-                if word == "{" and self.stack[-1:] == ["function"]:
-                    self.stack[-1] = "function {"
-                else:
-                    self.stack.append(word)
+                if len(pending) < 2:
+                    return  # `function f()`: a bracket follows
+                self.recording = Recording(literal(pending[1]) or "")
+                for token in pending[2:]:  # a brace in the same line
+                    self._record(self.recording, token)
+                return
+            if word in _OPENING:
+                self.stack.append(word)
                 pending = pending[1:]
                 if word in ("for", "select"):
-                    self._forget(_literal(item) for item in pending[:1])
+                    self.known.forget(literal(item) for item in pending[:1])
                     return
                 if word == "case":
                     return
             elif word in _CLOSING:
-                if self.stack:
+                if len(self.stack) > self.frame:
                     self.stack.pop()
                 pending = pending[1:]
-            elif word in _PREFIXES:
+            elif word in PREFIXES:
                 pending = pending[1:]
             else:
                 break
-        if self.stack[-1:] == ["function"] and pending:
-            self.stack.pop()  # what stood between ( and ) was no definition
         if pending:
-            self._run(pending)
+            self._run(pending, targets)
 
-    def _run(self, pending: list[Token]) -> None:
-        name = _literal(pending[0])
-        if name in _DECLARING or all(_is_assignment(token) for token in pending):
+    def _run(self, pending: list[Token], targets: tuple[str, ...]) -> None:
+        name = literal(pending[0])
+        if name in _DECLARING or all(is_assignment(token) for token in pending):
             for token in pending:
-                self._assign(token)
+                self.known.assign(token, declared_by=name or "")
             return
-        while pending and _is_assignment(pending[0]):
-            pending = pending[1:]  # they count for this command alone
-        words = tuple(chain.from_iterable(self._expand(token.word) for token in pending))
-        self.last = words
+        alone = []
+        while pending and is_assignment(pending[0]):
+            alone.append(pending[0])  # they count for this command alone
+            pending = pending[1:]
+        words = tuple(chain.from_iterable(self.known.expand(token.word) for token in pending))
+        self.last, self.last_targets = words, targets
         if not words:
             return
-        self.commands.append(words)
-        if words[0] in _ASSIGNING:
-            self._forget(words[1:])
-        elif words[0] == "eval" or (words[0] in ("source", ".") and not words[-1].endswith(_SETS_NO_OPTIONS)):
-            self.values.clear()
-            self.is_sourced = True
-        elif words[0] == "set" and "--" in words:
-            self.sets_arguments = True
-        elif self.stack[-2:] == ["(", "("]:
-            self._forget(_NAME.findall(" ".join(words)))  # (( i++ ))
-
-    def _assign(self, token: Token) -> None:
-        value: Value
-        if token.kind == "array":
-            name, appends, index = token.text, token.appends, None
-            has_keys = any(item and item[0].text.startswith("[") and not item[0].is_quoted for item in token.items)
-            value = None if has_keys else tuple(chain.from_iterable(self._expand(item) for item in token.items))
-        else:
-            found = None if not token.word else _ASSIGNMENT.match(token.word[0].text)
-            if found is None:
-                return  # `export X`, an option of declare
-            name, appends, index = found["name"], bool(found["plus"]), found["rest"]
-            first = token.word[0]
-            value = self._text((replace(first, text=first.text[found.end() :]), *token.word[1:]))
-        if appends:
-            value = _joined(self.values.get(name), value)
-        self._spend(sum(map(len, value)) if isinstance(value, tuple) else len(value or ""))
-        if self.stack or self.is_conditional or index is not None:
-            value = None
-        if self._in_function:
-            self.tainted.add(name)
-        self.values[name] = value
-
-    def _forget(self, names: Iterable[str | None]) -> None:
-        for name in names:
-            if name is not None and _NAME.fullmatch(name):
-                self.values[name] = None
-
-    def _read_into(self, words: tuple[str, ...], text: str | None) -> None:
-        """Give the last name after `read` a here-document, of which it reads everything with `-r` and `-d ''`."""
-        if words[:1] != ("read",) or not _NAME.fullmatch(words[-1]) or self.stack or self.is_conditional:
+        self.written |= dict.fromkeys(targets)
+        if words[0] in self.functions:
+            self._call(self.functions[words[0]], words)
             return
-        reads_all = any(one.startswith("-") and one.endswith("d") and not value for one, value in pairwise(words))
-        is_raw = any(one.startswith("-") and "r" in one for one in words)
-        if text is not None and reads_all and (is_raw or "\\" not in text):
-            self.values[words[-1]] = text.strip()
+        if not self._start_shell(words, alone):
+            self.commands.append(words)
+        self._take_effect(words)
 
-    def _text(self, word: Word) -> str | None:
-        """Return what a word says as one text, as in an assignment; what is not known in it stays what is written.
+    def _take_effect(self, words: tuple[str, ...]) -> None:
+        """Change what is known as a command changes it."""
+        name = words[0]
+        if name in _ASSIGNING:
+            self.known.forget(words[1:])
+        elif name == "eval":
+            self.known.forget_all()
+        elif name in ("source", "."):
+            if not words[-1].endswith(_SETS_NO_OPTIONS):
+                self._source(words)
+        elif name in ("return", "exit"):
+            if self.known.is_uncalled:
+                pass  # nobody calls it
+            elif len(self.stack) == self.frame and not self.is_conditional:
+                self.over = str(name)
+            elif name == "return":
+                self.stack.insert(self.frame, "call")  # whatever follows may not run
+        elif (name == "set" and "--" in words) or name == "shift":
+            is_certain = len(self.stack) == self.frame and not self.is_conditional
+            if name == "shift" and self.known.arguments is None and is_certain:
+                return  # of no arguments
+            self.known.takes_arguments |= not self.known.has_other_arguments
+            self.known.has_other_arguments = True
+            number = int(words[1][:3]) if len(words) > 1 and words[1].isdecimal() else 1
+            shifted = self.known.shifted(number)
+            self.known.arguments = (
+                None if not is_certain else shifted if name == "shift" else words[words.index("--") + 1 :]
+            )
+        elif self.stack[-2:] == ["(", "("]:
+            self.known.forget(_NAME.findall(" ".join(words)))  # (( i++ ))
+        elif "$" in name:
+            self.known.forget(assigned_in(self.functions.values()))  # it may be one of them
+        elif name in ("sed", "perl", "envsubst"):
+            self.written |= dict.fromkeys(word for word in words if word in self.written)
 
-        None where nothing can be said: an array, or an expansion with blanks, at which it would fall apart later.
-        """
-        parts: list[str] = []
-        for piece in word:
-            value = self._value(piece.text) if piece.is_expansion else piece.text
-            if value is None:
-                value = self._as_written(piece.text)
-                if len(value.split()) != 1:
-                    return None
-            if not isinstance(value, str):
-                return None
-            self._spend(len(value))
-            parts.append(value)
-        return "".join(parts)
+    def _call(self, function: Function, words: tuple[str, ...]) -> None:
+        if self.num_calls >= _MAX_CALLS:
+            self.known.forget_all()  # it calls itself
+            return
+        function.was_called = True
+        self.known.shadowed.append({})
+        has_braces = literal(function.tokens[0]) == "{"  # what brackets hold changes nothing outside
+        tokens = function.tokens[1:-1] if has_braces else function.tokens
+        self._inside(tokens, words[1:], is_certain=function.is_certain)
+        self.known.values |= self.known.shadowed.pop()
 
-    def _spend(self, num_chars: int) -> None:
-        self.num_chars += num_chars
-        if self.num_chars > _MAX_EXPANDED:
-            raise ValueError(f"more than {_MAX_EXPANDED} characters once its variables are known")
+    def _inside(self, tokens: Sequence[Token], arguments: tuple[str, ...] | None, *, is_certain: bool = True) -> None:
+        """Take the tokens of a function or a file, and come back."""
+        self.known.spend(_CALL_COST * len(tokens))
+        before = (
+            self.known.arguments,
+            self.known.has_other_arguments,
+            self.frame,
+            self.is_conditional,
+            len(self.stack),
+        )
+        self.num_calls += 1
+        if self.is_conditional or not is_certain:
+            self.stack.append("call")
+        self.frame, self.is_conditional = len(self.stack), False
+        if arguments is not None:
+            self.known.arguments, self.known.has_other_arguments = arguments, True
+        if any("$@" in word or "$*" in word or word.endswith(" of set") for word in arguments or ()):
+            self.known.arguments = None
+        self.run([*tokens, Token(kind="newline")])
+        self.num_calls -= 1
+        self.over = "" if self.over == "return" else self.over
+        self.pending, self.recording = [], None
+        self.known.arguments, self.known.has_other_arguments, self.frame, self.is_conditional, depth = before
+        del self.stack[depth:]
 
-    def _expand(self, word: Word) -> list[str]:
-        """Return the words that a word becomes: none, one or several."""
-        fields: list[str] = []
-        is_open = False
-        for piece in word:
-            value = self._value(piece.text) if piece.is_expansion else piece.text
-            if isinstance(value, str) and (piece.is_quoted or not piece.is_expansion):
-                parts = [value]
-            elif value is None or (isinstance(value, str) and _splits_oddly(value, piece.text, len(word))):
-                parts = [self._as_written(piece.text)]
-            else:
-                parts = list(value) if piece.is_quoted else _split(value)
-            self._spend(sum(map(len, parts)) + len(parts))
-            if not parts:
-                continue
-            if is_open:
-                fields[-1] += parts[0]
-                parts = parts[1:]
-            fields += parts
-            is_open = True
-        return fields
+    def _source(self, words: tuple[str, ...]) -> None:
+        """Read a file in, as `source` does; one that is not here may set anything."""
+        found = self._open(words[1]) if len(words) > 1 and self.num_calls < _MAX_CALLS else None
+        if found is None:
+            self.known.forget_all()
+            return
+        path, self.known.path = self.known.path, found[0]
+        self._inside(list(tokenize(found[1])), tuple(words[2:]) or None)
+        self.known.path = path
 
-    def _as_written(self, text: str) -> str:
-        """Return an expansion that is not known; arguments are told from those of the script."""
-        if text[1:2] in ("@", "*") or text[1:2].isdigit() or text.startswith(("${@", "${*")):
-            return f"{text} of a function" if self._in_function else f"{text} of set" if self.sets_arguments else text
-        return text
-
-    @property
-    def _in_function(self) -> bool:
-        return any(one.startswith("function") for one in self.stack)
-
-    def _value(self, text: str) -> Value:
-        """Return what an expansion stands for, or None where nobody knows."""
-        if self._in_function:
-            return None  # known once it is called
-        if (found := _SIMPLE.fullmatch(text)) is not None:
-            value = self._variable(found["bare"] or found["braced"])
-            return value if isinstance(value, str) else None
-        if (found := _ALL.fullmatch(text)) is not None:
-            value = self._variable(found["name"])
-            return value if isinstance(value, tuple) and found["all"] == "@" else None
-        if (found := _DEFAULT.fullmatch(text)) is not None:
-            return self._or_default(found["name"], found["default"], takes_empty=not found["colon"])
-        if (found := _ARITHMETIC.fullmatch(text)) is not None:
-            return self._arithmetic(found["text"])
-        return None
-
-    def _variable(self, name: str) -> Value:
-        return None if name in self.tainted else self.values.get(name)
-
-    def _or_default(self, name: str, default: str, *, takes_empty: bool) -> str | None:
-        if name in self.values or name in self.tainted or self.is_sourced:
-            value = self._variable(name)
-            if not isinstance(value, str) or "$" in value or "`" in value:
-                return None  # it may be empty
-            if value or takes_empty:
-                return value
-        else:
-            self.assumed[name] = None
-        if default[:1] in ("'", '"') and default[-1:] == default[0] and len(default) > 1:
-            default = default[1:-1]
-        if any(char in default for char in "'\"\\`"):
-            return None  # quotes inside the braces of an expansion have rules of their own
-        return self._text(pieces_of(default))
-
-    def _arithmetic(self, text: str) -> str | None:
-        def number(found: re.Match[str]) -> str:
-            value = self._variable(found[1])
-            return value if isinstance(value, str) and value.isdecimal() and len(value) < 16 else "?"
-
-        plain = _NUMBER_NAME.sub(number, text)
-        try:
-            result = _compute(ast.parse(plain.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
-        return None if result is None else str(result)
-
-
-def _joined(before: Value, value: Value) -> Value:
-    """Return what `name+=…` makes of a variable."""
-    if isinstance(before, tuple):
-        return before + value if isinstance(value, tuple) else None
-    return before + value if isinstance(before, str) and isinstance(value, str) else None
-
-
-def _compute(node: ast.expr) -> int | None:
-    """Return the value of whole numbers with + - * / and %, which round to zero as in a shell."""
-    if isinstance(node, ast.Constant):
-        return node.value if type(node.value) is int else None
-    if not isinstance(node, ast.BinOp):
-        return None
-    left, right = _compute(node.left), _compute(node.right)
-    if left is None or right is None or max(left, right) >= 10**18 or min(left, right) < 0:
-        return None
-    if isinstance(node.op, ast.Add):
-        return left + right
-    if isinstance(node.op, ast.Sub):
-        return left - right
-    if isinstance(node.op, ast.Mult):
-        return left * right
-    if isinstance(node.op, (ast.Div, ast.Mod)) and right > 0:
-        return left // right if isinstance(node.op, ast.Div) else left % right
-    return None
-
-
-def _split(value: str | tuple[str, ...]) -> list[str]:
-    """Return the fields of a value that is not quoted."""
-    return [part for one in ((value,) if isinstance(value, str) else value) for part in one.split()]
-
-
-def _splits_oddly(value: str, written: str, num_pieces: int) -> bool:
-    """Do blanks at the ends of a value cut its neighbours off, or do quotes in `${X:-"a b"}` keep it whole?"""
-    has_blank = len(value.split()) > 1
-    return (num_pieces > 1 and value != value.strip()) or (has_blank and any(quote in written for quote in "'\""))
-
-
-def _literal(token: Token) -> str | None:
-    """Return a word that is written without quotes and expansions."""
-    if token.kind != "word" or any(piece.is_quoted or piece.is_expansion for piece in token.word):
-        return None
-    return "".join(piece.text for piece in token.word)
-
-
-def _is_assignment(token: Token) -> bool:
-    if token.kind == "array":
+    def _start_shell(self, words: tuple[str, ...], alone: list[Token]) -> bool:
+        """Read what a command runs in a shell of its own, `bash -c TEXT` or a script that is here; False: nothing."""
+        at = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _SHELLS), None)
+        rest = words if at is None else words[at + 1 :]
+        flags = [word for word in rest if word.startswith("-")]
+        text, line, path, arguments = None, 1, self.known.path, words[:0]
+        if at is not None and rest and flags[:1] == list(rest[:1]) and rest[0].endswith("c") and len(rest) > 1:
+            text, line = rest[1], getattr(getattr(rest[1], "place", None), "line", 1)
+        elif rest and rest[0].endswith((".sh", ".bash")) and (at is not None or rest[0].startswith((".", "/"))):
+            found = None if self.num_calls >= _MAX_CALLS else self._open(rest[0])
+            if found is not None:
+                (path, text), arguments = found, rest[1:]
+        if text is None:
+            return False
+        kept, place = (self.known.values, self.known.path, self.known.exported, self.functions), len(self.commands)
+        self.known.values = {name: value for name, value in self.known.values.items() if name in self.known.exported}
+        self.known.exported, self.functions, self.known.path = set(self.known.exported), {}, path
+        for token in alone:
+            self.known.assign(token, declared_by="export")
+        self._inside(list(tokenize(text, line)), arguments)
+        self.over = ""
+        if not self.known.is_uncalled:
+            self.run_uncalled()
+        self.known.values, self.known.path, self.known.exported, self.functions = kept
+        prefix = words[: at or 0]  # srun and its options
+        self.commands[place:] = [(*prefix, *command) for command in self.commands[place:]]
         return True
-    first = token.word[0] if token.word else None
-    return (
-        first is not None
-        and not first.is_quoted
-        and not first.is_expansion
-        and _ASSIGNMENT.match(first.text) is not None
-    )
+
+    def _open(self, name: str) -> tuple[str, str] | None:
+        if "$" in name or "`" in name:
+            return None
+        found = self.open_file(name)
+        if found is None:
+            self.missing[name] = None
+        else:
+            self.files[found[0]] = None
+        return found
+
+    def _take_document(self, text: str | None) -> None:
+        """Give a here-document to the last command: `read`, or one that writes it into a file."""
+        words = self.last
+        if words[:1] == ("cat",) and len(words) == 1 and len(self.last_targets) == 1:
+            self.written[self.last_targets[0]] = text if self.is_certain and not self.appends else None
+        elif words[:1] == ("tee",) and len(words) == 2:
+            self.written[words[1]] = None if self.stack else text
+        elif words[:1] == ("read",) and _NAME.fullmatch(words[-1]) and self.is_certain:
+            # With `-r` and `-d ''` it reads everything.
+            reads_all = any(one.startswith("-") and one.endswith("d") and not value for one, value in pairwise(words))
+            is_raw = any(one.startswith("-") and "r" in one for one in words)
+            if text is not None and reads_all and (is_raw or "\\" not in text):
+                self.known.values[words[-1]] = text.strip()

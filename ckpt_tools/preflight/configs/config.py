@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
 
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
 from ckpt_tools.text import escape_name, first_few
 
 _MAX_SHOWN = 6
 _ALWAYS_KNOWN = frozenset({"framework", "keys"})
+
+
+def _nowhere(_: str) -> Place | None:
+    return None
+
+
 _ARGUMENTS = re.compile(r"\$([@*0-9]|\{[@*0-9][^}]*\})")
 
 
@@ -52,6 +59,11 @@ class Options:
         unread = tuple(path for path in self.unread if path not in paths)
         return replace(self, unread=unread, understood=self.understood + len(self.unread) - len(unread))
 
+    def added_to(self, other: Options) -> Options:
+        """Return the account of two configs of one run."""
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self.__slots__}
+        return Options(**sums)
+
     def to_json(self) -> dict[str, object]:
         """Return the part of the report."""
         return {
@@ -79,8 +91,20 @@ class Config:
     options: Options
     world_keys: tuple[str, ...] = ()
     """Key paths that together say how many ranks there are."""
+    contents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Option that names a file → what the file holds, where it was read."""
     assumed: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+    files: tuple[str, ...] = ()
+    """Other files that say a part of it."""
+    not_checked: tuple[str, ...] = ()
+    """What nothing is known of, though it belongs to the run."""
+    absent: tuple[str, ...] = ()
+    """Scripts that would say a part of it, and are not here."""
+    place: Callable[[str], Place | None] = _nowhere
+    """Key path or option → where it is written."""
+    beside: tuple[Config, ...] = ()
+    """Other configs of the same run, which all say together what `spec` has: the arguments below a launcher's."""
 
     @property
     def unread(self) -> frozenset[str]:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
-from ckpt_tools.errors import LimitError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.preflight.configs.commands import read_script
+from ckpt_tools.preflight.places import Place, line_of_key, place_of_option
 from ckpt_tools.storage.named_file import read_named_file
 
 MAX_BYTES = 1 << 20
 """Longest config that is read; real ones have some kilobytes."""
 MAX_DEPTH = 64
 """Mappings and lists inside one another."""
+STDIN = "-"
+_MAX_UPS = 3
+"""Folders around that of a script in which the files that it names may begin."""
 _MAX_DOTS = 10_000
 """In TOML: tomllib takes time with the square of a key's parts."""
 
@@ -33,18 +38,45 @@ _SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
 class Document:
     """A file: the `values` of YAML, JSON or TOML, or the words of each of the `commands` of a script.
 
-    `assumed` are variables of the script whose default counts.
+    Both: the values are options of that command.
     """
 
     path: str
     values: Mapping[str, object] | None = None
     commands: tuple[tuple[str, ...], ...] = ()
     assumed: tuple[str, ...] = ()
+    """Variables of a script whose default counts."""
+    files: tuple[str, ...] = ()
+    """Other files that say a part of it."""
+    absent: tuple[str, ...] = ()
+    """Scripts that it starts or reads in, and that are not here."""
+    words_unread: tuple[str, ...] = ()
+    """Words of a command line that stand for nobody knows which options."""
+    written: Mapping[str, str | None] = field(default_factory=dict)
+    """Files that a script writes itself → their text; None where it is not certain."""
+    overrides: tuple[str, ...] = ()
+    """Words that override values."""
+    takes_arguments: bool = False
+    """Does a script look at what it is started with?"""
+    num_tasks: int | None = None
+    """What Slurm is asked to start, by a script's `#SBATCH` lines."""
+    starts_more: str = ""
+    """The script, where it starts other trainers too."""
+    text: str = ""
+    kind: str = ""
+    """YAML, JSON, TOML or "" for a script."""
 
     @property
     def words(self) -> tuple[str, ...]:
         """The words of all commands."""
         return tuple(chain.from_iterable(self.commands))
+
+    def place(self, where: str) -> Place | None:
+        """Return where a key path or an option is written, as far as it can be told."""
+        found = place_of_option((*self.words, *self.overrides), where)
+        if found is None and self.kind and (line := line_of_key(self.text, self.kind, where)) is not None:
+            found = Place(self.path, line)
+        return found
 
     def keyed(self) -> Mapping[str, object]:
         """Return the values.
@@ -57,8 +89,8 @@ class Document:
         return self.values
 
 
-def read_document(path: str) -> Document:
-    """Read a config.
+def read_document(path: str, arguments: tuple[str, ...] | None = None) -> Document:
+    """Read a config; `-` is a script on stdin. `arguments` are those of a script, where they are given.
 
     The ending decides what it is: .yaml, .yml, .json, .toml, .sh; other files are looked at.
 
@@ -67,10 +99,19 @@ def read_document(path: str) -> Document:
         LimitError: Beyond `MAX_BYTES`.
         StorageError: The system could not read it.
     """
-    text = _read_text(path)
+    return parse_document(_read_text(path), path, arguments)
+
+
+def parse_document(text: str, path: str, arguments: tuple[str, ...] | None = None) -> Document:
+    """Do the same with the text of a file.
+
+    Raises:
+        UnreadableError: It is none of these.
+        LimitError: More than any config has.
+    """
     ending = os.path.splitext(path)[1].lower()
     if ending in _SHELLS or text.startswith("#!"):
-        return _commands(path, text)
+        return _commands(path, text, arguments)
     if ending in _KINDS or text.lstrip().startswith("{"):
         return _mapping(path, _KINDS.get(ending, "JSON"), text)
     try:
@@ -78,9 +119,9 @@ def read_document(path: str) -> Document:
     except ValueError:
         values = None
     if isinstance(values, dict):
-        return Document(path=path, values=values)
+        return Document(path=path, values=values, text=text, kind="YAML")
     if _OPTION.search(text) or _OVERRIDE.search(text):
-        return _commands(path, text)
+        return _commands(path, text, arguments)
     raise UnreadableError(
         "this is neither YAML, JSON or TOML with keys, nor a command line",
         where=path,
@@ -94,12 +135,37 @@ def find_file(name: str, folders: Iterable[str]) -> str | None:
     return next((place for place in places if "\0" not in place and os.path.isfile(place)), None)
 
 
-def _commands(path: str, text: str) -> Document:
+def folders_of(path: str) -> list[str]:
+    """Return where the files lie that a script names: beside it, where ckpt is started, and around the script.
+
+    Scripts of examples are started from the top of their repository.
+    """
+    here = "" if path == STDIN else os.path.dirname(path)
+    return [here, "", *(os.path.join(here, *[os.pardir] * ups) for ups in range(1, _MAX_UPS + 1))]
+
+
+def _commands(path: str, text: str, arguments: tuple[str, ...] | None) -> Document:
+    def open_file(name: str) -> tuple[str, str] | None:
+        place = find_file(name, folders_of(path))
+        try:
+            return None if place is None else (place, _read_text(place))
+        except CkptError:
+            return None
+
     try:
-        script = read_script(text)
+        script = read_script(text, path=path, open_file=open_file, arguments=arguments)
     except ValueError as error:
         raise UnreadableError(f"this is not a shell script that can be read: {error}", where=path) from None
-    return Document(path=path, commands=script.commands, assumed=script.assumed)
+    return Document(
+        path=path,
+        commands=script.commands,
+        assumed=script.assumed,
+        files=script.files,
+        absent=script.missing,
+        written=script.written,
+        takes_arguments=script.takes_arguments,
+        num_tasks=script.num_tasks,
+    )
 
 
 def _mapping(path: str, kind: str, text: str) -> Document:
@@ -112,11 +178,16 @@ def _mapping(path: str, kind: str, text: str) -> Document:
     if not isinstance(values, dict):
         found = "nothing" if values is None else "a list" if isinstance(values, list) else "a single value"
         raise UnreadableError(f"expected {kind} with keys, found {found}", where=path)
-    return Document(path=path, values=values)
+    return Document(path=path, values=values, text=text, kind=kind)
 
 
 def _read_text(path: str) -> str:
-    data = read_named_file(path, what="the config", max_bytes=MAX_BYTES)
+    if path == STDIN:
+        data = sys.stdin.buffer.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise LimitError(f"the config of more than {MAX_BYTES} bytes", where="stdin")
+    else:
+        data = read_named_file(path, what="the config", max_bytes=MAX_BYTES)
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

@@ -80,7 +80,7 @@ def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), grou
             continue
         if match["sign"]:
             added.add(path)
-        if not _put(values, parts, _value(match["value"] or "")):
+        if not put(values, parts, plain_value(match["value"] or "")):
             findings.append(
                 Finding.error(
                     "wrong-type",
@@ -94,7 +94,8 @@ def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), grou
     )
 
 
-def _put(values: dict[str, object], parts: list[str], value: object) -> bool:
+def put(values: dict[str, object], parts: list[str], value: object) -> bool:
+    """Set what lies at a path; False where a value above it is none that has parts."""
     node = values
     for part in parts[:-1]:
         inner = node.setdefault(part, {})
@@ -113,7 +114,7 @@ def _delete(values: dict[str, object], parts: list[str]) -> None:
         node.pop(parts[-1], None)
 
 
-def _value(text: str) -> object:
+def plain_value(text: str) -> object:
     """Return the value of an override; what cannot be read as one stays text."""
     if "$" in text:
         return text
@@ -173,7 +174,7 @@ def _follow(values: Mapping[str, object], text: str, path: tuple[str | int, ...]
             default = match.groupdict().get("default")
             if default is None:
                 return _UNKNOWN
-            return _value(default.strip())
+            return plain_value(default.strip())
     return _UNKNOWN
 
 

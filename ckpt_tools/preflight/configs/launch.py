@@ -1,28 +1,205 @@
-"""How many ranks a launcher's command line starts.
+"""What a launcher's command line starts: with how many ranks, which program, which config and which options.
 
 Source: `torchrun` (torch.distributed.run: `--nproc-per-node`, `--nnodes`), the `deepspeed` launcher (`--num_gpus`,
-`--num_nodes`), `accelerate launch --num_processes`.
+`--num_nodes`), accelerate 1.15 `commands/launch.py:launch_command_parser`, srun(1) (`--ntasks`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.errors import UsageError
+from ckpt_tools.preflight.configs.document import Document, find_file, folders_of, parse_document, read_document
+from ckpt_tools.preflight.configs.flags import read_flags
+from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.options import is_variable
+from ckpt_tools.preflight.configs.overrides import overridden
+from ckpt_tools.preflight.places import PlacedText
 
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 _NODES = ("--nnodes",)
+_TASKS = ("--ntasks", "-n")
+_LAUNCHERS: Mapping[str, str] = {
+    "torchrun": "torchrun",
+    "torch.distributed.run": "torchrun",
+    "deepspeed": "deepspeed",
+    "accelerate": "accelerate",
+    "accelerate.commands.launch": "accelerate",
+    "accelerate-launch": "accelerate",
+    "srun": "srun",
+}
+_CLIS: Mapping[str, tuple[str, ...]] = {
+    "trl": ("sft", "dpo", "grpo", "kto", "reward", "rloo"),
+    "axolotl": ("train", "preprocess"),
+    "llamafactory-cli": ("train",),
+    "lmf": ("train",),
+}
+"""Program → what it is asked to do, where it trains."""
+_OWN_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_CONFIG_OPTIONS = ("config", "config_file", "job.config_file", "cfg", "config_path")
+_ENDINGS = (".yaml", ".yml", ".json", ".toml")
+_SECTIONS = {"fsdp_": "fsdp_config", "parallelism_config_": "parallelism_config"}
+_OF_DEEPSPEED = ("zero_", "offload_", "deepspeed_", "gradient_accumulation_steps", "gradient_clipping")
+_KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "multi_gpu": "MULTI_GPU"}
+"""Switch of `accelerate launch` → the `distributed_type` that it means."""
 
 
-def launched_ranks(commands: Iterable[Sequence[str]]) -> int | None:
-    """Return the ranks that the first launcher among `commands` starts; None where there is none or it does not say."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A command that starts a program, with a launcher or without."""
+
+    command: tuple[str, ...]
+    launcher: str
+    """torchrun, accelerate, deepspeed, srun or "": none."""
+    options: tuple[str, ...]
+    """Of the launcher."""
+    arguments: tuple[str, ...]
+    """Of the program."""
+
+
+def find_launches(commands: Iterable[Sequence[str]]) -> tuple[Launch, ...]:
+    """Return the commands that start a program which may train."""
+    found = []
+    for command in commands:
+        names = [os.path.basename(word) for word in command]
+        at = next((at for at in range(len(command)) if _is_program(command, names, at)), None)
+        if at is None:
+            continue
+        launcher = next((_LAUNCHERS[name] for name in _LAUNCHERS if name in names[:at]), "")
+        begin = next((at + 1 for at, name in enumerate(names[:at]) if _LAUNCHERS.get(name) == launcher), 0)
+        first = at + (2 if names[at] in _CLIS else 1)
+        found.append(
+            Launch(
+                command=tuple(command),
+                launcher=launcher,
+                options=tuple(command[begin:at]),
+                arguments=tuple(command[first:]),
+            )
+        )
+    return tuple(found)
+
+
+def _is_program(command: Sequence[str], names: Sequence[str], at: int) -> bool:
+    word, before, after = command[at], command[at - 1] if at else "", command[at + 1 : at + 2]
+    if before in ("-m", "--module"):
+        return word not in _OWN_MODULES
+    if names[at] in _CLIS:
+        return bool(after) and after[0] in _CLIS[names[at]]
+    return word.endswith(".py")
+
+
+def launched_documents(document: Document) -> tuple[Document, ...]:
+    """Return the configs of the run that a script starts: that of accelerate, then that of the trainer.
+
+    () where it starts nothing that may train.
+
+    Raises:
+        UsageError: A config that it names is not here, or cannot be read.
+    """
+    launches = [one for one in find_launches(document.commands) if one.launcher or _config_of(one.arguments)]
+    if not launches:
+        return ()
+    launch = launches[0]
+    base = replace(document, commands=(launch.command,))
+    found = [_trainer(base, launch)]
+    if launch.launcher == "accelerate":
+        found.insert(0, _accelerate(base, launch))
+    if len(launches) > 1:
+        found[-1] = replace(found[-1], starts_more=document.path)
+    return tuple(found)
+
+
+def _trainer(base: Document, launch: Launch) -> Document:
+    """Return the config of the program: a file with what overrides it, or options alone."""
+    found = _config_of(launch.arguments)
+    if found is None and any(word.startswith("torchtitan.") for word in launch.command):
+        raise UsageError(
+            "torchtitan's config is a Python function here",
+            where=base.path,
+            hint="write it out with --debug.save_config_file FILE, and give that: ckpt preflight FILE -- OPTIONS",
+        )
+    if found is None:
+        values, unread = read_flags(launch.arguments)
+        return replace(base, values=values, words_unread=unread)
+    name, rest = found
+    of_script = {field: getattr(base, field) for field in ("commands", "assumed", "absent", "num_tasks")}
+    return overridden(replace(_named(base, name), **of_script), rest)
+
+
+def _accelerate(base: Document, launch: Launch) -> Document:
+    """Return the config of `accelerate launch`: its file, with what its options override."""
+    options, _ = read_flags([word for word in launch.options if word not in ("-m", "--module")])
+    options = {name: True if name in _KINDS else value for name, value in options.items()}
+    name = options.pop("config_file", None)
+    document = replace(base, values={}, commands=(), assumed=(), absent=())
+    if isinstance(name, str):
+        document = _named(base, name)
+    words: list[str] = []
+    for option, value in options.items():
+        kind = _KINDS.get(option)
+        section = next((section for prefix, section in _SECTIONS.items() if option.startswith(prefix)), None)
+        if section is None and option.startswith(_OF_DEEPSPEED):
+            section = "deepspeed_config"
+        if not (kind or section or option in known("accelerate", "config")):
+            continue  # of the launcher alone
+        key = "distributed_type" if kind else f"{section}.{option}" if section else option
+        place = next((one for one in launch.options if one.lstrip("-").replace("-", "_").startswith(option)), "")
+        words.append(PlacedText(f"--{key}={kind or value}", getattr(place, "place", None)))
+    if name is None and not set(_KINDS) & options.keys():
+        # What `accelerate config` may have written on that machine is not known.
+        words.append("--distributed_type=" + ("NO" if options.get("num_processes") == "1" else "MULTI_GPU"))
+        document = replace(document, assumed=("ACCELERATE_CONFIG_FILE",))
+    return overridden(document, words)
+
+
+def _named(base: Document, name: str) -> Document:
+    """Return a file that a command names: one that the script writes, or that lies beside it."""
+    where = str(getattr(name, "place", None) or base.path)
+    hint = "write the path itself, or give the configs themselves: ckpt preflight accelerate.yaml args.yaml"
+    if is_variable(name):
+        raise UsageError(f"the config {name} is not in the script", where=where, hint=hint)
+    plain = name.removeprefix("./")
+    written = {key.removeprefix("./"): text for key, text in base.written.items()}
+    if plain in written:
+        text = written[plain]
+        if text is None:
+            raise UsageError(f"the script changes its config {name} as it runs", where=where, hint=hint)
+        return replace(parse_document(text, name), path=f"{base.path} ({name})")
+    place = find_file(name, folders_of(base.path))
+    if place is None:
+        raise UsageError(f"the config {name} is not here", where=where, hint=hint)
+    return replace(read_document(place), files=(*base.files, base.path))
+
+
+def _config_of(arguments: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
+    """Return the config that a program is given, and its other arguments."""
+    for at, (before, word) in enumerate(pairwise(("", *arguments))):
+        name, equals, value = word.partition("=")
+        option = (before if not equals else name).lstrip("-").replace("-", "_")
+        text = value if equals else word
+        is_file = text.endswith(_ENDINGS) or is_variable(text)
+        if is_file and (before if not equals else name).startswith("-") and option in _CONFIG_OPTIONS:
+            return text, (*arguments[: at - (not equals)], *arguments[at + 1 :])
+        if text.endswith(_ENDINGS) and not before.startswith("--") and not equals:
+            return text, (*arguments[:at], *arguments[at + 1 :])
+    return None
+
+
+def launched_ranks(commands: Iterable[Sequence[str]], tasks: int | None = None) -> int | None:
+    """Return the ranks that the first launcher among `commands` starts; None where there is none or it does not say.
+
+    `tasks` is what `srun` starts where it does not say.
+    """
     found = _launcher(commands)
     if found is None:
         return None
     command, per_node, nodes = found
+    if per_node == _TASKS and not any(word.partition("=")[0] in _TASKS for word in command):
+        return tasks
     # A range of nodes, `1:4`, or a variable: nobody knows.
     has_nodes = any(word.partition("=")[0] in nodes for word in command)
     ranks, count = _number(command, per_node), _number(command, nodes) if has_nodes else 1
@@ -52,6 +229,8 @@ def _launcher(commands: Iterable[Sequence[str]]) -> tuple[Sequence[str], tuple[s
             return command, ("--num_gpus",), ("--num_nodes",)
         if "accelerate" in names and "launch" in names:
             return command, ("--num_processes", "--num-processes"), ()
+        if "srun" in names:
+            return command, _TASKS, ()
     return None
 
 

@@ -12,6 +12,7 @@ from pydantic import AliasChoices, BaseModel
 
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
+from ckpt_tools.preflight.configs.names import inside
 from ckpt_tools.preflight.plain_values import find_value, join_path
 from ckpt_tools.text import first_few
 
@@ -126,13 +127,38 @@ def options_of(
         elif key in fields:
             yield Option(path=here, value=value, status="read")
         elif key in model.known:
-            looks_in = not isinstance(value, Mapping) or not value
-            yield Option(
-                path=here, value=value, status="known" if looks_in else "passed over", num_values=_count(value)
-            )
+            yield from _known(inside(model.known, key), here, value, guesses)
         else:
-            names = model.known | fields.keys() if next(guesses, None) is not None else frozenset()
-            yield _unknown(model, here, value, names)
+            names = frozenset(name for name in model.known if "/" not in name) | fields.keys()
+            yield _unknown(model, here, value, names if next(guesses, None) is not None else frozenset())
+
+
+def _known(
+    names: frozenset[str], path: tuple[str | int, ...], value: object, guesses: Iterator[int]
+) -> Iterator[Option]:
+    """Yield an option that the framework has and no field reads; `names` are those inside it, where they are known.
+
+    What depends on an option in there is not looked at: one that is not known is worth a warning if it is misspelt.
+    """
+    if names and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _known(names, (*path, index), item, guesses)
+        return
+    if not isinstance(value, Mapping) or not value or not names:
+        status: Status = "passed over" if isinstance(value, Mapping) and value else "known"
+        yield Option(path=path, value=value, status=status, num_values=_count(value))
+        return
+    for key, inner in value.items():
+        here = (*path, key)
+        if key in names:
+            yield from _known(inside(names, str(key)), here, inner, guesses)
+            continue
+        beside = frozenset(name for name in names if "/" not in name)
+        near = nearest(str(key), beside) if next(guesses, None) is not None else None
+        if near is not None and is_typo(str(key), near):
+            yield Option(path=here, value=inner, status="misspelt", near=near, severity="warning")
+        else:
+            yield Option(path=here, value=inner, status="passed over", num_values=_count(inner))
 
 
 def _unknown(model: type[Section], path: tuple[str | int, ...], value: object, names: frozenset[str]) -> Option:

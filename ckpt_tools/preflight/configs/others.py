@@ -46,19 +46,6 @@ class Other:
 
 
 OTHERS: tuple[Other, ...] = (
-    Other(
-        name="LLaMA-Factory",
-        keys=(
-            "finetuning_type",
-            "template model_name_or_path",
-            "stage dataset_dir",
-            "dist_config model",
-            "kernel_config model",
-            "model_class peft_config",
-        ),
-        programs=("llamafactory-cli", "lmf", "src/train.py"),
-        options=("--finetuning_type", "--cutoff_len", "--dataset_dir="),
-    ),
     Other(name="torchtune", classes=("torchtune.", "recipes."), programs=("tune run",)),
     Other(
         name="llm-foundry",
@@ -115,10 +102,6 @@ OTHERS: tuple[Other, ...] = (
             "train_micro_batch_size_per_gpu num_layers",
             "train_micro_batch_size_per_gpu num-layers",
         ),
-    ),
-    Other(
-        name="DeepSpeed",
-        keys=("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size optimizer.type"),
     ),
     Other(
         name="litgpt",

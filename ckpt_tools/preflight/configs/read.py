@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.preflight.configs import accelerate, ai_toolkit, axolotl, openrlhf, torchtitan, trainer, verl
+from ckpt_tools.preflight.configs import (
+    accelerate,
+    ai_toolkit,
+    axolotl,
+    deepspeed,
+    llamafactory,
+    openrlhf,
+    torchtitan,
+    trainer,
+    verl,
+)
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document, read_document
-from ckpt_tools.preflight.configs.launch import unread_ranks
+from ckpt_tools.preflight.configs.launch import launched_documents, launched_ranks, several_commands, unread_ranks
 from ckpt_tools.preflight.configs.options import check_variables, option_names
 from ckpt_tools.preflight.configs.others import refuse_others
+from ckpt_tools.preflight.configs.overrides import overridden
 from ckpt_tools.preflight.configs.schema import Section
 from ckpt_tools.preflight.configs.table import Reader, read_source
+from ckpt_tools.preflight.configs.together import join, with_deepspeed
+from ckpt_tools.preflight.places import OVERRIDES, Place, PlacedText
 from ckpt_tools.preflight.spec import Framework
 
 READERS: Mapping[Framework, Reader] = {
@@ -26,25 +39,28 @@ READERS: Mapping[Framework, Reader] = {
         ai_toolkit.READER,
         verl.READER,
         openrlhf.READER,
+        llamafactory.READER,
+        deepspeed.READER,
     )
 }
 """The trainers, each in a file of its own."""
 
 
 def read_config(
-    path: str,
-    *,
+    *paths: str,
     framework: Framework | None = None,
     world_size: int | None = None,
     given: Collection[str] = (),
+    overrides: Sequence[str] = (),
 ) -> Config:
-    """Read a trainer's config.
+    """Read a trainer's config, and those that belong to the same run.
 
     Args:
-        path: The file.
+        paths: The file, or several: accelerate's, the trainer's, DeepSpeed's; a script stands for all that it names.
         framework: Whose it is; None to find out from what is in it.
         world_size: Ranks; None for what the config says.
         given: Fields of the spec that are known otherwise: what the file says of them need not be read.
+        overrides: Words of a command line that override the trainer's config.
 
     Raises:
         NotReadError: It is the config of a trainer that is recognised and not read.
@@ -53,7 +69,65 @@ def read_config(
         LimitError: It is longer than a config is.
         StorageError: The system could not read it.
     """
-    return understand(read_document(path), framework=framework, world_size=world_size, given=given)
+    placed = tuple(PlacedText(word, Place(OVERRIDES, 0)) for word in overrides)
+    found = [read_document(path, placed or None) for path in paths]
+    if any(one.takes_arguments for one in found):
+        placed = ()  # they are the script's
+    documents = [each for one in found for each in _documents(one, framework)]
+    launchers = [one for one in documents if len(documents) > 1 and accelerate.READER.looks_like(one)]
+    others = [one for one in documents if one not in launchers]
+    if len(others) > 1:
+        others = with_deepspeed(others)
+    if len(launchers) > 1 or len(others) > 1:
+        raise UsageError(
+            "two configs of the same kind are given",
+            where=(launchers if len(launchers) > 1 else others)[1].path,
+            hint="give the launcher's config and the trainer's, and check other runs on their own",
+        )
+    *before, last = (*launchers, *others)
+    if placed:
+        last = _overridden(last, placed)
+    if not before:
+        return understand(last, framework=framework, world_size=world_size, given=given)
+    launcher = understand(before[0], world_size=world_size, given=given)
+    says_nothing = bool(launcher.assumed)  # there is no config of accelerate's
+    is_known = not last.commands or any(one.looks_like(last) for one in READERS.values())
+    if is_known or says_nothing:
+        world = world_size or launcher.spec.world_size
+        config = understand(last, framework=framework, world_size=world, given=given)
+        if not last.commands or config.options.is_known:
+            return join(launcher, config)
+        if says_nothing:
+            return config
+    what = f"the arguments of the program in {last.path}, which are not a known trainer's"
+    return replace(launcher, not_checked=(what,))
+
+
+def _documents(document: Document, framework: Framework | None) -> tuple[Document, ...]:
+    """Return the configs of the run that a file stands for: itself, or what its launch line names."""
+    if (
+        document.values is not None
+        or framework in _OF_COMMANDS
+        or any(READERS[name].looks_like(document) for name in _OF_COMMANDS)
+    ):
+        return (document,)
+    refuse_others(document)
+    return launched_documents(document) or (document,)
+
+
+_OF_COMMANDS: tuple[Framework, ...] = ("verl", "openrlhf", "torchtitan")
+"""Those whose readers take a script as it is."""
+
+
+def _overridden(document: Document, words: Sequence[str]) -> Document:
+    """Return a document with options that override its own; a command has them at its end."""
+    if document.values is not None:
+        return overridden(document, words, is_strict=True)
+    commands = []
+    for command in document.commands:
+        is_own = any(READERS[name].looks_like(replace(document, commands=(command,))) for name in _OF_COMMANDS)
+        commands.append((*command, *words) if is_own else command)
+    return replace(document, commands=tuple(commands))
 
 
 def understand(
@@ -67,11 +141,13 @@ def understand(
     refuse_others(document)
     found = framework or detect(document)
     source = READERS[found].prepare(document)
-    config = read_source(found, source, document, world_size=world_size)
+    started = launched_ranks(document.commands, document.num_tasks) if document.values is not None else None
+    config = read_source(found, source, document, world_size=world_size or started)
     if config.spec.world_size is None:
         config = _with_launcher(config, document)
     if framework is not None and document.values is not None:
         _check_named(document, document.values, framework, source.model)
+    config = _with_document(config, document)
     options = _without_given(config, {*given, *(("world_size",) if world_size else ())})
     config = replace(config, options=options, findings=config.findings + check_variables(options, config.values))
     unread = config.unread_fields
@@ -85,6 +161,20 @@ def _with_launcher(config: Config, document: Document) -> Config:
     words = unread_ranks(document.commands)
     options = replace(config.options, unread=(*config.options.unread, *words), read=config.options.read + len(words))
     return replace(config, options=options, world_keys=(*config.world_keys, *words))
+
+
+def _with_document(config: Config, document: Document) -> Config:
+    """Count what was not read of the files around the config, and remember where things are written."""
+    words = (*config.options.words, *document.words_unread)
+    more = (several_commands(document.starts_more),) if document.starts_more else ()
+    return replace(
+        config,
+        options=replace(config.options, words=words),
+        findings=config.findings + more,
+        files=document.files,
+        absent=document.absent,
+        place=document.place,
+    )
 
 
 def _without_given(config: Config, given: Collection[str]) -> Options:

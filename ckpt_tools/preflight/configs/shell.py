@@ -7,8 +7,9 @@ Source: POSIX Shell Command Language, 2.2 (quoting), 2.3 (tokens), 2.6 (expansio
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_WORDS = 100_000
@@ -28,6 +29,8 @@ class Piece:
     """The text, or the expansion as it is written: `$X`, `${X:-a}`, `$(date)`."""
     is_expansion: bool = False
     is_quoted: bool = False
+    line: int = 0
+    """Of the script, from 1; 0 where it is not known."""
 
 
 Word = tuple[Piece, ...]
@@ -38,25 +41,25 @@ Word = tuple[Piece, ...]
 class Token:
     """One token."""
 
-    kind: Literal["word", "operator", "newline", "array", "heredoc"]
+    kind: Literal["word", "operator", "newline", "array", "redirection", "heredoc"]
     text: str = ""
-    """Of an operator; the name of an array."""
+    """Of an operator or a redirection; the name of an array."""
     word: Word = ()
-    """A word, or the body of a here-document."""
+    """A word, the target of a redirection, or the body of a here-document."""
     items: tuple[Word, ...] = ()
     """Of an array."""
     appends: bool = False
     """`name+=( … )`"""
 
 
-def tokenize(text: str) -> Iterator[Token]:
-    """Yield the tokens of a script; comments and continued lines are gone, redirections too.
+def tokenize(text: str, line: int = 1) -> Iterator[Token]:
+    """Yield the tokens of a script; comments and continued lines are gone. `line` is the number of its first line.
 
     Raises:
         ValueError: A quote, a bracket or a here-document that is never closed, or more than `MAX_WORDS`.
     """
     try:
-        yield from _Lexer(text).tokens()
+        yield from _Lexer(text, line).tokens()
     except RecursionError:
         raise ValueError("expansions nested too deep") from None
 
@@ -67,9 +70,11 @@ def pieces_of(text: str) -> Word:
 
 
 class _Lexer:
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, line: int = 1) -> None:
         self._text = text
         self._at = 0
+        self._first = line
+        self._ends = [found.start() for found in re.finditer("\n", text)]
         self._num_words = 0
         self._waiting: list[tuple[str, bool, bool]] = []
         """Here-documents that begin after this line: delimiter, is it quoted, are tabs stripped."""
@@ -90,7 +95,7 @@ class _Lexer:
                 yield self._word_or_array()  # <(…) is a word
             elif found[1] is not None or found[0].startswith("&>"):
                 self._at = found.end()
-                self._redirection(found[1] or "")
+                yield Token(kind="redirection", text=found[0], word=self._redirection(found[1] or ""))
             else:
                 self._at = found.end()
                 yield Token(kind="operator", text=found[0])
@@ -111,17 +116,22 @@ class _Lexer:
             return False
         return True
 
-    def _redirection(self, operator: str) -> None:
+    @property
+    def _line(self) -> int:
+        return self._first + bisect_left(self._ends, self._at)
+
+    def _redirection(self, operator: str) -> Word:
         while self._at < len(self._text) and self._text[self._at] in " \t":
             self._at += 1
         word = self._word() if self._at < len(self._text) and self._text[self._at] != "\n" else ()
         if operator in ("<<", "<<-"):
             delimiter = "".join(piece.text for piece in word)
             self._waiting.append((delimiter, any(piece.is_quoted for piece in word), operator == "<<-"))
+        return word
 
     def _heredocs(self) -> Iterator[Token]:
         for delimiter, is_literal, strips in self._waiting:
-            lines = []
+            lines, first = [], self._line
             while True:
                 if self._at >= len(self._text):
                     raise ValueError(f"the here-document {delimiter!r} has no end")
@@ -131,9 +141,10 @@ class _Lexer:
                 self._at = end + 1
                 if (line.lstrip("\t") if strips else line) == delimiter:
                     break
-                lines.append(line)
+                lines.append(line.lstrip("\t") if strips else line)
             body = "\n".join(lines)
-            yield Token(kind="heredoc", word=(Piece(text=body),) if is_literal else _Lexer(body).quoted(len(body)))
+            word = (Piece(text=body, line=first),) if is_literal else _Lexer(body, first).quoted(len(body))
+            yield Token(kind="heredoc", word=word)
         self._waiting = []
 
     def _word_or_array(self) -> Token:
@@ -161,7 +172,7 @@ class _Lexer:
         self._num_words += 1
         if self._num_words > MAX_WORDS:
             raise ValueError(f"more than {MAX_WORDS} words")
-        text, pieces = self._text, []
+        text, pieces, line = self._text, [], self._line
         while self._at < len(text):
             char = text[self._at]
             plain = _PLAIN.match(text, self._at)
@@ -188,7 +199,7 @@ class _Lexer:
                 self._at += 1
             else:
                 break  # a blank or an operator
-        return tuple(pieces)
+        return (replace(pieces[0], line=line), *pieces[1:]) if pieces else ()
 
     def quoted(self, end: int, stops_at: str = "") -> Word:
         """Return the pieces up to `end`, or up to and with the closing quote, as double quotes treat them."""

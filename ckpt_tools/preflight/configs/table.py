@@ -39,6 +39,8 @@ class Given(Generic[SectionType]):
     findings: list[Finding] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     """Options that name a file which could not be read."""
+    contents: dict[str, Mapping[str, object]] = field(default_factory=dict)
+    """Options that name a file → what it holds, for rules."""
     moot: list[str] = field(default_factory=list)
     """Options whose values matter to nothing, given the others."""
 
@@ -180,6 +182,7 @@ def read_source(name: Framework, source: Source, document: Document, *, world_si
         values=source.values,
         spec=given.spec,
         options=_recounted(counted, given),
+        contents=given.contents,
         assumed=document.assumed,
         world_keys=tuple(given.spell(key) for option in world.options for key in given.keys(option)),
         findings=(*source.findings, *findings, *given.findings),

@@ -1,4 +1,4 @@
-"""torchtitan's job config: the JSON that `debug.save_config_file` writes, or the TOML of earlier versions.
+"""torchtitan's config: the JSON of `debug.save_config_file`, the function that a launch line names, or TOML.
 
 Source: torchtitan 0.1 to 0.3: `config/configs.py` (`ParallelismConfig`, `TrainingConfig`), `parallel_dims.py`
 (`ParallelDims._validate`: -1 is the rest; ep takes its ranks from dp_shard × cp × tp), `trainer.py`,
@@ -7,17 +7,22 @@ Source: torchtitan 0.1 to 0.3: `config/configs.py` (`ParallelismConfig`, `Traini
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.flags import read_flags, started
+from ckpt_tools.preflight.configs.hydra import put
+from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.mesh import resolved, sharding_strategy
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Dtype, Positive, Section, Truth, Word, choice
+from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, row
-from ckpt_tools.preflight.spec import Engine
+from ckpt_tools.preflight.configs.torchtitan_registry import NotCertainError, find_registry, read_function
+from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 _SEQ_LEN = 2048
 
@@ -66,7 +71,7 @@ class ActivationCheckpoint(Section, unknown=None):
     mode: Annotated[str, choice("none", "full", "selective", "memory_budget")] | None = None
 
 
-class ParamGroup(Section, unknown=None):
+class ParamGroup(Section, known=known("torchtitan", "param_group"), unknown=None):
     """One of `optimizer.param_groups`, since 0.3."""
 
     optimizer_name: Word | None = None
@@ -77,6 +82,21 @@ class Optimizer(Section, unknown=None):
 
     name: Word | None = None
     param_groups: list[ParamGroup] = Field(default_factory=list)
+
+
+class Converter(Section, known=known("torchtitan", "converter"), unknown=None):
+    """One of `model_spec.converters`, as a function of the registry gives it."""
+
+    rank: Count | None = None
+    alpha: Number | None = None
+    target_modules: Names | None = None
+
+
+class ModelSpec(Section, known=known("torchtitan", "model_spec"), unknown=None):
+    """What `model_registry` makes; `flavor` is one of the model's sizes."""
+
+    flavor: Word | None = None
+    converters: list[Converter] = Field(default_factory=list)
 
 
 class Model(Section, unknown=None):
@@ -95,6 +115,15 @@ class TorchTitan(Section, known=known("torchtitan", "job")):
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     optimizer: Optimizer = Optimizer()
     model: Model = Model()
+    model_spec: ModelSpec = ModelSpec()
+
+
+def _adapter(given: Given[TorchTitan]) -> AdapterSpec | None:
+    """Return the adapter: `LoRAConverter` alone of the converters has a rank."""
+    for one in given.raw.model_spec.converters:
+        if one.rank is not None:
+            return AdapterSpec(rank=one.rank, alpha=one.alpha, targets=one.target_modules or ())
+    return None
 
 
 def _engine(given: Given[TorchTitan]) -> Engine:
@@ -142,6 +171,7 @@ def _batch_size(given: Given[TorchTitan]) -> int:
 
 
 _TABLE: Table[TorchTitan] = {
+    "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
     "axes.pp": row("parallelism.pipeline_parallel_degree", default=1),
     "axes.dp_replicate": row("parallelism.data_parallel_replicate_degree", default=1),
     "axes.dp_shard": row("parallelism.data_parallel_shard_degree", default=-1),
@@ -158,6 +188,7 @@ _TABLE: Table[TorchTitan] = {
     "master_dtype": row("training.dtype", default="f32"),
     "offload_params": row("training.enable_cpu_offload", default=False, engines=("fsdp2",)),
     "activation_checkpointing": row("activation_checkpoint.mode", value=_is_full),
+    "adapter": row("model_spec.converters", value=_adapter),
     "optimizer": row("optimizer.name", "optimizer.param_groups", value=_optimizer),
     "seq_len": row("training.max_context_length", "training.seq_len", default=_SEQ_LEN),
     "batch_size": row(
@@ -172,7 +203,13 @@ _TABLE: Table[TorchTitan] = {
 }
 
 
+def _program(command: Sequence[str], at: int) -> int:
+    return int(command[at] == "torchtitan.train" or command[at].endswith(("torchtitan/train.py", "run_train.sh")))
+
+
 def _looks_like(document: Document) -> bool:
+    if started(document.commands, _program) is not None:
+        return True
     values = document.values or {}
     degrees = values.get("parallelism")
     if isinstance(degrees, Mapping) and any(str(key).endswith("_degree") for key in degrees):
@@ -182,7 +219,36 @@ def _looks_like(document: Document) -> bool:
 
 
 def _prepare(document: Document) -> Source:
-    return Source(model=TorchTitan, table=_TABLE, values=document.keyed())
+    words = started(document.commands, _program)
+    if words is None:
+        return Source(model=TorchTitan, table=_TABLE, values=document.keyed())
+    options, unread = read_flags(words)
+    values, named, findings = _registered(options, document)
+    for path, value in options.items():
+        *parents, last = path.split(".")
+        is_off = last.startswith("no_") and value is True
+        put(values, [*parents, last.removeprefix("no_") if is_off else last], False if is_off else value)
+    words = (*unread, *named)
+    return Source(model=TorchTitan, table=_TABLE, values=values, words=words, findings=findings, spell=_as_flag)
+
+
+def _as_flag(path: str) -> str:
+    return f"--{path}"
+
+
+def _registered(
+    options: dict[str, object], document: Document
+) -> tuple[dict[str, object], tuple[str, ...], tuple[Finding, ...]]:
+    """Return the config that a launch line names; else the words that name it, and why it was not read."""
+    module, name, file = (options.pop(key, None) for key in ("module", "config", "job.config_file"))
+    if not isinstance(module, str) or not isinstance(name, str):
+        return {}, (f"--job.config_file {file}" if file else "--module and --config of torchtitan.train",), ()
+    try:
+        return dict(read_function(find_registry(module, document), name)), (), ()
+    except NotCertainError as error:
+        hint = "start it once with --debug.save_config_file config.json, and check the file that it writes"
+        found = Finding.info("unread-options", f"--config {name}", str(error), hint)
+        return {}, (f"--module {module} --config {name}",), (found,)
 
 
 READER = Reader(

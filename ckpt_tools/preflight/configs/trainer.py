@@ -14,6 +14,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
+from ckpt_tools.preflight.configs.flags import Program, read_flags, started
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     STRATEGIES,
@@ -25,6 +26,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     v2_strategy,
     without_prefix,
 )
+from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, dtype_name
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
@@ -38,6 +40,16 @@ DEFAULTS = PluginDefaults(
     cpu_ram_efficient_loading=False,
 )
 """Source: `_process_fsdp_args`."""
+_TRL = ("sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation")
+"""Trainers that `trl` starts. Source: TRL 1.16 `cli/commands/__init__.py`."""
+_TRL_SCRIPTS = ("trl/scripts/", "trl.scripts.")
+_TRL_LENGTH = 1024
+"""Tokens of a sample in `SFTConfig`, `DPOConfig`, `KTOConfig` and `RewardConfig`."""
+_SCRIPTS = known("trainer", "arguments") | {
+    "attn_implementation", "block_size", "dataset_config", "dataset_name", "dtype", "max_length", "max_seq_length",
+    "model_name_or_path", "model_revision", "torch_dtype", "trust_remote_code",
+}  # fmt: skip
+"""Arguments that say nothing of TRL: transformers' example scripts have them too."""
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _OWN = (
     "output_dir",
@@ -59,6 +71,11 @@ _OTHERS = (
     "trainer",
 )
 """Options that make it somebody else's."""
+_LLAMAFACTORY = (
+    *("finetuning_type", "cutoff_len", "template model_name_or_path", "stage dataset_dir"),
+    *("model dist_config", "model kernel_config", "model model_class", "model init_config"),
+)
+"""Options that LLaMA-Factory adds to Trainer's, with blanks between those that count together."""
 _INSTEAD = {
     "offload_params": "cpu_offload",
     "sharding_strategy": "reshard_after_forward",
@@ -84,15 +101,14 @@ class Sizes(Section, known=known("trainer", "parallelism_config")):
     sp_size: Count | None = None
 
 
-class Trainer(Section, known=known("trainer", "arguments", "trl"), extensible=True):
-    """The file."""
+class Arguments(Section, known=known("trainer", "arguments")):
+    """What TrainingArguments has."""
 
     per_device_train_batch_size: Positive | None = None
     bf16: Truth | None = None
     fp16: Truth | None = None
     optim: Word | None = None
     gradient_checkpointing: Truth | None = None
-    activation_checkpointing: Truth | None = None
     # true, words, a list of words
     fsdp: Any = None
     fsdp_config: TrainerFsdp = TrainerFsdp()
@@ -101,10 +117,18 @@ class Trainer(Section, known=known("trainer", "arguments", "trl"), extensible=Tr
     deepspeed: Any = None
     resume_from_checkpoint: Word | None = None
     model_name_or_path: Word | None = None
+
+
+class Trainer(Arguments, known=known("trainer", "arguments", "trl"), extensible=True):
+    """The file, with what TRL's and transformers' scripts add."""
+
+    activation_checkpointing: Truth | None = None
     torch_dtype: Word | None = None
     dtype: Word | None = None
     max_length: Positive | None = None
     max_seq_length: Positive | None = None
+    max_prompt_length: Positive | None = None
+    max_completion_length: Positive | None = None
     model_max_length: Count | None = None
     block_size: Count | None = None
     use_peft: Truth | None = None
@@ -116,8 +140,8 @@ class Trainer(Section, known=known("trainer", "arguments", "trl"), extensible=Tr
     bnb_4bit_quant_type: Word | None = None
 
 
-def _with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[str, object], tuple[Finding, ...]]:
-    """Return `values` with the options of the file that `fsdp_config` names in its place."""
+def with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[str, object], tuple[Finding, ...]]:
+    """Return the arguments with the options of the file that `fsdp_config` names in its place."""
     name = values.get(SECTION)
     if not isinstance(name, str):
         return values, ()
@@ -163,11 +187,12 @@ def _fsdp_words(value: object) -> tuple[tuple[str, ...] | None, tuple[Finding, .
     return tuple(item.lower() for item in items), findings
 
 
-def _words_of_fsdp(raw: Trainer) -> tuple[str, ...]:
+def _words_of_fsdp(raw: Arguments) -> tuple[str, ...]:
     return _fsdp_words(raw.fsdp)[0] or ()
 
 
-def _engine(given: Given[Trainer]) -> Engine:
+def trainer_engine(given: Given[Any]) -> Engine:
+    """Return the engine that TrainingArguments ask for."""
     raw = given.raw
     if _fsdp_words(raw.fsdp)[0] is not None:
         if raw.fsdp_config.xla:
@@ -178,7 +203,7 @@ def _engine(given: Given[Trainer]) -> Engine:
     return "none" if given.spec.world_size == 1 else "ddp"
 
 
-def _axes(given: Given[Trainer]) -> dict[str, int]:
+def _axes(given: Given[Arguments]) -> dict[str, int]:
     if given.spec.axes:
         return {axis: given.spec.axes.get(axis, 1) for axis in _AXES}
     if given.spec.engine in ("none", "other"):
@@ -186,23 +211,54 @@ def _axes(given: Given[Trainer]) -> dict[str, int]:
     return {"dp_replicate": -1} if given.spec.engine == "ddp" else {"dp_shard": -1}
 
 
-def _v2_strategy(given: Given[Trainer]) -> tuple[str, bool | None]:
+def _v2_strategy(given: Given[Arguments]) -> tuple[str, bool | None]:
     items = _words_of_fsdp(given.raw)
     return v2_strategy(given, default="shard_grad_op" not in items or "full_shard" in items)
 
 
-def _offloads(given: Given[Trainer]) -> bool:
+def _offloads(given: Given[Arguments]) -> bool:
     asked = given.raw.fsdp_config.cpu_offload
     return "offload" in _words_of_fsdp(given.raw) if asked is None else asked
 
 
-def _dtypes(given: Given[Trainer]) -> tuple[str | None, str | None, str | None]:
+def _trl_script(given: Given[Trainer]) -> str | None:
+    """Return the trainer of TRL's that runs; '' where only some option shows that it is one of them."""
+    for command in given.document.commands:
+        for at, word in enumerate(command):
+            if _program(command, at) == 2:
+                return command[at + 1]
+            if any(place in word for place in _TRL_SCRIPTS):
+                return word.removesuffix(".py").rpartition("/")[2].rpartition(".")[2]
+    names = known("trainer", "trl") - _SCRIPTS
+    return "" if isinstance(given.values, Mapping) and names & given.values.keys() else None
+
+
+def _mixed(given: Given[Trainer]) -> str | None:
+    """Return the precision that is asked for; TRL's configs mix in bf16 unless told otherwise."""
     raw = given.raw
-    mixed = "bf16" if raw.bf16 else "f16" if raw.fp16 else None
+    is_default = raw.bf16 is None and not raw.fp16 and _trl_script(given) is not None
+    return "bf16" if raw.bf16 or is_default else "f16" if raw.fp16 else None
+
+
+def _dtypes(given: Given[Trainer]) -> tuple[str | None, str | None, str | None]:
+    raw, mixed = given.raw, _mixed(given)
     stored = dtype_name(raw.torch_dtype or raw.dtype)
     # accelerate widens what is trained, unless nothing is mixed.
     is_widened = mixed is not None and given.is_fsdp
     return mixed or stored, (mixed or stored) if given.is_fsdp else None, "f32" if is_widened else stored
+
+
+def _recomputes(given: Given[Trainer]) -> bool:
+    asked = given.raw.gradient_checkpointing
+    return bool((_trl_script(given) is not None if asked is None else asked) or given.raw.activation_checkpointing)
+
+
+def _seq_len(given: Given[Trainer]) -> int | None:
+    raw = given.raw
+    found = raw.max_length or raw.max_seq_length or raw.model_max_length or raw.block_size
+    if found or (raw.max_prompt_length and raw.max_completion_length):
+        return found or (raw.max_prompt_length or 0) + (raw.max_completion_length or 0)
+    return _TRL_LENGTH if _trl_script(given) in ("sft", "dpo", "kto", "reward") else None
 
 
 def _adapter(given: Given[Trainer]) -> AdapterSpec | None:
@@ -224,48 +280,97 @@ def _quantize(given: Given[Trainer]) -> str | None:
     return "int8" if given.raw.load_in_8bit else None
 
 
-_TABLE: Table[Trainer] = {
-    "engine": row("fsdp", "deepspeed", value=_engine),
+ARGUMENT_ROWS: Table[Any] = {
+    # Of a command line: a file does not say how many ranks are started.
+    "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
+    "engine": row("fsdp", "deepspeed", value=trainer_engine),
     **{f"axes.{axis}": row(f"parallelism_config.{axis}_size") for axis in _AXES},
     "axes": row(value=_axes),
     "mesh": plugin_mesh_row(),
     "strategy reshard_after_forward": named_by("fsdp_config.reshard_after_forward", "fsdp"),
     "offload_params": named_by("fsdp_config.cpu_offload", "fsdp"),
-    "param_dtype reduce_dtype master_dtype": row("bf16", "fp16", "torch_dtype", "dtype", value=_dtypes),
-    "activation_checkpointing": row(
-        "gradient_checkpointing",
-        "activation_checkpointing",
-        value=lambda given: bool(given.raw.gradient_checkpointing or given.raw.activation_checkpointing),
-    ),
-    "adapter": row("lora_r", "use_peft", value=_adapter),
-    "quantize": row("load_in_4bit", "load_in_8bit", value=_quantize),
     "optimizer": row("optim", default="adamw_torch_fused"),
-    "seq_len": row("max_length", "max_seq_length", "model_max_length", "block_size"),
     "batch_size": row("per_device_train_batch_size", default=8),
     "model": row("model_name_or_path"),
     "resume_from": row("resume_from_checkpoint", value=resumed_from),
 }
-_BY_ENGINE: Mapping[Engine, Table[Trainer]] = {
-    "deepspeed": deepspeed_rows(is_beside=True),
+"""What TrainingArguments say, whoever adds to them."""
+_TABLE: Table[Trainer] = {
+    **ARGUMENT_ROWS,
+    "param_dtype reduce_dtype master_dtype": row("bf16", "fp16", "torch_dtype", "dtype", value=_dtypes),
+    "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
+    "adapter": row("lora_r", "use_peft", value=_adapter),
+    "quantize": row("load_in_4bit", "load_in_8bit", value=_quantize),
+    "seq_len": row(
+        "max_length", "max_seq_length", "model_max_length", "block_size", "max_completion_length", value=_seq_len
+    ),
+}
+ROWS_BY_ENGINE: Mapping[Engine, Table[Any]] = {
+    "deepspeed": deepspeed_rows(),
     **plugin_rows(DEFAULTS, offload=row(value=_offloads), v2=row(value=_v2_strategy)),
 }
 
 
-def _check(given: Given[Trainer]) -> None:
+def check_fsdp(given: Given[Any]) -> None:
+    """Add what `fsdp` says that Trainer does not know."""
     given.findings += _fsdp_words(given.raw.fsdp)[1]
 
 
+def _check(given: Given[Trainer]) -> None:
+    check_fsdp(given)
+    left = [name for name in ("bf16", "gradient_checkpointing") if getattr(given.raw, name) is None]
+    if left and not given.raw.fp16 and _trl_script(given) is not None:
+        what = f"{' and '.join(left)} count as true, as TRL has it since 0.24; releases of 2024 do not"
+        given.findings.append(Finding.info("version-default", left[0], what, f"write {left[0]}: true or false"))
+
+
+def _program(command: Sequence[str], at: int) -> int:
+    """Return how many words at a place of a command start a trainer: `trl sft`, `train.py`, `-m trl.scripts.sft`."""
+    if os.path.basename(command[at]) == "trl":
+        return 2 if "".join(command[at + 1 : at + 2]) in _TRL else 0
+    return 1 if command[at].endswith(".py") or "".join(command[max(at - 1, 0) : at]) in ("-m", "--module") else 0
+
+
 def _looks_like(document: Document) -> bool:
-    values = document.values or {}
+    values = document.values
+    if values is None:
+        telling = ("--per_device_train_batch_size", "--per-device-train-batch-size", *_TRL_SCRIPTS)
+        is_named = any(place in word for place in telling for word in document.words)
+        starts = started(document.commands, _program) is not None
+        return starts and (is_named or any(os.path.basename(word) == "trl" for word in document.words))
+    if has_llamafactory_options(values):
+        return False
     return "per_device_train_batch_size" in values or (
         any(name in values for name in _OWN) and not any(name in values for name in _OTHERS)
     )
 
 
+def has_llamafactory_options(values: Mapping[str, object]) -> bool:
+    """Are these LLaMA-Factory's arguments, which has Trainer's and more?"""
+    return any(all(name in values for name in names.split()) for names in _LLAMAFACTORY)
+
+
+def arguments_of(document: Document, program: Program) -> tuple[Mapping[str, object], tuple[str, ...]]:
+    """Return the arguments of a file, or of the command that starts a program, and what may hold any others."""
+    if document.values is not None:
+        return document.values, ()
+    words = started(document.commands, program)
+    return read_flags(document.words if words is None else words)
+
+
 def _prepare(document: Document) -> Source:
-    values, missing = _with_fsdp_file(document.keyed(), document.path)
+    arguments, words = arguments_of(document, _program)
+    values, missing = with_fsdp_file(arguments, document.path)
     return without_prefix(
-        Source(model=Trainer, table=_TABLE, by_engine=_BY_ENGINE, values=values, findings=missing, check=_check)
+        Source(
+            model=Trainer,
+            table=_TABLE,
+            by_engine=ROWS_BY_ENGINE,
+            values=values,
+            words=words,
+            findings=missing,
+            check=_check,
+        )
     )
 
 

@@ -17,14 +17,30 @@ from ckpt_tools.description.layout import Mesh
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
-from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.names import inside, known
 from ckpt_tools.preflight.configs.options import option_names
 from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
-from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Row, Source, Table, named_by, row, value_at
+from ckpt_tools.preflight.configs.table import (
+    FSDP,
+    Given,
+    Reader,
+    Row,
+    Source,
+    Table,
+    mesh_row,
+    named_by,
+    row,
+    value_at,
+)
 from ckpt_tools.preflight.configs.verl_command import Tree, is_fsdp_sft, is_sft, looks_like, read_tree
+from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 _ACTOR = "actor_rollout_ref.actor"
+_PATH = "actor_rollout_ref"
+_TREE, _SFT_TREE = known("verl", "tree"), known("verl", "sft_tree")
+"""Paths of all options, in the trees that verl itself generates."""
+_KNOWN_FSDP = known("verl", "fsdp") | inside(_TREE, f"{_PATH}/actor/fsdp_config")
 STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 """Engines. Source: `workers/engine/`."""
 Strategy = Annotated[str, choice(*STRATEGIES)]
@@ -45,7 +61,7 @@ class MixedPrecision(Section):
     buffer_dtype: Dtype | None = None
 
 
-class Fsdp(Section, known=known("verl", "fsdp"), unknown="error"):  # a dataclass is made of it
+class Fsdp(Section, known=_KNOWN_FSDP, unknown="error"):  # a dataclass is made of it
     """`fsdp_config`, or `engine` of the SFT trainer."""
 
     strategy: Strategy | None = None
@@ -67,17 +83,27 @@ class Optimizer(Section, known=known("verl", "optim"), unknown="error"):
     optimizer: Word | None = None
 
 
-class Actor(Section, known=known("verl", "actor"), unknown="error"):
+class Megatron(Section, known=known("verl", "megatron") | inside(_TREE, f"{_PATH}/actor/megatron"), unknown=None):
+    """`megatron`, or `engine` of the SFT trainer where a group chooses Megatron."""
+
+    tensor_model_parallel_size: Count | None = None
+    pipeline_model_parallel_size: Count | None = None
+    context_parallel_size: Count | None = None
+    expert_model_parallel_size: Count | None = None
+
+
+class Actor(Section, known=known("verl", "actor") | inside(_TREE, f"{_PATH}/actor"), unknown="error"):
     """`actor_rollout_ref.actor`."""
 
     strategy: Strategy | None = None
     ppo_micro_batch_size_per_gpu: Positive | None = None
     ulysses_sequence_parallel_size: Count | None = None
     fsdp_config: Fsdp = Fsdp()
+    megatron: Megatron = Megatron()
     optim: Optimizer = Optimizer()
 
 
-class Model(Section, known=known("verl", "model"), unknown="error"):
+class Model(Section, known=known("verl", "model") | inside(_TREE, f"{_PATH}/model"), unknown="error"):
     """`actor_rollout_ref.model`, or `model` for SFT."""
 
     path: Word | None = None
@@ -88,14 +114,14 @@ class Model(Section, known=known("verl", "model"), unknown="error"):
     target_modules: Names | None = None
 
 
-class ActorRolloutRef(Section, known=known("verl", "actor_rollout_ref")):
+class ActorRolloutRef(Section, known=known("verl", "actor_rollout_ref") | inside(_TREE, _PATH)):
     """`actor_rollout_ref`."""
 
     model: Model = Model()
     actor: Actor = Actor()
 
 
-class Data(Section, unknown=None):
+class Data(Section, known=inside(_TREE | _SFT_TREE, "data"), unknown=None):
     """`data`, which scripts extend."""
 
     max_prompt_length: Positive | None = None
@@ -104,7 +130,7 @@ class Data(Section, unknown=None):
     micro_batch_size_per_gpu: Positive | None = None
 
 
-class Runner(Section, known=known("verl", "trainer")):
+class Runner(Section, known=known("verl", "trainer") | inside(_TREE | _SFT_TREE, "trainer")):
     """`trainer`."""
 
     nnodes: Positive | None = None
@@ -112,7 +138,7 @@ class Runner(Section, known=known("verl", "trainer")):
     resume_from_path: Word | None = None
 
 
-class Ppo(Section, known=known("verl", "ppo")):
+class Ppo(Section, known=known("verl", "ppo") | _TREE):
     """A file for PPO, GRPO and the like."""
 
     actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
@@ -134,13 +160,19 @@ class SftModel(Model):
     fsdp_config: SftFsdp = SftFsdp()
 
 
-class SftOther(Section, known=known("verl", "sft") | {"engine", "optim"}):
+class SftOther(Section, known=known("verl", "sft") | _SFT_TREE | {"engine", "optim"}):
     """A file for the SFT trainer with an engine that is not FSDP: the engine's options are passed over."""
 
     model: SftModel = SftModel()
     data: Data = Data()
     trainer: Runner = Runner()
     ulysses_sequence_parallel_size: Count | None = None
+
+
+class SftMegatron(SftOther):
+    """A file for the SFT trainer with Megatron."""
+
+    engine: Megatron = Megatron()
 
 
 class Sft(SftOther):
@@ -216,6 +248,17 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
         "state_dict_type": row(default="SHARDED_STATE_DICT"),
         "resume_from": row("trainer.resume_from_path"),
     }
+
+
+def _on_megatron(table: Table[Any], at: str) -> Table[Any]:
+    """Return a table with the mesh of Megatron, which is told of it below `at`; data-parallel ranks are the rest.
+
+    Source: `megatron_workers.py`, which stops where tp × pp × cp does not divide the ranks; experts share them.
+    """
+    names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
+    sizes: Table[Any] = {f"axes.{axis}": row(f"{at}.{name}_parallel_size", default=1) for axis, name in names.items()}
+    rest = {name: one for name, one in table.items() if name not in ("axes", "mesh")}
+    return {**rest, **sizes, "axes.dp_replicate": row(default=-1), "mesh": mesh_row()}
 
 
 _ALL_LINEAR = ("all-linear",)
@@ -300,10 +343,14 @@ def _chosen(tree: Tree, document: Document) -> tuple[type[Section], Table[Any]]:
         configs = [name for name in tree.configs if name.startswith(("--config-name", "ppo_"))]
         is_megatron = any("megatron" in name for name in configs)
         default = "megatron" if is_megatron else tree.engine("model_engine")
-        return Ppo, {"engine": _engine_row(f"{_ACTOR}.strategy", default), **_PPO}
+        strategy = find_value(tree.values, f"{_ACTOR}.strategy") or default
+        table = _on_megatron(_PPO, f"{_ACTOR}.megatron") if strategy == "megatron" else _PPO
+        return Ppo, {"engine": _engine_row(f"{_ACTOR}.strategy", default), **table}
     if is_fsdp_sft(tree.values):
         return Sft, {"engine": _engine_row("model.strategy", "fsdp2"), **_FSDP_SFT}
     chosen = tree.engine("engine")
+    if chosen == "megatron":
+        return SftMegatron, {"engine": row(value=lambda _: "other"), **_on_megatron(_ENGINE_SFT, "engine")}
     return Sft if chosen == "fsdp" else SftOther, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
 
 

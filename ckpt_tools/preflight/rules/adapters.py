@@ -78,22 +78,6 @@ def storage_bytes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT072: FSDP2 with a quantised base model in preference training",
-    why="axolotl refuses it",
-    fix="DeepSpeed, or FSDP1, or no quantisation",
-    frameworks=("axolotl",),
-)
-def quantised_preferences(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `check_fsdp2_base_model_quant_rl`."""
-    rl, version = case.get("rl"), case.get("fsdp_version")
-    if rl is None or rl.text not in _PREFERENCE or version is None or version.value != 2:
-        return
-    for name in ("load_in_8bit", "load_in_4bit"):
-        if found := enabled(case.get(name)):
-            yield Violation(name, f"{found} with {rl} and FSDP2", f"{name}: false")
-
-
-@error_rule(
     "CKPT073: quantised weights, and no adapter to train",
     why="Integers have no gradient: there is nothing that the optimizer could change",
     fix="add an adapter, or load the weights unquantised",
@@ -140,19 +124,6 @@ def four_bit_half(case: Case) -> Iterator[Violation]:
     packed, dtype = enabled(case.flag("load_in_4bit")), case.flag("param_dtype")
     if packed is not None and dtype is not None and short(dtype.text) != "bf16":
         yield Violation(dtype.key, f"{dtype.key} {dtype.text} with {packed.key}", f"{dtype.key} bf16")
-
-
-@error_rule(
-    "CKPT076: Mxfp4 weights with cpu_ram_efficient_loading",
-    why="axolotl refuses it",
-    fix="cpu_ram_efficient_loading: false",
-    frameworks=("axolotl",),
-)
-def mxfp4_loading(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `check_gpt_oss_fsdp_loading`."""
-    method, loading = case.get("model_quantization_config"), case.fsdp_option("cpu_ram_efficient_loading")
-    if method is not None and method.text == "Mxfp4Config" and loading is not None and loading.value is True:
-        yield Violation(loading.key, f"{loading} with {method}", f"{loading.key}: false")
 
 
 @error_rule(

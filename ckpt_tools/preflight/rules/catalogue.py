@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,10 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.rules import (
     adapters,
+    batches,
+    conditions,
     engines,
+    launching,
     model,
     oddities,
     optimizers,
@@ -18,7 +21,9 @@ from ckpt_tools.preflight.rules import (
     parallel,
     precision,
     saving,
+    schedules,
     sizes,
+    words,
     world,
 )
 from ckpt_tools.preflight.rules.rule import ALL, Case, Rule, apply
@@ -38,15 +43,27 @@ _MODULES: Mapping[str, ModuleType] = {
     "Optimizers": optimizers,
     "What only one framework does": oddities,
     "Sizes": sizes,
+    "Batches and lengths": batches,
+    "Launch": launching,
+    "Schedules": schedules,
+    "Words that options take": words,
+    "Options that exclude or need each other": conditions,
 }
 """Heading → the file of its rules; the tens of an id are its heading."""
+
+
+def _rules_of(module: ModuleType, tens: str) -> Iterator[Rule]:
+    yield from (one for one in vars(module).values() if isinstance(one, Rule))
+    yield from (one for one in words.TABLE_RULES if one.id.startswith(tens))
+
+
 GROUPS: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
     {
-        heading: tuple(one for one in vars(module).values() if isinstance(one, Rule))
-        for heading, module in _MODULES.items()
+        heading: tuple(sorted(_rules_of(module, f"CKPT{number:02}"), key=lambda one: one.id))
+        for number, (heading, module) in enumerate(_MODULES.items())
     }
 )
-"""Heading → its rules, in the order in which they stand in their file."""
+"""Heading → its rules, by id."""
 
 RULES: tuple[Rule, ...] = tuple(one for rules in GROUPS.values() for one in rules)
 """Every rule, by id."""

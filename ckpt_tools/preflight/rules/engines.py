@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.rule import AI_PROCESS, Case, Setting, Violation, enabled, error_rule, warning_rule
+from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, enabled, error_rule, warning_rule
 
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Section of an accelerate config → the distributed_type that reads it."""
@@ -124,80 +124,6 @@ def no_pipeline(case: Case) -> Iterator[Violation]:
         size, key = found.count, found.key
     if size > 1:
         yield Violation(key, f"FSDP with {size} pipeline stages", f"{key}: 1")
-
-
-def _ai_exclusion(case: Case, name: str, because: str) -> Iterator[Violation]:
-    found = enabled(case.ai_option(f"model.{name}"))
-    if found is not None and case.wants_ai_fsdp:
-        yield Violation(found.key, f"{name} with dist_mode: fsdp: {because}", f"{found.key}: false, or dist_mode: none")
-
-
-@error_rule(
-    "CKPT013: FSDP with a model that is split over the GPUs",
-    why="The splitter puts whole layers on different GPUs of one process; FSDP has one process for every GPU",
-    fix="model.split_model_over_gpus: false",
-    frameworks=("ai-toolkit",),
-)
-def no_splitter(case: Case) -> Iterator[Violation]:
-    """Source: the table of exclusions in ai-toolkit's FSDP plan."""
-    yield from _ai_exclusion(case, "split_model_over_gpus", "layers on several GPUs of one process cannot be sharded")
-
-
-@error_rule(
-    "CKPT014: FSDP with layer offloading",
-    why="Both move parameters between host and GPU around each layer, and free each other's memory",
-    fix="model.layer_offloading: false; train.fsdp_cpu_offload: true does it with FSDP",
-    frameworks=("ai-toolkit",),
-)
-def no_layer_offloading(case: Case) -> Iterator[Violation]:
-    """Source: the table of exclusions in ai-toolkit's FSDP plan; `auto_memory` is its old name."""
-    yield from _ai_exclusion(case, "layer_offloading", "both move the parameters of a layer")
-    yield from _ai_exclusion(case, "auto_memory", "it means layer_offloading, and both move the parameters of a layer")
-
-
-@error_rule(
-    "CKPT015: FSDP with low_vram",
-    why="low_vram replaces .to() and leaves parts on the host, where FSDP expects them on its mesh",
-    fix="model.low_vram: false",
-    frameworks=("ai-toolkit",),
-)
-def no_low_vram(case: Case) -> Iterator[Violation]:
-    """Source: the table of exclusions in ai-toolkit's FSDP plan."""
-    yield from _ai_exclusion(case, "low_vram", "it replaces .to(), which FSDP relies on")
-
-
-@error_rule(
-    "CKPT016: dp_shard_size without fsdp_config",
-    why="axolotl refuses to shard when no FSDP is configured",
-    fix="add fsdp_version: 2 and an fsdp_config, or remove dp_shard_size",
-    frameworks=("axolotl",),
-)
-def shard_without_fsdp(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `_get_parallel_config_kwargs`."""
-    size = case.get("dp_shard_size")
-    if size is not None and case.count("dp_shard_size") > 1 and wants_fsdp(case) is None:
-        yield Violation(
-            "dp_shard_size",
-            f"dp_shard_size: {size.value}, but there is no fsdp_config",
-            "fsdp_version: 2 and fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP, …}",
-        )
-
-
-@warning_rule(
-    "CKPT017: dist_mode without distributed",
-    why="dist_mode says how a distributed run is done; without distributed it is a run of one process",
-    fix="train.distributed: true",
-    frameworks=("ai-toolkit",),
-)
-def switched_on(case: Case) -> Iterator[Violation]:
-    """Source: the example of ai-toolkit's FSDP plan."""
-    mode, distributed = case.ai_option("train.dist_mode"), case.ai_option("train.distributed")
-    if mode is not None and case.wants_ai_fsdp and (distributed is None or not distributed.is_on):
-        yield Violation(
-            mode.key,
-            f"{mode}, but {distributed or 'train.distributed is missing'}",
-            f"{AI_PROCESS}.train.distributed: true",
-        )
 
 
 @warning_rule(

@@ -50,10 +50,10 @@ def wrap_classes_exist(case: Case) -> Iterator[Violation]:
 )
 def blocks_are_named(case: Case) -> Iterator[Violation]:
     """Compare with transformers' `_no_split_modules`; a block that holds a wrapped class counts as covered."""
-    wrapped, classes = set(case.spec.wrap_classes), case.facts.module_classes or ()
-    if not case.is_fsdp or not wrapped or not wrapped.issubset(classes):  # CKPT040 has the others
-        return
-    missing = [name for name in case.facts.blocks if name in classes]
+    wrapped, classes = set(case.spec.wrap_classes), case.facts.module_classes
+    if not case.is_fsdp or not wrapped or (classes is not None and not wrapped.issubset(classes)):
+        return  # CKPT040 has classes that the model does not have
+    missing = [name for name in case.facts.blocks if classes is None or name in classes]
     if missing and wrapped.isdisjoint(missing):
         yield Violation(
             _wrap_key(case),

@@ -66,23 +66,6 @@ def prefixed_keys(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT093: a pinned-memory option without the option that it belongs to",
-    why="axolotl refuses cpu_offload_pin_memory: false under FSDP1, and without offload_params",
-    fix="fsdp_version: 2 and offload_params: true",
-    frameworks=("axolotl",),
-)
-def pinned_memory(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `check_fsdp2_cpu_offload_pin_memory`."""
-    found, offload = case.fsdp_option("cpu_offload_pin_memory"), case.fsdp_option("offload_params")
-    if found is None or found.value is not False:
-        return
-    if not case.is_fsdp2:
-        yield Violation(found.key, f"{found} needs FSDP2", "fsdp_version: 2")
-    elif not enabled(offload):
-        yield Violation(found.key, f"{found} without offload_params", "fsdp_config.offload_params: true")
-
-
-@error_rule(
     "CKPT094: Ulysses ranks that do not divide the world",
     why="verl puts all ranks on a mesh of dp × sp",
     fix="a size that divides the world size",
@@ -110,55 +93,3 @@ def sequence_without_tp(case: Case) -> Iterator[Violation]:
             f"{found.key} with tp=1",
             f"{case.axis_key('tp')} 2" if "axes.tp" in case.spec.keys else "--fsdp_tensor_parallel_size 2",
         )
-
-
-@error_rule(
-    "CKPT096: SIZE_BASED_WRAP without a size",
-    why="axolotl refuses it",
-    fix="fsdp_config.min_num_params",
-    frameworks=("axolotl",),
-)
-def size_based_needs_size(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `FSDPConfig.validate_size_based_wrap`."""
-    policy = case.fsdp_option("auto_wrap_policy")
-    if policy is not None and policy.text == "SIZE_BASED_WRAP" and case.fsdp_option("min_num_params") is None:
-        yield Violation(policy.key, "SIZE_BASED_WRAP without min_num_params", "fsdp_config.min_num_params: 100000000")
-
-
-@error_rule(
-    "CKPT097: f32 norms without FSDP2",
-    why="axolotl refuses fp32_norms without an fsdp_config of version 2",
-    fix="fsdp_version: 2",
-    frameworks=("axolotl",),
-)
-def f32_norms(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `check_fp32_norms`."""
-    found = enabled(case.get("fp32_norms"))
-    if found is not None and (case.get("fsdp_config") is None or not case.is_fsdp2):
-        yield Violation("fp32_norms", f"{found} needs fsdp_config with version 2", "fsdp_version: 2")
-
-
-@error_rule(
-    "CKPT098: tensor parallelism of DeepSpeed in fp16",
-    why="OpenRLHF stops: it accepts only bf16 for it",
-    fix="--param_dtype bf16",
-    frameworks=("openrlhf",),
-)
-def speed_tp_dtype(case: Case) -> Iterator[Violation]:
-    """Source: OpenRLHF `utils/deepspeed/deepspeed.py`."""
-    dtype = case.flag("param_dtype")
-    if case.spec.engine == "deepspeed" and case.axis("tp") > 1 and dtype is not None and dtype.text != "bf16":
-        yield Violation(dtype.key, f"{dtype.key} {dtype.text} with tp={case.axis('tp')}", f"{dtype.key} bf16")
-
-
-@warning_rule(
-    "CKPT099: activation checkpointing set twice",
-    why="axolotl hands both to Trainer: blocks are recomputed twice, or Trainer refuses the pair",
-    fix="only fsdp_config.activation_checkpointing",
-    frameworks=("axolotl",),
-)
-def checkpointing_twice(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `core/builders/base.py:_configure_gradient_checkpointing`."""
-    outer, inner = case.get("gradient_checkpointing"), case.fsdp_option("activation_checkpointing")
-    if case.is_fsdp and outer is not None and not outer.is_off and inner is not None and inner.is_on:
-        yield Violation(outer.key, f"both {outer} and {inner}", f"{outer.key}: false")

@@ -13,6 +13,7 @@ _V1_STRATEGIES = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OBSOLETE: Mapping[str, str] = {
     "sharding_strategy": "reshard_after_forward and the mesh say what it said",
     "backward_prefetch": "FSDP2 prefetches on its own",
+    "backward_prefetch_policy": "FSDP2 prefetches on its own",
     "forward_prefetch": "FSDP2 prefetches on its own",
     "use_orig_params": "FSDP2 always keeps the parameters as they are",
     "sync_module_states": "FSDP2 does not broadcast from rank 0",
@@ -106,7 +107,8 @@ def obsolete_options(case: Case) -> Iterator[Violation]:
             continue
         if name == "use_orig_params" and needed is not None and needed.text == "q_galore_adamw8bit":
             continue  # axolotl asks for it there
-        yield Violation(found.key, f"{name} is ignored under FSDP2: {reason}", f"remove {found.key}")
+        instead = ": reshard_after_forward, and a replicated axis, say it" if name == "sharding_strategy" else ""
+        yield Violation(found.key, f"{name} is ignored under FSDP2: {reason}", f"remove {found.key}{instead}")
 
 
 @warning_rule(

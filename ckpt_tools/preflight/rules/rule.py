@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast, get_args
 
 from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.plain_values import as_truth, find_value
 from ckpt_tools.preflight.spec import Framework, ParallelSpec
@@ -91,6 +93,15 @@ class Setting:
         return int(digits) if len(digits) <= _MAX_DIGITS and digits.removeprefix("-").isdecimal() else None
 
     @property
+    def number(self) -> float | None:
+        """The value as a finite number, which may be written as text; None for anything else."""
+        if isinstance(self.value, (int, float, str)) and not isinstance(self.value, bool):
+            with suppress(ValueError, OverflowError):
+                number = float(self.value)
+                return number if math.isfinite(number) else None
+        return None
+
+    @property
     def text(self) -> str:
         """The value as text, for comparisons."""
         return str(self.value).strip()
@@ -124,8 +135,8 @@ class Case:
 
     @property
     def framework(self) -> Framework:
-        """Whose config it is."""
-        return self.config.framework
+        """Whose options it has: LLaMA-Factory's are Trainer's and more."""
+        return _options_of(self.config)
 
     @property
     def is_fsdp2(self) -> bool:
@@ -174,14 +185,42 @@ class Case:
         Raises:
             NotKnownError: Its value is not in the file.
         """
-        found = look_up(self.config.values, path)
-        if path in self.config.unread or (found is None and self.config.hides_options):
+        found = look_up(self.config.values, path) or self._beside(path)
+        is_hidden = self.config.hides_options if found is None else is_variable(found.value)
+        if path in self.config.unread or is_hidden:
             raise NotKnownError(path)
         return found
+
+    def _beside(self, path: str) -> Setting | None:
+        """Return an option of a file that the config names: of `deepspeed.x` the x in the file of `deepspeed`."""
+        for option, content in self.config.contents.items():
+            inner = look_up(content, path.removeprefix(f"{option}.")) if path.startswith(f"{option}.") else None
+            if inner is not None:
+                return Setting(key=path, value=inner.value)
+        return None
 
     def first(self, *paths: str) -> Setting | None:
         """Return the first of `paths` that the file has."""
         return next((found for path in paths if (found := self.get(path)) is not None), None)
+
+    def option(self, *names: str) -> Setting | None:
+        """Return an option by its names of all releases, under the key that the user sees."""
+        found = self.first(*names)
+        dashes = "--" if self.framework == "openrlhf" else ""
+        return None if found is None else Setting(key=dashes + found.key, value=found.value)
+
+    def written(self, key: str, value: object) -> str:
+        """Return an option as it is to be written, with a value."""
+        return f"{key}{' ' if self.framework == 'openrlhf' else ': '}{value}"
+
+    def whole(self, *names: str) -> int | None:
+        """Return the whole number that an option says; None where it says none."""
+        found = self.option(*names)
+        return None if found is None else found.count
+
+    def is_on(self, *names: str) -> bool:
+        """Does the file switch an option on?"""
+        return enabled(self.first(*names)) is not None
 
     def fsdp_option(self, name: str) -> Setting | None:
         """Return an option of `fsdp_config`, whose keys accelerate, Trainer and axolotl take with and without `fsdp_`.
@@ -193,8 +232,7 @@ class Case:
 
     def flag(self, name: str) -> Setting | None:
         """Return an option of an OpenRLHF command line by its old name, in whichever spelling the line has."""
-        found = self.first(name, _NEW_NAMES.get(name, name))
-        return None if found is None else Setting(key=f"--{found.key}", value=found.value)
+        return self.option(name, _NEW_NAMES.get(name, name))
 
     def ai_option(self, path: str) -> Setting | None:
         """Return an option of ai-toolkit's first process (`train.dist_mode`)."""
@@ -212,6 +250,12 @@ def enabled(found: Setting | None) -> Setting | None:
     return found if found is not None and found.is_on else None
 
 
+def _options_of(config: Config) -> Framework:
+    """Return whose options a config has; those of LLaMA-Factory's v1, which names the `model`, are its own."""
+    is_trainers = config.framework == "llamafactory" and "model" not in config.values
+    return "trainer" if is_trainers else config.framework
+
+
 Check = Callable[[Case], Iterator[Violation]]
 
 
@@ -227,6 +271,10 @@ class Rule:
     fix: str
     frameworks: tuple[Framework, ...]
     check: Check
+
+    def is_for(self, config: Config) -> bool:
+        """Is it about configs of this framework?"""
+        return config.framework in self.frameworks or _options_of(config) in self.frameworks
 
 
 def _rule(
@@ -253,7 +301,7 @@ def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
     findings: dict[tuple[str, str, str], Finding] = {}
     for one in rules:
         with suppress(NotKnownError):
-            for found in one.check(case) if case.framework in one.frameworks else ():
+            for found in one.check(case) if one.is_for(case.config) else ():
                 finding = Finding(code=one.id, severity=one.severity, where=found.key, what=found.what, hint=found.fix)
                 findings.setdefault((one.id, finding.where, finding.what), finding)
     return tuple(findings.values())

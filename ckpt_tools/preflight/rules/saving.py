@@ -70,45 +70,6 @@ def full_and_large(case: Case) -> Iterator[Violation]:
         )
 
 
-@error_rule(
-    "CKPT062: LOCAL_STATE_DICT under FSDP2",
-    why="accelerate refuses it",
-    fix="SHARDED_STATE_DICT",
-    frameworks=HF,
-)
-def no_local(case: Case) -> Iterator[Violation]:
-    """Source: `FullyShardedDataParallelPlugin.set_state_dict_type`; 2 is the number of LOCAL_STATE_DICT."""
-    found = case.fsdp_option("state_dict_type")
-    if found is not None and case.is_fsdp2 and found.text.upper() in ("LOCAL_STATE_DICT", "2"):
-        yield Violation(found.key, f"{found} does not exist under FSDP2", f"{found.key}: SHARDED_STATE_DICT")
-
-
-@error_rule(
-    "CKPT063: save_only_model with SHARDED_STATE_DICT",
-    why="Trainer refuses it",
-    fix="save_only_model: false",
-    frameworks=("trainer", "axolotl"),
-)
-def sharded_model_only(case: Case) -> Iterator[Violation]:
-    """Source: `transformers/trainer.py:create_accelerator_and_postprocess`."""
-    found, kind = enabled(case.get("save_only_model")), case.fsdp_option("state_dict_type")
-    if found is not None and case.is_fsdp and kind is not None and "SHARDED_STATE_DICT" in kind.text.upper():
-        yield Violation(found.key, f"{found} with {kind}", f"{found.key}: false")
-
-
-@error_rule(
-    "CKPT064: save_only_model with load_best_model_at_end",
-    why="Trainer refuses it under FSDP and DeepSpeed",
-    fix="one of the two",
-    frameworks=("trainer", "axolotl"),
-)
-def best_model_only(case: Case) -> Iterator[Violation]:
-    """Source: `transformers/trainer.py:create_accelerator_and_postprocess`."""
-    found, best = enabled(case.get("save_only_model")), enabled(case.get("load_best_model_at_end"))
-    if found is not None and best is not None and (case.is_fsdp or case.spec.engine == "deepspeed"):
-        yield Violation(found.key, f"{found} with {best} under FSDP", f"{found.key}: false")
-
-
 @warning_rule(
     "CKPT065: a run that resumes from checkpoints without optimizer state",
     why="Moments and step count start from zero: the loss jumps, and no message explains it",
@@ -187,19 +148,6 @@ def _own_checkpointing(case: Case) -> Setting | None:
     """Return Trainer's or axolotl's own checkpointing option if it is on (its old name too)."""
     found = case.first("activation_checkpointing", "gradient_checkpointing")
     return found if found is not None and not found.is_off else None
-
-
-@error_rule(
-    "CKPT067: activation checkpointing set twice",
-    why="Trainer refuses it: each block would be recomputed twice",
-    fix="only fsdp_config.activation_checkpointing",
-    frameworks=("trainer",),
-)
-def checkpointing_twice(case: Case) -> Iterator[Violation]:
-    """Source: `transformers/trainer.py:create_accelerator_and_postprocess`."""
-    outer, inner = _own_checkpointing(case), enabled(case.fsdp_option("activation_checkpointing"))
-    if case.is_fsdp and outer is not None and inner is not None:
-        yield Violation(outer.key, f"both {outer} and {inner}", f"{outer.key}: false")
 
 
 @warning_rule(

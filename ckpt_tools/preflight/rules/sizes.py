@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from ckpt_tools.preflight.rules.conditions import below_limits, frameworks_of
 from ckpt_tools.preflight.rules.rule import Case, Violation, error_rule, shown
-from ckpt_tools.preflight.spec import Framework
 
 MAX_RANKS = 1_000_000
 """Ranks, of the world or of one axis; the largest clusters have a few hundred thousand devices."""
@@ -16,55 +15,6 @@ MAX_SEQ_LEN = 100_000_000
 """Tokens of one sample; the longest contexts that were ever trained have some ten million."""
 MAX_LORA_RANK = 65_536
 """Rank of an adapter; weights of language models are narrower."""
-
-_AT_LEAST: Mapping[Framework, Mapping[str, int]] = {
-    "trainer": {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 1},
-    "axolotl": {
-        "gradient_accumulation_steps": 1,
-        "eval_batch_size": 1,
-        "tensor_parallel_size": 0,
-        "context_parallel_size": 0,
-        "expert_parallel_size": 0,
-        "dp_replicate_size": 0,
-    },
-    "torchtitan": {"training.steps": 1},
-    "ai-toolkit": {
-        "config.process[0].train.gradient_accumulation": 1,
-        "config.process[0].train.gradient_accumulation_steps": 1,
-        "config.process[0].train.steps": 1,
-    },
-    "verl": {
-        "actor_rollout_ref.model.lora_rank": 0,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 1,
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 1,
-        "actor_rollout_ref.rollout.n": 1,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-        "data.train_batch_size": 1,
-        "model.lora_rank": 0,
-        "ulysses_sequence_parallel_size": 1,
-    },
-    "openrlhf": {
-        "lora_rank": 0,
-        "ds.lora.rank": 0,
-        "fsdp2_tp_size": 1,
-        "fsdp2_cp_size": 1,
-        "fsdp_tensor_parallel_size": 1,
-        "ds.tensor_parallel_size": 1,
-        "ring_attn_size": 1,
-        "ds.ring_attn_size": 1,
-        "train_batch_size": 1,
-        "train.batch_size": 1,
-    },
-}
-"""Framework → option → the least that it can be; those whose type says so already are not here."""
-_LEARNING_RATES: Mapping[Framework, tuple[str, ...]] = {
-    "trainer": ("learning_rate",),
-    "axolotl": ("learning_rate",),
-    "torchtitan": ("optimizer.lr",),
-    "ai-toolkit": ("config.process[0].train.lr",),
-    "verl": ("actor_rollout_ref.actor.optim.lr", "optim.lr"),
-    "openrlhf": ("learning_rate", "actor_learning_rate", "adam.lr", "actor.adam.lr"),
-}
 
 
 @error_rule(
@@ -92,33 +42,22 @@ def absurd_sizes(case: Case) -> Iterator[Violation]:
     "CKPT101: a size below its minimum",
     why="The trainer stops at it, divides by it, or trains nothing",
     fix="a whole number that is large enough, or leave the option out",
-    frameworks=tuple(_AT_LEAST),
+    frameworks=frameworks_of("limits.tsv", "CKPT101"),
 )
 def least_sizes(case: Case) -> Iterator[Violation]:
-    """Look at sizes that one of the trainers' own checks, or a division, would stop at."""
-    for path, least in _AT_LEAST[case.framework].items():
-        found = case.get(path)
-        if found is not None and found.count is not None and found.count < least:
-            key = f"--{path}" if case.framework == "openrlhf" else path
-            yield Violation(key, f"{key} must be at least {least}, got {shown(found.value)}", f"{key}: {least}")
+    """Look at sizes that one of the trainers' own checks, or a division, would stop at: `limits.tsv`."""
+    for found, least in below_limits(case, "CKPT101"):
+        what = f"{found.key} must be at least {least}, got {shown(found.value)}"
+        yield Violation(found.key, what, f"{found.key}: {least}")
 
 
 @error_rule(
     "CKPT102: a learning rate below zero",
     why="torch's optimizers stop at it: Invalid learning rate",
     fix="a learning rate above zero",
-    frameworks=tuple(_LEARNING_RATES),
+    frameworks=frameworks_of("limits.tsv", "CKPT102"),
 )
 def learning_rate(case: Case) -> Iterator[Violation]:
     """Source: `torch/optim/adamw.py:AdamW.__init__`."""
-    for path in _LEARNING_RATES[case.framework]:
-        found = case.get(path)
-        if found is None or isinstance(found.value, bool) or not isinstance(found.value, (int, float, str)):
-            continue
-        try:
-            rate = float(found.value)
-        except ValueError:
-            continue
-        if rate < 0 or math.isnan(rate):
-            key = f"--{path}" if case.framework == "openrlhf" else path
-            yield Violation(key, f"a learning rate of {shown(found.value)}", f"{key}: above zero")
+    for found, _ in below_limits(case, "CKPT102"):
+        yield Violation(found.key, f"a learning rate of {shown(found.value)}", f"{found.key}: above zero")

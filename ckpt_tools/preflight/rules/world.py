@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from ckpt_tools.preflight.rules.conditions import below_limits
 from ckpt_tools.preflight.rules.rule import Case, Violation, error_rule, shown, warning_rule
 from ckpt_tools.preflight.spec import Framework
 
@@ -17,26 +18,10 @@ _OWN_RANKS: Mapping[Framework, tuple[str, ...]] = {
     "ai-toolkit": ("dp_replicate", "dp_shard"),
     "verl": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     "openrlhf": ("dp_replicate", "dp_shard", "sp", "cp", "tp"),
+    "deepspeed": ("dp_replicate", "dp_shard", "tp"),
+    "llamafactory": ("dp_replicate", "dp_shard"),  # of v1; the other's are Trainer's
 }
 """Axes whose sizes multiply to the world size. ep is inside dp_shard × cp × tp except in axolotl."""
-
-_SIZES: Mapping[Framework, tuple[str, ...]] = {
-    "trainer": tuple(f"parallelism_config.{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")),
-    "accelerate": tuple(
-        f"parallelism_config.parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    ),
-    "torchtitan": tuple(
-        f"parallelism.{name}_degree"
-        for name in (
-            "data_parallel_replicate",
-            "tensor_parallel",
-            "context_parallel",
-            "pipeline_parallel",
-            "expert_parallel",
-        )
-    ),
-}
-"""Options that must be at least 1."""
 
 
 def parallelism_sizes(case: Case) -> Mapping[str, object] | None:
@@ -94,10 +79,9 @@ def axis_product(case: Case) -> Iterator[Violation]:
 )
 def positive_sizes(case: Case) -> Iterator[Violation]:
     """Look for sizes below 1."""
-    for path in _SIZES.get(case.framework, ()):
-        found = case.get(path)
-        if found is not None and case.count(path) < 1:
-            yield Violation(path, f"{path} must be at least 1, got {shown(found.value)}", f"{path}: 1 switches it off")
+    for one, _ in below_limits(case, "CKPT002"):
+        what = f"{one.key} must be at least 1, got {shown(one.value)}"
+        yield Violation(one.key, what, f"{one.key}: 1 switches it off")
     lone = {
         "torchtitan": "parallelism.data_parallel_shard_degree",
         "verl": "actor_rollout_ref.actor.fsdp_config.fsdp_size",

@@ -1,4 +1,7 @@
-"""Lists of option names, as the trainers' releases have them: text files that `bin/world --names` writes."""
+"""Lists of option names, as the trainers' releases have them: text files that `bin/known` writes.
+
+A name may be a path, `critic/optim/lr`: an option inside another one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,12 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
+
+
+@cache
+def inside(names: frozenset[str], option: str) -> frozenset[str]:
+    """Return the names inside an option, of those that are paths."""
+    return frozenset(name[len(option) + 1 :] for name in names if name.startswith(f"{option}/"))
 
 
 def known(name: str, *sections: str) -> frozenset[str]:

@@ -1,0 +1,146 @@
+"""One way to train a model, and what follows from it without the model: micro-batches, shards, tokens. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from ckpt_tools.description.layout import Mesh
+from ckpt_tools.options import Option
+
+DEFAULT_WORLD_SIZE = 8
+"""Ranks when nothing says how many: one node."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
+"""Of pipelines, by the part of the step that keeps activations."""
+_DTYPES = "bf16|f16|f32"
+_DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
+
+
+@dataclass(frozen=True, kw_only=True)  # no slots: another class has this one and a second base
+class Training:
+    """What all cases of an estimate have in common."""
+
+    seq_len: Annotated[int, Option("Tokens per sample.", min=1)] = 2048
+    batch_size: Annotated[int, Option("Samples per rank.", min=1)] = 1
+    param_dtype: Annotated[str, Option("Compute dtype.", metavar=_DTYPES)] = "bf16"
+    reduce_dtype: Annotated[str, Option("Dtype of the gradient average.", metavar=_DTYPES)] = "f32"
+    master_dtype: Annotated[str, Option("Dtype of trained parameters and gradients.", metavar=_DTYPES)] = "f32"
+    frozen_dtype: Annotated[
+        str, Option("With --lora: dtype of frozen weights (default: bf16).", metavar=_DTYPES, is_tristate=True)
+    ] = "bf16"
+    optimizer: Annotated[str, Option("Optimizer: adamw, adamw-8bit, lion, muon, …", metavar="NAME")] = "adamw"
+    state_dtype: Annotated[
+        str | None,
+        Option("Dtype of the optimizer state (default: --master-dtype, as in PyTorch).", metavar=_DTYPES),
+    ] = None
+    quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4", after="lora_rank")] = (
+        None
+    )
+    offload: Annotated[bool, Option("Keep parameters, gradients and state in host memory.", after="quantize")] = False
+    offload_optimizer: Annotated[
+        bool, Option("Keep the optimizer state in host memory between steps.", after="offload")
+    ] = False
+    offload_activations: Annotated[
+        bool, Option("Keep activations in host memory between forward and backward.", after="offload_optimizer")
+    ] = False
+    selective_checkpointing: Annotated[
+        bool,
+        Option(
+            "Keep attention and every second matrix product, recompute the rest (torchtitan's selective, per op).",
+            after="activation_checkpointing",
+        ),
+    ] = False
+    sequence_parallel: Annotated[bool, Option("With tp: cut activations between blocks along the sequence.")] = False
+    loss_parallel: Annotated[bool, Option("With tp: cut logits along the vocabulary.")] = False
+    fused_loss: Annotated[bool, Option("Compute the loss in chunks; the logits never exist whole (Liger).")] = False
+    expert_parallel: Annotated[
+        int, Option("Ranks over which experts are cut, out of those of dp_shard, cp and tp.", min=1)
+    ] = 1
+    micro_batches: Annotated[
+        int | None, Option("With pp: parts that --batch-size is split into (default: one sample each).", min=1)
+    ] = None
+    schedule: Annotated[str, Option("With pp: schedule of the pipeline.", metavar="|".join(SCHEDULES))] = "1f1b"
+    compile: Annotated[bool, Option("Compile blocks with torch.compile.")] = False
+    fp8: Annotated[bool, Option("Linear layers compute in float8 (torchao).")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case(Training):
+    """One way to train the model."""
+
+    strategy: str = "full_shard"
+    """One of `STRATEGIES`, or hybrid_shard_zero2: hybrid_shard whose parameters stay after forward."""
+    mesh: Mesh = _DEFAULT_MESH
+    """All ranks."""
+    activation_checkpointing: bool = False
+    """Blocks run again in backward instead of keeping their activations."""
+    lora: int | None = None
+    """Rank of adapters on all linear layers but the output's; None trains every parameter."""
+
+    @property
+    def num_shards(self) -> int:
+        """N: over how many ranks FSDP cuts a parameter."""
+        return 1 if self.strategy == "no_shard" else self.live_mesh.size("dp_shard")
+
+    @property
+    def live_mesh(self) -> Mesh:
+        """The ranks of one stage: cp and ep are ranks of FSDP."""
+        axes = dict(self.mesh.axes)
+        folded = axes.pop("cp", 1) * axes.pop("ep", 1)
+        axes.pop("pp", None)
+        name = "dp_replicate" if self.strategy == "no_shard" else "dp_shard"
+        if folded > 1 or not any(axis != "tp" for axis in axes):
+            axes = {name: axes.pop(name, 1) * folded} | axes
+        order = ("dp_replicate", "dp_shard", "tp")
+        return Mesh(tuple((axis, axes[axis]) for axis in order if axis in axes))
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Over how many ranks experts are cut."""
+        return self.expert_parallel * self.mesh.size("ep")
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Parts that a step's samples are run in."""
+        return 1 if self.mesh.size("pp") == 1 else self.micro_batches or self.batch_size
+
+    @property
+    def samples(self) -> int:
+        """Of one forward."""
+        return math.ceil(self.batch_size / self.num_micro_batches)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """That one rank has: cp cuts the sequence."""
+        return math.ceil(self.seq_len / self.mesh.size("cp"))
+
+    @property
+    def is_kept(self) -> bool:
+        """Do gathered parameters stay from forward to backward?"""
+        return self.strategy in ("no_shard", "shard_grad_op", "hybrid_shard_zero2")
+
+    @property
+    def label(self) -> str:
+        """The strategy, and what is added to it."""
+        extra = ["checkpointing"] if self.activation_checkpointing else []
+        if self.selective_checkpointing:
+            extra.append("selective checkpointing")
+        if self.lora is not None:
+            extra.append(f"{'QLoRA' if self.quantize else 'LoRA'} r{self.lora}")
+        names = {
+            "offload": "offload",
+            "offload_optimizer": "optimizer offload",
+            "offload_activations": "activation offload",
+            "sequence_parallel": "SP",
+            "loss_parallel": "loss parallel",
+            "fused_loss": "fused loss",
+        }
+        extra += [words for name, words in names.items() if getattr(self, name)]
+        if self.mesh.size("pp") > 1:
+            extra.append(self.schedule)
+        return " + ".join([self.strategy, *extra])
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return asdict(self) | {"mesh": str(self.mesh)}

@@ -1,0 +1,277 @@
+"""LLaMA-Factory's YAML or JSON, and the command lines of `llamafactory-cli train`.
+
+Two generations: arguments on top of transformers' own (`hparams/`), and those of `USE_V1` (`v1/`), with a plugin of its
+own for each of `peft_config`, `quant_config` and `dist_config`.
+
+Source: LLaMA-Factory 0.9.5: `hparams/*_args.py` (fields and defaults; `HfArgumentParser.parse_dict` stops at other
+keys), `hparams/parser.py:get_train_args`, `model/adapter.py:init_adapter` (what is trained is widened to f32, except
+with `pure_bf16`, BAdam or ZeRO-3), `model/model_utils/{checkpointing,quantization}.py`; `v1/config/*.py`,
+`v1/accelerator/interface.py:DistributedStrategy`, `v1/plugins/` (`fsdp2.py:get_mp_policy`, `peft.py`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
+from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.fsdp_plugin import resumed_from, without_prefix
+from ckpt_tools.preflight.configs.launch import launched_ranks
+from ckpt_tools.preflight.configs.mesh import sharding_strategy
+from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, choice
+from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, row
+from ckpt_tools.preflight.configs.trainer import (
+    ARGUMENT_ROWS,
+    ROWS_BY_ENGINE,
+    Arguments,
+    arguments_of,
+    check_fsdp,
+    has_llamafactory_options,
+    trainer_engine,
+    with_fsdp_file,
+)
+from ckpt_tools.preflight.spec import AdapterSpec, Engine
+
+_STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
+_PROGRAMS = ("llamafactory-cli", "lmf")
+_OTHER_ENGINES = ("use_mca", "use_hyper_parallel", "use_kt")
+"""Switches of engines that are not Trainer's: Megatron's adapter, HyperParallel, KTransformers."""
+_MEGATRON = known("llamafactory", "megatron")
+"""Options that only Megatron's adapter takes, which `USE_MCA=1` in the environment chooses too."""
+_OPTIMIZERS = {"use_galore": "galore", "use_apollo": "apollo", "use_badam": "badam", "use_adam_mini": "adam-mini"}
+_ALL = (("all",), ())
+
+
+class LlamaFactory(
+    Arguments, known=known("llamafactory", "arguments") | known("trainer", "arguments") | _MEGATRON, unknown="error"
+):
+    """The file."""
+
+    stage: Annotated[str, choice(*_STAGES, exact=True)] | None = None
+    finetuning_type: Annotated[str, choice("lora", "oft", "freeze", "full", exact=True)] | None = None
+    lora_rank: Count | None = None
+    lora_alpha: Number | None = None
+    lora_target: Names | None = None
+    oft_rank: Count | None = None
+    oft_target: Names | None = None
+    adapter_name_or_path: Any = None
+    quantization_bit: Count | None = None
+    quantization_method: Word | None = None
+    quantization_type: Annotated[str, choice("fp4", "nf4", exact=True)] | None = None
+    pure_bf16: Truth | None = None
+    cutoff_len: Positive | None = None
+    disable_gradient_checkpointing: Truth | None = None
+    use_galore: Truth | None = None
+    use_apollo: Truth | None = None
+    use_badam: Truth | None = None
+    use_adam_mini: Truth | None = None
+    use_muon: Truth | None = None
+    use_mca: Truth | None = None
+    use_hyper_parallel: Truth | None = None
+    use_kt: Truth | None = None
+
+
+def _engine(given: Given[LlamaFactory]) -> Engine:
+    asks_for_megatron = isinstance(given.values, Mapping) and _MEGATRON & given.values.keys()
+    is_other = asks_for_megatron or any(getattr(given.raw, name) for name in _OTHER_ENGINES)
+    return "other" if is_other else trainer_engine(given)
+
+
+def _dtypes(given: Given[LlamaFactory]) -> tuple[str | None, str | None, str | None]:
+    raw = given.raw
+    compute = "bf16" if raw.bf16 or raw.pure_bf16 else "f16" if raw.fp16 else None
+    trained = compute if raw.pure_bf16 or raw.use_badam else "f32"
+    return compute, compute if given.is_fsdp else None, trained
+
+
+def _adapter(given: Given[LlamaFactory]) -> AdapterSpec | None:
+    raw = given.raw
+    kind = raw.finetuning_type or "lora"
+    if kind == "lora":
+        rank = 8 if raw.lora_rank is None else raw.lora_rank
+        return AdapterSpec(rank=rank, alpha=raw.lora_alpha or 2.0 * rank, targets=_targets(raw.lora_target))
+    return AdapterSpec(kind=kind, rank=raw.oft_rank, targets=_targets(raw.oft_target)) if kind == "oft" else None
+
+
+def _targets(named: tuple[str, ...] | None) -> tuple[str, ...]:
+    return ("all-linear",) if named is None or named in _ALL else named
+
+
+def _quantize(given: Given[LlamaFactory]) -> str | None:
+    raw = given.raw
+    if raw.quantization_bit is None:
+        return None
+    if raw.quantization_method in (None, "bnb", "BNB"):
+        return "int8" if raw.quantization_bit == 8 else raw.quantization_type or "nf4"
+    return f"{raw.quantization_method}-{raw.quantization_bit}bit"
+
+
+def _optimizer(given: Given[LlamaFactory]) -> str:
+    chosen = (name for option, name in {**_OPTIMIZERS, "use_muon": "muon"}.items() if getattr(given.raw, option))
+    return next(chosen, given.raw.optim or "adamw_torch_fused")
+
+
+_TABLE: Table[LlamaFactory] = {
+    **ARGUMENT_ROWS,
+    "engine": row("fsdp", "deepspeed", *_OTHER_ENGINES, value=_engine),
+    "param_dtype reduce_dtype master_dtype": row("bf16", "pure_bf16", "fp16", value=_dtypes),
+    "activation_checkpointing": row(
+        "disable_gradient_checkpointing", value=lambda given: not given.raw.disable_gradient_checkpointing
+    ),
+    "adapter": row("lora_rank", "oft_rank", "finetuning_type", value=_adapter),
+    "quantize": row("quantization_bit", value=_quantize),
+    "optimizer": row("optim", *_OPTIMIZERS, "use_muon", value=_optimizer),
+    "seq_len": row("cutoff_len", default=2048),
+}
+
+
+class Peft(Section, known=known("llamafactory", "v1_peft"), unknown=None):
+    """`peft_config` of v1."""
+
+    name: Annotated[str, choice("lora", "freeze", exact=True)] | None = None
+    r: Count | None = None
+    lora_alpha: Number | None = None
+    target_modules: Names | None = None
+
+
+class Quantization(Section, known=known("llamafactory", "v1_quant"), unknown=None):
+    """`quant_config` of v1."""
+
+    quantization_bit: Count | None = None
+    quantization_type: Word | None = None
+
+
+class Distribution(Section, known=known("llamafactory", "v1_dist"), unknown="warning"):
+    """`dist_config` of v1."""
+
+    name: Word | None = None
+    config_file: Word | None = None
+    mp_replicate_size: Count | None = None
+    mp_shard_size: Count | None = None
+    cp_size: Count | None = None
+    reshard_after_forward: Truth | None = None
+    offload_params: Truth | None = None
+
+
+class V1(Section, known=known("llamafactory", "v1"), unknown="error"):
+    """The file of v1."""
+
+    model: Word | None = None
+    micro_batch_size: Positive | None = None
+    cutoff_len: Positive | None = None
+    bf16: Truth | None = None
+    enable_activation_checkpointing: Truth | None = None
+    resume_from_checkpoint: Word | None = None
+    peft_config: Peft = Peft()
+    quant_config: Quantization = Quantization()
+    dist_config: Distribution = Distribution()
+
+
+def _v1_engine(given: Given[V1]) -> Engine:
+    name = given.raw.dist_config.name
+    if name is None:
+        return "none" if given.spec.world_size == 1 else "ddp"
+    return {"fsdp2": "fsdp2", "deepspeed": "deepspeed"}.get(name, "other")  # type: ignore[return-value]
+
+
+def _v1_axes(given: Given[V1]) -> dict[str, int]:
+    """Return the axes that shard and replicate the model; context parallelism shares their ranks."""
+    sizes = given.raw.dist_config
+    if given.spec.engine == "ddp":
+        return {"dp_replicate": -1}
+    axes = {"dp_replicate": sizes.mp_replicate_size or 1, "dp_shard": sizes.mp_shard_size or -1}
+    return axes if given.spec.engine == "fsdp2" else {"dp_shard": -1}
+
+
+def _v1_adapter(given: Given[V1]) -> AdapterSpec | None:
+    peft = given.raw.peft_config
+    if peft.name != "lora":
+        return None
+    rank, alpha = 8 if peft.r is None else peft.r, 16.0 if peft.lora_alpha is None else peft.lora_alpha
+    return AdapterSpec(rank=rank, alpha=alpha, targets=_targets(peft.target_modules))
+
+
+def _v1_quantize(given: Given[V1]) -> str | None:
+    quant = given.raw.quant_config
+    bits = {4: quant.quantization_type or "nf4", 8: "int8", None: None}
+    return bits.get(quant.quantization_bit, f"{quant.quantization_bit}bit")
+
+
+def _v1_strategy(given: Given[V1]) -> tuple[str, bool]:
+    reshards = given.raw.dist_config.reshard_after_forward is not False
+    return sharding_strategy(given.spec, reshards=reshards), reshards
+
+
+_V1_TABLE: Table[V1] = {
+    "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
+    "engine": row("dist_config.name", value=_v1_engine),
+    "axes.dp_replicate": named_by("dist_config.mp_replicate_size"),
+    "axes.dp_shard": named_by("dist_config.mp_shard_size"),
+    "axes": row(value=_v1_axes),
+    "mesh": mesh_row(),
+    "axes.sp": row("dist_config.cp_size", default=1, engines=("fsdp2",)),
+    "strategy reshard_after_forward": row("dist_config.reshard_after_forward", value=_v1_strategy, engines=("fsdp2",)),
+    "offload_params": row("dist_config.offload_params", default=False, engines=("fsdp2",)),
+    "param_dtype": row("bf16", value=lambda given: "f32" if given.raw.bf16 is False else "bf16"),
+    "reduce_dtype": row(default="f32", engines=("fsdp2",)),
+    "activation_checkpointing": row("enable_activation_checkpointing", default=True),
+    "adapter": row("peft_config.r", "peft_config.name", value=_v1_adapter),
+    "quantize": row("quant_config.quantization_bit", value=_v1_quantize),
+    "optimizer": row(default="adamw"),
+    "seq_len": row("cutoff_len", default=2048),
+    "batch_size": row("micro_batch_size", default=1),
+    "model": row("model"),
+    "resume_from": row("resume_from_checkpoint", value=resumed_from),
+}
+
+
+def _program(command: Sequence[str], at: int) -> int:
+    name = os.path.basename(command[at])
+    if name in _PROGRAMS:
+        return 2 if "".join(command[at + 1 : at + 2]) == "train" else 0
+    return int(command[at].endswith("src/train.py"))
+
+
+def _looks_like(document: Document) -> bool:
+    values = document.values
+    if values is None:
+        options = {word.partition("=")[0].removeprefix("--") for word in document.words}
+        starts = any(_program(command, at) for command in document.commands for at in range(len(command)))
+        return starts or "finetuning_type" in options
+    return has_llamafactory_options(values)
+
+
+def _prepare(document: Document) -> Source:
+    arguments, words = arguments_of(document, _program)
+    if "model" in arguments and "model_name_or_path" not in arguments:
+        by_engine: Mapping[Engine, Table[Any]] = {"deepspeed": deepspeed_rows("dist_config.config_file")}
+        return Source(model=V1, table=_V1_TABLE, by_engine=by_engine, values=arguments, words=words)
+    values, missing = with_fsdp_file(arguments, document.path)
+    return without_prefix(
+        Source(
+            model=LlamaFactory,
+            table=_TABLE,
+            by_engine=ROWS_BY_ENGINE,
+            values=values,
+            words=words,
+            findings=missing,
+            check=check_fsdp,
+        )
+    )
+
+
+READER = Reader(
+    name="llamafactory",
+    looks_like=_looks_like,
+    prepare=_prepare,
+    written={
+        "activation_checkpointing": "disable_gradient_checkpointing: false",
+        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
+        "offload_params": "fsdp_config.cpu_offload: true",
+        "adapter": "finetuning_type: lora",
+        "quantize": "quantization_bit: 4",
+    },
+)

@@ -1,0 +1,218 @@
+"""The variables and arguments of a shell script, and the words that they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from ckpt_tools.preflight.configs.expansions import Value, expanded, place_of_script
+from ckpt_tools.preflight.configs.functions import ASSIGNMENT, literal
+from ckpt_tools.preflight.configs.shell import Token, Word, pieces_of
+from ckpt_tools.preflight.places import Place, PlacedText
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_DEFAULT = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*|[1-9])(?P<how>:?[-=+])(?P<default>.*)\}", re.DOTALL)
+_ARGUMENT = re.compile(r"\$(?:\{?(?P<number>[1-9])\}?|\{?(?P<all>[@*])\}?|\{?(?P<count>#)\}?)")
+_MAX_EXPANDED = 4 << 20
+"""Characters of all words and values once variables are known: ten lines can double one twenty times."""
+
+
+@dataclass(slots=True)
+class Variables:
+    """What is known of them at one point of the script."""
+
+    is_certain: Callable[[], bool]
+    """Is this point reached on every way through the script?"""
+    path: str | None = None
+    """Of the script, or of the file that it reads in."""
+    values: dict[str, Value] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    assumed: dict[str, None] = field(default_factory=dict)
+    is_sourced: bool = False
+    """Another file was read in before, which may have set anything."""
+    arguments: tuple[str, ...] | None = None
+    """`$@`, where it is known."""
+    takes_arguments: bool = False
+    """Were the arguments of the script itself looked at?"""
+    has_other_arguments: bool = False
+    """`$@` is not what the script was called with: in a function, after `set -- …`."""
+    is_uncalled: bool = False
+    """Is this the body of a function that nobody calls?"""
+    num_chars: int = 0
+    shadowed: list[dict[str, Value]] = field(default_factory=list)
+    """For each function that is being called, what its `local` variables were before."""
+
+    def assign(self, token: Token, *, declared_by: str = "") -> None:
+        """Take an assignment, or an argument of `export`, `local` and their like."""
+        value: Value
+        if token.kind == "array":
+            name, appends, index = token.text, token.appends, None
+            has_keys = any(item and item[0].text.startswith("[") and not item[0].is_quoted for item in token.items)
+            value = None if has_keys else tuple(chain.from_iterable(self.expand(item) for item in token.items))
+        else:
+            found = None if not token.word else ASSIGNMENT.match(token.word[0].text)
+            if found is None:
+                self.exported |= {text} if declared_by == "export" and (text := literal(token)) else set()
+                return  # `export X`, an option of declare
+            name, appends, index = found["name"], bool(found["plus"]), found["rest"]
+            first = token.word[0]
+            value = self.text((replace(first, text=first.text[found.end() :]), *token.word[1:]))
+        if appends:
+            value = joined(self.values.get(name), value)
+        self.spend(sum(map(len, value)) if isinstance(value, tuple) else len(value or ""))
+        if not self.is_certain() or index is not None:
+            value = None
+        if self.is_uncalled:
+            return  # nobody calls it
+        if self.shadowed and declared_by in ("local", "declare", "typeset"):
+            self.shadowed[-1].setdefault(name, self.values.get(name))
+        self.exported |= {name} if declared_by == "export" else set()
+        self.values[name] = value
+
+    def forget(self, names: Iterable[str | None]) -> None:
+        """Let nobody know the values of some variables."""
+        for name in names:
+            if name is not None and _NAME.fullmatch(name):
+                self.values[name] = None
+
+    def forget_all(self) -> None:
+        """Let nobody know the value of any."""
+        self.values.clear()
+        self.is_sourced = True
+
+    def text(self, word: Word) -> str | None:
+        """Return what a word says as one text, as in an assignment; what is not known in it stays what is written.
+
+        None where nothing can be said: an array, or an expansion with blanks, at which it would fall apart later.
+        """
+        parts: list[str] = []
+        for piece in word:
+            value = self._value(piece.text) if piece.is_expansion else piece.text
+            if value is None:
+                value = self._as_written(piece.text)
+                if len(value.split()) != 1:
+                    return None
+            if not isinstance(value, str):
+                return None
+            self.spend(len(value))
+            parts.append(value)
+        return "".join(parts)
+
+    def spend(self, num_chars: int) -> None:
+        """Count what the script comes to, and stop where no script comes to as much."""
+        self.num_chars += num_chars
+        if self.num_chars > _MAX_EXPANDED:
+            raise ValueError(f"more than {_MAX_EXPANDED} characters once its variables are known")
+
+    def expand(self, word: Word) -> list[str]:
+        """Return the words that a word becomes: none, one or several; each knows where it is written."""
+        fields: list[str] = []
+        is_open = False
+        for piece in word:
+            value = self._value(piece.text) if piece.is_expansion else piece.text
+            if isinstance(value, str) and (piece.is_quoted or not piece.is_expansion):
+                parts = [value]
+            elif value is None or (isinstance(value, str) and _splits_oddly(value, piece.text, len(word))):
+                parts = [self._as_written(piece.text)]
+            else:
+                parts = list(value) if piece.is_quoted else _split(value)
+            self.spend(sum(map(len, parts)) + len(parts))
+            if not parts:
+                continue
+            if is_open:
+                fields[-1] += parts[0]
+                parts = parts[1:]
+            fields += parts
+            is_open = True
+        line = word[0].line if word else 0
+        place = Place(self.path, line) if self.path is not None and line else None
+        return [one if isinstance(one, PlacedText) else PlacedText(one, place) for one in fields]
+
+    def _as_written(self, text: str) -> str:
+        """Return an expansion that is not known; arguments are told from those of the script."""
+        if text[1:2] in ("@", "*") or text[1:2].isdigit() or text.startswith(("${@", "${*")):
+            owner = " of a function" if self.is_uncalled else " of set" if self.has_other_arguments else ""
+            return text + owner
+        return text
+
+    def _value(self, text: str) -> Value:
+        """Return what an expansion stands for, or None where nobody knows."""
+        if self.is_uncalled:
+            return None
+        if (found := _ARGUMENT.fullmatch(text)) is not None:
+            return self._argument(found)
+        if (found := _DEFAULT.fullmatch(text)) is not None:
+            return self._or_default(found["name"], found["how"], found["default"])
+        place = place_of_script(text, self.path)
+        return expanded(text, self.values.get) if place is None else place
+
+    def _argument(self, found: re.Match[str]) -> Value:
+        self.takes_arguments |= not self.has_other_arguments
+        if self.arguments is None:
+            if self.has_other_arguments or found["all"] is None:
+                return None
+            self.assumed["$@"] = None
+            return ()
+        if found["all"]:
+            return self.arguments if found["all"] == "@" else None
+        number = int(found["number"]) if found["number"] else len(self.arguments) + 1
+        rest = self.shifted(number - 1)
+        if rest is None:
+            return None
+        return str(len(self.arguments)) if found["count"] else rest[0] if rest else ""
+
+    def shifted(self, number: int) -> tuple[str, ...] | None:
+        """Return `$@` without the first arguments; None where one of them may be several, or none."""
+        if self.arguments is None or any("$" in one or "`" in one for one in self.arguments[:number]):
+            return None
+        return self.arguments[number:]
+
+    def _or_default(self, name: str, how: str, default: str) -> str | None:
+        takes_empty = not how.startswith(":")
+        has_value = False
+        if name.isdigit() and self.arguments is not None:
+            has_value = int(name) <= len(self.arguments)
+            value: Value = self.arguments[int(name) - 1] if has_value else None
+        elif name in self.values or self.is_sourced or (name.isdigit() and self.has_other_arguments):
+            has_value, value = True, self.values.get(name)
+        else:
+            self.assumed[name] = None
+        if has_value:
+            if not isinstance(value, str) or "$" in value or "`" in value:
+                return None  # it may be empty
+            has_value = bool(value) or takes_empty
+        if how.endswith("+"):
+            if not has_value:
+                return ""
+        elif has_value and isinstance(value, str):
+            return value
+        if default[:1] in ("'", '"') and default[-1:] == default[0] and len(default) > 1:
+            default = default[1:-1]
+        if any(char in default for char in "'\"\\`"):
+            return None  # quotes inside the braces of an expansion have rules of their own
+        result = self.text(pieces_of(default))
+        if how.endswith("=") and not name.isdigit():
+            self.values[name] = result if self.is_certain() else None
+        return result
+
+
+def joined(before: Value, value: Value) -> Value:
+    """Return what `name+=…` makes of a variable."""
+    if isinstance(before, tuple):
+        return before + value if isinstance(value, tuple) else None
+    return before + value if isinstance(before, str) and isinstance(value, str) else None
+
+
+def _split(value: str | tuple[str, ...]) -> list[str]:
+    """Return the fields of a value that is not quoted."""
+    if isinstance(value, str):
+        return value.split()
+    return [one if one.split() == [one] else part for one in value for part in one.split()]
+
+
+def _splits_oddly(value: str, written: str, num_pieces: int) -> bool:
+    """Do blanks at the ends of a value cut its neighbours off, or do quotes in `${X:-"a b"}` keep it whole?"""
+    has_blank = len(value.split()) > 1
+    return (num_pieces > 1 and value != value.strip()) or (has_blank and any(quote in written for quote in "'\""))

@@ -1,0 +1,321 @@
+"""CKPT11x: batches, which are products of sizes that stand far apart in a config, and the lengths of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, error_rule, shown
+from ckpt_tools.preflight.spec import Framework
+
+_ACTOR = "actor_rollout_ref.actor"
+_TRAIN_BATCH = "data.train_batch_size"
+_DYNAMIC = f"{_ACTOR}.use_dynamic_bsz"
+_SAMPLES = "actor_rollout_ref.rollout.n"
+
+
+def next_multiple(number: int, unit: int) -> int:
+    """Return the least multiple of `unit` that is at least `number`, and not 0."""
+    return max(-(-number // unit), 1) * unit
+
+
+def nearest_divisor(number: int, of: int) -> int:
+    """Return the divisor of `of` that is nearest to `number`; of two the smaller."""
+    return min((one for one in range(1, of + 1) if of % one == 0), key=lambda one: (abs(one - number), one))
+
+
+def largest_divisor(of: int, *, at_most: int) -> int:
+    """Return the largest divisor of `of` that is at most `at_most`."""
+    return next(one for one in range(min(at_most, of), 0, -1) if of % one == 0)
+
+
+def _multiple_of(case: Case, found: Setting | None, unit: int, of: str) -> Iterator[Violation]:
+    """Yield that an option is no multiple of `unit`, which is `of` in words."""
+    if found is not None and found.count is not None and unit > 0 and found.count % unit:
+        fix = case.written(found.key, next_multiple(found.count, unit))
+        yield Violation(found.key, f"{found} is no multiple of {of}", fix)
+
+
+@error_rule(
+    "CKPT110: rollouts that do not spread evenly over the ranks",
+    why="verl compares prompts × samples with what the ranks take at a time before it loads anything, and stops",
+    fix="a data.train_batch_size whose product with rollout.n the ranks divide",
+    frameworks=("verl",),
+)
+def rollouts_spread(case: Case) -> Iterator[Violation]:
+    """Source: verl 0.9.1 `utils/config.py:98-119` (`minimal_bsz`)."""
+    batch, ranks = case.whole(_TRAIN_BATCH), case.spec.world_size
+    if batch is None or ranks is None or case.is_on(_DYNAMIC):
+        return
+    unit, strategy = ranks, case.get(f"{_ACTOR}.strategy")
+    if strategy is not None and strategy.text == "megatron":
+        sizes = [f"{_ACTOR}.megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")]
+        model = math.prod(max(case.count(name), 1) for name in sizes)
+        if ranks % model:
+            key = max(sizes, key=case.count)
+            yield Violation(key, f"{ranks} ranks are no multiple of tp × pp × cp = {model}", f"a divisor of {ranks}")
+            return
+        unit = ranks // model * max(case.count(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"), 1)
+    elif not case.is_fsdp:
+        return
+    samples = max(case.count(_SAMPLES), 1)
+    if batch * samples % unit:
+        right = next_multiple(batch, unit // math.gcd(unit, samples))
+        yield Violation(
+            _TRAIN_BATCH,
+            f"{batch} prompts × {samples} samples = {batch * samples}, which {unit} does not divide",
+            f"{_TRAIN_BATCH}: {right}",
+        )
+
+
+@error_rule(
+    "CKPT111: mini-batches and micro-batches that do not fit together",
+    why="verl cuts the batch into mini-batches over the ranks, and those into micro-batches: where that leaves a rest,"
+    " the run stops at its first update",
+    fix="train_batch_size ≥ ppo_mini_batch_size, and micro-batches that divide what a rank gets of a mini-batch",
+    frameworks=("verl",),
+)
+def mini_batches_fit(case: Case) -> Iterator[Violation]:
+    """Without dynamic batches.
+
+    Source: verl 0.9.1 `workers/config/actor.py:226-242`, `workers/config/critic.py:126`,
+    `workers/engine_workers.py:267`, `workers/engine/utils.py:125`; 0.7.1 `workers/fsdp_workers.py:249-269`.
+    """
+    ranks = case.spec.world_size
+    for role in (_ACTOR, "critic") if _has_critic(case) else (_ACTOR,):
+        mini = case.option(f"{role}.ppo_mini_batch_size")
+        if mini is None or mini.count is None or case.is_on(f"{role}.use_dynamic_bsz", _DYNAMIC):
+            continue
+        batch = case.whole(_TRAIN_BATCH)
+        if batch is not None and batch < mini.count:
+            yield Violation(_TRAIN_BATCH, f"{batch} prompts, and {mini}", f"{_TRAIN_BATCH}: {mini.count}")
+        if ranks is None:
+            continue
+        yield from _micro_of_all(case, role, mini, ranks)
+        if case.is_fsdp and role == _ACTOR:
+            yield from _mini_of_a_rank(case, mini, ranks)
+
+
+def _has_critic(case: Case) -> bool:
+    kind = case.get("algorithm.adv_estimator")
+    return case.is_on("critic.enable") or (kind is not None and kind.text == "gae")
+
+
+def _micro_of_all(case: Case, role: str, mini: Setting, ranks: int) -> Iterator[Violation]:
+    """Check the old option, which counts the samples of all ranks."""
+    micro = case.option(f"{role}.ppo_micro_batch_size")
+    if micro is None or micro.count is None or micro.count < 1 or mini.count is None:
+        return
+    cut = max(case.axis("sp"), 1)
+    if mini.count % micro.count:
+        fix = f"{micro.key}: {largest_divisor(mini.count, at_most=micro.count)}"
+        yield Violation(micro.key, f"{micro} does not divide {mini}", fix)
+    elif micro.count * cut < ranks:
+        yield Violation(
+            micro.key,
+            f"{micro} is for all {ranks} ranks together, and some would get none",
+            f"{micro.key}: {next_multiple(micro.count, -(-ranks // cut))}, or ppo_micro_batch_size_per_gpu",
+        )
+
+
+def _mini_of_a_rank(case: Case, mini: Setting, ranks: int) -> Iterator[Violation]:
+    samples, data_ranks = max(case.count(_SAMPLES), 1), ranks // max(case.axis("sp"), 1)
+    if mini.count is None or mini.count < 1 or data_ranks < 1:
+        return
+    total = mini.count * samples
+    if total % data_ranks:
+        right = next_multiple(mini.count, data_ranks // math.gcd(data_ranks, samples))
+        what = f"{mini} × {samples} samples = {total}, which {data_ranks} data-parallel ranks do not divide"
+        yield Violation(mini.key, what, f"{mini.key}: {right}")
+        return
+    micro = case.option(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
+    share = total // data_ranks
+    if micro is not None and micro.count is not None and micro.count > 0 and share % micro.count:
+        yield Violation(
+            micro.key,
+            f"{micro} does not divide the {share} samples that a rank gets of a mini-batch",
+            f"{micro.key}: {largest_divisor(share, at_most=micro.count)}",
+        )
+
+
+@error_rule(
+    "CKPT112: a global batch that is no multiple of what the ranks take at a time",
+    why="torchtitan accumulates gradients over global_batch_size ÷ (local_batch_size × data-parallel ranks) passes, and"
+    " asserts that this is a whole number",
+    fix="a multiple of local_batch_size × dp_replicate × dp_shard",
+    frameworks=("torchtitan",),
+)
+def global_batch(case: Case) -> Iterator[Violation]:
+    """Source: torchtitan 0.3.0 `trainer.py:414-424`; 0.2.2 `train.py:202`."""
+    found, local = case.option("training.global_batch_size"), case.count("training.local_batch_size", 8)
+    ranks = case.axis("dp_replicate") * case.axis("dp_shard")
+    if found is not None and (found.count or -1) > 0 and local > 0 and ranks > 0:
+        yield from _multiple_of(case, found, local * ranks, f"{local} samples × {ranks} data-parallel ranks")
+
+
+@error_rule(
+    "CKPT113: a training batch that micro-batches and ranks do not divide",
+    why="DeepSpeed accumulates gradients over train_batch_size ÷ (micro_train_batch_size × ranks) passes, and asserts"
+    " that this is a whole number of at least 1",
+    fix="a multiple of micro_train_batch_size × data-parallel ranks",
+    frameworks=("openrlhf",),
+)
+def train_batch(case: Case) -> Iterator[Violation]:
+    """Ranks of a ring or of TP see the same samples.
+
+    Source: OpenRLHF 0.11.2 `utils/deepspeed/deepspeed.py:110-116,455`, DeepSpeed `runtime/config.py:_batch_assertion`.
+    """
+    micro, ranks = case.whole("train.micro_batch_size", "micro_train_batch_size") or 0, _data_ranks(case)
+    if case.spec.engine == "deepspeed" and not case.is_on("train.dynamic_batch_enable", "use_dynamic_batch"):
+        batch = case.option("train.batch_size", "train_batch_size")
+        yield from _multiple_of(case, batch, micro * ranks, f"micro-batches of {micro} on {ranks} data-parallel ranks")
+
+
+def _data_ranks(case: Case) -> int:
+    """Return the ranks that see different samples; 0 where nobody knows."""
+    return (case.spec.world_size or 0) // max(case.axis("sp") * case.axis("tp"), 1)
+
+
+@error_rule(
+    "CKPT114: fewer batches of rollouts than ranks",
+    why="OpenRLHF hands batches of samples to the ranks of the actor, and asserts that each gets one",
+    fix="a larger rollout batch, or smaller micro-batches of it",
+    frameworks=("openrlhf",),
+)
+def rollouts_for_all(case: Case) -> Iterator[Violation]:
+    """Source: OpenRLHF 0.11.2 `cli/train_ppo_ray.py:757-763`."""
+    batch, ranks = case.option("rollout.batch_size", "rollout_batch_size"), _data_ranks(case)
+    micro = case.whole("rollout.micro_batch_size", "micro_rollout_batch_size")
+    if batch is None or batch.count is None or micro is None or micro < 1:
+        return
+    samples = case.whole("rollout.n_samples_per_prompt", "n_samples_per_prompt") or 1
+    batches = samples * batch.count // micro
+    if batches < ranks:
+        what = f"{batch.count} prompts × {samples} samples are {batches} batches of {micro}, for {ranks} ranks"
+        yield Violation(batch.key, what, case.written(batch.key, -(-ranks * micro // samples)))
+
+
+@error_rule(
+    "CKPT115: groups of generations that do not fill the batch",
+    why="GRPO compares the generations of one prompt: TRL and axolotl refuse a batch that holds parts of groups, and"
+    " groups of one",
+    fix="a num_generations that divides samples per rank × ranks × gradient_accumulation_steps",
+    frameworks=("trainer", "axolotl"),
+)
+def groups_fill_batch(case: Case) -> Iterator[Violation]:
+    """Source: TRL 1.16.0 `trainer/grpo_config.py:1096-1141`, axolotl 0.21.0 `utils/schemas/validation.py:1077-1133`."""
+    at = "trl." if case.framework == "axolotl" else ""
+    group = case.option(f"{at}num_generations")
+    if group is None or group.count is None or (at and getattr(case.get("rl"), "text", "") != "grpo"):
+        return
+    if group.count < 2:
+        yield Violation(group.key, f"{group}: advantages need at least 2", f"{group.key}: 2")
+        return
+    samples = case.whole("per_device_train_batch_size", "micro_batch_size")
+    ranks = case.spec.world_size
+    if ranks is None or samples is None or samples < 1:
+        return
+    passes = case.whole(f"{at}steps_per_generation", "gradient_accumulation_steps") or 1
+    asked, step = case.option(f"{at}generation_batch_size"), samples * ranks
+    if asked is not None and asked.count is not None:
+        unit = math.lcm(step, group.count)
+        if asked.count % group.count or (asked.count % step and not at):
+            what = f"{asked} is no multiple of {group.count} generations and of {samples} samples × {ranks} ranks"
+            yield Violation(asked.key, what, f"{asked.key}: {next_multiple(asked.count, unit)}")
+    elif step * passes % group.count:
+        fix = f"gradient_accumulation_steps: {math.lcm(group.count, step) // step}"
+        divisor = nearest_divisor(group.count, of=step * passes)
+        yield Violation(
+            group.key,
+            f"{group} does not divide {samples} samples × {ranks} ranks × {passes} accumulated = {step * passes}",
+            f"{group.key}: {divisor}, or {fix}" if divisor > 1 else fix,
+        )
+
+
+_ARGUMENTS: Mapping[Framework, tuple[tuple[str, int], ...]] = {
+    "trainer": (("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1)),
+    "axolotl": (("micro_batch_size", 1), ("gradient_accumulation_steps", 1)),
+    "accelerate": (),
+    "deepspeed": (),
+}
+"""Arguments that DeepSpeed's sizes must be equal to, and what they are where the file has none."""
+_SECTIONS: Mapping[Framework, str] = {"deepspeed": "", "accelerate": "deepspeed_config.deepspeed_config_file."}
+"""Where DeepSpeed's own config lies; `deepspeed` in the others."""
+_SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@error_rule(
+    "CKPT116: DeepSpeed's own sizes against those of the trainer",
+    why="transformers refuses every value of DeepSpeed's config that is not auto and not that of the arguments, and"
+    " DeepSpeed a train_batch_size that is not micro-batch × accumulation × ranks",
+    fix="auto in DeepSpeed's config",
+    frameworks=tuple(_ARGUMENTS),
+)
+def deepspeed_sizes(case: Case) -> Iterator[Violation]:
+    """Look at what is not auto.
+
+    Source: transformers 5.23.0 `integrations/deepspeed.py:trainer_config_process` (`fill_match`), DeepSpeed
+    `runtime/config.py:_batch_assertion`.
+    """
+    if case.spec.engine != "deepspeed":
+        return
+    at, ranks, sizes = _SECTIONS.get(case.framework, "deepspeed."), _data_ranks(case), []
+    arguments = _ARGUMENTS[case.framework]
+    for option, (name, default) in zip(_SIZES, arguments or (("", 0),) * 2, strict=True):
+        argument = case.get(name) if name else None
+        expected = default if argument is None else argument.count
+        if name and expected is not None:
+            yield from _differs(case, at + option, expected, f"{name} is {expected}")
+        sizes.append(case.whole(at + option) or expected or 0)
+    found, right = case.get(f"{at}train_batch_size"), math.prod(sizes) * ranks
+    if found is not None and right > 0 and found.text != "auto" and found.value != right:
+        what = f"{found}, and {sizes[0]} samples × {sizes[1]} accumulated × {ranks} ranks are {right}"
+        yield Violation(found.key, what, f"{found.key}: {right}" + (", or auto" if arguments else ""))
+    rate = case.get("learning_rate") if arguments else None
+    if rate is not None and rate.number is not None:
+        yield from _differs(case, f"{at}optimizer.params.lr", rate.number, str(rate))
+    for word in ("fp16", "bf16"):
+        asked = case.get(f"{at}{word}.enabled")
+        if case.framework == "trainer" and asked is not None and asked.is_on and not case.is_on(word):
+            yield Violation(asked.key, f"{asked}, and the arguments have no {word}", f"{asked.key}: auto")
+
+
+def _differs(case: Case, option: str, expected: float, other: str) -> Iterator[Violation]:
+    found = case.get(option)
+    if found is not None and found.text != "auto" and found.value != expected:
+        value = f"the text {found.text}" if isinstance(found.value, str) else shown(found.value)
+        yield Violation(found.key, f"{found.key} is {value}, and {other}", f"{found.key}: auto")
+
+
+@error_rule(
+    "CKPT117: a sequence that its parallel ranks cannot cut evenly",
+    why="torchtitan stops: sequence parallelism cuts a sample over the TP ranks, context parallelism into two parts per"
+    " rank",
+    fix="a multiple of tp × 2 · cp",
+    frameworks=("torchtitan",),
+)
+def sequence_divides(case: Case) -> Iterator[Violation]:
+    """Source: torchtitan 0.3.0 `trainer.py:306-315`; 0.2.2 `models/llama3/infra/parallelize.py`."""
+    keeps, ring = case.get("parallelism.enable_sequence_parallel"), max(case.axis("cp"), 1)
+    width = 1 if keeps is not None and keeps.is_off else max(case.axis("tp"), 1)
+    found = case.option("training.seq_len", "training.max_context_length")
+    cuts = width * (2 * ring if ring > 1 else 1)
+    yield from _multiple_of(case, found, cuts, f"{cuts} (tp={width}, cp={ring})")
+
+
+@error_rule(
+    "CKPT118: a budget of tokens below the longest sample",
+    why="verl fills batches by tokens, and stops at a sample that is longer than the budget of a rank",
+    fix="at least max_prompt_length + max_response_length",
+    frameworks=("verl",),
+)
+def tokens_suffice(case: Case) -> Iterator[Violation]:
+    """Source: verl 0.9.1 `utils/seqlen_balancing.py:384`."""
+    found = case.option(f"{_ACTOR}.ppo_max_token_len_per_gpu")
+    lengths = [case.whole(f"data.max_{part}_length") for part in ("prompt", "response")]
+    if found is None or found.count is None or None in lengths or not case.is_on(_DYNAMIC):
+        return
+    longest, cut = sum(length or 0 for length in lengths), max(case.axis("sp"), 1)
+    if found.count * cut < longest:
+        what = f"{found}, and a prompt and its response may have {longest} tokens"
+        yield Violation(found.key, what, f"{found.key}: {-(-longest // cut)}")
