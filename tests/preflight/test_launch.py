@@ -101,7 +101,7 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
         {"framework": "axolotl", "batch_size": 4, "seq_len": 100},
     ),
     "torchtitan": (
-        "F=${F:-./titan.toml}; torchrun --nproc-per-node 8 -m torchtitan.train --config $F --training.seq_len 9",
+        "F=${F:-./titan.toml}; torchrun --nproc-per-node 8 -m torchtitan.train --config_file $F --training.seq_len=9",
         {"framework": "torchtitan", "seq_len": 9, "world_size": 8},
     ),
     "srun": (
@@ -154,7 +154,6 @@ def test_script_from_stdin_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("trl sft --config none.yaml", "the config none.yaml is not here"),
         ("cat > a.yaml <<EOF\nx: 1\nEOF\nsed -i s/1/2/ a.yaml\naccelerate launch --config_file a.yaml b.py args.yaml",
          "the script changes its config a.yaml as it runs"),
-        ("torchrun -m torchtitan.train --module a --config b", "torchtitan's config is a Python function here"),
         ("echo hello --world", "this is not a config of a known trainer"),
     ],
 )  # fmt: skip

@@ -219,7 +219,7 @@ def _looks_like(document: Document) -> bool:
 
 
 def _prepare(document: Document) -> Source:
-    words = started(document.commands, _program)
+    words = started(document.commands, _program) if document.values is None else None
     if words is None:
         return Source(model=TorchTitan, table=_TABLE, values=document.keyed())
     options, unread = read_flags(words)
