@@ -154,7 +154,6 @@ def test_script_from_stdin_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ("trl sft --config none.yaml", "the config none.yaml is not here"),
         ("cat > a.yaml <<EOF\nx: 1\nEOF\nsed -i s/1/2/ a.yaml\naccelerate launch --config_file a.yaml b.py args.yaml",
          "the script changes its config a.yaml as it runs"),
-        ("torchrun -m torchtitan.train --module a --config b", "torchtitan's config is a Python function here"),
         ("echo hello --world", "this is not a config of a known trainer"),
     ],
 )  # fmt: skip
