@@ -104,6 +104,13 @@ def test_verl_group_and_options_below_it_do_not_contradict_one_another(tmp_path:
     assert config.spec.engine == "other"
 
 
+@pytest.mark.parametrize(("model", "words"), [("hf_model", ()), ("mine", ("model=mine",))])
+def test_verl_group_of_the_model_is_its_only_file(model: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    config = read(tmp_path, VERL_SFT + f"model={model} model.use_remove_padding=True", name="run.sh")
+    assert config.options.words == words
+    assert "error" not in {severity for _, severity, _ in found(config)}
+
+
 MEGATRON = "python3 -m verl.trainer.main_ppo model_engine=megatron trainer.n_gpus_per_node=8 trainer.nnodes=2 "
 
 
