@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from preflight.config_examples import AXOLOTL, found, mesh, read
 
+from ckpt_tools.preflight.configs import names
 from ckpt_tools.preflight.configs.names import known, newest_release
 
 VERL_SFT = "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer model.path=m data.max_length=2048 "
@@ -101,6 +102,13 @@ def test_verl_group_and_options_below_it_do_not_contradict_one_another(tmp_path:
     config = read(tmp_path, VERL_SFT + options, name="run.sh")
     assert wrong(config) == []
     assert config.spec.engine == "other"
+
+
+@pytest.mark.parametrize(("model", "words"), [("hf_model", ()), ("mine", ("model=mine",))])
+def test_verl_group_of_the_model_is_its_only_file(model: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    config = read(tmp_path, VERL_SFT + f"model={model} model.use_remove_padding=True", name="run.sh")
+    assert config.options.words == words
+    assert "error" not in {severity for _, severity, _ in found(config)}
 
 
 MEGATRON = "python3 -m verl.trainer.main_ppo model_engine=megatron trainer.n_gpus_per_node=8 trainer.nnodes=2 "
@@ -242,6 +250,27 @@ def test_deepspeed_file_that_says_nothing_is_unread(text: str, tmp_path: Path, m
 
 
 # The lists
+
+
+def test_option_that_the_newest_release_does_not_have_is_a_note(tmp_path: Path) -> None:
+    config = read(tmp_path, {"output_dir": "o", "evaluation_strategy": "no", "eval_strategy": "no"})
+    assert found(config) == [("older-release", "info", "evaluation_strategy")]
+    assert "evaluation_strategy (transformers-4.46.3)" in config.findings[0].what
+
+
+@pytest.mark.parametrize(("here", "is_behind"), [("0.21.3", False), ("0.22.0", False), ("0.23.0", True), ("1.0", True)])
+def test_lists_that_are_behind_what_is_installed_are_a_note(
+    here: str, is_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "version", lambda _: here)
+    names.installed_and_listed.cache_clear()
+    notes = [one.what for one in read(tmp_path, AXOLOTL).findings if one.code == "newer-release"]
+    names.installed_and_listed.cache_clear()
+    assert notes == (
+        [f"axolotl {here} is installed here, and what is known of its options is from axolotl-0.21.0"]
+        if is_behind
+        else []
+    )
 
 
 LISTS = {

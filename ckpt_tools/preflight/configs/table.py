@@ -6,7 +6,7 @@ first of them that is given. The value and the key that messages name come from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
@@ -16,10 +16,12 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.mesh import ORDER, build_mesh
+from ckpt_tools.preflight.configs.names import gone, installed_and_listed
 from ckpt_tools.preflight.configs.options import Spell
 from ckpt_tools.preflight.configs.schema import Section, SectionType, validate
 from ckpt_tools.preflight.plain_values import find_value, is_variable
 from ckpt_tools.preflight.spec import Engine, Framework, ParallelSpec
+from ckpt_tools.text import first_few
 
 FSDP: tuple[Engine, ...] = ("fsdp1", "fsdp2")
 
@@ -175,6 +177,7 @@ def read_source(name: Framework, source: Source, document: Document, *, world_si
     _fill(given, source.table)
     _fill(given, source.by_engine.get(given.spec.engine, {}))
     source.check(given)
+    given.findings += _release_notes(name, options, source.spell)
     world = source.table.get("world_size", Row())
     return Config(
         framework=name,
@@ -187,6 +190,22 @@ def read_source(name: Framework, source: Source, document: Document, *, world_si
         world_keys=tuple(given.spell(key) for option in world.options for key in given.keys(option)),
         findings=(*source.findings, *findings, *given.findings),
     )
+
+
+def _release_notes(name: Framework, options: Mapping[str, object], spell: Spell) -> Iterator[Finding]:
+    """Yield what to say of releases: options that the newest one does not have, and lists that are behind."""
+    known = name.replace("-", "_")
+    left = {option: gone(known)[option] for option in options if option in gone(known)}
+    if left:
+        shown = first_few([f"{spell(option)} ({last})" for option, last in left.items()], 6)
+        what = f"the newest release that is known does not have these any more, and this is the last that has: {shown}"
+        yield Finding.info(
+            "older-release", spell(next(iter(left))), what, "check them where the run has a newer release"
+        )
+    behind = installed_and_listed(known)
+    if behind is not None:
+        what = f"{behind[0]} is installed here, and what is known of its options is from {behind[1]}"
+        yield Finding.info("newer-release", "", what, "a newer ckpt-tools may know its options")
 
 
 def _fill(given: Given[Any], table: Table[Any]) -> None:

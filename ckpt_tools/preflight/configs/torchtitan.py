@@ -64,6 +64,7 @@ class Checkpoint(Section, known=known("torchtitan", "checkpoint")):
 class ActivationCheckpoint(Section, unknown=None):
     """[activation_checkpoint]; its other options depend on the mode, and since 0.3 say which it is."""
 
+    kind: Word | None = Field(default=None, alias="class")  # of a function of the registry
     # Fields of `SelectiveAC.Config` and `MemoryBudgetAC.Config`; `FullAC.Config` has none of its own.
     force_recompute_mm_shapes_by_fqns: Any = None
     memory_budget: Any = None
@@ -148,6 +149,8 @@ def _is_full(given: Given[TorchTitan]) -> bool:
     Selective checkpointing, the default, keeps the results of matmuls: for memory it is nearer to none.
     """
     section = given.raw.activation_checkpoint
+    if section.kind is not None:
+        return section.kind == "FullAC"
     if section.mode is not None:
         return section.mode == "full"
     own = (section.force_recompute_mm_shapes_by_fqns, section.memory_budget)
@@ -208,9 +211,10 @@ def _program(command: Sequence[str], at: int) -> int:
 
 
 def _looks_like(document: Document) -> bool:
-    if started(document.commands, _program) is not None:
-        return True
-    values = document.values or {}
+    if document.values is None:
+        words = started(document.commands, _program) or ()
+        return any(word.partition("=")[0] == "--module" for word in words)
+    values = document.values
     degrees = values.get("parallelism")
     if isinstance(degrees, Mapping) and any(str(key).endswith("_degree") for key in degrees):
         return True
@@ -219,8 +223,8 @@ def _looks_like(document: Document) -> bool:
 
 
 def _prepare(document: Document) -> Source:
-    words = started(document.commands, _program) if document.values is None else None
-    if words is None:
+    words = started(document.commands, _program)
+    if words is None or document.values is not None:
         return Source(model=TorchTitan, table=_TABLE, values=document.keyed())
     options, unread = read_flags(words)
     values, named, findings = _registered(options, document)

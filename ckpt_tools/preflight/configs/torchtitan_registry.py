@@ -20,8 +20,8 @@ from ckpt_tools.preflight.configs.document import MAX_BYTES, Document
 from ckpt_tools.preflight.configs.hydra import put
 from ckpt_tools.storage.named_file import read_named_file
 
-_MODES = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
-"""Class of activation checkpointing → the mode that it stands for."""
+_NAMED = ("AC", "Converter")
+"""Ends of classes that differ in more than their fields: their name is kept, as `class`."""
 _OPTIMIZERS = {"default_adamw": "AdamW", "default_adam": "Adam", "default_muon": "Muon"}
 _PACKAGES = ("torchtitan.models", "torchtitan.experiments", "torchtitan.experiments.rl.examples", "")
 """Where `--module` is looked for, in this order."""
@@ -131,8 +131,7 @@ def _value(
             return {"param_groups": [{"optimizer_name": _OPTIMIZERS[called], "optimizer_kwargs": given}]}
         if last == "Config" or (not kind and last.endswith("Config")):
             name = kind.rpartition(".")[2]
-            own: dict[str, object] = {"mode": _MODES[name]} if name in _MODES else {}
-            return {"class": name, **given} if name.endswith("Converter") else {**own, **given}
+            return {"class": name, **given} if name.endswith(_NAMED) else given
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "model_registry" and len(node.args) == 1:
         given = {str(word.arg): _value(word.value, values, functions, depth) for word in node.keywords}
         return {"flavor": _value(node.args[0], values, functions, depth), **given}

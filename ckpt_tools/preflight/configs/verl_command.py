@@ -15,8 +15,10 @@ from ckpt_tools.preflight.configs.names import known
 
 _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")
 """verl's own configs, whose defaults are known; what another one holds is not."""
-_GROUPS = ("model_engine", "engine", "optim")
-"""Groups of which is known what they choose: the engine of PPO, that of SFT, and the optimizer that goes with it."""
+_GROUPS = ("model_engine", "engine", "optim", "model")
+"""Groups of which is known what they choose: the engine of PPO, that of SFT, its optimizer, and the model's options."""
+_MODEL = "hf_model"
+"""verl's only file of the group `model`."""
 _OWN_ENGINES = ("dp", "fsdp")
 """Choices of a group that mean FSDP."""
 
@@ -60,10 +62,12 @@ def read_tree(document: Document) -> Tree:
         findings += (several_commands(document.path),)
     if started:
         findings += lost_options(document.commands[started[0] + 1 :], is_override)
+    model = overrides.groups.get("model", _MODEL)
+    own_model = () if model == _MODEL else (f"model={model}",)
     return Tree(
         values=values,
         findings=findings,
-        words=(*(() if started else _own_programs(document)), *overrides.unread, *_foreign(values)),
+        words=(*(() if started else _own_programs(document)), *overrides.unread, *own_model, *_foreign(values)),
         is_command=True,
         added=overrides.added,
         groups=overrides.groups,

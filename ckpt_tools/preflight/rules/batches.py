@@ -311,6 +311,8 @@ def sequence_divides(case: Case) -> Iterator[Violation]:
 )
 def tokens_suffice(case: Case) -> Iterator[Violation]:
     """Source: verl 0.9.1 `utils/seqlen_balancing.py:384`."""
+    if not case.is_fsdp:
+        return  # the sequence parallelism of other engines is not read
     found = case.option(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     lengths = [case.whole(f"data.max_{part}_length") for part in ("prompt", "response")]
     if found is None or found.count is None or None in lengths or not case.is_on(_DYNAMIC):

@@ -5,16 +5,59 @@ A name may be a path, `critic/optim/lr`: an option inside another one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from types import MappingProxyType
+
+_RELEASE = re.compile(r"(?P<project>[a-z][\w-]*?)-(?P<version>\d+(\.\w+)*)")
 
 
 @cache
 def inside(names: frozenset[str], option: str) -> frozenset[str]:
     """Return the names inside an option, of those that are paths."""
     return frozenset(name[len(option) + 1 :] for name in names if name.startswith(f"{option}/"))
+
+
+@cache
+def gone(name: str) -> Mapping[str, str]:
+    """Return option → the last release that had it, of those that the newest one does not have any more.
+
+    Not of paths: a tree of a release has what it sets, and its classes may take more.
+    """
+    found: dict[str, str] = {}
+    kept: set[str] = set()
+    for section in _sections(name):
+        newest: dict[str, str] = {}
+        for option, release in newest_release(name, section).items():
+            match = _RELEASE.fullmatch(release)
+            if match is None or "/" in option or newest.setdefault(match["project"], release) == release:
+                kept.add(option)
+            else:
+                found[option] = release
+    return {option: release for option, release in found.items() if option not in kept}
+
+
+@cache
+def installed_and_listed(name: str) -> tuple[str, str] | None:
+    """Return the release of a trainer on this machine and that of its list, where that is more than one behind."""
+    lists = (newest_release(name, section).values() for section in _sections(name))
+    releases = dict.fromkeys(release for names in lists for release in names)
+    match = next(filter(None, map(_RELEASE.fullmatch, releases)), None)
+    try:
+        here = version(match["project"]) if match is not None else ""
+    except PackageNotFoundError:
+        return None
+    ours, theirs = (tuple(map(int, re.findall(r"\d+", text)[:2])) for text in (match["version"] if match else "", here))
+    is_behind = len(theirs) == 2 and len(ours) == 2 and (theirs[0] > ours[0] or theirs > (ours[0], ours[1] + 1))
+    return (f"{match['project']} {here}", match[0]) if is_behind and match is not None else None
+
+
+def _sections(name: str) -> tuple[str, ...]:
+    text = files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8")
+    return tuple(dict.fromkeys(re.findall(r"^\[(.+?)\] ", text, re.MULTILINE)))
 
 
 def known(name: str, *sections: str) -> frozenset[str]:
