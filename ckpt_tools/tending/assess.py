@@ -75,6 +75,7 @@ class Assessor:
                     metric=self._metric(saved, rules.metric) if rules.best is not None else None,
                     pinned=next(filter(None, pins), ""),
                     nbytes=saved.nbytes,
+                    order=0 if entry is None else entry.order,
                 )
             )
         return tuple(found)

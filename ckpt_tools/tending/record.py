@@ -27,6 +27,8 @@ class Entry:
     """Of its metadata."""
     ok: bool
     level: str
+    order: int
+    """Which verification in this folder, counted from 1."""
     codes: tuple[str, ...] = ()
     """Of the findings that make it bad."""
     sent: tuple[str, ...] = ()

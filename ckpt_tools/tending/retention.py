@@ -24,6 +24,8 @@ class Candidate:
     pinned: str = ""
     """Why it stays, whatever the rules say: who names or uses it."""
     nbytes: int = 0
+    order: int = 0
+    """When it was verified, counted and not by a clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,8 @@ def _reason(one: Candidate, series: Sequence[Candidate], rules: Rules) -> str | 
         return None
     if one.state != "verified":
         return f"not verified: {one.why or one.state}"
+    if one.order > last.order:
+        return f"verified later than {last.name}: the run may have gone back to an earlier step"
     if rules.last is None and rules.every is None and rules.best is None:
         return "no rule removes it"
     if rules.best is not None and all(each.metric is None for each in verified):

@@ -139,7 +139,8 @@ class Tender:
         if settings.level is not None and not settings.dry_run:
             for saved in _named(look, [each.name for each in candidates if each.state == "complete"]):
                 if self._is_quiet(saved) and (entry := self._verify(saved, done)) is not None:
-                    record[saved.name] = entry
+                    count = 1 + max((each.order for each in record.values()), default=0)
+                    record[saved.name] = replace(entry, order=count)
                     self._write_record(record)
                     done.verified.append(saved.name)
             if done.verified:
@@ -240,7 +241,7 @@ class Tender:
         state = "NOT ok" if errors else "verified"
         self._say(f"{saved.name}: {state} ({format_size(nbytes)} of data, level {level})")
         codes = tuple(dict.fromkeys(each.code for each in errors))
-        return Entry(stamp=saved.stamp, digest=digest, ok=not errors, level=level, codes=codes)
+        return Entry(stamp=saved.stamp, digest=digest, ok=not errors, level=level, order=0, codes=codes)
 
     def _send(
         self, decisions: Sequence[Decision], look: Look, record: dict[str, Entry], done: _Done

@@ -24,7 +24,7 @@ def world() -> Iterator[Any]:
         yield importlib.import_module
     finally:
         sys.path.remove(str(WORLD))
-        for name in ("examples", "names", "outcomes", "releases"):
+        for name in ("examples", "known", "names", "outcomes", "releases", "scores"):
             sys.modules.pop(name, None)
 
 
@@ -119,6 +119,44 @@ def test_names_are_taken_from_sources_that_are_not_run(world: Any, tmp_path: Pat
     assert set(names._options(tmp_path / "parser.py")) == {
         ("actor.lr", "value"), ("critic.lr", "value"), ("bf16", "switch"), ("targets", "list"),
     }  # fmt: skip
+
+
+def test_lists_are_what_their_sources_say(world: Any, tmp_path: Path, capsys: Any) -> None:
+    names, releases, known = world("names"), world("releases"), world("known")
+    trees = {}
+    for version, fields in (("1.0", "    seed: int\n    old: int\n"), ("2.0", "    seed: int\n    fresh: Inner\n")):
+        trees[version] = tmp_path / version
+        trees[version].mkdir()
+        (trees[version] / "a.py").write_text(f"class Inner:\n    deep: int\nclass Args:\n{fields}")
+    made = [
+        releases.Release(project="p", version=version, file="", sha256="", tree=tree) for version, tree in trees.items()
+    ]
+    sources = [["l", "top", "p", "trees", "*.py", "Args"], ["l", "top/at", "-", "words", "a fork", "mine"]]
+    body = names.render(sources, made).splitlines()[1:]
+    assert body == ["", "[top] p-2.0", "fresh fresh/deep seed", "", "[top] p-1.0", "old", "", "[top] a fork", "at/mine"]
+    known._print_changes(sources, *made)
+    assert capsys.readouterr().out == "  [top] came, 2: fresh, fresh/deep\n  [top] went, 1: old\n"
+
+
+def test_table_counts_what_is_read_and_not_the_parts(world: Any) -> None:
+    outcomes, scores = world("outcomes"), world("scores")
+    scores._mistakes = lambda: (scores.Counter(), scores.Counter())
+
+    def outcome(verdict: str, framework: str, codes: tuple[str, ...] = ()) -> Any:
+        found = tuple(outcomes.Found(severity="error", code=code, where="k", what="w") for code in codes)
+        return outcomes.Outcome(
+            verdict=verdict, framework=framework, findings=found, why="", num_options=10, num_understood=9
+        )
+
+    found = {
+        "verl-2/a.yaml": outcome("green", "verl"),
+        "verl-2/b.yaml": outcome("error", "verl", ("X", "Y")),
+        "verl-2/verl/trainer/config/actor/part.yaml": outcome("refused", "-"),
+        "verl-2/c.yaml": outcome("refused", "-"),
+        "verl-1/old.yaml": outcome("refused", "-"),
+    }
+    text = scores.table(found, {"verl-2"}, [["verl-2/b.yaml", "X", "k", "why"]])
+    assert text.splitlines()[2] == "| verl | 3 | 66.7 % | 20 | 90.0 % | 2 | 1 | 0 | 0 | – |"
 
 
 def test_index_that_does_not_answer_is_said_loudly(tmp_path: Path) -> None:

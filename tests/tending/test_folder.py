@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -236,24 +237,33 @@ def test_removing_follows_no_link(run):
     assert (victim / "precious").read_text() == "x"
 
 
+@contextlib.contextmanager
+def used(path, how):
+    """Use a checkpoint as a process does that reads it, has mapped a file of it (and closed it), or writes it."""
+    if how == "locked":
+        held = os.open(path, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+        os.close(held)
+        return
+    with open(path / "__0_0.distcp", "rb") as stream:
+        if how == "open":
+            yield
+            return
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        at = libc.mmap(None, ctypes.c_size_t(4096), 1, 2, stream.fileno(), ctypes.c_long(0))  # PROT_READ, MAP_PRIVATE
+    yield
+    libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(4096))
+
+
 @pytest.mark.parametrize("how", ["open", "mapped", "locked"])
 def test_checkpoint_in_use_stays(run, how):
     watch(run)
-    file = run / "step-10" / "__0_0.distcp"
-    with open(file, "rb") as stream:
-        mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) if how == "mapped" else None
-        if how == "open":
-            assert api.prune(run, keep_last=1).removed == ("step-20",)
-    if how == "mapped":
-        assert api.prune(run, keep_last=1).removed == ("step-20",)
-        mapped.close()
-    if how == "locked":
-        held = os.open(run / "step-10", os.O_RDONLY)
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with used(run / "step-10", how):
         tended = api.prune(run, keep_last=1)
-        os.close(held)
-        assert tended.removed == ("step-20",)
-        assert "in use by a ckpt" in reason_of(tended, "step-10")
+    assert tended.removed == ("step-20",)
+    assert reason_of(tended, "step-10").startswith("in use by ")
     assert api.prune(run, keep_last=1).removed == ("step-10",)
 
 
@@ -304,6 +314,37 @@ def test_models_of_a_step_of_verls_are_all_verified(run, template):
     assert state_of(tended, "global_step_1") == "verified"
     assert state_of(tended, "global_step_2") == "bad"
     assert any(each.where.startswith("global_step_2/critic/") for each in tended.findings)
+
+
+def test_run_that_went_back_to_an_earlier_step_keeps_what_it_saves(run, template):
+    """Higher steps are still there, of before; what is saved now has lower ones, and is what counts."""
+    watch(run)
+    for step in (12, 14):
+        save_step(run, step, template=template)
+    assert watch(run, keep_last=1).removed == ("step-10", "step-20")
+    save_step(run, 40, template=template)
+    assert watch(run, keep_last=1).removed == ("step-12", "step-14", "step-30")
+
+
+def test_nothing_lies_beside_what_accelerate_counts(tmp_path, template):
+    """accelerate takes everything in its folder for a checkpoint: with a file beside them load_state fails."""
+    run, other = tmp_path / "checkpoints", tmp_path / "checkpoints2"
+    for folder in (run, other):
+        for step in (0, 1, 2):
+            save_step(folder, step, template=template, prefix="checkpoint_")
+        watch(folder)
+    (tmp_path / ".ckpt-trash-elsewhere" / "checkpoint_0").mkdir(parents=True)
+    assert sorted(os.listdir(run)) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    with DiskFolder(str(other)).lock():
+        assert api.prune(run, keep_last=1).removed == ("checkpoint_0", "checkpoint_1")
+    assert os.listdir(run) == ["checkpoint_2"]
+    assert len(os.listdir(other)) == 3
+    assert (tmp_path / ".ckpt-trash-elsewhere").exists()
+    left = next(each for each in os.listdir(tmp_path) if each.endswith(".lock"))[len(".ckpt-tend-") : -len(".lock")]
+    (tmp_path / f".ckpt-trash-{left}-x" / "checkpoint_0").mkdir(parents=True)
+    for folder in (run, other):
+        api.prune(folder, keep_last=3)
+    assert sorted(each for each in os.listdir(tmp_path) if "trash" in each) == [".ckpt-trash-elsewhere"]
 
 
 def tend_with(run, act):

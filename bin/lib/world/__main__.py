@@ -1,7 +1,6 @@
 """Runs preflight on every example that the trainers' own releases ship, and holds it against what is expected.
 
     bin/world [--update] [--show] [PROJECT …]
-    bin/world --names
 
 expected.tsv says what each example gets; judged.tsv says which error findings are true and why. The exit code is 1 when
 an outcome differs from expected.tsv, when an error was not judged, when a config with unread options is green, or when
@@ -24,7 +23,6 @@ sys.path.insert(0, str(HERE))
 
 import scores  # noqa: E402
 from examples import find_examples  # noqa: E402
-from names import write_lists  # noqa: E402
 from outcomes import CRASH, ERROR, GREEN, NOT_CHECKED, REFUSED, Outcome, judge  # noqa: E402
 from releases import IndexUnreachableError, Release, cache_directory, pinned, rows, unpacked  # noqa: E402
 
@@ -38,15 +36,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("projects", nargs="*", metavar="PROJECT", help="only these (default: all of releases.tsv)")
     parser.add_argument("--update", action="store_true", help="rewrite the table of expected outcomes")
     parser.add_argument("--show", action="store_true", help="print every error and warning")
-    parser.add_argument("--names", action="store_true", help="rewrite the lists of option names instead")
     given = parser.parse_args(arguments)
     releases = [one for one in pinned() if not given.projects or one.project in given.projects]
     if not releases:
         parser.error(f"releases.tsv has none of: {' '.join(given.projects)}")
     try:
-        if given.names:
-            write_lists()
-            return 0
         trees = [(release, unpacked(release)) for release in releases]
     except IndexUnreachableError as error:
         print(f"world: FAILED: the package index cannot be reached: {error}", file=sys.stderr)

@@ -1,6 +1,4 @@
-"""Writes the lists of option names that the readers know, from the trainers' own releases.
-
-    bin/world --names
+"""The lists of option names that the readers know, made from the trainers' own releases; `known.py` writes them.
 
 names.tsv says where each list comes from. Sources are parsed and never imported: fields of classes and of their bases
 (`ast`), options of `add_argument` calls, keys of YAML files. A name stands under the newest release that has it, so
@@ -18,27 +16,24 @@ from itertools import product
 from pathlib import Path
 
 import yaml
-from releases import HERE, Release, pinned, rows, unpacked
+from releases import HERE, Release, unpacked
 
 LISTS = HERE.parents[2] / "ckpt_tools" / "preflight" / "configs" / "names"
 _WIDTH = 118
 
 
-def write_lists() -> None:
-    """Write every list that names.tsv names.
+def render(sources: list[list[str]], releases: list[Release]) -> str:
+    """Return the text of a list.
+
+    Args:
+        sources: Its rows of names.tsv.
+        releases: Those that names are taken from, oldest first.
 
     Raises:
         IndexUnreachableError: A release is not in the cache, and cannot be fetched.
     """
-    sources = rows(HERE / "names.tsv")
-    for name in sorted({row[0] for row in sources}):
-        text = _render([row for row in sources if row[0] == name])
-        (LISTS / f"{name}.txt").write_text(text, encoding="utf-8")
-        print(f"wrote {name}.txt")
-
-
-def _render(sources: list[list[str]]) -> str:
-    lines = ["# Option names, under the newest release that has them. Written by bin/world --names; do not edit."]
+    order = [release.name for release in releases]
+    lines = ["# Option names, under the newest release that has them. Written by bin/known --update; do not edit."]
     for section in dict.fromkeys(row[1].partition("/")[0] for row in sources):
         last: dict[str, str] = {}
         for at, _, project, kind, place, what in (
@@ -48,17 +43,16 @@ def _render(sources: list[list[str]]) -> str:
             if kind == "words":
                 last |= {above + name: place for name in what.split()} | last
                 continue
-            for release in pinned():
+            for release in releases:
                 if release.project == project:
                     last |= {above + name: release.name for name in _names(release, kind, place, what)}
-        for release in sorted(set(last.values()), key=_newest_first):
+        for release in sorted(set(last.values()), key=lambda name: _newest_first(name, order)):
             lines += ["", f"[{section}] {release}"]
             lines += _wrapped(sorted(name for name, found in last.items() if found == release))
     return "\n".join([*lines, ""])
 
 
-def _newest_first(name: str) -> tuple[int, str]:
-    order = [release.name for release in pinned()]
+def _newest_first(name: str, order: list[str]) -> tuple[int, str]:
     return (-order.index(name) if name in order else 1, name)
 
 

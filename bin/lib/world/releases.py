@@ -38,6 +38,8 @@ class Release:
     version: str
     file: str
     sha256: str
+    tree: Path | None = None
+    """Where it lies unpacked, of one that is not from the index."""
 
     @property
     def name(self) -> str:
@@ -68,6 +70,8 @@ def unpacked(release: Release) -> Path:
     Raises:
         IndexUnreachableError: It is not there, and the index cannot be asked.
     """
+    if release.tree is not None:
+        return release.tree
     home = cache_directory() / release.sha256[:16]
     if not home.is_dir():
         home.parent.mkdir(parents=True, exist_ok=True)
@@ -79,6 +83,47 @@ def unpacked(release: Release) -> Path:
     inner = list(home.iterdir())
     # An sdist holds one directory; a wheel holds packages.
     return inner[0] if release.file.endswith(".tar.gz") and len(inner) == 1 else home
+
+
+def given_release(project: str, path: Path) -> Release:
+    """Return a release that lies on this machine: a directory, a wheel or an sdist."""
+    if not path.is_dir():
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        home = cache_directory() / sha256[:16]
+        if not home.is_dir():
+            home.parent.mkdir(parents=True, exist_ok=True)
+            _unpack(path, home)
+        version = path.name.removesuffix(".tar.gz").split("-")[1]
+        return Release(project=project, version=version, file=path.name, sha256=sha256)
+    return Release(project=project, version=f"at {path}", file="", sha256="", tree=path)
+
+
+def newest_release(project: str) -> Release:
+    """Return the newest final release of a project on the index: its sdist, or a wheel where it has none.
+
+    Raises:
+        IndexUnreachableError: The index cannot be asked, or has none.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    best: tuple[Version, bool, Release] | None = None
+    for link in _links(project):
+        file = urllib.parse.unquote(urllib.parse.urlsplit(link).path).rpartition("/")[2]
+        sha256 = urllib.parse.urlsplit(link).fragment.removeprefix("sha256=")
+        text = file.removesuffix(".tar.gz").rpartition("-")[2] if file.endswith(".tar.gz") else file.split("-")[1:2]
+        try:
+            version = Version(text if isinstance(text, str) else "".join(text))
+        except InvalidVersion:
+            continue
+        is_sdist = file.endswith(".tar.gz")
+        if version.is_prerelease or not (is_sdist or file.endswith(".whl")) or len(sha256) != 64:
+            continue
+        if best is None or (version, is_sdist) > best[:2]:
+            release = Release(project=project, version=str(version), file=file, sha256=sha256)
+            best = (version, is_sdist, release)
+    if best is None:
+        raise IndexUnreachableError(f"the index has no release of {project}")
+    return best[2]
 
 
 def _unpack(archive: Path, to: Path) -> None:
@@ -104,17 +149,22 @@ def _fetch(release: Release, to: Path) -> None:
 
 
 def _address(release: Release) -> str:
-    page = f"{_index().rstrip('/')}/{release.project}/"
+    for link in _links(release.project):
+        if urllib.parse.unquote(urllib.parse.urlsplit(link).path).rpartition("/")[2] == release.file:
+            return link
+    raise IndexUnreachableError(f"the index has no {release.file}")
+
+
+def _links(project: str) -> list[str]:
+    """Return the addresses of a project's files, with their hashes as fragments."""
+    page = f"{_index().rstrip('/')}/{project}/"
     try:
         with _open(page) as answer:
             links = _Links()
             links.feed(answer.read().decode("utf-8", "replace"))
     except (OSError, urllib.error.URLError) as error:
-        raise IndexUnreachableError(f"{release.project}: {error}") from error
-    for link in links.found:
-        if urllib.parse.unquote(urllib.parse.urlsplit(link).path).rpartition("/")[2] == release.file:
-            return urllib.parse.urljoin(page, link)
-    raise IndexUnreachableError(f"the index has no {release.file}")
+        raise IndexUnreachableError(f"{project}: {error}") from error
+    return [urllib.parse.urljoin(page, link) for link in links.found]
 
 
 class _Links(HTMLParser):
