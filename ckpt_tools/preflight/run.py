@@ -18,7 +18,7 @@ from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
-from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, start_estimate
+from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, doubt_of, start_estimate
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, facts_of, read_facts
 from ckpt_tools.preflight.options import PreflightOptions
 from ckpt_tools.preflight.places import Place
@@ -350,7 +350,10 @@ def _check_memory(
     if gpu_memory is None:
         flight.not_checked.append("whether it fits: the memory of a device is not given (--gpu-memory 80GB)")
         return found
-    check.findings, check.was_made = check_memory(found, spec), found.fits is not None
+    if doubt := doubt_of(found, question):
+        flight.not_checked.append(f"whether it fits: {doubt}")
+    else:
+        check.findings, check.was_made = check_memory(found, spec), found.fits is not None
     flight.not_checked += [f"whether it fits: {case.doubt}" for case in found.cases if case.doubt is not None]
     check.what += f"; a device has {format_size(gpu_memory)}"
     return found
