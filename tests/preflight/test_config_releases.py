@@ -211,6 +211,26 @@ def test_torchtitan_json_says_by_its_fields_what_is_recomputed(section: Any, is_
     assert (spec.activation_checkpointing, spec.optimizer) == (is_full, "DistMuon")
 
 
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (None, (False, "2")),  # of the TOML, every second block
+        ({"mode": "selective", "selective_ac_option": "op"}, (False, "op")),
+        ({"mode": "full"}, (True, None)),
+        ({"mode": "none"}, (False, None)),
+        ({"mode": "memory_budget"}, (False, "memory_budget")),
+        ({"preserve_rng_state": True, "force_recompute_mm_shapes_by_fqns": []}, (False, "op")),
+        ({"preserve_rng_state": True, "memory_budget": 0.5}, (False, "memory_budget")),
+        ({"preserve_rng_state": True}, (True, None)),
+    ],
+)
+def test_torchtitan_checkpoints_what_its_class_does(section: Any, expected: Any, tmp_path: Path) -> None:
+    beside = {} if section is None else {"activation_checkpoint": section}
+    spec = read(tmp_path, {"parallelism": {"tensor_parallel_degree": 2, "disable_loss_parallel": True}, **beside}).spec
+    assert (spec.activation_checkpointing, spec.selective_checkpointing) == expected
+    assert (spec.sequence_parallel, spec.loss_parallel, spec.micro_batch) == (True, False, 1)
+
+
 # DeepSpeed's own file
 
 

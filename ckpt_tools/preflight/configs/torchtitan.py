@@ -37,6 +37,10 @@ class Parallelism(Section, known=known("torchtitan", "parallelism")):
     context_parallel_degree: Count | None = None
     pipeline_parallel_degree: Count | None = None
     expert_parallel_degree: Count | None = None
+    enable_sequence_parallel: Truth | None = None
+    disable_loss_parallel: Truth | None = None
+    pipeline_parallel_schedule: Word | None = None
+    pipeline_parallel_microbatch_size: Positive | None = None
 
 
 class Training(Section, known=known("torchtitan", "training")):
@@ -70,6 +74,7 @@ class ActivationCheckpoint(Section, unknown=None):
     memory_budget: Any = None
     preserve_rng_state: Truth | None = None
     mode: Annotated[str, choice("none", "full", "selective", "memory_budget")] | None = None
+    selective_ac_option: Word | None = None
 
 
 class ParamGroup(Section, known=known("torchtitan", "param_group"), unknown=None):
@@ -143,18 +148,28 @@ def _strategy(given: Given[TorchTitan]) -> tuple[str, bool]:
     return sharding_strategy(spec, reshards=reshards), reshards
 
 
-def _is_full(given: Given[TorchTitan]) -> bool:
-    """Is every block recomputed? The JSON of 0.3 has no mode: the class is told by its fields.
+_SELECTIONS = {"SelectiveAC": "op", "MemoryBudgetAC": "memory_budget"}
 
-    Selective checkpointing, the default, keeps the results of matmuls: for memory it is nearer to none.
+
+def _checkpointing(given: Given[TorchTitan]) -> tuple[bool, str | None]:
+    """Return whether blocks run again whole, or which selection of them does.
+
+    The default is selective: of operations since 0.3, whose JSON tells the class by its fields; before, of every second
+    block.
     """
     section = given.raw.activation_checkpoint
+    is_default = "activation_checkpoint" not in given.raw.model_fields_set
     if section.kind is not None:
-        return section.kind == "FullAC"
-    if section.mode is not None:
-        return section.mode == "full"
-    own = (section.force_recompute_mm_shapes_by_fqns, section.memory_budget)
-    return section.preserve_rng_state is not None and own == (None, None)
+        return section.kind == "FullAC", _SELECTIONS.get(section.kind)
+    if section.mode is None and (not is_default or "model_spec" in given.raw.model_fields_set):
+        if section.memory_budget is not None:
+            return False, "memory_budget"
+        if section.force_recompute_mm_shapes_by_fqns is not None or is_default:
+            return False, "op"
+        return section.preserve_rng_state is not None, None
+    if section.mode in (None, "selective"):
+        return False, section.selective_ac_option or "2"
+    return section.mode == "full", "memory_budget" if section.mode == "memory_budget" else None
 
 
 def _optimizer(given: Given[TorchTitan]) -> str:
@@ -190,7 +205,13 @@ _TABLE: Table[TorchTitan] = {
     "reduce_dtype": row("training.mixed_precision_reduce", default="f32"),
     "master_dtype": row("training.dtype", default="f32"),
     "offload_params": row("training.enable_cpu_offload", default=False, engines=("fsdp2",)),
-    "activation_checkpointing": row("activation_checkpoint.mode", value=_is_full),
+    "activation_checkpointing selective_checkpointing": row("activation_checkpoint.mode", value=_checkpointing),
+    "sequence_parallel": row("parallelism.enable_sequence_parallel", default=True),
+    "loss_parallel": row(
+        "parallelism.disable_loss_parallel", value=lambda given: not given.raw.parallelism.disable_loss_parallel
+    ),
+    "schedule": row("parallelism.pipeline_parallel_schedule", default="1F1B"),
+    "micro_batch": row("parallelism.pipeline_parallel_microbatch_size", default=1),
     "adapter": row("model_spec.converters", value=_adapter),
     "optimizer": row("optimizer.name", "optimizer.param_groups", value=_optimizer),
     "seq_len": row("training.max_context_length", "training.seq_len", default=_SEQ_LEN),
