@@ -26,8 +26,10 @@ from ckpt_tools import api
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.tending.record import RECORD_NAME
 
-_CALLS = ("rename", "replace", "unlink", "rmdir", "fsync", "open", "scandir", "lstat")
-"""Calls of `os` at one of which a pass is killed."""
+_CHANGES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
+"""Calls of `os` at one of which a pass is killed; a few are killed while they only look."""
+_REMOVALS = ("mkdir", "rename", "unlink", "rmdir")
+_LOOKS = ("open", "scandir", "lstat")
 
 
 class Walk:
@@ -123,8 +125,9 @@ class Walk:
             self.rules = {name: rules[name] * self.random.randint(1, 3) for name in names}
         before = self.state()
         named = self.named()
-        killed_at = self.random.randint(1, 120) if is_killed is not False and self.random.random() < 0.7 else None
-        self.num_killed += in_a_fork(self.one_pass, killed_at)
+        calls, most = self.random.choice([(_REMOVALS, 6), (_REMOVALS, 12), (_CHANGES, 25), (_LOOKS, 100)])
+        killed_at = self.random.randint(1, most) if is_killed is not False and self.random.random() < 0.7 else None
+        self.num_killed += in_a_fork(self.one_pass, killed_at, calls)
         self.check(before, self.state(), named)
 
     def one_pass(self) -> None:
@@ -160,8 +163,8 @@ class Walk:
             assert followed >= self.rules.get("keep_last", 1), f"--keep-last keeps step-{step}"
 
 
-def in_a_fork(work: Callable[[], None], killed_at: int | None) -> bool:
-    """Do the work in a process of its own that is killed at its Nth call of `_CALLS`; was it?"""
+def in_a_fork(work: Callable[[], None], killed_at: int | None, calls: tuple[str, ...]) -> bool:
+    """Do the work in a process of its own that is killed at its Nth of these calls; was it?"""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -178,7 +181,7 @@ def in_a_fork(work: Callable[[], None], killed_at: int | None) -> bool:
 
                 return call
 
-            for name in _CALLS if killed_at else ():
+            for name in calls if killed_at else ():
                 setattr(os, name, wrap(getattr(os, name)))
             with contextlib.suppress(UnreadableError):  # nothing has been saved yet
                 work()
