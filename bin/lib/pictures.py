@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from PIL import Image
+
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 MAX_BYTES = 150_000
@@ -44,7 +46,7 @@ REPORTS = {
     "preflight": "preflight accelerate.yaml --model tiny-llama --gpu-memory 80GB",
 }
 """Report → its command."""
-SHOWN = {"inspect": 1000, "verify": 900, "estimate": 1240, "preflight": 1000, "smoke": 1000}
+SHOWN = {"inspect": 1000, "verify": 900, "estimate": 865, "preflight": 1000}
 """Report in the documentation → height of its picture, in pixels."""
 
 
@@ -116,7 +118,10 @@ def picture(browser, page: Path, *, width: int, scheme: str = "light", height: i
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics | {"height": whole})
     clip = {"x": 0, "y": 0, "width": width, "height": min(height or whole, whole), "scale": 1}
     asked = {"captureBeyondViewport": True, "clip": clip}
-    return base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", asked)["data"])
+    content = base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", asked)["data"])
+    small = io.BytesIO()
+    Image.open(io.BytesIO(content)).convert("RGB").quantize(128).save(small, "PNG", optimize=True)
+    return small.getvalue()
 
 
 def main() -> None:

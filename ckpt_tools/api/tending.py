@@ -21,19 +21,11 @@ from ckpt_tools.options import (
     takes,
 )
 from ckpt_tools.remote.places import is_remote
-from ckpt_tools.tending.folder import BusyError, Folder, open_folder
+from ckpt_tools.tending.folder import open_folder
 from ckpt_tools.tending.retention import Rules
 from ckpt_tools.tending.tend import Settings, Tended, Tender
 
 Run = Annotated[AnyPath, Argument("Folder that a run saves its checkpoints to, on a disk or in a bucket.", "DIR")]
-KeepLast = Annotated[int | None, Option("Keep the latest K verified checkpoints.", metavar="K", min=1)]
-KeepEvery = Annotated[int | None, Option("Keep those whose step is a multiple of N.", metavar="N", min=1)]
-KeepBest = Annotated[int | None, Option("Keep the K with the best metric.", metavar="K", min=1)]
-Metric = Annotated[str, Option("Metric of --keep-best, as the Trainer logs it or Lightning puts it into names.")]
-GreaterIsBetter = Annotated[
-    bool | None,
-    Option("Highest is best (default: unless the metric's name ends in loss).", name="--greater-is-better"),
-]
 Unverified = Annotated[
     Sequence[str], Option("Also remove this one, which is not verified (repeatable).", metavar="NAME")
 ]
@@ -44,15 +36,37 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PruneOptions:
+class KeepOptions:
+    """What to keep, as the user said it."""
+
+    keep_last: Annotated[int | None, Option("Keep the latest K verified checkpoints.", metavar="K", min=1)] = None
+    keep_every: Annotated[int | None, Option("Keep those whose step is a multiple of N.", metavar="N", min=1)] = None
+    keep_best: Annotated[int | None, Option("Keep the K with the best metric.", metavar="K", min=1)] = None
+    metric: Annotated[str, Option("Metric of --keep-best, as the Trainer logs it or Lightning puts it into names.")] = (
+        "eval_loss"
+    )
+    greater_is_better: Annotated[
+        bool | None, Option("Highest is best (default: unless the metric's name ends in loss).")
+    ] = None
+
+    def rules(self, unverified: Sequence[str] = ()) -> Rules:
+        """Return the rules that they are."""
+        greater = self.greater_is_better
+        return Rules(
+            last=self.keep_last,
+            every=self.keep_every,
+            best=self.keep_best,
+            metric=self.metric,
+            greater_is_better=not self.metric.endswith("loss") if greater is None else greater,
+            unverified=tuple(unverified),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneOptions(KeepOptions):
     """The options of `prune`."""
 
     directory: Run = field(kw_only=False)
-    keep_last: KeepLast = None
-    keep_every: KeepEvery = None
-    keep_best: KeepBest = None
-    metric: Metric = "eval_loss"
-    greater_is_better: GreaterIsBetter = None
     unverified: Unverified = ()
     settle: Quiet = 10.0
     dry_run: DryRun = False
@@ -71,16 +85,15 @@ def prune(options: PruneOptions) -> Tended:
         UnreadableError: There are no checkpoints of a run.
         BusyError: Another ckpt tends the folder.
     """
-    rules = _rules(options)
+    rules = options.rules(options.unverified)
     if not rules.removes:
         raise UsageError("nothing says what to keep", hint="add --keep-last K, --keep-every N or --keep-best K")
     settings = Settings(rules=rules, level=None, quiet_s=options.settle, dry_run=options.dry_run)
-    folder = open_folder(os.fspath(options.directory))
-    return _require(Tender(folder, settings, say=options.say).once())
+    return _require(Tender(open_folder(os.fspath(options.directory)), settings, say=options.say).once())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchOptions:
+class WatchOptions(KeepOptions):
     """The options of `watch`."""
 
     directory: Run = field(kw_only=False)
@@ -94,11 +107,6 @@ class WatchOptions:
     push: Annotated[
         str | None, Option("Also push what stays (with --gather, the result) to the hub.", metavar="REPO")
     ] = None
-    keep_last: KeepLast = None
-    keep_every: KeepEvery = None
-    keep_best: KeepBest = None
-    metric: Metric = "eval_loss"
-    greater_is_better: GreaterIsBetter = None
     once: Annotated[bool, Option("Look once, and end: for cron. Exit code 3 with a bad checkpoint.")] = False
     interval: Annotated[float, Option("Seconds between two looks.", metavar="SECONDS", min=0.1)] = 30.0
     settle: Quiet = 10.0
@@ -125,20 +133,19 @@ def watch(options: WatchOptions) -> Tended:
     if options.assets is not None and options.gather is None:
         raise UsageError("--assets needs --gather", hint="add --gather OUT")
     settings = Settings(
-        rules=_rules(options),
+        rules=options.rules(),
         level=options.level,
         quiet_s=options.settle,
         num_workers=options.num_workers or default_num_workers(path),
         send=_senders(options),
     )
-    folder = open_folder(path)
-    tender = Tender(folder, settings, say=options.say, progress=options.progress)
+    tender = Tender(open_folder(path), settings, say=options.say, progress=options.progress)
     if options.once:
         return _require(tender.once())
-    return _for_ever(tender, folder, options)
+    return _for_ever(tender, options)
 
 
-def _for_ever(tender: Tender, folder: Folder, options: WatchOptions) -> Tended:
+def _for_ever(tender: Tender, options: WatchOptions) -> Tended:
     """Look again and again. What fails is told once, and tried again: the run goes on."""
     say = options.say or (lambda _: None)
     trouble = ""
@@ -151,8 +158,6 @@ def _for_ever(tender: Tender, folder: Folder, options: WatchOptions) -> Tended:
             if str(error) != trouble:
                 say(f"{error}; trying again every {options.interval:g} s")
             trouble = str(error)
-            if isinstance(error, BusyError) is False and not is_remote(folder.path) and not os.path.isdir(folder.path):
-                raise
         else:
             trouble = ""
             if options.each is not None:
@@ -169,18 +174,6 @@ def _require(tended: Tended) -> Tended:
             hint="give the folder that holds checkpoint-N, step-N, global_step_N, *.ckpt or name_000000500.safetensors",
         )
     return tended
-
-
-def _rules(options: PruneOptions | WatchOptions) -> Rules:
-    greater = options.greater_is_better
-    return Rules(
-        last=options.keep_last,
-        every=options.keep_every,
-        best=options.keep_best,
-        metric=options.metric,
-        greater_is_better=not options.metric.endswith("loss") if greater is None else greater,
-        unverified=frozenset(options.unverified) if isinstance(options, PruneOptions) else (),
-    )
 
 
 def _senders(options: WatchOptions) -> dict[str, Callable[[str, str], None]]:

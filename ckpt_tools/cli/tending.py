@@ -24,13 +24,14 @@ def run(call: Call[Tended], *, output: Output) -> int:
     if goes_on and output.json:
         raise UsageError("--json needs --once", hint="one document is printed at the end, and this goes on")
     more: dict[str, object] = {"say": None if output.is_silent else lambda text: note(escape_name(text))}
-    shown: list[tuple[Decision, ...]] = []
+    shown: list[object] = []
 
     def each(tended: Tended) -> None:
-        if not shown or shown[-1] != tended.decisions or tended.verified or tended.removed:
+        now = (tended.decisions, tended.failed, tended.notes)
+        if now not in shown or tended.verified or tended.removed:
             _print(tended, output)
             sys.stdout.flush()
-        shown[:] = [tended.decisions]
+        shown[:] = [now]
 
     with progress_of(output) as factory:
         if "once" in call.given:
@@ -38,8 +39,10 @@ def run(call: Call[Tended], *, output: Output) -> int:
         tended = call(**more)
     if output.json:
         print_json(tended_json(tended))
-    else:
-        _print(tended, output)
+        return tended.exit_code
+    _print(tended, output)
+    if "once" not in call.given and any(each.candidate.state == "complete" for each in tended.decisions):
+        note("hint: `ckpt watch DIR --once` verifies what is complete; only what is verified is removed")
     return tended.exit_code
 
 
@@ -67,8 +70,6 @@ def _print(tended: Tended, output: Output) -> None:
     done = f"{would} {count} of {len(rows)} checkpoints, {size}" if count else "nothing to remove"
     bad = sum(each.candidate.state == "bad" for each in tended.decisions)
     say(f"{escape_name(tended.path)}: {done}" + (f"; {bad} NOT ok" if bad else ""))
-    if any(each.candidate.state == "complete" for each in tended.decisions):
-        note("hint: `ckpt watch DIR --once` verifies what is not verified yet; only verified ones are removed")
 
 
 def _row(decision: Decision, tended: Tended) -> tuple[str, ...]:

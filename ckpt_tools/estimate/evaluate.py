@@ -25,8 +25,8 @@ MIN_SEQ_LEN = 256
 COMPILED_AWAY = 0.5
 """Part of the activations that torch.compile saves at most: element-wise results that it computes again."""
 OFFLOAD_UNDERESTIMATE = 1.7
-"""What the formula's peak with offload has to be multiplied by, at most: it is 0.61 of what PEFT's documentation
-("Fully Sharded Data Parallel") says of QLoRA with FSDP and offload of a 70B model."""
+"""What a peak with offload has to be multiplied by, at most, where it is the formula's or of 4-bit weights: it is 0.59
+of what PEFT's documentation ("Fully Sharded Data Parallel") says of QLoRA with FSDP and offload of a 70B model."""
 
 
 def evaluate(figures: Figures, options: EstimateOptions, track: Track) -> tuple[CaseEstimate, ...]:
@@ -67,8 +67,9 @@ def judge(
         True or False where the estimate decides, else None and the reason.
     """
     fits = memory.peak + margin.total <= gpu_memory
-    if fits and case.offload and not is_tracked and memory.peak * OFFLOAD_UNDERESTIMATE + margin.total > gpu_memory:
-        return None, f"with offload the formula is as low as 1/{OFFLOAD_UNDERESTIMATE} of what was measured elsewhere"
+    is_doubtful = case.offload and (case.quantize is not None or not is_tracked)
+    if fits and is_doubtful and memory.peak * OFFLOAD_UNDERESTIMATE + margin.total > gpu_memory:
+        return None, f"with offload the estimate is as low as 1/{OFFLOAD_UNDERESTIMATE} of what was measured elsewhere"
     if fits and has_experts and not is_tracked:
         return None, "the formula does not know what experts keep for backward"
     if fits:

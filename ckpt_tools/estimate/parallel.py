@@ -27,6 +27,14 @@ from ckpt_tools.fsdp2.mesh import TP_AXIS, fsdp_mesh
 from ckpt_tools.fsdp2.ties import output_layer, tie, tied_groups
 
 _SEQUENCE = Shard(1)
+_LATENT_ATTENTION = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.q_b_proj": "colwise",
+    "model.layers.*.self_attn.kv_b_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+}
+"""How torchtitan cuts the attention of DeepSeek-V3 (`models/deepseek_v3/infra/parallelize.py`); transformers' plan
+leaves it whole."""
 
 
 def apply_policy(unit: nn.Module, policy: Policy, dp: DeviceMesh, *, root: bool = False) -> None:
@@ -53,6 +61,8 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, case: Case) -> None:
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
         raise UntrackedError(f"{type(model).__name__} has no tensor-parallel plan of its own")
+    if any(hasattr(module, "kv_b_proj") for module in model.modules()):
+        plan = _LATENT_ATTENTION | dict(plan)
     ties = tied_groups(model)
     output, embedding = output_layer(model), _embedding(model)
     regions: dict[int, nn.Module] = {}

@@ -46,6 +46,11 @@ class LightningTending(Callback):
             self._tending.check()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401, ARG002 - the library's
-        """Wait for the last verification; after an error end what is under way."""
+        """Wait for the last verification."""
         if self._tending is not None:
-            self._tending.close(wait=not trainer.interrupted)
+            self._tending.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ANN401, ARG002 - the library's
+        """End what is under way."""
+        if self._tending is not None:
+            self._tending.close(wait=False)

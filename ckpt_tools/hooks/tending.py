@@ -6,10 +6,11 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self
 
+from ckpt_tools.api.tending import KeepOptions
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.hooks.work import Answer, ExportJob, Job
 from ckpt_tools.processes.child import Child
@@ -75,23 +76,21 @@ class Tending:
         patience_s: float = 300.0,
         rank: int | None = None,
     ) -> None:
-        for name, value in (("keep_last", keep_last), ("keep_every", keep_every), ("keep_best", keep_best)):
-            if value is not None and value < 1:
+        keep = KeepOptions(
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=keep_best,
+            metric=metric,
+            greater_is_better=greater_is_better,
+        )
+        for name in ("keep_last", "keep_every", "keep_best"):
+            if (value := getattr(keep, name)) is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if level not in ("data", "values") or on_finding not in ("warn", "raise"):
             raise UsageError('level must be "data" or "values", on_finding "warn" or "raise"')
-        greater = not metric.endswith("loss") if greater_is_better is None else greater_is_better
-        self._fixed: Mapping[str, object] = {
-            "path": os.fspath(directory),
-            "last": keep_last,
-            "every": keep_every,
-            "best": keep_best,
-            "metric": metric,
-            "greater_is_better": greater,
-            "level": level,
-            "settle_s": settle_s,
-            "patience_s": patience_s,
-        }
+        self._job = Job(
+            path=os.fspath(directory), rules=keep.rules(), level=level, settle_s=settle_s, patience_s=patience_s
+        )
         self._raises = on_finding == "raise"
         self._export = None if export_adapter is None else os.fspath(export_adapter)
         self._acts = (rank if rank is not None else _rank()) == 0
@@ -148,7 +147,7 @@ class Tending:
         fresh = [text for text in dict.fromkeys(texts) if text not in self._told]
         self._told.update(fresh)
         if fresh and self._raises:
-            where = str(self._fixed["path"])
+            where = self._job.path
             raise BadCheckpointError("; ".join(fresh), where=where, hint="earlier checkpoints are kept")
         for text in fresh:
             warnings.warn(f"bad checkpoint: {text}", RuntimeWarning, stacklevel=2)
@@ -184,7 +183,7 @@ class Tending:
                     return
                 names, self._names, self._is_wanted = tuple(self._names), [], False
             try:
-                answer: Answer | CkptError = self._call("tend", Job(names=names, **self._fixed))  # type: ignore[arg-type]
+                answer: Answer | CkptError = self._call("tend", replace(self._job, names=names))
             except _StoppedError:
                 return
             except CkptError as error:

@@ -23,13 +23,9 @@ class Job:
     """What to tend."""
 
     path: str
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     """What was saved, or is being saved."""
-    last: int | None
-    every: int | None
-    best: int | None
-    metric: str
-    greater_is_better: bool
+    rules: Rules
     level: Literal["data", "values"]
     settle_s: float
     patience_s: float
@@ -57,10 +53,7 @@ class ExportJob:
 def tend(job: Job, here: Here) -> Answer:
     """Tend the folder until everything that was saved is verified, or nothing more comes."""
     del here
-    rules = Rules(
-        last=job.last, every=job.every, best=job.best, metric=job.metric, greater_is_better=job.greater_is_better
-    )
-    tender = Tender(open_folder(job.path), Settings(rules=rules, level=job.level, quiet_s=job.settle_s))
+    tender = Tender(open_folder(job.path), Settings(rules=job.rules, level=job.level, quiet_s=job.settle_s))
     findings: dict[Finding, None] = {}
     failed: tuple[str, ...] = ()
     before: object = None
@@ -68,7 +61,9 @@ def tend(job: Job, here: Here) -> Answer:
     while True:
         try:
             tended = tender.once()
-        except BusyError:  # a watch of somebody else's: it does the same
+        except BusyError as error:  # a watch of somebody else's: it does the same
+            if time.monotonic() - since > job.patience_s:
+                return Answer(findings=tuple(findings), failed=(str(error),))
             time.sleep(_POLL_S)
             continue
         findings.update(dict.fromkeys(each for each in tended.findings if each.severity == "error"))

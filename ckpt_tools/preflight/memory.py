@@ -27,10 +27,15 @@ _DEFAULT_RANK = 16
 _BLOCK = re.compile(r"([^.]+\.)*?\d+(?=\.)")
 """The first numbered module that a parameter is in."""
 _LESS_STATE = re.compile(r"8bit|4bit|fp8|paged|adafactor|lion|muon|galore|apollo|came|prodigy|schedule", re.IGNORECASE)
-
-
 _OTHER_STATE = re.compile(r"galore|apollo|came|prodigy|schedule|grokadamw|stable", re.IGNORECASE)
-
+_SCHEDULES: Mapping[str, str] = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved-1f1b",
+    "interleavedzerobubble": "interleaved-zero-bubble",
+    "zbvzerobubble": "zbv",
+}
+"""PyTorch's name in small letters → estimate's. Source: `torch.distributed.pipelining.schedules.get_schedule_class`."""
 _ONE_GROUP = "every rank gathers the whole model at once, and the estimate is for one block after another"
 
 
@@ -41,6 +46,21 @@ class MemoryQuestion:
     options: EstimateOptions | None
     notes: tuple[str, ...] = ()
     why_not: str = ""
+    is_upper: bool = False
+    """The run needs less than is counted: what does not fit here may fit."""
+    assumed: tuple[str, ...] = ()
+    """What the config does not say, and more of which would need more."""
+
+
+class _Notes(list[str]):
+    """What differs between a spec and what is estimated for it, for people."""
+
+    is_upper = False
+
+    def less(self, what: str) -> None:
+        """Note something of which too much is counted."""
+        self.append(f"{what}: the run needs less")
+        self.is_upper = True
 
 
 def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions: int | None = None) -> MemoryQuestion:
@@ -55,10 +75,11 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
     whole, why_not = spec.mesh, _why_not(spec)
     if whole is None or why_not:
         return MemoryQuestion(options=None, why_not=why_not)
-    notes: list[str] = []
+    notes = _Notes()
     seq_len = spec.seq_len or min(_DEFAULT_SEQ_LEN, max_positions or _DEFAULT_SEQ_LEN)
-    if spec.seq_len is None:
-        notes.append(f"samples of {seq_len} tokens are assumed: the config does not say how long they are")
+    assumed = ([] if spec.seq_len else [f"samples of {seq_len} tokens"]) + ([] if spec.batch_size else ["one sample"])
+    if assumed:
+        notes.append(f"{' and '.join(assumed)} on a rank: assumed, the config does not say")
     folded = shard_mesh(whole) or whole
     experts = spec.axes.get("ep", 1) if whole.size("ep") == 1 else 1
     if experts > 1 and (folded.size(FSDP_AXIS) * whole.size("tp") % experts or spec.engine not in ("fsdp1", "fsdp2")):
@@ -66,10 +87,8 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
             f"experts are counted as on every rank: ep={experts} does not divide the ranks that FSDP cuts over"
         )
         experts = 1
-    if whole.size("pp") > 1:
-        notes.append("a pipeline is estimated with 1F1B and micro-batches of one sample")
-    # torchtitan cuts what passes between blocks, and logits; others follow transformers' plan, which does not.
-    cuts = spec.framework == "torchtitan" and whole.size("tp") > 1
+    has_tp, has_stages = whole.size("tp") > 1, whole.size("pp") > 1
+    batch = spec.batch_size or 1
     mesh, lora = _mesh(spec, folded), _lora(spec, notes)
     computed = _dtype(spec.param_dtype or spec.master_dtype, "f32", "computation", notes)
     options = EstimateOptions(
@@ -77,23 +96,26 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
         mesh=str(mesh),
         strategy=strategy_on(spec, _renamed(spec, folded)),
         activation_checkpointing=spec.activation_checkpointing,
+        selective_checkpointing=_selects(spec, notes),
         gpu_memory=gpu_memory,
         lora=lora,
         quantize=_quantize(spec, lora, notes),
         offload=spec.offload_params,
         offload_optimizer=spec.offload_optimizer and not spec.offload_params,
-        sequence_parallel=cuts,
-        loss_parallel=cuts,
+        sequence_parallel=has_tp and spec.sequence_parallel,
+        loss_parallel=has_tp and spec.loss_parallel,
+        schedule=_SCHEDULES.get((spec.schedule or "").lower(), "1f1b") if has_stages else "1f1b",
+        micro_batches=max(1, batch // spec.micro_batch) if has_stages else None,
         expert_parallel=max(1, experts),
         seq_len=seq_len,
-        batch_size=spec.batch_size or 1,
+        batch_size=batch,
         param_dtype=computed,
         reduce_dtype=_dtype(spec.reduce_dtype, computed, "gradients", notes),
         master_dtype=_dtype(spec.master_dtype, "f32", "parameters", notes),
         frozen_dtype=_dtype(spec.master_dtype, computed, "frozen parameters", []),
         optimizer=_optimizer(spec, notes),
     )
-    return MemoryQuestion(options=options, notes=tuple(notes))
+    return MemoryQuestion(options=options, notes=tuple(notes), is_upper=notes.is_upper, assumed=tuple(assumed))
 
 
 def _why_not(spec: ParallelSpec) -> str:
@@ -106,8 +128,12 @@ def _why_not(spec: ParallelSpec) -> str:
         return f"the mesh is not known: {why}"
     if spec.engine in ("fsdp1", "fsdp2") and not spec.wraps_blocks:
         return f"nothing wraps the blocks: {_ONE_GROUP}"
-    is_known = spec.mesh.size("pp") == 1 or spec.framework == "torchtitan"
-    return "" if is_known else "how this trainer cuts a model into the stages of a pipeline is not known"
+    if spec.mesh.size("pp") == 1:
+        return ""
+    if spec.schedule is None:
+        return "how this trainer cuts a model into the stages of a pipeline is not known"
+    is_known = spec.schedule.lower() in _SCHEDULES
+    return "" if is_known else f"the schedule {escape_name(spec.schedule)} is not known"
 
 
 def blocks_too_small(spec: ParallelSpec, shapes: Mapping[str, tuple[int, ...]]) -> str:
@@ -140,6 +166,14 @@ def _renamed(spec: ParallelSpec, mesh: Mesh) -> Mesh:
     return mesh
 
 
+def _selects(spec: ParallelSpec, notes: _Notes) -> bool:
+    if spec.selective_checkpointing not in (None, "op"):
+        notes.less(
+            f"checkpointing of some activations ({escape_name(spec.selective_checkpointing)}) is counted as none"
+        )
+    return spec.selective_checkpointing == "op"
+
+
 def _dtype(value: str | None, default: str, what: str, notes: list[str]) -> str:
     if value is None or value in _DTYPES:
         return value or default
@@ -157,16 +191,16 @@ def _lora(spec: ParallelSpec, notes: list[str]) -> int | None:
     return spec.adapter.rank or _DEFAULT_RANK
 
 
-def _quantize(spec: ParallelSpec, lora: int | None, notes: list[str]) -> str | None:
+def _quantize(spec: ParallelSpec, lora: int | None, notes: _Notes) -> str | None:
     if spec.quantize is None:
         return None
     if spec.quantize == "nf4" and lora is not None:
         return "nf4"
-    notes.append(f"weights quantised to {escape_name(spec.quantize)} are counted unquantised: the run needs less")
+    notes.less(f"weights quantised to {escape_name(spec.quantize)} are counted unquantised")
     return None
 
 
-def _optimizer(spec: ParallelSpec, notes: list[str]) -> str:
+def _optimizer(spec: ParallelSpec, notes: _Notes) -> str:
     name = (spec.optimizer or "adamw").lower()
     bits = "-8bit" if "8bit" in name else "-4bit" if "4bit" in name else "-fp8" if "fp8" in name else ""
     kind = next((kind for kind in ("adamw", "lion", "muon", "adafactor", "rmsprop", "adagrad") if kind in name), None)
@@ -177,8 +211,8 @@ def _optimizer(spec: ParallelSpec, notes: list[str]) -> str:
     found = f"{'paged-' if 'paged' in name else ''}{kind}{bits}"
     if kind is not None and found in OPTIMIZERS:
         return found
-    less = ": the run needs less" if _LESS_STATE.search(name) else ""
-    notes.append(f"the state of {escape_name(spec.optimizer or '')} is counted as AdamW's{less}")
+    tell = notes.less if _LESS_STATE.search(name) else notes.append
+    tell(f"the state of {escape_name(spec.optimizer or '')} is counted as AdamW's")
     return "adamw"
 
 
@@ -187,6 +221,15 @@ def start_estimate(question: MemoryQuestion) -> AbstractContextManager[Child[Est
     if question.options is None:
         return nullcontext()
     return run.start_estimate(question.options)
+
+
+def doubt_of(estimate: Estimate, question: MemoryQuestion) -> str:
+    """Return why an estimate does not say whether the run fits, although it says whether what was counted does."""
+    if estimate.fits and question.assumed:
+        return f"it does with {' and '.join(question.assumed)} on a rank, which the config does not say"
+    if estimate.fits is False and question.is_upper:
+        return "what was counted does not, and the run needs less (see the notes)"
+    return ""
 
 
 def check_memory(estimate: Estimate, spec: ParallelSpec) -> tuple[Finding, ...]:

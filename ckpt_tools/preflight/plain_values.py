@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
 FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
 """Source: `str_to_bool` in `accelerate/utils/environment.py` and `transformers/training_args.py`."""
+
+_VARIABLE = re.compile(r"\$(\{|\(|[A-Za-z_@*#0-9])|`[^`]+`|\{\{.*\}\}|^\?\?\?$")
+
+
+def is_variable(value: object) -> bool:
+    """Does a value, or an item of a list, stand for something that is not in the file?"""
+    if isinstance(value, (list, tuple)):
+        return any(is_variable(item) for item in value)
+    return isinstance(value, str) and _VARIABLE.search(value) is not None
 
 
 def as_truth(value: object) -> bool | None:

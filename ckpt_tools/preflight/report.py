@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ckpt_tools.preflight.configs import Options
 
 CheckName = Literal["config", "rules", "host", "memory", "checkpoint", "smoke"]
-CHECKS: tuple[CheckName, ...] = ("config", "rules", "host", "memory", "checkpoint", "smoke")
-"""In the order in which they are shown; host only where it is asked for."""
+CHECKS: tuple[CheckName, ...] = ("config", "rules", "memory", "checkpoint", "smoke")
+"""In the order in which they are shown; the machine is looked at only where that is asked for, and comes third."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class PreflightReport:
     spec: ParallelSpec | None
     """What the config asks for; None where it was not read."""
     checks: tuple[CheckResult, ...]
-    """One per name of `CHECKS`, in their order."""
+    """One per name of `CHECKS`, and "host" where it was asked for."""
     findings: tuple[Finding, ...]
     """Of all checks."""
     options: Options | None = None

@@ -18,7 +18,7 @@ from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
-from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, start_estimate
+from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, doubt_of, start_estimate
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, facts_of, read_facts
 from ckpt_tools.preflight.options import PreflightOptions
 from ckpt_tools.preflight.places import Place
@@ -83,6 +83,11 @@ class _Flight:
             if place is not None:
                 self.places.setdefault(finding, place)
         return findings
+
+    def results(self) -> tuple[CheckResult, ...]:
+        """Return what the checks said, in the order in which they are shown."""
+        names: list[CheckName] = [*CHECKS[:2], "host", *CHECKS[2:]]
+        return tuple(self.checks[name] for name in names if name in self.checks)
 
     @property
     def has_errors(self) -> bool:
@@ -196,7 +201,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         mesh=None if spec.mesh is None else str(spec.mesh),
         spec=spec,
         options=config.options,
-        checks=tuple(flight.checks[name] for name in CHECKS if name in flight.checks),
+        checks=flight.results(),
         findings=tuple(flight.findings),
         estimate=estimate,
         verify=None if match is None else match.verify,
@@ -214,15 +219,14 @@ def preflight(options: PreflightOptions) -> PreflightReport:
 
 def _not_read(paths: tuple[str, ...], framework: str, why_not: str) -> PreflightReport:
     """Return the report on a config that was not read: nothing was checked."""
-    names = [name for name in CHECKS if name != "host"]
-    left: dict[CheckName, str] = {name: "the config was not read" for name in names if name != "config"}
+    left: dict[CheckName, str] = {name: "the config was not read" for name in CHECKS if name != "config"}
     return PreflightReport(
         config=", ".join(paths),
         configs=paths,
         framework=framework,
         mesh=None,
         spec=None,
-        checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in names),
+        checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in CHECKS),
         findings=(),
         not_checked=(f"{_TITLES['config']}: {why_not}",),
     )
@@ -245,7 +249,7 @@ def _machine_alone(options: PreflightOptions) -> PreflightReport:
         framework="",
         mesh=None,
         spec=None,
-        checks=tuple(flight.checks[name] for name in CHECKS if name in flight.checks),
+        checks=flight.results(),
         findings=tuple(flight.findings),
         not_checked=tuple(flight.not_checked),
         ignored=tuple(flight.ignored),
@@ -346,7 +350,10 @@ def _check_memory(
     if gpu_memory is None:
         flight.not_checked.append("whether it fits: the memory of a device is not given (--gpu-memory 80GB)")
         return found
-    check.findings, check.was_made = check_memory(found, spec), found.fits is not None
+    if doubt := doubt_of(found, question):
+        flight.not_checked.append(f"whether it fits: {doubt}")
+    else:
+        check.findings, check.was_made = check_memory(found, spec), found.fits is not None
     flight.not_checked += [f"whether it fits: {case.doubt}" for case in found.cases if case.doubt is not None]
     check.what += f"; a device has {format_size(gpu_memory)}"
     return found

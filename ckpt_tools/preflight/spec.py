@@ -54,6 +54,17 @@ class ParallelSpec:
     """Parameters, gradients and optimizer state live in host memory."""
     offload_optimizer: bool = False
     activation_checkpointing: bool = False
+    """Every block runs again in backward."""
+    selective_checkpointing: str | None = None
+    """What is run again of it: "op", all but the results of costly operations; or another choice of the trainer's."""
+    sequence_parallel: bool = False
+    """tp also cuts what passes between blocks."""
+    loss_parallel: bool = False
+    """tp also cuts the logits."""
+    schedule: str | None = None
+    """Of a pipeline, in the trainer's spelling."""
+    micro_batch: int = 1
+    """Samples of a pipeline's micro-batch."""
     wrap_classes: tuple[str, ...] = ()
     wrap_min_num_params: int | None = None
     """Wrap whatever has more parameters."""

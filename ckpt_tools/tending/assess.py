@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from ckpt_tools.checks.step import verify_step
 from ckpt_tools.checks.verify import Level, Verification, verify
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import PROGRESS_FILE, ROLES, describe_file, is_optimizer_file, is_part
+from ckpt_tools.formats.torch_zip import check_archive
 from ckpt_tools.options import ProgressFactory
+from ckpt_tools.remote.places import open_source
 from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import Entry
 from ckpt_tools.tending.retention import Candidate, Rules
@@ -22,6 +25,10 @@ from ckpt_tools.tending.series import POINTERS, metric_in_name
 from ckpt_tools.text import escape_name, first_few
 
 _TEMPORARY = re.compile(r".*\.(tmp|part|partial|incomplete)|(tmp|\.tmp)[-_.].*", re.ASCII)
+_BESIDE = re.compile(r"[^/]+/[^/]+\.(bin|pth?|pkl)")
+"""What torch.save writes."""
+_READ = re.compile(r"(model|optim)_world_size_|pytorch_model")
+"""How the names begin of those among them that `verify` reads whole."""
 _MAX_POINTER_BYTES = 4096
 
 
@@ -40,7 +47,6 @@ class Assessor:
 
     def assess(self, look: Look, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
         """Say what is known of every checkpoint."""
-        used = self._folder.users(look.saved) if rules.removes else {}
         named = dict(self._named(look, record))
         found: list[Candidate] = []
         last: dict[str, Saved] = {}  # whole, of each series
@@ -57,7 +63,6 @@ class Assessor:
             pins = (
                 saved.oddity,
                 f"the link {escape_name(link)} leads to it" if link else "",
-                f"in use by {used[saved.name]}" if saved.name in used else "",
                 named.get(saved.name, ""),
             )
             found.append(
@@ -70,6 +75,7 @@ class Assessor:
                     metric=self._metric(saved, rules.metric) if rules.best is not None else None,
                     pinned=next(filter(None, pins), ""),
                     nbytes=saved.nbytes,
+                    order=0 if entry is None else entry.order,
                 )
             )
         return tuple(found)
@@ -106,7 +112,7 @@ class Assessor:
                 examine(path, level="structure", num_workers=1)
             except CkptError as error:
                 return f"{label}: {error.what}" if label else error.what
-        return ""
+        return next((f"{name}: {what}" for name, what in check_beside(self._folder, saved, content=False)), "")
 
     def _metric(self, saved: Saved, metric: str) -> float | None:
         """Return what the trainer has measured at this very step."""
@@ -122,8 +128,8 @@ class Assessor:
                     return value
         return None
 
-    def _progress(self, file: str, files: Mapping[str, object]) -> Mapping[str, Any]:
-        if files and file not in files:
+    def _progress(self, file: str, files: Collection[str]) -> Mapping[str, Any]:
+        if file not in files:
             return {}
         try:
             found = json.loads(self._folder.read(file) or b"{}")
@@ -133,7 +139,7 @@ class Assessor:
 
     def _named(self, look: Look, record: Mapping[str, Entry]) -> Iterator[tuple[str, str]]:
         """Yield the checkpoints that files of the trainer name: the one to resume from, the best one."""
-        for pointer in POINTERS:
+        for pointer in (each for each in POINTERS if each in look.unknown):
             text = (self._folder.read(pointer, _MAX_POINTER_BYTES) or b"").decode(errors="replace").strip()
             number = int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
             for saved in look.saved:
@@ -142,7 +148,7 @@ class Assessor:
                 ):
                     yield saved.name, f"{pointer} names it"
         verified = [saved for saved in look.saved if (entry := record.get(saved.name)) is not None and entry.ok]
-        states = [{}, self._progress(PROGRESS_FILE, {})]
+        states = [self._progress(PROGRESS_FILE, look.unknown)]
         for one in (look.saved, verified):  # the latest that can be read, and the last verified one
             read = (self._progress(f"{saved.name}/{PROGRESS_FILE}", saved.files) for saved in reversed(one))
             states.append(next(filter(None, read), {}))
@@ -177,15 +183,39 @@ def examine(path: str, *, level: Level, num_workers: int, progress: ProgressFact
         return verify(opened, level=level, num_workers=num_workers, progress=receiver)
 
 
+def check_beside(folder: Folder, saved: Saved, *, content: bool) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the pickles that a trainer keeps beside the model: (file, what).
+
+    `verify` reads the model; without its optimizer's state a run resumes as little. Nothing is unpickled.
+
+    Args:
+        folder: The folder.
+        saved: The checkpoint.
+        content: Hold every byte against its CRC-32; without, only look whether the files end as they must.
+    """
+    for name in filter(_BESIDE.fullmatch, saved.files):
+        base = name.rpartition("/")[2]
+        if _READ.match(base):
+            continue
+        with open_source(os.path.join(folder.path, os.path.dirname(name))) as source:
+            try:
+                nbytes = source.size(base)
+                check_archive(nbytes, partial(source.read, base), content=content)
+            except UnreadableError as error:
+                yield name, error.what
+            else:
+                if not nbytes:
+                    yield name, "it is empty"
+
+
 def _kinds(saved: Saved) -> set[str]:
     """Return what a checkpoint has beside the model, in words: what a resumed run would miss."""
     found = set()
     for file in saved.files:
-        root, *parents, name = file.split("/") if "/" in file else ("", file)
+        *parents, name = file.split("/")
         if is_optimizer_file(name):
             found.add("state of an optimizer")
         elif what := describe_file(name):
             found.add(what)
-        found.update(re.sub(r"\d+", "N", each) for each in parents[:1] if is_part(each) or each in ROLES)
-        del root
+        found.update(re.sub(r"\d+", "N", each) for each in parents[1:2] if is_part(each) or each in ROLES)
     return found

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import re
 import shutil
 import stat
-import tempfile
+import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -33,6 +35,12 @@ from ckpt_tools.tending.series import parse_name
 
 _LOCK_NAME = ".ckpt-tend.lock"
 _OWN = (RECORD_NAME, _LOCK_NAME)
+_COUNTED = re.compile(r"checkpoint_\d+", re.ASCII)
+"""accelerate takes whatever lies beside these for one of them, counts it, and may load it as the latest: nothing of
+ckpt's may lie there.
+
+Source: accelerate 1.15 `accelerator.py`, `save_state` and `load_state` with automatic_checkpoint_naming.
+"""
 
 
 class DiskFolder(Folder):
@@ -47,6 +55,8 @@ class DiskFolder(Folder):
             raise UnreadableError("no such directory", where=path)
         super().__init__(path)
         self._real = os.path.realpath(path)
+        self._home, self._tag = self._real, ""
+        """Where files of the folder's own lie, and what their names have to tell from those of other folders."""
 
     def look(self) -> Look:
         """List it; what is directly in it and no checkpoint by its name is not looked into."""
@@ -59,11 +69,15 @@ class DiskFolder(Folder):
                 entries = sorted(scan, key=lambda entry: entry.name)
         except OSError as error:
             raise StorageError(f"cannot list: {error.strerror}", where=self.path) from error
+        self._choose_home([entry.name for entry in entries])
+        for name in _listed(self._home) if self._tag else ():
+            if name.startswith(TRASH_PREFIX + self._tag):
+                leftovers[f"../{name}"] = tuple(sorted(_listed(os.path.join(self._home, name))))
         for entry in entries:
             if entry.is_symlink():
                 self._note_link(links, entry.path, entry.name)
             elif entry.name.startswith(TRASH_PREFIX):
-                leftovers[entry.name] = tuple(sorted(os.listdir(entry.path))) if entry.is_dir() else ()
+                leftovers[entry.name] = tuple(sorted(_listed(entry.path)))
             elif entry.name not in _OWN:
                 is_directory = entry.is_dir(follow_symlinks=False)
                 known = parse_name(entry.name, is_directory=is_directory) is not None
@@ -71,6 +85,11 @@ class DiskFolder(Folder):
                 items[entry.name] = (is_directory, files, oddity)
         saved, unknown = gather_saved(items)
         return Look(saved=saved, unknown=unknown, links=links, leftovers=leftovers)
+
+    def _choose_home(self, names: Collection[str]) -> None:
+        if any(map(_COUNTED.fullmatch, names)):
+            self._home = os.path.dirname(self._real)
+            self._tag = hashlib.sha256(os.fsencode(os.path.basename(self._real))).hexdigest()[:8] + "-"
 
     def _walk(self, root: str, device: int, links: dict[str, str]) -> tuple[dict[str, Facts], str]:
         """Return the files at and below `root`, and what is odd. What vanishes meanwhile has changed."""
@@ -112,36 +131,40 @@ class DiskFolder(Folder):
 
     def read(self, file: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """Return the beginning of a file; never of a link or a pipe."""
+        path = self._own(file) if file in _OWN else os.path.join(self._real, file)
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with open(os.open(os.path.join(self._real, file), flags), "rb") as stream:
+            with open(os.open(path, flags), "rb") as stream:
                 return stream.read(max_bytes) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else None
         except OSError:
             return None
 
     def write(self, file: str, content: bytes) -> None:
         """Replace a file at once, and durably."""
-        path = os.path.join(self._real, file)
+        path = self._own(file)
+        part = os.path.join(self._home, f"{TRASH_PREFIX}{self._tag}{uuid.uuid4().hex[:8]}")
         try:
-            with tempfile.NamedTemporaryFile(dir=self._real, prefix=f"{TRASH_PREFIX}", delete=False) as stream:
-                try:
-                    stream.write(content)
-                    stream.flush()
-                    os.fsync(stream.fileno())
-                    os.replace(stream.name, path)
-                except BaseException:
-                    os.unlink(stream.name)
-                    raise
-            sync_directory(self._real)
+            with open(part, "xb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(part, path)
+            sync_directory(self._home)
         except OSError as error:
-            raise StorageError(f"cannot write: {error.strerror}", where=os.path.join(self.path, file)) from error
+            raise StorageError(f"cannot write: {error.strerror}", where=path) from error
+
+    def _own(self, file: str) -> str:
+        """Return the path of a file of the folder's own."""
+        name, dot, end = file.rpartition(".")
+        return os.path.join(self._home, f"{name}-{self._tag[:-1]}{dot}{end}" if self._tag else file)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold a lock on a file of the folder's own; where there are no locks, nothing keeps another one out."""
+        self._choose_home(_listed(self._real))
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = os.open(os.path.join(self._real, _LOCK_NAME), flags, 0o666)
+            descriptor = os.open(self._own(_LOCK_NAME), flags, 0o666)
         except OSError as error:
             raise StorageError(f"cannot write here: {error.strerror}", where=self.path) from error
         try:
@@ -173,14 +196,16 @@ class DiskFolder(Folder):
 
     def remove(self, saved: Saved) -> bool:
         """Rename it away, see that nobody came in between, and remove it."""
-        trash = tempfile.mkdtemp(prefix=TRASH_PREFIX, dir=self._real)
-        moved = []
+        trash = os.path.join(self._home, f"{TRASH_PREFIX}{self._tag}{uuid.uuid4().hex[:8]}")
+        moved: list[str] = []
         try:
+            os.mkdir(trash, 0o700)
             for root in saved.roots:
                 os.rename(os.path.join(self._real, root), os.path.join(trash, root))
                 moved.append(root)
             sync_directory(trash)
             sync_directory(self._real)
+            sync_directory(self._home)
         except FileNotFoundError:  # the trainer has removed it itself
             self._put_back(trash, moved)
             return False
@@ -188,7 +213,7 @@ class DiskFolder(Folder):
             self._put_back(trash, moved)
             where = os.path.join(self.path, saved.name)
             raise StorageError(f"cannot remove: {error.strerror}", where=where) from error
-        inside = os.path.basename(trash)
+        inside = os.path.relpath(trash, self._real)
         device = os.stat(self._real).st_dev
         now = {}
         for root in saved.roots:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckpt_tools.processes import wire
 
 RECORD_NAME = ".ckpt-tend.json"
 MAX_RECORD_BYTES = 64 << 20
@@ -24,6 +27,8 @@ class Entry:
     """Of its metadata."""
     ok: bool
     level: str
+    order: int
+    """Which verification in this folder, counted from 1."""
     codes: tuple[str, ...] = ()
     """Of the findings that make it bad."""
     sent: tuple[str, ...] = ()
@@ -32,27 +37,17 @@ class Entry:
 
 def parse_record(content: bytes | None) -> dict[str, Entry]:
     """Return name → entry; what is not as `build_record` writes it counts as never verified."""
-    try:
+    found = {}
+    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
         document = json.loads(content or b"{}")
-        rows = document["checkpoints"] if document["version"] == _VERSION else {}
-        return {name: found for name, row in rows.items() if (found := _entry(row)) is not None}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
-
-
-def _entry(row: Mapping[str, object]) -> Entry | None:
-    try:
-        texts = {name: row[name] for name in ("stamp", "digest", "level")}
-        lists = {name: row.get(name, []) for name in ("codes", "sent")}
-        is_one = isinstance(row["ok"], bool) and all(isinstance(each, str) and each for each in texts.values())
-        is_one &= all(isinstance(each, list) and all(isinstance(x, str) for x in each) for each in lists.values())
-    except (TypeError, KeyError, AttributeError):
-        return None
-    given = {**texts, **{name: tuple(each) for name, each in lists.items()}}  # type: ignore[arg-type]
-    return Entry(ok=row["ok"], **given) if is_one else None  # type: ignore[arg-type]
+        for name, row in document["checkpoints"].items() if document["version"] == _VERSION else ():
+            with suppress(ValueError):
+                entry = wire.build(Entry, row)
+                if isinstance(entry, Entry):
+                    found[name] = entry
+    return found
 
 
 def build_record(entries: Mapping[str, Entry]) -> bytes:
     """Return the document."""
-    rows = {name: asdict(entry) for name, entry in sorted(entries.items())}
-    return json.dumps({"version": _VERSION, "checkpoints": rows}, indent=1).encode() + b"\n"
+    return wire.dumps({"version": _VERSION, "checkpoints": dict(sorted(entries.items()))}).encode() + b"\n"

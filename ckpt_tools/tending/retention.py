@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +24,8 @@ class Candidate:
     pinned: str = ""
     """Why it stays, whatever the rules say: who names or uses it."""
     nbytes: int = 0
+    order: int = 0
+    """When it was verified, counted and not by a clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class Rules:
     """So many with the best metric."""
     metric: str = "eval_loss"
     greater_is_better: bool = False
-    unverified: Collection[str] = ()
+    unverified: tuple[str, ...] = ()
     """Names of checkpoints that go although they are not verified."""
 
     @property
@@ -89,8 +91,12 @@ def _reason(one: Candidate, series: Sequence[Candidate], rules: Rules) -> str | 
         return None
     if one.state != "verified":
         return f"not verified: {one.why or one.state}"
+    if one.order > last.order:
+        return f"verified later than {last.name}: the run may have gone back to an earlier step"
     if rules.last is None and rules.every is None and rules.best is None:
         return "no rule removes it"
+    if rules.best is not None and all(each.metric is None for each in verified):
+        return f"nothing here has a {rules.metric}"
     if rules.last is not None and one in verified[-rules.last :]:
         return f"--keep-last {rules.last}"
     if rules.every is not None and one.step % rules.every == 0:

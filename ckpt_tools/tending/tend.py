@@ -11,7 +11,7 @@ from ckpt_tools.checks.verify import Level
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.options import ProgressFactory
-from ckpt_tools.tending.assess import Assessor, examine, targets
+from ckpt_tools.tending.assess import Assessor, check_beside, examine, targets
 from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import MAX_RECORD_BYTES, RECORD_NAME, Entry, build_record, parse_record
 from ckpt_tools.tending.retention import Candidate, Decision, Rules, plan_retention
@@ -21,6 +21,7 @@ from ckpt_tools.units import format_size
 
 _MAX_FINDINGS = 20
 """Of one checkpoint."""
+_RESTORE = "restore it, or resume from another checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,8 @@ class Tender:
         """
         if self._settings.dry_run:
             return self._pass(wait=False)
+        if not self._seen and not self._look().saved:  # nothing is written where no run is
+            return Tended(path=self._folder.path, decisions=())
         with self._folder.lock():
             return self._pass(wait=wait)
 
@@ -127,7 +130,8 @@ class Tender:
         look = self._look()
         record = self._read_record(look)
         candidates = self._assessor.assess(look, record, rules)
-        _check_rules(candidates, rules)
+        is_prune = settings.level is None  # a watch may begin before anything is measured
+        _check_rules(candidates, rules, must_measure=is_prune and rules.best is not None)
         if wait and self._needs_time(candidates):
             time.sleep(settings.quiet_s)
             look = self._look()
@@ -135,14 +139,15 @@ class Tender:
         if settings.level is not None and not settings.dry_run:
             for saved in _named(look, [each.name for each in candidates if each.state == "complete"]):
                 if self._is_quiet(saved) and (entry := self._verify(saved, done)) is not None:
-                    record[saved.name] = entry
+                    count = 1 + max((each.order for each in record.values()), default=0)
+                    record[saved.name] = replace(entry, order=count)
                     self._write_record(record)
                     done.verified.append(saved.name)
             if done.verified:
                 look = self._look()
                 candidates = self._assessor.assess(look, record, rules)
             done.findings += _bad(self._folder, candidates, record, done.verified)
-        decisions = self._send(plan_retention(candidates, rules), look, record, done)
+        decisions = self._send(self._plan(candidates, look), look, record, done)
         stays = [each for each in decisions if each.stays and each.candidate.name in rules.unverified]
         done.failed += [f"{each.candidate.name} stays: {each.reason}" for each in stays]
         for decision in decisions:
@@ -168,6 +173,15 @@ class Tender:
             ),
             dry_run=settings.dry_run,
         )
+
+    def _plan(self, candidates: Sequence[Candidate], look: Look) -> tuple[Decision, ...]:
+        """Decide, and look who uses what is to go."""
+        rules = self._settings.rules
+        decisions = plan_retention(candidates, rules)
+        going = [each.candidate.name for each in decisions if not each.stays]
+        used = self._folder.users(_named(look, going)) if going else {}
+        pins = {name: f"in use by {user}" for name, user in used.items()}
+        return plan_retention([replace(each, pinned=pins.get(each.name, each.pinned)) for each in candidates], rules)
 
     def _look(self) -> Look:
         """List the folder, and note since when everything is as it is."""
@@ -212,8 +226,10 @@ class Tender:
                 for what in result.not_checked:
                     done.unchecked.setdefault(f"{label}: {what}" if label else what, []).append(saved.name)
                 nbytes += result.nbytes
+            beside = check_beside(self._folder, saved, content=True)
+            found += [Finding.error("damaged-file", name, what, _RESTORE) for name, what in beside]
         except CkptError as error:
-            self._fail(f"{saved.name} could not be verified: {error}", done)
+            done.failed.append(f"{saved.name} could not be verified: {error}")
             return None
         now = self._folder.look().find(saved.name)
         if now is None or now.stamp != saved.stamp:
@@ -225,11 +241,7 @@ class Tender:
         state = "NOT ok" if errors else "verified"
         self._say(f"{saved.name}: {state} ({format_size(nbytes)} of data, level {level})")
         codes = tuple(dict.fromkeys(each.code for each in errors))
-        return Entry(stamp=saved.stamp, digest=digest, ok=not errors, level=level, codes=codes)
-
-    def _fail(self, what: str, done: _Done) -> None:
-        done.failed.append(what)
-        self._say(what)
+        return Entry(stamp=saved.stamp, digest=digest, ok=not errors, level=level, order=0, codes=codes)
 
     def _send(
         self, decisions: Sequence[Decision], look: Look, record: dict[str, Entry], done: _Done
@@ -245,7 +257,7 @@ class Tender:
                     for root in saved.roots:
                         bring(root, os.path.join(self._folder.path, root))
                 except CkptError as error:
-                    self._fail(f"{saved.name} did not arrive at {where}: {error}", done)
+                    done.failed.append(f"{saved.name} did not arrive at {where}: {error}")
                     continue
                 self._say(f"{saved.name}: arrived at {where}")
                 record[saved.name] = replace(record[saved.name], sent=(*record[saved.name].sent, where))
@@ -258,9 +270,9 @@ class Tender:
     def _remove(self, saved: Saved, decision: Decision, record: dict[str, Entry], done: _Done) -> bool:
         """Remove a checkpoint if it, and what it is superseded by, is still as it was judged."""
         if decision.candidate.state != "verified" and not self._is_quiet(saved):
-            self._fail(f"{saved.name} stays: it may be being written", done)
+            done.failed.append(f"{saved.name} stays: it may be being written")
         elif not self._has_successor(saved, record) or not self._folder.remove(saved):
-            self._fail(f"{saved.name} stays: something has opened or changed it, or what supersedes it", done)
+            done.failed.append(f"{saved.name} stays: something has opened or changed it, or what supersedes it")
         else:
             record.pop(saved.name, None)
             self._say(f"{saved.name}: removed ({format_size(saved.nbytes)})")
@@ -268,16 +280,18 @@ class Tender:
         return False
 
     def _has_successor(self, saved: Saved, record: Mapping[str, Entry]) -> bool:
-        """Is there, at this moment, a later checkpoint of the series that is as it was verified?"""
+        """Are there, at this moment, as many later checkpoints of the series as must be, each as it was verified?"""
         look = self._folder.look()
         now = look.find(saved.name)
         later = [
-            each
+            record[each.name].stamp == each.stamp
             for each in look.saved
-            if each.place.series == saved.place.series and (each.place.step or -1) > (saved.place.step or -1)
+            if each.place.series == saved.place.series
+            and (each.place.step or -1) > (saved.place.step or -1)
+            and each.name in record
+            and record[each.name].ok
         ]
-        entries = [(each, record.get(each.name)) for each in later]
-        is_there = any(entry is not None and entry.ok and entry.stamp == each.stamp for each, entry in entries)
+        is_there = sum(later) >= (self._settings.rules.last or 1)
         return is_there and now is not None and now.stamp == saved.stamp
 
     def _remove_leftovers(self, look: Look, candidates: Sequence[Candidate], done: _Done) -> None:
@@ -298,12 +312,12 @@ def _named(look: Look, names: Collection[str]) -> list[Saved]:
     return [saved for saved in look.saved if saved.name in names]
 
 
-def _check_rules(candidates: Sequence[Candidate], rules: Rules) -> None:
+def _check_rules(candidates: Sequence[Candidate], rules: Rules, *, must_measure: bool) -> None:
     names = {each.name for each in candidates}
     if missing := [name for name in rules.unverified if name not in names]:
         there = first_few(sorted(names), 6) or "nothing"
         raise UsageError(f"--unverified: no checkpoint is called {missing[0]!r}", hint=f"there is {there}")
-    if rules.best is not None and names and all(each.metric is None for each in candidates):
+    if must_measure and names and all(each.metric is None for each in candidates):
         raise UsageError(
             f"--keep-best: no checkpoint has a {rules.metric}",
             hint="--metric names what the Trainer logs at the steps that it saves, or what Lightning puts into names",
@@ -330,30 +344,8 @@ def _bad(
 def tended_json(tended: Tended) -> dict[str, object]:
     """Return the JSON document of `prune` and `watch`."""
     rows = [
-        {
-            "name": each.candidate.name,
-            "series": each.candidate.series,
-            "step": each.candidate.step,
-            "nbytes": each.candidate.nbytes,
-            "state": each.candidate.state,
-            "why": each.candidate.why,
-            "metric": each.candidate.metric,
-            "stays": each.candidate.name not in tended.removed,
-            "reason": each.reason,
-        }
+        {**asdict(each.candidate), "stays": each.candidate.name not in tended.removed, "reason": each.reason}
         for each in tended.decisions
     ]
-    return {
-        "path": tended.path,
-        "ok": tended.ok,
-        "dry_run": tended.dry_run,
-        "checkpoints": rows,
-        "verified": list(tended.verified),
-        "removed": list(tended.removed),
-        "freed_bytes": tended.freed_bytes,
-        "unknown": list(tended.unknown),
-        "failed": list(tended.failed),
-        "findings": [asdict(each) for each in tended.findings],
-        "notes": list(tended.notes),
-        "not_checked": list(tended.not_checked),
-    }
+    rest = {name: value for name, value in asdict(tended).items() if name != "decisions"}
+    return {**rest, "ok": tended.ok, "checkpoints": rows}

@@ -41,6 +41,8 @@ CASES: dict[str, tuple[str, int]] = {
     "merge-lora": ("merge-lora base adapter OUT", 0),
     "check-lora": ("check-lora adapter --base base", 0),
     "push": ("push nowhere me/there", 4),
+    "watch": ("watch . --once", 4),
+    "prune": ("prune . --keep-last 1", 4),
     "env": ("env", 0),
     "--help": ("--help", 0),
     "--version": ("--version", 0),

@@ -49,6 +49,7 @@ def made(tmp_path_factory):
     (directory / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     api.shard(directory / "hf", directory / "dp", mesh="dp_shard=8")
     api.shard(directory / "hf", directory / "tp", mesh="dp_shard=2,tp=2", set=["*.weight=tp:S(1)"])
+    api.shard(directory / "hf", directory / "run" / "step-1", mesh="dp_shard=2")
     return directory
 
 
@@ -77,10 +78,12 @@ COMMANDS = {
     "merge-dcp": ["merge-lora", "{made}/dp", "{made}/adapter", "{out}/out", "--dtype", "f32"],
     "gather-like": ["gather", "{made}/dp", "{out}/out", "--like", "{made}/hf"],
     "reshard": ["reshard", "{made}/dp", "{out}/out", "--mesh", "dp_shard=3"],
+    "watch": ["watch", "{made}/run", "--once", "--settle", "0"],
     "reshard-columns": ["reshard", "{made}/tp", "{out}/out", "--mesh", "dp_shard=2", "--set", "a.*=dp_shard:S(1)"],
 }
 # What cuts along dim 0 alone moves whole rows: no array library is needed.
 WITH_NUMPY = (
+    "watch",
     "verify-dcp",
     "verify-against",
     "diff",

@@ -12,8 +12,9 @@ from preflight.config_examples import ACCELERATE, AXOLOTL, read
 
 from ckpt_tools.cli import main
 from ckpt_tools.preflight.configs import NotReadError
-from ckpt_tools.preflight.configs.options import decides, is_typo
+from ckpt_tools.preflight.configs.options import decides
 from ckpt_tools.preflight.configs.others import OTHERS
+from ckpt_tools.preflight.spelling import is_typo
 
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=fsdp2 "
 RLHF = "torchrun --nproc_per_node=8 -m openrlhf.cli.train_sft --zero_stage 3 "

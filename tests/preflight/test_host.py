@@ -78,6 +78,7 @@ BROKEN: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"locked_bytes": 65_536}, "error", "host-limit", "64.0 KiB"),
     ({"processes_left": 100}, "error", "host-limit", "8 ranks need 256"),
     ({"places": {SAVES: place(problem="Read-only file system")}}, "error", "host-write", "Read-only"),
+    ({"places": {SAVES: place(is_rootless=True)}}, "warning", "host-write", "not mounted"),
     ({"places": {SAVES: place(free_bytes=50 * GIB)}}, "error", "host-disk", "100 GiB"),
     ({"places": {SAVES: place(free_bytes=200 * GIB)}}, "warning", "host-disk", "3 are kept"),
     ({"places": {SAVES: place(filesystem="ext4")}}, "warning", "host-write", "others may not see"),
@@ -117,7 +118,7 @@ def test_what_nobody_could_look_at_is_said_and_not_found_wrong() -> None:
     result = check_host(Host(), needs(checkpoint_bytes=None))
     assert result.findings == ()
     text = "\n".join(result.not_checked)
-    for word in ("GPUs", "size of the model", "does not answer"):
+    for word in ("GPUs", "size of the model", "in time"):
         assert word in text
 
 
@@ -157,12 +158,36 @@ def test_needs_of_a_launcher_are_those_of_its_file(tmp_path: Path) -> None:
     assert (found.ranks, found.nodes, found.meeting) == (8, 2, ("10.0.0.1", 29501))
 
 
+def test_ranks_of_a_machine_are_not_known_without_its_number_of_machines(tmp_path: Path) -> None:
+    """Thirty-two ranks on eight GPUs may be four machines."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"base_model": "org/m", "bf16": True, "micro_batch_size": 1, "output_dir": "out"}))
+    config = read_config(str(path), framework="axolotl", world_size=32)
+    assert needs_of((config,), None, {}).ranks is None
+    assert needs_of((config,), None, {"SLURM_NNODES": "4"}).ranks == 8
+    assert needs_of((config,), None, {"LOCAL_WORLD_SIZE": "4"}).ranks == 4
+
+
+def test_needs_of_a_script_that_hides_options_are_those_that_it_shows(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    command = "torchrun --nproc_per_node=8 -m openrlhf.cli.train_sft --save_path /s --train_batch_size $N"
+    path.write_text(command + ' "${MORE[@]}"\n')
+    found = needs_of((read_config(str(path), framework="openrlhf"),), None, {})
+    assert (found.saves, found.ranks, found.uses_gpus) == (("/s",), None, True)
+
+
+def test_run_on_processors_needs_no_gpus(tmp_path: Path) -> None:
+    values = {"distributed_type": "MULTI_CPU", "num_processes": 8, "use_cpu": True}
+    found = needs_of((config_of(tmp_path, values, "accelerate"),), None, {})
+    assert codes(host(devices=()), found) == []
+
+
 def test_needs_leave_patterns_lists_and_names_of_the_hub_alone(tmp_path: Path) -> None:
     values = {"actor_rollout_ref": {"model": {"path": "org/m"}, "actor": {"strategy": "fsdp2"}},
               "data": {"train_files": ["/data/*.parquet", "/data/a.parquet"], "val_files": "s3://b/x.parquet"},
-              "trainer": {"n_gpus_per_node": 4, "nnodes": 2}}  # fmt: skip
+              "trainer": {"n_gpus_per_node": 4, "nnodes": 2, "default_local_dir": "s3://b/out"}}  # fmt: skip
     found = needs_of((config_of(tmp_path, values, "verl"),), None, {})
-    assert (found.ranks, found.nodes, found.reads) == (4, 2, ("/data/a.parquet",))
+    assert (found.ranks, found.nodes, found.reads, found.saves) == (4, 2, ("/data/a.parquet",), ())
 
 
 def test_look_at_this_machine(tmp_path: Path) -> None:
@@ -181,6 +206,19 @@ def test_look_at_this_machine(tmp_path: Path) -> None:
     assert not found.places[missing].exists
     assert (found.addresses, found.port_is_free) == (("127.0.0.1",), False)
     assert os.listdir(tmp_path) == []
+
+
+def test_paths_that_are_none_are_not_looked_at_and_nothing_fails() -> None:
+    paths = ("a\0b", "x" * 5000, *(f"/nowhere/{number}" for number in range(100)))
+    found = look_at(Needs(reads=paths))
+    assert 50 < len(found.places) <= 64
+    text = "\n".join(check_host(found, Needs(reads=paths)).not_checked)
+    assert "/nowhere/99: it could not be looked at" in text
+
+
+def test_directory_of_nothing_that_is_here_is_not_written_to() -> None:
+    found = look_at(Needs(saves=("/nowhere-of-ckpt/out",))).places["/nowhere-of-ckpt/out"]
+    assert (found.is_rootless, found.problem, found.seconds_ahead) == (True, "", None)
 
 
 def test_probe_of_a_directory_that_takes_no_files_says_why(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from ckpt_tools.description.layout import parse_mesh
-from ckpt_tools.preflight.memory import ask, blocks_too_small, check_memory, in_own_words, start_estimate
+from ckpt_tools.preflight.memory import ask, blocks_too_small, check_memory, doubt_of, in_own_words, start_estimate
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 
 
 def spec(mesh="dp_shard=8", engine="fsdp2", framework="accelerate", **fields):
     parsed = None if mesh is None else parse_mesh(mesh)
-    fields.setdefault("seq_len", 128)
+    fields = {"seq_len": 128, "batch_size": 1, **fields}
     return ParallelSpec(framework=framework, engine=engine, mesh=parsed, **fields)
 
 
@@ -34,7 +34,7 @@ def spec(mesh="dp_shard=8", engine="fsdp2", framework="accelerate", **fields):
         ({"mesh": "dp_shard=4,cp=2,tp=2"}, "full_shard", "dp_shard=4,cp=2,tp=2"),
         ({"mesh": "cp=8"}, "full_shard", "dp_shard=1,cp=8"),
         ({"mesh": "dp_replicate=2,cp=4"}, "hybrid_shard", "dp_replicate=2,dp_shard=1,cp=4"),
-        ({"mesh": "pp=2,dp_shard=4", "framework": "torchtitan"}, "full_shard", "dp_shard=4,pp=2"),
+        ({"mesh": "pp=2,dp_shard=4", "schedule": "1F1B"}, "full_shard", "dp_shard=4,pp=2"),
     ],
 )
 def test_ask_takes_strategy_and_mesh_of_the_spec(fields, strategy, mesh):
@@ -43,8 +43,14 @@ def test_ask_takes_strategy_and_mesh_of_the_spec(fields, strategy, mesh):
 
 
 def test_ask_cuts_what_the_trainer_cuts():
-    titan = ask(spec(mesh="dp_shard=4,tp=2", framework="torchtitan", axes={"ep": 4}), model="m", gpu_memory=1).options
+    both = {"sequence_parallel": True, "loss_parallel": True}
+    titan = ask(spec(mesh="dp_shard=4,tp=2", axes={"ep": 4}, **both), model="m", gpu_memory=1).options
     assert (titan.sequence_parallel, titan.loss_parallel, titan.expert_parallel) == (True, True, 4)
+    without = ask(spec(mesh="dp_shard=4", selective_checkpointing="op", **both), model="m", gpu_memory=1).options
+    assert (without.sequence_parallel, without.loss_parallel, without.selective_checkpointing) == (False, False, True)
+    stages = spec(mesh="dp_shard=2,pp=4", schedule="Interleaved1F1B", batch_size=8, micro_batch=2)
+    staged = ask(stages, model="m", gpu_memory=1).options
+    assert (staged.schedule, staged.micro_batches, staged.batch_size) == ("interleaved-1f1b", 4, 8)
     other = ask(spec(mesh="dp_shard=4,tp=2", offload_optimizer=True), model="m", gpu_memory=1).options
     assert (other.sequence_parallel, other.loss_parallel, other.offload_optimizer) == (False, False, True)
     for optimizer, expected in {
@@ -111,8 +117,9 @@ def test_ask_takes_over_what_is_trained_and_in_which_dtypes():
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"seq_len": None}, "samples of 2048 tokens are assumed"),
-        ({"mesh": "dp_shard=4,pp=2", "framework": "torchtitan"}, "1F1B and micro-batches of one sample"),
+        ({"seq_len": None}, "samples of 2048 tokens on a rank: assumed"),
+        ({"batch_size": None}, "one sample on a rank: assumed"),
+        ({"selective_checkpointing": "2"}, "some activations (2) is counted as none: the run needs less"),
         ({"optimizer": "galore_adamw_8bit"}, "galore_adamw_8bit is counted as AdamW's: the run needs less"),
         ({"optimizer": "mystery"}, "mystery is counted as AdamW's"),
         ({"adapter": AdapterSpec(kind="lokr", rank=4)}, "counted as LoRA"),
@@ -131,6 +138,7 @@ def test_ask_says_where_the_estimate_differs_from_the_config(fields, word):
         ({"engine": "deepspeed"}, "DeepSpeed"),
         ({"mesh": None}, "--world-size"),
         ({"mesh": "pp=2,dp_shard=4"}, "pipeline"),
+        ({"mesh": "pp=2,dp_shard=4", "schedule": "DualPipeV"}, "the schedule DualPipeV is not known"),
     ],
 )
 def test_ask_about_what_is_not_estimated_says_why(fields, word):
@@ -190,5 +198,13 @@ def test_what_does_not_fit_is_an_error_with_a_change_that_was_computed(tmp_path)
     assert (finding.code, finding.severity, finding.where) == ("memory-does-not-fit", "error", "fsdp")
     assert estimate.advice is not None
     assert "and fits" in finding.hint
+    # Where the run needs less than what was counted, nobody knows; nor where more may be needed than was assumed.
+    less = ask(replace(wanted, quantize="int8"), model=str(tmp_path), gpu_memory=2 * 10**9)
+    assert "the run needs less" in doubt_of(estimate, less)
+    assert doubt_of(estimate, ask(wanted, model=str(tmp_path), gpu_memory=2 * 10**9)) == ""
+    fitting = replace(estimate, cases=(estimate.advice.estimate,))
+    unsaid = ask(replace(wanted, seq_len=None), model=str(tmp_path), gpu_memory=2 * 10**9)
+    assert "samples of 2048 tokens" in doubt_of(fitting, unsaid)
+    assert doubt_of(fitting, less) == doubt_of(estimate, unsaid) == ""
     # What fits is no finding.
     assert check_memory(replace(estimate, cases=(estimate.advice.estimate,)), wanted) == ()

@@ -22,6 +22,7 @@ def test_base_is_silent(base: str, tmp_path: Path) -> None:
     assert serious(findings_of(tmp_path, base, {})) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mistake", [one for one in MISTAKES if one.near is not None], ids=lambda one: one.source)
 def test_change_that_is_right_does_not_find_the_mistake(mistake: Mistake, tmp_path: Path) -> None:
     found = findings_of(tmp_path, mistake.base, mistake.near or {}, ranks=mistake.ranks, model=mistake.model)

@@ -20,9 +20,9 @@ from ckpt_tools.tending.record import RECORD_NAME
 
 @pytest.mark.full
 def test_nothing_is_lost_in_random_runs(template):
-    killed, removed = walk(8, 0, template)
+    killed, removed = walk(5, 0, template)
     assert killed > 5
-    assert removed > 2
+    assert removed > 1
 
 
 class _KilledError(BaseException):
@@ -111,7 +111,7 @@ def test_nothing_is_lost_in_random_runs_in_a_bucket(seaweed, use, template, tmp_
         (damaged / file.name).write_bytes(file.read_bytes())
     flip(damaged / "__0_0.distcp")
     root = use(seaweed)
-    count = int(os.environ.get("WALKS", "4"))
+    count = int(os.environ.get("WALKS", "3"))
     assert sum(walk_in_bucket(f"{root}/{os.getpid()}", template, seed, damaged) for seed in range(count)) > 0
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import fcntl
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -20,6 +21,12 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.tending.disk import DiskFolder
 from ckpt_tools.tending.folder import BusyError
 from ckpt_tools.tending.record import RECORD_NAME
+from ckpt_tools.tending.retention import Rules
+from ckpt_tools.tending.tend import Settings, Tender
+
+pytestmark = pytest.mark.full(
+    but=["test_prune_removes_what_is_superseded", "test_bad_checkpoint_is_a_finding_and_removes_nothing"]
+)
 
 
 def watch(run, **options):
@@ -132,6 +139,30 @@ def test_model_without_the_optimizer_of_its_predecessors_is_not_whole(tmp_path):
     assert names(run) == ["checkpoint-1", "checkpoint-2"]
 
 
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
+def test_damaged_optimizer_beside_a_good_model_is_no_verified_checkpoint(tmp_path, damage):
+    import torch
+    from safetensors.torch import save_file
+
+    run = tmp_path / "run"
+    for step in (1, 2):
+        path = run / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        save_file({"w": torch.ones(4)}, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text("{}")
+        torch.save({"state": {0: {"exp_avg": torch.arange(8.0)}}}, path / "optimizer.pt")
+        write_state(path, step)
+    file = run / "checkpoint-2" / "optimizer.pt"
+    content = file.read_bytes()
+    at = content.index(torch.arange(8.0).numpy().tobytes()) + 5
+    damaged = content[:at] + b"\xff" + content[at + 1 :]
+    file.write_bytes({"empty": b"", "cut": content[:-30], "flipped": damaged}[damage])
+    tended = watch(run, keep_last=1)
+    assert state_of(tended, "checkpoint-2") == ("bad" if damage == "flipped" else "incomplete")
+    assert state_of(tended, "checkpoint-1") == "verified"
+    assert names(run) == ["checkpoint-1", "checkpoint-2"]
+
+
 def test_unverified_one_goes_by_its_name_alone(run):
     flip(run / "step-20" / "__0_0.distcp")
     watch(run)
@@ -206,24 +237,33 @@ def test_removing_follows_no_link(run):
     assert (victim / "precious").read_text() == "x"
 
 
+@contextlib.contextmanager
+def used(path, how):
+    """Use a checkpoint as a process does that reads it, has mapped a file of it (and closed it), or writes it."""
+    if how == "locked":
+        held = os.open(path, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+        os.close(held)
+        return
+    with open(path / "__0_0.distcp", "rb") as stream:
+        if how == "open":
+            yield
+            return
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        at = libc.mmap(None, ctypes.c_size_t(4096), 1, 2, stream.fileno(), ctypes.c_long(0))  # PROT_READ, MAP_PRIVATE
+    yield
+    libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(4096))
+
+
 @pytest.mark.parametrize("how", ["open", "mapped", "locked"])
 def test_checkpoint_in_use_stays(run, how):
     watch(run)
-    file = run / "step-10" / "__0_0.distcp"
-    with open(file, "rb") as stream:
-        mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) if how == "mapped" else None
-        if how == "open":
-            assert api.prune(run, keep_last=1).removed == ("step-20",)
-    if how == "mapped":
-        assert api.prune(run, keep_last=1).removed == ("step-20",)
-        mapped.close()
-    if how == "locked":
-        held = os.open(run / "step-10", os.O_RDONLY)
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with used(run / "step-10", how):
         tended = api.prune(run, keep_last=1)
-        os.close(held)
-        assert tended.removed == ("step-20",)
-        assert "in use by a ckpt" in reason_of(tended, "step-10")
+    assert tended.removed == ("step-20",)
+    assert reason_of(tended, "step-10").startswith("in use by ")
     assert api.prune(run, keep_last=1).removed == ("step-10",)
 
 
@@ -239,6 +279,7 @@ def test_best_ones_stay_and_so_does_what_the_trainer_calls_best(tmp_path, templa
     assert reason_of(tended, "checkpoint-2") == "--keep-best 2: eval_loss 0.1"
     with pytest.raises(UsageError, match="no checkpoint has a eval_f1"):
         api.prune(run, keep_best=1, metric="eval_f1")
+    assert reason_of(watch(run, keep_best=1, metric="eval_f1"), "checkpoint-4") == "nothing here has a eval_f1"
 
 
 def test_files_of_lightning_and_ai_toolkit(tmp_path):
@@ -252,14 +293,10 @@ def test_files_of_lightning_and_ai_toolkit(tmp_path):
         for part in ("high_noise", "low_noise"):
             save_file({"w": torch.ones(2)}, run / f"wan_{step:09d}_{part}.safetensors")
     shutil.copy(run / "epoch=0-step=30-val_loss=0.4.ckpt", run / "last.ckpt")
-    tended = watch(run, keep_best=1, metric="val_loss")
-    assert tended.removed == (
-        "epoch=0-step=10-val_loss=0.5.ckpt",
-        "wan_000000010.safetensors",
-        "wan_000000020.safetensors",
-    )
+    assert watch(run, keep_best=1, metric="val_loss").removed == ("epoch=0-step=10-val_loss=0.5.ckpt",)
+    adapters = ("wan_000000010.safetensors", "wan_000000020.safetensors")
+    assert watch(run, keep_last=1).removed == ("epoch=0-step=20-val_loss=0.1.ckpt", *adapters)
     assert names(run) == [
-        "epoch=0-step=20-val_loss=0.1.ckpt",
         "epoch=0-step=30-val_loss=0.4.ckpt",
         "last.ckpt",
         "wan_000000030_high_noise.safetensors",
@@ -277,6 +314,68 @@ def test_models_of_a_step_of_verls_are_all_verified(run, template):
     assert state_of(tended, "global_step_1") == "verified"
     assert state_of(tended, "global_step_2") == "bad"
     assert any(each.where.startswith("global_step_2/critic/") for each in tended.findings)
+
+
+def test_run_that_went_back_to_an_earlier_step_keeps_what_it_saves(run, template):
+    """Higher steps are still there, of before; what is saved now has lower ones, and is what counts."""
+    watch(run)
+    for step in (12, 14):
+        save_step(run, step, template=template)
+    assert watch(run, keep_last=1).removed == ("step-10", "step-20")
+    save_step(run, 40, template=template)
+    assert watch(run, keep_last=1).removed == ("step-12", "step-14", "step-30")
+
+
+def test_nothing_lies_beside_what_accelerate_counts(tmp_path, template):
+    """accelerate takes everything in its folder for a checkpoint: with a file beside them load_state fails."""
+    run, other = tmp_path / "checkpoints", tmp_path / "checkpoints2"
+    for folder in (run, other):
+        for step in (0, 1, 2):
+            save_step(folder, step, template=template, prefix="checkpoint_")
+        watch(folder)
+    (tmp_path / ".ckpt-trash-elsewhere" / "checkpoint_0").mkdir(parents=True)
+    assert sorted(os.listdir(run)) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    with DiskFolder(str(other)).lock():
+        assert api.prune(run, keep_last=1).removed == ("checkpoint_0", "checkpoint_1")
+    assert os.listdir(run) == ["checkpoint_2"]
+    assert len(os.listdir(other)) == 3
+    assert (tmp_path / ".ckpt-trash-elsewhere").exists()
+    left = next(each for each in os.listdir(tmp_path) if each.endswith(".lock"))[len(".ckpt-tend-") : -len(".lock")]
+    (tmp_path / f".ckpt-trash-{left}-x" / "checkpoint_0").mkdir(parents=True)
+    for folder in (run, other):
+        api.prune(folder, keep_last=3)
+    assert sorted(each for each in os.listdir(tmp_path) if "trash" in each) == [".ckpt-trash-elsewhere"]
+
+
+def tend_with(run, act):
+    """Tend the folder, and let something happen between the plan and the removal."""
+    settings = Settings(rules=Rules(last=1), quiet_s=0, send={"there": lambda *_: act()})
+    return Tender(DiskFolder(str(run)), settings).once()
+
+
+def test_what_changes_after_it_was_judged_stays(run):
+    tended = tend_with(run, (run / "step-10" / "new").touch)
+    assert tended.removed == ("step-20",)
+    assert "step-10 stays" in tended.failed[0]
+
+
+def test_what_has_lost_its_successor_stays(run):
+    assert tend_with(run, lambda: shutil.rmtree(run / "step-30")).removed == ("step-10",)
+    assert names(run) == ["step-20"]
+
+
+def test_removal_is_taken_back_when_somebody_has_come_in_between(run):
+    folder = DiskFolder(str(run))
+    saved = folder.look().find("step-10")
+    (run / "step-10" / "__0_0.distcp").write_bytes(b"")
+    assert not folder.remove(saved)
+    saved = folder.look().find("step-10")
+    with open(run / "step-10" / ".metadata", "rb"):
+        assert not folder.remove(saved)
+    assert sorted(os.listdir(run)) == ["step-10", "step-20", "step-30"]
+    shutil.rmtree(run / "step-10")
+    assert not folder.remove(saved)
+    assert sorted(os.listdir(run)) == ["step-20", "step-30"]
 
 
 def test_one_ckpt_tends_a_folder_at_a_time(run):
@@ -378,7 +477,7 @@ def test_what_is_not_a_run_is_refused(tmp_path):
         api.watch("hf://org/name", once=True)
     with pytest.raises(UsageError, match="nothing says what to keep"):
         api.prune(tmp_path)
-    assert os.listdir(tmp_path) in ([], [".ckpt-tend.lock"])
+    assert os.listdir(tmp_path) == []
 
 
 def test_hostile_names_print_harmlessly(tmp_path, template, capsys):

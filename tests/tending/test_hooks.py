@@ -10,8 +10,10 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from seeds import guide
 from steps import toy_steps
 from tending.runs import flip
 
@@ -19,6 +21,7 @@ from ckpt_tools import hooks
 from ckpt_tools.errors import UsageError
 from ckpt_tools.tending.record import RECORD_NAME, parse_record
 
+pytestmark = pytest.mark.full(but=["test_settings_that_make_no_sense_are_refused", "test_other_ranks_do_nothing"])
 FAST = {"settle_s": 0.0, "patience_s": 20.0}
 
 
@@ -143,6 +146,31 @@ def test_killed_run_takes_its_process_along(run):
     assert not os.path.exists(f"/proc/{pids[0]}")
 
 
+def test_adapter_of_the_last_good_checkpoint_is_exported_at_the_end(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    config = '{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["a"]}'
+    for step in (1, 2):
+        path = tmp_path / "run" / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        factors = {"lora_A": torch.full((2, 4), float(step)), "lora_B": torch.ones(4, 2)}
+        factors = {f"base_model.model.a.{name}.weight": factor for name, factor in factors.items()}
+        save_file(factors, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(config)
+    cut = tmp_path / "run" / "checkpoint-2" / "adapter_model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-4])
+    out = tmp_path / "adapter"
+    with (
+        pytest.warns(RuntimeWarning, match="unfinished-checkpoint"),
+        hooks.Tending(tmp_path / "run", rank=0, export_adapter=out, settle_s=0.0, patience_s=0.2) as tending,
+    ):
+        tending.saved("checkpoint-2")
+    from safetensors.torch import load_file
+
+    assert load_file(out / "adapter_model.safetensors")["base_model.model.a.lora_A.weight"].unique().tolist() == [1.0]
+
+
 def test_settings_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match="keep_last must be at least 1"):
         hooks.Tending("run", keep_last=0)
@@ -189,19 +217,20 @@ def tiny_trainer(run, callback, **options):
     return transformers.Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[callback])
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_is_tended(tmp_path):
     pytest.importorskip("transformers", reason="needs transformers")
     pytest.importorskip("accelerate", reason="needs accelerate")
     callback = hooks.TrainerTending(keep_last=1, keep_best=1, **FAST)
     tiny_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=1).train()
+    taken = []
+    guide.run("tending", "trainer", {"trainer": SimpleNamespace(add_callback=taken.append)})
+    assert isinstance(taken[0], hooks.TrainerTending)
     assert names(tmp_path) == ["checkpoint-4"]
     assert verified(tmp_path) == ["checkpoint-4"]
     assert children() == []
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_stops_at_a_bad_checkpoint_where_that_is_wanted(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
@@ -236,7 +265,6 @@ def Once(trainer):  # noqa: N802 - a class, made where its library is there
     return Callback()
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_is_tended(tmp_path):
     lightning = pytest.importorskip("lightning", reason="needs lightning")
@@ -254,6 +282,7 @@ def test_lightning_is_tended(tmp_path):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
+    saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
@@ -261,10 +290,7 @@ def test_lightning_is_tended(tmp_path):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[
-            ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1),
-            hooks.LightningTending(keep_last=2, **FAST),
-        ],
+        callbacks=guide.run("tending", "lightning", {"checkpointing": saves})["callbacks"],
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
     assert names(tmp_path) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt"]
@@ -306,7 +332,6 @@ def train_on_two_ranks(rank, world_size, output):
     return worlds.run_ranks(2, train_sharded, output)
 
 
-@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_is_tended_on_two_ranks_under_fsdp2(tmp_path):
     for needed in ("transformers", "accelerate", "peft"):

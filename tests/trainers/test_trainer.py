@@ -1,6 +1,6 @@
 """transformers' Trainer with `fsdp`, for real: from a sharded hub model, over a resharded step, back to the hub.
 
-And with a LoRA of PEFT, whose steps hold the adapter alone.
+And with a LoRA of PEFT, whose steps hold the adapter alone, and TRL's SFTTrainer, which is a Trainer.
 """
 
 from __future__ import annotations
@@ -28,10 +28,37 @@ def adapted(hub):
     return get_peft_model(transformers.LlamaForCausalLM.from_pretrained(hub), settings)
 
 
-def train(output, *, base=None, first=0, start=None, resume=None, save=False):
+def trainer_of(way, model, script, **settings):
+    """The Trainer, or TRL's own on the same tokens: with a toy tokenizer, and a step for every sample."""
+    from transformers import Trainer, TrainingArguments
+
+    rows = [{"input_ids": row, "labels": row} for row in worlds.tokens()]
+    if way != "trl":
+        return Trainer(model, TrainingArguments(**settings), train_dataset=rows, callbacks=[script])
+    import datasets
+    import tokenizers
+    import trl
+
+    tokens = worlds.tokens().tolist()
+    table = datasets.table.InMemoryTable.from_pydict({"input_ids": tokens, "labels": tokens})
+    words = tokenizers.models.WordLevel({"<unk>": 0, "<eos>": 1}, "<unk>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
+    )
+    more = {"dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_checkpointing": False, "bf16": False}
+    return trl.SFTTrainer(
+        model,
+        trl.SFTConfig(**settings, **more, max_length=None),
+        train_dataset=datasets.Dataset(table, fingerprint="tokens"),  # else it pickles the table for one
+        processing_class=tokenizer,
+        callbacks=[script],
+    )
+
+
+def train(output, *, way="whole", base=None, first=0, start=None, resume=None, save=False):
     """Train from step `first` to the last; return the losses, and the logits where the second step is saved."""
     import torch.distributed as dist
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import TrainerCallback
 
     class Script(TrainerCallback):
         logits = None
@@ -43,24 +70,23 @@ def train(output, *, base=None, first=0, start=None, resume=None, save=False):
             control.should_save = save and state.global_step == 2
             return control
 
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        use_cpu=True,
-        fsdp=True,
-        fsdp_config={"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
-        per_device_train_batch_size=worlds.GLOBAL_BATCH // dist.get_world_size(),
-        train_sampling_strategy="sequential",
-        max_steps=worlds.NUM_STEPS,
-        learning_rate=1e-2,
-        save_strategy="no",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    rows = [{"input_ids": row, "labels": row} for row in worlds.tokens()]
+    settings = {
+        "output_dir": str(output),
+        "use_cpu": True,
+        "fsdp": True,
+        "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+        "per_device_train_batch_size": worlds.GLOBAL_BATCH // dist.get_world_size(),
+        "train_sampling_strategy": "sequential",
+        "max_steps": worlds.NUM_STEPS,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
     script = Script()
     model = adapted(base) if base else worlds.model_of("llama")
-    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[script])
+    trainer = trainer_of(way, model, script, **settings)
     if start:
         guide.run("trainers/accelerate", "trainer", {"trainer": trainer, "start": str(start)})
     trainer.train(resume_from_checkpoint=resume and str(resume))
@@ -68,16 +94,16 @@ def train(output, *, base=None, first=0, start=None, resume=None, save=False):
     return [entry["loss"] for entry in history if "loss" in entry and entry["step"] > first], script.logits
 
 
-def there_and_back(hub, directory, run):
+def there_and_back(way, hub, directory, run):
     """Train the whole model from what `shard` writes; return what came out, and the model of what `gather` writes."""
     start, out = directory / "start", directory / "out"
     worlds.run_ckpt("shard", hub, start, "--mesh", "dp_shard=2", "--for", "trainer")
-    straight, live = worlds.run_ranks(2, train, run, start=start, save=True)
+    straight, live = worlds.run_ranks(2, train, run, way=way, start=start, save=True)
     worlds.run_ckpt("gather", run / "checkpoint-2", out, "--assets", hub)
     return straight, live, worlds.loaded("llama", out)
 
 
-def there_and_back_with_adapter(hub, directory, run):
+def there_and_back_with_adapter(way, hub, directory, run):
     """Train an adapter on the hub's model; return what came out, and the model with what `export-lora` writes."""
     from peft import PeftModel
 
@@ -87,26 +113,30 @@ def there_and_back_with_adapter(hub, directory, run):
     return straight, live, worlds.logits_of(PeftModel.from_pretrained(base, directory / "adapter"))
 
 
-def walk(rank, world_size, has_adapter, directory):
+def walk(rank, world_size, way, directory):
     """Everything with one import of the Trainer."""
-    worlds.import_once(*_IMPORTED)
+    worlds.import_once(*_IMPORTED, *(["trl"] if way == "trl" else []))
+    has_adapter = way == "adapter"
     worlds.let_accelerate_use_cpu()
     hub, expected = worlds.start_of("llama", directory)
     base = hub if has_adapter else None
     run, other = directory / "run", directory / "other"
-    straight, live, back = (there_and_back_with_adapter if has_adapter else there_and_back)(hub, directory, run)
+    straight, live, back = (there_and_back_with_adapter if has_adapter else there_and_back)(way, hub, directory, run)
     step = run / "checkpoint-2"
     walked = Walked(expected=expected, straight=straight, live=live, back=back, steps=[step])
     for num_ranks in (1, 2, 4):
-        walked.theirs[num_ranks], _ = worlds.run_ranks(num_ranks, train, other, base=base, first=2, resume=step)
+        again = {"way": way, "base": base, "first": 2}
+        walked.theirs[num_ranks], _ = worlds.run_ranks(num_ranks, train, other, **again, resume=step)
     for num_ranks in (1, 4):
         ours = directory / f"on-{num_ranks}/checkpoint-2"
         worlds.run_ckpt("reshard", step, ours, "--mesh", f"dp_shard={num_ranks}")
-        walked.ours[num_ranks], _ = worlds.run_ranks(num_ranks, train, other, base=base, first=2, resume=ours)
+        walked.ours[num_ranks], _ = worlds.run_ranks(num_ranks, train, other, **again, resume=ours)
         walked.steps.append(ours)
     return walked
 
 
-@pytest.mark.parametrize("has_adapter", [False, True], ids=["whole", "adapter"])
-def test_trainer_starts_resumes_and_returns_to_the_hub(has_adapter, tmp_path):
-    judge(run_ranks(1, walk, has_adapter, tmp_path, timeout=280, backend=None)[0], tmp_path)
+@pytest.mark.parametrize("way", ["whole", "adapter", "trl"])
+def test_trainer_starts_resumes_and_returns_to_the_hub(way, tmp_path):
+    if way == "trl":
+        pytest.importorskip("trl", reason="needs trl")
+    judge(run_ranks(1, walk, way, tmp_path, timeout=280, backend=None)[0], tmp_path)

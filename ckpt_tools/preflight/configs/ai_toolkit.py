@@ -18,11 +18,11 @@ from pydantic import Field
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.options import nearest
 from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice, dtype_name
 from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Source, Table, mesh_row, named_by, row
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.preflight.spelling import nearest
 
 _ARCHS = known("ai_toolkit", "arch")
 """Models; another one is loaded as Stable Diffusion. Source: `toolkit/util/get_model.py:get_model_class`."""

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from ckpt_tools.preflight.configs.options import is_variable
+from ckpt_tools.preflight.plain_values import is_variable
 
 _OPTION = re.compile(r"--[A-Za-z][\w.-]*")
 _MANY = re.compile(

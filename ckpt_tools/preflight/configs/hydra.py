@@ -13,7 +13,7 @@ from itertools import count
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.placement.plain_yaml import MAX_NODES, load_yaml
-from ckpt_tools.preflight.configs.options import is_variable
+from ckpt_tools.preflight.plain_values import is_variable
 
 _OVERRIDE = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_]\w*(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 _GROUP = re.compile(r"[+~]{0,2}[A-Za-z_][\w@/.\-]*=.*", re.DOTALL)

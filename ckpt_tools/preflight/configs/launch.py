@@ -16,9 +16,9 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document, find_file, folders_of, parse_document, read_document
 from ckpt_tools.preflight.configs.flags import read_flags
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.preflight.configs.overrides import overridden
 from ckpt_tools.preflight.places import PlacedText
+from ckpt_tools.preflight.plain_values import is_variable
 
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 _NODES = ("--nnodes",)

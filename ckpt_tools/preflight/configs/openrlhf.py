@@ -24,10 +24,9 @@ from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
 from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.names import known, newest_release
-from ckpt_tools.preflight.configs.options import is_variable
 from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
-from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.plain_values import find_value, is_variable
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 _SCRIPTS = ("sft", "dpo", "rm", "ppo_ray", "ppo", "kto", "kd", "prm")

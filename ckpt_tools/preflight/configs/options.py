@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args, get_origin
 
@@ -13,24 +12,18 @@ from pydantic import AliasChoices, BaseModel
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.names import inside
-from ckpt_tools.preflight.plain_values import find_value, join_path
+from ckpt_tools.preflight.plain_values import find_value, is_variable, join_path
+from ckpt_tools.preflight.spelling import is_typo, nearest
 from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
     from ckpt_tools.preflight.configs.schema import Section
 
-_VARIABLE = re.compile(r"\$(\{|\(|[A-Za-z_@*#0-9])|`[^`]+`|\{\{.*\}\}|^\?\?\?$")
 _DECIDES = re.compile(
     r"fsdp|offload|shard|parallel|replicate|_degree|(^|_)(tp|cp|ep|pp|sp)_size|nproc|num_processes|num_machines|nnodes"
     r"|n_gpus|num_gpus|dtype|precision|(^|_)(bf16|fp16|fp8)|bfloat16|float16|(gradient|activation)_checkpoint|recompute"
     r"|batch_size|seq_len|sequence_len|max_len|max_length|optim|quant|(4|8)bit|lora|adapter|zero_stage|wrap"
 )
-_TOKEN = re.compile(r"[._\-]+")
-_NUMBERS = re.compile(r"\d+")
-_MIN_TOKEN = 4
-"""Letters of a word in which a slip of the pen can be told from another word: tp and cp are two words."""
-_LONG_TOKEN = 7
-_MAX_NAME = 100
 _MAX_FOLDED = 12
 MAX_GUESSES = 200
 """Unknown names of one file that are compared with the known ones."""
@@ -53,13 +46,6 @@ class Option:
     near: str | None = None
     """The known name that it is most like, where it is not known."""
     severity: Severity | None = None
-
-
-def is_variable(value: object) -> bool:
-    """Does a value, or an item of a list, stand for something that is not in the file?"""
-    if isinstance(value, (list, tuple)):
-        return any(is_variable(item) for item in value)
-    return isinstance(value, str) and _VARIABLE.search(value) is not None
 
 
 def without_variables(values: Mapping[str, object]) -> dict[str, object]:
@@ -313,51 +299,3 @@ def _shown(values: Mapping[str, object], path: str) -> str:
 def decides(name: str) -> bool:
     """Does an option of this name decide what a run needs in memory, or how it is sharded?"""
     return _DECIDES.search(name) is not None
-
-
-def nearest(key: str, names: Collection[str]) -> str | None:
-    """Return the known name that is most like `key`, if any is."""
-    found = difflib.get_close_matches(key[:_MAX_NAME], sorted(names), n=1, cutoff=0.7)
-    return found[0] if found else None
-
-
-def is_typo(key: str, name: str) -> bool:
-    """Is `key` a slip of the pen for `name`, and no other name of its own?
-
-    The same words in the same order, of which some have a letter too many, too few, changed or swapped, or end
-    otherwise (`checkpoint`, `checkpointing`). Digits tell names apart: `load_in_8bit` is none of `load_in_4bit`.
-    """
-    if len(key) > _MAX_NAME or key == name or _NUMBERS.findall(key) != _NUMBERS.findall(name):
-        return False
-    ours, theirs = _TOKEN.split(key.lower()), _TOKEN.split(name.lower())
-    if "".join(ours) == "".join(theirs):
-        return True
-    if len(ours) != len(theirs):
-        return _is_slip("".join(ours), "".join(theirs))
-    return all(one == other or _is_slip(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def _is_slip(one: str, other: str) -> bool:
-    if min(len(one), len(other)) < _MIN_TOKEN:
-        return False
-    short, long = sorted((one, other), key=len)
-    if len(short) > _LONG_TOKEN - 1 and long.startswith(short) and len(long) - len(short) <= 3:
-        return True
-    if one[0] != other[0] and sorted(one) != sorted(other):
-        return False  # encoder, decoder
-    return _distance(one, other) <= (1 if len(short) < _LONG_TOKEN else 2)
-
-
-def _distance(one: str, other: str) -> int:
-    """Return the letters to insert, drop, change or swap with their neighbour (optimal string alignment)."""
-    before: list[int] = []
-    row = list(range(len(other) + 1))
-    for i, char in enumerate(one, 1):
-        earlier, before = before, row
-        row = [i]
-        for j, wanted in enumerate(other, 1):
-            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (char != wanted))
-            if i > 1 and j > 1 and char == other[j - 2] and one[i - 2] == wanted:
-                cost = min(cost, earlier[j - 2] + 1)
-            row.append(cost)
-    return row[-1]

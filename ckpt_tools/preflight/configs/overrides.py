@@ -14,7 +14,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.flags import read_flags
 from ckpt_tools.preflight.configs.hydra import plain_value
-from ckpt_tools.preflight.configs.options import is_variable
+from ckpt_tools.preflight.plain_values import is_variable
 
 _ASSIGNMENT = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_][\w@]*(\.\w+)*)(=(?P<value>.*))?", re.DOTALL)
 
@@ -22,8 +22,8 @@ _ASSIGNMENT = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_][\w@]*(\.\w+)*)(
 def overridden(document: Document, words: Sequence[str], *, is_strict: bool = False) -> Document:
     """Return a file with values that the words of a command line override.
 
-    Words that stand for nobody knows which options are among its `words_unread`. Words that set nothing are passed over,
-    unless `is_strict`.
+    Words that stand for nobody knows which options are among its `words_unread`. Those that set nothing are passed
+    over, unless `is_strict`.
 
     Raises:
         UsageError: One of them, where that is asked for.

@@ -17,9 +17,9 @@ from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.mesh import ORDER, build_mesh
 from ckpt_tools.preflight.configs.names import gone, installed_and_listed
-from ckpt_tools.preflight.configs.options import Spell, is_variable
+from ckpt_tools.preflight.configs.options import Spell
 from ckpt_tools.preflight.configs.schema import Section, SectionType, validate
-from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.plain_values import find_value, is_variable
 from ckpt_tools.preflight.spec import Engine, Framework, ParallelSpec
 from ckpt_tools.text import first_few
 

@@ -59,7 +59,7 @@ def _describe(host: Host) -> str:
 
 def _devices(host: Host, needs: Needs) -> Iterator[Finding]:
     devices, ranks = host.devices, needs.ranks
-    if devices is None or ranks is None:
+    if devices is None or ranks is None or not needs.uses_gpus:
         return
     if len(devices) < ranks:
         what = f"{ranks} ranks start here, and {len(devices)} GPUs are visible"
@@ -124,6 +124,9 @@ def _place(place: Place, needs: Needs) -> Iterator[Finding]:
             make = Finding.error if place.path.startswith("/") else Finding.warning  # where will the job be started?
             yield make("host-path", where, "it is not on this machine", "mount it, or mend the path")
         return
+    if place.is_rootless:
+        what = "checkpoints go there, and not even its first directory is here: is something not mounted?"
+        yield Finding.warning("host-write", where, what, "mount it, or mend the path")
     if place.problem:
         what = f"checkpoints go there, and a file cannot be written: {place.problem}"
         yield Finding.error("host-write", where, what, "look at mounts, permissions and quotas")
@@ -135,7 +138,7 @@ def _place(place: Place, needs: Needs) -> Iterator[Finding]:
         yield make("host-disk", where, what + (f"; {needs.kept} are kept" if needs.kept > 1 else ""), hint)
     if place.is_volatile:
         yield Finding.warning("host-write", where, f"it lies in memory ({place.filesystem})", "save to a disk")
-    elif needs.nodes > 1 and place.filesystem is not None and not place.is_shared:
+    elif needs.nodes is not None and needs.nodes > 1 and place.filesystem is not None and not place.is_shared:
         what = f"{needs.nodes} machines save there, and it is {place.filesystem}, which others may not see"
         yield Finding.warning("host-write", where, what, "save to a file system that all machines share")
     if place.seconds_ahead is not None and abs(place.seconds_ahead) > _SECONDS:
@@ -155,7 +158,7 @@ def _meeting(host: Host, needs: Needs) -> Iterator[Finding]:
 def _not_checked(host: Host, needs: Needs) -> Iterator[str]:
     if host.devices is None:
         yield "host: GPUs: nvidia-smi does not answer, and they are not NVIDIA's"
-    elif needs.ranks is None:
+    elif needs.ranks is None and needs.uses_gpus:
         yield "host: a GPU for each rank: neither the config nor the environment says how many start here"
     if host.devices and (host.torch is None or host.driver is None):
         yield "host: driver and CUDA: torch or the driver was not found"
@@ -164,4 +167,4 @@ def _not_checked(host: Host, needs: Needs) -> Iterator[str]:
     if not needs.saves:
         yield "host: where checkpoints go: the config does not say"
     silent = [path for path in needs.paths if path not in host.places]
-    yield from (f"host: {escape_name(path)}: its file system does not answer" for path in silent)
+    yield from (f"host: {escape_name(path)}: it could not be looked at in time" for path in silent)

@@ -11,7 +11,9 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import TypeVar
 
@@ -24,8 +26,12 @@ from ckpt_tools.storage.staging import free_bytes
 
 _SECONDS = 10.0
 """How long one look may take: a dead file server or name server answers never."""
+_MAX_LOOKS = 64
+"""Paths that are looked at, at once."""
 _QUERY = "index,name,memory.total,memory.used,driver_version,uuid"
 _PROBE_BYTES = 4096
+_OTHERS = ("/dev/kfd", "/dev/davinci*", "/dev/accel*", "/dev/hl[0-9]*", "/dev/neuron*", "/dev/cambricon*")
+"""Devices of other makers, whom nobody here can count."""
 Value = TypeVar("Value")
 
 
@@ -34,7 +40,7 @@ def look_at(needs: Needs) -> Host:
     devices, driver = _devices()
     torch, cuda = _torch()
     address, port = needs.meeting
-    addresses = _in_time(lambda: _resolve(address)) if address else None
+    addresses = _in_time({"": lambda: _resolve(address)} if address else {}).get("")
     return Host(
         devices=devices,
         driver=driver,
@@ -48,19 +54,27 @@ def look_at(needs: Needs) -> Host:
         processes_left=limit_left("pids.max", "pids.current"),
         has_infiniband=bool(glob.glob("/sys/class/infiniband/*")),
         has_compat_libraries=bool(glob.glob("/usr/local/cuda*/compat/libcuda.so*")),
-        places={path: place for path in needs.paths if (place := _place(path, writes=path in needs.saves)) is not None},
+        places=_in_time({path: partial(_place, path, writes=path in needs.saves) for path in needs.paths}),
         addresses=addresses,
         port_is_free=_is_free(port) if port and addresses and _is_here(addresses) else None,
     )
 
 
-def _in_time(look: Callable[[], Value]) -> Value | None:
-    """Return what a look finds; None where it takes too long. A thread that hangs in the kernel cannot be ended."""
-    found: list[Value] = []
-    thread = Thread(target=lambda: found.append(look()), daemon=True)
-    thread.start()
-    thread.join(_SECONDS)
-    return found[0] if found else None
+def _in_time(looks: Mapping[str, Callable[[], Value]]) -> dict[str, Value]:
+    """Return what looks find that end in time, all at once. A thread that hangs in the kernel cannot be ended."""
+    found: dict[str, Value] = {}
+
+    def look(name: str) -> None:
+        with suppress(OSError, ValueError, CkptError):
+            found[name] = looks[name]()
+
+    threads = [Thread(target=look, args=(name,), daemon=True) for name in list(looks)[:_MAX_LOOKS]]
+    for one in threads:
+        one.start()
+    end = time.monotonic() + _SECONDS
+    for one in threads:
+        one.join(max(0.0, end - time.monotonic()))
+    return dict(found)
 
 
 def _devices() -> tuple[tuple[Device, ...] | None, str | None]:
@@ -78,7 +92,7 @@ def _devices() -> tuple[tuple[Device, ...] | None, str | None]:
     found = glob.glob("/proc/driver/nvidia/gpus/*")
     driver = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", _text("/proc/driver/nvidia/version"))
     if not found:  # other makers' GPUs have no file here
-        return (None if os.path.exists("/dev/kfd") else ()), None
+        return (None if any(map(glob.glob, _OTHERS)) else ()), None
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = len(found) if asked is None else min(len(found), len(_ids(asked)))
     return tuple(Device(name="GPU") for _ in range(count)), driver[1] if driver is not None else None
@@ -145,26 +159,18 @@ def _limit(kind: int) -> int:
     return -1 if soft == resource.RLIM_INFINITY else soft
 
 
-def _place(path: str, *, writes: bool) -> Place | None:
-    """Look at a path; None where its file system does not answer."""
-
-    def look() -> Place:
-        exists, near = os.path.exists(path), nearest_parent(path)
-        problem, ahead = _probe(near) if writes else ("", None)
-        try:
-            free: int | None = free_bytes(path)
-        except CkptError:
-            free = None
-        return Place(
-            path=path,
-            exists=exists,
-            filesystem=_filesystem(near),
-            free_bytes=free,
-            problem=problem,
-            seconds_ahead=ahead,
-        )
-
-    return _in_time(look)
+def _place(path: str, *, writes: bool) -> Place:
+    near = nearest_parent(path)
+    problem, ahead = _probe(near) if writes and near != os.sep else ("", None)
+    return Place(
+        path=path,
+        exists=os.path.exists(path),
+        is_rootless=near == os.sep and os.path.abspath(path) != os.sep,
+        filesystem=_filesystem(near),
+        free_bytes=free_bytes(path),
+        problem=problem,
+        seconds_ahead=ahead,
+    )
 
 
 def _probe(folder: str) -> tuple[str, float | None]:

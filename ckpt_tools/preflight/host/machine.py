@@ -27,6 +27,8 @@ class Place:
 
     path: str
     exists: bool
+    is_rootless: bool = False
+    """Not even the first directory of it is there."""
     filesystem: str | None = None
     """nfs4, lustre, ext4, …: of the path, or of the nearest directory above it."""
     free_bytes: int | None = None

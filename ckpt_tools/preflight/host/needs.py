@@ -33,6 +33,8 @@ _PER_NODE: Mapping[str, tuple[str, ...]] = {
     "verl": ("trainer.n_gpus_per_node",),
     "openrlhf": ("actor.num_gpus_per_node", "actor_num_gpus_per_node"),
 }
+_ONE_NODE = ("accelerate", "verl")
+"""Trainers whose configs mean one machine where they name none; a launcher says it for the others."""
 _NODES = ("num_machines", "trainer.nnodes", "actor.num_nodes", "actor_num_nodes")
 
 
@@ -43,7 +45,9 @@ class Needs:
     ranks: int | None = None
     """That start here."""
     world_size: int | None = None
-    nodes: int = 1
+    nodes: int | None = None
+    """Machines of the run."""
+    uses_gpus: bool = True
     saves: tuple[str, ...] = ()
     """Directories that checkpoints go to."""
     reads: tuple[str, ...] = ()
@@ -74,7 +78,9 @@ def needs_of(
     cases = [Case(config=one, facts=facts or ModelFacts(where="")) for one in configs]
     spec = configs[-1].spec if configs else None
     world = _number(environment, "WORLD_SIZE") or (None if spec is None else spec.world_size)
-    nodes = _number(environment, "NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or _whole(cases, *_NODES) or 1
+    nodes = _number(environment, "NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or _whole(cases, *_NODES)
+    if any(case.framework in _ONE_NODE for case in cases):
+        nodes = nodes or 1
     ranks = _number(environment, "LOCAL_WORLD_SIZE")
     for case in cases:
         ranks = ranks or _whole([case], *_PER_NODE.get(case.framework, ()))
@@ -84,15 +90,16 @@ def needs_of(
     is_full = any(_full_state(case) for case in cases)
     address, port = environment.get("MASTER_ADDR", ""), _number(environment, "MASTER_PORT") or 0
     return Needs(
-        ranks=ranks or (None if world is None else -(-world // nodes)),
+        ranks=ranks or (None if world is None or nodes is None else -(-world // nodes)),
         world_size=world,
         nodes=nodes,
+        uses_gpus=not any(one.is_on for one in _options(cases, "use_cpu", "no_cuda")),
         saves=tuple(_paths(cases, _SAVES)),
         reads=(*_paths(cases, _DATA), *([spec.model] if spec and spec.model and _is_path(spec.model) else [])),
         checkpoint_bytes=state,
         kept=_whole(cases, *_KEPT) or 1,
         gathered_bytes=3 * 4 * params if is_full and params is not None else 0,
-        resident_bytes=(state or 0) // nodes if spec is not None and spec.offload_params else 0,
+        resident_bytes=(state or 0) // (nodes or 1) if spec is not None and spec.offload_params else 0,
         meeting=(address or _text(cases, "main_process_ip"), port or _whole(cases, "main_process_port") or 0),
         is_first=environment.get("SLURM_NODEID", environment.get("NODE_RANK", "0")) == "0",
     )
@@ -135,12 +142,13 @@ def _paths(cases: list[Case], names: Mapping[str, tuple[str, ...]]) -> Iterator[
                 items = found.value if isinstance(found.value, list) else [found.value]
                 values = [one.get(tail) if is_list and isinstance(one, Mapping) else one for one in items]
                 always = names is _SAVES
-                yield from (one for one in values if isinstance(one, str) and one and (always or _is_path(one)))
+                texts = [one for one in values if isinstance(one, str) and one and "://" not in one]
+                yield from (one for one in texts if always or _is_path(one))
 
 
 def _is_path(text: str) -> bool:
     """Is it one path, and neither a pattern, a list, a URL nor the hub's name of something?"""
-    is_one = not any(sign in text for sign in ("://", "*", "?", "[", ",", "@"))
+    is_one = not any(sign in text for sign in ("*", "?", "[", ",", "@"))
     return is_one and (text.startswith(("/", "./", "../")) or text.endswith(_ENDINGS))
 
 

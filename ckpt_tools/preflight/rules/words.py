@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
 
-from ckpt_tools.preflight.configs.options import is_typo
 from ckpt_tools.preflight.rules.conditions import frameworks_of, holds, option_in, options_of, rows_of
 from ckpt_tools.preflight.rules.rule import (
     ALL,
@@ -24,6 +23,7 @@ from ckpt_tools.preflight.rules.rule import (
     shown,
     warning_rule,
 )
+from ckpt_tools.preflight.spelling import is_typo
 from ckpt_tools.text import first_few
 
 _LIKE = 0.85
