@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_tools.checks.step import verify_step
 from ckpt_tools.checks.verify import Level, Verification, verify
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import PROGRESS_FILE, ROLES, describe_file, is_optimizer_file, is_part
@@ -98,7 +98,10 @@ class Assessor:
             return "changing", f"being written, or left by a killed save: {first_few(temporary)}"
         stamp = saved.stamp
         if stamp not in self._problems:
-            self._problems[stamp] = self._problem(saved)
+            try:
+                self._problems[stamp] = self._problem(saved)
+            except CkptError as error:  # of the disk or the network: at the next look it may be gone
+                return "incomplete", f"cannot be looked at: {error.what}"
         if why := self._problems[stamp]:
             return "incomplete", why
         if before is not None and (lacks := _kinds(before) - _kinds(saved)):
@@ -110,7 +113,7 @@ class Assessor:
         for label, path in targets(self._folder, saved):
             try:
                 examine(path, level="structure", num_workers=1)
-            except CkptError as error:
+            except (UnreadableError, UsageError) as error:
                 return f"{label}: {error.what}" if label else error.what
         return next((f"{name}: {what}" for name, what in check_beside(self._folder, saved, content=False)), "")
 

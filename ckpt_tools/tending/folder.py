@@ -47,6 +47,8 @@ class Saved:
     """The files or directories directly in the folder that it consists of."""
     files: Mapping[str, Facts]
     """Relative to the folder."""
+    stamp: str
+    """Of names, sizes and times of all files."""
     oddity: str = ""
     """Why it cannot be removed: something in it that is not its own."""
 
@@ -59,12 +61,6 @@ class Saved:
     def nbytes(self) -> int:
         """Of all files."""
         return sum(facts.nbytes for facts in self.files.values())
-
-    @property
-    def stamp(self) -> str:
-        """Of names, sizes and times of all files."""
-        rows = [[name, facts.nbytes, facts.version] for name, facts in sorted(self.files.items())]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     @property
     def documents(self) -> tuple[str, ...]:
@@ -184,14 +180,12 @@ def gather_saved(
             continue
         places.setdefault(place.name, place)
         found.setdefault(place.name, []).append(name)
-    saved = [
-        Saved(
-            place=places[name],
-            roots=tuple(roots),
-            files={file: facts for root in roots for file, facts in items[root][1].items()},
-            oddity=next((items[root][2] for root in roots if items[root][2]), ""),
-        )
-        for name, roots in found.items()
-    ]
+    saved = []
+    for name, roots in found.items():
+        files = {file: facts for root in roots for file, facts in items[root][1].items()}
+        rows = [[file, facts.nbytes, facts.version] for file, facts in sorted(files.items())]
+        stamp = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        oddity = next((items[root][2] for root in roots if items[root][2]), "")
+        saved.append(Saved(place=places[name], roots=tuple(roots), files=files, stamp=stamp, oddity=oddity))
     saved.sort(key=lambda each: (each.place.series, -1 if each.place.step is None else each.place.step, each.name))
     return tuple(saved), tuple(unknown)

@@ -31,8 +31,7 @@ def run(tmp_path: Path, capsys: Any, config: dict[str, Any] | str, *argv: str) -
 # Options that were not read
 
 UNREAD = {
-    "arguments": (VERL + 'trainer.nnodes=2 "$@"', "$@"),
-    "bare arguments": (RLHF + "$*", "$*"),
+    "arguments that were set": (f'set -- $MORE\n{VERL} trainer.nnodes=2 "$@"', "$MORE"),
     "array of a branch": (
         f'A=(trainer.nnodes=2)\n[ -n "$D" ] && A+=(trainer.n_gpus_per_node=4)\n{VERL} "${{A[@]}}"',
         "${A[@]}",

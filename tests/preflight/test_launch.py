@@ -101,7 +101,7 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
         {"framework": "axolotl", "batch_size": 4, "seq_len": 100},
     ),
     "torchtitan": (
-        "F=${F:-./titan.toml}; torchrun --nproc-per-node 8 -m torchtitan.train --config $F --training.seq_len 9",
+        "F=${F:-./titan.toml}; torchrun --nproc-per-node 8 -m torchtitan.train --config_file $F --training.seq_len=9",
         {"framework": "torchtitan", "seq_len": 9, "world_size": 8},
     ),
     "srun": (

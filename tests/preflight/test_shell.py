@@ -88,6 +88,7 @@ CERTAIN = {
     "function in a function": 'g() { X=$1; }\nf() { g "$1" ; }\nf \'a b\'; launch "$X"',
     "function with a loop and braces": "f() { for i in 1 2; do { :; }; done; X=4; }\nf; launch $X",
     "function that shifts": 'f() { shift; launch "$@"; }\nf a b c',
+    "no arguments in one": 'launch "$*" $* a',
     "no arguments": 'f() { launch "$@" a; }\nf "$@"',
     "arguments that were set": "set -- a 'b c'; launch \"$@\" $2 $#",
     "item": "A=(1 2); launch ${A[0]} ${#A[@]}",

@@ -17,7 +17,8 @@ from tending.runs import flip, save_step, write_state
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import StorageError, UnreadableError, UsageError
+from ckpt_tools.tending import assess
 from ckpt_tools.tending.disk import DiskFolder
 from ckpt_tools.tending.folder import BusyError
 from ckpt_tools.tending.record import RECORD_NAME
@@ -314,6 +315,22 @@ def test_models_of_a_step_of_verls_are_all_verified(run, template):
     assert state_of(tended, "global_step_1") == "verified"
     assert state_of(tended, "global_step_2") == "bad"
     assert any(each.where.startswith("global_step_2/critic/") for each in tended.findings)
+
+
+def test_disk_that_fails_once_does_not_condemn_a_checkpoint(run, monkeypatch):
+    faults = [StorageError("cannot read: Stale file handle", where="step-30")]
+    examine = assess.examine
+
+    def failing(path, **options):
+        if faults and path.endswith("step-30"):
+            raise faults.pop()
+        return examine(path, **options)
+
+    monkeypatch.setattr(assess, "examine", failing)
+    tender = Tender(DiskFolder(str(run)), Settings(quiet_s=0))
+    first = tender.once()
+    assert first.verified == ("step-10", "step-20", "step-30")[: len(first.verified)]
+    assert tender.once().decisions[2].candidate.state == "verified"
 
 
 def test_run_that_went_back_to_an_earlier_step_keeps_what_it_saves(run, template):

@@ -116,12 +116,6 @@ def launched_documents(document: Document) -> tuple[Document, ...]:
 def _trainer(base: Document, launch: Launch) -> Document:
     """Return the config of the program: a file with what overrides it, or options alone."""
     found = _config_of(launch.arguments)
-    if found is None and any(word.startswith("torchtitan.") for word in launch.command):
-        raise UsageError(
-            "torchtitan's config is a Python function here",
-            where=base.path,
-            hint="write it out with --debug.save_config_file FILE, and give that: ckpt preflight FILE -- OPTIONS",
-        )
     if found is None:
         values, unread = read_flags(launch.arguments)
         return replace(base, values=values, words_unread=unread)

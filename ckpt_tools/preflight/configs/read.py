@@ -105,14 +105,19 @@ def read_config(
 
 def _documents(document: Document, framework: Framework | None) -> tuple[Document, ...]:
     """Return the configs of the run that a file stands for: itself, or what its launch line names."""
-    if (
-        document.values is not None
-        or framework in _OF_COMMANDS
-        or any(READERS[name].looks_like(document) for name in _OF_COMMANDS)
-    ):
+    takes_scripts = (framework,) if framework is not None else _OF_COMMANDS
+    readers = [READERS[name] for name in takes_scripts if name in _OF_COMMANDS and READERS[name].looks_like(document)]
+    if document.values is not None or (readers and readers != [torchtitan.READER]):
         return (document,)
     refuse_others(document)
-    return launched_documents(document) or (document,)
+    try:
+        found = launched_documents(document)
+    except UsageError:
+        if not readers:
+            raise
+        found = ()
+    # torchtitan's config is a file that is named, or a Python function that its reader looks for.
+    return (document,) if not found or (readers and not any(one.kind for one in found)) else found
 
 
 _OF_COMMANDS: tuple[Framework, ...] = ("verl", "openrlhf", "torchtitan")

@@ -154,7 +154,7 @@ class Variables:
             if self.has_other_arguments or found["all"] is None:
                 return None
             self.assumed["$@"] = None
-            return ()
+            return () if found["all"] == "@" else ""
         if found["all"]:
             return self.arguments if found["all"] == "@" else None
         number = int(found["number"]) if found["number"] else len(self.arguments) + 1

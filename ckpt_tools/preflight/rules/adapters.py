@@ -16,8 +16,6 @@ _STORAGE: Mapping[Framework, str] = {
     "axolotl": "bnb_config_kwargs.bnb_4bit_quant_storage",
 }
 """Option that says how 4-bit weights are stored; a script beside accelerate's config says it elsewhere."""
-_PREFERENCE = ("dpo", "kto", "orpo", "ipo")
-_LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
 @error_rule(
@@ -98,35 +96,6 @@ def nothing_to_train(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT074: LoRA kernels under FSDP1",
-    why="axolotl refuses them: they read parameters that FSDP1 has flattened",
-    fix="fsdp_version: 2, or the kernels off",
-    frameworks=("axolotl",),
-)
-def lora_kernels(case: Case) -> Iterator[Violation]:
-    """Source: axolotl `check_multigpu_lora_kernels`."""
-    if case.spec.engine != "fsdp1" or case.get("fsdp_config") is None or case.spec.world_size == 1:
-        return
-    for name in _LORA_KERNELS:
-        if found := enabled(case.get(name)):
-            yield Violation(name, f"{found} with FSDP1", f"fsdp_version: 2, or {name}: false")
-            return
-
-
-@error_rule(
-    "CKPT075: 4-bit weights with fp16 computation",
-    why="OpenRLHF stops: it computes 4-bit models in bf16 only",
-    fix="--param_dtype bf16",
-    frameworks=("openrlhf",),
-)
-def four_bit_half(case: Case) -> Iterator[Violation]:
-    """Source: OpenRLHF `models/actor.py`."""
-    packed, dtype = enabled(case.flag("load_in_4bit")), case.flag("param_dtype")
-    if packed is not None and dtype is not None and short(dtype.text) != "bf16":
-        yield Violation(dtype.key, f"{dtype.key} {dtype.text} with {packed.key}", f"{dtype.key} bf16")
-
-
-@error_rule(
     "CKPT077: an adapter named, but no rank",
     why="A rank below 1 has no weights to train",
     fix="the rank that the adapter should have",
@@ -137,21 +106,6 @@ def adapter_rank(case: Case) -> Iterator[Violation]:
     if adapter is not None and adapter.rank is not None and adapter.rank < 1:
         key = case.key("adapter")
         yield Violation(key, f"an adapter of rank {adapter.rank}", f"{key}: 16")
-
-
-@warning_rule(
-    "CKPT078: quanto weights under FSDP",
-    why="ai-toolkit quantises into tensor subclasses, which FSDP cannot cut into shards as it cuts plain tensors",
-    fix="model.quantize: false; sharding frees the memory",
-    frameworks=("ai-toolkit",),
-)
-def quanto_shards(case: Case) -> Iterator[Violation]:
-    """Source: ai-toolkit `toolkit/util/quantize.py` (optimum-quanto), PyTorch `FSDPParam`."""
-    found = enabled(case.ai_option("model.quantize"))
-    if found is not None and case.wants_ai_fsdp:
-        yield Violation(
-            found.key, f"{found} with dist_mode: fsdp: quantised tensors are not cut", f"{found.key}: false"
-        )
 
 
 @error_rule(

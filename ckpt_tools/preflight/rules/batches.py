@@ -274,9 +274,11 @@ def deepspeed_sizes(case: Case) -> Iterator[Violation]:
     rate = case.get("learning_rate") if arguments else None
     if rate is not None and rate.number is not None:
         yield from _differs(case, f"{at}optimizer.params.lr", rate.number, str(rate))
-    for word in ("fp16", "bf16"):
-        asked = case.get(f"{at}{word}.enabled")
-        if case.framework == "trainer" and asked is not None and asked.is_on and not case.is_on(word):
+    for word, other in (("fp16", "bf16"), ("bf16", "fp16")):
+        asked, argument = case.get(f"{at}{word}.enabled"), case.get(word) if arguments else None
+        # Arguments that say neither have a default, which is another one in TRL.
+        is_off = argument.is_off if argument is not None else bool(arguments) and case.is_on(other)
+        if asked is not None and asked.is_on and is_off:
             yield Violation(asked.key, f"{asked}, and the arguments have no {word}", f"{asked.key}: auto")
 
 

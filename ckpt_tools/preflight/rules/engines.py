@@ -124,16 +124,3 @@ def no_pipeline(case: Case) -> Iterator[Violation]:
         size, key = found.count, found.key
     if size > 1:
         yield Violation(key, f"FSDP with {size} pipeline stages", f"{key}: 1")
-
-
-@warning_rule(
-    "CKPT018: FSDP on GPUs without NCCL",
-    why="gloo moves every shard through host memory: each layer waits for it",
-    fix="train.dist_backend: nccl",
-    frameworks=("ai-toolkit",),
-)
-def wants_nccl(case: Case) -> Iterator[Violation]:
-    """Source: the notes of ai-toolkit's FSDP plan."""
-    backend = case.ai_option("train.dist_backend")
-    if backend is not None and case.wants_ai_fsdp and "nccl" not in backend.text.lower():
-        yield Violation(backend.key, f"{backend}; GPUs need nccl", f"{backend.key}: nccl")

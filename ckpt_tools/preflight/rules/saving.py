@@ -175,24 +175,3 @@ def redundant_checkpointing(case: Case) -> Iterator[Violation]:
             f"{outer} under FSDP gathers every block once more in backward",
             f"{outer.key}: false and fsdp_config.activation_checkpointing: true",
         )
-
-
-@warning_rule(
-    "CKPT069: two ways of offloading",
-    why="verl's offload_policy moves parameters, gradients and optimizer itself, and switches the other two off",
-    fix="one of them",
-    frameworks=("verl",),
-)
-def one_offload(case: Case) -> Iterator[Violation]:
-    """Source: verl `workers/fsdp_workers.py:_build_model_optimizer`."""
-    policy = enabled(case.get("actor_rollout_ref.actor.fsdp_config.offload_policy"))
-    if policy is None:
-        return
-    if not case.is_fsdp2:
-        yield Violation(
-            policy.key, f"{policy} is read under strategy fsdp2 only", "actor_rollout_ref.actor.strategy: fsdp2"
-        )
-        return
-    for name in ("param_offload", "optimizer_offload"):
-        if found := enabled(case.get(f"actor_rollout_ref.actor.fsdp_config.{name}")):
-            yield Violation(found.key, f"{found} is ignored beside {policy}", f"{found.key}: false")

@@ -47,7 +47,7 @@ def _multiples(case: Case) -> Iterator[Violation]:
     step = None if found is None else found.number
     if found is None or step == 0:  # then it evaluates whenever it logs
         logged = case.option("logging_steps")
-        step = 500.0 if logged is None else logged.number
+        step = None if logged is None else logged.number  # by default every 500 steps, and in TRL every 10
     if every is None or step is None or step <= 0 or every <= 0:
         return
     if (every < 1) == (step < 1) and round(every * _PARTS) % round(step * _PARTS) == 0:
