@@ -16,6 +16,8 @@ from ckpt_tools.estimate.tables import OPTIMIZERS
 
 Track = Callable[[Case], Memory | str]
 """Returns what was tracked, or why it cannot be."""
+_ROUGH = 1.5
+"""How far the formula may be below where it is the only opinion on a pipeline or on a cut sequence."""
 _HOPELESS = 1.25
 """A proposal that by the formula needs so many times the device's memory is not worth a tracked step."""
 _MAX_TRACKED = 4
@@ -70,6 +72,9 @@ def judge(
     is_doubtful = case.offload and (case.quantize is not None or not is_tracked)
     if fits and is_doubtful and memory.peak * OFFLOAD_UNDERESTIMATE + margin.total > gpu_memory:
         return None, f"with offload the estimate is as low as 1/{OFFLOAD_UNDERESTIMATE} of what was measured elsewhere"
+    is_special = case.sequence_parallel or case.fused_loss or case.mesh.size("pp") > 1
+    if fits and is_special and not is_tracked and memory.peak * _ROUGH + margin.total > gpu_memory:
+        return None, "by the formula alone, which knows this parallelism only roughly"
     if fits and has_experts and not is_tracked:
         return None, "the formula does not know what experts keep for backward"
     if fits:

@@ -97,10 +97,10 @@ def cut_stage(model: nn.Module, stage: Stage) -> None:
     """
     if not stage.has_embedding:
         embedding = _call(model, "get_input_embeddings")
-        _replace(model, embedding, None)
+        _replace(model, embedding)
     if not stage.has_output:
         output = _call(model, "get_output_embeddings")
-        _replace(model, output, nn.Identity())
+        _replace(model, output)
 
 
 def _call(model: nn.Module, name: str) -> nn.Module:
@@ -111,8 +111,8 @@ def _call(model: nn.Module, name: str) -> nn.Module:
     return found
 
 
-def _replace(model: nn.Module, old: nn.Module, new: nn.Module | None) -> None:
+def _replace(model: nn.Module, old: nn.Module) -> None:
     for module in model.modules():
-        for key, child in list(module._modules.items()):  # noqa: SLF001 - None must be allowed
+        for key, child in list(module.named_children()):
             if child is old:
-                module._modules[key] = new  # noqa: SLF001
+                setattr(module, key, nn.Identity())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
 
 
@@ -27,11 +28,16 @@ def stages_of(num_layers: int, case: Case) -> tuple[Stage, ...]:
 
     Layers are dealt out as torchtitan does (`generate_llm_fqn_per_model_part`): embedding and output weigh as much as a
     layer each, and what is left over goes to the first stages.
+
+    Raises:
+        UsageError: There are fewer layers than stages.
     """
     num = case.mesh.size("pp")
     if num == 1:
         return (Stage(rank=0, first=0, count=num_layers),)
     base, extra = divmod(num_layers + 2, num)
+    if num_layers < num:
+        raise UsageError(f"pp={num} has more stages than the model layers ({num_layers})", where="--mesh")
     counts = [base + (rank < extra) for rank in range(num)]
     counts[0] -= 1
     counts[-1] -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,38 +49,17 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
 TRACKED_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")
 """Those whose step is run; the state of the others is computed."""
 
+_GIB = """
+V100-16GB 15.77 · V100-32GB 31.73 · T4 14.56 · A10 21.98 · A10G 21.98 · A30 23.5 · A40 44.34 · A6000 47.4
+A100-40GB 39.38 · A100-80GB 79.14 · H100-80GB 79.1 · H100-96GB 94.99 · H200 139.7 · GH200-96GB 94.5 · B200 178.3
+L4 21.95 · L40 44.3 · L40S 44.32 · RTX3090 23.57 · RTX4090 23.52 · RTX5090 31.3 · RTX6000-Ada 47.4
+MI210 63.98 · MI250X 63.98 · MI300X 191.98
+"""
 GPUS: Mapping[str, int] = {
-    name: round(gib * (1 << 30))
-    for name, gib in {
-        "V100-16GB": 15.77,
-        "V100-32GB": 31.73,
-        "T4": 14.56,
-        "A10": 21.98,
-        "A10G": 21.98,
-        "A30": 23.5,
-        "A40": 44.34,
-        "A6000": 47.4,
-        "A100-40GB": 39.38,
-        "A100-80GB": 79.14,
-        "H100-80GB": 79.1,
-        "H100-96GB": 94.99,
-        "H200": 139.7,
-        "GH200-96GB": 94.5,
-        "B200": 178.3,
-        "L4": 21.95,
-        "L40": 44.3,
-        "L40S": 44.32,
-        "RTX3090": 23.57,
-        "RTX4090": 23.52,
-        "RTX5090": 31.3,
-        "RTX6000-Ada": 47.4,
-        "MI210": 63.98,
-        "MI250X": 63.98,  # of one of its two dies, which is a device
-        "MI300X": 191.98,
-    }.items()
+    name: round(float(gib) * (1 << 30)) for name, gib in (part.split() for part in re.split("[·\n]", _GIB.strip()))
 }
 """Bytes that the driver leaves to a program, error correction on: what PyTorch names "total capacity" when memory runs
-out, the smallest figure that users have posted, and less than `nvidia-smi` shows."""
+out, which is less than `nvidia-smi` shows. A MI250X is one of its two dies, which is a device."""
 
 
 def gpu_bytes(name: str) -> int | None:

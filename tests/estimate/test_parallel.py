@@ -7,6 +7,7 @@ from estimate.steps import BATCH, CONFIG, TOKENS, case_of, walls
 from fsdp2.ranks import run_ranks
 
 from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import EstimateOptions
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.options import cases_of
@@ -115,6 +116,11 @@ def test_stages_have_all_layers_and_embedding_and_output_weigh_one_each():
     assert [(stage.first, stage.count) for stage in (first, second, last)] == [(0, 15), (15, 16), (111, 15)]
     assert (first.has_embedding, first.has_output) == (True, False)
     assert (last.has_embedding, last.has_output) == (False, True)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(UsageError, match="more stages than the model layers"):
+        stages_of(3, case())
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ PLAIN, TP = Case(), Case(mesh=parse_mesh("dp_shard=2,tp=8"))
         (TP, True, 109, None),  # 70 of the activations may be cut
         (TP, True, 40, None),
         (TP, True, 39, False),
+        (replace(TP, sequence_parallel=True), True, 109, False),  # said to be cut, and counted so
+        (replace(TP, sequence_parallel=True), False, 110, None),  # the formula alone
+        (replace(TP, sequence_parallel=True), False, 160, True),
+        (replace(PLAIN, compile=True), True, 109, None),
+        (replace(PLAIN, compile=True), True, 69, False),
+        (replace(PLAIN, offload=True, lora=8, quantize="nf4"), True, 110, None),
     ],
 )
 def test_verdict_is_given_only_where_the_figures_carry_it(case, is_tracked, device, fits):
