@@ -20,6 +20,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.rank_files import VERL_FILE, RankFiles
 from ckpt_tools.formats.rank_writer import RankFile, places_of, plan_rank_file
+from ckpt_tools.text import first_few
 
 _CONFIG = "fsdp_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -104,6 +105,12 @@ def _job(opened: Opened, mesh: Mesh, destination: str) -> Job:
         for fqn, chunk in each.chunks:
             chunks.setdefault(fqn, []).append(chunk)
     entries = opened.checkpoint.tensors
+    if shared := [entry.fqn for entry in entries if entry.fqn not in chunks]:
+        raise UsageError(
+            f"tensors that share their memory with others cannot be written for other ranks: {first_few(shared)}",
+            where=opened.source.root,
+            hint="without --for verl, `ckpt reshard` writes DCP",
+        )
     config = _config(opened) if _CONFIG in files else {}
     if config.get("FSDP_version") != 2 and (mesh.size(_SHARD) == 1 or len(mesh.axes) > 1):
         what = "whole tensors on one rank" if mesh.size(_SHARD) == 1 else f"the process groups of {_REPLICATE} by name"

@@ -298,6 +298,24 @@ def test_tied_tensors_are_written_under_both_names(tmp_path: Path) -> None:
     assert read(out) == flat({"embed": whole, "head": whole, "also": whole})
 
 
+def test_moments_that_share_one_storage_are_no_traceback(tmp_path: Path) -> None:
+    save(tmp_path / "run", {"fsdp": 2})
+    for rank in range(2):
+        with fake_rank(rank, 2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+            made: dict[str, torch.Tensor] = {}
+
+            def part_of(
+                name: str, tensor: torch.Tensor, mesh: DeviceMesh = mesh, made: dict[str, torch.Tensor] = made
+            ) -> torch.Tensor:
+                placed = distribute_tensor(tensor, mesh, place({"fsdp": 2})(name), src_data_rank=None)
+                return made.setdefault(name, placed)
+
+            torch.save(adam(part_of), tmp_path / f"run/optim_world_size_2_rank_{rank}.pt")
+    with pytest.raises(UsageError, match="share their memory"):
+        api.reshard(tmp_path / "run", tmp_path / "out", mesh="dp_shard=3", trainer="verl")
+
+
 def test_pickles_read_exactly_are_written_the_same_again(tmp_path: Path) -> None:
     save(tmp_path, {"fsdp": 2})
     for file in sorted(tmp_path.glob("*_rank_1.pt")):
