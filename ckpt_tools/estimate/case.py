@@ -141,6 +141,18 @@ class Case(Training):
             extra.append(self.schedule)
         return " + ".join([self.strategy, *extra])
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What is assumed of a run that nobody has seen."""
+        said = (
+            (self.compile, "torch.compile is counted as eager: the run keeps fewer activations"),
+            (self.fp8, "float8 layers are counted in the compute dtype"),
+            (self.num_expert_ranks > 1, "tokens are assumed to go to experts evenly"),
+            (self.mesh.size("cp") > 1, "keys and values that context parallelism passes around are not counted"),
+            (self.offload_optimizer, "the optimizer's state is on the device during the step"),
+        )
+        return tuple(text for holds, text in said if holds)
+
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
         return asdict(self) | {"mesh": str(self.mesh)}

@@ -10,7 +10,7 @@ from functools import partial
 from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
-from ckpt_tools.estimate.run import by_formula, config_of, estimate_of
+from ckpt_tools.estimate.run import by_formula, config_of, estimate_of, with_assumptions
 from ckpt_tools.models.config import read_config
 from ckpt_tools.processes.child import Here, build_behind_walls
 
@@ -24,7 +24,7 @@ def estimate(options: EstimateOptions, here: Here) -> Estimate:
     except RefusedConfigError as error:
         error.hint = SIZES_HINT  # there is no --factory here
         raise
-    return replace(result, seconds=time.perf_counter() - start)
+    return replace(result, notes=with_assumptions(result), seconds=time.perf_counter() - start)
 
 
 def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:

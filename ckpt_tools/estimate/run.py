@@ -43,6 +43,7 @@ def run_estimate(options: EstimateOptions) -> Estimate:
         options = replace(options, model=path)
     if config_of(options) is None:
         result = by_formula(options)
+        result = replace(result, notes=with_assumptions(result))
     else:
         with start_estimate(options) as child:
             result = child.result(None)
@@ -82,6 +83,11 @@ def estimate_of(options: EstimateOptions, title: str, figures: Figures, track: T
         proposals=propose(figures, options, cases, track),
         peak_rss_bytes=peak_rss_bytes(),
     )
+
+
+def with_assumptions(result: Estimate) -> tuple[str, ...]:
+    """Return the notes of an estimate, and what its cases assume."""
+    return (*result.notes, *dict.fromkeys(text for each in result.cases for text in each.case.assumptions))
 
 
 def config_of(options: EstimateOptions) -> str | None:

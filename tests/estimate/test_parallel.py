@@ -6,6 +6,7 @@ import pytest
 from estimate.steps import BATCH, CONFIG, TOKENS, case_of, walls
 from fsdp2.ranks import run_ranks
 
+from ckpt_tools import api
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import EstimateOptions
@@ -150,6 +151,11 @@ def test_case_with_cp_and_ep_has_their_ranks_under_fsdp():
 def test_pipeline_keeps_parameters_by_default():
     (found,) = cases_of(EstimateOptions(params=7 * 10**9, layers=32, hidden=4096, mesh="dp_shard=2,pp=2"))
     assert found.strategy == "shard_grad_op"
+
+
+def test_what_is_assumed_is_said():
+    found = api.estimate(params=7 * 10**9, layers=32, hidden=4096, mesh="dp_shard=2,cp=2", compile=True, fp8=True)
+    assert [any(word in note for note in found.notes) for word in ("torch.compile", "float8", "context")] == [True] * 3
 
 
 def test_devices_by_name_have_less_than_they_are_sold_with():
