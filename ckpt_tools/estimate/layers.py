@@ -103,6 +103,12 @@ def cut_stage(model: nn.Module, stage: Stage) -> None:
         _replace(model, output)
 
 
+def width_of(model: nn.Module) -> int:
+    """Return the width of what an embedding puts out."""
+    get = getattr(model, "get_input_embeddings", None)
+    return int(get().embedding_dim) if callable(get) else 0
+
+
 def _call(model: nn.Module, name: str) -> nn.Module:
     get = getattr(model, name, None)
     found = get() if callable(get) else None

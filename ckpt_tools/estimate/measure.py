@@ -113,12 +113,6 @@ def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int
     return Step(batch=batch, run=run, has_pipeline=case.mesh.size("pp") > 1)
 
 
-def width_of(model: nn.Module) -> int:
-    """Return the width of what an embedding puts out."""
-    get = getattr(model, "get_input_embeddings", None)
-    return int(get().embedding_dim) if callable(get) else 0
-
-
 def _plain_step(model: nn.Module, batch: Batch, between: Callable[[], None]) -> None:
     output = model(**batch)
     loss = loss_of(output, find_loss(output))

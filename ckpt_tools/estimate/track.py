@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map_only
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.layers import Row, cut_stage, keep_layers, rows_of
-from ckpt_tools.estimate.measure import GROUPS, Trace, measure, step_of, total, width_of
+from ckpt_tools.estimate.layers import Row, cut_stage, keep_layers, rows_of, width_of
+from ckpt_tools.estimate.measure import GROUPS, Trace, measure, step_of, total
 from ckpt_tools.estimate.model import batch_of, build, shard
 from ckpt_tools.estimate.pipeline import Stage, stages_of
 from ckpt_tools.estimate.report import Memory, UntrackedError
