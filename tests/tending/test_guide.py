@@ -22,7 +22,8 @@ def test_guide_shows_what_watch_and_prune_print(tmp_path, template, capsys, monk
         save_step(tmp_path / "run", step, template=template)
     for command, shown in re.findall(r"```console\n\$ ckpt (.*?)\n(.*?)```", TEXT, re.DOTALL):
         assert main(command.split()) == 0
-        assert capsys.readouterr().out == shown
+        # torch's metadata is a few bytes longer in a longer temporary directory.
+        assert re.sub(r"6\.4\d KiB", "6.43 KiB", capsys.readouterr().out) == shown
 
 
 @pytest.mark.full
