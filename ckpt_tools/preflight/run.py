@@ -161,8 +161,9 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         flight.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
     if not options.why_skipped("rules"):
         flight.tell(flight.placed(_broken_rules(config), config))  # at once, and without the model
+    is_quick = options.host or set(options.only) == {"rules"}
+    facts = read_facts(sources.model) if is_quick and sources.model is not None else None
     if options.host:
-        facts = None if sources.model is None else read_facts(sources.model)
         _check_host(flight, needs_of((*config.beside, config), facts))
     why_not = _why_not_run(flight, config)
     no_memory, no_smoke = (options.why_skipped(name) or why_not for name in ("memory", "smoke"))
@@ -174,7 +175,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             resumes = sources.resumes and _needs_optimizer(config)
             check.why_not = options.why_skipped("checkpoint")
             asked = replace(sources, resumes=resumes, checkpoint=None if check.why_not else sources.checkpoint)
-            if options.host:
+            if options.host or _says_enough(facts, spec):
                 match, view = None, ModelView(facts=facts)
             else:
                 match, view = _check_checkpoint(check, flight, spec, asked, cuts)
@@ -315,6 +316,13 @@ def _check_rules(check: _Check, flight: _Flight, config: Config, view: ModelView
     check.what = f"{count} rules for {config.framework}{told}"
     if not check.was_made:
         check.what += ", as far as the config could be read"
+
+
+def _says_enough(facts: ModelFacts | None, spec: ParallelSpec) -> bool:
+    """Do a config.json and the headers of weights tell all that rules ask of a model? Else it is built."""
+    if facts is None or not facts.shapes or not facts.blocks:
+        return False
+    return set(spec.wrap_classes) <= set(facts.blocks) and (spec.adapter is None or not spec.adapter.targets)
 
 
 def _question(spec: ParallelSpec, sources: Sources, gpu_memory: int | None) -> MemoryQuestion:

@@ -22,6 +22,7 @@ from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
+from ckpt_tools.preflight import run as run_module
 from ckpt_tools.preflight.report import CHECKS
 from ckpt_tools.preflight.sources import find_sources
 from ckpt_tools.preflight.spec import ParallelSpec
@@ -67,6 +68,21 @@ def run(capsys, *argv, main=main):
     """Exit code and JSON document."""
     status = main(["preflight", *map(str, argv), "--json"])
     return status, json.loads(capsys.readouterr().out)
+
+
+def test_rules_alone_build_the_model_only_where_its_files_do_not_tell(model, tmp_path, capsys, monkeypatch):
+    built = []
+    original = run_module.look_at_model
+    monkeypatch.setattr(
+        run_module, "look_at_model", lambda *args, **more: built.append(args) or original(*args, **more)
+    )
+    argv = ["--model", model, "--only", "rules"]
+    status, document = run(capsys, write(tmp_path), *argv)
+    assert (status, built) == (0, [])
+    assert next(each["ok"] for each in document["checks"] if each["name"] == "rules")
+    status, document = run(capsys, write(tmp_path, {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecodr"}), *argv)
+    assert (status, len(built)) == (3, 1)
+    assert [one["code"] for one in document["findings"] if one["severity"] == "error"] == ["CKPT040"]
 
 
 LIGHT = "import sys; from ckpt_tools.cli import main; sys.exit(main(sys.argv[1:]) or 100 * ('torch' in sys.modules))"
