@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_tools.adapters.check import LoraCheck, to_json
 from ckpt_tools.adapters.ecosystems.simulation import LoaderReport
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_json, say, say_findings
+from ckpt_tools.cli.output import Output, note, print_json, say, say_findings, waiting
 from ckpt_tools.text import escape_name
 
 _MAX_SHOWN = 20
@@ -14,7 +14,8 @@ _VERDICTS = {"loads": "ok", "fails": "NOT ok", "unknown": "not known: nothing is
 
 def run(call: Call[LoraCheck], *, output: Output) -> int:
     """Check an adapter, and print what loaders make of it."""
-    result = call()
+    with waiting(output, "checking"):
+        result = call()
     if output.json:
         print_json(to_json(result))
         return 0 if result.ok else 3

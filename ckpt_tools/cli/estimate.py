@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json
+from ckpt_tools.cli.output import Output, print_json, waiting
 from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.errors import UsageError
@@ -19,7 +19,8 @@ def run(call: Call[Estimate], *, html: Html = None, output: Output) -> int:
         raise UsageError("--frozen-dtype needs --lora")
     shows_all = "all" in given.get("strategy", ()) and "activation_checkpointing" not in given
     with report_to(html, "estimate", str(given.get("model") or given.get("params") or ""), output) as report:
-        result = call(activation_checkpointing="both") if shows_all else call()
+        with waiting(output, "estimating"):
+            result = call(activation_checkpointing="both") if shows_all else call()
         if report is not None:
             from ckpt_tools.report.run_pages import estimate_page
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json
+from ckpt_tools.cli.output import Output, print_json, waiting
 from ckpt_tools.cli.render_inspect import By, render
 from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import terminal
@@ -28,7 +28,8 @@ def run(
 ) -> int:
     """Print what a checkpoint holds."""
     with report_to(html, "inspect", str(call.given["source"]), output) as report:
-        summary = call()
+        with waiting(output, "looking"):
+            summary = call()
         if report is not None:
             from ckpt_tools.report.inspect_page import build_page
 

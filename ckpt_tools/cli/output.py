@@ -129,6 +129,35 @@ class ChangingLine:
 
 
 @contextmanager
+def waiting(output: Output, what: str) -> Iterator[None]:
+    """Show for how long a command without a total has gone on: from its third second on a terminal, else every 30 s."""
+    if output.is_silent:
+        yield
+        return
+    is_live = sys.stderr.isatty()
+    line, ended, start = ChangingLine(shown=is_live), threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        pause = 2.0 if is_live else PLAIN_INTERVAL_S
+        while not ended.wait(pause):
+            text = f"{what}: {format_duration(time.monotonic() - start)}"
+            if is_live:
+                line.show(text)
+            else:
+                note(text)
+            pause = 1.0 if is_live else PLAIN_INTERVAL_S
+
+    teller = threading.Thread(target=tell, name="ckpt-waiting", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
+        line.close()
+
+
+@contextmanager
 def progress_of(output: Output) -> Iterator[ProgressFactory | None]:
     """Yield what makes progress receivers for `--progress MODE`."""
     if output.is_silent or output.progress == "none":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,7 @@ from samples import ASSETS, MODEL, files_of, safetensors_bytes, shard_model, sta
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.cli.commands import COMMANDS
+from ckpt_tools.cli.output import Output, waiting
 
 UP = "model.layers.0.up.weight"
 
@@ -455,6 +457,19 @@ def test_progress_goes_to_stderr_alone(model: Path, tmp_path: Path, capfd, mode:
     out, err = capfd.readouterr()
     assert out.startswith("wrote")
     assert ("B/s" in err or "%" in err) == (mode == "bar")
+
+
+def test_command_without_a_total_says_that_it_goes_on(capsys, monkeypatch):
+    monkeypatch.setattr("ckpt_tools.cli.output.PLAIN_INTERVAL_S", 0.01)
+    told = threading.Event()
+    monkeypatch.setattr("ckpt_tools.cli.output.note", lambda text: (print(text), told.set()))
+    with waiting(Output(), "estimating"):
+        assert told.wait(10)
+    assert capsys.readouterr().out.startswith("estimating: 0:00:00\n")
+    told.clear()
+    with waiting(Output(json=True), "estimating"), waiting(Output(quiet=True), "estimating"):
+        assert not told.wait(0.1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "ckpt-waiting"]
 
 
 def test_progress_plain_prints_a_line_per_interval(model: Path, tmp_path: Path, ckpt: Ckpt, monkeypatch) -> None:
