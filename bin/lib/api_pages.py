@@ -25,6 +25,13 @@ _ENTRY = re.compile(r"(\*{0,2}\w[\w.]*): (.*)")
 WIDTH = 100
 
 
+HOOKS = """## Hooks
+
+`ckpt_tools.hooks` tends the checkpoints of a run from inside ([guide](../guides/tending.md)). `TrainerTending` is the
+callback of transformers' Trainer and `LightningTending` that of Lightning: both take the settings of `Tending`.
+"""
+
+
 def describe(docstring: str | None) -> str:
     """A Google docstring as Markdown: sections become headings, their entries a list."""
     parts: list[str] = []
@@ -136,4 +143,7 @@ def render() -> str:
     members = {name: getattr(ckpt_tools, name) for name in ckpt_tools.__all__}
     functions = [function_entry(name, member) for name, member in members.items() if inspect.isfunction(member)]
     types = [f"### {name}\n\n{describe_class(member)}\n" for name, member in members.items() if inspect.isclass(member)]
-    return "\n".join([HEAD, "## Functions\n", *functions, "## Types\n", *types])
+    from ckpt_tools.hooks.tending import BadCheckpointError, Tending
+
+    hooks = [f"### {kind.__name__}\n\n{describe_class(kind)}\n" for kind in (Tending, BadCheckpointError)]
+    return "\n".join([HEAD, "## Functions\n", *functions, "## Types\n", *types, HOOKS, *hooks])
