@@ -14,6 +14,7 @@ from ckpt_tools.preflight.rules.rule import Case, NotKnownError, Setting
 _PROCESS = "config.process[0]."
 _SAVES: Mapping[str, tuple[str, ...]] = {
     "trainer": ("output_dir",),
+    "llamafactory": ("output_dir",),
     "axolotl": ("output_dir",),
     "torchtitan": ("job.dump_folder", "dump_folder"),
     "verl": ("trainer.default_local_dir",),
@@ -22,6 +23,7 @@ _SAVES: Mapping[str, tuple[str, ...]] = {
 }
 _DATA: Mapping[str, tuple[str, ...]] = {
     "trainer": ("train_file", "validation_file", "dataset_dir"),
+    "llamafactory": ("dataset_dir",),
     "axolotl": ("datasets[].path", "test_datasets[].path", "dataset_prepared_path"),
     "torchtitan": ("training.dataset_path", "dataloader.dataset_path"),
     "verl": ("data.train_files", "data.val_files"),
