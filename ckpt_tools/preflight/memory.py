@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +16,7 @@ from ckpt_tools.estimate import Estimate, EstimateOptions, run
 from ckpt_tools.estimate.tables import OPTIMIZERS
 from ckpt_tools.preflight.configs.read import READERS
 from ckpt_tools.preflight.mesh_match import shard_mesh
+from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.processes.child import Child
 from ckpt_tools.text import escape_name
@@ -36,6 +37,27 @@ _SCHEDULES: Mapping[str, str] = {
     "zbvzerobubble": "zbv",
 }
 """PyTorch's name in small letters → estimate's. Source: `torch.distributed.pipelining.schedules.get_schedule_class`."""
+_SAVERS: Mapping[str, tuple[str, ...]] = {
+    "trainer": ("use_liger_kernel", "use_liger_loss", "torch_compile", "activation_offloading"),
+    "llamafactory": ("enable_liger_kernel", "torch_compile"),
+    "axolotl": (
+        *(
+            "liger_fused_linear_cross_entropy",
+            "cut_cross_entropy",
+            "chunked_cross_entropy",
+            "unsloth_cross_entropy_loss",
+        ),
+        *("torch_compile", "activation_offloading"),
+    ),
+    "verl": (
+        *("actor_rollout_ref.model.use_fused_kernels", "actor_rollout_ref.model.use_liger", "model.use_liger"),
+        *("actor_rollout_ref.model.enable_activation_offload", "model.enable_activation_offload"),
+        "actor_rollout_ref.actor.entropy_from_logits_with_chunking",
+    ),
+    "openrlhf": ("use_liger_kernel", "ds.use_liger_kernel"),
+    "torchtitan": ("compile.enable", "training.compile", "loss.num_chunks"),
+}
+"""Options with which a run needs less than is counted: a loss in chunks, compiled blocks, offloaded activations."""
 _ONE_GROUP = "every rank gathers the whole model at once, and the estimate is for one block after another"
 
 
@@ -63,11 +85,29 @@ class _Notes(list[str]):
         self.is_upper = True
 
 
-def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions: int | None = None) -> MemoryQuestion:
+def savers_of(framework: str, values: Mapping[str, object] | None) -> tuple[str, ...]:
+    """Return the options of a config with which the run needs less than an estimate counts."""
+    found = {name: find_value(values, name) for name in _SAVERS.get(framework, ())}
+    return tuple(
+        name
+        for name, value in found.items()
+        if is_variable(value) or (str(value) not in ("1", "None") if name.endswith("num_chunks") else as_truth(value))
+    )
+
+
+def ask(
+    spec: ParallelSpec,
+    *,
+    model: str,
+    gpu_memory: int | None,
+    max_positions: int | None = None,
+    savers: Sequence[str] = (),
+) -> MemoryQuestion:
     """Return what to estimate for a spec.
 
     Args:
         spec: What the config asks for.
+        savers: What `savers_of` found.
         model: A config.json, its directory, or a checkpoint whose headers tell the sizes.
         gpu_memory: Bytes of a device.
         max_positions: Longest sample of the model, for where the config does not say how long they are.
@@ -76,6 +116,8 @@ def ask(spec: ParallelSpec, *, model: str, gpu_memory: int | None, max_positions
     if whole is None or why_not:
         return MemoryQuestion(options=None, why_not=why_not)
     notes = _Notes()
+    for name in savers:
+        notes.less(f"{escape_name(name)} is not counted")
     seq_len = spec.seq_len or min(_DEFAULT_SEQ_LEN, max_positions or _DEFAULT_SEQ_LEN)
     assumed = ([] if spec.seq_len else [f"samples of {seq_len} tokens"]) + ([] if spec.batch_size else ["one sample"])
     if assumed:

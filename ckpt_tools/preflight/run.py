@@ -18,7 +18,15 @@ from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
-from ckpt_tools.preflight.memory import MemoryQuestion, ask, blocks_too_small, check_memory, doubt_of, start_estimate
+from ckpt_tools.preflight.memory import (
+    MemoryQuestion,
+    ask,
+    blocks_too_small,
+    check_memory,
+    doubt_of,
+    savers_of,
+    start_estimate,
+)
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, facts_of, read_facts
 from ckpt_tools.preflight.options import PreflightOptions
 from ckpt_tools.preflight.places import Place
@@ -167,7 +175,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
         _check_host(flight, needs_of((*config.beside, config), facts))
     why_not = _why_not_run(flight, config)
     no_memory, no_smoke = (options.why_skipped(name) or why_not for name in ("memory", "smoke"))
-    question = MemoryQuestion(options=None, why_not=no_memory) if no_memory else _question(spec, sources, gpu_memory)
+    question = MemoryQuestion(options=None, why_not=no_memory) if no_memory else _question(config, sources, gpu_memory)
     # The estimate has a process of its own, and runs beside everything else.
     with start_estimate(question) as estimating, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
         with flight.check("checkpoint") as check:
@@ -325,12 +333,18 @@ def _says_enough(facts: ModelFacts | None, spec: ParallelSpec) -> bool:
     return set(spec.wrap_classes) <= set(facts.blocks) and (spec.adapter is None or not spec.adapter.targets)
 
 
-def _question(spec: ParallelSpec, sources: Sources, gpu_memory: int | None) -> MemoryQuestion:
+def _question(config: Config, sources: Sources, gpu_memory: int | None) -> MemoryQuestion:
     if sources.model is None:
         return MemoryQuestion(options=None, why_not="there is no config.json of the model")
     try:
         positions = facts_of(checked_config(sources.model).values).max_positions
-        return ask(spec, model=sources.model, gpu_memory=gpu_memory, max_positions=positions)
+        return ask(
+            config.spec,
+            model=sources.model,
+            gpu_memory=gpu_memory,
+            max_positions=positions,
+            savers=savers_of(config.framework, config.values),
+        )
     except CkptError as error:
         return MemoryQuestion(options=None, why_not=error.what)
 

@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from ckpt_tools.description.layout import parse_mesh
-from ckpt_tools.preflight.memory import ask, blocks_too_small, check_memory, doubt_of, in_own_words, start_estimate
+from ckpt_tools.preflight.memory import (
+    ask,
+    blocks_too_small,
+    check_memory,
+    doubt_of,
+    in_own_words,
+    savers_of,
+    start_estimate,
+)
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 
 
@@ -62,6 +70,26 @@ def test_ask_cuts_what_the_trainer_cuts():
         "sgd": "sgd",
     }.items():
         assert ask(spec(optimizer=optimizer), model="m", gpu_memory=1).options.optimizer == expected
+
+
+@pytest.mark.parametrize(
+    ("framework", "values", "found"),
+    [
+        ("trainer", {"use_liger_kernel": True, "torch_compile": False}, ("use_liger_kernel",)),
+        ("trainer", {"use_liger_kernel": "$LIGER"}, ("use_liger_kernel",)),
+        ("axolotl", {"cut_cross_entropy": "true"}, ("cut_cross_entropy",)),
+        ("torchtitan", {"compile": {"enable": True}, "loss": {"num_chunks": 8}}, ("compile.enable", "loss.num_chunks")),
+        ("torchtitan", {"compile": {"enable": False}, "loss": {"num_chunks": 1}}, ()),
+        ("verl", {"actor_rollout_ref": {"model": {"use_liger": True}}}, ("actor_rollout_ref.model.use_liger",)),
+        ("ai-toolkit", None, ()),
+    ],
+)
+def test_options_that_save_memory_make_the_estimate_an_upper_bound(framework, values, found):
+    savers = savers_of(framework, values)
+    assert savers == found
+    question = ask(spec(), model="model", gpu_memory=1, savers=savers)
+    assert question.is_upper is bool(found)
+    assert len(question.notes) == len(found)
 
 
 def test_experts_over_ranks_that_do_not_divide_are_said_and_not_cut():
