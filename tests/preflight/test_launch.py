@@ -169,6 +169,27 @@ def test_script_that_starts_two_runs_is_not_green(tmp_path: Path) -> None:
         assert "more than one trainer" in script(tmp_path, text).why_not
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ("--nnodes 2", [("warning", "nothing says where they meet")]),
+        ("--nnodes=2 --standalone", [("error", "a run of its own")]),
+        ("--nnodes 2 --master-addr a", [("warning", "takes itself for the first")]),
+        ("--nnodes 2 --master_addr a --node_rank 1", []),
+        ("--nnodes 2 --rdzv_backend c10d --rdzv_endpoint $HEAD:29500", []),
+        ("--nnodes 1 --standalone", []),
+        ("--nnodes $N", []),
+        ("", []),
+    ],
+)
+def test_machines_of_a_torchrun_must_be_told_where_they_meet(options: str, found: Any, tmp_path: Path) -> None:
+    line = f"torchrun {options} --nproc-per-node 8 train.py --per_device_train_batch_size 1 --output_dir o"
+    (tmp_path / "run.sh").write_text(line)
+    findings = [one for one in read_config(str(tmp_path / "run.sh")).findings if one.code == "meeting"]
+    assert [one.severity for one in findings] == [severity for severity, _ in found]
+    assert all(words in one.what for one, (_, words) in zip(findings, found, strict=True))
+
+
 def test_program_that_nobody_knows_leaves_the_launchers_config(tmp_path: Path) -> None:
     config = script(tmp_path, "accelerate launch --config_file acc.yaml own.py --my_batch 3 --depth 2\n")
     assert (config.framework, config.spec.world_size) == ("accelerate", 8)

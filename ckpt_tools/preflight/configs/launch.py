@@ -228,6 +228,39 @@ def _launcher(commands: Iterable[Sequence[str]]) -> tuple[Sequence[str], tuple[s
     return None
 
 
+_MEETING = ("--rdzv-endpoint", "--rdzv_endpoint", "--master-addr", "--master_addr")
+_RANKS = ("--node-rank", "--node_rank")
+_STATIC = ("--master-addr", "--master_addr")
+_WHERE = "--rdzv-backend c10d --rdzv-endpoint HOST:29500, or PET_RDZV_ENDPOINT and PET_RDZV_BACKEND in the environment"
+
+
+def check_meeting(commands: Iterable[Sequence[str]]) -> tuple[Finding, ...]:
+    """Return what is wrong with where the machines of a torchrun meet.
+
+    Source: `torch.distributed.run` (`get_args_parser`: `env` reads PET_…; `config_from_args`: with the static
+    rendezvous each machine needs its rank; `run`: standalone is of this machine alone).
+    """
+    found = _launcher(commands)
+    if found is None or found[1] != _PER_NODE:
+        return ()
+    command = found[0]
+    nodes, given = _number(command, _NODES), {word.partition("=")[0] for word in command}
+    if nodes is None or nodes < 2:
+        return ()
+    where = next(word for word in command if word.partition("=")[0] in _NODES)
+    if "--standalone" in given:
+        what = f"{nodes} machines, and --standalone: each starts a run of its own"
+        return (Finding.error("meeting", where, what, f"in place of --standalone: {_WHERE}"),)
+    if given.isdisjoint(_MEETING):
+        what = f"{nodes} machines, and nothing says where they meet: each waits for the others at itself"
+        return (Finding.warning("meeting", where, what, _WHERE),)
+    is_static = not given.isdisjoint(_STATIC) and given.isdisjoint(("--rdzv-endpoint", "--rdzv_endpoint"))
+    if is_static and given.isdisjoint((*_RANKS, "--rdzv-backend", "--rdzv_backend")):
+        what = f"{nodes} machines without --node-rank: each takes itself for the first"
+        return (Finding.warning("meeting", where, what, "--node-rank, or PET_NODE_RANK in the environment"),)
+    return ()
+
+
 def programs(command: Sequence[str]) -> tuple[str, ...]:
     """Return the modules and scripts that a command starts with python or one of the launchers."""
     return tuple(

@@ -19,7 +19,13 @@ from ckpt_tools.preflight.configs import (
 )
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document, read_document
-from ckpt_tools.preflight.configs.launch import launched_documents, launched_ranks, several_commands, unread_ranks
+from ckpt_tools.preflight.configs.launch import (
+    check_meeting,
+    launched_documents,
+    launched_ranks,
+    several_commands,
+    unread_ranks,
+)
 from ckpt_tools.preflight.configs.options import check_variables, option_names
 from ckpt_tools.preflight.configs.others import refuse_others
 from ckpt_tools.preflight.configs.overrides import overridden
@@ -171,11 +177,12 @@ def _with_launcher(config: Config, document: Document) -> Config:
 def _with_document(config: Config, document: Document) -> Config:
     """Count what was not read of the files around the config, and remember where things are written."""
     words = (*config.options.words, *document.words_unread)
-    more = (several_commands(document.starts_more),) if document.starts_more else ()
+    more = [several_commands(document.starts_more)] if document.starts_more else []
+    more += check_meeting(document.commands)
     return replace(
         config,
         options=replace(config.options, words=words),
-        findings=config.findings + more,
+        findings=(*config.findings, *more),
         files=document.files,
         absent=document.absent,
         place=document.place,
