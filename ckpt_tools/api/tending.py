@@ -98,8 +98,9 @@ class WatchOptions(KeepOptions):
 
     directory: Run = field(kw_only=False)
     level: Annotated[
-        Literal["data", "values"], Option("What to check of a new checkpoint: every byte; values, also NaN and Inf.")
-    ] = "data"
+        Literal["data", "values"],
+        Option("What to check of a new checkpoint; values: every byte, NaN and Inf; data: bytes with a checksum."),
+    ] = "values"
     gather: Annotated[
         AnyPath | None, Option("Also convert what stays into full safetensors, below this directory.", metavar="OUT")
     ] = None

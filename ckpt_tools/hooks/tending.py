@@ -69,7 +69,7 @@ class Tending:
         keep_best: int | None = None,
         metric: str = "eval_loss",
         greater_is_better: bool | None = None,
-        level: Literal["data", "values"] = "data",
+        level: Literal["data", "values"] = "values",
         on_finding: Literal["warn", "raise"] = "warn",
         export_adapter: str | os.PathLike[str] | None = None,
         settle_s: float = 2.0,

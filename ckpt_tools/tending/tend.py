@@ -61,7 +61,7 @@ class Settings:
     """What to do with a folder."""
 
     rules: Rules = field(default_factory=Rules)
-    level: Level | None = "data"
+    level: Level | None = "values"
     """How to verify what is new; None: not at all."""
     quiet_s: float = 10.0
     """For so long a checkpoint must not have changed before it is read or removed."""
@@ -214,7 +214,7 @@ class Tender:
 
     def _verify(self, saved: Saved, done: _Done) -> Entry | None:
         """Verify a checkpoint, and return what is recorded of it; None where that is nothing."""
-        level = self._settings.level or "data"
+        level = self._settings.level or "values"
         found: list[Finding] = []
         nbytes = 0
         digest = self._assessor.digest(saved)
