@@ -90,7 +90,11 @@ LIGHT = "import sys; from ckpt_tools.cli import main; sys.exit(main(sys.argv[1:]
 
 @pytest.mark.full
 def test_preflight_of_a_right_config_is_green_and_checks_everything(model, tmp_path):
-    argv = ["preflight", str(write(tmp_path)), "--model", str(model), "--gpu-memory", "80GB", "--json"]
+    (tmp_path / "args.yaml").write_text(
+        "per_device_train_batch_size: 1\nmax_length: 128\noutput_dir: out\nbf16: true\n"
+    )
+    configs = [str(write(tmp_path)), str(tmp_path / "args.yaml")]
+    argv = ["preflight", *configs, "--model", str(model), "--gpu-memory", "80GB", "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", LIGHT, *argv], capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -103,7 +107,7 @@ def test_preflight_of_a_right_config_is_green_and_checks_everything(model, tmp_p
     assert [(check["name"], check["ok"]) for check in document["checks"]] == [(name, True) for name in CHECKS]
     assert document["not_checked"] == []
     assert [f for f in document["findings"] if f["severity"] != "info"] == []
-    assert (document["framework"], document["mesh"]) == ("accelerate", "dp_shard=8")
+    assert (document["framework"], document["mesh"]) == ("accelerate + trainer", "dp_shard=8")
     assert document["verify"]["ok"]
     assert document["estimate"]["fits"]
     assert document["checkpoint"]["num_matched"] == 30

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from names import LISTS, render  # noqa: E402
+from lists import LISTS, render  # noqa: E402
 from releases import (  # noqa: E402
     HERE as TABLES,
     IndexUnreachableError,
