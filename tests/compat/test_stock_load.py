@@ -170,6 +170,7 @@ def test_from_pretrained_after_gather_gives_equal_logits(written, llama_dir, tmp
     assert torch.equal(models.logits(original.eval()), models.logits(back.eval()))
 
 
+@pytest.mark.full
 def test_from_pretrained_after_gather_as_bf16_equals_torch_cast(written, llama_dir, tmp_path, models):
     api.gather(written / "shard-dp8", tmp_path / "back", dtype="bf16")
     original = transformers.LlamaForCausalLM.from_pretrained(llama_dir).to(torch.bfloat16)

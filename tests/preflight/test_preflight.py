@@ -70,6 +70,7 @@ def run(capsys, *argv, main=main):
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.full
 def test_rules_alone_build_the_model_only_where_its_files_do_not_tell(model, tmp_path, capsys, monkeypatch):
     built = []
     original = run_module.look_at_model
