@@ -70,7 +70,7 @@ def _widen(half: Array, wide: Array) -> None:
     np.left_shift(bits, 13, out=bits)
     np.bitwise_and(bits, np.int32(-0x70002000), out=bits)  # the sign, and 15 bits from 13 on
     np.multiply(wide, np.float32(2.0**112), out=wide)
-    if wide.max() >= 65536 or wide.min() <= -65536:
+    if half.max() >= 0x7C00 or half.view(np.uint16).max() >= 0xFC00:
         np.bitwise_or(bits, np.int32(0x7F800000), out=bits, where=np.abs(wide) >= 65536)
 
 
