@@ -270,6 +270,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", BASES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_lycoris_families_give_what_its_forward_gives(kind, case):

@@ -39,7 +39,7 @@ def reload(path, case):
         return PeftModel.from_pretrained(families.build(case.model), path).eval()
 
 
-@pytest.mark.full(but=["accelerate"])
+@pytest.mark.full
 @pytest.mark.parametrize("name", families.CASES)
 def test_adapter_of_two_ranks_exported_to_peft_answers_as_before(saved, tmp_path, name):
     case = families.CASES[name]

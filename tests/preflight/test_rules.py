@@ -465,6 +465,7 @@ def test_rules_on_values_of_any_type_never_fail(framework: str, tmp_path: Path) 
                 assert finding.code in CATALOGUE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("framework", sorted(RIGHT))
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "cp", "sp", "tp", "ep", "pp"])
 def test_rules_on_any_size_of_an_axis_never_fail(framework: Any, axis: str) -> None:

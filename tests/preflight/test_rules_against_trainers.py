@@ -125,6 +125,7 @@ HELD = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "edits", "world_size"), HELD)
 def test_errors_are_what_the_trainer_refuses(case: RuleCase, edits: Edits, world_size: int, tmp_path: Path) -> None:
     path = tmp_path / NAMES[case.framework]
