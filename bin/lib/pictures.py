@@ -43,7 +43,7 @@ REPORTS = {
     "stats": "stats trained --against tiny-llama",
     "estimate": "estimate llama-8b --mesh dp_shard=8 --seq-len 4096 --strategy all --gpu-memory 80GB",
     "smoke": "smoke tiny-llama --mesh dp_shard=2,tp=2 --steps 4",
-    "preflight": "preflight accelerate.yaml --model tiny-llama --gpu-memory 80GB",
+    "preflight": "preflight accelerate.yaml sft.yaml --model tiny-llama --gpu-memory 80GB",
 }
 """Report → its command."""
 SHOWN = {"inspect": 1000, "verify": 900, "estimate": 865, "preflight": 1000}
@@ -68,6 +68,7 @@ def make_inputs() -> None:
     Path("llama-8b").mkdir()
     Path("llama-8b/config.json").write_text(LLAMA_8B)
     Path("accelerate.yaml").write_text(ACCELERATE)
+    Path("sft.yaml").write_text("per_device_train_batch_size: 2\nmax_length: 1024\nbf16: true\noutput_dir: run\n")
     run_ckpt("shard tiny-llama damaged --mesh dp_replicate=1,dp_shard=8,tp=4 --tp-plan auto")
     for rank, offset in ((5, 40_000), (5, 90_000), (22, 60_000), (23, 200_000), (13, 300_000)):
         with open(f"damaged/__{rank}_0.distcp", "r+b") as file:
