@@ -190,6 +190,15 @@ def test_machines_of_a_torchrun_must_be_told_where_they_meet(options: str, found
     assert all(words in one.what for one, (_, words) in zip(findings, found, strict=True))
 
 
+def test_option_of_the_launcher_that_is_not_known_is_named(tmp_path: Path) -> None:
+    line = "deepspeed --num_gpus=$NUM train.py --per_device_train_batch_size 1 --output_dir o --deepspeed ds.json"
+    (tmp_path / "run.sh").write_text(line)
+    findings = read_config(str(tmp_path / "run.sh")).findings
+    assert [one.what for one in findings if one.where == "--num_gpus"] == [
+        "--num_gpus is not in the file: its value is not checked"
+    ]
+
+
 def test_program_that_nobody_knows_leaves_the_launchers_config(tmp_path: Path) -> None:
     config = script(tmp_path, "accelerate launch --config_file acc.yaml own.py --my_batch 3 --depth 2\n")
     assert (config.framework, config.spec.world_size) == ("accelerate", 8)

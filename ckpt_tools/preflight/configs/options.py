@@ -291,9 +291,9 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
 
 
 def _shown(values: Mapping[str, object], path: str) -> str:
-    """Return the value at a path and a blank, where it is short enough to be shown."""
+    """Return the beginning of the value at a path, or the option itself, and a blank."""
     node = find_value(values, path.removeprefix("--"))
-    return f"{node[:60]} " if isinstance(node, str) else ""
+    return f"{node[:60] if isinstance(node, str) else path} "
 
 
 def decides(name: str) -> bool:
