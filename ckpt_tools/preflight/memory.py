@@ -72,6 +72,8 @@ class MemoryQuestion:
     """The run needs less than is counted: what does not fit here may fit."""
     assumed: tuple[str, ...] = ()
     """What the config does not say, and more of which would need more."""
+    is_part: bool = False
+    """Others share the devices with what is counted: the rollout, the reference and the critic with the actor."""
 
 
 class _Notes(list[str]):
@@ -157,7 +159,12 @@ def ask(
         frozen_dtype=_dtype(spec.master_dtype, computed, "frozen parameters", []),
         optimizer=_optimizer(spec, notes),
     )
-    return MemoryQuestion(options=options, notes=tuple(notes), is_upper=notes.is_upper, assumed=tuple(assumed))
+    is_part = spec.keys.get("model", "").startswith("actor_rollout_ref.")
+    if is_part:
+        notes.append("the actor alone is counted: the rollout, the reference and a critic share its devices")
+    return MemoryQuestion(
+        options=options, notes=tuple(notes), is_upper=notes.is_upper, assumed=tuple(assumed), is_part=is_part
+    )
 
 
 def _why_not(spec: ParallelSpec) -> str:
@@ -269,6 +276,8 @@ def doubt_of(estimate: Estimate, question: MemoryQuestion) -> str:
     """Return why an estimate does not say whether the run fits, although it says whether what was counted does."""
     if estimate.fits and question.assumed:
         return f"it does with {' and '.join(question.assumed)} on a rank, which the config does not say"
+    if estimate.fits and question.is_part:
+        return "the actor alone does, and shares its devices with the rollout, the reference and a critic"
     if estimate.fits is False and question.is_upper:
         return "what was counted does not, and the run needs less (see the notes)"
     return ""

@@ -233,6 +233,11 @@ def test_what_does_not_fit_is_an_error_with_a_change_that_was_computed(tmp_path)
     fitting = replace(estimate, cases=(estimate.advice.estimate,))
     unsaid = ask(replace(wanted, seq_len=None), model=str(tmp_path), gpu_memory=2 * 10**9)
     assert "samples of 2048 tokens" in doubt_of(fitting, unsaid)
+    actor = ask(
+        replace(wanted, keys={"model": "actor_rollout_ref.model.path"}), model=str(tmp_path), gpu_memory=2 * 10**9
+    )
+    assert "the actor alone" in doubt_of(fitting, actor)
+    assert doubt_of(estimate, actor) == ""
     assert doubt_of(fitting, less) == doubt_of(estimate, unsaid) == ""
     # What fits is no finding.
     assert check_memory(replace(estimate, cases=(estimate.advice.estimate,)), wanted) == ()
