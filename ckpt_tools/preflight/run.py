@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 
 from ckpt_tools.description.checkpoint import Finding
@@ -15,7 +13,8 @@ from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
-from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
+from ckpt_tools.preflight.flight import TITLES, Check, Flight
+from ckpt_tools.preflight.fold import write_cuts
 from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
 from ckpt_tools.preflight.memory import (
@@ -29,101 +28,15 @@ from ckpt_tools.preflight.memory import (
 )
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, facts_of, read_facts
 from ckpt_tools.preflight.options import PreflightOptions
-from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
 from ckpt_tools.preflight.sources import Sources, find_sources
 from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.preflight.trial import run_trial
 from ckpt_tools.processes.child import Child
-from ckpt_tools.smoke import SmokeReport, run_smoke
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
-
-
-@dataclass(slots=True)
-class _Flight:
-    """What is checked, and what was found so far."""
-
-    options: PreflightOptions
-    findings: dict[Finding, None] = field(default_factory=dict)
-    ignored: dict[Finding, None] = field(default_factory=dict)
-    places: dict[Finding, Place] = field(default_factory=dict)
-    checks: dict[CheckName, CheckResult] = field(default_factory=dict)
-    not_checked: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def check(self, name: CheckName) -> Iterator[_Check]:
-        """Make one check: its block says what was found."""
-        start = time.perf_counter()
-        follow = self.options.on_check or (lambda _name, _state: None)
-        follow(name, "begun")
-        check = _Check()
-        yield check
-        seconds = check.seconds if check.seconds is not None else time.perf_counter() - start
-        check.findings = self.without_ignored(check.findings)
-        failed = any(finding.severity == "error" for finding in check.findings)
-        ok = False if failed else True if check.was_made else None
-        if check.why_not:
-            self.not_checked.append(f"{_TITLES[name]}: {check.why_not}")
-        self.tell(check.findings)
-        self.checks[name] = CheckResult(name=name, ok=ok, seconds=round(seconds, 3), what=check.what or check.why_not)
-        follow(name, "failed" if failed else "done")
-
-    def tell(self, findings: Sequence[Finding]) -> None:
-        """Keep findings, and say those that are new."""
-        findings = self.without_ignored(findings)
-        new = tuple(finding for finding in dict.fromkeys(findings) if finding not in self.findings)
-        self.findings |= dict.fromkeys(new)
-        if new and self.options.on_findings is not None:
-            self.options.on_findings(new)
-
-    def without_ignored(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Return the findings that count, and keep the others."""
-        self.ignored |= dict.fromkeys(one for one in findings if one.code in self.options.ignore)
-        return tuple(one for one in findings if one.code not in self.options.ignore)
-
-    def placed(self, findings: tuple[Finding, ...], config: Config) -> tuple[Finding, ...]:
-        """Return findings on a config, and remember where they point at in its files."""
-        for finding in findings:
-            place = next((at for one in (config, *config.beside) if (at := one.place(finding.where))), None)
-            if place is not None:
-                self.places.setdefault(finding, place)
-        return findings
-
-    def results(self) -> tuple[CheckResult, ...]:
-        """Return what the checks said, in the order in which they are shown."""
-        names: list[CheckName] = [*CHECKS[:2], "host", *CHECKS[2:]]
-        return tuple(self.checks[name] for name in names if name in self.checks)
-
-    @property
-    def has_errors(self) -> bool:
-        """Is anything wrong so far?"""
-        return any(finding.severity == "error" for finding in self.findings)
-
-
-@dataclass(slots=True)
-class _Check:
-    """What one check says of itself."""
-
-    findings: tuple[Finding, ...] = ()
-    what: str = ""
-    why_not: str = ""
-    """Why it was not made, or not to its end."""
-    was_made: bool = False
-    seconds: float | None = None
-    """Where it ran elsewhere."""
-
-
-_TITLES = {
-    "config": "the config",
-    "rules": "rules on the model",
-    "host": "this machine",
-    "memory": "whether it fits",
-    "checkpoint": "the checkpoint",
-    "smoke": "a smoke run",
-}
 
 
 def preflight(options: PreflightOptions) -> PreflightReport:
@@ -142,7 +55,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
     config_path, world_size = ", ".join(paths), options.world_size
     model, checkpoint = (None if path is None else os.fspath(path) for path in (options.model, options.checkpoint))
     gpu_memory = options.gpu_bytes
-    flight = _Flight(options)
+    flight = Flight(options)
     if options.on_places is not None:
         options.on_places(flight.places)
     given = [name for name, value in (("model", model), ("resume_from", checkpoint)) if value is not None]
@@ -196,7 +109,7 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             report = None
             check.why_not = no_smoke
             if not no_smoke:
-                report = _smoke(check, flight, spec, sources, match, view)
+                report = run_trial(check, flight, spec, sources, match, view)
         with flight.check("memory") as check:
             shapes = {} if view.facts is None else view.facts.shapes
             too_small = blocks_too_small(spec, shapes)
@@ -237,7 +150,7 @@ def _not_read(paths: tuple[str, ...], framework: str, why_not: str) -> Preflight
         spec=None,
         checks=tuple(CheckResult(name=name, ok=None, seconds=0.0, what=left.get(name, why_not)) for name in CHECKS),
         findings=(),
-        not_checked=(f"{_TITLES['config']}: {why_not}",),
+        not_checked=(f"{TITLES['config']}: {why_not}",),
     )
 
 
@@ -249,7 +162,7 @@ def _machine_alone(options: PreflightOptions) -> PreflightReport:
     """
     if not options.host:
         raise UsageError("there is no CONFIG", hint="name the trainer's config; only --host does without one")
-    flight = _Flight(options)
+    flight = Flight(options)
     with flight.check("config") as check:
         check.was_made, check.what = True, "none: what a run needs of this machine is what its environment says"
     _check_host(flight, needs_of((), None))
@@ -266,7 +179,7 @@ def _machine_alone(options: PreflightOptions) -> PreflightReport:
     )
 
 
-def _check_host(flight: _Flight, needs: Needs) -> None:
+def _check_host(flight: Flight, needs: Needs) -> None:
     with flight.check("host") as check:
         result = check_host(look_at(needs), needs)
         check.findings, check.what, check.was_made = result.findings, result.what, True
@@ -299,7 +212,7 @@ def _broken_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Find
     return (*chain.from_iterable(check_rules(one, facts) for one in config.beside), *found)
 
 
-def _why_not_run(flight: _Flight, config: Config) -> str:
+def _why_not_run(flight: Flight, config: Config) -> str:
     """Return why neither memory nor a smoke run is worth the time: they would be those of another run."""
     if flight.has_errors:
         return "the config has errors"
@@ -315,7 +228,7 @@ def _describe_options(config: Config) -> str:
     return f"understood {options.understood} of {options.read} options of {whose}{passed}"
 
 
-def _check_rules(check: _Check, flight: _Flight, config: Config, view: ModelView) -> None:
+def _check_rules(check: Check, flight: Flight, config: Config, view: ModelView) -> None:
     check.findings = flight.placed(_broken_rules(config, view.facts), config)
     count = sum(any(rule.is_for(one) for one in (config, *config.beside)) for rule in RULES)
     told = "" if view.facts is not None else ", except where they need the model"
@@ -350,8 +263,8 @@ def _question(config: Config, sources: Sources, gpu_memory: int | None) -> Memor
 
 
 def _check_memory(
-    check: _Check,
-    flight: _Flight,
+    check: Check,
+    flight: Flight,
     spec: ParallelSpec,
     question: MemoryQuestion,
     estimating: Child[Estimate] | None,
@@ -394,7 +307,7 @@ def _needs_optimizer(config: Config) -> bool:
 
 
 def _check_checkpoint(
-    check: _Check, flight: _Flight, spec: ParallelSpec, sources: Sources, cuts: Sequence[str]
+    check: Check, flight: Flight, spec: ParallelSpec, sources: Sources, cuts: Sequence[str]
 ) -> tuple[CheckpointMatch | None, ModelView]:
     """Check the checkpoint; the model is looked at in any case."""
     if sources.checkpoint is not None:
@@ -416,62 +329,3 @@ def _describe_match(match: CheckpointMatch) -> str:
     if match.comparison is not None:
         parts.append(f"{len(match.comparison.found)} of them the model's")
     return ", ".join(parts)
-
-
-def _smoke(
-    check: _Check,
-    flight: _Flight,
-    spec: ParallelSpec,
-    sources: Sources,
-    match: CheckpointMatch | None,
-    view: ModelView,
-) -> SmokeReport | None:
-    if sources.model is None:
-        check.why_not = "there is no config.json of the model"
-        return None
-    comparison = view.comparison
-    if comparison is None:
-        check.why_not = view.why_not
-        return None
-    model, source = sources.model, None
-    notes = []
-    trial = comparison.trial
-    if trial is not None:
-        if trial.path is None:
-            check.why_not = (
-                f"the model has {comparison.num_elems / 1e9:.1f} G parameters and cannot be cut down: {trial.why}"
-            )
-            return None
-        model = trial.path
-        notes.append(f"{comparison.title} is cut down: {describe_chosen(sources.model, model)}")
-    elif match is not None and match.ok and comparison.found:
-        source = match.path
-    elif match is not None:
-        notes.append("the checkpoint is not loaded: what is wrong with it is above")
-    blocks = () if view.facts is None else view.facts.blocks
-    fold = fold_spec(spec, model=model, source=source, blocks=blocks)
-    if fold.options is None:
-        check.why_not = fold.why_not
-        return None
-    try:
-        report = run_smoke(fold.options)
-    except CkptError as error:
-        check.why_not = error.what + (f" ({error.where})" if error.where else "")
-        return None
-    report = replace(report, source=escape_name(source or sources.model))
-    flight.notes += [f"smoke: {note}" for note in (*notes, *fold.notes, *report.notes)]
-    check.findings, check.was_made = _smoke_findings(report), True
-    check.what = f"{report.model} on {report.mesh}, {report.strategy}"
-    if report.losses:
-        check.what += f": loss {report.losses[0]:.4f} → {report.losses[-1]:.4f}"
-    return report
-
-
-def _smoke_findings(report: SmokeReport) -> tuple[Finding, ...]:
-    """Return what the run found; a phase that failed without a word is one more finding."""
-    findings = report.findings
-    if report.ok or any(finding.severity == "error" for finding in findings):
-        return findings
-    failed = [phase.name for phase in report.phases if phase.ok is False]
-    what = f"these phases failed: {', '.join(failed)}"
-    return (*findings, Finding.error("smoke-failed", "smoke", what))
