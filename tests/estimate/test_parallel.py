@@ -36,7 +36,7 @@ JOBS = {
     ),
     "qlora": (DENSE, {"strategy": "full_shard", "mesh": "dp_shard=2", "lora": 8, "quantize": "nf4"}),
     "tp, pp": (
-        DENSE | {"num_hidden_layers": 20},
+        DENSE | {"num_hidden_layers": 14},
         {"strategy": "shard_grad_op", "mesh": "dp_shard=2,tp=2,pp=2", "activation_checkpointing": True} | TITAN,
     ),
     "experts": (MOE, {"strategy": "full_shard", "mesh": "dp_shard=4,tp=2", "expert_parallel": 4} | TITAN),

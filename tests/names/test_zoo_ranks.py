@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 _SLICES = 8
 _FEWEST = 24
 """Architectures of a slice that train and return; 243 of all in transformers 5.23 (`bin/test --zoo` walks them)."""
-_OF = 6
+_OF = 9
 """Without --zoo, one architecture of so many."""
 _TOLERANCE = 1e-4
 _NOT_OURS = {
@@ -141,4 +141,4 @@ def test_architectures_train_on_two_ranks_and_return_to_the_hub(
     is_whole = request.config.getoption("--zoo")
     found, _ = run_ranks(2, walk_all, zoo.part(at, _SLICES, whole=is_whole, of=_OF), tmp_path, timeout=900)
     assert {name: what for name, what in found.items() if what not in ("", "not fed", "not loaded")} == {}
-    assert sum(not what for what in found.values()) >= (_FEWEST if is_whole else _FEWEST // _OF - 2)
+    assert sum(not what for what in found.values()) >= (_FEWEST if is_whole else _FEWEST // _OF - 1)

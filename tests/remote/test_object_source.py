@@ -314,8 +314,11 @@ def test_fault_at_some_requests(store: Put, proxy: Proxy, samples: dict[str, Pat
 
 
 @pytest.mark.full
-def test_fault_at_every_request(store: Put, proxy: Proxy, samples: dict[str, Path], tmp_path: Path) -> None:
-    _sweep(store, proxy, samples["run"], tmp_path, 1)
+def test_fault_at_every_request(
+    store: Put, proxy: Proxy, samples: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """With --zoo at every one, else at every third."""
+    _sweep(store, proxy, samples["run"], tmp_path, 1 if request.config.getoption("--zoo") else 3)
 
 
 def test_store_that_goes_away_is_no_finding(store: Put, proxy: Proxy, samples: dict[str, Path], capsys) -> None:
