@@ -11,14 +11,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter
-from ckpt_tools.adapters.base.combine import Combining, combined_parts, combining_of
+from ckpt_tools.adapters.base.combine import Combining, combined_parts
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
 from ckpt_tools.adapters.base.model import live_tensors
 from ckpt_tools.adapters.base.share import Share, parts_of
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
-from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects
+from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
 from ckpt_tools.adapters.families import family_of
@@ -27,7 +27,7 @@ from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.read.tensors import LazyAdapter
 from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
-from ckpt_tools.conversions.job import Job, check_separate
+from ckpt_tools.conversions.job import Job, check_separate, with_config
 from ckpt_tools.conversions.to_own import own_job
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.transform import plain_names
@@ -81,9 +81,8 @@ def merging_job(
             adapter's source has other frozen weights than the base; or adapters that have no sum.
         AdapterRefusedError: An adapter is broken.
     """
-    combining = combining_of(
-        options.combine, len(reads), options.density, options.majority_sign, options.svd_rank, options.seed
-    )
+    combining = Combining.of(options, len(reads))
+    base, config = untied(base) if options.untie else (base, None)
     job = own_job(
         base,
         os.fspath(options.destination),
@@ -92,6 +91,9 @@ def merging_job(
         max_shard_size=options.max_shard_size,
     )
     job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
+    if config is not None:
+        job.assets = with_config(job.assets, config)
+        job.notes.append(f"untied: {HEAD} is a tensor of its own, and config.json has tie_word_embeddings false")
     with ExitStack() as stack:
         shares = []
         for (path, read), weight in zip(reads.items(), weights, strict=True):
@@ -104,7 +106,7 @@ def merging_job(
             else:
                 notes = ["left out: its weight is 0"]
             job.notes += [f"{path}: {note}" if len(reads) > 1 else note for note in notes]
-        _add_edits(job, shares, combining)
+        _add_edits(job, shares, combining, is_untied=config is not None)
         yield job
 
 
@@ -131,11 +133,11 @@ def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: Mer
     return Share(path=path, weight=weight, read=read, stored=adapter, adapter=matched, match=match, loading=loading)
 
 
-def _add_edits(job: Job, shares: Sequence[Share], combining: Combining | None) -> None:
+def _add_edits(job: Job, shares: Sequence[Share], combining: Combining | None, *, is_untied: bool) -> None:
     """Add to a conversion what the adapters change."""
     shares = [_without_copies(job, share, shares) for share in shares]
     parts = parts_of(shares) if combining is None else combined_parts(shares, combining)
-    pairs = suspects(job.opened, plain_names(job.source), parts.keys())
+    pairs = () if is_untied else suspects(job.opened, plain_names(job.source), parts.keys())
     targets = {entry.fqn: entry.dtype for entry in job.target.tensors}
     entries = {entry.fqn: entry for entry in job.source.tensors}
     turns = threading.Lock()

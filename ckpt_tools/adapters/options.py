@@ -116,7 +116,7 @@ class MergeOptions:
         str,
         Option(
             "How adapters are combined: the exact sum of their changes, or a method of PEFT's.",
-            metavar="|".join(("sum", *METHODS)),
+            metavar="|".join(METHODS),
         ),
     ] = "sum"
     density: Annotated[
@@ -132,6 +132,9 @@ class MergeOptions:
     alpha: Alpha = None
     adapter_name: AdapterName = None
     config: Config = ()
+    untie: Annotated[
+        bool, Option("Give a head that is tied to the embedding a weight of its own, so that either can change.")
+    ] = False
     max_shard_size: MaxShardSize = None
     include: Annotated[Sequence[str], Option("Only these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
     exclude: Annotated[Sequence[str], Option("Skip these tensors of the adapter (repeatable).", metavar="GLOB")] = ()

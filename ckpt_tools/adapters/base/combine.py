@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, Sourced
 from ckpt_tools.adapters.base.matching import ChangedRows
@@ -24,16 +24,16 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckpt_tools.adapters.options import MergeOptions
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.moving.arrays import Array
 
-Sign = Literal["total", "frequency"]
 _PAIRS = (("A", "B"), ("A_embedding", "B_embedding"))
 
 
 class _Method(NamedTuple):
-    pruning: Literal["magnitude", "random"] | None = None
-    """Which elements of an adapter are set to 0."""
+    pruning: str | None = None
+    """Which elements of an adapter are set to 0: those of the least magnitude, or random ones."""
     elects: bool = False
     """Do only elements of the sign count that most have?"""
     of_product: bool = False
@@ -48,45 +48,61 @@ _OF_FACTORS = {
     "magnitude_prune": _Method("magnitude"),
 }
 METHODS: Mapping[str, _Method] = {
+    "sum": _Method(),
     **_OF_FACTORS,
     "svd": _Method(of_product=True),
     **{f"{name}_svd": method._replace(of_product=True) for name, method in _OF_FACTORS.items() if method.pruning},
 }
-"""By PEFT's names."""
+"""By PEFT's names, and the sum, which PEFT has as "cat"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combining:
-    """How, as the user says it.
-
-    Raises:
-        UsageError: A number that the method needs or does not take.
-    """
+    """How, as the user says it."""
 
     method: str
-    density: float | None = None
+    density: float | None
     """Share of the elements that are kept."""
-    majority_sign: Sign | None = None
-    """What most have: of the sum of the values (total, the default), or of their number."""
-    svd_rank: int | None = None
+    majority_sign: str | None
+    """Of what most have it: of the values (total, the default), or of their number."""
+    svd_rank: int | None
     """Of the result; the largest of the adapters' by default."""
-    seed: int = 0
+    seed: int
 
-    def __post_init__(self) -> None:
-        is_pruned, of_product = self.kind.pruning is not None, self.kind.of_product
-        if is_pruned and not 0 < (self.density or 0) <= 1:
-            given = "" if self.density is None else f", got {self.density:g}"
-            raise UsageError(
-                f"--combine {self.method} needs a --density above 0 and up to 1{given}", hint="--density 0.5"
-            )
-        for flag, value, is_taken in (
-            ("--density", self.density, is_pruned),
-            ("--majority-sign", self.majority_sign, self.kind.elects),
-            ("--svd-rank", self.svd_rank, of_product),
-            ("--seed", self.seed or None, self.kind.pruning == "random"),
-        ):
+    @classmethod
+    def of(cls, options: MergeOptions, num_adapters: int) -> Combining | None:
+        """Return how adapters are combined; None where they are added up.
+
+        Raises:
+            UsageError: An unknown method, one for several adapters, or a number that it lacks or does not take.
+        """
+        method, density, seed = options.combine, options.density, options.seed
+        if method not in METHODS:
+            raise UsageError(f"--combine must be one of {', '.join(METHODS)}, got {method!r}")
+        kind = METHODS[method]
+        if kind.pruning and (density is None or not 0 < density <= 1):
+            given = "" if density is None else f", got {density:g}"
+            raise UsageError(f"--combine {method} needs a --density above 0 and up to 1{given}", hint="--density 0.5")
+        given_for = {
+            "--density": (density, kind.pruning),
+            "--majority-sign": (options.majority_sign, kind.elects),
+            "--svd-rank": (options.svd_rank, kind.of_product),
+            "--seed": (seed or None, kind.pruning == "random"),
+        }
+        for flag, (value, is_taken) in given_for.items():
             if value is not None and not is_taken:
-                raise UsageError(f"--combine {self.method} does not use {flag}", hint=f"leave out {flag}")
+                raise UsageError(f"--combine {method} does not use {flag}", hint=f"leave out {flag}")
+        if method == "sum":
+            return None
+        if num_adapters < 2:
+            raise UsageError(f"--combine {method} needs at least two adapters", hint="ckpt merge-lora BASE A B DST")
+        return cls(
+            method=method,
+            density=density,
+            majority_sign=options.majority_sign,
+            svd_rank=options.svd_rank,
+            seed=seed,
+        )
 
     @property
     def kind(self) -> _Method:
@@ -95,10 +111,9 @@ class Combining:
 
     def bytes_of(self, shape: tuple[int, ...], count: int) -> int:
         """Return the memory for the products of so many adapters of a weight; 0 where none is made."""
-        if not self.kind.of_product or self.kind.pruning is None:
-            return 0
+        is_made = self.kind.of_product and self.kind.pruning is not None
         rows, columns = shape[0], math.prod(shape[1:])
-        return rows * columns * (4 * (count + 3) + 8) + 4 * 8 * min(rows, columns) ** 2
+        return is_made * (rows * columns * (4 * (count + 3) + 8) + 4 * 8 * min(rows, columns) ** 2)
 
     def __str__(self) -> str:
         """Return it for people."""
@@ -143,28 +158,6 @@ class Combining:
             total += array * np.float32(weight) * agrees
             count += agrees
         return total / np.maximum(count, 1)
-
-
-def combining_of(
-    method: str, num_adapters: int, density: float | None, majority_sign: Sign | None, svd_rank: int | None, seed: int
-) -> Combining | None:
-    """Return how adapters are combined; None where they are added up.
-
-    Raises:
-        UsageError: An unknown method, one for several adapters, or a number that it does not take.
-    """
-    if method not in ("sum", *METHODS):
-        known = ", ".join(("sum", *METHODS))
-        raise UsageError(f"--combine must be one of {known}, got {method!r}")
-    if method == "sum":
-        given = {"--density": density, "--majority-sign": majority_sign, "--svd-rank": svd_rank, "--seed": seed or None}
-        for flag, value in given.items():
-            if value is not None:
-                raise UsageError(f"{flag} is for --combine, and the adapters are added up", hint=f"leave out {flag}")
-        return None
-    if num_adapters < 2:
-        raise UsageError(f"--combine {method} needs at least two adapters", hint="ckpt merge-lora BASE A B DST")
-    return Combining(method=method, density=density, majority_sign=majority_sign, svd_rank=svd_rank, seed=seed)
 
 
 @dataclass(slots=True, eq=False)
