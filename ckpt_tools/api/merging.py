@@ -15,6 +15,7 @@ from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.conversions.run import run
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.quantised.decoded import dequantised, is_quantised
 from ckpt_tools.options import AnyPath, default_num_workers, takes
 
 
@@ -40,6 +41,8 @@ def merge_lora(options: MergeOptions) -> Conversion:
     workers = options.num_workers or default_num_workers(computes=True)
     with ExitStack() as stack:
         opened = stack.enter_context(open_path(os.fspath(options.base), format=options.format))
+        if is_quantised(opened):
+            opened = dequantised(opened, options.dtype)
         reads = {
             path: stack.enter_context(
                 read_adapter(
