@@ -9,6 +9,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.base.combine import Combining, combined_parts
@@ -33,8 +34,9 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.moving.execute import scan
+from ckpt_tools.quantised.decoded import dequantised, is_quantised
 
 _NUMPY_BYTES = 64 << 20
 """Of numpy and its linear algebra, once imported."""
@@ -54,26 +56,24 @@ class AdapterRefusedError(CkptError):
     code = "adapter"
 
 
+class Weighted(NamedTuple):
+    """An adapter, and what multiplies its change."""
+
+    read: OpenedAdapter
+    weight: float
+
+
 @contextmanager
-def merging_job(
-    base: Opened,
-    reads: Mapping[str, OpenedAdapter],
-    weights: Sequence[float],
-    options: MergeOptions,
-    *,
-    num_workers: int,
-) -> Iterator[Job]:
-    """Yield the job that writes the base with adapters merged into it.
+def merging_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num_workers: int) -> Iterator[Job]:
+    """Yield the job that writes a base with adapters merged into it.
 
     A base of safetensors files gives safetensors files, under the base's file names unless `dtype` or
     `max_shard_size` ask for others. A DCP checkpoint gives one with the same chunks on the same ranks; optimizer
     state, which belongs to other weights, is left out.
 
     Args:
-        base: The base.
-        reads: Path → adapter, in their order.
-        weights: One for each: multiplies what it adds.
         options: As the user gave them.
+        adapters: By their paths, in their order.
         num_workers: Threads that will run it.
 
     Raises:
@@ -81,22 +81,25 @@ def merging_job(
             adapter's source has other frozen weights than the base; or adapters that have no sum.
         AdapterRefusedError: An adapter is broken.
     """
-    combining = Combining.of(options, len(reads))
-    base, config = untied(base) if options.untie else (base, None)
-    job = own_job(
-        base,
-        os.fspath(options.destination),
-        dtype=options.dtype,
-        dtype_for=options.dtype_for,
-        max_shard_size=options.max_shard_size,
-    )
-    job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
-    if config is not None:
-        job.assets = with_config(job.assets, config)
-        job.notes.append(f"untied: {HEAD} is a tensor of its own, and config.json has tie_word_embeddings false")
+    combining = Combining.of(options)
     with ExitStack() as stack:
+        base = stack.enter_context(open_path(os.fspath(options.base), format=options.format))
+        if is_quantised(base):
+            base = dequantised(base, options.dtype)
+        base, config = untied(base) if options.untie else (base, None)
+        job = own_job(
+            base,
+            os.fspath(options.destination),
+            dtype=options.dtype,
+            dtype_for=options.dtype_for,
+            max_shard_size=options.max_shard_size,
+        )
+        job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
+        if config is not None:
+            job.assets = with_config(job.assets, config)
+            job.notes.append(f"untied: {HEAD} is a tensor of its own, and config.json has tie_word_embeddings false")
         shares = []
-        for (path, read), weight in zip(reads.items(), weights, strict=True):
+        for path, (read, weight) in adapters.items():
             check_separate(read.opened, job.destination)
             notes: list[str] = []
             share = _share(job, path, read, weight, options, notes)
@@ -105,7 +108,7 @@ def merging_job(
                 shares.append(share)
             else:
                 notes = ["left out: its weight is 0"]
-            job.notes += [f"{path}: {note}" if len(reads) > 1 else note for note in notes]
+            job.notes += [f"{path}: {note}" if len(adapters) > 1 else note for note in notes]
         _add_edits(job, shares, combining, is_untied=config is not None)
         yield job
 

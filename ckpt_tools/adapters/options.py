@@ -98,7 +98,7 @@ class MergeOptions:
 
     base: Annotated[
         AnyPath,
-        Argument("The base model: a safetensors file, a model directory or a DCP directory.", "BASE"),
+        Argument("Base model: a safetensors file, a model directory, a diffusers pipeline or a DCP directory.", "BASE"),
     ] = field(kw_only=False)
     adapter: Annotated[
         AnyPath | Sequence[AnyPath],
@@ -132,6 +132,9 @@ class MergeOptions:
     alpha: Alpha = None
     adapter_name: AdapterName = None
     config: Config = ()
+    component: Annotated[
+        str | None, Option("Component of a diffusers pipeline (default: by the adapter's names).", metavar="NAME")
+    ] = None
     untie: Annotated[
         bool, Option("Give a head that is tied to the embedding a weight of its own, so that either can change.")
     ] = False

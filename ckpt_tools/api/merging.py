@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ckpt_tools.adapters.ecosystems.peft.config import parse_overrides
-from ckpt_tools.adapters.merge import merging_job
+from ckpt_tools.adapters.merge import Weighted, merging_job
 from ckpt_tools.adapters.options import MergeOptions
+from ckpt_tools.adapters.pipeline import pipeline_job
 from ckpt_tools.adapters.read.opening import read_adapter
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.conversions.run import run
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.quantised.decoded import dequantised, is_quantised
-from ckpt_tools.options import AnyPath, default_num_workers, takes
+from ckpt_tools.models.config import PIPELINE_NAME
+from ckpt_tools.options import default_num_workers, takes
+from ckpt_tools.remote.places import is_file
 
 
 @takes(MergeOptions)
@@ -36,31 +37,33 @@ def merge_lora(options: MergeOptions) -> Conversion:
         MergeUnchangedError: Tensors come out unchanged, although the adapter changes them.
         DestinationExistsError: The destination exists.
     """
-    paths = [os.fspath(path) for path in _listed(options.adapter)]
+    given = options.adapter
+    paths = [os.fspath(path) for path in ([given] if isinstance(given, str | os.PathLike) else given)]
     weights = _weights(options, paths)
+    if options.combine != "sum" and len(paths) < 2:
+        raise UsageError(f"--combine {options.combine} is for several adapters", hint="ckpt merge-lora BASE A B DST")
     workers = options.num_workers or default_num_workers(computes=True)
+    is_pipeline = is_file(os.path.join(os.fspath(options.base), PIPELINE_NAME))
+    if options.component and not is_pipeline:
+        raise UsageError(f"--component is for a diffusers pipeline, which has a {PIPELINE_NAME}", hint="leave it out")
     with ExitStack() as stack:
-        opened = stack.enter_context(open_path(os.fspath(options.base), format=options.format))
-        if is_quantised(opened):
-            opened = dequantised(opened, options.dtype)
-        reads = {
-            path: stack.enter_context(
-                read_adapter(
-                    path,
-                    adapter_name=options.adapter_name,
-                    include=options.include,
-                    exclude=options.exclude,
-                    settings=parse_overrides(options.config),
-                )
+        adapters = {
+            path: Weighted(
+                stack.enter_context(
+                    read_adapter(
+                        path,
+                        adapter_name=options.adapter_name,
+                        include=options.include,
+                        exclude=options.exclude,
+                        settings=parse_overrides(options.config),
+                    )
+                ),
+                weight,
             )
-            for path in paths
+            for path, weight in zip(paths, weights, strict=True)
         }
-        job = stack.enter_context(merging_job(opened, reads, weights, options, num_workers=workers))
-        return run(job, dry_run=options.dry_run)
-
-
-def _listed(adapter: AnyPath | Sequence[AnyPath]) -> Sequence[AnyPath]:
-    return [adapter] if isinstance(adapter, str | os.PathLike) else adapter
+        make = pipeline_job if is_pipeline else merging_job
+        return run(stack.enter_context(make(options, adapters, num_workers=workers)), dry_run=options.dry_run)
 
 
 def _weights(options: MergeOptions, paths: Sequence[str]) -> list[float]:

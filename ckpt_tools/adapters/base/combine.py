@@ -24,8 +24,8 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.options import MergeOptions
     from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.options import MergeOptions
     from ckpt_tools.moving.arrays import Array
 
 _PAIRS = (("A", "B"), ("A_embedding", "B_embedding"))
@@ -70,11 +70,11 @@ class Combining:
     seed: int
 
     @classmethod
-    def of(cls, options: MergeOptions, num_adapters: int) -> Combining | None:
+    def of(cls, options: MergeOptions) -> Combining | None:
         """Return how adapters are combined; None where they are added up.
 
         Raises:
-            UsageError: An unknown method, one for several adapters, or a number that it lacks or does not take.
+            UsageError: An unknown method, or a number that it lacks or does not take.
         """
         method, density, seed = options.combine, options.density, options.seed
         if method not in METHODS:
@@ -94,8 +94,6 @@ class Combining:
                 raise UsageError(f"--combine {method} does not use {flag}", hint=f"leave out {flag}")
         if method == "sum":
             return None
-        if num_adapters < 2:
-            raise UsageError(f"--combine {method} needs at least two adapters", hint="ckpt merge-lora BASE A B DST")
         return cls(
             method=method,
             density=density,
