@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import NamedTuple
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.base.combine import Combining, combined_parts
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
 from ckpt_tools.adapters.base.model import live_tensors
+from ckpt_tools.adapters.base.share import Share, parts_of
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
-from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects
+from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
 from ckpt_tools.adapters.families import family_of
@@ -23,14 +28,15 @@ from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.read.tensors import LazyAdapter
 from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
-from ckpt_tools.conversions.job import Job, check_separate
+from ckpt_tools.conversions.job import Job, check_separate, with_config
 from ckpt_tools.conversions.to_own import own_job
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.moving.execute import scan
+from ckpt_tools.quantised.decoded import dequantised, is_quantised
 
 _NUMPY_BYTES = 64 << 20
 """Of numpy and its linear algebra, once imported."""
@@ -50,37 +56,73 @@ class AdapterRefusedError(CkptError):
     code = "adapter"
 
 
+class Weighted(NamedTuple):
+    """An adapter, and what multiplies its change."""
+
+    read: OpenedAdapter
+    weight: float
+
+
 @contextmanager
-def merging_job(base: Opened, read: OpenedAdapter, options: MergeOptions, *, num_workers: int) -> Iterator[Job]:
-    """Yield the job that writes the base with the adapter merged into it.
+def merging_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num_workers: int) -> Iterator[Job]:
+    """Yield the job that writes a base with adapters merged into it.
 
     A base of safetensors files gives safetensors files, under the base's file names unless `dtype` or
     `max_shard_size` ask for others. A DCP checkpoint gives one with the same chunks on the same ranks; optimizer
     state, which belongs to other weights, is left out.
 
+    Args:
+        options: As the user gave them.
+        adapters: By their paths, in their order.
+        num_workers: Threads that will run it.
+
     Raises:
-        UsageError: A module that does not fit the base, an alpha that is not known, a scale that is not defined; or
-            the adapter's source has other frozen weights than the base.
-        AdapterRefusedError: The adapter is broken.
+        UsageError: A module that does not fit the base, an alpha that is not known, a scale that is not defined; the
+            adapter's source has other frozen weights than the base; or adapters that have no sum.
+        AdapterRefusedError: An adapter is broken.
     """
-    destination, scale = os.fspath(options.destination), options.scale
-    check_separate(read.opened, destination)
-    adapter = read.adapter
+    combining = Combining.of(options)
+    with ExitStack() as stack:
+        base = stack.enter_context(open_path(os.fspath(options.base), format=options.format))
+        if is_quantised(base):
+            base = dequantised(base, options.dtype)
+        base, config = untied(base) if options.untie else (base, None)
+        job = own_job(
+            base,
+            os.fspath(options.destination),
+            dtype=options.dtype,
+            dtype_for=options.dtype_for,
+            max_shard_size=options.max_shard_size,
+        )
+        job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
+        if config is not None:
+            job.assets = with_config(job.assets, config)
+            job.notes.append(f"untied: {HEAD} is a tensor of its own, and config.json has tie_word_embeddings false")
+        shares = []
+        for path, (read, weight) in adapters.items():
+            check_separate(read.opened, job.destination)
+            notes: list[str] = []
+            share = _share(job, path, read, weight, options, notes)
+            stack.callback(share.loading.close)
+            if weight or combining is not None:
+                shares.append(share)
+            else:
+                notes = ["left out: its weight is 0"]
+            job.notes += [f"{path}: {note}" if len(adapters) > 1 else note for note in notes]
+        _add_edits(job, shares, combining, is_untied=config is not None)
+        yield job
+
+
+def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: MergeOptions, notes: list[str]) -> Share:
+    """Find out what an adapter changes, and prove that it fits."""
+    base, adapter = job.opened, read.adapter
     if not all(module.parameter for module in adapter.modules):
         slots = find_slots(plain_names(base.checkpoint), base_config(base))
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
     adapter = with_alpha(adapter, options.alpha)
     refuse_variants(adapter)
     _refuse_broken(adapter)
-    job = own_job(
-        base,
-        destination,
-        dtype=options.dtype,
-        dtype_for=options.dtype_for,
-        max_shard_size=options.max_shard_size,
-    )
-    job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
-    _check_scale(adapter, scale)
+    _check_scale(adapter, weight)
     frozen = live_tensors(plain_names(base.checkpoint), base_config(base))
     is_proven = bool(adapter.base_tensors) and refuse_changed(adapter, read.opened, base, frozen)
     assumed = assumptions(adapter, is_base_proven=is_proven)
@@ -88,50 +130,71 @@ def merging_job(base: Opened, read: OpenedAdapter, options: MergeOptions, *, num
         finding = findings_of(assumed, strict=True)[0]
         raise AdapterRefusedError(f"--strict: {finding.what}", where=finding.where, hint=finding.hint)
     loading = LazyAdapter(adapter, read.opened)
-    try:
-        job = _with_edits(job, adapter, read, loading, scale)
-        job.notes += [f"assumed: {each.text}, which is not recorded. Otherwise: {each.otherwise}" for each in assumed]
-        yield job
-    finally:
-        loading.close()
+    matched, match, respelled = match_any_spelling(adapter, loading, plain_names(job.source), base_config(base))
+    notes += [*respelled, *_notes(matched, match, weight)]
+    notes += [f"assumed: {each.text}, which is not recorded. Otherwise: {each.otherwise}" for each in assumed]
+    return Share(path=path, weight=weight, read=read, stored=adapter, adapter=matched, match=match, loading=loading)
 
 
-def _with_edits(
-    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, loading: LazyAdapter, scale: float
-) -> Job:
-    """Add to a conversion what the adapter changes."""
-    stored = adapter
-    tensors = plain_names(job.source)
-    adapter, match, notes = match_any_spelling(stored, loading, tensors, base_config(job.opened))
-    job.notes += notes
-    pairs = suspects(job.opened, tensors, match.parts.keys())
+def _add_edits(job: Job, shares: Sequence[Share], combining: Combining | None, *, is_untied: bool) -> None:
+    """Add to a conversion what the adapters change."""
+    shares = [_without_copies(job, share, shares) for share in shares]
+    parts = parts_of(shares) if combining is None else combined_parts(shares, combining)
+    pairs = () if is_untied else suspects(job.opened, plain_names(job.source), parts.keys())
     targets = {entry.fqn: entry.dtype for entry in job.target.tensors}
     entries = {entry.fqn: entry for entry in job.source.tensors}
     turns = threading.Lock()
     edits = {
-        fqn: TensorEdit(entries[fqn], targets[fqn], parts, loading.get, scale, job.opened.source, turns)
-        for fqn, parts in match.parts.items()
+        fqn: TensorEdit(entries[fqn], targets[fqn], found, job.opened.source, turns) for fqn, found in parts.items()
     }
     job.edits = edits
-    job.edit_bytes = _edit_bytes(adapter, edits, job.num_workers)
-    job.notes += _notes(adapter, match, scale)
-    job.prepare = lambda: _prepare(job, stored, read, pairs, scale)
+    job.edit_bytes = _edit_bytes(shares, edits, combining, job.num_workers)
+    if len(shares) > 1:
+        how = "the weighted sum of their changes" if combining is None else str(combining)
+        job.notes.append(f"{len(shares)} adapters change {len(edits)} tensors: {how}")
+    job.prepare = lambda: _prepare(job, shares, pairs, combining)
 
     def accept() -> None:
-        read.opened.source.check_unchanged()
-        job.notes += _judge(adapter, edits)
+        for share in shares:
+            share.read.opened.source.check_unchanged()
+        job.notes += _judge(edits)
 
     job.accept = accept
-    return job
 
 
-def _prepare(
-    job: Job, adapter: Adapter[TensorEntry], read: OpenedAdapter, pairs: Collection[Pair], scale: float
-) -> None:
+def _without_copies(job: Job, share: Share, shares: Sequence[Share]) -> Share:
+    """Leave out whole tensors that other adapters change as well and that are copies of the base's.
+
+    PEFT saves the embedding beside a LoRA of it (`save_embedding_layers`).
+    """
+    entries = {entry.fqn: entry for entry in job.source.tensors}
+    others = {fqn for other in shares if other is not share for fqn in other.match.parts}
+    kept = dict(share.match.parts)
+    for fqn in share.match.parts.keys() & others:
+        for rows in share.match.parts[fqn]:
+            module = share.adapter.modules[rows.module]
+            if module.is_saved and rows.count * math.prod(rows.shape[1:]) == entries[fqn].num_elems:
+                own = share.read.opened.resolve(share.stored.modules[rows.module].factors[rows.role])
+                if _digest(own, share.read.opened, job) == _digest(entries[fqn], job.opened, job):
+                    kept[fqn] = tuple(each for each in kept[fqn] if each is not rows)
+    return replace(share, match=replace(share.match, parts=kept))
+
+
+def _digest(entry: TensorEntry, opened: Opened, job: Job) -> str:
+    return scan([entry], opened.source, num_workers=job.num_workers).digests[entry.fqn]
+
+
+def _prepare(job: Job, shares: Sequence[Share], pairs: Collection[Pair], combining: Combining | None) -> None:
     """Refuse a tied base, and say what identifies the result."""
     refuse_equal(pairs, job.opened, num_workers=job.num_workers)
-    entries = [read.opened.resolve(entry) for module in adapter.modules for entry in module.factors.values()]
-    digests = scan(entries, read.opened.source, num_workers=job.num_workers).digests
+    state = [repr(combining), *(_identity(share, job.num_workers) for share in shares)]
+    job.recipe = digest_bytes(json.dumps(state).encode())
+
+
+def _identity(share: Share, num_workers: int) -> object:
+    adapter, opened = share.stored, share.read.opened
+    entries = [opened.resolve(entry) for module in adapter.modules for entry in module.factors.values()]
+    digests = scan(entries, opened.source, num_workers=num_workers).digests
     modules = [
         (
             module.path,
@@ -145,8 +208,7 @@ def _prepare(
         for module in adapter.modules
     ]
     settings = {name: repr(found.value) for name, found in sorted(adapter.settings.items())}
-    state = (modules, settings, adapter.convention, scale)
-    job.recipe = digest_bytes(json.dumps(state).encode())
+    return modules, settings, adapter.convention, share.weight
 
 
 def _refuse_broken(adapter: Adapter[TensorEntry]) -> None:
@@ -174,28 +236,26 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
 # What is written
 
 
-def _edit_bytes(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit], num_workers: int) -> int:
-    """Return an upper bound of the memory of the libraries, the adapter and the tensors that are computed whole."""
-    factors = sum(entry.num_elems for module in adapter.modules for entry in module.factors.values())
-    whole = [
-        edit.entry for edit in edits.values() if any(_mixes_rows(adapter.modules[part.module]) for part in edit.parts)
-    ]
+def _edit_bytes(
+    shares: Sequence[Share], edits: Mapping[str, TensorEdit], combining: Combining | None, num_workers: int
+) -> int:
+    """Return an upper bound of the memory of the libraries, the adapters and the tensors that are computed whole."""
+    modules = [module for share in shares for module in share.adapter.modules]
+    factors = sum(entry.num_elems for module in modules for entry in module.factors.values())
+    whole = [edit.entry for edit in edits.values() if any(part.needs_all for part in edit.parts)]
     largest = max((entry.num_elems for entry in whole), default=0)
     # Read, in float32, in float32 once more, and as it is written; pieces of 2²⁰ bytes otherwise, a few per worker.
-    return _NUMPY_BYTES + 2 * 4 * factors + largest * (2 * 8 + 2 * 4) + num_workers * (8 << 20)
-
-
-def _mixes_rows(module: AdapterModule[TensorEntry]) -> bool:
-    magnitude = module.factors.get("magnitude")
-    return "blocks" in module.factors or (
-        magnitude is not None and (len(magnitude.shape) > 1 or "A" not in module.factors)
-    )
+    kept = 2 * 4 * factors + largest * (2 * 8 + 2 * 4)
+    if combining is not None:
+        shapes = [edit.entry.shape for edit in edits.values()]
+        kept += 4 * factors + max((combining.bytes_of(shape, len(shares)) for shape in shapes), default=0)
+    return _NUMPY_BYTES + kept + num_workers * (8 << 20)
 
 
 # What is said
 
 
-def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, scale: float) -> list[str]:
+def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, weight: float) -> list[str]:
     families = sorted({family_of(module).label(module) for module in adapter.modules})
     notes = [f"{len(adapter.modules)} modules ({', '.join(families)}) change {len(match.parts)} tensors"]
     alphas = {
@@ -203,23 +263,23 @@ def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, scale: float) -> lis
     }
     if alphas:
         notes.append("alpha " + some([f"{value:g} ({source})" for value, source in sorted(alphas)]))
-    if scale != 1.0:
-        notes.append(f"times {scale:g} (--scale)")
+    if weight != 1.0:
+        notes.append(f"times {weight:g}")
         if any(module.is_saved for module in adapter.modules):
-            notes.append("tensors that the adapter holds whole were copied unchanged: --scale does not apply to them")
+            notes.append("tensors that the adapter holds whole were copied unchanged: no scale applies to them")
     if adapter.left_out:
         notes.append("left out of the adapter's source: " + ", ".join(adapter.left_out))
     return [*notes, *match.notes]
 
 
-def _judge(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit]) -> list[str]:
+def _judge(edits: Mapping[str, TensorEdit]) -> list[str]:
     """Refuse a merge that changes nothing where it should."""
     lost: list[str] = []
     idle: list[str] = []
     for fqn, edit in edits.items():
         for part, changed, should in zip(edit.parts, edit.has_changed, edit.should_change, strict=True):
-            if not changed and part.count:
-                name = fqn if len(edit.parts) == 1 else f"{fqn} ({adapter.modules[part.module].path})"
+            if not changed and part.rows.count:
+                name = fqn if len(edit.parts) == 1 else f"{fqn} ({part.module.path})"
                 (lost if should else idle).append(name)
     total = sum(len(edit.parts) for edit in edits.values())
     if lost:

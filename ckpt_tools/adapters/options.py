@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
+from ckpt_tools.adapters.base.combine import METHODS
 from ckpt_tools.formats.table import FORMATS
 from ckpt_tools.options import (
     AnyPath,
@@ -97,18 +98,46 @@ class MergeOptions:
 
     base: Annotated[
         AnyPath,
-        Argument("The base model: a safetensors file, a model directory or a DCP directory.", "BASE"),
+        Argument("Base model: a safetensors file, a model directory, a diffusers pipeline or a DCP directory.", "BASE"),
     ] = field(kw_only=False)
     adapter: Annotated[
-        AnyPath, Argument("A PEFT directory, a safetensors file, or a training checkpoint.", "ADAPTER")
+        AnyPath | Sequence[AnyPath],
+        Argument("Adapters, each a PEFT directory, a safetensors file or a training checkpoint.", "ADAPTER"),
     ] = field(kw_only=False)
     destination: Destination = field(kw_only=False)
     dtype: DTypeName = "keep"
     dtype_for: DTypeFor = ()
-    scale: Annotated[float, Option("Factor for what the adapter adds.", metavar="X")] = 1.0
+    scale: Annotated[float | None, Option("Factor for what the adapter adds (default: 1).", metavar="X")] = None
+    weights: Annotated[
+        str | Sequence[float],
+        Option("Factor for what each adapter adds, in their order (default: 1 each).", metavar="X,X,…"),
+    ] = ()
+    combine: Annotated[
+        str,
+        Option(
+            "How adapters are combined: the exact sum of their changes, or a method of PEFT's.",
+            metavar="|".join(METHODS),
+        ),
+    ] = "sum"
+    density: Annotated[
+        float | None, Option("Share of the elements that ties, dare and magnitude_prune keep.", metavar="P")
+    ] = None
+    majority_sign: Annotated[
+        Literal["total", "frequency"] | None, Option("What ties elects a sign by (default: total).")
+    ] = None
+    svd_rank: Annotated[
+        int | None, Option("Rank that --combine svd gives (default: the largest).", metavar="R", min=1)
+    ] = None
+    seed: Annotated[int, Option("Seed of dare's random masks.", metavar="N", min=0)] = 0
     alpha: Alpha = None
     adapter_name: AdapterName = None
     config: Config = ()
+    component: Annotated[
+        str | None, Option("Component of a diffusers pipeline (default: by the adapter's names).", metavar="NAME")
+    ] = None
+    untie: Annotated[
+        bool, Option("Give a head that is tied to the embedding a weight of its own, so that either can change.")
+    ] = False
     max_shard_size: MaxShardSize = None
     include: Annotated[Sequence[str], Option("Only these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
     exclude: Annotated[Sequence[str], Option("Skip these tensors of the adapter (repeatable).", metavar="GLOB")] = ()

@@ -4,48 +4,92 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from ckpt_tools.adapters.ecosystems.peft.config import parse_overrides
-from ckpt_tools.adapters.merge import merging_job
+from ckpt_tools.adapters.merge import Weighted, merging_job
 from ckpt_tools.adapters.options import MergeOptions
+from ckpt_tools.adapters.pipeline import pipeline_job
 from ckpt_tools.adapters.read.opening import read_adapter
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.conversions.run import run
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import open_path
+from ckpt_tools.models.config import PIPELINE_NAME
 from ckpt_tools.options import default_num_workers, takes
+from ckpt_tools.remote.places import is_file
 
 
 @takes(MergeOptions)
 def merge_lora(options: MergeOptions) -> Conversion:
-    """Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming.
+    """Merge adapters (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into their base, streaming.
 
-    Tensors that the adapter does not change are copied as bytes. Adapted ones are computed in float32 and cast once.
-    Memory: a few blocks and the adapter; for families that mix the rows of a weight (LyCORIS' OFT and BOFT, DoRA by
-    column) a few times the largest weight that they adapt. A base of safetensors gives safetensors; one in DCP gives
-    DCP, on its mesh.
+    Of several adapters the weighted sum of their changes is added; `combine` names other methods, those of PEFT's
+    `add_weighted_adapter`, for plain LoRA. Tensors that no adapter changes are copied as bytes. Adapted ones are
+    computed in float32 and cast once. Memory: a few blocks and the adapters; for families that mix the rows of a weight
+    (LyCORIS' OFT and BOFT, DoRA by column) and for methods that prune products (`…_svd`) a few times the largest weight
+    that they adapt. A base of safetensors gives safetensors; one in DCP gives DCP, on its mesh.
 
     Raises:
-        UsageError: A module that does not fit the base, or an unknown setting on which the result depends.
+        UsageError: A module that does not fit the base, an unknown setting on which the result depends, or adapters
+            that have no sum.
         UnreadableError: Base or adapter are incomplete or damaged.
         MergeUnchangedError: Tensors come out unchanged, although the adapter changes them.
         DestinationExistsError: The destination exists.
     """
-    if not math.isfinite(options.scale) or not options.scale:
-        what = "is no number" if options.scale else "leaves nothing of what the adapter adds"
-        raise UsageError(f"a scale of {options.scale:g} {what}", where="--scale", hint="1 adds it as it was trained")
+    given = options.adapter
+    paths = [os.fspath(path) for path in ([given] if isinstance(given, str | os.PathLike) else given)]
+    weights = _weights(options, paths)
+    if options.combine != "sum" and len(paths) < 2:
+        raise UsageError(f"--combine {options.combine} is for several adapters", hint="ckpt merge-lora BASE A B DST")
     workers = options.num_workers or default_num_workers(computes=True)
+    is_pipeline = is_file(os.path.join(os.fspath(options.base), PIPELINE_NAME))
+    if options.component and not is_pipeline:
+        raise UsageError(f"--component is for a diffusers pipeline, which has a {PIPELINE_NAME}", hint="leave it out")
     with ExitStack() as stack:
-        opened = stack.enter_context(open_path(os.fspath(options.base), format=options.format))
-        read = stack.enter_context(
-            read_adapter(
-                os.fspath(options.adapter),
-                adapter_name=options.adapter_name,
-                include=options.include,
-                exclude=options.exclude,
-                settings=parse_overrides(options.config),
+        adapters = {
+            path: Weighted(
+                stack.enter_context(
+                    read_adapter(
+                        path,
+                        adapter_name=options.adapter_name,
+                        include=options.include,
+                        exclude=options.exclude,
+                        settings=parse_overrides(options.config),
+                    )
+                ),
+                weight,
             )
-        )
-        job = stack.enter_context(merging_job(opened, read, options, num_workers=workers))
-        return run(job, dry_run=options.dry_run)
+            for path, weight in zip(paths, weights, strict=True)
+        }
+        make = pipeline_job if is_pipeline else merging_job
+        return run(stack.enter_context(make(options, adapters, num_workers=workers)), dry_run=options.dry_run)
+
+
+def _weights(options: MergeOptions, paths: Sequence[str]) -> list[float]:
+    """Return what multiplies each adapter's change.
+
+    Raises:
+        UsageError: Not a number for each of them, or an adapter that is given twice.
+    """
+    places = [os.path.realpath(path) for path in paths]
+    if twice := [path for path, place in zip(paths, places, strict=True) if places.count(place) > 1]:
+        raise UsageError("the same adapter is given twice", where=twice[0], hint="--weights says how much it counts")
+    given = options.weights if isinstance(options.weights, str) else ",".join(map(str, options.weights))
+    if options.scale is not None and (given or len(paths) > 1):
+        raise UsageError("--scale is for one adapter", hint="--weights has a number for each")
+    flag = "--weights" if given else "--scale"
+    try:
+        weights = [float(part) for part in given.split(",")] if given else [1.0] * len(paths)
+    except ValueError:
+        raise UsageError(f"--weights must be numbers, got {given!r}", hint="--weights 1,0.5") from None
+    if options.scale is not None:
+        weights = [options.scale]
+    if len(weights) != len(paths):
+        what = f"--weights has {len(weights)} numbers for {len(paths)} adapters"
+        raise UsageError(what, hint="one for each, in their order")
+    if not all(map(math.isfinite, weights)) or not any(weights):
+        shown = ",".join(f"{weight:g}" for weight in weights)
+        what = "leaves nothing of what is added" if not any(weights) else "is no number"
+        raise UsageError(f"{flag} {shown} {what}", where=flag, hint="1 adds an adapter as it was trained")
+    return weights

@@ -19,7 +19,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, detect, read_document
 from ckpt_tools.formats.steps import is_part, note_reading
 from ckpt_tools.formats.table import format_of
-from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
+from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES, PIPELINE_NAME
 from ckpt_tools.models.naming import AssetList
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.counts import Counts
@@ -283,7 +283,9 @@ def check_replaceable(destination: str) -> None:
         return
     with LocalSource(destination) as source:
         try:
-            detect(source.list_files(), path=destination)
+            files = source.list_files()
+            if PIPELINE_NAME not in files:
+                detect(files, path=destination)
         except UnreadableError as error:
             raise UsageError(
                 "--overwrite only replaces checkpoints; this directory is not one",

@@ -14,6 +14,7 @@ from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
+from ckpt_tools.models.config import PIPELINE_NAME
 from ckpt_tools.storage.sink import Sink
 
 
@@ -55,6 +56,8 @@ def check_step(directory: str, names: Iterable[str]) -> None:
     Raises:
         CkptError: It is something else.
     """
+    if os.path.lexists(os.path.join(directory, PIPELINE_NAME)):
+        return  # of diffusers, whose parts were looked at one by one
     opened = open_step(directory)
     if opened is None:  # one of files of ranks, whose parts were looked at one by one
         with open_path(directory) as whole:

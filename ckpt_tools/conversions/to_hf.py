@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -15,10 +15,11 @@ from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors, torch_directory
-from ckpt_tools.formats.file_names import PICKLES, is_hf_asset, is_weights
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, PICKLES, is_hf_asset, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.maps import origins_of
+from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.name_options import GatherNames, MapFile
 from ckpt_tools.models.naming import AssetList, Naming, name_back, name_hub
 from ckpt_tools.moving.plan import Seal
@@ -172,9 +173,10 @@ def gathering_job(
         seals = {name: frame.seal for name, frame in frames.items()}
         documents = hf.documents(files, name + torch_directory.INDEX_SUFFIX)
     else:
-        files = hf.arrange(target.tensors, max_file_nbytes=options.max_file_nbytes)
+        name = _stem(beside)
+        files = hf.arrange(target.tensors, max_file_nbytes=options.max_file_nbytes, stem=name)
         placed, heads = hf.place(files)
-        documents = hf.documents(files)
+        documents = hf.documents(files, name + INDEX_SUFFIX)
     return Job(
         opened=opened,
         source=source,
@@ -319,6 +321,15 @@ def _assets(opened: Opened, others: AssetList | None) -> AssetList:
     """Return the assets to carry along: `others` before the source's own of the same name."""
     chosen = {asset.file: (source, asset) for source, asset in (*assets_of(opened), *(others or ()))}
     return [chosen[name] for name in sorted(chosen)]
+
+
+def _stem(assets: AssetList) -> str:
+    """Return what loaders call the weights: diffusers looks for a name of its own."""
+    source = next((source for source, asset in assets if asset.file == CONFIG_NAME), None)
+    with suppress(UnreadableError):
+        if source is not None and "_class_name" in config_in(source).values:
+            return "diffusion_pytorch_model"
+    return "model"
 
 
 def assets_of(opened: Opened) -> AssetList:

@@ -122,6 +122,12 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
     return found, config.values
 
 
+def is_quantised(opened: Opened) -> bool:
+    """Does a config say that weights are quantised, and is there a tensor that may be one of these?"""
+    has_packed = any(not e.dtype.is_float and e.num_elems > 1 for e in opened.checkpoint.tensors)
+    return has_packed and settings_beside(opened.source) is not None
+
+
 def settings_beside(source: Source) -> Mapping[str, object] | None:
     """Return what config.json in a directory, or another file there, says of how weights are quantised.
 

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import toys
 from adapters.families import save_dcp
 from adapters.test_merge import adapt, assert_merged, configs, llama, save_model, tensors_of
 from safetensors.torch import save_file
@@ -38,28 +39,44 @@ def adapted_logits(model, adapter) -> torch.Tensor:
 # Tied embeddings
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "llava"])
 @pytest.mark.parametrize(
-    "options", [{}, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}], ids=["factors", "whole"]
+    "options",
+    [
+        {"target_modules": ["EMBEDDING"]},
+        {"target_modules": ["lm_head"]},
+        {"target_modules": "all-linear", "modules_to_save": ["EMBEDDING"]},
+        {"target_modules": ["EMBEDDING"], "ensure_weight_tying": True},
+    ],
+    ids=["embedding", "head", "whole", "tying"],
 )
-def test_change_of_a_tied_embedding_is_refused_and_the_hint_gives_what_was_trained(tmp_path, options):
-    from transformers import AutoModelForCausalLM
-
-    model = llama(tie_word_embeddings=True)
+def test_change_of_a_tied_weight_is_refused_and_untied_gives_what_was_trained(tmp_path, kind, options):
+    nested = {"text_config": toys.KINDS["llava"][2]["text_config"] | {"tie_word_embeddings": True}}
+    model = toys.build(kind, tie_word_embeddings=True, **(nested if kind == "llava" else {}))
+    leaf = "wte" if kind == "gpt2" else "embed_tokens"
+    options = {key: [leaf] if value == ["EMBEDDING"] else value for key, value in options.items()}
     base = save_model(model, tmp_path / "base")
     adapt(model, embedding_config(**options), tmp_path / "adapter")
-    with pytest.raises(UsageError, match="ties its head") as caught:
+    with pytest.raises(UsageError) as caught:
         api.merge_lora(base, tmp_path / "adapter", tmp_path / "out")
-    assert "lm_head a copy" in str(caught.value.hint)
+    assert "--untie" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
 
-    untied = copy.deepcopy(model)
-    untied.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    untied.config.tie_word_embeddings = False
-    api.merge_lora(save_model(untied, tmp_path / "untied"), tmp_path / "adapter", tmp_path / "out")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    api.merge_lora(base, tmp_path / "adapter", tmp_path / "out", untie=True)
+    assert api.verify(tmp_path / "out").ok
     expected = adapted_logits(model, tmp_path / "adapter")
-    assert torch.allclose(logits(merged), expected, atol=1e-5)
+    assert torch.allclose(logits(type(model).from_pretrained(tmp_path / "out")), expected, atol=2e-5)
     assert not torch.allclose(logits(model), expected, atol=1e-2)
+
+
+def test_what_is_not_tied_and_what_shares_more_cannot_be_untied(tmp_path):
+    model = toys.build("t5")
+    adapt(model, embedding_config(target_modules=["shared"]), tmp_path / "adapter")
+    with pytest.raises(UsageError, match="encoder"):
+        api.merge_lora(save_model(model, tmp_path / "t5"), tmp_path / "adapter", tmp_path / "out", untie=True)
+    adapt(llama(), embedding_config(), tmp_path / "other")
+    with pytest.raises(UsageError, match="does not tie"):
+        api.merge_lora(save_model(llama(), tmp_path / "base"), tmp_path / "other", tmp_path / "out", untie=True)
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
@@ -70,6 +87,14 @@ def test_tied_pair_stored_twice_in_dcp_is_refused(tmp_path, target):
     with pytest.raises(UsageError, match="hold the same values"):
         api.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(UsageError, match=r"needs the base's config\.json"):
+        api.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", untie=True)
+    model.config.save_pretrained(tmp_path / "base")
+    api.merge_lora(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", untie=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    api.gather(tmp_path / "out", tmp_path / "full")
+    expected = adapted_logits(model, tmp_path / "adapter")
+    assert torch.allclose(logits(type(model).from_pretrained(tmp_path / "full")), expected, atol=2e-5)
 
 
 def test_equal_pair_that_the_config_calls_untied_merges(tmp_path):

@@ -8,11 +8,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from ckpt_tools.adapters.adapter import Adapter
-from ckpt_tools.adapters.base.matching import ChangedRows
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
-from ckpt_tools.adapters.families.changes import Change, change_of
-from ckpt_tools.adapters.families.family import Setting
+from ckpt_tools.adapters.families.changes import Change
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.moving.arrays import Array, array_of, is_finite, numpy_dtype
 from ckpt_tools.moving.casting import cast_array
@@ -22,7 +19,7 @@ _PIECE_ELEMS = 1 << 18
 
 
 class Arithmetic:
-    """What an adapter makes of one tensor.
+    """What adapters make of one tensor.
 
     Raises:
         CkptError: The factors do not fit, or an unknown setting on which the result depends.
@@ -32,11 +29,10 @@ class Arithmetic:
         self._name = name = edit.entry.fqn
         self._before, self._after = edit.entry.dtype, edit.dtype
         self.has_changed, self.should_change = edit.has_changed, edit.should_change
-        adapter = edit.load()
         self._work = np.float64 if self._before.name == "F64" else np.float32
         largest = float(ml_dtypes.finfo(numpy_dtype(self._after)).max)  # type: ignore[no-untyped-call]
         self._safe_square = min(largest * largest, float(np.finfo(np.float32).max))
-        self._parts = tuple((part, _change(part, adapter, edit.scale)) for part in edit.parts)
+        self._parts = tuple((part.rows, part.change(part.rows)) for part in edit.parts)
         self.columns = self._parts[0][1].columns
         """Of the tensor as a matrix."""
         if any(change.columns != self.columns for _, change in self._parts):
@@ -129,14 +125,3 @@ def _differs(change: Change, old: Array, new: Array, offset: int) -> bool:
     if change.is_additive:
         return bool(change.delta(offset, offset + len(old)).any())
     return not np.array_equal(old.astype(np.float32), new)
-
-
-def _change(part: ChangedRows, adapter: Adapter[Array], scale: float) -> Change:
-    setting = Setting(
-        scale=scale,
-        transposed=part.transposed,
-        num_experts=part.num_experts,
-        convention=adapter.convention,
-        settings=adapter.settings,
-    )
-    return change_of(adapter.modules[part.module], part.shape, setting, part.role)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.adapters.adapter import Convention
 from ckpt_tools.adapters.base.model import names_in_model
+from ckpt_tools.adapters.base.tied import EMBEDDINGS
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
@@ -221,10 +222,11 @@ def _without_prefix(name: str) -> str:
 
 def _unmatched(missing: Sequence[str], wanted: Sequence[str], slots: Mapping[str, Slot]) -> UsageError:
     hint = "is it the base that the adapter was trained on? `ckpt inspect BASE --tensors` lists its names"
-    if all(name.rpartition(".")[0].endswith("lm_head") for name in missing) and any("embed" in s for s in slots):
+    leaves = {slot.split(".")[-2] for slot in slots if "." in slot}
+    if all(name.rpartition(".")[0].endswith("lm_head") for name in missing) and leaves.intersection(EMBEDDINGS):
         hint = (
-            "the base ties lm_head to its embedding and stores one tensor for both: a change of one of them cannot be "
-            "merged. Save the base untied (tie_word_embeddings=false) first"
+            "the base ties lm_head to its embedding and stores one tensor for both. --untie gives the head a weight of "
+            "its own (and config.json says so)"
         )
     shown = some(missing)
     return UsageError(f"{len(missing)} of {len(set(wanted))} adapted tensors are not in the base: {shown}", hint=hint)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckpt_tools.adapters.base.matching import ChangedRows
+from ckpt_tools.adapters.base.share import Part
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Blocks, Box
@@ -21,9 +20,7 @@ from ckpt_tools.moving.strides import byte_box, start_of
 from ckpt_tools.storage.source import Source
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.adapter import Adapter
     from ckpt_tools.adapters.base.arithmetic import Arithmetic
-    from ckpt_tools.moving.arrays import Array
 
 
 @dataclass(slots=True, eq=False)
@@ -33,10 +30,8 @@ class TensorEdit:
     entry: TensorEntry
     dtype: DType
     """As what it is written."""
-    parts: tuple[ChangedRows, ...]
-    load: Callable[[], Adapter[Array]]
-    scale: float
-    """Multiplies what the adapter adds."""
+    parts: tuple[Part, ...]
+    """Whole tensors first."""
     source: Source
     turns: threading.Lock
     """Shared by all edits of a merge: one whole tensor is computed at a time."""

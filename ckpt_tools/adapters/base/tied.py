@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import scan
@@ -17,9 +19,7 @@ HEAD = "lm_head.weight"
 """Of every language model of transformers, whatever its own parts are called."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of architectures' names whose models have a head, stored or tied."""
-UNTIE = (
-    "untie the base first: give lm_head a copy of the weight, set tie_word_embeddings=false in its config, and save it"
-)
+UNTIE = "--untie gives the head a weight of its own, as it had in training (and config.json says so)"
 """What helps, for people."""
 Pair = tuple[TensorEntry, TensorEntry]
 """An embedding and a head that may be one parameter in the model: the one that is changed, and the other."""
@@ -52,6 +52,36 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
         for one, other in pairs
         if one.fqn in changed and other.fqn not in changed and (one.shape, one.dtype) == (other.shape, other.dtype)
     )
+
+
+def untied(base: Opened) -> tuple[Opened, Mapping[str, object]]:
+    """Return a base whose head has a weight of its own, at first the embedding's, and the config that says so.
+
+    Raises:
+        UsageError: It ties nothing, has no config.json to say it, or its class computes otherwise when it is untied.
+    """
+    tensors, config = plain_names(base.checkpoint), base_config(base)
+    where = base.source.root
+    if not config:
+        what = "--untie needs the base's config.json, which tells loaders that the head has its own weight"
+        raise UsageError(what, where=where, hint="put it beside the weights")
+    embeddings, heads = list(_named(tensors, EMBEDDINGS)), list(_named(tensors, HEADS))
+    if _says_tied(base) is False or (not heads and len(embeddings) != 1):
+        raise UsageError("--untie: the base does not tie its head to an embedding", where=where, hint="leave it out")
+    if config.get("is_encoder_decoder") or "shared.weight" in tensors:
+        what = (
+            "--untie: models of an encoder and a decoder share more than the head, and scale what is before a tied one"
+        )
+        raise UsageError(what, where=where, hint="leave out what it changes of the two: --exclude GLOB")
+    said: dict[str, object] = {**config, "tie_word_embeddings": False}
+    if isinstance(nested := config.get("text_config"), dict):
+        said["text_config"] = {**nested, "tie_word_embeddings": False}
+    if heads:
+        return base, said
+    (name,) = (name for name, entry in tensors.items() if entry is embeddings[0])
+    head = replace(embeddings[0], fqn=embeddings[0].fqn.removesuffix(name) + HEAD, path=())
+    checkpoint = replace(base.checkpoint, tensors=(*base.checkpoint.tensors, head))
+    return replace(base, checkpoint=checkpoint, origin=None), said
 
 
 def tied_embeddings(base: Opened, tensors: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:

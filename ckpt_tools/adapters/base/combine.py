@@ -1,0 +1,310 @@
+"""Several LoRAs of the same modules made into one, other than by a sum: as PEFT's `add_weighted_adapter` does.
+
+Source: peft 0.21, `tuners/lora/model.py` and `utils/merge_utils.py`. What differs: the scale of the result is 1, also
+where the first adapter is rsLoRA (PEFT's then has √r); of equal magnitudes pruning keeps the first; and a random mask
+follows from the seed and the module's name. Headers alone need no numpy.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple
+
+from ckpt_tools.adapters.adapter import AdapterModule, F, Sourced
+from ckpt_tools.adapters.base.matching import ChangedRows
+from ckpt_tools.adapters.base.share import Part, Share, whole_first
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.options import MergeOptions
+    from ckpt_tools.moving.arrays import Array
+
+_PAIRS = (("A", "B"), ("A_embedding", "B_embedding"))
+
+
+class _Method(NamedTuple):
+    pruning: str | None = None
+    """Which elements of an adapter are set to 0: those of the least magnitude, or random ones."""
+    elects: bool = False
+    """Do only elements of the sign count that most have?"""
+    of_product: bool = False
+    """Is B·A combined, and a LoRA made of the result, in the place of A and B each?"""
+
+
+_OF_FACTORS = {
+    "linear": _Method(),
+    "ties": _Method("magnitude", elects=True),
+    "dare_linear": _Method("random"),
+    "dare_ties": _Method("random", elects=True),
+    "magnitude_prune": _Method("magnitude"),
+}
+METHODS: Mapping[str, _Method] = {
+    "sum": _Method(),
+    **_OF_FACTORS,
+    "svd": _Method(of_product=True),
+    **{f"{name}_svd": method._replace(of_product=True) for name, method in _OF_FACTORS.items() if method.pruning},
+}
+"""By PEFT's names, and the sum, which PEFT has as "cat"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combining:
+    """How, as the user says it."""
+
+    method: str
+    density: float | None
+    """Share of the elements that are kept."""
+    majority_sign: str | None
+    """Of what most have it: of the values (total, the default), or of their number."""
+    svd_rank: int | None
+    """Of the result; the largest of the adapters' by default."""
+    seed: int
+
+    @classmethod
+    def of(cls, options: MergeOptions) -> Combining | None:
+        """Return how adapters are combined; None where they are added up.
+
+        Raises:
+            UsageError: An unknown method, or a number that it lacks or does not take.
+        """
+        method, density, seed = options.combine, options.density, options.seed
+        if method not in METHODS:
+            raise UsageError(f"--combine must be one of {', '.join(METHODS)}, got {method!r}")
+        kind = METHODS[method]
+        if kind.pruning and (density is None or not 0 < density <= 1):
+            given = "" if density is None else f", got {density:g}"
+            raise UsageError(f"--combine {method} needs a --density above 0 and up to 1{given}", hint="--density 0.5")
+        given_for = {
+            "--density": (density, kind.pruning),
+            "--majority-sign": (options.majority_sign, kind.elects),
+            "--svd-rank": (options.svd_rank, kind.of_product),
+            "--seed": (seed or None, kind.pruning == "random"),
+        }
+        for flag, (value, is_taken) in given_for.items():
+            if value is not None and not is_taken:
+                raise UsageError(f"--combine {method} does not use {flag}", hint=f"leave out {flag}")
+        if method == "sum":
+            return None
+        return cls(
+            method=method,
+            density=density,
+            majority_sign=options.majority_sign,
+            svd_rank=options.svd_rank,
+            seed=seed,
+        )
+
+    @property
+    def kind(self) -> _Method:
+        """What the method does."""
+        return METHODS[self.method]
+
+    def bytes_of(self, shape: tuple[int, ...], count: int) -> int:
+        """Return the memory for the products of so many adapters of a weight; 0 where none is made."""
+        is_made = self.kind.of_product and self.kind.pruning is not None
+        rows, columns = shape[0], math.prod(shape[1:])
+        return is_made * (rows * columns * (4 * (count + 3) + 8) + 4 * 8 * min(rows, columns) ** 2)
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        density = "" if self.density is None else f", density {self.density:g}"
+        seed = f", seed {self.seed}" if self.kind.pruning == "random" else ""
+        return f"combined by {self.method}{density}{seed} (--combine)"
+
+    def prune(self, array: Array, key: tuple[int, ...]) -> Array:
+        """Return an adapter's matrix with less in it; `key` makes another mask of the seed."""
+        import numpy as np
+
+        density = self.density
+        if self.kind.pruning is None or density is None or density >= 1:
+            return array
+        if self.kind.pruning == "random":
+            kept = np.random.default_rng((self.seed, *key)).random(array.shape, np.float32) < density
+            factor = np.float32(1 / density)
+        else:
+            count, magnitude = int(density * array.size), np.abs(array).reshape(-1)
+            limit = np.partition(magnitude, -count)[-count] if count else np.inf
+            flat = magnitude > limit
+            flat[np.flatnonzero(magnitude == limit)[: count - int(flat.sum())]] = True
+            kept, factor = flat.reshape(array.shape), np.float32(1)
+        pruned: Array = array * kept * factor
+        return pruned
+
+    def mix(self, arrays: Sequence[Array], weights: Sequence[float], key: tuple[int, ...]) -> Array:
+        """Return one matrix (float32) of the adapters', all of one shape."""
+        import numpy as np
+
+        pruned = [self.prune(array, (*key, i)) for i, array in enumerate(arrays)]
+        total = np.zeros_like(pruned[0])
+        if not self.kind.elects:
+            for array, weight in zip(pruned, weights, strict=True):
+                total += array * np.float32(weight)
+            return total
+        votes = sum(pruned if self.majority_sign != "frequency" else map(np.sign, pruned))
+        sign = np.where(votes >= 0, np.float32(1), np.float32(-1))
+        count = np.zeros_like(total)
+        for array, weight in zip(pruned, weights, strict=True):
+            agrees = np.sign(array) == sign
+            total += array * np.float32(weight) * agrees
+            count += agrees
+        return total / np.maximum(count, 1)
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The modules of several adapters that change the same rows of a base."""
+
+    combining: Combining
+    members: list[tuple[Share, int]]
+    """Share, and the module's index in its adapter."""
+    turns: threading.Lock
+    """Shared by all groups: whole products are computed one at a time."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _made: AdapterModule[Array] | None = None
+
+    def modules(self) -> list[AdapterModule[TensorEntry]]:
+        """Return them as their headers describe them."""
+        return [share.adapter.modules[index] for share, index in self.members]
+
+    def check(self) -> None:
+        """Refuse what PEFT does not combine.
+
+        Raises:
+            UsageError: Something else than plain LoRA, or ranks that differ where factors are combined.
+        """
+        modules = self.modules()
+        for module in modules:
+            if module.family != "lora" or set(module.factors) not in map(set, _PAIRS) or module.parameter != "weight":
+                what = "stacked experts" if module.parameter != "weight" else family_of(module).label(module)
+                what = "LoRA with a bias or a core" if what == "lora" else what
+                raise UsageError(
+                    f"--combine {self.combining.method} is for plain LoRA; {module.path} is {what}",
+                    where=module.path,
+                    hint="leave out --combine: a sum takes every family",
+                )
+        ranks = sorted(
+            {module.factors[pair[0]].shape[0] for module in modules for pair in _PAIRS if _has(module, pair)}
+        )
+        if len(ranks) > 1 and not self.combining.kind.of_product:
+            raise UsageError(
+                f"--combine {self.combining.method} adds factors, which need one rank; {modules[0].path} has "
+                f"{' and '.join(map(str, ranks))}",
+                where=modules[0].path,
+                hint="--combine svd takes any ranks, and so does a sum (leave out --combine)",
+            )
+
+    def change(self, rows: ChangedRows) -> Change:
+        """Return what the combined module makes of rows."""
+        from ckpt_tools.adapters.families.changes import change_of
+        from ckpt_tools.adapters.families.family import Setting
+
+        with self._lock:
+            if self._made is None:
+                self._made = self._combined()
+            return change_of(self._made, rows.shape, Setting(transposed=rows.transposed), rows.role)
+
+    def _combined(self) -> AdapterModule[Array]:
+        import numpy as np
+
+        modules = [share.loading.get().modules[index] for share, index in self.members]
+        scales = [family_of(module).scale(module) for module in modules]
+        weights = [share.weight for share, _ in self.members]
+        roles = next(pair for pair in _PAIRS if _has(modules[0], pair))
+        down, up = (
+            [module.factors[role].astype(np.float32).reshape(module.factors[role].shape[0], -1) for module in modules]
+            for role in roles
+        )
+        key = zlib.crc32(modules[0].path.encode())
+        if self.combining.kind.of_product:
+            rank = self.combining.svd_rank or max(each.shape[0] for each in down)
+            up = [factor * np.float32(scale) for factor, scale in zip(up, scales, strict=True)]
+            a, b = self._of_product(down, up, weights, rank, key)
+        else:
+            scaled = [weight * scale for weight, scale in zip(weights, scales, strict=True)]
+            roots = [math.sqrt(abs(each)) for each in scaled]
+            signed = [math.copysign(root, each) for root, each in zip(roots, scaled, strict=True)]
+            a, b = self.combining.mix(down, signed, (key, 0)), self.combining.mix(up, roots, (key, 1))
+        said = f"--combine {self.combining.method}"
+        return AdapterModule(
+            path=modules[0].path,
+            family="lora",
+            factors=dict(zip(roles, (a, b), strict=True)),
+            rank=Sourced(a.shape[0], said),
+            alpha=Sourced(float(a.shape[0]), said),
+        )
+
+    def _of_product(
+        self, down: Sequence[Array], up: Sequence[Array], weights: Sequence[float], rank: int, key: int
+    ) -> tuple[Array, Array]:
+        """Return A and B of the nearest matrix of a rank."""
+        import numpy as np
+
+        if self.combining.kind.pruning is None:  # the product of all factors side by side: never a whole matrix
+            left = np.concatenate([b * np.float64(w) for b, w in zip(up, weights, strict=True)], axis=1)
+            right = np.concatenate(down).astype(np.float64)
+            basis, rest = np.linalg.qr(left)
+            turned, lower = np.linalg.qr(right.T)
+            outer, sizes, inner = np.linalg.svd(rest @ lower.T)
+            a, b = inner[:rank] @ turned.T, basis @ (outer[:, :rank] * sizes[:rank])
+            return a.astype(np.float32), b.astype(np.float32)
+        with self.turns:
+            whole = self.combining.mix([b @ a for a, b in zip(down, up, strict=True)], weights, (key,))
+            is_wide = whole.shape[0] <= whole.shape[1]
+            matrix = (whole if is_wide else whole.T).astype(np.float64)
+            vectors = np.linalg.eigh(matrix @ matrix.T)[1][:, : -rank - 1 : -1]
+            other = vectors.T @ matrix
+            a, b = (other, vectors) if is_wide else (vectors.T, other.T)
+            return a.astype(np.float32), b.astype(np.float32)
+
+
+def _has(module: AdapterModule[F], pair: tuple[str, str]) -> bool:
+    return pair[0] in module.factors
+
+
+def combined_parts(shares: Sequence[Share], combining: Combining) -> dict[str, tuple[Part, ...]]:
+    """Return FQN in the base → what changes it: one LoRA in the place of all that change the same rows.
+
+    Raises:
+        UsageError: Modules that cannot be combined, or whole tensors of several adapters in one place.
+    """
+    turns = threading.Lock()
+    groups: dict[tuple[object, ...], Group] = {}
+    found: dict[str, list[Part]] = defaultdict(list)
+    for share in shares:
+        places: dict[int, list[tuple[str, ChangedRows]]] = defaultdict(list)
+        for fqn, every in share.match.parts.items():
+            for rows in every:
+                places[rows.module].append((fqn, rows))
+        for index, rows_of in places.items():
+            module = share.adapter.modules[index]
+            if module.is_saved:
+                for fqn, rows in rows_of if share.weight else ():
+                    found[fqn].append(Part(rows, module, share.path, share.change))
+                continue
+            key = tuple((fqn, rows.start, rows.count, rows.offset) for fqn, rows in rows_of)
+            if key in groups:
+                groups[key].members.append((share, index))
+                continue
+            group = groups[key] = Group(combining, [(share, index)], turns)
+            for fqn, rows in rows_of:
+                found[fqn].append(Part(rows, module, share.path, group.change))
+    for group in groups.values():
+        group.check()
+    for fqn, parts in found.items():
+        for one, other in combinations(parts, 2):
+            if one.meets(other):
+                raise UsageError(
+                    f"{one.owner} and {other.owner} change {fqn} by modules of other rows, or replace it: "
+                    f"--combine {combining.method} needs the same modules",
+                    where=fqn,
+                    hint="leave out --combine: a sum takes both",
+                )
+    return whole_first(found)

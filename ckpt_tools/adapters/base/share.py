@@ -1,0 +1,119 @@
+"""One adapter's share in a merge: what it changes of the base, and how much of that counts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.base.matching import BaseMatch, ChangedRows
+from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.read.opening import OpenedAdapter
+from ckpt_tools.adapters.read.tensors import LazyAdapter
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.families.changes import Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One adapter as it goes into a base."""
+
+    path: str
+    """As the user names it."""
+    weight: float
+    """Multiplies what the adapter adds."""
+    read: OpenedAdapter
+    stored: Adapter[TensorEntry]
+    """With all that is known of it."""
+    adapter: Adapter[TensorEntry]
+    """The same, with the base's names."""
+    match: BaseMatch
+    loading: LazyAdapter
+
+    def change(self, rows: ChangedRows) -> Change:
+        """Return what a module makes of its rows; imports numpy, and reads the adapter."""
+        from ckpt_tools.adapters.families.changes import change_of
+        from ckpt_tools.adapters.families.family import Setting
+
+        adapter = self.loading.get()
+        setting = Setting(
+            scale=self.weight,
+            transposed=rows.transposed,
+            num_experts=rows.num_experts,
+            convention=adapter.convention,
+            settings=adapter.settings,
+        )
+        return change_of(adapter.modules[rows.module], rows.shape, setting, rows.role)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one tensor of the base, and what changes them."""
+
+    rows: ChangedRows
+    module: AdapterModule[TensorEntry]
+    owner: str
+    """Path of the adapter; "" where several have it."""
+    change: Callable[[ChangedRows], Change]
+    """Computes it; called when the tensor's first block is."""
+
+    @property
+    def needs_all(self) -> bool:
+        """Does a row of the result depend on other rows?"""
+        magnitude = self.module.factors.get("magnitude")
+        return "blocks" in self.module.factors or (
+            magnitude is not None and (len(magnitude.shape) > 1 or "A" not in self.module.factors)
+        )
+
+    @property
+    def why_not_a_sum(self) -> str | None:
+        """Why nothing can be added to the same rows; None where it can."""
+        if self.module.is_saved:
+            return "replaces it"
+        if self.rows.role == "weight" and (self.module.is_dora or family_of(self.module).is_rotation):
+            return f"is {family_of(self.module).label(self.module)}, whose change depends on what is already there"
+        return None
+
+    def meets(self, other: Part) -> bool:
+        """Do both change some row?"""
+        one, two = self.rows, other.rows
+        return one.start < two.start + two.count and two.start < one.start + one.count
+
+
+def parts_of(shares: Iterable[Share]) -> dict[str, tuple[Part, ...]]:
+    """Return FQN in the base → what changes it: the sum of what all adapters add.
+
+    Raises:
+        UsageError: What adapters do to the same rows is no sum.
+    """
+    found: dict[str, list[Part]] = defaultdict(list)
+    for share in shares:
+        for fqn, every in share.match.parts.items():
+            own = [Part(rows, share.adapter.modules[rows.module], share.path, share.change) for rows in every]
+            for one, other in product(own, found[fqn]):
+                if one.meets(other):
+                    _refuse_meeting(fqn, one, other)
+            found[fqn] += own
+    return whole_first(found)
+
+
+def whole_first(parts: Mapping[str, Iterable[Part]]) -> dict[str, tuple[Part, ...]]:
+    """Put whole tensors, which replace the base's, before what is added."""
+    return {fqn: tuple(sorted(each, key=lambda part: not part.module.is_saved)) for fqn, each in parts.items()}
+
+
+def _refuse_meeting(fqn: str, one: Part, other: Part) -> None:
+    for part, beside in ((one, other), (other, one)):
+        if reason := part.why_not_a_sum:
+            raise UsageError(
+                f"{part.owner} and {beside.owner} both change {fqn}, and the module of {part.owner} {reason}: "
+                "the two have no sum",
+                where=part.module.path,
+                hint="merge one after the other, each into the result before it; the order matters",
+            )
