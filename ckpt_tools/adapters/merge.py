@@ -8,13 +8,13 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
 from ckpt_tools.adapters.base.model import live_tensors
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
-from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects
+from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects, with_tied_heads
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
 from ckpt_tools.adapters.families import family_of
@@ -104,7 +104,8 @@ def _with_edits(
     tensors = plain_names(job.source)
     adapter, match, notes = match_any_spelling(stored, loading, tensors, base_config(job.opened))
     job.notes += notes
-    pairs = suspects(job.opened, tensors, match.parts.keys())
+    match, settled = with_tied_heads(job.opened, tensors, adapter, match)
+    pairs = suspects(job.opened, tensors, match.parts.keys() - settled)
     targets = {entry.fqn: entry.dtype for entry in job.target.tensors}
     entries = {entry.fqn: entry for entry in job.source.tensors}
     turns = threading.Lock()
@@ -205,7 +206,7 @@ def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, scale: float) -> lis
         notes.append("alpha " + some([f"{value:g} ({source})" for value, source in sorted(alphas)]))
     if scale != 1.0:
         notes.append(f"times {scale:g} (--scale)")
-        if any(module.is_saved for module in adapter.modules):
+        if any(module.is_saved or module.family == TOKENS for module in adapter.modules):
             notes.append("tensors that the adapter holds whole were copied unchanged: --scale does not apply to them")
     if adapter.left_out:
         notes.append("left out of the adapter's source: " + ", ".join(adapter.left_out))

@@ -290,7 +290,6 @@ def test_alpha_patterns_are_those_that_peft_would_match(tmp_path):
         (["q.ia3_l"], "IA³"),
         (["prompt_embeddings"], "prompt tuning"),
         (["norm.ln_tuning_layers.weight"], "LN tuning"),
-        (["embed_tokens.trainable_tokens_delta"], "trainable tokens"),
         (["q.oft_r"], "OFT of PEFT before 0.16"),
         (["q.fourierft_spectrum"], "FourierFT"),
         (["q.hra_u"], "HRA"),

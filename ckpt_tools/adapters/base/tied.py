@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING
 
+from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import scan
+
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.base.matching import BaseMatch
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
 HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out")
@@ -52,6 +58,35 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
         for one, other in pairs
         if one.fqn in changed and other.fqn not in changed and (one.shape, one.dtype) == (other.shape, other.dtype)
     )
+
+
+def with_tied_heads(
+    base: Opened, tensors: Mapping[str, TensorEntry], adapter: Adapter[TensorEntry], match: BaseMatch
+) -> tuple[BaseMatch, frozenset[str]]:
+    """Return the match with the rows of trained tokens in tied heads too, as PEFT has them in training.
+
+    Returns:
+        The match, and the tensors that are changed as their tie wants it.
+
+    Raises:
+        UsageError: The adapter has other rows for the head.
+    """
+    heads = list(_named(tensors, HEADS))
+    parts = dict(match.parts)
+    settled: set[str] = set()
+    for entry in _named(tensors, EMBEDDINGS) if _says_tied(base) else ():
+        rows = match.parts.get(entry.fqn, ())
+        if not rows or any(adapter.modules[part.module].family != TOKENS for part in rows):
+            continue
+        settled.add(entry.fqn)
+        for head in heads:
+            if head.fqn in match.parts:
+                what = f"the base ties {head.fqn} to {entry.fqn}, and the adapter changes them differently"
+                raise UsageError(what, where=head.fqn, hint=UNTIE)
+            if head.shape == entry.shape:
+                parts[head.fqn] = rows
+                settled.add(head.fqn)
+    return replace(match, parts=parts), frozenset(settled)
 
 
 def tied_embeddings(base: Opened, tensors: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:

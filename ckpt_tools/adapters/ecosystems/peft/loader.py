@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from ckpt_tools.adapters.adapter import SAVED, Shape
+from ckpt_tools.adapters.adapter import SAVED, TOKENS, Shape
 from ckpt_tools.adapters.base.model import base_path, parents_of
 from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     Config,
@@ -27,6 +27,7 @@ from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     wrapped_parameters,
 )
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
+from ckpt_tools.adapters.ecosystems.peft.tokens import why_no_tokens, with_tied_head
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.read.keys import Key, parse_key
@@ -79,7 +80,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
         what = "PEFT rewrites adapters of experts for the stacked ones of transformers 5, which is not simulated"
         loading.unchecked(ADAPTER_CONFIG, what)
         return
-    config = _with_tied(config, file)
+    config = with_tied_head(_with_tied(config, file), file)
     wrapped = wrapped_parameters(config, file.base or {})
     found, levels = _match(file, config, family, wrapped, loading)
     _check_saved(file, config)
@@ -140,7 +141,11 @@ def _match(
             else:
                 loading.use(name, module.removesuffix(_WRAPPED))
             continue
-        reason = _why_not(key, family, config, is_wrapped=key.path in wrapped or file.base is None)
+        reason = None
+        if key.family == TOKENS:
+            reason = why_no_tokens(key, head, config, family, file, loading)
+        if key.family != TOKENS or family.name == TOKENS:
+            reason = reason or _why_not(key, family, config, is_wrapped=key.path in wrapped or file.base is None)
         if reason is None and key.path in wrapped and key.nesting >= len(wrapped[key.path]):
             reason = f"target_parameters name {len(wrapped[key.path])} parameters of its module"
         if reason is None and modules is not None and base_path(key.path) not in modules:
@@ -149,6 +154,8 @@ def _match(
             loading.ignored[name] = reason
             continue
         loading.use(name, key.path)
+        if key.family != family.name:
+            continue
         if key.path in wrapped:
             levels[key.path][key.nesting][key.role] = head.shape
             continue
