@@ -15,6 +15,7 @@ from ckpt_tools.adapters.base.model import live_tensors
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects, with_tied_heads
+from ckpt_tools.adapters.base.trainers import in_hub_names
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
 from ckpt_tools.adapters.families import family_of
@@ -64,6 +65,7 @@ def merging_job(base: Opened, read: OpenedAdapter, options: MergeOptions, *, num
         AdapterRefusedError: The adapter is broken.
     """
     destination, scale = os.fspath(options.destination), options.scale
+    read = in_hub_names(read, base_config(base))
     check_separate(read.opened, destination)
     adapter = read.adapter
     if not all(module.parameter for module in adapter.modules):

@@ -11,11 +11,11 @@ twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
-from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Family, Matrix, Module, Setting, Ways
+from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Family, Matrix, Module, Setting
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,15 +49,6 @@ class Tokens(Family):
     def why_no_lora(self, shapes: Shapes) -> str | None:
         """Of no LoRA."""
         return "it replaces rows of an embedding, which no LoRA does"
-
-    def missing(self, roles: Collection[str]) -> list[str]:
-        """Nothing but the rows."""
-        return [] if set(roles) & _FIELDS.keys() else ["tokens"]
-
-    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
-        """Source: peft 0.21 `tuners/trainable_tokens/layer.py`, `update_layer`."""
-        found = config.get("token_indices")
-        return ({"tokens": (len(found), weight[1])},) if isinstance(found, list) and len(weight) == 2 else ()
 
     def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
         """Return the rows in their places."""
@@ -110,7 +101,7 @@ def not_known(module: AdapterModule[F]) -> UsageError:
     return UsageError(what, where=module.path, hint=hint)
 
 
-def fields_of(adapter: Adapter[F], known: Collection[str]) -> Fields:
+def fields_of(adapter: Adapter[F], known: frozenset[str]) -> Fields:
     """Return the field that says which tokens were trained; {} where none were.
 
     Args:
@@ -120,32 +111,25 @@ def fields_of(adapter: Adapter[F], known: Collection[str]) -> Fields:
     Raises:
         UsageError: It is not known, does not fit the rows, or the configuration names tokens whose rows are not here.
     """
-    modules = [module for module in adapter.modules if module.family == TOKENS]
-    for module in modules:
-        indices = indices_of(module, adapter.settings)
-        if indices is None:
-            raise not_known(module)
-        if problem := why_wrong(module, indices.value):
-            raise UsageError(problem, where=module.path, hint=f"correct them in {indices.source}")
     fields: Fields = {}
-    for role, field in _FIELDS.items():
-        having = [module for module in modules if role in module.factors]
-        found = adapter.settings.get(field)
-        if having and (found is None or field not in known):
-            raise UsageError(
-                f"trained tokens of {having[0].path} cannot be written: PEFT's {field} belongs to an adapter of another "
-                "type",
-                where=having[0].path,
-                hint="export them together with the LoRA beside which they were trained, or leave them out: "
-                "--exclude '**trainable_tokens_**'",
-            )
-        if having and found is not None:
-            fields[field] = found
-        elif found is not None and found.value and field in known and not adapter.omitted:
+    for module in adapter.modules:
+        for field in (_FIELDS[role] for role in module.factors if module.family == TOKENS):
+            indices = indices_of(module, adapter.settings)
+            if indices is None:
+                raise not_known(module)
+            problem = why_wrong(module, indices.value)
+            if field not in known:
+                problem = f"trained tokens of {module.path} cannot be written: {field} is of another type of adapter"
+            if problem:
+                hint = f"correct them in {indices.source}, or leave them out: --exclude '**trainable_tokens_**'"
+                raise UsageError(problem, where=module.path, hint=hint)
+            fields[field] = adapter.settings[field]
+    for field in known & adapter.settings.keys() & set(_FIELDS.values()) - fields.keys():
+        if adapter.settings[field].value and not adapter.omitted:
             raise UsageError(
                 f"{field} names trained tokens, and their rows are not here: PEFT would not load the adapter",
-                where=found.source,
-                hint="was the adapter saved completely? To go on without them: --config 'trainable_token_indices=null'",
+                where=adapter.settings[field].source,
+                hint=f"was the adapter saved completely? To go on without them: --config {field}=null",
             )
     return fields
 

@@ -94,7 +94,6 @@ _REFUSED = (
     (r"(?:.+\.)?on_input", "IA³"),
     (r"(?:.+\.)?(?:emb_params|string_to_param)(?:\..+)?|bundle_emb\..+", "textual inversion"),
     (r".+\.(?:a1|a2|b1|b2|bm)\.weight", "GLoRA"),
-    (r".+\.adapter(?:\.adapter_\w+)?\.linear_(?:in|out)\.weight", "LoRA in Megatron's names"),
     (r".+\.lora_[AB]", "LoRA in the names of loralib and litgpt"),
     (r".+\.(?:[qp]_layer\.weight|lambda_layer)", "T-LoRA"),
     *(
@@ -113,7 +112,7 @@ _REFUSED = (
 _SURE = [(re.compile(pattern), name) for pattern, name in _SURELY_REFUSED]
 _UNSURE = [(re.compile(pattern), name) for pattern, name in _REFUSED]
 _QUICK = re.compile(
-    r"lora|hada_|lokr_|oft_|dora_scale|trainable_tokens_delta|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save"
+    r"lora|hada_|lokr_|oft_|dora_scale|trainable_tokens_delta|\.adapter|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save"
 )
 """Whatever `parse_key` accepts contains one of these; base names, of which there are many, mostly do not."""
 

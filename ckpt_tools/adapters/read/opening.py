@@ -212,8 +212,8 @@ def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
     strong = [key for key in keys if not key.is_weak]
     styles = Counter(key.style for key in strong)
     paths = [key.path for key in keys]
-    if styles["torchtitan"]:
-        return "torchtitan"
+    if styles["trainer"]:
+        return "trainer"
     if any(path.startswith("diffusion_model.") for path in paths):
         return "ai-toolkit" if sidecars.is_ai_toolkit else "comfyui"
     is_flat = all("." not in path for path in paths)
