@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 SAVED: Literal["saved"] = "saved"
 """The family of whole tensors, which replace the base's."""
-FamilyName = Literal["lora", "loha", "lokr", "oft", "boft", "full", "saved"]
+TOKENS: Literal["tokens"] = "tokens"
+"""The family of rows of an embedding, which replace the base's."""
+FamilyName = Literal["lora", "loha", "lokr", "oft", "boft", "tokens", "full", "saved"]
 """How the factors change a weight: the names of the table in `families/`."""
-Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "torchtitan"]
-"""Whose names the tensors had."""
+Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "trainer"]
+"""Whose names the tensors had; "trainer" is one that has models of its own (torchtitan, torchtune, Megatron)."""
 Target = Literal["peft", "diffusers", "kohya", "comfyui"]
 """Whose names they can get."""
 

@@ -14,7 +14,7 @@ from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFa
 from ckpt_tools.adapters.architectures.choose import choose_family, family_named
 from ckpt_tools.adapters.architectures.resolve import readings
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, replicated
-from ckpt_tools.adapters.base.reading import read_base
+from ckpt_tools.adapters.base.reading import on_base, read_base
 from ckpt_tools.adapters.checks.against_base import check_against
 from ckpt_tools.adapters.checks.integrity import NUMBER, check_structure, check_suspicions, check_values
 from ckpt_tools.adapters.checks.values import look_at
@@ -43,7 +43,7 @@ _OWN: Mapping[Convention, tuple[Loader, ...]] = {
     "kohya": ("kohya", "comfyui"),
     "comfyui": ("comfyui",),
     "ai-toolkit": ("comfyui", "diffusers"),
-    "torchtitan": ("peft",),
+    "trainer": ("peft",),
 }
 """Convention → loaders of which one has to take the adapter: kohya's names are ComfyUI's as well, and ai-toolkit writes
 the one's or the other's, by the model."""
@@ -112,6 +112,7 @@ def check_lora(options: CheckOptions) -> LoraCheck:
     path = os.fspath(options.source)
     try:
         with read_adapter(path, adapter_name=options.adapter, format=options.format) as read:
+            read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
             facts = None if options.base is None else _base_for(read.adapter, read_base(options.base))
             return _check(read, path, facts, _family(read.adapter, architecture, facts), wanted)
     except UnknownTypeError as error:
@@ -228,8 +229,8 @@ def _check_tensors(read: OpenedAdapter) -> Iterator[Finding]:
 def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loader], run: _Run) -> None:
     what = "no loader reads a training checkpoint: export the adapter first"
     hint = "ckpt export-lora SRC DST --to " + (next((x for x in wanted if x != "vllm"), "peft"))
-    if adapter.convention == "torchtitan":  # whose q and k have other rows
-        hint = "export it with the trainer (torchtune's checkpointer writes PEFT's format)"
+    if adapter.convention == "trainer":  # whose rows have another order
+        hint += " --base DIR"
     if wanted:
         run.findings.append(Finding.error(code="loader-format", where=path, what=what, hint=hint))
     else:

@@ -15,7 +15,7 @@ from ckpt_tools.adapters.architectures import candidates
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import family_named
 from ckpt_tools.adapters.base.model import BaseModel, refuse_trainers_names
-from ckpt_tools.adapters.base.reading import base_of
+from ckpt_tools.adapters.base.reading import base_of, on_base
 from ckpt_tools.adapters.checks.integrity import check_adapter, check_structure, check_values
 from ckpt_tools.adapters.checks.values import Values, look_at
 from ckpt_tools.adapters.ecosystems.forms import (
@@ -144,6 +144,7 @@ def export_lora(options: ExportOptions) -> Export:
         if options.overwrite:
             check_replaceable(target)
         refuse_foreign_shapes(read.adapter)
+        read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
         model, is_base_proven = base_of(read, options.base)
         whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
         whole = with_alpha(renested(whole) if whole.omitted else whole, options.alpha)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.base.combine import Combining, combined_parts
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
@@ -19,7 +19,8 @@ from ckpt_tools.adapters.base.model import live_tensors
 from ckpt_tools.adapters.base.share import Share, parts_of
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
-from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied
+from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied, with_tied_heads
+from ckpt_tools.adapters.base.trainers import in_hub_names
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
 from ckpt_tools.adapters.families import family_of
@@ -115,7 +116,9 @@ def merging_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num_
 
 def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: MergeOptions, notes: list[str]) -> Share:
     """Find out what an adapter changes, and prove that it fits."""
-    base, adapter = job.opened, read.adapter
+    base = job.opened
+    read = in_hub_names(read, base_config(base))
+    adapter = read.adapter
     if not all(module.parameter for module in adapter.modules):
         slots = find_slots(plain_names(base.checkpoint), base_config(base))
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
@@ -130,17 +133,29 @@ def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: Mer
         finding = findings_of(assumed, strict=True)[0]
         raise AdapterRefusedError(f"--strict: {finding.what}", where=finding.where, hint=finding.hint)
     loading = LazyAdapter(adapter, read.opened)
-    matched, match, respelled = match_any_spelling(adapter, loading, plain_names(job.source), base_config(base))
+    tensors = plain_names(job.source)
+    matched, match, respelled = match_any_spelling(adapter, loading, tensors, base_config(base))
+    match, settled = with_tied_heads(base, tensors, matched, match)
     notes += [*respelled, *_notes(matched, match, weight)]
     notes += [f"assumed: {each.text}, which is not recorded. Otherwise: {each.otherwise}" for each in assumed]
-    return Share(path=path, weight=weight, read=read, stored=adapter, adapter=matched, match=match, loading=loading)
+    return Share(
+        path=path,
+        weight=weight,
+        read=read,
+        stored=adapter,
+        adapter=matched,
+        match=match,
+        settled=settled,
+        loading=loading,
+    )
 
 
 def _add_edits(job: Job, shares: Sequence[Share], combining: Combining | None, *, is_untied: bool) -> None:
     """Add to a conversion what the adapters change."""
     shares = [_without_copies(job, share, shares) for share in shares]
     parts = parts_of(shares) if combining is None else combined_parts(shares, combining)
-    pairs = () if is_untied else suspects(job.opened, plain_names(job.source), parts.keys())
+    settled = {fqn for share in shares for fqn in share.settled}
+    pairs = () if is_untied else suspects(job.opened, plain_names(job.source), parts.keys() - settled)
     targets = {entry.fqn: entry.dtype for entry in job.target.tensors}
     entries = {entry.fqn: entry for entry in job.source.tensors}
     turns = threading.Lock()
@@ -265,7 +280,7 @@ def _notes(adapter: Adapter[TensorEntry], match: BaseMatch, weight: float) -> li
         notes.append("alpha " + some([f"{value:g} ({source})" for value, source in sorted(alphas)]))
     if weight != 1.0:
         notes.append(f"times {weight:g}")
-        if any(module.is_saved for module in adapter.modules):
+        if any(module.is_saved or module.family == TOKENS for module in adapter.modules):
             notes.append("tensors that the adapter holds whole were copied unchanged: no scale applies to them")
     if adapter.left_out:
         notes.append("left out of the adapter's source: " + ", ".join(adapter.left_out))

@@ -16,7 +16,7 @@ from ckpt_tools.maps.mosaic import Mosaic
 from ckpt_tools.maps.table import load_table
 from ckpt_tools.text import first_few
 
-CONVENTIONS = ("torchtitan", "megatron", "meta")
+CONVENTIONS = ("torchtitan", "megatron", "meta", "torchtune")
 """Each is a file of `maps`; see `maps.keymap`."""
 _Config = Mapping[str, object]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import warnings
 
@@ -290,7 +291,6 @@ def test_alpha_patterns_are_those_that_peft_would_match(tmp_path):
         (["q.ia3_l"], "IA³"),
         (["prompt_embeddings"], "prompt tuning"),
         (["norm.ln_tuning_layers.weight"], "LN tuning"),
-        (["embed_tokens.trainable_tokens_delta"], "trainable tokens"),
         (["q.oft_r"], "OFT of PEFT before 0.16"),
         (["q.fourierft_spectrum"], "FourierFT"),
         (["q.hra_u"], "HRA"),
@@ -449,7 +449,7 @@ TRAINERS = {
     "torchtitan": ("layers.0.attention.wq.lora_A.default.weight", "layers.0.attention.wq.lora_B.default.weight"),
     "Megatron": ("decoder.layers.0.mlp.linear_fc1.lora_A.weight", "decoder.layers.0.mlp.linear_fc1.lora_B.weight"),
     "torchtune": ("layers.0.attn.q_proj.lora_a.weight", "layers.0.attn.q_proj.lora_b.weight"),
-    "in Megatron's names": (
+    "(torchtitan, torchtune, Megatron)": (
         "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight",
         "decoder.layers.0.self_attention.linear_qkv.adapter.linear_out.weight",
     ),
@@ -461,6 +461,6 @@ TRAINERS = {
 def test_a_trainer_s_own_module_names_are_refused_by_name(tmp_path, trainer):
     down, up = TRAINERS[trainer]
     families.save_dcp({"model": {down: torch.randn(4, 8), up: torch.randn(8, 4)}}, tmp_path / "dcp")
-    with pytest.raises(CkptError, match=trainer):
+    with pytest.raises(CkptError, match=re.escape(trainer)):
         api.export_lora(tmp_path / "dcp", tmp_path / "out", alpha=8)
     assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.base.slots import some
 from ckpt_tools.adapters.ecosystems.peft.variants import changes_base
 from ckpt_tools.adapters.families import FAMILIES, family_of
@@ -41,7 +41,7 @@ def refuse_changed(
         return not _is_same(adapter.base_tensors[name], tensors[name], own, theirs)
 
     names = list(_comparable(adapter, tensors))
-    adapted = {f"{module.path}.{module.parameter}" for module in adapter.modules if not module.is_saved}
+    adapted = {f"{m.path}.{m.parameter}" for m in adapter.modules if not m.is_saved and m.family != TOKENS}
     weights = [name for name in names if name in adapted]
     weight = min(weights, key=lambda name: (tensors[name].num_elems, name), default=None)
     if weight is not None and not changes_base(adapter) and differs(weight):

@@ -15,7 +15,8 @@ from ckpt_tools.adapters.adapter import Adapter, F, Shapes, Sourced
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.maps import live_names, load_table
+from ckpt_tools.maps import live_names, load_table, origins_of
+from ckpt_tools.models.conventions import CONVENTIONS
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")
 _STACK = re.compile(r"((?:model\.)*(?:bert\.)?(?:layers|encoder\.layer)|(?:transformer\.)?h)\.(\d{1,6})\.")
@@ -26,14 +27,6 @@ _STACKED = re.compile(r"\.experts\.\w+$")
 """Experts one by one, as many models have them on disk, and stacked, as the live model has them."""
 _ROOTS = ("model", "transformer", "backbone")
 """Names of the inner model in transformers' classes with a head, beside those called like the model's type."""
-_TRAINERS = (
-    ("torchtitan", re.compile(r"layers\.\d+\.attention\.w[qkvo]")),
-    (
-        "Megatron",
-        re.compile(r"decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|q|kv|proj)|mlp\.linear_fc[12])(?:\..+)?"),
-    ),
-)
-"""Trainers with module names of their own, which no model of transformers has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,20 +81,21 @@ def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
     Raises:
         UsageError: They are.
     """
-    if adapter.convention == "torchtitan":
+    if adapter.convention == "trainer":
         raise UsageError(
-            "the adapter has the module names of torchtune or torchtitan, whose rotary embeddings order the rows of "
-            "q and k differently from transformers",
+            "the adapter has the module names of its trainer's own model (torchtitan, torchtune, Megatron), whose rows "
+            "may have another order",
             where=adapter.modules[0].path,
-            hint="export it with the trainer (torchtune's checkpointer writes PEFT's format)",
+            hint="give the model that was trained, with its config.json: --base DIR",
         )
-    for trainer, pattern in () if is_proven or "peft_type" in adapter.settings else _TRAINERS:
-        found = next((module.path for module in adapter.modules if pattern.fullmatch(module.path)), None)
+    for module in () if is_proven or "peft_type" in adapter.settings else adapter.modules:
+        found = next((origin for origin in origins_of([f"{module.path}.weight"]) if origin.code in CONVENTIONS), None)
         if found is not None:
             raise UsageError(
-                f"the adapter has {trainer}'s module names, which no model of transformers has",
-                where=found,
-                hint=f"let {trainer} export it in transformers' names; for a model that has these, name it: --base DIR",
+                f"the adapter's module names are {found.what}, which no model of transformers has",
+                where=module.path,
+                hint=f"let {found.code} export it in transformers' names; for a model that has these, name it: --base "
+                "DIR",
             )
 
 

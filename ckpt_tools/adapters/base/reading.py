@@ -11,6 +11,7 @@ from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, live_tensors, without_predictors
 from ckpt_tools.adapters.base.slots import stacked_experts
 from ckpt_tools.adapters.base.tied import HEAD, tied_embeddings
+from ckpt_tools.adapters.base.trainers import in_hub_names
 from ckpt_tools.adapters.read.assemble import known_shape
 from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
@@ -60,6 +61,14 @@ def read_base(path: str | os.PathLike[str]) -> BaseModel:
             task_type=_task_type(config),
             config=config,
         )
+
+
+def on_base(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> OpenedAdapter:
+    """Return an adapter of a trainer's own model under the names of the base's; errors as `in_hub_names`."""
+    if base is None or read.adapter.convention != "trainer":
+        return read
+    with open_path(os.fspath(base)) as opened:
+        return in_hub_names(read, base_config(opened))
 
 
 def base_of(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> tuple[BaseModel | None, bool]:

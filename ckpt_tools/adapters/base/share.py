@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule
 from ckpt_tools.adapters.base.matching import BaseMatch, ChangedRows
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.opening import OpenedAdapter
@@ -34,6 +34,8 @@ class Share:
     adapter: Adapter[TensorEntry]
     """The same, with the base's names."""
     match: BaseMatch
+    settled: frozenset[str] = frozenset()
+    """Tensors of the base that are tied, and changed as their tie wants it."""
     loading: LazyAdapter
 
     def change(self, rows: ChangedRows) -> Change:
@@ -74,8 +76,8 @@ class Part:
     @property
     def why_not_a_sum(self) -> str | None:
         """Why nothing can be added to the same rows; None where it can."""
-        if self.module.is_saved:
-            return "replaces it"
+        if self.module.is_saved or self.module.family == TOKENS:
+            return "replaces rows of it" if self.module.family == TOKENS else "replaces it"
         if self.rows.role == "weight" and (self.module.is_dora or family_of(self.module).is_rotation):
             return f"is {family_of(self.module).label(self.module)}, whose change depends on what is already there"
         return None

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING
 
+from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import scan
+
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.base.matching import BaseMatch
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
 HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out")
@@ -82,6 +87,35 @@ def untied(base: Opened) -> tuple[Opened, Mapping[str, object]]:
     head = replace(embeddings[0], fqn=embeddings[0].fqn.removesuffix(name) + HEAD, path=())
     checkpoint = replace(base.checkpoint, tensors=(*base.checkpoint.tensors, head))
     return replace(base, checkpoint=checkpoint, origin=None), said
+
+
+def with_tied_heads(
+    base: Opened, tensors: Mapping[str, TensorEntry], adapter: Adapter[TensorEntry], match: BaseMatch
+) -> tuple[BaseMatch, frozenset[str]]:
+    """Return the match with the rows of trained tokens in tied heads too, as PEFT has them in training.
+
+    Returns:
+        The match, and the tensors that are changed as their tie wants it.
+
+    Raises:
+        UsageError: The adapter has other rows for the head.
+    """
+    heads = list(_named(tensors, HEADS))
+    parts = dict(match.parts)
+    settled: set[str] = set()
+    for entry in _named(tensors, EMBEDDINGS) if _says_tied(base) else ():
+        rows = match.parts.get(entry.fqn, ())
+        if not rows or any(adapter.modules[part.module].family != TOKENS for part in rows):
+            continue
+        settled.add(entry.fqn)
+        for head in heads:
+            if head.fqn in match.parts:
+                what = f"the base ties {head.fqn} to {entry.fqn}, and the adapter changes them differently"
+                raise UsageError(what, where=head.fqn, hint=UNTIE)
+            if head.shape == entry.shape:
+                parts[head.fqn] = rows
+                settled.add(head.fqn)
+    return replace(match, parts=parts), frozenset(settled)
 
 
 def tied_embeddings(base: Opened, tensors: Mapping[str, TensorEntry]) -> tuple[TensorEntry, ...]:

@@ -27,11 +27,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Shape, Shapes
+from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule, F, Shape, Shapes
 from ckpt_tools.adapters.base.model import base_path, parents_of
 from ckpt_tools.adapters.checks.values import Values, is_float, look_at
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
+from ckpt_tools.adapters.families.tokens import indices_of, why_wrong
 from ckpt_tools.adapters.settings import config_rank, said_zero
 from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
@@ -119,6 +120,9 @@ def _check_config(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Fin
 
 def _check_settings(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
     """Tensors that the configuration promises: PEFT would begin them anew, and say a warning."""
+    tokens = indices_of(module, adapter.settings) if module.family == TOKENS else None
+    if tokens is not None and (problem := why_wrong(module, tokens.value)):
+        yield _finding("adapter-config", module.path, f"{problem} ({tokens.source})", "is it of another run?")
     for setting, role, _ in family_of(module).peft_switches:
         found = adapter.settings.get(setting)
         if found is not None and found.value is True and role not in module.factors:
@@ -231,6 +235,8 @@ def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
 def _fits(found: Matrix, weight: Shape, *, is_stack: bool) -> bool:
     if len(weight) < 2:
         return False
+    if None in found:
+        return found[1] == weight[1]
     if is_stack and len(weight) == 3:
         return set(found) == set(weight[1:])
     flat = (weight[0], math.prod(weight[1:]))

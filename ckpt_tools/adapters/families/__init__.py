@@ -17,11 +17,12 @@ from ckpt_tools.adapters.families.lokr import Lokr
 from ckpt_tools.adapters.families.lora import Lora
 from ckpt_tools.adapters.families.oft import Oft
 from ckpt_tools.adapters.families.saved import Saved
+from ckpt_tools.adapters.families.tokens import Tokens
 
 __all__ = ["FAMILIES", "PEFT_TYPES", "Family", "columns_of", "family_of", "rows_of", "shape_of"]
 
 FAMILIES: Mapping[FamilyName, Family] = MappingProxyType(
-    {each.name: each for each in (Lora(), Loha(), Lokr(), Oft(), Boft(), Full(), Saved())}
+    {each.name: each for each in (Lora(), Loha(), Lokr(), Oft(), Boft(), Tokens(), Full(), Saved())}
 )
 """By name; those of PEFT first."""
 PEFT_TYPES: Mapping[str, Family] = MappingProxyType(

@@ -10,6 +10,7 @@ Letters: r rank, E experts, l and m the dims of LoKr's first factor, n blocks of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -249,6 +250,29 @@ class Replacement(Change):
     def apply(self, weight: Array, start: int) -> Array:
         """Return the new rows."""
         return self.tensor[start : start + weight.shape[0]].copy()
+
+
+class RowReplacement(Replacement):
+    """Rows that take the place of some of the base's.
+
+    Args:
+        rows: (n, columns).
+        indices: Which rows of the weight they are.
+        shape: The weight's.
+    """
+
+    def __init__(self, rows: Array, indices: Sequence[object], shape: Shape) -> None:
+        super().__init__(rows)
+        if rows.shape[1:] != shape[1:]:
+            raise ValueError(f"{rows.shape} for {shape}")
+        self.rows, self.indices = shape[0], np.array(indices, np.int64)
+
+    def apply(self, weight: Array, start: int) -> Array:
+        """Return the new rows."""
+        at = self.indices - start
+        is_here = (at >= 0) & (at < len(weight))
+        weight[at[is_here]] = self.tensor[is_here]
+        return weight
 
 
 def _quotient(magnitude: Array, norm: Array) -> Array:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.moving.arrays import Array
 
-Style = Literal["peft", "lycoris", "diffusers-old", "torchtitan"]
+Style = Literal["peft", "lycoris", "diffusers-old", "trainer"]
 """Whose suffix a name has; "peft" is also what diffusers and ai-toolkit write."""
 Matrix = tuple[int | None, int | None]
 """(rows, columns) of what a module changes; None in the place of a number where any will do."""

@@ -5,7 +5,7 @@ B_embedding (dim, r); B_bias (out,); magnitude (see `dora`). Letters: r rank, ou
 kernel's, E experts, s the scale alpha/r.
 
 Source: peft 0.21 `tuners/lora/{config,layer}.py`; lycoris-lora 4.1 `modules/locon.py`; torchtune
-`modules/peft/lora.py`.
+`modules/peft/lora.py`; Megatron-Bridge 0.3.1 `peft/`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 _FACTORS = ("A", "B", "A_embedding", "B_embedding")
+_MEGATRON = r"(?:(?<=\.adapter\.)|(?<=\.adapter_[qkv]\.)|(?<=\.adapter_up\.)|(?<=\.adapter_gate\.))"
+"""What stands before the factors of Megatron-Bridge: other models have a linear_in as well."""
 
 
 class Lora(ScaledFamily):
@@ -64,8 +66,11 @@ class Lora(ScaledFamily):
         ("peft", r"lora_magnitude_vector\.(?P<adapter>[^.]+)\.weight", "magnitude"),
         ("diffusers-old", r"(?:lora|lora_linear_layer)\.down\.weight", "A"),
         ("diffusers-old", r"(?:lora|lora_linear_layer)\.up\.weight", "B"),
-        ("torchtitan", r"lora_a(?:\.weight)?", "A"),
-        ("torchtitan", r"lora_b(?:\.weight)?", "B"),
+        ("trainer", r"lora_a(?:\.weight)?", "A"),
+        ("trainer", r"lora_b(?:\.weight)?", "B"),
+        ("trainer", rf"{_MEGATRON}linear_in\.weight", "A"),
+        ("trainer", rf"{_MEGATRON}linear_out\.weight", "B"),
+        ("trainer", r"(?<=\.adapter\.)weight_magnitude", "magnitude"),
     )
     peft_type = "LORA"
     peft_fields = frozenset(

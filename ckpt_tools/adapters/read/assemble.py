@@ -16,7 +16,7 @@ from ckpt_tools.errors import UnreadableError
 
 _GENERIC = ("alpha", "magnitude", "rescale", "diff_b")
 """Roles that come beside those of a family."""
-_WRAPPERS = re.compile(r"\.base_layer(?=\.)|\.original_module(?=\.)")
+_WRAPPERS = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.)")
 _MAX_SAVED_EMBEDDINGS = 2
 """PEFT saves `base_layer.weight` of targeted embeddings, of which a model has two."""
 

@@ -80,7 +80,6 @@ _SURELY_REFUSED = (
     (r"(?:.+\.)?vera_(?:A|B|lambda_[bd])(?:\..+)?", "VeRA"),
     (r"(?:.+\.)?ia3_l(?:\..+)?", "IA³"),
     (r"(?:.+\.)?ln_tuning_layers(?:\..+)?", "LN tuning"),
-    (r"(?:.+\.)?trainable_tokens_(?:delta|original)(?:\..+)?", "trainable tokens"),
     (r"(?:.+\.)?prompt_embeddings", "prompt tuning"),
     (r"(?:.+\.)?adaption_(?:prompt|gate)(?:\..+)?", "LLaMA-Adapter (adaption prompt)"),
     (r"(?:.+\.)?internal_xlora_classifier\..+", "X-LoRA"),
@@ -95,7 +94,6 @@ _REFUSED = (
     (r"(?:.+\.)?on_input", "IA³"),
     (r"(?:.+\.)?(?:emb_params|string_to_param)(?:\..+)?|bundle_emb\..+", "textual inversion"),
     (r".+\.(?:a1|a2|b1|b2|bm)\.weight", "GLoRA"),
-    (r".+\.adapter(?:\.adapter_\w+)?\.linear_(?:in|out)\.weight", "LoRA in Megatron's names"),
     (r".+\.lora_[AB]", "LoRA in the names of loralib and litgpt"),
     (r".+\.(?:[qp]_layer\.weight|lambda_layer)", "T-LoRA"),
     *(
@@ -114,7 +112,7 @@ _REFUSED = (
 _SURE = [(re.compile(pattern), name) for pattern, name in _SURELY_REFUSED]
 _UNSURE = [(re.compile(pattern), name) for pattern, name in _REFUSED]
 _QUICK = re.compile(
-    r"lora|hada_|lokr_|oft_|dora_scale|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save"
+    r"lora|hada_|lokr_|oft_|dora_scale|trainable_tokens_delta|\.adapter|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save"
 )
 """Whatever `parse_key` accepts contains one of these; base names, of which there are many, mostly do not."""
 
@@ -164,9 +162,7 @@ def is_for_training(name: str) -> bool:
     return "velora" in name and _TRAINING_ONLY.fullmatch(name) is not None
 
 
-_QUICK_SURE = re.compile(
-    r"lora_[Eadm]|ranknum|vera_|ia3_l|ln_tuning_|trainable_tokens_|prompt_embed|adaption_|internal_xlora|oft_r"
-)
+_QUICK_SURE = re.compile(r"lora_[Eadm]|ranknum|vera_|ia3_l|ln_tuning_|prompt_embed|adaption_|internal_xlora|oft_r")
 """Whatever is surely refused contains one of these."""
 
 

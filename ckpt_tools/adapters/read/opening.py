@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
 from ckpt_tools.adapters.families import PEFT_TYPES
+from ckpt_tools.adapters.families.tokens import without_copies
 from ckpt_tools.adapters.read.assemble import Named, assemble, without_wrappers
 from ckpt_tools.adapters.read.keys import is_for_training, parse_key, refused_kind
 from ckpt_tools.adapters.read.locate import locate
@@ -107,7 +108,8 @@ def read_adapter(
             left_out=_left_out(opened, named, adapter),
             omitted=_omitted(whole, opened.checkpoint) if include or exclude else frozenset(),
         )
-        yield OpenedAdapter(opened, add_settings(adapter, sidecars, TensorReader(opened).read_scalar))
+        reader = TensorReader(opened)
+        yield OpenedAdapter(opened, add_settings(without_copies(adapter, reader.read), sidecars, reader.read_scalar))
 
 
 def _refuse_type(sidecars: Sidecars, path: str) -> None:
@@ -121,7 +123,7 @@ def _refusal(kind: str, path: str) -> UnknownTypeError:
     return UnknownTypeError(
         f"an adapter of the type {kind}, which ckpt does not convert",
         where=path,
-        hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT and full differences; "
+        hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT, trained tokens and full differences; "
         "the library that wrote this one can merge it",
     )
 
@@ -210,8 +212,8 @@ def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
     strong = [key for key in keys if not key.is_weak]
     styles = Counter(key.style for key in strong)
     paths = [key.path for key in keys]
-    if styles["torchtitan"]:
-        return "torchtitan"
+    if styles["trainer"]:
+        return "trainer"
     if any(path.startswith("diffusion_model.") for path in paths):
         return "ai-toolkit" if sidecars.is_ai_toolkit else "comfyui"
     is_flat = all("." not in path for path in paths)

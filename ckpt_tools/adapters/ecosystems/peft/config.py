@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Sourced
+from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule, F, Fields, Sourced
 from ckpt_tools.adapters.base.model import BaseModel
 from ckpt_tools.adapters.ecosystems.peft.targets import (
     exact_pattern,
@@ -20,12 +20,14 @@ from ckpt_tools.adapters.ecosystems.peft.targets import (
 )
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.families.family import MERGE_HINT
+from ckpt_tools.adapters.families.tokens import fields_of
 from ckpt_tools.errors import UsageError
 
 _MAX_SHOWN = 3
 _OWN_FIELDS = """
     peft_type base_model_name_or_path task_type inference_mode r lora_alpha alpha rank_pattern alpha_pattern
     target_modules exclude_modules layers_to_transform layers_pattern target_parameters modules_to_save bias
+    token_indices trainable_token_indices
 """
 """Worked out from the tensors; what a configuration beside them says is only taken where it agrees."""
 _INFERRED = ("peft_type", "inference_mode", "rank_pattern", "alpha_pattern", "lora_alpha", "alpha")
@@ -49,6 +51,7 @@ def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_mod
     if family.is_scaled:
         config |= _ranks_and_alphas(adapter, family, modules)
     config |= family.peft_config(adapter, modules, base.shapes if base else {})
+    config |= fields_of(adapter, family.peft_fields)
     config |= target_fields(adapter, modules, base)
     config |= saved_fields(adapter, modules, base)
     for name, found in adapter.settings.items():
@@ -60,6 +63,8 @@ def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_mod
 
 def _only_family(adapter: Adapter[F]) -> Family:
     counts = Counter(module.family for module in adapter.modules if not module.is_saved)
+    if len(counts) > 1:
+        counts.pop(TOKENS, None)
     if not counts:
         raise UsageError(
             "there are trained modules here, but no factors of an adapter",

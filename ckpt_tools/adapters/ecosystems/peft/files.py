@@ -24,12 +24,11 @@ def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:
     Raises:
         UsageError: PEFT has no name for a factor.
     """
-    adapted = {module.path: module.nesting for module in adapter.modules if not module.is_saved}
+    adapted = {m.path: ".base_layer" * (m.nesting + 1) for m in adapter.modules if not m.is_saved}
     for number, module in enumerate(adapter.modules):
         for role in module.factors:
             if module.is_saved:
-                inner = ".base_layer" * (adapted.get(module.path, -1) + 1)
-                yield f"{ROOT}{module.path}{inner}.{role}", number, role
+                yield f"{ROOT}{module.path}{adapted.get(module.path, '')}.{role}", number, role
                 continue
             suffix = family_of(module).peft_names.get(role)
             if suffix is None:

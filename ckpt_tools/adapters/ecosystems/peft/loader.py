@@ -27,6 +27,7 @@ from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     wrapped_parameters,
 )
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
+from ckpt_tools.adapters.ecosystems.peft.tokens import why_no_tokens
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.read.keys import Key, parse_key
@@ -106,10 +107,14 @@ def _is_converted(config: Config, base: Mapping[str, Shape]) -> bool:
 
 
 def _with_tied(config: Config, file: AdapterFile) -> Config:
-    """With ensure_weight_tying a tied head gets an adapter beside its embedding, whose factors it shares."""
+    """A tied head shares the factors of its embedding with ensure_weight_tying, and the rows of its trained tokens."""
     targets = config.get("target_modules")
     has_head = any(name.startswith(f"{ROOT}lm_head.lora_") for name in file.tensors)
-    if not config.get("ensure_weight_tying") or not has_head or not isinstance(targets, list):
+    if f"{ROOT}lm_head.trainable_tokens_delta" in file.tensors:
+        targets = targets.split("|") if isinstance(targets, str) else targets
+    elif not config.get("ensure_weight_tying") or not has_head:
+        return config
+    if not isinstance(targets, list):
         return config
     return {**config, "target_modules": [*targets, "lm_head"]}
 
@@ -140,7 +145,9 @@ def _match(
             else:
                 loading.use(name, module.removesuffix(_WRAPPED))
             continue
-        reason = _why_not(key, family, config, is_wrapped=key.path in wrapped or file.base is None)
+        reason = why_no_tokens(key, head, config, family, file, loading)
+        if reason is None and key.role != "beside":
+            reason = _why_not(key, family, config, is_wrapped=key.path in wrapped or file.base is None)
         if reason is None and key.path in wrapped and key.nesting >= len(wrapped[key.path]):
             reason = f"target_parameters name {len(wrapped[key.path])} parameters of its module"
         if reason is None and modules is not None and base_path(key.path) not in modules:
@@ -152,7 +159,8 @@ def _match(
         if key.path in wrapped:
             levels[key.path][key.nesting][key.role] = head.shape
             continue
-        found[key.path][key.role] = head.shape
+        if key.role != "beside":
+            found[key.path][key.role] = head.shape
         if family.peft_checks_rank and (file.base is not None or not config.get("target_parameters")):
             _check_rank(name, key, head.shape, config)
     return found, levels
