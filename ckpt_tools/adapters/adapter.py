@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SAVED: Literal["saved"] = "saved"
 """The family of whole tensors, which replace the base's."""
-FamilyName = Literal["lora", "loha", "lokr", "oft", "boft", "full", "saved"]
+FamilyName = str
 """How the factors change a weight: the names of the table in `families/`."""
 Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "torchtitan"]
 """Whose names the tensors had."""

@@ -7,8 +7,9 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule
+from ckpt_tools.adapters.adapter import SAVED, Adapter, AdapterModule
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
 from ckpt_tools.adapters.base.model import live_tensors
@@ -16,7 +17,7 @@ from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.base.tied import Pair, refuse_equal, suspects
 from ckpt_tools.adapters.checks.integrity import check_structure
-from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
+from ckpt_tools.adapters.ecosystems.peft.variants import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.options import MergeOptions
 from ckpt_tools.adapters.read.opening import OpenedAdapter
@@ -71,7 +72,9 @@ def merging_job(base: Opened, read: OpenedAdapter, options: MergeOptions, *, num
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
     adapter = with_alpha(adapter, options.alpha)
     refuse_variants(adapter)
+    refuse_carried(adapter, merges=True)
     _refuse_broken(adapter)
+    adapter = adapter.with_modules(map(_as_saved, adapter.modules))
     job = own_job(
         base,
         destination,
@@ -130,8 +133,10 @@ def _prepare(
 ) -> None:
     """Refuse a tied base, and say what identifies the result."""
     refuse_equal(pairs, job.opened, num_workers=job.num_workers)
-    entries = [read.opened.resolve(entry) for module in adapter.modules for entry in module.factors.values()]
-    digests = scan(entries, read.opened.source, num_workers=job.num_workers).digests
+    entries = {entry.fqn: entry for module in adapter.modules for entry in module.factors.values()}
+    digests = scan(
+        [read.opened.resolve(entry) for entry in entries.values()], read.opened.source, num_workers=job.num_workers
+    ).digests
     modules = [
         (
             module.path,
@@ -158,6 +163,14 @@ def _refuse_broken(adapter: Adapter[TensorEntry]) -> None:
         )
 
 
+def _as_saved(module: AdapterModule[TensorEntry]) -> AdapterModule[TensorEntry]:
+    """Return a module whose factors are copies of the base's parameters as these."""
+    if not family_of(module).is_copy:
+        return module
+    factors = {role.rpartition(".")[2]: factor for role, factor in module.factors.items()}
+    return replace(module, family=SAVED, factors=factors)
+
+
 def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
     if scale == 1.0:
         return
@@ -176,7 +189,7 @@ def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
 
 def _edit_bytes(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit], num_workers: int) -> int:
     """Return an upper bound of the memory of the libraries, the adapter and the tensors that are computed whole."""
-    factors = sum(entry.num_elems for module in adapter.modules for entry in module.factors.values())
+    factors = sum({e.fqn: e.num_elems for module in adapter.modules for e in module.factors.values()}.values())
     whole = [
         edit.entry for edit in edits.values() if any(_mixes_rows(adapter.modules[part.module]) for part in edit.parts)
     ]
@@ -187,8 +200,10 @@ def _edit_bytes(adapter: Adapter[TensorEntry], edits: Mapping[str, TensorEdit], 
 
 def _mixes_rows(module: AdapterModule[TensorEntry]) -> bool:
     magnitude = module.factors.get("magnitude")
-    return "blocks" in module.factors or (
-        magnitude is not None and (len(magnitude.shape) > 1 or "A" not in module.factors)
+    return (
+        family_of(module).is_carried
+        or "blocks" in module.factors
+        or (magnitude is not None and (len(magnitude.shape) > 1 or "A" not in module.factors))
     )
 
 

@@ -24,6 +24,7 @@ def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:
     Raises:
         UsageError: PEFT has no name for a factor.
     """
+    shared = set()
     adapted = {module.path: module.nesting for module in adapter.modules if not module.is_saved}
     for number, module in enumerate(adapter.modules):
         for role in module.factors:
@@ -31,7 +32,13 @@ def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:
                 inner = ".base_layer" * (adapted.get(module.path, -1) + 1)
                 yield f"{ROOT}{module.path}{inner}.{role}", number, role
                 continue
-            suffix = family_of(module).peft_names.get(role)
+            family = family_of(module)
+            if (whole := family.shared_name(role)) is not None:
+                if whole not in shared:
+                    shared.add(whole)
+                    yield whole, number, role
+                continue
+            suffix = family.peft_suffix(role)
             if suffix is None:
                 raise UsageError(f"PEFT has no name for the factor {role} of {module.family}", where=module.path)
             yield f"{ROOT}{module.path}{'.base_layer' * module.nesting}.{suffix}", number, role

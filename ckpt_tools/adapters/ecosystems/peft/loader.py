@@ -27,8 +27,11 @@ from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     wrapped_parameters,
 )
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
+from ckpt_tools.adapters.ecosystems.peft.shared import check_shared, load_prompt
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
+from ckpt_tools.adapters.families.carried import Carried
+from ckpt_tools.adapters.families.family import Ways
 from ckpt_tools.adapters.read.keys import Key, parse_key
 from ckpt_tools.adapters.read.locate import PEFT_FILE
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
@@ -60,6 +63,9 @@ def load(file: AdapterFile, loading: Loading) -> None:
         raise RejectedError(f"peft_type is {kind!r}")
     check_config(config, family)
     check_task(config, file.base_type, loading)
+    if isinstance(family, Carried) and not family.names:
+        load_prompt(file, config, family, loading)
+        return
     if not has_targets(config):
         loading.misreads(
             ADAPTER_CONFIG,
@@ -90,6 +96,8 @@ def load(file: AdapterFile, loading: Loading) -> None:
             file.file, "without --base the modules' paths and target_modules are not checked against the model"
         )
         return
+    if isinstance(family, Carried) and (doubt := check_shared(family, found.pop("", {}), config, file.base)):
+        loading.unchecked(ADAPTER_CONFIG, f"not simulated: {doubt}")
     for path, parameters in wrapped.items():
         check_parameters(path, parameters, levels.get(path, {}), config, file.base, loading)
     for path, factors in found.items():
@@ -122,11 +130,15 @@ def _match(
     found: dict[str, dict[str, Shape]] = defaultdict(dict)
     levels: dict[str, dict[int, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
     for name, head in file.tensors.items():
+        key = parse_key(name.removeprefix(ROOT))
+        if key is not None and key.family == family.name and family.shared_name(key.role) is not None:
+            loading.use(name, key.path or family.title)  # in a module it is the same tensor once more
+            found[""][key.role] = head.shape
+            continue
         if not name.startswith(ROOT):
             loading.ignored[name] = f"the name does not begin with {ROOT}"
             continue
         inner = name.removeprefix(ROOT)
-        key = parse_key(inner)
         if key is None or key.family == SAVED:
             if (twin := _SAVED_COPY.sub(".", inner)) != inner and f"{ROOT}{twin}" in file.tensors:
                 loading.use(name, twin.rpartition(".")[0])  # bias="all" writes a saved bias under three names
@@ -255,7 +267,13 @@ def _check_shapes(
     weight = base.get(f"{base_path(path)}.weight")
     if weight is None:
         return
-    ways = expected(family, config, path, weight)
+    if family.is_copy:
+        own = ((*name.rpartition("."), shape) for name, shape in base.items())
+        ways: Ways = ({f"{family.marker}.{leaf}": shape for parent, _, leaf, shape in own if parent == path},)
+    else:
+        ways = expected(family, config, path, weight)
+    if not ways and family.is_carried:
+        loading.unchecked(path, f"which tensors PEFT makes for {family.title} here")
     if not ways or any(_agrees(factors, way, is_whole=True) for way in ways):
         return
     way = max(ways, key=lambda way: (len(way.keys() & factors.keys()), _agrees(factors, way, is_whole=False)))
