@@ -20,7 +20,7 @@ SAVED: Literal["saved"] = "saved"
 """The family of whole tensors, which replace the base's."""
 TOKENS: Literal["tokens"] = "tokens"
 """The family of rows of an embedding, which replace the base's."""
-FamilyName = Literal["lora", "loha", "lokr", "oft", "boft", "tokens", "full", "saved"]
+FamilyName = str
 """How the factors change a weight: the names of the table in `families/`."""
 Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "trainer"]
 """Whose names the tensors had; "trainer" is one that has models of its own (torchtitan, torchtune, Megatron)."""

@@ -217,8 +217,10 @@ def _check_tensors(read: OpenedAdapter) -> Iterator[Finding]:
     """Yield what the adapter's own headers and values tell."""
     adapter, reader = read.adapter, TensorReader(read.opened)
     yield from check_structure(adapter)
+    entries = {entry.fqn: entry for module in adapter.modules for entry in module.factors.values()}
+    seen = {name: look_at(reader.read(each), each.dtype) if each.num_elems else None for name, each in entries.items()}
     table = {
-        (number, role): look_at(reader.read(entry), entry.dtype) if entry.num_elems else None
+        (number, role): seen[entry.fqn]
         for number, module in enumerate(adapter.modules)
         for role, entry in module.factors.items()
     }

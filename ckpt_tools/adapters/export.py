@@ -30,7 +30,12 @@ from ckpt_tools.adapters.ecosystems.forms import (
 from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, write
 from ckpt_tools.adapters.ecosystems.peft.config import infer_config, parse_overrides
 from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
-from ckpt_tools.adapters.ecosystems.peft.variants import doubt_about, refuse_foreign_shapes, refuse_variants
+from ckpt_tools.adapters.ecosystems.peft.variants import (
+    doubt_about,
+    refuse_carried,
+    refuse_foreign_shapes,
+    refuse_variants,
+)
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
 from ckpt_tools.adapters.options import ExportOptions
@@ -252,6 +257,7 @@ def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
 
 def _for_others(run: _Run, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
     refuse_variants(adapter)
+    refuse_carried(adapter, merges=False)
     loaded = load(adapter, run.read.opened, run.reader)
     run.findings += check_adapter(loaded, repairs=True)
     known = summary(adapter, run.options.base_model)

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools.adapters.adapter import TOKENS, Adapter
+from ckpt_tools.adapters.adapter import SAVED, TOKENS, Adapter, AdapterModule
 from ckpt_tools.adapters.base.combine import Combining, combined_parts
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
@@ -22,7 +22,7 @@ from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied, with_tied_heads
 from ckpt_tools.adapters.base.trainers import in_hub_names
 from ckpt_tools.adapters.checks.integrity import check_structure
-from ckpt_tools.adapters.ecosystems.peft.variants import refuse_variants
+from ckpt_tools.adapters.ecosystems.peft.variants import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.options import MergeOptions
 from ckpt_tools.adapters.read.opening import OpenedAdapter
@@ -124,7 +124,9 @@ def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: Mer
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
     adapter = with_alpha(adapter, options.alpha)
     refuse_variants(adapter)
+    refuse_carried(adapter, merges=True)
     _refuse_broken(adapter)
+    adapter = adapter.with_modules(map(_as_saved, adapter.modules))
     _check_scale(adapter, weight)
     frozen = live_tensors(plain_names(base.checkpoint), base_config(base))
     is_proven = bool(adapter.base_tensors) and refuse_changed(adapter, read.opened, base, frozen)
@@ -208,8 +210,10 @@ def _prepare(job: Job, shares: Sequence[Share], pairs: Collection[Pair], combini
 
 def _identity(share: Share, num_workers: int) -> object:
     adapter, opened = share.stored, share.read.opened
-    entries = [opened.resolve(entry) for module in adapter.modules for entry in module.factors.values()]
-    digests = scan(entries, opened.source, num_workers=num_workers).digests
+    entries = {entry.fqn: entry for module in adapter.modules for entry in module.factors.values()}
+    digests = scan(
+        [opened.resolve(entry) for entry in entries.values()], opened.source, num_workers=num_workers
+    ).digests
     modules = [
         (
             module.path,
@@ -235,6 +239,14 @@ def _refuse_broken(adapter: Adapter[TensorEntry]) -> None:
         )
 
 
+def _as_saved(module: AdapterModule[TensorEntry]) -> AdapterModule[TensorEntry]:
+    """Return a module whose factors are copies of the base's parameters as these."""
+    if not family_of(module).is_copy:
+        return module
+    factors = {role.rpartition(".")[2]: factor for role, factor in module.factors.items()}
+    return replace(module, family=SAVED, factors=factors)
+
+
 def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
     if scale == 1.0:
         return
@@ -256,7 +268,7 @@ def _edit_bytes(
 ) -> int:
     """Return an upper bound of the memory of the libraries, the adapters and the tensors that are computed whole."""
     modules = [module for share in shares for module in share.adapter.modules]
-    factors = sum(entry.num_elems for module in modules for entry in module.factors.values())
+    factors = sum({e.fqn: e.num_elems for module in modules for e in module.factors.values()}.values())
     whole = [edit.entry for edit in edits.values() if any(part.needs_all for part in edit.parts)]
     largest = max((entry.num_elems for entry in whole), default=0)
     # Read, in float32, in float32 once more, and as it is written; pieces of 2²⁰ bytes otherwise, a few per worker.

@@ -230,11 +230,11 @@ def test_findings_that_differ_in_their_place_alone_are_one() -> None:
 
 def test_kind_that_ckpt_does_not_judge_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = peft_directory(tmp_path / "adapter")
-    edit(directory, peft_type="RANDLORA")
+    edit(directory, peft_type="SHADOW")
     assert main(["check-lora", str(directory)]) == 3
     shown = capsys.readouterr()
     assert "not known" in shown.out
-    assert "RANDLORA" in shown.err
+    assert "SHADOW" in shown.err
     assert main(["check-lora", str(directory), "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     assert (document["verdict"], document["type"], document["findings"]) == ("unknown", "not known", [])

@@ -104,6 +104,8 @@ def _wanted(adapter: Adapter[TensorEntry], slots: Mapping[str, Slot]) -> Iterabl
         for factor, role in _BIAS.items():
             if factor in module.factors:
                 yield index, role, f"{module.path}.bias"
+        if (bias := f"{module.path}.bias") in slots and family_of(module).changes_bias(module.shapes):
+            yield index, "bias", bias
 
 
 def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
@@ -148,7 +150,7 @@ class _Orientation:
         self._seen: set[bool] = set()
         for module in adapter.modules:
             entry = tensors.get(f"{module.path}.{module.parameter}")
-            if entry is None or len(entry.shape) != 2 or not family_of(module).is_linear(module.factors):
+            if entry is None or len(entry.shape) != 2 or not family_of(module).may_be_transposed(module.factors):
                 continue
             shape = _matrix(module)
             if shape in (entry.shape, entry.shape[::-1]) and shape[0] != shape[1]:
@@ -156,8 +158,10 @@ class _Orientation:
 
     def __call__(self, module: Module, shape: tuple[int, ...], made: Matrix) -> bool:
         """Is this weight stored as (in, out)?"""
-        if not family_of(module).is_linear(module.factors) or None in made:
+        if not family_of(module).may_be_transposed(module.factors):
             return False
+        if None in made:
+            return bool(self._setting) and len(shape) == 2
         if len(shape) == 3 and module.parameter != "weight":
             if made == shape[1:] and made[0] == made[1]:
                 raise _MismatchError("the experts are square, so it is not known whether they are transposed")
@@ -221,11 +225,12 @@ def _parts(
 def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple[str, ChangedRows]]:
     """Whole tensors, and biases."""
     is_whole = module.is_saved
-    factor = role if is_whole else next(name for name in _BIAS if name in module.factors)
-    own, entries = module.factors[factor].shape, [rows.entry for rows in slot.rows]
+    entries = [rows.entry for rows in slot.rows]
+    factor = role if is_whole else next((name for name in _BIAS if name in module.factors), None)
     if slot.parts:
         raise _MismatchError(f"the base has it inside {entries[0].fqn}, fused with others")
     shape = entries[0].shape if len(entries) == 1 else (sum(rows.count for rows in slot.rows),)
+    own = shape if factor is None else module.factors[factor].shape
     if (own != shape) if is_whole else (math.prod(own) != math.prod(shape) or len(shape) != 1):
         raise _MismatchError(f"its {role} is {list(own)}, the base's is {list(shape)}")
     yield from _one_after_the_other(ChangedRows(module=index, role=role, shape=shape, count=0), slot)

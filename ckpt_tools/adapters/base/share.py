@@ -69,16 +69,19 @@ class Part:
     def needs_all(self) -> bool:
         """Does a row of the result depend on other rows?"""
         magnitude = self.module.factors.get("magnitude")
-        return "blocks" in self.module.factors or (
-            magnitude is not None and (len(magnitude.shape) > 1 or "A" not in self.module.factors)
+        return (
+            family_of(self.module).is_carried
+            or "blocks" in self.module.factors
+            or (magnitude is not None and (len(magnitude.shape) > 1 or "A" not in self.module.factors))
         )
 
     @property
     def why_not_a_sum(self) -> str | None:
         """Why nothing can be added to the same rows; None where it can."""
         if self.module.is_saved or self.module.family == TOKENS:
-            return "replaces rows of it" if self.module.family == TOKENS else "replaces it"
-        if self.rows.role == "weight" and (self.module.is_dora or family_of(self.module).is_rotation):
+            return "replaces it" if self.module.is_saved else "replaces rows of it"
+        is_sum = family_of(self.module).why_not_a_sum is None and not self.module.is_dora
+        if self.rows.role == "weight" and not is_sum:
             return f"is {family_of(self.module).label(self.module)}, whose change depends on what is already there"
         return None
 

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 ValueTable = Mapping[tuple[int, str], Values | None]
 """(number of the module, role) → what its values are like; None, or nothing, for a factor that was not looked at."""
 
-_FLAT = ("magnitude", "B_bias", "rescale", "diff_b", "diff", "alpha")
-"""Roles that may have one dim or none."""
 NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 """Of a layer, in a path."""
 _EXPERT = re.compile(r"(?:^|[._])experts?[._]\d")
@@ -150,21 +148,21 @@ def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:
 
 
 def _check_module(module: AdapterModule[F]) -> Iterator[Finding]:
-    shapes = module.shapes
+    family, shapes = family_of(module), module.shapes
     for role, factor in module.factors.items():
         dtype = _dtype(factor)
-        if not module.is_saved and dtype is not None and not is_float(dtype):
+        if not module.is_saved and dtype is not None and not is_float(dtype) and not family.may_be_whole(role):
             what = f"factor {role} is {dtype.name}, which is not a floating-point type"
             yield _finding("adapter-dtype", _name_of(module, role), what)
     bad = [
         role
         for role, shape in shapes.items()
-        if 0 in shape or (not module.is_saved and role not in _FLAT and len(shape) < 2)
+        if (0 in shape and not (family.may_prune and len(shape) == 2))
+        or (not module.is_saved and not family.may_be_flat(role) and len(shape) < 2)
     ]
     for role in bad:
         what = f"factor {role} has the shape {list(shapes[role])}"
         yield _finding("adapter-truncated", _name_of(module, role), what, _TRUNCATED_HINT)
-    family = family_of(module)
     missing, there = family.missing(shapes), ", ".join(sorted(shapes)) or "none"
     for role in missing:
         yield _finding("adapter-missing-factor", module.path, f"factor {role} is missing (there are {there})")
@@ -206,7 +204,7 @@ def _check_alpha(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Find
 def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
     """Yield modules that the base lacks, or has in another shape; a saved one may be a new head."""
     modules, holders = parents_of(base), {name.rpartition(".")[0] for name in base}
-    unmatched = [m for m in adapter.modules if not m.is_saved and base_path(m.path) not in modules]
+    unmatched = [m for m in adapter.modules if m.path and not m.is_saved and base_path(m.path) not in modules]
     for module in unmatched:
         yield _finding(
             "adapter-unmatched",
@@ -216,7 +214,7 @@ def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
         )
     for module in adapter.modules:
         path = base_path(module.path)
-        if module.is_saved:
+        if module.is_saved or not path:
             continue  # a resized embedding, or a head of another size, is what such modules are for
         weight = base.get(f"{path}.{module.parameter}")
         if weight is None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, FamilyName, Shape
 from ckpt_tools.adapters.families.boft import Boft
+from ckpt_tools.adapters.families.carried_types import CARRIED
 from ckpt_tools.adapters.families.family import Family
 from ckpt_tools.adapters.families.full import Full
 from ckpt_tools.adapters.families.loha import Loha
@@ -22,11 +23,11 @@ from ckpt_tools.adapters.families.tokens import Tokens
 __all__ = ["FAMILIES", "PEFT_TYPES", "Family", "columns_of", "family_of", "rows_of", "shape_of"]
 
 FAMILIES: Mapping[FamilyName, Family] = MappingProxyType(
-    {each.name: each for each in (Lora(), Loha(), Lokr(), Oft(), Boft(), Tokens(), Full(), Saved())}
+    {each.name: each for each in (Lora(), Loha(), Lokr(), Oft(), Boft(), Tokens(), *CARRIED, Full(), Saved())}
 )
 """By name; those of PEFT first."""
 PEFT_TYPES: Mapping[str, Family] = MappingProxyType(
-    {each.peft_type: each for each in FAMILIES.values() if each.peft_type is not None}
+    {kind: each for each in FAMILIES.values() for kind in (each.peft_type, *each.also_types) if kind is not None}
 )
 """By PEFT's `peft_type`."""
 

@@ -308,6 +308,6 @@ def change_of(module: Module, shape: Shape, setting: Setting = PLAIN, role: str 
         made = f"{change.rows} × {change.columns}"
         raise UnreadableError(f"{whose} makes {made} elements of a tensor of shape {list(shape)}", where=whose)
     if setting.scale != 1.0 and not change.is_additive and not isinstance(change, Replacement):
-        what = "a magnitude (DoRA)" if isinstance(change, Decomposed) else "a rotation"
+        what = "a magnitude (DoRA)" if isinstance(change, Decomposed) else family_of(module).title
         raise UsageError(f"{whose} is {what}, which cannot be scaled", where=whose, hint="leave out --scale")
     return change

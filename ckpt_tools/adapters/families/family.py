@@ -39,6 +39,7 @@ Factors = Mapping[str, "Array"]
 Module = AdapterModule["Array"]
 """With its factors loaded."""
 NONE: Mapping[str, str] = MappingProxyType({})
+_FLAT = ("magnitude", "B_bias", "rescale", "diff_b", "diff", "alpha")
 MERGE_HINT = "merge the adapter into the base: ckpt merge-lora BASE ADAPTER DST"
 
 PEFT_COMMON = (
@@ -123,6 +124,10 @@ def missing_halves(pairs: Iterable[tuple[str, str]], roles: Collection[str]) -> 
     return [other for role, other in sides if role in roles and other not in roles]
 
 
+class PeftRefusesError(Exception):
+    """PEFT raises when it makes a module under this configuration; the message says on what."""
+
+
 class Family:
     """One way in which factors change a weight. What a family does not say, it does not have."""
 
@@ -146,9 +151,13 @@ class Family:
     # PEFT's configuration
 
     peft_type: ClassVar[str | None] = None
+    also_types: ClassVar[tuple[str, ...]] = ()
+    """Further types of PEFT's with the same tensors."""
     peft_fields: ClassVar[frozenset[str]] = frozenset()
     alpha_field: ClassVar[str] = "alpha"
     init_field: ClassVar[str] = "init_weights"
+    peft_patterns: ClassVar[tuple[tuple[str, str, str], ...]] = ()
+    """(field, table of patterns or list of modules that says another value of it, what stands behind the path)."""
     peft_checks_bias: ClassVar[bool] = False
     """Does PEFT refuse an unknown value of `bias`?"""
     peft_checks_layers: ClassVar[bool] = False
@@ -165,6 +174,12 @@ class Family:
     is_scaled: ClassVar[bool] = False
     """Has it a rank and an alpha, of which the quotient multiplies the change?"""
     is_rotation: ClassVar[bool] = False
+    is_carried: ClassVar[bool] = False
+    """Has it PEFT's names, bytes and configuration alone? See `carried`."""
+    is_copy: ClassVar[bool] = False
+    """Are its factors a module's own parameters, in their place?"""
+    may_prune: ClassVar[bool] = False
+    """May a module's rank be 0?"""
     is_own: ClassVar[bool] = True
     """Must it be the only one in a module?"""
     why_not_a_sum: ClassVar[str | None] = None
@@ -213,6 +228,22 @@ class Family:
         """Are these factors that PEFT has for transposed weights and for parameters of stacked experts as well?"""
         return False
 
+    def may_be_transposed(self, roles: Collection[str]) -> bool:
+        """Has PEFT them for weights that are stored as (in, out)?"""
+        return self.is_linear(roles)
+
+    def may_be_flat(self, role: str) -> bool:
+        """May this factor have one dim?"""
+        return role in _FLAT
+
+    def may_be_whole(self, role: str) -> bool:
+        """Are its elements whole numbers?"""
+        return False
+
+    def changes_bias(self, shapes: Shapes) -> bool:
+        """Does it change the bias, too, that the module has in the base, by the factors of the weight?"""
+        return False
+
     def is_low_rank_pair(self, roles: Collection[str]) -> bool:
         """Is the change the product of two matrices, as every ecosystem has it?"""
         return False
@@ -249,6 +280,14 @@ class Family:
         return False
 
     # PEFT
+
+    def peft_suffix(self, role: str) -> str | None:
+        """Return the end of a factor's name in PEFT's file; None where it has none."""
+        return self.peft_names.get(role)
+
+    def shared_name(self, role: str) -> str | None:
+        """Return the whole name of a factor that all modules share; None for one of the module's own."""
+        return None
 
     def peft_config(self, adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Shapes) -> Fields:
         """Return the fields of PEFT's configuration that this family needs beside ranks, alphas and targets.
@@ -348,51 +387,3 @@ class Family:
         if not self.row_roles:
             raise refuse(module, "its factors have no rows of the weight")
         return tuple(role for role in self.row_roles if role in module.factors)
-
-
-class ScaledFamily(Family):
-    """A family that adds a product of its factors, multiplied by alpha/r; there may be a magnitude beside it (DoRA)."""
-
-    is_scaled = True
-
-    def rank(self, module: Module, num_experts: int = 1) -> int | None:
-        """Return r, from the factors where they tell it."""
-        for role, dim in self.rank_dims(module.factors).items():
-            if role in module.factors:
-                return int(module.factors[role].shape[dim]) // num_experts
-        return None if module.rank is None else module.rank.value
-
-    def scale(self, module: Module, num_experts: int = 1) -> float:
-        """Return alpha/r, or alpha/√r with rsLoRA; 1 where there is no rank (LoKr of two whole factors).
-
-        Raises:
-            UsageError: alpha is not known.
-        """
-        rank = self.rank(module, num_experts)
-        if rank is None:
-            return 1.0
-        if module.alpha is None:
-            raise UsageError(
-                f"alpha of {module.path} is not known, and the result depends on it",
-                hint="give it with --alpha; the trainer's configuration has it",
-            )
-        return module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
-
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
-        """Return the product, with its magnitude around it where there is one."""
-        from ckpt_tools.adapters.families import dora
-
-        inner = self.product(factors, shape, self.scale(module, setting.num_experts) * setting.scale, setting)
-        if not module.is_dora:
-            return inner
-        if setting.num_experts > 1:
-            raise UsageError(f"{module.path}: DoRA of stacked experts is not defined")
-        return dora.decomposed(module, inner, factors, shape, setting)
-
-    def is_idle(self, roles: Collection[str], seen: Mapping[str, Values]) -> bool:
-        """A factor is zero."""
-        return any(role in seen and seen[role].is_zero for role in self.peft_names)
-
-    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
-        """Return what is added to the weight, magnitudes apart."""
-        raise NotImplementedError

@@ -21,12 +21,12 @@ from ckpt_tools.adapters.families.family import (
     Factors,
     Matrix,
     Module,
-    ScaledFamily,
     Ways,
     missing_halves,
     refuse,
     refuse_roles,
 )
+from ckpt_tools.adapters.families.scaled import ScaledFamily
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:

@@ -75,6 +75,7 @@ def assemble(
                 hint="leave one of them out: --exclude GLOB",
             )
         group[key.role] = (key, item.entry)
+    _spread(groups)
     modules: list[AdapterModule[TensorEntry]] = []
     unknown: list[str] = []
     for (module_path, nesting), group in sorted(groups.items()):
@@ -111,8 +112,22 @@ def known_shape(entry: TensorEntry) -> tuple[int, ...]:
 def _counts(key: Key, strong: Collection[str], is_live: bool, is_training: bool) -> bool:
     """Does a name that a base model could have belong to the adapter?"""
     if is_live:
-        return False
+        return key.adapter is not None and key.path in strong
     return key.path in strong or (key.role in ("diff", "diff_b") and not (is_training and "." in key.path))
+
+
+def _spread(groups: dict[tuple[str, int], dict[str, tuple[Key, TensorEntry]]]) -> None:
+    """Give each module what all modules of its family share, and stands once; of prompts there are no others."""
+    shared = groups.get(("", 0), {})
+    users = [
+        group
+        for (path, _), group in groups.items()
+        if path and {key.family for key, _ in shared.values()} & {key.family for key, _ in group.values()}
+    ]
+    for group in users:
+        group.update(shared)
+    if users:
+        del groups[("", 0)]
 
 
 def _with_shape(key: Key, entry: TensorEntry) -> Key:
@@ -177,6 +192,8 @@ def _split_plain(
     all_names: Sequence[str] | None,
 ) -> tuple[list[Named] | None, list[Named]]:
     """Divide what is no factor into trained tensors and the base model's; None where it can be neither."""
+    if adapted == {""}:  # a prompt, beside which nothing of the base is wrapped
+        return [], list(plain)
     names = [item.name for item in plain] if all_names is None else all_names
     num_wrapped = sum(name.endswith(".base_layer.weight") for name in names)
     if is_live or (convention == "peft" and num_wrapped > _MAX_SAVED_EMBEDDINGS):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.adapters.adapter import FamilyName
 from ckpt_tools.adapters.families import FAMILIES
+from ckpt_tools.adapters.families.carried import Carried
 from ckpt_tools.adapters.families.family import Style
 
 _NAME = r"(?:\.(?P<adapter>[^.]+))?"
@@ -23,7 +24,7 @@ class Key:
     """What a tensor's name says."""
 
     path: str
-    """Module path, or a flattened name."""
+    """Module path, or a flattened name; "" for what all modules share."""
     family: FamilyName
     """Of the factor; "lora" for roles that several families have, until the module's other factors decide."""
     role: str
@@ -47,15 +48,20 @@ _WEAK_ROWS: tuple[tuple[str, FamilyName, str], ...] = (
 """LyCORIS' suffixes that a base model's names may have as well."""
 
 
-def _rule(suffix: str, style: Style, family: FamilyName, role: str) -> tuple[re.Pattern[str], Style, FamilyName, str]:
+_Rule = tuple[re.Pattern[str], Style, FamilyName, str]
+
+
+def _rule(suffix: str, style: Style, family: FamilyName, role: str) -> _Rule:
     return re.compile(rf"(?P<path>.+)\.{suffix}"), style, family, role
 
 
-def _strong() -> Iterator[tuple[re.Pattern[str], Style, FamilyName, str]]:
+def _strong() -> Iterator[_Rule]:
     """Yield the suffixes of the families' tables; of one that several have, the first family's."""
     weak = [re.compile(suffix) for suffix, _, _ in _WEAK_ROWS]
     seen: set[str] = set()
     for name, family in FAMILIES.items():
+        if isinstance(family, Carried):
+            continue
         for style, pattern, role in family.also_read:
             yield _rule(pattern, style, name, role)
         for role, suffix in family.peft_names.items():
@@ -68,19 +74,34 @@ def _strong() -> Iterator[tuple[re.Pattern[str], Style, FamilyName, str]]:
                 yield _rule(re.escape(suffix), "lycoris", name, role)
 
 
-_STRONG = list(_strong())
-_WEAK = [_rule(suffix, "lycoris", family, role) for suffix, family, role in _WEAK_ROWS]
+def _of_carried(family: Carried, *, weak: bool) -> Iterator[_Rule]:
+    """Yield rules whose role is the name's end, without the adapter's name: `head` and `rest`."""
+    anywhere = r"(?:(?:.+\.)?base_model|(?P<path>.+))\." if family.root else r"(?P<path>)(?:.+\.)?"
+    for front, names in ((r"(?P<path>.+)\.", family.names), (anywhere, family.shared)):
+        for head, rest in names:
+            if (head in family.weak) is weak:
+                parts = rf"(?P<head>{head}){_NAME}" + (rf"(?P<rest>\.{rest})" if rest else "(?P<rest>)")
+                yield re.compile(front + parts), "peft", family.name, ""
+    for style, pattern, role in family.also_read if not weak else ():
+        yield re.compile(rf"(?P<path>)(?:.+\.)?{pattern}"), style, family.name, role
+
+
+_CARRIED = [family for family in FAMILIES.values() if isinstance(family, Carried)]
+_STRONG = [*_strong(), *(rule for family in _CARRIED for rule in _of_carried(family, weak=False))]
+_WEAK = [
+    *(_rule(suffix, "lycoris", family, role) for suffix, family, role in _WEAK_ROWS),
+    *(rule for family in _CARRIED for rule in _of_carried(family, weak=True)),
+]
 _PROCESSOR = re.compile(r"(?P<path>.+)\.processor\.(?P<part>\w+)_lora\.(?P<side>down|up)\.weight")
 """Attention processors of old diffusers: the module is named by the processor's attribute."""
 _SAVED = re.compile(r"(?P<path>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<role>.+)")
 _BASE_LAYERS = re.compile(r"(?:\.base_layer)+$")
 
 _SURELY_REFUSED = (
-    (r"(?:.+\.)?(?:lora_E|ranknum)(?:\..+)?", "AdaLoRA"),
-    (r"(?:.+\.)?vera_(?:A|B|lambda_[bd])(?:\..+)?", "VeRA"),
-    (r"(?:.+\.)?ia3_l(?:\..+)?", "IA³"),
-    (r"(?:.+\.)?ln_tuning_layers(?:\..+)?", "LN tuning"),
-    (r"(?:.+\.)?prompt_embeddings", "prompt tuning"),
+    (
+        r"(?:.+\.)?prompt_encoder\.[^.]+\.(?:(?:mlp|lstm)_head|transform|(?:delta|trainable|frozen)_embedding)\b.*",
+        "prompt tuning whose embeddings PEFT computes when it saves them",
+    ),
     (r"(?:.+\.)?adaption_(?:prompt|gate)(?:\..+)?", "LLaMA-Adapter (adaption prompt)"),
     (r"(?:.+\.)?internal_xlora_classifier\..+", "X-LoRA"),
     (r".+\.oft_r(?:\..+)?", "OFT of PEFT before 0.16, which no PEFT since can load"),
@@ -96,23 +117,15 @@ _REFUSED = (
     (r".+\.(?:a1|a2|b1|b2|bm)\.weight", "GLoRA"),
     (r".+\.lora_[AB]", "LoRA in the names of loralib and litgpt"),
     (r".+\.(?:[qp]_layer\.weight|lambda_layer)", "T-LoRA"),
-    *(
-        (rf"(?:.+\.)?{prefix}_\w+(?:\..+)?", name)
-        for prefix, name in {
-            "adamss": "AdaMSS", "beft": "BEFT", "c3a": "C³A", "deft": "DEFT", "delora": "DeLoRA",
-            "fourierft": "FourierFT", "frod": "FRoD", "glora": "GLoRA", "gralora": "GraLoRA", "hira": "HiRA",
-            "hra": "HRA", "lily": "Lily", "miss": "MiSS", "osf": "OSF", "peanut": "PEANuT", "poly": "Poly",
-            "psoft": "PSOFT", "pvera": "PVeRA", "randlora": "RandLoRA", "road": "RoAd", "shadow": "Shadow",
-            "shira": "SHiRA", "supertuning": "SuperTuning", "tinylora": "TinyLoRA", "unilora": "Uni-LoRA",
-            "vblora": "VB-LoRA", "waveft": "WaveFT",
-        }.items()
-    ),
-)  # fmt: skip
+    (r"(?:.+\.)?frod_\w+(?:\..+)?", "FRoD"),
+    (r"(?:.+\.)?shadow_\w+(?:\..+)?", "Shadow"),
+)
 """Names that a base model may have as well: they count only where no supported adapter is found."""
 _SURE = [(re.compile(pattern), name) for pattern, name in _SURELY_REFUSED]
 _UNSURE = [(re.compile(pattern), name) for pattern, name in _REFUSED]
 _QUICK = re.compile(
-    r"lora|hada_|lokr_|oft_|dora_scale|trainable_tokens_delta|\.adapter|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save"
+    r"lora|hada_|lokr_|oft_|dora_scale|trainable_tokens_delta|\.adapter|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save|"
+    + "|".join(["prefix_task_", *(family.marker for family in FAMILIES.values() if family.is_carried)])
 )
 """Whatever `parse_key` accepts contains one of these; base names, of which there are many, mostly do not."""
 
@@ -138,31 +151,32 @@ def parse_key(name: str) -> Key | None:
             match = pattern.fullmatch(name)
             if match is None:
                 continue
-            path = match["path"]
+            parts = match.groupdict()
+            path = parts["path"] or ""
             nested = _BASE_LAYERS.search(path)
             nesting = 0 if nested is None else nested[0].count(".")
             return Key(
                 path=path if nested is None else path[: nested.start()],
                 family=family,
-                role=role,
+                role=role or f"{parts['head']}{parts['rest']}",
                 style=style,
-                adapter=match.groupdict().get("adapter"),
+                adapter=parts.get("adapter"),
                 nesting=nesting,
                 is_weak=table is _WEAK,
             )
     return None
 
 
-_TRAINING_ONLY = re.compile(r".+\.lora_velora_embed(?:\..+)?")
-"""VeLoRA's: what its backward pass compresses activations with."""
+_TRAINING_ONLY = re.compile(r".+\.(?:lora_velora_embed|ranknum)(?:\..+)?")
+"""VeLoRA's: what its backward pass compresses activations with. AdaLoRA's: the rank that its configuration has."""
 
 
 def is_for_training(name: str) -> bool:
     """Does a tensor of an adapter serve its training alone? What the adapter computes is the same without it."""
-    return "velora" in name and _TRAINING_ONLY.fullmatch(name) is not None
+    return ("velora" in name or "ranknum" in name) and _TRAINING_ONLY.fullmatch(name) is not None
 
 
-_QUICK_SURE = re.compile(r"lora_[Eadm]|ranknum|vera_|ia3_l|ln_tuning_|prompt_embed|adaption_|internal_xlora|oft_r")
+_QUICK_SURE = re.compile(r"lora_[adm]|prompt_encoder|adaption_|internal_xlora|oft_r")
 """Whatever is surely refused contains one of these."""
 
 

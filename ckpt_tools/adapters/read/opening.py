@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
-from ckpt_tools.adapters.families import PEFT_TYPES
+from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES
 from ckpt_tools.adapters.families.tokens import without_copies
 from ckpt_tools.adapters.read.assemble import Named, assemble, without_wrappers
 from ckpt_tools.adapters.read.keys import is_for_training, parse_key, refused_kind
@@ -123,8 +123,8 @@ def _refusal(kind: str, path: str) -> UnknownTypeError:
     return UnknownTypeError(
         f"an adapter of the type {kind}, which ckpt does not convert",
         where=path,
-        hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT, trained tokens and full differences; "
-        "the library that wrote this one can merge it",
+        hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT, trained tokens, full differences, and "
+        "most types of PEFT in its own format; the library that wrote this one can merge it",
     )
 
 
@@ -153,7 +153,9 @@ def _name(opened: Opened, path: str) -> list[Named]:
     has_any = any(item.key is not None and not item.key.is_weak for item in named)
     for sure in (True,) if has_any else (True, False):
         for item in named:
-            if item.key is None and (kind := refused_kind(item.name, sure=sure)) is not None:
+            if (item.key is None or (not has_any and item.key.is_weak)) and (
+                kind := refused_kind(item.name, sure=sure)
+            ) is not None:
                 raise _refusal(kind, path)
     if not any(item.key is not None for item in named):
         raise UnreadableError(
@@ -208,6 +210,8 @@ def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[li
 def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
     keys = [item.key for item in named if item.key is not None]
     if any(key.adapter is not None for key in keys) or any(_PEFT_ROOT in item.entry.fqn for item in named):
+        return "peft"
+    if any(FAMILIES[key.family].is_carried and not key.is_weak for key in keys):
         return "peft"
     strong = [key for key in keys if not key.is_weak]
     styles = Counter(key.style for key in strong)

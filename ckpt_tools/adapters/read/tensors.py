@@ -10,7 +10,7 @@ import threading
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ckpt_tools.adapters.adapter import Adapter
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.opening import Opened
@@ -45,7 +45,15 @@ def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | N
         UnreadableError: Incomplete, truncated or damaged.
     """
     reader = reader or TensorReader(opened)
-    return adapter.with_factors(lambda module, role: to_array(reader, module.factors[role]))
+    read: dict[str, Array] = {}  # what several modules share is read once
+
+    def array(module: AdapterModule[TensorEntry], role: str) -> Array:
+        entry = module.factors[role]
+        if entry.fqn not in read:
+            read[entry.fqn] = to_array(reader, entry)
+        return read[entry.fqn]
+
+    return adapter.with_factors(array)
 
 
 def to_array(reader: TensorReader, entry: TensorEntry) -> Array:

@@ -52,7 +52,8 @@ def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_mod
         config |= _ranks_and_alphas(adapter, family, modules)
     config |= family.peft_config(adapter, modules, base.shapes if base else {})
     config |= fields_of(adapter, family.peft_fields)
-    config |= target_fields(adapter, modules, base)
+    if any(module.path for module in modules):
+        config |= target_fields(adapter, modules, base)
     config |= saved_fields(adapter, modules, base)
     for name, found in adapter.settings.items():
         if name not in config and name not in (*_OWN_FIELDS.split(), *_TRAINING_ONLY) and name in family.peft_fields:

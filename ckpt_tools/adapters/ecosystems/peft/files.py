@@ -24,13 +24,20 @@ def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:
     Raises:
         UsageError: PEFT has no name for a factor.
     """
+    shared = set()
     adapted = {m.path: ".base_layer" * (m.nesting + 1) for m in adapter.modules if not m.is_saved}
     for number, module in enumerate(adapter.modules):
         for role in module.factors:
             if module.is_saved:
                 yield f"{ROOT}{module.path}{adapted.get(module.path, '')}.{role}", number, role
                 continue
-            suffix = family_of(module).peft_names.get(role)
+            family = family_of(module)
+            if (whole := family.shared_name(role)) is not None:
+                if whole not in shared:
+                    shared.add(whole)
+                    yield whole, number, role
+                continue
+            suffix = family.peft_suffix(role)
             if suffix is None:
                 raise UsageError(f"PEFT has no name for the factor {role} of {module.family}", where=module.path)
             yield f"{ROOT}{module.path}{'.base_layer' * module.nesting}.{suffix}", number, role

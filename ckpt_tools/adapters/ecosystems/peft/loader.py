@@ -27,9 +27,12 @@ from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     wrapped_parameters,
 )
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
+from ckpt_tools.adapters.ecosystems.peft.shared import check_shared, load_prompt
 from ckpt_tools.adapters.ecosystems.peft.tokens import why_no_tokens
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
+from ckpt_tools.adapters.families.carried import Carried
+from ckpt_tools.adapters.families.family import Ways
 from ckpt_tools.adapters.read.keys import Key, parse_key
 from ckpt_tools.adapters.read.locate import PEFT_FILE
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
@@ -61,6 +64,9 @@ def load(file: AdapterFile, loading: Loading) -> None:
         raise RejectedError(f"peft_type is {kind!r}")
     check_config(config, family)
     check_task(config, file.base_type, loading)
+    if isinstance(family, Carried) and not family.names:
+        load_prompt(file, config, family, loading)
+        return
     if not has_targets(config):
         loading.misreads(
             ADAPTER_CONFIG,
@@ -91,6 +97,8 @@ def load(file: AdapterFile, loading: Loading) -> None:
             file.file, "without --base the modules' paths and target_modules are not checked against the model"
         )
         return
+    if isinstance(family, Carried) and (doubt := check_shared(family, found.pop("", {}), config, file.base)):
+        loading.unchecked(ADAPTER_CONFIG, f"not simulated: {doubt}")
     for path, parameters in wrapped.items():
         check_parameters(path, parameters, levels.get(path, {}), config, file.base, loading)
     for path, factors in found.items():
@@ -127,23 +135,16 @@ def _match(
     found: dict[str, dict[str, Shape]] = defaultdict(dict)
     levels: dict[str, dict[int, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
     for name, head in file.tensors.items():
+        key = parse_key(name.removeprefix(ROOT))
+        if key is not None and key.family == family.name and family.shared_name(key.role) is not None:
+            loading.use(name, key.path or family.title)  # in a module it is the same tensor once more
+            found[""][key.role] = head.shape
+            continue
         if not name.startswith(ROOT):
             loading.ignored[name] = f"the name does not begin with {ROOT}"
             continue
-        inner = name.removeprefix(ROOT)
-        key = parse_key(inner)
         if key is None or key.family == SAVED:
-            if (twin := _SAVED_COPY.sub(".", inner)) != inner and f"{ROOT}{twin}" in file.tensors:
-                loading.use(name, twin.rpartition(".")[0])  # bias="all" writes a saved bias under three names
-                continue
-            module = inner.rpartition(".")[0]
-            if any(module.endswith(each) for each in saved_names(config)):
-                _check_resized(inner, head.shape, file, loading)
-                loading.use(name, module)
-            elif (reason := _why_not_plain(inner, head.shape, file, config)) is not None:
-                loading.ignored[name] = reason
-            else:
-                loading.use(name, module.removesuffix(_WRAPPED))
+            _match_plain(name, head.shape, file, config, loading)
             continue
         reason = why_no_tokens(key, head, config, family, file, loading)
         if reason is None and key.role != "beside":
@@ -164,6 +165,22 @@ def _match(
         if family.peft_checks_rank and (file.base is not None or not config.get("target_parameters")):
             _check_rank(name, key, head.shape, config)
     return found, levels
+
+
+def _match_plain(name: str, shape: Shape, file: AdapterFile, config: Config, loading: Loading) -> None:
+    """Say what becomes of a tensor of the base's own."""
+    inner = name.removeprefix(ROOT)
+    if (twin := _SAVED_COPY.sub(".", inner)) != inner and f"{ROOT}{twin}" in file.tensors:
+        loading.use(name, twin.rpartition(".")[0])  # bias="all" writes a saved bias under three names
+        return
+    module = inner.rpartition(".")[0]
+    if any(module.endswith(each) for each in saved_names(config)):
+        _check_resized(inner, shape, file, loading)
+        loading.use(name, module)
+    elif (reason := _why_not_plain(inner, shape, file, config)) is not None:
+        loading.ignored[name] = reason
+    else:
+        loading.use(name, module.removesuffix(_WRAPPED))
 
 
 def _why_not(key: Key, family: Family, config: Config, *, is_wrapped: bool) -> str | None:
@@ -263,7 +280,13 @@ def _check_shapes(
     weight = base.get(f"{base_path(path)}.weight")
     if weight is None:
         return
-    ways = expected(family, config, path, weight)
+    if family.is_copy:
+        own = ((*name.rpartition("."), shape) for name, shape in base.items())
+        ways: Ways = ({f"{family.marker}.{leaf}": shape for parent, _, leaf, shape in own if parent == path},)
+    else:
+        ways = expected(family, config, path, weight)
+    if not ways and family.is_carried:
+        loading.unchecked(path, f"which tensors PEFT makes for {family.title} here")
     if not ways or any(_agrees(factors, way, is_whole=True) for way in ways):
         return
     way = max(ways, key=lambda way: (len(way.keys() & factors.keys()), _agrees(factors, way, is_whole=False)))

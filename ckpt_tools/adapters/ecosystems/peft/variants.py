@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from ckpt_tools.adapters.adapter import Adapter, F, Sourced
 from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.families.carried import Carried
 from ckpt_tools.adapters.read.sidecars import DORA_SCALE
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
@@ -75,6 +76,23 @@ def doubt_about(adapter: Adapter[F]) -> str | None:
         f"init_lora_weights is {escape_name(str(found.value))}: PEFT decomposes the base again at every loading, by a "
         "random algorithm, and what it computes is near to what was trained, not the same"
     )
+
+
+def refuse_carried(adapter: Adapter[F], *, merges: bool) -> None:
+    """Refuse types of PEFT's that ckpt carries, and does not compute with.
+
+    Args:
+        adapter: Of any type.
+        merges: Those that merge-lora computes are welcome.
+
+    Raises:
+        UsageError: With the type.
+    """
+    for family in {module.family: family_of(module) for module in adapter.modules}.values():
+        if isinstance(family, Carried) and not (merges and family.merges):
+            what = "merged by ckpt" if merges else "written for other libraries than PEFT"
+            hint = "PEFT's merge_and_unload may do it" if merges else "--to peft, or merge it: ckpt merge-lora"
+            raise UsageError(f"an adapter of {family.title} cannot be {what}", hint=hint)
 
 
 def refuse_variants(adapter: Adapter[F]) -> None:
