@@ -22,18 +22,8 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "ad
 
 
 def qwen_image():
-    from diffusers import QwenImageTransformer2DModel
-
     torch.manual_seed(4)
-    return QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        axes_dims_rope=(4, 6, 6),
-    ).eval()
+    return image_models.qwen_image()
 
 
 def bria():

@@ -23,6 +23,7 @@ def _block(block: str, *streams: str) -> tuple[str, ...]:
     return (
         f"{inner}.adaLN_modulation.1",
         *(f"{inner}.attn1.{name}{end}" for end in streams for name in ("to_q", "to_k", "to_v", "to_out")),
+        f"{inner}.ff_i.gate",  # no linear layer, but a matrix of the base
         *(f"{inner}.ff_i.{part}{name}" for part in ("", "shared_experts.", "experts.{e}.") for name in _SWIGLU),
     )
 
