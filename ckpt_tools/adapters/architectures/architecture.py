@@ -66,6 +66,8 @@ class Conversion:
     """What it understands behind a path; "alpha" is one of them."""
     lacks: str = "(?!)"
     """Regular expression of native or diffusers paths, as they are spelled, that it does not convert."""
+    refuses: str = "(?!)"
+    """Regular expression of names, without a prefix, on which it raises."""
     others: Literal["raise", "keep"] = "keep"
     """What it does with other paths: raise, or keep them, which then are no module's. It raises on other suffixes."""
     needs_blocks: bool = False

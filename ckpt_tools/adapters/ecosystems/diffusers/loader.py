@@ -213,8 +213,9 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
     natives: set[str] = set()
     for key, name in keys.items():
         prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
-        module, suffix = _cut(key.removeprefix(prefix or ""))
-        if prefix is None or suffix not in conversion.suffixes:
+        inner = key.removeprefix(prefix or "")
+        module, suffix = _cut(inner)
+        if prefix is None or suffix not in conversion.suffixes or re.fullmatch(conversion.refuses, inner):
             raise RejectedError(f"it cannot convert {key}")
         match = part.names.find_as(module, conversion.spellings)
         path = "" if match is None else match.spelled()
@@ -225,7 +226,7 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
         elif conversion.others == "raise":
             raise RejectedError(f"it cannot convert {key}")
         elif suffix != "alpha":
-            found[f"{part.component}.{key.removeprefix(prefix)}"] = name
+            found[f"{part.component}.{inner}"] = name
     if conversion.needs_blocks:
         _check_blocks(natives, part)
     return found
