@@ -45,6 +45,8 @@ class Architecture:
     """Value of ss_base_model_version."""
     implementation: str
     """Value of modelspec.implementation: whose names the native ones are."""
+    resolution: str = "1024x1024"
+    """Value of modelspec.resolution where nothing says that of the training: what kohya's tools write then."""
 
     @property
     def main(self) -> Part:

@@ -18,7 +18,8 @@ from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
-from ckpt_tools.adapters.ecosystems.kohya.writer import for_lycoris, in_lycoris, kohya_metadata, put_alpha
+from ckpt_tools.adapters.ecosystems.header import header_of
+from ckpt_tools.adapters.ecosystems.kohya.writer import for_lycoris, in_lycoris, put_alpha
 from ckpt_tools.adapters.ecosystems.output import Written, file_name, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, unchanged
 from ckpt_tools.adapters.families import dora, family_of
@@ -79,7 +80,7 @@ def _comfyui_file(
             put(tensors, name, each.module, family.lycoris_names)
             put_alpha(tensors, name, each.module)
     file = file_name(adapter.name)
-    metadata = kohya_metadata(placed, architecture, title=file.removesuffix(".safetensors"))
+    metadata = header_of([each.module for each in placed], architecture, title=file.removesuffix(".safetensors"))
     if is_bare:
         metadata.pop("ss_network_alpha", None)
     if DORA_SCALE in adapter.settings and any(each.module.is_dora for each in placed):
