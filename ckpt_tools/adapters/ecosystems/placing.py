@@ -28,6 +28,8 @@ class Placed:
     part: Part
     module: Module
     """Its path is the one inside that model, in the target's spelling."""
+    is_apart: bool = False
+    """Is it part of a fused module of the authors', under diffusers' name?"""
 
 
 def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple[Place, Module]]:
@@ -63,8 +65,15 @@ def in_diffusers(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> 
     return _once(placed)
 
 
-def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> list[Placed]:
+def in_native(
+    places: Sequence[tuple[Place, Module]], *, as_lora: AsLora, takes_parts: Callable[[str], bool] = lambda _: False
+) -> list[Placed]:
     """Return the modules as their authors have them: fused where diffusers splits.
+
+    Args:
+        places: Modules with their places.
+        as_lora: Makes a lora of a module.
+        takes_parts: Can parts that cannot be put together as they are stay apart, under these names of diffusers?
 
     Raises:
         UsageError: A module twice, or parts that cannot be put together exactly.
@@ -87,14 +96,27 @@ def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> lis
             wheres[key] = where
     for key, group in groups.items():
         where = wheres[key]
-        parts = dict(group)
-        families = {part.family for part in parts.values()}
-        if len(families) > 1 or not FAMILIES[families.pop()].joins:
-            parts = {index: as_lora(part) for index, part in parts.items()}
-        family = family_of(next(iter(parts.values())))
-        whole = family.join(parts, _sizes(where, parts), where.native)
-        placed.append(Placed(part=where.part, module=whole))
+        may_stay = all(takes_parts(where.diffusers[index]) for index in group)
+        modules = _together(where, group, as_lora, may_stay=may_stay)
+        placed += [Placed(part=where.part, module=each, is_apart=each.path != where.native) for each in modules]
     return _once(placed)
+
+
+def _together(where: Place, group: Mapping[int, Module], as_lora: AsLora, *, may_stay: bool) -> list[Module]:
+    """Return one module of several parts; the parts as they are, where that is not possible and they may stay."""
+    apart = [replace(part, path=where.diffusers[index]) for index, part in group.items()]
+    families = {part.family for part in apart}
+    joins = len(families) == 1 and FAMILIES[min(families)].joins
+    sizes = _sizes(where, group)
+    if may_stay and not joins:
+        return apart
+    parts = group if joins else {index: as_lora(part) for index, part in group.items()}
+    try:
+        return [family_of(next(iter(parts.values()))).join(parts, sizes, where.native)]
+    except InexpressibleError:
+        if not may_stay:
+            raise
+        return apart
 
 
 def _once(placed: list[Placed]) -> list[Placed]:
