@@ -64,9 +64,7 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     ),
     "hunyuan_video_1_5": (
         "hunyuan_video_1_5",
-        _of(
-            "HunyuanVideo15Transformer3DModel", **_HUNYUAN, text_embed_2_dim=8, image_embed_dim=8, use_meanflow=True
-        ),
+        _of("HunyuanVideo15Transformer3DModel", **_HUNYUAN, text_embed_2_dim=8, image_embed_dim=8, use_meanflow=True),
     ),
     "ltx": ("ltx", _of("LTXVideoTransformer3DModel", **_LTX)),
     "ltx2": (  # with what 2.3 adds

@@ -5,9 +5,9 @@ Source: diffusers 0.42, models/transformers/cogvideox_transformer_3d.py.
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, transformer
-from ckpt_tools.adapters.architectures.ltx import attention, feed_forward, same
-from ckpt_tools.adapters.architectures.rule import Names
+from ckpt_tools.adapters.architectures.architecture import Architecture, Size, transformer
+from ckpt_tools.adapters.architectures.ltx import attention, feed_forward
+from ckpt_tools.adapters.architectures.rule import Names, same
 
 _NAMES = Names(
     (
@@ -19,3 +19,18 @@ _NAMES = Names(
     )
 )
 """Every linear layer and convolution of CogVideoX."""
+
+COGVIDEOX = Architecture(
+    name="cogvideox",
+    title="CogVideoX",
+    parts=(transformer(_NAMES),),
+    classes=("CogVideoXTransformer3DModel",),
+    # Source: config.json of CogVideoX 2B and 5B; 1.5 5B is as large.
+    sizes=(
+        Size(columns={".attn1.to_q": 1920}, last={"transformer_blocks": 29}),
+        Size(columns={".attn1.to_q": 3072}, last={"transformer_blocks": 41}),
+    ),
+    rivals={"PixArt, Cosmos, Allegro, Latte": r"patch_embed\.text_proj|.*\.norm[12]\.linear"},
+    comfyui=None,
+    kohya=None,
+)

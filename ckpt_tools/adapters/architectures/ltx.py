@@ -6,19 +6,14 @@ diffusers 0.42, loaders/single_file_utils.py (`convert_ltx_transformer_checkpoin
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, transformer
-from ckpt_tools.adapters.architectures.rule import Names, Rule, rename
+from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, Conversion, Size, transformer
+from ckpt_tools.adapters.architectures.rule import Names, Rule, rename, same
 
 
 def modulation(native: str, diffusers: str) -> tuple[Rule, ...]:
     """Return the rules for an embedding of the timestep with its projection."""
     layers = ("emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2", "linear")
     return tuple(rename(f"{native}.{layer}", f"{diffusers}.{layer}") for layer in layers)
-
-
-def same(*paths: str) -> tuple[Rule, ...]:
-    """Return the rules for modules that have one name everywhere."""
-    return tuple(rename(path, path) for path in paths)
 
 
 def attention(name: str) -> tuple[Rule, ...]:
@@ -42,3 +37,25 @@ _NAMES = Names(
     )
 )
 """Every linear layer of LTX-Video."""
+
+LTX = Architecture(
+    name="ltx",
+    title="LTX-Video",
+    parts=(transformer(_NAMES),),
+    classes=("LTXVideoTransformer3DModel",),
+    # Source: config.json of LTX-Video 0.9 (2B) and 0.9.7 (13B).
+    sizes=(
+        Size(columns={".attn1.to_q": 2048}, last={"transformer_blocks": 27}),
+        Size(columns={".attn1.to_q": 4096}, last={"transformer_blocks": 47}),
+    ),
+    rivals={"PixArt, Cosmos, Allegro, Latte": r"proj_in|time_embed\..*"},
+    # It takes the prefix off, and leaves Lightricks' names as they are.
+    conversions=(
+        Conversion(
+            when=r"^diffusion_model\.", prefixes=("diffusion_model.",), spellings=("diffusers",), lacks="patchify_proj"
+        ),
+    ),
+    comfyui=ComfyUI(),
+    kohya=None,
+    implementation="https://github.com/Lightricks/LTX-Video",
+)

@@ -7,9 +7,16 @@ loaders/single_file_utils.py (`convert_ltx2_transformer_to_diffusers`) and loade
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, transformer
-from ckpt_tools.adapters.architectures.ltx import attention, feed_forward, modulation, same
-from ckpt_tools.adapters.architectures.rule import Names, rename
+from ckpt_tools.adapters.architectures.architecture import (
+    PEFT_PAIR,
+    Architecture,
+    ComfyUI,
+    Conversion,
+    Size,
+    transformer,
+)
+from ckpt_tools.adapters.architectures.ltx import attention, feed_forward, modulation
+from ckpt_tools.adapters.architectures.rule import Names, rename, same
 
 _ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
 _MODULATIONS = {
@@ -37,3 +44,19 @@ _NAMES = Names(
     )
 )
 """Every linear layer of LTX-2's transformer; its connectors of the text are another model."""
+
+LTX2 = Architecture(
+    name="ltx2",
+    title="LTX-2",
+    parts=(transformer(_NAMES),),
+    classes=("LTX2VideoTransformer3DModel",),
+    sizes=(Size(columns={".attn1.to_q": 4096, ".audio_attn1.to_q": 2048}, last={"transformer_blocks": 47}),),
+    rivals={"LTX-Video and others": r".*audio.*|av_.*"},
+    conversions=(
+        Conversion(when=r"^diffusion_model\.", prefixes=("diffusion_model.",), suffixes=PEFT_PAIR, others="keep"),
+    ),
+    comfyui=ComfyUI(),
+    kohya=None,
+    base_version="ltx2",
+    implementation="https://github.com/Lightricks/LTX-2",
+)

@@ -50,9 +50,10 @@ def header_of(modules: Sequence[Module], architecture: Architecture | None, *, t
         metadata["ss_network_dim"] = str(rank)
         if alphas:
             metadata["ss_network_alpha"] = _number(alphas.most_common(1)[0][0])
-    if architecture is not None:
+    if architecture is not None and architecture.base_version:
+        metadata["ss_base_model_version"] = architecture.base_version
+    if architecture is not None and architecture.model_spec:
         metadata |= {
-            "ss_base_model_version": architecture.base_version,
             "modelspec.sai_model_spec": "1.0.1",
             "modelspec.architecture": architecture.model_spec,
             "modelspec.implementation": architecture.implementation,
