@@ -204,6 +204,9 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
     )
     if conversion is not None:
         keys = _convert(conversion, keys, architecture.main)
+    elif file.base_class in architecture.classes and any_model.applies(file):
+        any_model.load(file, loading)
+        return
     _all_lora([key for key in keys if not key.startswith("\0")])
     _inject(keys, architecture, file, loading)
 
@@ -215,12 +218,15 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
         prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
         inner = key.removeprefix(prefix or "")
         module, suffix = _cut(inner)
+        if re.fullmatch(conversion.ignores, inner):
+            continue
         if prefix is None or suffix not in conversion.suffixes or re.fullmatch(conversion.refuses, inner):
             raise RejectedError(f"it cannot convert {key}")
         match = part.names.find_as(module, conversion.spellings)
         path = "" if match is None else match.spelled()
         is_known = module == (path.replace(".", "_") if prefix.endswith("_") else path)
-        if match is not None and is_known and not re.fullmatch(conversion.lacks, path):
+        is_lacking = any(re.fullmatch(conversion.lacks, each) for each in (path, f"{path}.{suffix}"))
+        if match is not None and is_known and not is_lacking:
             found |= _spread(part, match, suffix, name, f"{part.component}.")
             natives.add(match.native())
         elif conversion.others == "raise":
@@ -228,11 +234,11 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
         elif suffix != "alpha":
             found[f"{part.component}.{inner}"] = name
     if conversion.needs_blocks:
-        _check_blocks(natives, part)
+        _check_blocks(natives, part, conversion.optional)
     return found
 
 
-def _check_blocks(natives: Collection[str], part: Part) -> None:
+def _check_blocks(natives: Collection[str], part: Part, optional: str) -> None:
     """Raise where a block is not adapted as a whole, or one before it is not adapted at all."""
     numbers: dict[str, set[str]] = {}
     for path in natives:
@@ -240,6 +246,8 @@ def _check_blocks(natives: Collection[str], part: Part) -> None:
         numbers.setdefault(block, set()).add(number)
     for block, found in numbers.items():
         own = [rule.native for rule in part.names.rules if rule.native.startswith(f"{block}.{{i}}.")]
+        used = {re.sub(r"\.\d+\.", ".{i}.", path, count=1) for path in natives}
+        own = [path for path in own if path in used or not re.fullmatch(optional, path)]
         for path in (each.replace("{i}", str(number)) for number in range(len(found)) for each in own):
             if path not in natives:
                 raise RejectedError(f"it looks up {path}, which has no adapter")
@@ -270,7 +278,7 @@ def _ldm_kohya(keys: Keys, architecture: Architecture) -> Keys:
             part = encoders.get("text_encoder_2" if module.startswith("lora_te2_") else "text_encoder")
             inner = re.sub("^lora_te[12]?_", "", module)
             match = None if part is None else _native(part, inner)
-        if part is not None and match is not None:
+        if part is not None and match is not None and not re.fullmatch(conversion.lacks, match.spelled()):
             found |= _spread(part, match, suffix, name, f"{part.component}.")
     return found
 
@@ -288,7 +296,7 @@ def _native(part: Part, name: str) -> Match | None:
 
 def _spread(part: Part, match: Match, suffix: str, name: str, prefix: str) -> Keys:
     """Name what a tensor becomes: one of several modules where the native one is fused."""
-    ends = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
+    ends = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight", "diff_b": "lora_B.bias"}
     paths = (match.native(),) if part.is_encoder else match.diffusers()
     if match.part is not None and not part.is_encoder:
         paths = (paths[match.part],)
