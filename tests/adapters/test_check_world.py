@@ -17,8 +17,7 @@ from ckpt_tools.errors import UnreadableError
 
 NOT_KNOWN = frozenset(
     {
-        "phi3, IA3", "gemma2, VeRA", "mistral, AdaLoRA", "qwen3, MiSS", "bert, LN tuning", "t5, FourierFT",
-        "opt, VB-LoRA", "mistral, trained tokens alone", "qwen3, trained tokens", "qwen3, trained tokens and tied head",
+        "mistral, trained tokens alone", "qwen3, trained tokens", "qwen3, trained tokens and tied head",
     }
 )  # fmt: skip
 """Healthy adapters of kinds that ckpt does not judge: neither ok nor wrong."""
@@ -26,8 +25,7 @@ HARMLESS = frozenset({"mistral: names twice", "mistral: a module too many", "qwe
 """Damages behind which the library still finds the whole adapter: ckpt says them all the same."""
 NOT_JUDGED = frozenset(
     {
-        "mistral: IA3's type", "mistral: unknown type", "qwen3: trained tokens not said", "phi3: IA3 lost",
-        "gemma2: VeRA cut",
+        "mistral: unknown type", "qwen3: trained tokens not said",
     }
 )  # fmt: skip
 """Damaged ones of such kinds, or under names of which nothing is known."""
