@@ -11,7 +11,7 @@ import math
 import os.path
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes
 from ckpt_tools.adapters.families.family import (
@@ -31,47 +31,33 @@ if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
 
 _LITERAL = re.compile(r"[\w.]+")
+_DERIVED = frozenset(f"{PEFT_COMMON} peft_type bias".split())
+"""Fields that are worked out as for every type."""
 
 
-class Numbers:
-    """A configuration of which whole numbers are asked."""
+class Numbers(dict[str, Any]):
+    """A configuration; calling it gives a field that must be a whole number, or raises KeyError."""
 
-    def __init__(self, config: Mapping[str, object]) -> None:
-        self.values = config
-
-    def __getitem__(self, name: str) -> int:
-        """Return one.
-
-        Raises:
-            KeyError: The configuration does not have it.
-        """
-        value = self.values[name]
+    def __call__(self, name: str) -> int:
+        """Return it."""
+        value = self[name]
         if isinstance(value, bool) or not isinstance(value, int):
             raise KeyError(name)
         return value
 
 
 def share(whole: int, parts: int, what: str) -> int:
-    """Return whole / parts.
-
-    Raises:
-        PeftRefusesError: They do not divide.
-    """
+    """Return whole / parts; raises PeftRefusesError where they do not divide."""
     if parts < 1 or whole % parts:
         raise PeftRefusesError(f"{what} is {parts}, which does not divide {whole}")
     return whole // parts
 
 
-def shape_in(formula: str, config: Numbers, letters: Mapping[str, int]) -> Shape:
-    """Return the dims that a formula says: "r,i*k" or "o/block_size,2*r", of letters, fields and numbers.
-
-    Raises:
-        KeyError: The configuration lacks a field.
-        PeftRefusesError: A quotient is not whole.
-    """
+def _dims(formula: str, config: Numbers, letters: Mapping[str, int]) -> Shape:
+    """Return the shape that a formula says, of letters, fields and numbers; raises KeyError, PeftRefusesError."""
 
     def number(name: str) -> int:
-        return letters[name] if name in letters else int(name) if name.isdecimal() else config[name]
+        return letters[name] if name in letters else int(name) if name.isdecimal() else config(name)
 
     dims = []
     for dim in formula.split(","):
@@ -86,6 +72,7 @@ def shape_in(formula: str, config: Numbers, letters: Mapping[str, int]) -> Shape
 class Carried(Family):
     """Factors that PEFT alone computes with, unless `carried_changes` says how."""
 
+    is_carried = True
     names: ClassVar[tuple[tuple[str, str], ...]] = ()
     """(pattern before the adapter's own name, pattern behind it) of every tensor in a module."""
     weak: ClassVar[frozenset[str]] = frozenset()
@@ -99,14 +86,12 @@ class Carried(Family):
     needs: ClassVar[tuple[str, ...]] = ()
     """Fields on which the result depends, and that no tensor shows."""
     shapes: ClassVar[str] = ""
-    """Of a module's tensors, as formulas (`shape_in`): "hra_u=i*k,r", with the letters o outputs, i inputs, k elements
-    of the kernel."""
+    """Of a module's tensors, "hra_u=i*k,r": fields, numbers, and of the weight o outputs, i inputs, s = o + i, k its
+    kernel's elements."""
     shapes_of: ClassVar[Callable[..., Ways] | None] = None
-    """(configuration, out, in, kernel) → role → shape, in every way that something allows: where formulas are not
-    enough."""
+    """(configuration, out, in, kernel) → role → shape, in every way that something allows; before `shapes`."""
     shared_of: ClassVar[Callable[..., Mapping[str, Shape]] | None] = None
     """(configuration, shapes of all weights that it targets) → shared role → shape."""
-    ranks: ClassVar[Mapping[str, int]] = {}
     idle: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Groups of roles: where one of them is zero altogether, nothing changes."""
     ones: ClassVar[str] = ""
@@ -116,7 +101,6 @@ class Carried(Family):
     merges: ClassVar[bool] = False
     """Does `carried_changes` know what it does to a weight?"""
 
-    is_carried = True
     why_not_a_sum = "it is of PEFT alone: what it adds may depend on the base"
 
     def peft_suffix(self, role: str) -> str | None:
@@ -125,24 +109,27 @@ class Carried(Family):
 
     def shared_name(self, role: str) -> str | None:
         """Return the whole name of a tensor that all modules share; None for one of a module."""
-        if any(re.fullmatch(head + (rf"\.{rest}" if rest else ""), role) for head, rest in self.shared):
-            return self.root + role
-        return None
+        is_shared = any(re.fullmatch(head + (rf"\.{rest}" if rest else ""), role) for head, rest in self.shared)
+        return self.root + role if is_shared else None
 
     def missing(self, roles: Collection[str]) -> list[str]:
         """What every module has."""
         return [role for role in self.required if role not in roles]
 
+    def _formulas(self) -> list[tuple[str, list[str]]]:
+        pairs = (each.split("=") for each in self.shapes.split())
+        return [(role, formula.split(",")) for role, formula in pairs]
+
     def rank_dims(self, roles: Collection[str]) -> Mapping[str, int]:
-        """Return those of the table."""
-        return self.ranks
+        """Return where the formulas have a rank."""
+        return {role: at for role, dims in self._formulas() for at, dim in enumerate(dims) if dim in ("r", "init_r")}
 
     def matrix(self, shapes: Shapes) -> Matrix | None:
         """Return what the formulas tell; the arithmetic refuses what does not fit."""
-        dims: dict[str, int | None] = {}
-        for role, formula in (each.split("=") for each in self.shapes.split()):
-            dims |= zip(formula.split(","), shapes[role], strict=False) if role in shapes else ()
-        return dims.get("o"), dims.get("i*k", dims.get("i"))
+        sizes: dict[str, int | None] = {}
+        for role, dims in self._formulas():
+            sizes |= zip(dims, shapes.get(role, ()), strict=False)
+        return sizes.get("o"), sizes.get("i*k", sizes.get("i"))
 
     def changes_bias(self, shapes: Shapes) -> bool:
         """Not by (1, inputs)."""
@@ -158,66 +145,52 @@ class Carried(Family):
 
     def may_be_transposed(self, roles: Collection[str]) -> bool:
         """As the configuration says."""
-        return "fan_in_fan_out" in self.peft_fields
+        return True
 
     def is_idle(self, roles: Collection[str], seen: Mapping[str, Values]) -> bool:
         """Are all of a group zero, or is what multiplies one?"""
         groups = [[seen.get(role) for role in group if role in roles] for group in self.idle]
-        if any(group and all(values is not None and values.is_zero for values in group) for group in groups):
-            return True
-        return self.ones in seen and seen[self.ones].is_one
+        is_zero = any(group and all(values is not None and values.is_zero for values in group) for group in groups)
+        return is_zero or (self.ones in seen and seen[self.ones].is_one)
 
     def peft_config(self, adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Shapes) -> Fields:
-        """Return the type's own fields, as they are known."""
+        """Return what the configuration has beyond what all types have."""
         settings = adapter.settings
         unknown = [name for name in self.needs if name not in settings]
         if unknown and "peft_type" not in settings:  # in a configuration that is there, they are null
             raise UsageError(
-                f"the tensors of {self.title} do not show its configuration, which changes what they do: "
-                + ", ".join(unknown),
+                f"the tensors of {self.title} do not show fields of its configuration: {', '.join(unknown)}",
                 where=modules[0].path or None,
-                hint="put the adapter_config.json of the training run beside the source, or give its fields: "
+                hint="put the adapter_config.json of the training run beside the source, or give them: "
                 + " ".join(f"--config {name}=VALUE" for name in unknown),
             )
-        own = self.peft_fields - set(PEFT_COMMON.split()) - {"bias"}
-        return {name: found for name, found in settings.items() if name in own}
+        return {
+            name: found for name, found in settings.items() if name not in _DERIVED and not name.startswith("ckpt_")
+        }
 
     def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Return what the table says; () where it says nothing, or the configuration lacks what it needs."""
-        if len(weight) < 2:
-            return ()
-        is_flipped = bool(config.get("fan_in_fan_out")) and len(weight) == 2
+        sides = [weight[:2], weight[1::-1]] if config.get("fan_in_fan_out") and len(weight) == 2 else [weight[:2]]
         try:
-            ways = (weight, weight[::-1])[: 1 + is_flipped]
-            return tuple(each for way in ways for each in self._shapes(Numbers(config), way[0], way[1], way[2:]))
+            return tuple(way for o, i in sides for way in self._ways(Numbers(config), o, i, weight[2:]))
         except KeyError:
             return ()
 
-    def _shapes(self, config: Numbers, out: int, inputs: int, kernel: Shape) -> Ways:
+    def _ways(self, config: Numbers, o: int, i: int, kernel: Shape) -> Ways:
         if self.shapes_of is not None:
-            return self.shapes_of(config, out, inputs, kernel)
-        letters = {"o": out, "i": inputs, "k": math.prod(kernel)}
-        formulas = [each.split("=") for each in self.shapes.split()]
-        return ({role: shape_in(formula, config, letters) for role, formula in formulas},) if formulas else ()
+            return self.shapes_of(config, o, i, kernel)
+        letters = {"o": o, "i": i, "k": math.prod(kernel), "s": o + i}
+        way = {role: _dims(",".join(dims), config, letters) for role, dims in self._formulas()}
+        return (way,) if way else ()
 
     def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
         """Return what `carried_changes` says."""
         from ckpt_tools.adapters.families.carried_changes import change
 
-        return change(self.name, module, factors, shape, setting)
+        return change(self.name, module.path, factors, shape, setting)
 
 
-def carried(
-    peft_type: str,
-    title: str,
-    names: str,
-    fields: str,
-    *,
-    needs: str = "",
-    shared: str = "",
-    idle: str = "",
-    **others: object,
-) -> Carried:
+def carried(peft_type: str, title: str, names: str, needs: str = "", idle: str = "", **others: object) -> Carried:
     """Return a type of the table.
 
     Args:
@@ -225,13 +198,13 @@ def carried(
         title: For people.
         names: Ends of the tensors' names, as patterns: what stands behind the adapter's own name follows an "@"; with
             "~" in front it may lack, with "?" it proves nothing.
-        fields: Of its configuration, beside those of every type.
-        needs: Those of them on which the result depends, and that no tensor shows.
-        shared: As `names`, of tensors that all modules share.
+        needs: Fields on which the result depends, and that no tensor shows.
         idle: Roles that change nothing where they are zero; those joined by "+" together.
-        others: Further attributes of `Carried`.
+        others: Further attributes of `Carried`; `shared` as `names`.
     """
+    shared = str(others.pop("shared", ""))
     parts = [_parts(name) for name in names.split()]
+    must = [part for part, name in zip(parts, names.split(), strict=True) if name[0] != "~"]
     heads = [_parts(name)[0] for name in f"{names} {shared}".split()]
     attributes = {
         "name": peft_type.lower(),
@@ -239,22 +212,20 @@ def carried(
         "peft_type": peft_type,
         "marker": os.path.commonprefix(heads).partition("[")[0],  # noqa: RUF071 - letters, not parts of paths
         "names": tuple(parts),
-        "weak": frozenset(_parts(name)[0] for name in names.split() if name.startswith("?")),
-        "required": tuple(
-            ".".join(filter(None, _parts(name)))
-            for name in names.split()
-            if not name.startswith("~") and _LITERAL.fullmatch("".join(_parts(name)))
-        ),
-        "peft_fields": frozenset((PEFT_COMMON + " " + fields).split()),
+        "weak": frozenset(_parts(name)[0] for name in names.split() if name[0] == "?"),
+        "required": tuple(role for role in map(".".join, map(_filled, must)) if _LITERAL.fullmatch(role)),
+        "peft_fields": frozenset(f"{PEFT_COMMON} {needs} bias fan_in_fan_out".split()),
         "needs": tuple(needs.split()),
         "shared": tuple(map(_parts, shared.split())),
         "idle": tuple(tuple(group.split("+")) for group in idle.split()),
-    }
-    functions = {name: staticmethod(each) if callable(each) else each for name, each in others.items()}
-    made = type(title, (Carried,), attributes | functions)
-    return made()  # type: ignore[no-any-return]  # of a class that is made here
+    } | {name: staticmethod(each) if callable(each) else each for name, each in others.items()}
+    return type(title, (Carried,), attributes)()  # type: ignore[no-any-return]  # of a class that is made here
 
 
 def _parts(name: str) -> tuple[str, str]:
     head, _, rest = name.lstrip("?~").partition("@")
     return head, rest
+
+
+def _filled(parts: tuple[str, str]) -> list[str]:
+    return [part for part in parts if part]

@@ -81,8 +81,10 @@ class Setting:
             )
         return value
 
-    def number_of(self, name: str, default: float) -> float:
-        """Return a setting that is a number."""
+    def number_of(self, name: str, default: float | None = None) -> float:
+        """Return a setting that is a number; raises UsageError as `bool_of`."""
+        if name not in self.settings and default is None:
+            self.bool_of(name)
         value = self.settings[name].value if name in self.settings else default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UsageError(f"{name} is not a number: {value!s}")

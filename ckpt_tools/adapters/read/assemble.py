@@ -58,7 +58,8 @@ def assemble(
         UnreadableError: Two tensors for one factor, or one module with two kinds of factors.
     """
     is_live = any(item.key is not None and item.key.adapter is not None for item in named)
-    strong = {item.key.path for item in named if item.key is not None and not item.key.is_weak}
+    strong = {(item.key.path, item.key.family) for item in named if item.key is not None and not item.key.is_weak}
+    strong |= {(path, "") for path, _ in strong}
     groups: dict[tuple[str, int], dict[str, tuple[Key, TensorEntry]]] = defaultdict(dict)
     plain: list[Named] = []
     for item in named:
@@ -109,11 +110,13 @@ def known_shape(entry: TensorEntry) -> tuple[int, ...]:
     return entry.shape if entry.dtype.is_float or name == "I8" or name.startswith("F8") else ()
 
 
-def _counts(key: Key, strong: Collection[str], is_live: bool, is_training: bool) -> bool:
+def _counts(key: Key, strong: Collection[tuple[str, FamilyName]], is_live: bool, is_training: bool) -> bool:
     """Does a name that a base model could have belong to the adapter?"""
+    if FAMILIES[key.family].is_carried:
+        return (key.path, key.family) in strong
     if is_live:
-        return key.adapter is not None and key.path in strong
-    return key.path in strong or (key.role in ("diff", "diff_b") and not (is_training and "." in key.path))
+        return False
+    return (key.path, "") in strong or (key.role in ("diff", "diff_b") and not (is_training and "." in key.path))
 
 
 def _spread(groups: dict[tuple[str, int], dict[str, tuple[Key, TensorEntry]]]) -> None:

@@ -1,0 +1,273 @@
+"""PEFT's types that ckpt carries, against PEFT itself: out of a live model's DCP, checked, and merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ckpt_tools.adapters.check import check_lora
+from ckpt_tools.api import export_lora, merge_lora
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+QVD = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+PROMPT = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+CASES: Mapping[str, tuple[str, dict]] = {
+    "AdaLoRA": ("ADALORA", QVD | {"init_r": 4, "target_r": 2, "total_step": 10, "lora_alpha": 3}),
+    "AdaMSS": ("ADAMSS", QVD),
+    "BEFT": ("BEFT", {"target_modules": ["v_proj"]}),
+    "C3A": ("C3A", QVD | {"block_size": 4, "block_size_pattern": {"v_proj": 2}}),
+    "DEFT": ("DEFT", QVD),
+    "DEFT, para": ("DEFT", QVD | {"para": True, "r": 2}),
+    "DeLoRA": ("DELORA", QVD | {"rank_pattern": {"q_proj": 3}}),
+    "FourierFT": ("FOURIERFT", QVD | {"n_frequency": 8, "random_loc_seed": 2**40 + 9}),
+    "GLoRA": ("GLORA", QVD),
+    "GraLoRA": ("GRALORA", QVD | {"r": 4, "gralora_k": 2}),
+    "GraLoRA, hybrid": ("GRALORA", QVD | {"r": 4, "gralora_k": 2, "hybrid_r": 3}),
+    "HiRA": ("HIRA", QVD),
+    "HiRA, embedding": ("HIRA", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "HRA": ("HRA", QVD | {"r": 3}),
+    "HRA, orthogonal": ("HRA", QVD | {"r": 3, "apply_GS": True}),
+    "IA3": ("IA3", QVD | {"feedforward_modules": ["down_proj"]}),
+    "Lily": ("LILY", QVD | {"r": 2}),
+    "LN tuning": ("LN_TUNING", {"target_modules": ["input_layernorm"]}),
+    "MiSS": ("MISS", QVD | {"r": 5}),
+    "MiSS, bat": ("MISS", QVD | {"r": 4, "init_weights": "bat"}),
+    "MiSS, mini": ("MISS", QVD | {"r": 3, "mini_r": 4, "init_weights": "mini"}),
+    "OSF": ("OSF", QVD),
+    "PEANuT": ("PEANUT", QVD | {"r": 4, "depth": 1}),
+    "PSOFT": ("PSOFT", QVD | {"r": 2}),
+    "PVeRA": ("PVERA", QVD | {"r": 4}),
+    "RandLoRA": ("RANDLORA", QVD | {"r": 3}),
+    "RoAd": ("ROAD", QVD | {"group_size": 4}),
+    "RoAd 2": ("ROAD", QVD | {"group_size": 4, "variant": "road_2"}),
+    "RoAd 4": ("ROAD", QVD | {"group_size": 4, "variant": "road_4"}),
+    "SHiRA": ("SHIRA", QVD | {"r": 2}),
+    "SuperTuning": ("SUPERTUNING", QVD),
+    "TinyLoRA": ("TINYLORA", QVD),
+    "Uni-LoRA": ("UNILORA", QVD),
+    "VB-LoRA": ("VBLORA", QVD | {"r": 2, "num_vectors": 8, "vector_length": 4, "topk": 2}),
+    "VeRA": ("VERA", QVD | {"r": 4}),
+    "WaveFT": ("WAVEFT", QVD | {"n_frequency": 8}),
+    "prompt": ("PROMPT_TUNING", PROMPT),
+    "P-tuning": ("P_TUNING", PROMPT),
+    "prefix": ("PREFIX_TUNING", PROMPT),
+}
+UNPROVEN = frozenset({"AdaMSS", "GLoRA", "PSOFT", "SuperTuning", "TinyLoRA", "Uni-LoRA", "prefix"})
+"""What PEFT makes of these depends on more than names and shapes of the base tell."""
+MERGED = frozenset(
+    {
+        "AdaLoRA", "C3A", "DeLoRA", "FourierFT", "GraLoRA", "GraLoRA, hybrid", "HRA", "HRA, orthogonal", "IA3",
+        "LN tuning", "MiSS", "MiSS, bat", "MiSS, mini", "RandLoRA", "RoAd", "RoAd 2", "RoAd 4", "SHiRA", "VeRA",
+    }
+)  # fmt: skip
+NOT_IN_A_STATE_DICT = {"SHiRA": "shira_indices", "P-tuning": "computes when it saves"}
+QUICK = ("AdaLoRA", "IA3", "VeRA", "prompt")
+
+
+def cases(names: object) -> list[object]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in names]
+
+
+def outputs(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(8)[None]).logits
+
+
+@dataclass
+class Bench:
+    """Small models with biases, and what PEFT trained on them."""
+
+    root: Path
+
+    def base(self, kind: str = "base", hidden: int = 16) -> Path:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        path = self.root / kind
+        if not path.exists():
+            torch.manual_seed(0)
+            sizes = {"hidden_size": hidden, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+            heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+            model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads))
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    nn.init.normal_(parameter)
+            model.save_pretrained(path)
+        return path
+
+    def fresh(self) -> nn.Module:
+        from transformers import Qwen2ForCausalLM
+
+        return Qwen2ForCausalLM.from_pretrained(self.base())
+
+    def loaded(self, path: Path) -> nn.Module:
+        import peft
+
+        return peft.PeftModel.from_pretrained(self.fresh(), path)
+
+    def trained(self, name: str) -> tuple[Path, Path, Tensor]:
+        """Return PEFT's own directory, a DCP of the live model with the configuration beside, and what it computes."""
+        import peft
+
+        path, kind = self.root / name, CASES[name]
+        torch.manual_seed(1)
+        model = peft.get_peft_model(self.fresh(), peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind[0]](**kind[1]))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        if not path.exists():
+            model.save_pretrained(path / "peft")
+            dcp.save({"model": model.state_dict()}, checkpoint_id=path / "dcp", no_dist=True)
+            shutil.copy(path / "peft" / CONFIG, path / "dcp" / CONFIG)
+        return path / "peft", path / "dcp", outputs(model)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return Bench(tmp_path_factory.mktemp("carried"))
+
+
+@pytest.mark.parametrize("name", cases(CASES))
+def test_peft_directory_is_checked_as_peft_loads_it(bench, name):
+    directory, _, meant = bench.trained(name)
+    assert torch.equal(outputs(bench.loaded(directory)), meant)
+    result = check_lora(directory, base=bench.base())
+    assert result.verdict == ("unknown" if name in UNPROVEN else "loads"), (result.findings, result.not_checked)
+    assert not [each for each in result.findings if each.severity == "error"]
+
+
+@pytest.mark.parametrize("name", cases(CASES))
+def test_export_from_a_live_models_dcp_keeps_every_byte(bench, name, tmp_path):
+    directory, source, meant = bench.trained(name)
+    if name in NOT_IN_A_STATE_DICT:
+        try:
+            what = " ".join(each.what for each in export_lora(source, tmp_path / "out").findings)
+        except CkptError as error:
+            what = error.what
+        assert NOT_IN_A_STATE_DICT[name] in what
+        assert not (tmp_path / "out").exists()
+        return
+    export_lora(source, tmp_path / "out", base=bench.base() if name in MERGED else None)
+    there, here = load_file(directory / FILE), load_file(tmp_path / "out" / FILE)
+    assert all(torch.equal(there[key], tensor) for key, tensor in here.items())
+    assert all(".randlora_" in key for key in there.keys() - here.keys())  # PEFT repeats what its modules share
+    assert torch.equal(outputs(bench.loaded(tmp_path / "out")), meant)
+
+
+@pytest.mark.parametrize("name", cases(sorted(MERGED)))
+def test_merge_is_peft_s_own(bench, name, tmp_path):
+    directory, _, _ = bench.trained(name)
+    wanted = bench.loaded(directory).merge_and_unload().state_dict()
+    merge_lora(bench.base(), directory, tmp_path / "out")
+    found, before = load_file(tmp_path / "out" / "model.safetensors"), load_file(bench.base() / "model.safetensors")
+    assert sum(not torch.equal(found[key], before[key]) for key in found) >= 2
+    for key, tensor in found.items():
+        assert (tensor - wanted[key]).abs().max() <= 1e-6 * wanted[key].abs().max(), key
+
+
+def damaged(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return what may happen to an adapter: a tensor lost, cut, empty, or without its end."""
+    first = next(key for key in tensors if "layers.1" in key or "prompt" in key)
+    others = {key: tensor for key, tensor in tensors.items() if key != first}
+    kinds = {
+        "lost": others,
+        "cut": others | {first: tensors[first].flatten()[:-1].clone()},
+        "empty": others | {first: tensors[first][:0]},
+        "renamed": others | {f"{first}_": tensors[first]},
+    }
+    if "indices" not in first:
+        kinds["not finite"] = others | {first: tensors[first] * torch.nan}
+    return kinds
+
+
+@pytest.mark.parametrize("name", cases(sorted(CASES)))
+def test_damaged_adapter_never_loads(bench, name, tmp_path):
+    directory, _, _ = bench.trained(name)
+    for kind, tensors in damaged(name, load_file(directory / FILE)).items():
+        path = tmp_path / kind.replace(" ", "-")
+        path.mkdir()
+        shutil.copy(directory / CONFIG, path / CONFIG)
+        save_file(tensors, path / FILE)
+        try:
+            verdict = check_lora(path, base=bench.base()).verdict
+        except UnreadableError:
+            continue
+        wanted = {"unknown", "fails"} if name in UNPROVEN and kind != "not finite" else {"fails"}
+        assert verdict in wanted, kind
+
+
+@pytest.mark.parametrize("name", cases(sorted(CASES.keys() - UNPROVEN - {"FourierFT", "WaveFT", "LN tuning"})))
+def test_adapter_of_another_base_fails(bench, name):
+    directory, _, _ = bench.trained(name)
+    assert check_lora(directory, base=bench.base("other", hidden=24)).verdict == "fails"
+
+
+def test_what_a_configuration_must_say_is_asked_for_by_name(bench, tmp_path):
+    _, source, meant = bench.trained("VeRA")
+    (source / CONFIG).rename(source / "aside.json")
+    try:
+        with pytest.raises(UsageError, match="save_projection") as caught:
+            export_lora(source, tmp_path / "out")
+        assert "--config projection_prng_key=VALUE" in str(caught.value.hint)
+        given = ("r=4", "projection_prng_key=0", "save_projection=true", "d_initial=0.1")
+        export_lora(source, tmp_path / "out", config=given[:3])
+        assert torch.equal(outputs(bench.loaded(tmp_path / "out")), meant)
+        with pytest.raises(UsageError, match="not a field"):
+            export_lora(source, tmp_path / "other", config=("rr=4",))
+    finally:
+        (source / "aside.json").rename(source / CONFIG)
+
+
+def test_only_peft_takes_a_carried_type(bench, tmp_path):
+    directory, _, _ = bench.trained("IA3")
+    with pytest.raises(UsageError, match="IA³ cannot be written for other libraries"):
+        export_lora(directory, tmp_path / "out", to="kohya")
+    with pytest.raises(UsageError, match="cannot be merged by ckpt"):
+        merge_lora(bench.base(), bench.trained("WaveFT")[0], tmp_path / "out")
+    with pytest.raises(UsageError, match="IA³, which cannot be scaled"):
+        merge_lora(bench.base(), directory, tmp_path / "out", scale=0.5)
+
+
+def test_adalora_that_was_pruned(bench, tmp_path):
+    """A module may lose all its ranks; which it keeps the configuration's rank_pattern says."""
+    directory, _, _ = bench.trained("AdaLoRA")
+    config, tensors = json.loads((directory / CONFIG).read_text()), load_file(directory / FILE)
+    kept = [True, False, True, False]
+    for key in [key for key in tensors if key.endswith("lora_E")]:
+        path = key.removesuffix(".lora_E")
+        mask = torch.tensor(kept if "layers.1" in key else [False] * 4)
+        for role in ("lora_A", "lora_E"):
+            tensors[f"{path}.{role}"] = tensors[f"{path}.{role}"][mask]
+        tensors[f"{path}.lora_B"] = tensors[f"{path}.lora_B"][:, mask].contiguous()
+        config.setdefault("rank_pattern") or config.update(rank_pattern={})
+        config["rank_pattern"][key.removeprefix("base_model.model.")] = mask.tolist()
+    save_file(tensors, tmp_path / FILE)
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    wanted = bench.loaded(tmp_path).merge_and_unload().state_dict()
+    result = check_lora(tmp_path, base=bench.base())
+    assert result.verdict == "loads", result.findings
+    merge_lora(bench.base(), tmp_path, tmp_path / "out")
+    for key, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        torch.testing.assert_close(tensor, wanted[key], rtol=1e-6, atol=1e-6)
+    config["rank_pattern"] = None
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    assert check_lora(tmp_path, base=bench.base()).verdict == "fails"
+
+
+@pytest.mark.parametrize("seed", [777, 0, 2**35 + 3])
+def test_places_are_torch_s_permutation(seed):
+    from ckpt_tools.adapters.families.carried_changes import first_of_permutation
+
+    wanted = torch.randperm(5003, generator=torch.Generator().manual_seed(seed))
+    assert first_of_permutation(5003, 700, seed).tolist() == wanted[:700].tolist()
