@@ -20,7 +20,6 @@ from ckpt_tools.adapters.adapter import AdapterModule, F, Sourced
 from ckpt_tools.adapters.base.matching import ChangedRows
 from ckpt_tools.adapters.base.share import Part, Share
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
