@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import SAVED, TOKENS, Adapter, AdapterModule
-from ckpt_tools.adapters.base.combine import Combining, combined_parts
+from ckpt_tools.adapters.base.combine import Combining, parts_of
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
 from ckpt_tools.adapters.base.model import live_tensors
-from ckpt_tools.adapters.base.share import Share, parts_of
+from ckpt_tools.adapters.base.share import Share
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied, with_tied_heads
@@ -155,7 +155,7 @@ def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: Mer
 def _add_edits(job: Job, shares: Sequence[Share], combining: Combining | None, *, is_untied: bool) -> None:
     """Add to a conversion what the adapters change."""
     shares = [_without_copies(job, share, shares) for share in shares]
-    parts = parts_of(shares) if combining is None else combined_parts(shares, combining)
+    parts = parts_of(shares, combining)
     settled = {fqn for share in shares for fqn in share.settled}
     pairs = () if is_untied else suspects(job.opened, plain_names(job.source), parts.keys() - settled)
     targets = {entry.fqn: entry.dtype for entry in job.target.tensors}
@@ -204,7 +204,7 @@ def _digest(entry: TensorEntry, opened: Opened, job: Job) -> str:
 def _prepare(job: Job, shares: Sequence[Share], pairs: Collection[Pair], combining: Combining | None) -> None:
     """Refuse a tied base, and say what identifies the result."""
     refuse_equal(pairs, job.opened, num_workers=job.num_workers)
-    state = [repr(combining), *(_identity(share, job.num_workers) for share in shares)]
+    state = [str(combining), *(_identity(share, job.num_workers) for share in shares)]
     job.recipe = digest_bytes(json.dumps(state).encode())
 
 

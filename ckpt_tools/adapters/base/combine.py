@@ -13,14 +13,13 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, Sourced
 from ckpt_tools.adapters.base.matching import ChangedRows
-from ckpt_tools.adapters.base.share import Part, Share, whole_first
+from ckpt_tools.adapters.base.share import Part, Share
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,56 +55,44 @@ METHODS: Mapping[str, _Method] = {
 """By PEFT's names, and the sum, which PEFT has as "cat"."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Combining:
-    """How, as the user says it."""
+    """How adapters are combined."""
 
-    method: str
-    density: float | None
-    """Share of the elements that are kept."""
-    majority_sign: str | None
-    """Of what most have it: of the values (total, the default), or of their number."""
-    svd_rank: int | None
-    """Of the result; the largest of the adapters' by default."""
-    seed: int
+    options: MergeOptions
+    kind: _Method
 
     @classmethod
     def of(cls, options: MergeOptions) -> Combining | None:
-        """Return how adapters are combined; None where they are added up.
+        """Return what the user asks for; None where adapters are added up.
 
         Raises:
             UsageError: An unknown method, or a number that it lacks or does not take.
         """
-        method, density, seed = options.combine, options.density, options.seed
+        method, density = options.combine, options.density
         if method not in METHODS:
             raise UsageError(f"--combine must be one of {', '.join(METHODS)}, got {method!r}")
         kind = METHODS[method]
         if kind.pruning and (density is None or not 0 < density <= 1):
             given = "" if density is None else f", got {density:g}"
             raise UsageError(f"--combine {method} needs a --density above 0 and up to 1{given}", hint="--density 0.5")
-        given_for = {
-            "--density": (density, kind.pruning),
-            "--majority-sign": (options.majority_sign, kind.elects),
-            "--svd-rank": (options.svd_rank, kind.of_product),
-            "--seed": (seed or None, kind.pruning == "random"),
-        }
-        for flag, (value, is_taken) in given_for.items():
+        for flag, value, is_taken in (
+            ("--density", density, kind.pruning),
+            ("--majority-sign", options.majority_sign, kind.elects),
+            ("--svd-rank", options.svd_rank, kind.of_product),
+            ("--seed", options.seed or None, kind.pruning == "random"),
+        ):
             if value is not None and not is_taken:
                 raise UsageError(f"--combine {method} does not use {flag}", hint=f"leave out {flag}")
-        if method == "sum":
-            return None
-        return cls(
-            method=method,
-            density=density,
-            majority_sign=options.majority_sign,
-            svd_rank=options.svd_rank,
-            seed=seed,
-        )
+        return None if method == "sum" else cls(options, kind)
 
-    @property
-    def kind(self) -> _Method:
-        """What the method does."""
-        return METHODS[self.method]
+    def __str__(self) -> str:
+        """Return all of it, for people and to tell results apart."""
+        own = self.options
+        said = {"density": own.density, "majority sign": own.majority_sign, "rank": own.svd_rank}
+        said["seed"] = own.seed if self.kind.pruning == "random" else None
+        numbers = "".join(f", {name} {value}" for name, value in said.items() if value is not None)
+        return f"combined by {own.combine}{numbers}"
 
     def bytes_of(self, shape: tuple[int, ...], count: int) -> int:
         """Return the memory for the products of so many adapters of a weight; 0 where none is made."""
@@ -113,21 +100,15 @@ class Combining:
         rows, columns = shape[0], math.prod(shape[1:])
         return is_made * (rows * columns * (4 * (count + 3) + 8) + 4 * 8 * min(rows, columns) ** 2)
 
-    def __str__(self) -> str:
-        """Return it for people."""
-        density = "" if self.density is None else f", density {self.density:g}"
-        seed = f", seed {self.seed}" if self.kind.pruning == "random" else ""
-        return f"combined by {self.method}{density}{seed} (--combine)"
-
     def prune(self, array: Array, key: tuple[int, ...]) -> Array:
         """Return an adapter's matrix with less in it; `key` makes another mask of the seed."""
         import numpy as np
 
-        density = self.density
+        density = self.options.density
         if self.kind.pruning is None or density is None or density >= 1:
             return array
         if self.kind.pruning == "random":
-            kept = np.random.default_rng((self.seed, *key)).random(array.shape, np.float32) < density
+            kept = np.random.default_rng((self.options.seed, *key)).random(array.shape, np.float32) < density
             factor = np.float32(1 / density)
         else:
             count, magnitude = int(density * array.size), np.abs(array).reshape(-1)
@@ -148,7 +129,7 @@ class Combining:
             for array, weight in zip(pruned, weights, strict=True):
                 total += array * np.float32(weight)
             return total
-        votes = sum(pruned if self.majority_sign != "frequency" else map(np.sign, pruned))
+        votes = sum(pruned if self.options.majority_sign != "frequency" else map(np.sign, pruned))
         sign = np.where(votes >= 0, np.float32(1), np.float32(-1))
         count = np.zeros_like(total)
         for array, weight in zip(pruned, weights, strict=True):
@@ -170,23 +151,19 @@ class Group:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _made: AdapterModule[Array] | None = None
 
-    def modules(self) -> list[AdapterModule[TensorEntry]]:
-        """Return them as their headers describe them."""
-        return [share.adapter.modules[index] for share, index in self.members]
-
     def check(self) -> None:
         """Refuse what PEFT does not combine.
 
         Raises:
             UsageError: Something else than plain LoRA, or ranks that differ where factors are combined.
         """
-        modules = self.modules()
+        modules = [share.adapter.modules[index] for share, index in self.members]
         for module in modules:
             if module.family != "lora" or set(module.factors) not in map(set, _PAIRS) or module.parameter != "weight":
                 what = "stacked experts" if module.parameter != "weight" else family_of(module).label(module)
                 what = "LoRA with a bias or a core" if what == "lora" else what
                 raise UsageError(
-                    f"--combine {self.combining.method} is for plain LoRA; {module.path} is {what}",
+                    f"--combine {self.combining.options.combine} is for plain LoRA; {module.path} is {what}",
                     where=module.path,
                     hint="leave out --combine: a sum takes every family",
                 )
@@ -195,7 +172,7 @@ class Group:
         )
         if len(ranks) > 1 and not self.combining.kind.of_product:
             raise UsageError(
-                f"--combine {self.combining.method} adds factors, which need one rank; {modules[0].path} has "
+                f"--combine {self.combining.options.combine} adds factors, which need one rank; {modules[0].path} has "
                 f"{' and '.join(map(str, ranks))}",
                 where=modules[0].path,
                 hint="--combine svd takes any ranks, and so does a sum (leave out --combine)",
@@ -224,7 +201,7 @@ class Group:
         )
         key = zlib.crc32(modules[0].path.encode())
         if self.combining.kind.of_product:
-            rank = self.combining.svd_rank or max(each.shape[0] for each in down)
+            rank = self.combining.options.svd_rank or max(each.shape[0] for each in down)
             up = [factor * np.float32(scale) for factor, scale in zip(up, scales, strict=True)]
             a, b = self._of_product(down, up, weights, rank, key)
         else:
@@ -232,7 +209,7 @@ class Group:
             roots = [math.sqrt(abs(each)) for each in scaled]
             signed = [math.copysign(root, each) for root, each in zip(roots, scaled, strict=True)]
             a, b = self.combining.mix(down, signed, (key, 0)), self.combining.mix(up, roots, (key, 1))
-        said = f"--combine {self.combining.method}"
+        said = f"--combine {self.combining.options.combine}"
         return AdapterModule(
             path=modules[0].path,
             family="lora",
@@ -269,11 +246,11 @@ def _has(module: AdapterModule[F], pair: tuple[str, str]) -> bool:
     return pair[0] in module.factors
 
 
-def combined_parts(shares: Sequence[Share], combining: Combining) -> dict[str, tuple[Part, ...]]:
-    """Return FQN in the base → what changes it: one LoRA in the place of all that change the same rows.
+def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, tuple[Part, ...]]:
+    """Return FQN in the base → what changes it, whole tensors first: of every adapter, or of those that are combined.
 
     Raises:
-        UsageError: Modules that cannot be combined, or whole tensors of several adapters in one place.
+        UsageError: Modules that cannot be combined, or changes of the same rows that are no sum.
     """
     turns = threading.Lock()
     groups: dict[tuple[object, ...], Group] = {}
@@ -284,27 +261,38 @@ def combined_parts(shares: Sequence[Share], combining: Combining) -> dict[str, t
             for rows in every:
                 places[rows.module].append((fqn, rows))
         for index, rows_of in places.items():
-            module = share.adapter.modules[index]
-            if module.is_saved:
-                for fqn, rows in rows_of if share.weight else ():
-                    found[fqn].append(Part(rows, module, share.path, share.change))
+            module, change = share.adapter.modules[index], share.change
+            if module.is_saved and not share.weight:
                 continue
-            key = tuple((fqn, rows.start, rows.count, rows.offset) for fqn, rows in rows_of)
-            if key in groups:
-                groups[key].members.append((share, index))
-                continue
-            group = groups[key] = Group(combining, [(share, index)], turns)
+            if combining is not None and not module.is_saved:
+                key = tuple((fqn, rows.start, rows.count, rows.offset) for fqn, rows in rows_of)
+                if key in groups:
+                    groups[key].members.append((share, index))
+                    continue
+                change = groups.setdefault(key, Group(combining, [(share, index)], turns)).change
             for fqn, rows in rows_of:
-                found[fqn].append(Part(rows, module, share.path, group.change))
+                found[fqn].append(Part(rows, module, share.path, change))
     for group in groups.values():
         group.check()
     for fqn, parts in found.items():
-        for one, other in combinations(parts, 2):
-            if one.meets(other):
-                raise UsageError(
-                    f"{one.owner} and {other.owner} change {fqn} by modules of other rows, or replace it: "
-                    f"--combine {combining.method} needs the same modules",
-                    where=fqn,
-                    hint="leave out --combine: a sum takes both",
-                )
-    return whole_first(found)
+        for one, other in permutations(parts, 2):
+            is_whole_before_own = one.module.is_saved and one.owner == other.owner
+            if one.meets(other) and not is_whole_before_own:
+                _refuse_meeting(fqn, one, other, combining)
+    return {fqn: tuple(sorted(parts, key=lambda part: not part.module.is_saved)) for fqn, parts in found.items()}
+
+
+def _refuse_meeting(fqn: str, one: Part, other: Part, combining: Combining | None) -> None:
+    what = f"{one.owner} and {other.owner} both change {fqn}"
+    if reason := one.why_not_a_sum:
+        raise UsageError(
+            f"{what}, and the module of {one.owner} {reason}: they have no sum",
+            where=one.module.path,
+            hint="merge one after the other, each into the result before it; the order matters",
+        )
+    if combining is not None and not other.module.is_saved:
+        raise UsageError(
+            f"{what} by modules of other rows, and only the same can be combined",
+            where=fqn,
+            hint="leave out --combine: a sum takes both",
+        )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule
@@ -14,7 +12,6 @@ from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.tensors import LazyAdapter
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
@@ -61,7 +58,7 @@ class Part:
     rows: ChangedRows
     module: AdapterModule[TensorEntry]
     owner: str
-    """Path of the adapter; "" where several have it."""
+    """Path of the adapter, of the first one where several are combined."""
     change: Callable[[ChangedRows], Change]
     """Computes it; called when the tensor's first block is."""
 
@@ -89,36 +86,3 @@ class Part:
         """Do both change some row?"""
         one, two = self.rows, other.rows
         return one.start < two.start + two.count and two.start < one.start + one.count
-
-
-def parts_of(shares: Iterable[Share]) -> dict[str, tuple[Part, ...]]:
-    """Return FQN in the base → what changes it: the sum of what all adapters add.
-
-    Raises:
-        UsageError: What adapters do to the same rows is no sum.
-    """
-    found: dict[str, list[Part]] = defaultdict(list)
-    for share in shares:
-        for fqn, every in share.match.parts.items():
-            own = [Part(rows, share.adapter.modules[rows.module], share.path, share.change) for rows in every]
-            for one, other in product(own, found[fqn]):
-                if one.meets(other):
-                    _refuse_meeting(fqn, one, other)
-            found[fqn] += own
-    return whole_first(found)
-
-
-def whole_first(parts: Mapping[str, Iterable[Part]]) -> dict[str, tuple[Part, ...]]:
-    """Put whole tensors, which replace the base's, before what is added."""
-    return {fqn: tuple(sorted(each, key=lambda part: not part.module.is_saved)) for fqn, each in parts.items()}
-
-
-def _refuse_meeting(fqn: str, one: Part, other: Part) -> None:
-    for part, beside in ((one, other), (other, one)):
-        if reason := part.why_not_a_sum:
-            raise UsageError(
-                f"{part.owner} and {beside.owner} both change {fqn}, and the module of {part.owner} {reason}: "
-                "the two have no sum",
-                where=part.module.path,
-                hint="merge one after the other, each into the result before it; the order matters",
-            )
