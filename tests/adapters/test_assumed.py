@@ -132,12 +132,17 @@ def test_a_file_of_somebody_else_says_nothing(text, source):
         api.export_lora(source / "dcp", source / "out")
 
 
-@pytest.mark.parametrize("config", [{"coft": True}, {"use_cayley_neumann": True, "coft": False}, {}])
+@pytest.mark.parametrize(
+    "config", [{"coft": True}, {"use_cayley_neumann": True, "coft": False, "peft_version": "0.21.0"}, {}]
+)
 def test_merge_asks_what_rotations_depend_on(config, source):
     """A checkpoint without a configuration may be of COFT, whose projection depends on eps."""
     name = "base_model.model.model.layers.0.self_attn.q_proj.oft_R.default.weight"
     families.save_dcp({"model": {name: torch.randn(2, 6) * 0.1}}, source / "oft")
-    said = [f"{key}={json.dumps(value)}" for key, value in ({"use_cayley_neumann": False} | config).items()]
+    said = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in ({"use_cayley_neumann": False} | config).items()
+    ]
     missing = {"coft": "eps", "use_cayley_neumann": "num_cayley_neumann_terms"}.get(next(iter(config), ""), "coft")
     with pytest.raises(UsageError, match=f"{missing} is not known"):
         api.merge_lora(source / "base", source / "oft", source / "merged", config=said)
