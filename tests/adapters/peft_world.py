@@ -88,5 +88,7 @@ def modules_of(
 
 
 def settings_of(values: Mapping[str, object]) -> dict[str, Sourced[object]]:
-    """Settings as a reader gives them."""
-    return {name: Sourced(value, "adapter_config.json") for name, value in values.items()}
+    """Settings as a reader gives them, of a configuration."""
+    return {
+        name: Sourced(value, "adapter_config.json") for name, value in ({"peft_type": "any"} | dict(values)).items()
+    }

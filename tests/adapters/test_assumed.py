@@ -90,6 +90,66 @@ def test_merge_says_what_it_assumes_and_strict_refuses(source):
     assert not (source / "strict").exists()
 
 
+SAID = {"r": 4, "lora_alpha": 8, "peft_type": "LORA", "use_rslora": False}
+RUNS = {
+    "run_config.yaml": "peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n  alpha: 8\n  dim: 4\n",
+    "torchtune_config.yaml": "model:\n  _component_: torchtune.models.llama3.lora_llama3_8b\n  lora_alpha: 8\n",
+    "args.json": json.dumps({"tuner_type": "lora", "lora_alpha": 8.0, "use_rslora": False}),
+    "lora_train_meta.json": json.dumps({"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}),
+    "config.yaml": "config:\n  process:\n  - network:\n      linear_alpha: 8\n",
+    "lycoris_config.json": json.dumps({"linear_alpha": 8}),
+}
+"""What trainers put beside their checkpoints, of an alpha of 8."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_trainer_s_file_says_is_used_and_cited(name, source):
+    (source / "dcp" / name).write_text(RUNS[name])
+    result = api.export_lora(source / "dcp", source / "out")
+    assert (result.config["lora_alpha"].value, result.config["lora_alpha"].source) == (8, name)
+    assert ("use_rslora=false" in result.assumed) is (name != "args.json")
+    if name in ("args.json", "torchtune_config.yaml"):  # above the checkpoint
+        (source / "dcp" / name).rename(source / name)
+        assert api.export_lora(source / "dcp", source / "again").config["lora_alpha"].source == name
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_files_of_trainers_that_contradict_each_other_are_refused(name, source):
+    (source / "dcp" / name).write_text(RUNS[name])
+    (source / "dcp/adapter_config.json").write_text(json.dumps(SAID | {"lora_alpha": 16}))
+    with pytest.raises(CkptError, match=f"16 in adapter_config.json, and 8.* in {name}"):
+        api.export_lora(source / "dcp", source / "out")
+    assert not (source / "out").exists()
+    (source / "dcp/adapter_config.json").write_text(json.dumps(SAID | {"lora_alpha": 0}))
+    assert api.export_lora(source / "dcp", source / "out").config["lora_alpha"].source == name
+
+
+@pytest.mark.parametrize("text", ["[]", "peft: [1]", "{", "peft: {alpha: [8]}", "lora_alpha: {a: 1}", "- 1", "\0", ""])
+def test_a_file_of_somebody_else_says_nothing(text, source):
+    for name in ("run_config.yaml", "torchtune_config.yaml", "args.json", "config.yaml"):
+        (source / "dcp" / name).write_text(text)
+    with pytest.raises(UsageError, match="alpha of 2 modules"):
+        api.export_lora(source / "dcp", source / "out")
+
+
+@pytest.mark.parametrize(
+    "config", [{"coft": True}, {"use_cayley_neumann": True, "coft": False, "peft_version": "0.21.0"}, {}]
+)
+def test_merge_asks_what_rotations_depend_on(config, source):
+    """A checkpoint without a configuration may be of COFT, whose projection depends on eps."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.oft_R.default.weight"
+    families.save_dcp({"model": {name: torch.randn(2, 6) * 0.1}}, source / "oft")
+    said = [
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in ({"use_cayley_neumann": False} | config).items()
+    ]
+    missing = {"coft": "eps", "use_cayley_neumann": "num_cayley_neumann_terms"}.get(next(iter(config), ""), "coft")
+    with pytest.raises(UsageError, match=f"{missing} is not known"):
+        api.merge_lora(source / "base", source / "oft", source / "merged", config=said)
+    value = {"coft": "false"}.get(missing, "5")
+    api.merge_lora(source / "base", source / "oft", source / "merged", config=[*said, f"{missing}={value}"])
+
+
 @pytest.mark.parametrize("alpha", [-5.0, 0.0, 1e9, float("nan"), float("inf")])
 def test_impossible_alphas_are_errors(source, alpha):
     with pytest.raises(UsageError, match="--alpha must be above 0"):

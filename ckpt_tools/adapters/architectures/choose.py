@@ -54,7 +54,7 @@ def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[Mo
 
 
 def _explains(architecture: Architecture, adapter: Adapter[F]) -> bool:
-    """Are nearly all names those of the family? ComfyUI's prefix stands before native ones: diffusers' are another's."""
+    """Are nearly all names those of the family? Behind ComfyUI's prefix stand native ones: diffusers' are another's."""
     part, maps = architecture.main, architecture.comfyui
     takes_diffusers = adapter.convention != "comfyui" or (maps is not None and f"{part.comfyui}." in maps.dotted)
     unknown = 0

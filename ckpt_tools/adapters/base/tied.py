@@ -100,21 +100,17 @@ def with_tied_heads(
     Raises:
         UsageError: The adapter has other rows for the head.
     """
-    heads = list(_named(tensors, HEADS))
     parts = dict(match.parts)
     settled: set[str] = set()
     for entry in _named(tensors, EMBEDDINGS) if _says_tied(base) else ():
         rows = match.parts.get(entry.fqn, ())
-        if not rows or any(adapter.modules[part.module].family != TOKENS for part in rows):
-            continue
-        settled.add(entry.fqn)
-        for head in heads:
-            if head.fqn in match.parts:
-                what = f"the base ties {head.fqn} to {entry.fqn}, and the adapter changes them differently"
-                raise UsageError(what, where=head.fqn, hint=UNTIE)
-            if head.shape == entry.shape:
-                parts[head.fqn] = rows
-                settled.add(head.fqn)
+        if rows and all(adapter.modules[part.module].family == TOKENS for part in rows):
+            heads = {head.fqn for head in _named(tensors, HEADS) if head.shape == entry.shape}
+            if twice := sorted(heads & match.parts.keys()):
+                what = f"the base ties {twice[0]} to {entry.fqn}, and the adapter changes them differently"
+                raise UsageError(what, where=twice[0], hint=UNTIE)
+            parts |= dict.fromkeys(heads, rows)
+            settled |= {entry.fqn, *heads}
     return replace(match, parts=parts), frozenset(settled)
 
 

@@ -11,20 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.adapter import AdapterModule, Sourced
 from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps.laying import lay_out
-from ckpt_tools.maps.mosaic import Mosaic, unstack, whole
+from ckpt_tools.maps.mosaic import unstack, whole
 from ckpt_tools.models.conventions import Convention, agreed, check_settings, conventions_of
 
 _Config = Mapping[str, object]
 _Module = AdapterModule[TensorEntry]
 _PARTS = {"adapter_q": 0, "adapter_k": 1, "adapter_v": 2, "adapter_gate": 0, "adapter_up": 1}
 """Adapter of a part of a fused weight (Megatron-Bridge's CanonicalLoRA) → which part it is."""
-_SETTLED = {"use_rslora": False, "init_lora_weights": True, "alpha_pattern": {}}
+_SETTLED: _Config = {"use_rslora": False, "init_lora_weights": True, "alpha_pattern": {}}
 """Fields of PEFT's configuration for which these trainers have one value alone."""
 
 
@@ -57,32 +57,23 @@ def in_hub_names(read: OpenedAdapter, config: _Config) -> OpenedAdapter:
             hint="give the model that was trained, with its config.json; or let the trainer export the adapter",
         )
     check_settings(read.opened.settings, config)
-    modules = sorted(_converted(read, known, config), key=lambda module: module.path)
-    settled: dict[str, Sourced[object]] = {
-        field: Sourced(value, f"{known[0].name} has no other") for field, value in _SETTLED.items()
-    }
-    made: Adapter[TensorEntry] = replace(
-        adapter.with_modules(modules),
-        convention="peft",
-        settings={**settled, **adapter.settings},
-        base_shapes={},
-        base_tensors={},
-    )
-    return read._replace(adapter=made)
+    settled = {field: Sourced(value, f"{known[0].name} has no other") for field, value in _SETTLED.items()}
+    made = adapter.with_modules(sorted(_converted(read, known, config), key=lambda module: module.path))
+    settings = {**settled, **adapter.settings}
+    return read._replace(adapter=replace(made, convention="peft", settings=settings, base_shapes={}, base_tensors={}))
 
 
 def _converted(read: OpenedAdapter, known: tuple[Convention, ...], config: _Config) -> Iterator[_Module]:
     for module in read.adapter.modules:
         path, _, part = module.path.partition(".adapter")
         raw = {role: read.opened.resolve(factor) for role, factor in module.factors.items()}
-        rows = {role: whole(role, entry.dtype, entry.shape) for role, entry in raw.items() if role != "A"}
-        found: dict[str, Mapping[str, Mosaic]]
+        down, *others = (whole(role, raw[role].dtype, raw[role].shape) for role in sorted(raw))
+        rows = dict(zip(sorted(raw)[1:], others, strict=True))
         if part:
-            places = _place_of_part(f"{path}.weight", _PARTS[part[1:]], rows["B"].shape[0], known, config)
-            found = {role: {places: mosaic} for role, mosaic in rows.items()}
+            place = _place_of_part(f"{path}.weight", _PARTS[part[1:]], rows["B"].shape[0], known, config)
+            found = {role: {place: mosaic} for role, mosaic in rows.items()}
         else:
-            found = {role: agreed(known, {f"{path}.weight": rows[role]}, config).mosaics for role in rows}
-        down = whole("A", raw["A"].dtype, raw["A"].shape)
+            found = {role: dict(agreed(known, {f"{path}.weight": rows[role]}, config).mosaics) for role in rows}
         for name, up in found["B"].items():
             if up.shape[1:] != raw["B"].shape[-1:] or any(each.axes[-1] < len(down.shape) - 1 for each in up.pieces):
                 raise UsageError(f"the map of {known[0].name} changes more than rows of {path}", where=module.path)
@@ -90,8 +81,7 @@ def _converted(read: OpenedAdapter, known: tuple[Convention, ...], config: _Conf
             mosaics = {"A": own, **{role: each[name] for role, each in found.items()}}
             hub = name.removesuffix(".weight")
             factors = {role: lay_out(f"{hub}.{role}", mosaic, raw) for role, mosaic in mosaics.items()}
-            rank = Sourced(own.shape[0], f"A has {own.shape[0]} rows")
-            yield replace(module, path=hub, factors=factors, rank=rank)
+            yield replace(module, path=hub, factors=factors, rank=Sourced(own.shape[0], f"A has {own.shape[0]} rows"))
 
 
 def _place_of_part(name: str, number: int, rows: int, known: tuple[Convention, ...], config: _Config) -> str:
@@ -100,10 +90,8 @@ def _place_of_part(name: str, number: int, rows: int, known: tuple[Convention, .
     total = 2 * rows
     if name.endswith("qkv.weight") and isinstance(heads, int) and isinstance(groups, int):
         total = rows // (groups if number else heads) * (heads + 2 * groups)
-    found: list[tuple[str, Mosaic]] = [
-        *agreed(known, {name: whole(name, BY_NAME["F32"], (total, 1))}, config).mosaics.items()
-    ]
-    place, part = found[number]
-    if part.shape[0] != rows:
-        raise UsageError(f"{rows} rows are not those of {place}, which has {part.shape[0]}", where=name)
+    parts = agreed(known, {name: whole(name, BY_NAME["F32"], (total, 1))}, config).mosaics
+    place = list(parts)[number]
+    if parts[place].shape[0] != rows:
+        raise UsageError(f"{rows} rows are not those of {place}, which has {parts[place].shape[0]}", where=name)
     return place

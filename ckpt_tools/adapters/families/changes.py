@@ -253,13 +253,7 @@ class Replacement(Change):
 
 
 class RowReplacement(Replacement):
-    """Rows that take the place of some of the base's.
-
-    Args:
-        rows: (n, columns).
-        indices: Which rows of the weight they are.
-        shape: The weight's.
-    """
+    """Rows (n, columns) that take the place of those at `indices` of a weight of `shape`."""
 
     def __init__(self, rows: Array, indices: Sequence[object], shape: Shape) -> None:
         super().__init__(rows)

@@ -71,24 +71,27 @@ class Setting:
         """Return a setting that is true or false.
 
         Raises:
-            UsageError: It is not known and there is no default.
+            UsageError: It is not known and there is no default, or no configuration that could have left it out.
         """
-        value = self.settings[name].value if name in self.settings else default
+        value = self._value(name, default)
         if not isinstance(value, bool):
-            raise UsageError(
-                f"{name} is not known, and the result depends on it",
-                hint="put PEFT's adapter_config.json beside the adapter",
-            )
+            raise UsageError(f"{name} must be true or false, got {value!s}")
         return value
 
     def number_of(self, name: str, default: float | None = None) -> float:
-        """Return a setting that is a number; raises UsageError as `bool_of`."""
-        if name not in self.settings and default is None:
-            self.bool_of(name)
-        value = self.settings[name].value if name in self.settings else default
+        """Return a setting that is a number; errors as `bool_of`."""
+        value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(f"{name} is not a number: {value!s}")
+            raise UsageError(f"{name} must be a number, got {value!s}")
         return float(value)
+
+    def _value(self, name: str, default: object) -> object:
+        if name in self.settings:
+            return self.settings[name].value
+        if default is None or "peft_type" not in self.settings:
+            hint = f"give that of the training run: --config {name}=VALUE, or put its adapter_config.json beside it"
+            raise UsageError(f"{name} is not known, and the result depends on it", hint=hint)
+        return default
 
 
 PLAIN = Setting()

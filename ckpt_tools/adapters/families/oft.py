@@ -169,11 +169,11 @@ class Oft(RotatingFamily):
         from ckpt_tools.adapters.families.changes import InputRotation
 
         name = "R" if "R" in factors else "R_embedding"
-        coft = setting.bool_of("coft", default=False)
+        neumann, coft = setting.bool_of("use_cayley_neumann"), setting.bool_of("coft", default=False)
         rotations = rotation.peft_rotation(
             factors[name],
-            use_cayley_neumann=setting.bool_of("use_cayley_neumann"),
-            num_terms=int(setting.number_of("num_cayley_neumann_terms", 5)),
+            use_cayley_neumann=neumann,
+            num_terms=int(setting.number_of("num_cayley_neumann_terms", 5)) if neumann else 0,
             coft_eps=setting.number_of("eps", 6e-5) if coft else None,
         )
         if setting.transposed:

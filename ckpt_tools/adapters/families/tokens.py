@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
-from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Family, Matrix, Module, Setting
+from ckpt_tools.adapters.families.family import Factors, Family, Matrix, Module, Setting
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ class Tokens(Family):
     peft_names: ClassVar = {"tokens": "trainable_tokens_delta", "beside": "token_adapter.trainable_tokens_delta"}
     also_read = (("peft", r"token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>[^.]+))?", "beside"),)
     peft_type = "TRAINABLE_TOKENS"
-    peft_fields = frozenset(f"{PEFT_COMMON} token_indices init_weights".split())
+    peft_fields = frozenset(
+        "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
+        "token_indices init_weights".split()
+    )
     why_not_a_sum = "it replaces rows: what it adds depends on the base"
 
     def matrix(self, shapes: Shapes) -> Matrix | None:
@@ -65,11 +68,15 @@ class Tokens(Family):
 
 def indices_of(module: AdapterModule[F], settings: Mapping[str, Sourced[object]]) -> Sourced[Sequence[object]] | None:
     """Return the tokens of which a module has the rows; None where nothing says them."""
-    found = settings.get(next((_FIELDS[role] for role in module.factors if role in _FIELDS), ""))
-    value = None if found is None else found.value
+    found = settings.get(_field_of(module), Sourced(None, ""))
+    value = found.value
     if isinstance(value, dict):
         value = next((own for name, own in value.items() if name and module.path.endswith(name)), None)
-    return Sourced(value, found.source) if found is not None and isinstance(value, list) else None
+    return Sourced(value, found.source) if isinstance(value, list) else None
+
+
+def _field_of(module: AdapterModule[F]) -> str:
+    return _FIELDS[next(iter(module.factors))]
 
 
 def why_wrong(module: AdapterModule[F], indices: Sequence[object]) -> str | None:
@@ -95,7 +102,7 @@ def beyond(module: AdapterModule[F], indices: Sequence[object], weight: Shape) -
 
 def not_known(module: AdapterModule[F]) -> UsageError:
     """Return the error that nothing says which tokens were trained."""
-    field = next(_FIELDS[role] for role in module.factors if role in _FIELDS)
+    field = _field_of(module)
     what = f"which tokens the {next(iter(module.shapes.values()))[0]} rows are is not recorded ({field})"
     hint = f"put the adapter_config.json of the training run beside the source, or give them: --config '{field}=[…]'"
     return UsageError(what, where=module.path, hint=hint)
@@ -112,18 +119,17 @@ def fields_of(adapter: Adapter[F], known: frozenset[str]) -> Fields:
         UsageError: It is not known, does not fit the rows, or the configuration names tokens whose rows are not here.
     """
     fields: Fields = {}
-    for module in adapter.modules:
-        for field in (_FIELDS[role] for role in module.factors if module.family == TOKENS):
-            indices = indices_of(module, adapter.settings)
-            if indices is None:
-                raise not_known(module)
-            problem = why_wrong(module, indices.value)
-            if field not in known:
-                problem = f"trained tokens of {module.path} cannot be written: {field} is of another type of adapter"
-            if problem:
-                hint = f"correct them in {indices.source}, or leave them out: --exclude '**trainable_tokens_**'"
-                raise UsageError(problem, where=module.path, hint=hint)
-            fields[field] = adapter.settings[field]
+    for module in (module for module in adapter.modules if module.family == TOKENS):
+        field, indices = _field_of(module), indices_of(module, adapter.settings)
+        if indices is None:
+            raise not_known(module)
+        problem = why_wrong(module, indices.value)
+        if field not in known:
+            problem = f"trained tokens of {module.path} cannot be written: {field} is of another type of adapter"
+        if problem:
+            hint = f"correct them in {indices.source}, or leave them out: --exclude '**trainable_tokens_**'"
+            raise UsageError(problem, where=module.path, hint=hint)
+        fields[field] = adapter.settings[field]
     for field in known & adapter.settings.keys() & set(_FIELDS.values()) - fields.keys():
         if adapter.settings[field].value and not adapter.omitted:
             raise UsageError(

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, ALL_NAMES, TRAINER_NAMES, is_there
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, ALL_NAMES, RUN_NAMES, TRAINER_NAMES, is_there
 from ckpt_tools.errors import StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.steps import ROLES, is_model_part
@@ -146,5 +146,5 @@ def _around_dcp(path: str) -> tuple[tuple[str, frozenset[str]], ...]:
     """Trainers put PEFT's configuration beside the DCP directory that holds the model."""
     path = absolute(path)
     parent = os.path.dirname(path)
-    above = ALL_NAMES if is_model_part(os.path.basename(path)) else frozenset({"lora_train_meta.json"})
+    above = ALL_NAMES if is_model_part(os.path.basename(path)) else RUN_NAMES
     return (path, ALL_NAMES), (parent, above)

@@ -88,7 +88,7 @@ def read_adapter(
                 "training checkpoint (its DCP directory, or accelerate's pytorch_model_fsdp_0)",
             )
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
-        sidecars = read_sidecars(location.sidecars, opened.metadata)
+        sidecars = read_sidecars(location.sidecars, opened.metadata, is_training=opened.format.is_training)
         sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})})
         _refuse_type(sidecars, path)
         named = _name(opened, path)

@@ -36,6 +36,13 @@ MODEL_FAMILY = ("ss_base_model_version", "modelspec.architecture")
 _VERL = "lora_train_meta.json"
 _LYCORIS = "lycoris_config.json"
 _AI_TOOLKIT = ("config.yaml", "config.yml")
+_RUNS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "run_config.yaml": {"lora_alpha": ("peft", "alpha")},  # Megatron-Bridge 0.3.1 `training/checkpointing.py`
+    "torchtune_config.yaml": {"lora_alpha": ("model", "lora_alpha")},  # torchtune 0.6.1 `training/metric_logging.py`
+    "args.json": {"lora_alpha": ("lora_alpha",), "use_rslora": ("use_rslora",)},  # ms-swift 4.6 `arguments`
+    _VERL: {"lora_alpha": ("lora_alpha",), "r": ("r",), "task_type": ("task_type",)},
+}
+"""Files in which trainers note their run: field of PEFT's configuration → keys."""
 _MAX_BYTES = 1_000_000
 _MAX_PATTERN_CHARS = 2_000
 
@@ -93,11 +100,14 @@ def _is_directory(path: str) -> bool:
         return False
 
 
-def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: Mapping[str, str]) -> Sidecars:
+def read_sidecars(
+    directories: Iterable[tuple[str, frozenset[str]]], metadata: Mapping[str, str], *, is_training: bool = False
+) -> Sidecars:
     """Collect what is known beyond the tensors: by the names that are meant in each directory, the nearest first.
 
     Raises:
-        UnreadableError: A file is there and not what its name says.
+        UnreadableError: A file is there and not what its name says; or, beside a trainer's checkpoint, which no loader
+            reads by one of them alone, two contradict each other.
     """
     peft: dict[str, Sourced[object]] = {}
     components = _diffusers_header(metadata)
@@ -114,11 +124,10 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
             if ADAPTER_CONFIG in there:
                 for key, value in read_json(source, ADAPTER_CONFIG).items():
                     peft.setdefault(key, Sourced(value, ADAPTER_CONFIG))
-            if _VERL in there:
-                document = read_json(source, _VERL)
-                for name in ("lora_alpha", "r", "task_type"):  # 0 where verl does not know
-                    if document.get(name) and not _number(peft.get(name)):
-                        peft[name] = Sourced(document[name], _VERL)
+            for name in (name for name in _RUNS if name in there):
+                document = read_json(source, name) if name == _VERL else _plain(source, name)
+                for key, keys in _RUNS[name].items():
+                    _take(peft, key, Sourced(_dig(document, keys), name), may_differ=not is_training)
             if _LYCORIS in there and alpha is None:
                 document = read_json(source, _LYCORIS)
                 alpha = _found(document.get("linear_alpha", document.get("alpha")), _LYCORIS)
@@ -126,6 +135,9 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
             for name in _AI_TOOLKIT:
                 if name in there and alpha is None:
                     alpha, conv_alpha = _ai_toolkit(source, name)
+    known = peft.get("lora_alpha")
+    if is_training and known and alpha and known.value and known.value != alpha.value:
+        raise _contradiction("lora_alpha", known, alpha)
     return Sidecars(
         peft=peft,
         components={name: fields for name, fields in components.items() if name},
@@ -136,15 +148,29 @@ def read_sidecars(directories: Iterable[tuple[str, frozenset[str]]], metadata: M
     )
 
 
-ALL_NAMES = frozenset({ADAPTER_CONFIG, _VERL, _LYCORIS, *_AI_TOOLKIT})
-"""Every sidecar."""
-TRAINER_NAMES = frozenset({_VERL, _LYCORIS, *_AI_TOOLKIT})
+RUN_NAMES = frozenset(_RUNS)
 """Those that trainers put a level above the weights."""
+TRAINER_NAMES = RUN_NAMES | {_LYCORIS, *_AI_TOOLKIT}
+"""Those of trainers."""
+ALL_NAMES = TRAINER_NAMES | {ADAPTER_CONFIG}
+"""Every sidecar."""
 
 
-def _number(found: Sourced[object] | None) -> float:
-    value = _found(None if found is None else found.value, "")
-    return 0.0 if value is None else value.value
+def _take(fields: dict[str, Sourced[object]], name: str, found: Sourced[object], *, may_differ: bool) -> None:
+    """Add what a trainer's file says, where nothing nearer does; 0 is what verl writes where it does not know."""
+    known = fields.get(name)
+    is_said = isinstance(found.value, bool) or (isinstance(found.value, int | float | str) and bool(found.value))
+    if is_said and (known is None or known.value is None or (known.value == 0 and known.value is not False)):
+        fields[name] = found
+    elif is_said and known and not may_differ and name != "task_type" and known.value != found.value:
+        raise _contradiction(name, known, found)
+
+
+def _contradiction(name: str, one: Sourced[object], other: Sourced[float] | Sourced[object]) -> UnreadableError:
+    return UnreadableError(
+        f"{name} is {one.value!s} in {one.source}, and {other.value!s} in {other.source}",
+        hint="remove the file that is of another run",
+    )
 
 
 def _found(value: object, source: str) -> Sourced[float] | None:
@@ -187,23 +213,27 @@ def _kohya_header(metadata: Mapping[str, str]) -> tuple[Sourced[float] | None, S
 
 
 def _ai_toolkit(source: Source, name: str) -> tuple[Sourced[float] | None, Sourced[float] | None]:
-    """Source: ai-toolkit: config.process[0].network.{linear_alpha, conv_alpha}.
+    """Source: ai-toolkit: config.process[0].network.{linear_alpha, conv_alpha}."""
+    network = _dig(_plain(source, name), ("config", "process", "", "network"))
+    return _found(_dig(network, ("linear_alpha",)), name), _found(_dig(network, ("conv_alpha",)), name)
 
-    The file's name is anybody's: what is not of this form is not ai-toolkit's, and says nothing.
-    """
+
+def _plain(source: Source, name: str) -> object:
+    """Return a YAML or JSON file; its name is anybody's, so that what is of another form says nothing."""
     try:
-        document = load_yaml(read_document(source, name, _MAX_BYTES).decode())
+        return load_yaml(read_document(source, name, _MAX_BYTES).decode(), full=True)
     except (ValueError, LimitError):
-        return None, None
-    found: object = document
-    for key in ("config", "process", 0, "network"):
-        if isinstance(key, int):
-            found = found[key] if isinstance(found, list) and found else None
+        return None
+
+
+def _dig(document: object, keys: Iterable[str]) -> object:
+    """Return a value inside a document, "" for the first of a list; None where there is none."""
+    for key in keys:
+        if not key:
+            document = document[0] if isinstance(document, list) and document else None
         else:
-            found = found.get(key) if isinstance(found, dict) else None
-    if not isinstance(found, dict):
-        return None, None
-    return _found(found.get("linear_alpha"), name), _found(found.get("conv_alpha"), name)
+            document = document.get(key) if isinstance(document, dict) else None
+    return document
 
 
 def by_pattern(table: object, path: str, *, where: str) -> tuple[bool, object]:

@@ -59,7 +59,8 @@ def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_mod
         if name not in config and name not in (*_OWN_FIELDS.split(), *_TRAINING_ONLY) and name in family.peft_fields:
             config[name] = found
     config["inference_mode"] = Sourced(True, "an exported adapter is not being trained")
-    return config
+    known = {"peft_type", *family.peft_fields}
+    return {name: found for name, found in config.items() if name in known or found.value is not None}
 
 
 def _only_family(adapter: Adapter[F]) -> Family:
