@@ -63,7 +63,7 @@ def upload(
         for plan in sending:
             # What lies inside of git is read once and sent from memory.
             content: bytes | str | BinaryIO
-            if plan.mode == "regular":
+            if plan.mode == "regular" or local[plan.path].content is not None:
                 content = read_whole(source, local[plan.path])
             else:
                 content = open_stream(source, plan.path) if as_streams else source.path(plan.path)

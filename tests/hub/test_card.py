@@ -101,7 +101,7 @@ def test_card_names_from_files_are_no_markup(name: str, value: str):
     body = text.split("---\n", 2)[2]
     code = re.search(r"```python\n(.*?)```", body, re.DOTALL)[1]
     compile(code, "card", "exec")
-    rest = body.replace(code, "")
+    rest = re.sub(r"<!-- /?ckpt:[a-z]+ -->", "", body.replace(code, ""))
     assert not re.search(r"[<>\[\]`*\\]", rest.replace("```python\n```", ""))
     rows = [line for line in rest.splitlines() if line.startswith("|")]
     assert len(rows) == 3
@@ -197,7 +197,7 @@ def test_push_card_that_names_a_path_is_refused_or_named(hub: Hub, push_json, tm
     assert any("local path" in note for note in document["notes"])
     card = hub.files("me/lora")["README.md"].decode()
     head, body = text.split("---\n\n")
-    assert card == head.replace(path, "org/base") + "pipeline_tag: text-generation\n---\n\n" + body
+    assert card == head.replace(path, "org/base") + "base_model_relation: adapter\npipeline_tag: text-generation\n---\n\n" + body
     assert (adapter / "README.md").read_text() == text
 
 
