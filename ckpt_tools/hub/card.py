@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card_body import CardBody, LoadFacts, Row, sections
@@ -182,6 +182,22 @@ def front_keys(facts: CardFacts) -> dict[str, object]:
         "widget": widget,
     }
     return {key: value for key, value in keys.items() if value}
+
+
+def facts_in(text: str) -> CardFacts:
+    """Return what a card that is there says, which stays so: its sections must not contradict it.
+
+    Raises:
+        UnreadableError: Its front matter is no YAML mapping.
+    """
+    known = {key: value for key, value in read_front_matter(text).items() if isinstance(value, str) and value}
+    base, relation, library = (known.get(key) for key in ("base_model", "base_model_relation", "library_name"))
+    return CardFacts(
+        base_model=base if base is not None and hub_id_of(base) == base else None,
+        relation=next((word for word in get_args(Relation) if word == relation), None),
+        library=next((word for word in get_args(Library) if word == library), None),
+        instance_prompt=known.get("instance_prompt"),
+    )
 
 
 def missing_keys(facts: CardFacts, text: str) -> tuple[str, ...]:

@@ -189,7 +189,7 @@ class Hub:
         def post() -> Any:  # noqa: ANN401 - whatever JSON it is
             url = f"{self.account.endpoint}/api/validate-yaml"
             document = {"repoType": "model", "content": text}
-            response = client_utils().get_session().post(url, json=document, headers=self._headers())
+            response = client_utils().get_session().post(url, json=document, headers=self.headers())
             if response.status_code == 400:
                 return response.json()
             if response.status_code not in (404, 405, 501):  # a hub of one's own, or a mirror
@@ -207,9 +207,10 @@ class Hub:
         """Return the response of a route about the revision, whatever its status."""
         url = f"{self.account.endpoint}/api/models/{self.repo}/{route}/{quote(self.revision, safe='')}"
         params = {"create_pr": "1"} if create_pr else None
-        return client_utils().get_session().request(method, url, json=json, headers=self._headers(), params=params)
+        return client_utils().get_session().request(method, url, json=json, headers=self.headers(), params=params)
 
-    def _headers(self) -> dict[str, str]:
+    def headers(self) -> dict[str, str]:
+        """Return what a request to the hub itself bears."""
         headers: dict[str, str] = client_utils().build_hf_headers(token=self.account.token, library_name="ckpt-tools")
         return headers
 
@@ -261,7 +262,7 @@ class Hub:
 
         utils = client_utils()
         url = hf_hub_url(self.repo, path, revision=commit, endpoint=self.account.endpoint)
-        headers = self._headers() | {"Accept-Encoding": "identity"}  # offsets are those of the content
+        headers = self.headers() | {"Accept-Encoding": "identity"}  # offsets are those of the content
         position = 0
 
         def stream() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import HubError, LimitError, UsageError
-from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, build_card, kept_keys, missing_keys
+from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, build_card, facts_in, kept_keys, missing_keys
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
@@ -195,8 +195,9 @@ class Push:
         config = config_of_ai_toolkit(source)
         gallery, notes = add_gallery(samples, self._directory, self._local, config)
         self._notes += notes
-        facts = facts_of(source, self._local, self._kind, self._adapters, base_model=asked.base_model)
-        facts = replace(asked.or_else(facts), gallery=gallery)
+        said = (CardFacts() if text is None else facts_in(text)).or_else(asked)
+        facts = facts_of(source, self._local, self._kind, self._adapters, base_model=said.base_model)
+        facts = replace(said.or_else(facts), gallery=gallery)
         if text is None or "base_model" not in read_front_matter(text):
             self._notes += facts.notes
         if text is None and facts.is_empty:

@@ -111,12 +111,14 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
-        self.parts: dict[tuple[str, int], bytes] = {}
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        """Open uploads in parts; each answer to "batch" opens a new one, as on the hub."""
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.corrupt: set[str] = set()
         """sha256 of objects of which other bytes are handed out than were stored."""
         self.ignored: set[str] = set()
+        self.num_uploads = 0
         self.multipart_over: int | None = None
         self.redirect_large = False
         self.has_xet = False
@@ -248,7 +250,7 @@ class Handler(BaseHTTPRequestHandler):
         if command == "PUT":
             return self.put_object()
         if route.startswith("/lfs/complete/"):  # signed like the parts: without the token
-            return self.complete(route.rpartition("/")[2])
+            return self.complete(*route.split("/")[3:])
         if route.startswith("/cdn/"):
             return self.send_content(self.server.objects[route[5:]], route[5:])
         if re.match("/v[12]/", route):
@@ -330,35 +332,42 @@ class Handler(BaseHTTPRequestHandler):
                 upload: dict = {"href": f"{self.server.url}/store/{oid}?X-Amz-Signature=secretsignature"}
                 chunk = self.server.multipart_over
                 if chunk is not None and size > chunk:
-                    numbers = range(1, -(-size // chunk) + 1)
+                    store = f"{self.server.url}/store/{oid}/{self.server.num_uploads}"
+                    self.server.uploads[str(self.server.num_uploads)] = {}
+                    self.server.num_uploads += 1
                     parts = {
-                        f"{n:05d}": f"{self.server.url}/store/{oid}/{n}?X-Amz-Signature=secretsignature"
-                        for n in numbers
+                        f"{n:05d}": f"{store}/{n}?X-Amz-Signature=secretsignature"
+                        for n in range(1, -(-size // chunk) + 1)
                     }
-                    upload = {
-                        "href": f"{self.server.url}/lfs/complete/{oid}",
-                        "header": {"chunk_size": str(chunk), **parts},
-                    }
+                    href = store.replace("/store/", "/lfs/complete/")
+                    upload = {"href": href, "header": {"chunk_size": str(chunk), **parts}}
                 row["actions"] = {"upload": upload}
             objects.append(row)
         self.send(200, {"transfer": "basic", "objects": objects})
 
     def put_object(self) -> None:
-        oid, _, number = self.route.removeprefix("/store/").partition("/")
-        if number:
-            self.server.parts[oid, int(number)] = self.body
-            return self.send(200, headers={"ETag": f'"{number}"'})
+        oid, *part = self.route.removeprefix("/store/").split("/")
+        if part:
+            upload, number = part
+            if upload not in self.server.uploads:
+                return self.refuse(403, "Request has expired")
+            self.server.uploads[upload][int(number)] = self.body
+            return self.send(200, headers={"ETag": f'"{hashlib.md5(self.body).hexdigest()}"'})
         if hashlib.sha256(self.body).hexdigest() != oid:
             return self.refuse(400, "the content is not what it is called")
         self.server.objects[oid] = self.body
         return self.send(200)
 
-    def complete(self, oid: str) -> None:
-        numbers = [part["partNumber"] for part in json.loads(self.body)["parts"]]
-        content = b"".join(self.server.parts[oid, number] for number in numbers)
+    def complete(self, oid: str, upload: str) -> None:
+        held = self.server.uploads.get(upload, {})
+        parts = {part["partNumber"]: part["etag"] for part in json.loads(self.body)["parts"]}
+        if parts != {number: f'"{hashlib.md5(content).hexdigest()}"' for number, content in held.items()}:
+            return self.refuse(404, "NoSuchUpload, or parts that it does not have")
+        content = b"".join(held[number] for number in sorted(held))
         if hashlib.sha256(content).hexdigest() != oid:
             return self.refuse(400, "the content is not what it is called")
         self.server.objects[oid] = content
+        del self.server.uploads[upload]
         return self.send(200)
 
     def give_xet_token(self) -> None:
