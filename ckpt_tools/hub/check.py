@@ -15,7 +15,6 @@ from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
 from ckpt_tools.formats.hf_sharded import SHARDED_FILE
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path, read_file
-from ckpt_tools.hub.dead import refuse_dead
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.storage.source import LocalSource, Source
@@ -39,51 +38,46 @@ _PART = re.compile(r".+-\d+-of-\d+\.safetensors", re.ASCII)
 _OLD_WEIGHTS = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin", re.ASCII)
 _SINGLE_FILES = ("kohya", "comfyui", "ai-toolkit", "diffusers")
 """Whose adapters are one file of any name; those of others need what stands beside them."""
+_DEAD = ("adapter-zero", "adapter-truncated")
+"""Codes of what trainers lose without a word, whatever else the file holds (trl#4416, peft#2892)."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def check_adapters(source: Source, chosen: Iterable[str]) -> dict[str, LoraCheck]:
-    """Return weights → what `ckpt check-lora` finds, of every adapter that is to be pushed.
+    """Return weights → what `ckpt check-lora` finds, of every adapter that a loader could take as it is.
 
     Raises:
         AdapterRefusedError: The loaders of its own format would not take it, or it changes nothing.
     """
     from ckpt_tools.adapters.check import check_lora
+    from ckpt_tools.adapters.merge import AdapterRefusedError
 
     found: dict[str, LoraCheck] = {}
     for name in sorted(chosen):
         directory, _, last = name.rpartition("/")
-        path = os.path.join(source.root, directory)
-        if last in (ADAPTER_WEIGHTS[0], DIFFUSERS_LORA):
-            found[name] = check_lora(path)
-            _refuse_broken(found[name])
-        elif _is_adapter(source, name):
-            try:
-                check = check_lora(os.path.join(path, last))
-            except CkptError:  # factors in names that ckpt does not know: nothing is known to be wrong
-                continue
-            if check.convention in _SINGLE_FILES:
-                _refuse_broken(check)
-                found[name] = check
+        is_named = last in (ADAPTER_WEIGHTS[0], DIFFUSERS_LORA)
+        if not is_named and not _has_factors(source, name, last):
+            continue
+        try:
+            check = check_lora(os.path.join(source.root, directory if is_named else name))
+        except CkptError:
+            if is_named:
+                raise
+            continue  # factors in names that ckpt does not know: nothing is known to be wrong
+        is_loaded = is_named or check.convention in _SINGLE_FILES
+        errors = [each for each in check.findings if each.severity == "error" and (is_loaded or each.code in _DEAD)]
+        if errors:
+            first = errors[0]
+            more = f", and {len(errors) - 1} more (ckpt check-lora lists them)" if len(errors) > 1 else ""
+            raise AdapterRefusedError(f"{first.code}: {first.what}{more}", where=first.where, hint=first.hint)
+        if is_loaded:
+            found[name] = check
     return found
 
 
-def _is_adapter(source: Source, name: str) -> bool:
-    last = name.rpartition("/")[2]
-    if not last.endswith(".safetensors") or SHARDED_FILE.fullmatch(last) or _PART.fullmatch(last):
-        return False
-    tensors = read_file(source, name).header.tensors
-    return 0 < len(tensors) <= 2 * sum(is_factor(entry.fqn) for entry in tensors)
-
-
-def _refuse_broken(check: LoraCheck) -> None:
-    from ckpt_tools.adapters.merge import AdapterRefusedError
-
-    errors = [finding for finding in check.findings if finding.severity == "error"]
-    if errors:
-        first = errors[0]
-        more = f", and {len(errors) - 1} more (ckpt check-lora lists them)" if len(errors) > 1 else ""
-        raise AdapterRefusedError(f"{first.code}: {first.what}{more}", where=first.where, hint=first.hint)
+def _has_factors(source: Source, name: str, last: str) -> bool:
+    is_whole = last.endswith(".safetensors") and not SHARDED_FILE.fullmatch(last) and not _PART.fullmatch(last)
+    return is_whole and any(is_factor(entry.fqn) for entry in read_file(source, name).header.tensors)
 
 
 def check_directory(
@@ -103,9 +97,6 @@ def check_directory(
     """
     top = {path for path in chosen if "/" not in path}
     _check_adapter(source, top)
-    for name in sorted(chosen):
-        if name.endswith(".safetensors"):
-            refuse_dead(source, read_file(source, name))
     notes: list[str] = []
     num_tensors = sum(_check_checkpoint(source, name, chosen, num_workers, notes) for name in _directories(chosen))
     pickles = [path for path in chosen if path.endswith(_PICKLES)]

@@ -18,7 +18,7 @@ from ckpt_tools.hub.card_body import LoadFacts, Row
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
 from ckpt_tools.hub.front_matter import hub_id_of
 from ckpt_tools.hub.tasks import HEADS, tag_of, task_of_adapter, task_of_class
-from ckpt_tools.hub.training import config_of_ai_toolkit, training_facts, trigger_of
+from ckpt_tools.hub.training import ai_toolkit_config, training_facts, value_at
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
@@ -76,7 +76,7 @@ def facts_of(
     if len(adapters) == 1:  # of several no single name, base or trigger word tells
         ((name, check),) = adapters.items()
         facts = _with_adapter(facts, name, check, headers[name], source)
-    config = config_of_ai_toolkit(source) if adapters else None
+    trigger = value_at(ai_toolkit_config(source.root), "trigger_word") if adapters else None
     relation: Relation | None = "adapter" if adapters else _relation(source, chosen)
     notes = facts.notes
     if relation not in (None, "adapter") and facts.base_model is None:
@@ -84,8 +84,8 @@ def facts_of(
     return replace(
         facts,
         relation=relation,
-        instance_prompt=facts.instance_prompt or trigger_of(config),
-        training=training_facts(source, chosen, headers, config),
+        instance_prompt=facts.instance_prompt or _text(trigger),
+        training=training_facts(source, chosen, headers.values()),
         notes=notes,
     )
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import HubError, LimitError, UsageError
-from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, build_card, facts_in, kept_keys, missing_keys
+from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, kept_keys, missing_keys
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
@@ -22,7 +22,6 @@ from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan
 from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
-from ckpt_tools.hub.training import config_of_ai_toolkit
 from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option, Progress
 from ckpt_tools.remote.account import find_pusher
 from ckpt_tools.storage.source import LocalSource
@@ -191,10 +190,10 @@ class Push:
             if text != before:
                 new = asked.base_model
                 self._notes.append(f"{CARD_NAME} named the base model by a local path: the uploaded card names {new}")
-        samples = None if asked.samples is None else os.fspath(asked.samples)
-        config = config_of_ai_toolkit(source)
-        gallery, notes = add_gallery(samples, self._directory, self._local, config)
-        self._notes += notes
+        gallery: tuple[Sample, ...] = ()
+        if asked.samples is not None:
+            gallery, notes = add_gallery(os.fspath(asked.samples), self._directory, self._local)
+            self._notes += notes
         said = (CardFacts() if text is None else facts_in(text)).or_else(asked)
         facts = facts_of(source, self._local, self._kind, self._adapters, base_model=said.base_model)
         facts = replace(said.or_else(facts), gallery=gallery)

@@ -14,7 +14,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats._json import parse_json
@@ -36,7 +37,7 @@ _JSON: Mapping[str, Paths] = {
         "best metric": ("best_metric",),
     },
     "all_results.json": {"training loss": ("train_loss",), "evaluation loss": ("eval_loss",)},
-    "training_state.json": {"steps": ("global_step",)},
+    MANIFEST_NAME: {"converted from": ("source.format",), "by": ("writer",)},
 }
 _HEADER: Paths = {
     "steps": ("training_info.step", "ss_steps"),
@@ -54,11 +55,11 @@ _HEADER: Paths = {
     "trained with": ("software.name",),
 }
 _AI_TOOLKIT: Paths = {
-    "steps": ("config.process.0.train.steps",),
-    "learning rate": ("config.process.0.train.lr",),
-    "optimizer": ("config.process.0.train.optimizer",),
-    "batch size": ("config.process.0.train.batch_size",),
-    "precision": ("config.process.0.train.dtype",),
+    "steps": ("train.steps",),
+    "learning rate": ("train.lr",),
+    "optimizer": ("train.optimizer",),
+    "batch size": ("train.batch_size",),
+    "precision": ("train.dtype",),
 }
 _FLAT: Paths = {
     "steps": ("max_steps",),
@@ -78,125 +79,97 @@ _WORD = re.compile(r"[A-Za-z][\w .+-]{0,39}|\(?\d{1,5}, ?\d{1,5}\)?|\d{1,5}x\d{1
 
 
 def training_facts(
-    source: Source, names: Iterable[str], headers: Mapping[str, Mapping[str, str]], config: object = None
+    source: Source, names: Collection[str], headers: Iterable[Mapping[str, str]] = ()
 ) -> tuple[Row, ...]:
     """Return (fact, value, where it stands), each fact once: what was done before what was asked for.
 
     Args:
         source: Where the files are.
         names: Those that may be read.
-        headers: Weights → metadata of their safetensors header.
-        config: ai-toolkit's config.yaml.
+        headers: Metadata of the weights' safetensors headers.
     """
-    there = set(names)
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, Row] = {}
 
     def take(document: object, paths: Paths, origin: str) -> None:
         for fact, ways in paths.items():
-            value = next((shown for way in ways if (shown := _plain(_at(document, way))) is not None), None)
+            value = next((shown for way in ways if (shown := _plain(value_at(document, way))) is not None), None)
             if value is not None:
-                found.setdefault(fact, (value, origin))
+                found.setdefault(fact, (fact, value, origin))
 
-    for name, paths in _JSON.items():
-        if name in there:
-            take(_json(source, name), paths, name)
-    for metadata in headers.values():
+    for name in filter(names.__contains__, _JSON):
+        take(_json(source, name), _JSON[name], name)
+    for metadata in headers:
         nested = {key: _loaded(metadata[key]) for key in ("training_info", "software") if key in metadata}
         take({**metadata, **nested}, _HEADER, "header of the weights")
-    for name in sorted(there):
-        if name.endswith((".yaml", ".yml")) and "/" not in name:
-            document = _yaml(source, name)
-            if isinstance(document, Mapping) and "learning_rate" in document and any(k in document for k in _BASE_KEYS):
-                take(document, _FLAT, f"{name} (as configured)")
-    take(config, _AI_TOOLKIT, "config.yaml (as configured)")
-    if MANIFEST_NAME in there:
-        take(_json(source, MANIFEST_NAME), {"converted from": ("source.format",), "by": ("writer",)}, MANIFEST_NAME)
-    return tuple((fact, value, origin) for fact, (value, origin) in found.items())
-
-
-def training_of(path: str) -> tuple[Row, ...]:
-    """Return what stands beside the weights at `path`, and one level above; nothing of what lies elsewhere."""
-    found: dict[str, Row] = {}
-    directory = path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
-    for place in (directory, os.path.dirname(os.path.abspath(directory))):
-        try:
-            with LocalSource(place) as source:
-                names = [name for name in source.list_files(max_depth=0) if name != MANIFEST_NAME]
-                headers = {}
-                if place != directory:  # a run's configuration is that of all its steps; its state is the last one's
-                    names = [name for name in names if name.endswith((".yaml", ".yml"))]
-                else:
-                    wanted = [name for name in names if name.endswith(".safetensors")]
-                    wanted = wanted if os.path.isdir(path) else [os.path.basename(path)]
-                    headers = {name: read_file(source, name).header.metadata for name in wanted[:1]}
-                config = config_of_ai_toolkit(source)
-                rows = training_facts(source, names, headers, config)
-        except CkptError:  # a store, or no directory that can be read: the card is silent
-            continue
-        for row in rows:
-            found.setdefault(row[0], row)
+    for name in sorted(names):
+        document = _yaml(source, name) if name.endswith((".yaml", ".yml")) and "/" not in name else None
+        if (
+            isinstance(document, Mapping)
+            and "learning_rate" in document
+            and any(map(document.__contains__, _BASE_KEYS))
+        ):
+            take(document, _FLAT, f"{name} (as configured)")
+        take(_process(document), _AI_TOOLKIT, f"{name} (as configured)")
     return tuple(found.values())
 
 
-def config_of_ai_toolkit(source: Source) -> object:
-    """Return ai-toolkit's config.yaml beside the weights; None where it is not there, or no YAML."""
-    names = source.list_files(max_depth=0)
-    for name in ("config.yaml", "config.yml"):
-        if name in names:
-            return _yaml(source, name)
+def training_of(path: str) -> tuple[Row, ...]:
+    """Return what stands beside the weights at `path`, and in configurations one level above."""
+    above, name = os.path.split(os.path.abspath(path))
+    rows: list[Row] = []
+    for place, is_own in ((path, True), (above, not os.path.isdir(path))):
+        with suppress(CkptError), LocalSource(place) as source:  # a store, or one file: the card is silent
+            names = [each for each in source.list_files(max_depth=0) if is_own or each.endswith((".yaml", ".yml"))]
+            weights = [each for each in names if each.endswith(".safetensors") and (place == path or each == name)]
+            headers = [read_file(source, each).header.metadata for each in weights[:1]]
+            rows += training_facts(source, [each for each in names if each != MANIFEST_NAME], headers)
+    return tuple({row[0]: row for row in reversed(rows)}.values())[::-1]
+
+
+def ai_toolkit_config(directory: str) -> object:
+    """Return what ai-toolkit's config.yaml in a directory says of its first process; None where there is none."""
+    with suppress(CkptError), LocalSource(directory) as source:
+        names = source.list_files(max_depth=0)
+        return next((_process(_yaml(source, name)) for name in ("config.yaml", "config.yml") if name in names), None)
     return None
 
 
-def trigger_of(config: object) -> str | None:
-    """Return the trigger word of ai-toolkit's configuration."""
-    word = process_of(config).get("trigger_word")
-    return word if isinstance(word, str) and word else None
-
-
-def process_of(config: object) -> Mapping[str, object]:
-    """Return the first process of ai-toolkit's configuration: all that it trains."""
-    for key in ("config", "process"):
-        config = config.get(key) if isinstance(config, Mapping) else None
-    first = config[0] if isinstance(config, list) and config else None
-    return first if isinstance(first, Mapping) else {}
+def _process(document: object) -> object:
+    return value_at(document, "config.process.0")
 
 
 def _json(source: Source, name: str) -> object:
-    try:
-        limit = _MAX_BYTES
-        return parse_json(read_document(source, name, limit), what=name, where=None, max_bytes=limit, infinite=True)
-    except CkptError:
-        return None  # a trainer's file that is none: the card is silent about it
+    with suppress(CkptError):  # a trainer's file that is none: the card is silent about it
+        text = read_document(source, name, _MAX_BYTES)
+        return parse_json(text, what=name, where=None, max_bytes=_MAX_BYTES, infinite=True)
+    return None
 
 
 def _yaml(source: Source, name: str) -> object:
-    try:
+    with suppress(CkptError, ValueError):
         return load_yaml(read_document(source, name, 1 << 20).decode(), full=True)
-    except (CkptError, ValueError):
-        return None
+    return None
 
 
 def _loaded(text: str) -> object:
-    try:
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    return None
 
 
-def _at(document: object, path: str) -> object:
+def value_at(document: object, path: str) -> object:
+    """Return what stands at a dotted path; None where nothing does."""
     for key in path.split("."):
         if isinstance(document, list) and key.isdigit():
             document = document[int(key)] if int(key) < len(document) else None
-        elif isinstance(document, Mapping):
-            document = document.get(key)
         else:
-            return None
+            document = document.get(key) if isinstance(document, Mapping) else None
     return document
 
 
 def _plain(value: object) -> str | None:
     """Return a number or a plain word as a card shows it; None for anything else."""
-    if isinstance(value, bool) or value is None or value in ("None", ""):
+    if isinstance(value, bool) or value in (None, "None", ""):
         return None
     if isinstance(value, str):
         try:
@@ -206,6 +179,4 @@ def _plain(value: object) -> str | None:
             return next((text for text in names if _WORD.fullmatch(text)), None)
     if isinstance(value, int):
         return str(value) if 0 <= value < 10**15 else None
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{value:.6g}"
-    return None
+    return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else None
