@@ -113,6 +113,7 @@ def _with_edits(
         for fqn, parts in match.parts.items()
     }
     job.edits = edits
+    job.made = {**job.made, "merged": {"modules": len(adapter.modules)}}
     job.edit_bytes = _edit_bytes(adapter, edits, job.num_workers)
     job.notes += _notes(adapter, match, scale)
     job.prepare = lambda: _prepare(job, stored, read, pairs, scale)

@@ -206,6 +206,7 @@ def _with_adapter(
     library = facts.library or ("diffusers" if "diffusers" in takes or name == DIFFUSERS_LORA else None)
     task = facts.pipeline_tag
     if is_diffusion:
+        family_name = family_name or (base or "").rpartition("/")[2]
         task = task or task_of_adapter(family_name, base)
         tag = tag_of(family_name)
         diffusers = ("diffusers",) if library == "diffusers" else ()

@@ -287,6 +287,8 @@ class Handler(BaseHTTPRequestHandler):
             found = None
         if not isinstance(found, dict):
             return self.send(400, {"errors": [{"message": "bad metadata"}], "warnings": []})
+        if found.get("license", "mit") not in ("mit", "apache-2.0", "other"):
+            return self.send(400, {"errors": [{"message": '"license" must be one of [apache-2.0, mit, ...]'}]})
         return self.send(200, {"errors": [], "warnings": []})
 
     def create(self) -> None:
