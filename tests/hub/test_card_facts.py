@@ -44,9 +44,9 @@ def write_kohya(directory: Path, **metadata: str) -> Path:
     """A LoRA for FLUX.1 in kohya's names."""
     directory.mkdir(parents=True)
     factors = {}
-    for number in range(2):
-        name = f"lora_unet_double_blocks_{number}_img_attn_proj"
-        factors |= {f"{name}.lora_down.weight": tensor("F32", 4, 8, seed=1), f"{name}.alpha": ("F32", (), b"\0\0\x80@")}
+    for name, width in (("lora_unet_double_blocks_0_img_attn_proj", 8), ("lora_unet_single_blocks_0_linear2", 40)):
+        down = ("F32", (4, width), struct.pack(f"<{4 * width}f", *range(4 * width)))
+        factors |= {f"{name}.lora_down.weight": down, f"{name}.alpha": ("F32", (), b"\0\0\x80@")}
         factors[f"{name}.lora_up.weight"] = ("F32", (8, 4), struct.pack("<32f", *range(1, 33)))
     (directory / "style.safetensors").write_bytes(safetensors_bytes(factors, metadata=metadata))
     return directory
@@ -62,7 +62,6 @@ def png(texts: dict[bytes, bytes], kind: bytes = b"tEXt") -> bytes:
 
 def test_push_lora_of_a_picture_model_has_the_card_that_people_want(hub: Hub, push_json, tmp_path: Path):
     meta = {"ss_steps": "1200", "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.1)", "ss_seed": "None"}
-    meta |= {"ss_base_model_version": "flux1"}
     secret = {"modelspec.trigger_phrase": "sks <b>dog</b>", "ss_dataset_dirs": '{"/home/me/x": 1}'}
     lora = write_kohya(tmp_path / "lora", **meta, **secret)
     own = (
