@@ -84,7 +84,8 @@ class Fault:
 
     match: str
     kind: str = "status"
-    """status, cut (no answer), lost (done, no answer), truncate (half of the content), or a callable's doing."""
+    """status, cut (no answer), lost (done, no answer), late (done, and answered with the status all the same),
+    truncate (half of the content), or a callable's doing."""
     status: int = 503
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
@@ -118,6 +119,8 @@ class Hub(ThreadingHTTPServer):
         self.corrupt: set[str] = set()
         """sha256 of objects of which other bytes are handed out than were stored."""
         self.ignored: set[str] = set()
+        self.own: tuple[str, ...] | None = None
+        """Namespaces that the token may write to and see the private repositories of; None: all."""
         self.num_uploads = 0
         self.multipart_over: int | None = None
         self.redirect_large = False
@@ -200,6 +203,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.kind == "status":
             return self.send(fault.status, fault.body, fault.headers)
         self.is_lost = fault is not None and fault.kind == "lost"
+        self.late = fault if fault is not None and fault.kind == "late" else None
         with self.server.lock:
             return self.dispatch()
 
@@ -231,6 +235,9 @@ class Handler(BaseHTTPRequestHandler):
         if getattr(self, "is_lost", False):
             self.hang_up()
             return
+        if (late := getattr(self, "late", None)) is not None:
+            self.late = None
+            status, document, raw = late.status, late.body, None
         content = json.dumps(document if document is not None else {}).encode() if raw is None else raw
         self.send_response(status)
         for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
@@ -262,7 +269,8 @@ class Handler(BaseHTTPRequestHandler):
         if route == "/api/validate-yaml":
             return self.validate_yaml()
         may_anybody = "create_pr" in self.query or (route.endswith("/batch") and "ref" not in json.loads(self.body))
-        if command == "POST" and self.token != WRITE_TOKEN and not may_anybody:
+        is_own = self.server.own is None or self.namespace(route) in self.server.own
+        if command == "POST" and not (self.token == WRITE_TOKEN and is_own) and not may_anybody:
             kind = "create this repo" if "repos/create" in route else "write to this repo"
             return self.refuse(403, f"You don't have the rights to {kind}")
         if route == "/api/repos/create":
@@ -277,6 +285,17 @@ class Handler(BaseHTTPRequestHandler):
         if match := re.fullmatch(pattern, route):
             return self.model(match[1], match[2] or "revision", match[3] or "main")
         return self.refuse(404, f"no route {route}")
+
+    def namespace(self, route: str) -> str:
+        if route == "/api/repos/create":
+            return json.loads(self.body).get("organization") or "me"
+        return route.removeprefix("/api/models").split("/")[1]
+
+    def hides(self, repo: Repo | None, name: str) -> bool:
+        own = self.server.own
+        return repo is None or (
+            repo.private and (self.token is None or (own is not None and name.split("/")[0] not in own))
+        )
 
     def validate_yaml(self) -> None:
         text = json.loads(self.body)["content"]
@@ -301,7 +320,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def model(self, name: str, what: str, revision: str) -> None:
         repo = self.server.repos.get(name)
-        if repo is None or (repo.private and self.token is None):
+        if self.hides(repo, name):
             return self.refuse(404 if self.token else 401, "Repository not found", "RepoNotFound")
         commit = repo.at(revision)
         if commit is None:
@@ -425,7 +444,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repo = self.server.repos.get(name)
-        if repo is None or (repo.private and self.token is None):
+        if self.hides(repo, name):
             return self.refuse(404, "Repository not found", "RepoNotFound")
         commit = repo.at(revision)
         if commit is None:

@@ -16,7 +16,7 @@ import pytest
 from hub.local_hub import Fault, Hub
 from samples import write_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")]
 
 WEIGHTS = "model.safetensors"
 PART = 1000
@@ -115,7 +115,6 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_push_killed_in_a_part_goes_on(hub: Hub, environment, model: Path, tmp_path: Path, sent: int):
     is_over = threading.Event()
