@@ -165,6 +165,8 @@ def _add_edits(job: Job, shares: Sequence[Share], combining: Combining | None, *
         fqn: TensorEdit(entries[fqn], targets[fqn], found, job.opened.source, turns) for fqn, found in parts.items()
     }
     job.edits = edits
+    modules = sum(len(share.adapter.modules) for share in shares)
+    job.made = {**job.made, "merged": {"adapters": len(shares), "modules": modules}}
     job.edit_bytes = _edit_bytes(shares, edits, combining, job.num_workers)
     if len(shares) > 1:
         how = "the weighted sum of their changes" if combining is None else str(combining)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -38,13 +38,23 @@ def command(run: Callable[..., int], function: Callable[..., object] | None) -> 
     """Return the command as typer reads it.
 
     `run` makes the call of the library's function (made by `takes`; None without one), prints the result and returns
-    the exit code. It gets a `Call`, and as keywords its own options, beside those of that function, and `output`.
+    the exit code. It gets a `Call`, and as keywords its own options, beside those of that function, and `output`. A
+    keyword of a class of options stands for those of its options that the function does not have.
     """
     options = () if function is None else options_of(function)
     stated = [each for each in options if isinstance(each.stated, Argument | Option)]
     hints = get_type_hints(run, include_extras=True)
     keywords = [each for each in inspect.signature(run).parameters.values() if each.kind is each.KEYWORD_ONLY]
-    own = [parameter(each.name, hints[each.name], each.default) for each in keywords if each.name != "output"]
+    groups = {
+        each.name: hints[each.name] for each in keywords if is_dataclass(hints[each.name]) and each.name != "output"
+    }
+    taken = {each.name for each in stated}
+    own = []
+    for each in keywords:
+        if each.name in groups:
+            own += [one for one in parameters(groups[each.name]) if _is_new_option(one, taken)]
+        elif each.name != "output":
+            own.append(parameter(each.name, hints[each.name], each.default))
     shows = parameters(Output) if "output" in hints else ()
     if "progress" not in {each.name for each in options}:
         shows = tuple(each for each in shows if each.name != "progress")
@@ -55,6 +65,9 @@ def command(run: Callable[..., int], function: Callable[..., object] | None) -> 
         more: dict[str, Any] = {each.name: given.pop(each.name) for each in own if each.name in given}
         for each in (*own, *shows):
             each.check(values[each.name])
+        for name, group in groups.items():
+            names = [each.name for each in parameters(group) if each.name in more]
+            more[name] = group(**{each: more.pop(each) for each in names})
         if shows:
             shown = {each.name: given.pop(each.name) for each in shows if each.name in given}
             more["output"] = output = Output(**shown)
@@ -76,6 +89,10 @@ def _in_order(stated: Iterable[Parameter], own: Iterable[Parameter]) -> list[Par
         ordered.insert(place, each)
         place += 1
     return sorted(ordered, key=lambda each: not isinstance(each.stated, Argument))
+
+
+def _is_new_option(each: Parameter, taken: Collection[str]) -> bool:
+    return isinstance(each.stated, Option) and each.name not in taken
 
 
 def _after(each: Parameter) -> str | None:

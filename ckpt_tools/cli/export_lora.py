@@ -26,10 +26,12 @@ from ckpt_tools.cli.output import (
 from ckpt_tools.cli.push import print_push
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hub.card import CardFacts, hub_id_of
-from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, License, Private, Revision
+from ckpt_tools.hub.card import CardFacts
+from ckpt_tools.hub.front_matter import hub_id_of
+from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json as push_json
+from ckpt_tools.hub.training import training_of
 from ckpt_tools.options import Option
 from ckpt_tools.text import escape_name
 
@@ -45,16 +47,16 @@ def run(
     create_pr: CreatePr = False,
     revision: Revision = None,
     commit_message: CommitMessage = None,
-    license: License = None,  # noqa: A002 - the option's name
+    card: CardFacts,
     endpoint: Endpoint = None,
     output: Output,
 ) -> int:
     """Export, print the configuration, and push if asked to."""
-    if push is None and (private or create_pr or revision or commit_message or license or endpoint):
+    if push is None and (private or create_pr or revision or commit_message or card != CardFacts() or endpoint):
         raise UsageError("options of push need --push REPO", hint="add --push REPO, or leave these options out")
     send = functools.partial(
         _push,
-        license=license,
+        card=card,
         repo=push or "",
         private=private,
         create_pr=create_pr,
@@ -98,13 +100,14 @@ def _push_dry(
         return result, send(written, dry_run=True) if written.ok else None
 
 
-def _push(result: Export, *, license: str | None, repo: str, **options: Any) -> PushResult:  # noqa: A002, ANN401
+def _push(result: Export, *, card: CardFacts, repo: str, **options: Any) -> PushResult:  # noqa: ANN401
     """Push what was exported, with the options of `push`; its card says where every setting came from."""
     destination = result.conversion.destination
     base = result.config.get("base_model_name_or_path")
-    facts = CardFacts(
+    facts = dataclasses.replace(
+        card,
         base_model=hub_id_of(str(base.value)) if base is not None and base.value else None,
-        license=license,
+        training=training_of(result.conversion.source),
         settings=tuple((name, str(found.value), found.source) for name, found in result.config.items()),
     )
     try:

@@ -9,7 +9,6 @@ from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.hub.card import CardFacts
-from ckpt_tools.hub.options import License
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json
 from ckpt_tools.options import Option
@@ -20,17 +19,14 @@ from ckpt_tools.units import format_size
 def run(
     call: Call[PushResult],
     *,
-    base_model: Annotated[
-        str | None, Option("Hub id of the base model, for the model card.", metavar="ORG/NAME", after="commit_message")
-    ] = None,
-    license: License = None,  # noqa: A002 - the option's name
+    card: CardFacts,
     no_card: Annotated[bool, Option("Write no model card, and add nothing to README.md.")] = False,
     output: Output,
 ) -> int:
     """Push, and print the proof that it arrived."""
     with progress_of(output) as factory:
         result = call(
-            card=False if no_card else CardFacts(base_model=base_model, license=license),
+            card=False if no_card else card,
             progress=factory,
             say=None if output.is_silent else note,
             bars=output.has_bars,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools.checks.values import VALUE_CODES
 from ckpt_tools.checks.verify import verify
@@ -15,12 +15,15 @@ from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
 from ckpt_tools.formats.hf_sharded import SHARDED_FILE
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path, read_file
-from ckpt_tools.hub.dead import refuse_dead
+from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import first_few
 
-Kind = Literal["peft", "diffusers-lora", "diffusers", "transformers", "weights"]
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.check import LoraCheck
+
+Kind = Literal["peft", "diffusers", "transformers", "weights"]
 """What the directory holds, and so which library loads it; weights: tensors that no config says more about."""
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -33,67 +36,83 @@ PIPELINE_CONFIG = "model_index.json"
 """Of a diffusers pipeline, whose models lie in directories of their own."""
 _PART = re.compile(r".+-\d+-of-\d+\.safetensors", re.ASCII)
 _OLD_WEIGHTS = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin", re.ASCII)
+_SINGLE_FILES = ("kohya", "comfyui", "ai-toolkit", "diffusers")
+"""Whose adapters are one file of any name; those of others need what stands beside them."""
+_DEAD = ("adapter-zero", "adapter-truncated")
+"""Codes of what trainers lose without a word, whatever else the file holds (trl#4416, peft#2892)."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
-def adapter_directories(chosen: Iterable[str]) -> tuple[str, ...]:
-    """Return the directories ("" is the root) of which the adapter is to be pushed."""
-    names = (ADAPTER_WEIGHTS[0], DIFFUSERS_LORA)
-    split = (path.rpartition("/") for path in chosen)
-    return tuple(sorted({directory for directory, _, name in split if name in names}))
-
-
-def refuse_broken_adapter(path: str) -> None:
-    """Refuse an adapter in which `ckpt check-lora` finds errors.
+def check_adapters(source: Source, chosen: Iterable[str]) -> dict[str, LoraCheck]:
+    """Return weights → what `ckpt check-lora` finds, of every adapter that a loader could take as it is.
 
     Raises:
-        AdapterRefusedError: Its loaders would not take it, or it changes nothing.
+        AdapterRefusedError: The loaders of its own format would not take it, or it changes nothing.
     """
     from ckpt_tools.adapters.check import check_lora
     from ckpt_tools.adapters.merge import AdapterRefusedError
 
-    errors = [finding for finding in check_lora(path).findings if finding.severity == "error"]
-    if errors:
-        first = errors[0]
-        more = f", and {len(errors) - 1} more (ckpt check-lora lists them)" if len(errors) > 1 else ""
-        raise AdapterRefusedError(f"{first.code}: {first.what}{more}", where=first.where, hint=first.hint)
+    found: dict[str, LoraCheck] = {}
+    for name in sorted(chosen):
+        directory, _, last = name.rpartition("/")
+        is_named = last in (ADAPTER_WEIGHTS[0], DIFFUSERS_LORA)
+        if not is_named and not _has_factors(source, name, last):
+            continue
+        try:
+            check = check_lora(os.path.join(source.root, directory if is_named else name))
+        except CkptError:
+            if is_named:
+                raise
+            continue  # factors in names that ckpt does not know: nothing is known to be wrong
+        is_loaded = is_named or check.convention in _SINGLE_FILES
+        errors = [each for each in check.findings if each.severity == "error" and (is_loaded or each.code in _DEAD)]
+        if errors:
+            first = errors[0]
+            more = f", and {len(errors) - 1} more (ckpt check-lora lists them)" if len(errors) > 1 else ""
+            raise AdapterRefusedError(f"{first.code}: {first.what}{more}", where=first.where, hint=first.hint)
+        if is_loaded:
+            found[name] = check
+    return found
 
 
-def check_directory(source: Source, chosen: Mapping[str, int], *, num_workers: int) -> tuple[Kind, list[str]]:
+def _has_factors(source: Source, name: str, last: str) -> bool:
+    is_whole = last.endswith(".safetensors") and not SHARDED_FILE.fullmatch(last) and not _PART.fullmatch(last)
+    return is_whole and any(is_factor(entry.fqn) for entry in read_file(source, name).header.tensors)
+
+
+def check_directory(
+    source: Source, chosen: Mapping[str, int], *, num_workers: int
+) -> tuple[Kind, dict[str, LoraCheck], list[str]]:
     """Check that every checkpoint in the directory is complete, and that no part of one is left out.
 
     It is checked as `ckpt verify --level values` does; what is strange about values is noted, and does not refuse.
 
     Returns:
-        What the directory holds, and what the user should know before others do.
+        What the directory holds, what check-lora finds of its adapters, and what the user should know before others do.
 
     Raises:
+        AdapterRefusedError: The loaders of an adapter's own format would not take it, or it changes nothing.
         UnreadableError: A file is truncated, missing or damaged.
         UsageError: An adapter without its config, or a choice of files that tears a checkpoint apart.
     """
     top = {path for path in chosen if "/" not in path}
     _check_adapter(source, top)
-    for name in sorted(chosen):
-        if name.endswith(".safetensors"):
-            refuse_dead(source, read_file(source, name))
     notes: list[str] = []
     num_tensors = sum(_check_checkpoint(source, name, chosen, num_workers, notes) for name in _directories(chosen))
     pickles = [path for path in chosen if path.endswith(_PICKLES)]
     if pickles:
         notes.append(f"{first_few(pickles)}: pickled: loading them runs any code that they contain")
-    kind = _kind(top)
-    if kind == "weights" and num_tensors and not any(path.endswith(METADATA_NAME) for path in chosen):
+    kind, adapters = _kind(top), check_adapters(source, chosen)
+    if kind == "weights" and num_tensors and not adapters and not any(path.endswith(METADATA_NAME) for path in chosen):
         notes.append("no config.json beside the weights: transformers and diffusers cannot load them by themselves")
     if any(path.rpartition("/")[2] == METADATA_NAME for path in chosen):
         notes.append("a sharded training checkpoint: ckpt gather converts it to files that others can load")
-    return kind, notes
+    return kind, adapters, notes
 
 
 def _kind(top: set[str]) -> Kind:
     if ADAPTER_CONFIG in top:
         return "peft"
-    if DIFFUSERS_LORA in top:
-        return "diffusers-lora"
     if PIPELINE_CONFIG in top or ("diffusion_pytorch_model.safetensors" in top and CONFIG_NAME in top):
         return "diffusers"
     has_weights = any(name.endswith(".safetensors") or _OLD_WEIGHTS.fullmatch(name) for name in top)

@@ -11,10 +11,12 @@ from urllib.parse import quote
 
 from ckpt_tools.errors import HubError, LimitError, UsageError
 from ckpt_tools.hub.answers import Failure, Place, to_error
+from ckpt_tools.hub.front_matter import CARD_NAME
 from ckpt_tools.hub.plan import Answer, LocalFile, Remote, RemoteFile
 from ckpt_tools.hub.session import Say, bound_session, client_errors, client_utils, to_failure
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.remote.account import Account
+from ckpt_tools.remote.refusals import scrub
 from ckpt_tools.remote.web import MAX_WAIT_S
 from ckpt_tools.storage.source import Source
 
@@ -177,13 +179,38 @@ class Hub:
             raise self.nonsense(doing)
         return found
 
+    def validate_card(self, text: str) -> None:
+        """Ask whether the hub takes a model card, which its commits are refused for.
+
+        Raises:
+            HubError: It does not, with the hub's reasons.
+        """
+
+        def post() -> Any:  # noqa: ANN401 - whatever JSON it is
+            url = f"{self.account.endpoint}/api/validate-yaml"
+            document = {"repoType": "model", "content": text}
+            response = client_utils().get_session().post(url, json=document, headers=self.headers())
+            if response.status_code == 400:
+                return response.json()
+            if response.status_code not in (404, 405, 501):  # a hub of one's own, or a mirror
+                client_utils().hf_raise_for_status(response)
+            return {}
+
+        found = self.call("checking the model card", post)
+        rows = found.get("errors") if isinstance(found, dict) else None
+        reasons = [str(row.get("message")) for row in rows or () if isinstance(row, dict)]
+        if reasons:
+            what = f"the hub refuses the model card: {scrub('; '.join(reasons), self.account.token)}"
+            raise HubError(what, where=CARD_NAME, hint="fix README.md or the option, or leave it out: --no-card")
+
     def request(self, method: str, route: str, *, create_pr: bool, json: object = None) -> Any:  # noqa: ANN401 - httpx2's
         """Return the response of a route about the revision, whatever its status."""
         url = f"{self.account.endpoint}/api/models/{self.repo}/{route}/{quote(self.revision, safe='')}"
         params = {"create_pr": "1"} if create_pr else None
-        return client_utils().get_session().request(method, url, json=json, headers=self._headers(), params=params)
+        return client_utils().get_session().request(method, url, json=json, headers=self.headers(), params=params)
 
-    def _headers(self) -> dict[str, str]:
+    def headers(self) -> dict[str, str]:
+        """Return what a request to the hub itself bears."""
         headers: dict[str, str] = client_utils().build_hf_headers(token=self.account.token, library_name="ckpt-tools")
         return headers
 
@@ -235,7 +262,7 @@ class Hub:
 
         utils = client_utils()
         url = hf_hub_url(self.repo, path, revision=commit, endpoint=self.account.endpoint)
-        headers = self._headers() | {"Accept-Encoding": "identity"}  # offsets are those of the content
+        headers = self.headers() | {"Accept-Encoding": "identity"}  # offsets are those of the content
         position = 0
 
         def stream() -> None:

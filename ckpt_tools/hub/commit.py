@@ -13,6 +13,7 @@ from ckpt_tools.errors import CkptError, HubError
 from ckpt_tools.hub.answers import Failure, to_error
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.files import changed, read_whole
+from ckpt_tools.hub.parts import send_parts
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, Remote
 from ckpt_tools.hub.session import client_errors, to_failure
 from ckpt_tools.hub.xet import bounded_xet, offers_xet, open_stream, uses_xet
@@ -63,7 +64,7 @@ def upload(
         for plan in sending:
             # What lies inside of git is read once and sent from memory.
             content: bytes | str | BinaryIO
-            if plan.mode == "regular":
+            if plan.mode == "regular" or local[plan.path].content is not None:
                 content = read_whole(source, local[plan.path])
             else:
                 content = open_stream(source, plan.path) if as_streams else source.path(plan.path)
@@ -88,6 +89,8 @@ def upload(
         if is_by_lfs:
             additions = build(as_streams=True)
     if is_by_lfs:
+        large = [local[plan.path] for plan in sending if plan.mode == "lfs"]
+        send_parts(hub, source, large, create_pr=create_pr, num_workers=num_workers)
         # The client repeats every request of its own; as a whole it costs little, since it skips what has arrived.
         hub.call("uploading", send, may_repeat=lambda failure: failure.status is None and failure.was_sent)
     try:

@@ -1,17 +1,30 @@
-"""What a directory's own configs say for its card. Nothing is guessed: what they do not say is left out."""
+"""What a directory's own files say for its card. Nothing is guessed: what they do not say is left out."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.read.sidecars import ASSUMED
 from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.format import read_document
+from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.formats.opening import read_file
-from ckpt_tools.hub.card import CardFacts, LoadFacts, hub_id_of
+from ckpt_tools.hub.card import CardFacts, Relation
+from ckpt_tools.hub.card_body import LoadFacts, Row
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
+from ckpt_tools.hub.front_matter import hub_id_of
+from ckpt_tools.hub.tasks import HEADS, tag_of, task_of_adapter, task_of_class
+from ckpt_tools.hub.training import ai_toolkit_config, training_facts, value_at
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    from ckpt_tools.adapters.check import LoraCheck
 
 _TASKS = {
     "CAUSAL_LM": ("AutoModelForCausalLM", "text-generation"),
@@ -22,42 +35,89 @@ _TASKS = {
     "FEATURE_EXTRACTION": ("AutoModel", "feature-extraction"),
 }
 """PEFT's task_type → what loads the base, and the hub's name of the task."""
-_HEADS = {
-    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
-    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
-    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
-    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
-    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
-    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
-    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
-}
-"""How the name of a model's class ends → what loads it, and the hub's name of the task."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _SETTINGS = ("peft_type", "r", "lora_alpha", "alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save")
 """Of an adapter's config, what the card shows."""
+_BASE_KEYS = ("base_model_name_or_path", "ss_base_model", "ss_sd_model_name")
+"""Of a header: what may be the base's hub id (diffusers, ai-toolkit, kohya)."""
+_MADE: Mapping[str, Relation] = {"quantised": "quantized", "merged": "merge", "averaged": "merge"}
+"""What the manifest says of how ckpt made the weights → what the hub calls it."""
+_PICTURES = ("kohya", "comfyui", "diffusers", "ai-toolkit")
+"""Conventions that only adapters of image and video models have."""
 _MAX_VALUE_CHARS = 200
 
 
-def facts_of(source: Source, chosen: Collection[str], kind: Kind) -> CardFacts:
-    """Return what the configs in a directory say.
+def facts_of(
+    source: Source,
+    chosen: Collection[str],
+    kind: Kind,
+    adapters: Mapping[str, LoraCheck],
+    *,
+    base_model: str | None = None,
+) -> CardFacts:
+    """Return what the files in a directory say.
+
+    Args:
+        source: The directory.
+        chosen: What is to be pushed of it.
+        kind: What it holds.
+        adapters: Weights → what check-lora found.
+        base_model: Hub id of the base, where the user says it.
 
     Raises:
         UnreadableError: A config is not what it should be.
     """
-    tokenizer = any(name in chosen for name in _TOKENIZER)
+    if kind != "weights":  # below a model or an adapter lie its earlier steps
+        adapters = {name: check for name, check in adapters.items() if "/" not in name}
+    headers = {name: _metadata(source, name) for name in adapters}
+    facts = _facts(source, chosen, kind)
+    if base_model is not None:
+        facts = replace(facts, base_model=base_model, notes=())
+    if len(adapters) == 1:  # of several no single name, base or trigger word tells
+        ((name, check),) = adapters.items()
+        facts = _with_adapter(facts, name, check, headers[name], source)
+    trigger = value_at(ai_toolkit_config(source.root), "trigger_word") if adapters else None
+    relation: Relation | None = "adapter" if adapters else _relation(source, chosen)
+    notes = facts.notes
+    if relation not in (None, "adapter") and facts.base_model is None:
+        notes = (*notes, "the base model is not known: --base-model ORG/NAME puts it into the card")
+    return replace(
+        facts,
+        relation=relation,
+        instance_prompt=facts.instance_prompt or _text(trigger),
+        training=training_facts(source, chosen, headers.values()),
+        notes=notes,
+    )
+
+
+def _facts(source: Source, chosen: Collection[str], kind: Kind) -> CardFacts:
     if kind == "peft":
         return _peft(source)
-    if kind == "diffusers-lora":
-        return _diffusers_lora(source)
     if kind == "transformers":
-        return _transformers(_config(source, CONFIG_NAME), tokenizer)
+        return _transformers(_config(source, CONFIG_NAME), any(name in chosen for name in _TOKENIZER))
     if kind == "diffusers":
         is_pipeline = PIPELINE_CONFIG in chosen
         config = _config(source, PIPELINE_CONFIG if is_pipeline else CONFIG_NAME)
         name = _text(config.get("_class_name"))
         load = LoadFacts(is_pipeline=is_pipeline, model_class=None if is_pipeline else name)
-        return CardFacts(library="diffusers", load=load, settings=_rows("model class", name, "its config"))
+        task = task_of_class(name) if is_pipeline else None
+        rows = _rows("model class", name, "its config")
+        return CardFacts(library="diffusers", pipeline_tag=task, load=load, settings=rows)
     return CardFacts()
+
+
+def _relation(source: Source, chosen: Collection[str]) -> Relation | None:
+    if MANIFEST_NAME not in chosen:
+        return None
+    made = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES)).source
+    return next((relation for key, relation in _MADE.items() if key in made), None)
+
+
+def _metadata(source: Source, name: str) -> Mapping[str, str]:
+    try:
+        return read_file(source, name).header.metadata
+    except CkptError:
+        return {}
 
 
 def _config(source: Source, name: str) -> Mapping[str, object]:
@@ -68,7 +128,7 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _rows(name: str, value: object, origin: str) -> tuple[tuple[str, str, str], ...]:
+def _rows(name: str, value: object, origin: str) -> tuple[Row, ...]:
     if value is None or value == [] or value is False:
         return ()
     shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -119,26 +179,75 @@ def _peft(source: Source) -> CardFacts:
     )
 
 
-def _diffusers_lora(source: Source) -> CardFacts:
-    try:
-        metadata = read_file(source, DIFFUSERS_LORA).header.metadata
-    except CkptError:
-        metadata = {}
-    base, notes = base_model_of(_text(metadata.get("base_model_name_or_path")), root=source.root)
-    return CardFacts(
+def _with_adapter(
+    facts: CardFacts, name: str, check: LoraCheck, metadata: Mapping[str, str], source: Source
+) -> CardFacts:
+    """Add what check-lora and the header tell of the only adapter."""
+    takes = tuple(report.loader for report in check.loaders if report.is_whole)
+    family = next((each for each in ARCHITECTURES.values() if each.name == check.architecture), None)
+    family_name = "" if family is None else family.diffusers_class or family.name
+    is_diffusion = family is not None or check.convention in _PICTURES
+    is_peft = facts.library == "peft"
+    base, notes = facts.base_model, facts.notes
+    if not is_peft and base is None:
+        named = next((metadata[key] for key in _BASE_KEYS if key in metadata), None)
+        base, notes = base_model_of(named, root=source.root)
+    load = replace(
+        facts.load or LoadFacts(is_adapter=True),
+        rank=max(check.ranks, default=None),
+        weight_name=None if is_peft or name == DIFFUSERS_LORA else name,
+        component=family.main.component if family is not None and is_peft else None,
+        loaders=tuple(each for each in takes if is_diffusion == (each == "comfyui")),
+    )
+    if is_diffusion and "comfyui" in takes:
+        load = replace(load, weight_name=name)
+    kinds = tuple(each for each in check.kind.split("+") if each.isalnum())
+    tags = facts.tags or kinds
+    library = facts.library or ("diffusers" if "diffusers" in takes or name == DIFFUSERS_LORA else None)
+    task = facts.pipeline_tag
+    if is_diffusion:
+        family_name = family_name or (base or "").rpartition("/")[2]
+        task = task or task_of_adapter(family_name, base)
+        tag = tag_of(family_name)
+        diffusers = ("diffusers",) if library == "diffusers" else ()
+        tags = tuple(filter(None, (*tags, "lora", task, tag, *diffusers, "template:sd-lora")))
+    return replace(
+        facts,
         base_model=base,
-        library="diffusers",
-        tags=("lora",),
-        load=LoadFacts(is_adapter=True),
+        library=library,
+        pipeline_tag=task,
+        tags=tuple(dict.fromkeys(tags)),
+        instance_prompt=_text(metadata.get("modelspec.trigger_phrase")),
+        load=load,
+        settings=(*(facts.settings or _checked(check)), *_assumed(metadata)),
         notes=notes,
     )
+
+
+def _checked(check: LoraCheck) -> tuple[Row, ...]:
+    """Return what the factors themselves show, where no config does."""
+    alpha = check.alpha
+    return (
+        *_rows("type", check.kind, "its tensors"),
+        *_rows("rank", check.rank, "its tensors"),
+        *(_rows("alpha", f"{alpha.value:g}", alpha.source) if alpha is not None else ()),
+        *_rows("modules", check.num_modules, "its tensors"),
+    )
+
+
+def _assumed(metadata: Mapping[str, str]) -> tuple[Row, ...]:
+    """Return the settings that the export assumed since nothing recorded them (`adapters.settings.header_of`)."""
+    pairs = (each.partition("=") for each in metadata.get(ASSUMED, "").split(", ") if each)
+    return tuple((name, value, "assumed: not recorded") for name, _, value in pairs)
 
 
 def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFacts:
     architectures = config.get("architectures")
     name = _text(architectures[0]) if isinstance(architectures, list) and architectures else None
-    ending = next((end for end in _HEADS if name is not None and name.endswith(end)), None)
-    auto_class, pipeline_tag = _HEADS[ending] if ending is not None else (None, None)
+    ending = next((end for end in HEADS if name is not None and name.endswith(end)), None)
+    auto_class, pipeline_tag = HEADS[ending] if ending is not None else (None, None)
+    if ending is None and str(name).endswith("ForConditionalGeneration") and "vision_config" in config:
+        auto_class, pipeline_tag = "AutoModelForImageTextToText", "image-text-to-text"
     settings = (
         *_rows("architecture", name, CONFIG_NAME),
         *_rows("model type", config.get("model_type"), CONFIG_NAME),

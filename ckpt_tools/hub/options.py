@@ -10,5 +10,4 @@ Private = Annotated[bool, Option("Create the repository as private; refuse a pub
 CreatePr = Annotated[bool, Option("Open a pull request instead of committing.")]
 Revision = Annotated[str | None, Option("Branch (default: main).", metavar="BRANCH")]
 CommitMessage = Annotated[str | None, Option("Commit message.", metavar="TEXT")]
-License = Annotated[str | None, Option("License for the model card: apache-2.0, …", metavar="NAME")]
 Endpoint = Annotated[str | None, Option("Address of the hub (default: HF_ENDPOINT, or huggingface.co).", metavar="URL")]

@@ -10,30 +10,22 @@ from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import HubError, LimitError, UsageError
-from ckpt_tools.hub.card import (
-    CARD_NAME,
-    MAX_CARD_BYTES,
-    CardFacts,
-    build_card,
-    hub_id_of,
-    missing_keys,
-    name_base,
-    read_front_matter,
-    refuse_local_base,
-)
-from ckpt_tools.hub.check import Kind, adapter_directories, check_directory, refuse_broken_adapter
+from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, kept_keys, missing_keys
+from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory
+from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter, refuse_local_base
 from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
+from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option, Progress
 from ckpt_tools.remote.account import find_pusher
 from ckpt_tools.storage.source import LocalSource
-from ckpt_tools.text import first_few
+from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
 CheckLevel = Literal["sent", "all", "names"]
@@ -90,6 +82,7 @@ class Push:
         self._options = options
         self._directory = os.fspath(options.directory)
         self._num_workers = num_workers
+        self._asked = options.card if isinstance(options.card, CardFacts) else CardFacts()
         self._say: Say = options.say or (lambda _: None)
         self._notes: list[str] = []
         self._hub: Hub
@@ -109,28 +102,25 @@ class Push:
         options = self._options
         if options.create_pr and options.revision not in (None, "main"):
             raise UsageError("a pull request is made against main", hint="leave --revision out, or --create-pr")
-        named = options.card.base_model if isinstance(options.card, CardFacts) else None
-        if named is not None and hub_id_of(named) != named:
-            raise UsageError(f"{named!r} is not a hub id", hint="--base-model takes ORG/NAME")
+        self._asked.check()
         start = time.monotonic()
         account = find_pusher(endpoint=options.endpoint, token=options.token)
         with quiet_client(account.token, self._say, bars=options.bars), LocalSource(self._directory) as source:
             self._source = source
             chosen, left_out = list_directory(source, include=options.include, exclude=options.exclude)
-            kind, notes = check_directory(source, chosen, num_workers=self._num_workers)
-            for adapter in adapter_directories(chosen):
-                refuse_broken_adapter(os.path.join(self._directory, adapter) if adapter else self._directory)
+            self._kind, self._adapters, notes = check_directory(source, chosen, num_workers=self._num_workers)
             self._notes += notes
             hub = self._hub = Hub(account, options.repo, revision=options.revision, say=self._say)
             receiver = options.progress(sum(chosen.values())) if options.progress is not None else None
             self._local = digest_files(source, chosen, num_workers=self._num_workers, progress=receiver)
             self._notes += refuse_secrets(source, self._local.values(), account.token)
             self._look()
-            self._add_card(kind)
+            self._add_card()
             # The card says what configs and headers say.
             made = (file for file in self._local.values() if file.content is not None)
             refuse_secrets(source, made, account.token)
             self._plan()
+            self._validate_card()
             created = not self._remote.exists
             done: Committed | None = None
             findings: tuple[Finding, ...] = ()
@@ -178,14 +168,14 @@ class Push:
                 hint="push to main first",
             )
 
-    def _add_card(self, kind: Kind) -> None:
-        """Add the model card, or the keys that the README lacks; the directory itself stays as it is."""
-        wanted, source = self._options.card, self._source
+    def _add_card(self) -> None:
+        """Add the model card, or what the README lacks; the directory itself stays as it is."""
+        asked, source = self._asked, self._source
         here = self._local.get(CARD_NAME)
         if here is not None:
             check_is_text(source, here)
         was_left_out = bool(self._options.include) or CARD_NAME in source.list_files(max_depth=0)
-        if wanted is False or (here is None and was_left_out):
+        if self._options.card is False or (here is None and was_left_out):
             if here is not None and here.nbytes <= MAX_CARD_BYTES:
                 refuse_local_base(source.read(CARD_NAME, 0, here.nbytes).decode("utf-8"))
             return
@@ -196,24 +186,35 @@ class Push:
             self._notes.append(f"{CARD_NAME} is {why}: left unchanged")
             return
         if text is not None:
-            named = wanted.base_model if isinstance(wanted, CardFacts) else None
-            text, before = name_base(text, named), text
+            text, before = name_base(text, asked.base_model), text
             if text != before:
-                self._notes.append(f"{CARD_NAME} named the base model by a local path: the uploaded card names {named}")
-        facts = facts_of(source, self._local, kind)
-        if isinstance(wanted, CardFacts):
-            facts = wanted.or_else(facts)
-            if wanted.base_model:
-                facts = replace(facts, notes=wanted.notes)
+                new = asked.base_model
+                self._notes.append(f"{CARD_NAME} named the base model by a local path: the uploaded card names {new}")
+        gallery: tuple[Sample, ...] = ()
+        if asked.samples is not None:
+            gallery, notes = add_gallery(os.fspath(asked.samples), self._directory, self._local)
+            self._notes += notes
+        said = (CardFacts() if text is None else facts_in(text)).or_else(asked)
+        facts = facts_of(source, self._local, self._kind, self._adapters, base_model=said.base_model)
+        facts = replace(said.or_else(facts), gallery=gallery)
         if text is None or "base_model" not in read_front_matter(text):
             self._notes += facts.notes
         if text is None and facts.is_empty:
             return
-        card = build_card(facts, repo=self._hub.repo, existing=text)
+        card = build_card(facts, repo=self._hub.repo, existing=text, asked=asked)
         if missing := missing_keys(facts, card):
             self._notes.append(f"{CARD_NAME} is written in a way that ckpt cannot extend: add {', '.join(missing)}")
+        if kept := kept_keys(asked, card):
+            self._notes.append(f"{CARD_NAME} keeps what it says already: {'; '.join(map(escape_name, kept))}")
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
         self._local = dict(sorted(self._local.items()))
+
+    def _validate_card(self) -> None:
+        """Let the hub judge the card before anything is sent: by itself it does so after the upload."""
+        if any(plan.path == CARD_NAME and plan.state in ("new", "changed") for plan in self._planned):
+            card = self._local[CARD_NAME]
+            if card.nbytes <= MAX_CARD_BYTES:
+                self._hub.validate_card(card.read(self._source, 0, card.nbytes).decode("utf-8"))
 
     def _card_so_far(self, here: LocalFile | None) -> str | None:
         """Return the README that is here, or else on the hub; None where there is none."""

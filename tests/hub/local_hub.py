@@ -84,7 +84,8 @@ class Fault:
 
     match: str
     kind: str = "status"
-    """status, cut (no answer), lost (done, no answer), truncate (half of the content), or a callable's doing."""
+    """status, cut (no answer), lost (done, no answer), late (done, and answered with the status all the same),
+    truncate (half of the content), or a callable's doing."""
     status: int = 503
     times: int = 1
     headers: dict[str, str] = field(default_factory=dict)
@@ -111,12 +112,16 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
-        self.parts: dict[tuple[str, int], bytes] = {}
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        """Open uploads in parts; each answer to "batch" opens a new one, as on the hub."""
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.corrupt: set[str] = set()
         """sha256 of objects of which other bytes are handed out than were stored."""
         self.ignored: set[str] = set()
+        self.own: tuple[str, ...] | None = None
+        """Namespaces that the token may write to and see the private repositories of; None: all."""
+        self.num_uploads = 0
         self.multipart_over: int | None = None
         self.redirect_large = False
         self.has_xet = False
@@ -198,6 +203,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.kind == "status":
             return self.send(fault.status, fault.body, fault.headers)
         self.is_lost = fault is not None and fault.kind == "lost"
+        self.late = fault if fault is not None and fault.kind == "late" else None
         with self.server.lock:
             return self.dispatch()
 
@@ -229,6 +235,9 @@ class Handler(BaseHTTPRequestHandler):
         if getattr(self, "is_lost", False):
             self.hang_up()
             return
+        if (late := getattr(self, "late", None)) is not None:
+            self.late = None
+            status, document, raw = late.status, late.body, None
         content = json.dumps(document if document is not None else {}).encode() if raw is None else raw
         self.send_response(status)
         for key, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
@@ -248,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
         if command == "PUT":
             return self.put_object()
         if route.startswith("/lfs/complete/"):  # signed like the parts: without the token
-            return self.complete(route.rpartition("/")[2])
+            return self.complete(*route.split("/")[3:])
         if route.startswith("/cdn/"):
             return self.send_content(self.server.objects[route[5:]], route[5:])
         if re.match("/v[12]/", route):
@@ -260,7 +269,8 @@ class Handler(BaseHTTPRequestHandler):
         if route == "/api/validate-yaml":
             return self.validate_yaml()
         may_anybody = "create_pr" in self.query or (route.endswith("/batch") and "ref" not in json.loads(self.body))
-        if command == "POST" and self.token != WRITE_TOKEN and not may_anybody:
+        is_own = self.server.own is None or self.namespace(route) in self.server.own
+        if command == "POST" and not (self.token == WRITE_TOKEN and is_own) and not may_anybody:
             kind = "create this repo" if "repos/create" in route else "write to this repo"
             return self.refuse(403, f"You don't have the rights to {kind}")
         if route == "/api/repos/create":
@@ -276,6 +286,17 @@ class Handler(BaseHTTPRequestHandler):
             return self.model(match[1], match[2] or "revision", match[3] or "main")
         return self.refuse(404, f"no route {route}")
 
+    def namespace(self, route: str) -> str:
+        if route == "/api/repos/create":
+            return json.loads(self.body).get("organization") or "me"
+        return route.removeprefix("/api/models").split("/")[1]
+
+    def hides(self, repo: Repo | None, name: str) -> bool:
+        own = self.server.own
+        return repo is None or (
+            repo.private and (self.token is None or (own is not None and name.split("/")[0] not in own))
+        )
+
     def validate_yaml(self) -> None:
         text = json.loads(self.body)["content"]
         front = re.match(r"---\n(.*?)^---", text, re.DOTALL | re.MULTILINE)
@@ -285,6 +306,8 @@ class Handler(BaseHTTPRequestHandler):
             found = None
         if not isinstance(found, dict):
             return self.send(400, {"errors": [{"message": "bad metadata"}], "warnings": []})
+        if found.get("license", "mit") not in ("mit", "apache-2.0", "other"):
+            return self.send(400, {"errors": [{"message": '"license" must be one of [apache-2.0, mit, ...]'}]})
         return self.send(200, {"errors": [], "warnings": []})
 
     def create(self) -> None:
@@ -297,7 +320,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def model(self, name: str, what: str, revision: str) -> None:
         repo = self.server.repos.get(name)
-        if repo is None or (repo.private and self.token is None):
+        if self.hides(repo, name):
             return self.refuse(404 if self.token else 401, "Repository not found", "RepoNotFound")
         commit = repo.at(revision)
         if commit is None:
@@ -330,35 +353,42 @@ class Handler(BaseHTTPRequestHandler):
                 upload: dict = {"href": f"{self.server.url}/store/{oid}?X-Amz-Signature=secretsignature"}
                 chunk = self.server.multipart_over
                 if chunk is not None and size > chunk:
-                    numbers = range(1, -(-size // chunk) + 1)
+                    store = f"{self.server.url}/store/{oid}/{self.server.num_uploads}"
+                    self.server.uploads[str(self.server.num_uploads)] = {}
+                    self.server.num_uploads += 1
                     parts = {
-                        f"{n:05d}": f"{self.server.url}/store/{oid}/{n}?X-Amz-Signature=secretsignature"
-                        for n in numbers
+                        f"{n:05d}": f"{store}/{n}?X-Amz-Signature=secretsignature"
+                        for n in range(1, -(-size // chunk) + 1)
                     }
-                    upload = {
-                        "href": f"{self.server.url}/lfs/complete/{oid}",
-                        "header": {"chunk_size": str(chunk), **parts},
-                    }
+                    href = store.replace("/store/", "/lfs/complete/")
+                    upload = {"href": href, "header": {"chunk_size": str(chunk), **parts}}
                 row["actions"] = {"upload": upload}
             objects.append(row)
         self.send(200, {"transfer": "basic", "objects": objects})
 
     def put_object(self) -> None:
-        oid, _, number = self.route.removeprefix("/store/").partition("/")
-        if number:
-            self.server.parts[oid, int(number)] = self.body
-            return self.send(200, headers={"ETag": f'"{number}"'})
+        oid, *part = self.route.removeprefix("/store/").split("/")
+        if part:
+            upload, number = part
+            if upload not in self.server.uploads:
+                return self.refuse(403, "Request has expired")
+            self.server.uploads[upload][int(number)] = self.body
+            return self.send(200, headers={"ETag": f'"{hashlib.md5(self.body).hexdigest()}"'})
         if hashlib.sha256(self.body).hexdigest() != oid:
             return self.refuse(400, "the content is not what it is called")
         self.server.objects[oid] = self.body
         return self.send(200)
 
-    def complete(self, oid: str) -> None:
-        numbers = [part["partNumber"] for part in json.loads(self.body)["parts"]]
-        content = b"".join(self.server.parts[oid, number] for number in numbers)
+    def complete(self, oid: str, upload: str) -> None:
+        held = self.server.uploads.get(upload, {})
+        parts = {part["partNumber"]: part["etag"] for part in json.loads(self.body)["parts"]}
+        if parts != {number: f'"{hashlib.md5(content).hexdigest()}"' for number, content in held.items()}:
+            return self.refuse(404, "NoSuchUpload, or parts that it does not have")
+        content = b"".join(held[number] for number in sorted(held))
         if hashlib.sha256(content).hexdigest() != oid:
             return self.refuse(400, "the content is not what it is called")
         self.server.objects[oid] = content
+        del self.server.uploads[upload]
         return self.send(200)
 
     def give_xet_token(self) -> None:
@@ -414,7 +444,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repo = self.server.repos.get(name)
-        if repo is None or (repo.private and self.token is None):
+        if self.hides(repo, name):
             return self.refuse(404, "Repository not found", "RepoNotFound")
         commit = repo.at(revision)
         if commit is None:

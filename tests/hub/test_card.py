@@ -101,7 +101,7 @@ def test_card_names_from_files_are_no_markup(name: str, value: str):
     body = text.split("---\n", 2)[2]
     code = re.search(r"```python\n(.*?)```", body, re.DOTALL)[1]
     compile(code, "card", "exec")
-    rest = body.replace(code, "")
+    rest = re.sub(r"<!-- /?ckpt:[a-z]+ -->", "", body.replace(code, ""))
     assert not re.search(r"[<>\[\]`*\\]", rest.replace("```python\n```", ""))
     rows = [line for line in rest.splitlines() if line.startswith("|")]
     assert len(rows) == 3
@@ -197,7 +197,12 @@ def test_push_card_that_names_a_path_is_refused_or_named(hub: Hub, push_json, tm
     assert any("local path" in note for note in document["notes"])
     card = hub.files("me/lora")["README.md"].decode()
     head, body = text.split("---\n\n")
-    assert card == head.replace(path, "org/base") + "pipeline_tag: text-generation\n---\n\n" + body
+    assert (
+        card
+        == head.replace(path, "org/base")
+        + "base_model_relation: adapter\npipeline_tag: text-generation\n---\n\n"
+        + body
+    )
     assert (adapter / "README.md").read_text() == text
 
 
@@ -253,10 +258,10 @@ def test_push_dead_adapter_is_refused(hub: Hub, push_json, tmp_path: Path):
     zero = ("F32", (8, 4), bytes(128))
     factors = {fqn.format("A"): tensor("F32", 4, 8), fqn.format("B"): zero}
     (adapter / "adapter_model.safetensors").write_bytes(safetensors_bytes(factors))
-    assert "changes nothing" in push_json(adapter, "me/lora", code=4)["what"]
+    assert "adapter-zero" in push_json(adapter, "me/lora", code=3)["what"]
     factors[fqn.format("B")] = ("F32", (0,), b"")
     (adapter / "adapter_model.safetensors").write_bytes(safetensors_bytes(factors))
-    assert "are empty" in push_json(adapter, "me/lora", code=4)["what"]
+    assert "adapter-truncated" in push_json(adapter, "me/lora", code=3)["what"]
     assert hub.requests == []
 
 
@@ -272,14 +277,14 @@ def test_push_broken_adapter_below_is_refused_as_well(hub: Hub, push_json, tmp_p
     push_json(tmp_path / "run", "me/run")
 
 
-def test_push_dead_adapter_of_any_name_is_refused(hub: Hub, push_json, tmp_path: Path):
-    zero = {
-        "lora_unet_x.lora_down.weight": tensor("F32", 4, 8),
-        "lora_unet_x.lora_up.weight": ("F32", (8, 4), bytes(128)),
-    }
+@pytest.mark.parametrize("name", ["lora_unet_x.lora_{}.weight", "base_model.model.x.lora_{}.default.weight"])
+def test_push_dead_adapter_of_any_name_is_refused(hub: Hub, push_json, tmp_path: Path, name: str):
+    """Alone, or beside the base in what a trainer saved."""
+    roles = ("down", "up") if "unet" in name else ("A", "B")
+    factors = dict(zip(map(name.format, roles), (tensor("F32", 4, 8), ("F32", (8, 4), bytes(128))), strict=True))
     (tmp_path / "loras").mkdir()
-    (tmp_path / "loras" / "style.safetensors").write_bytes(safetensors_bytes(zero))
-    assert "changes nothing" in push_json(tmp_path / "loras", "me/loras", code=4)["what"]
+    (tmp_path / "loras" / "style.safetensors").write_bytes(safetensors_bytes(factors))
+    assert "adapter-zero" in push_json(tmp_path / "loras", "me/loras", code=3)["what"]
     assert hub.requests == []
 
 

@@ -135,6 +135,22 @@ def test_push_revision_goes_to_that_branch(hub: Hub, push_json, model: Path):
     assert repo.refs["next"] == document["commit"] != repo.refs["main"]
 
 
+def test_push_into_what_belongs_to_somebody_else_is_refused(hub: Hub, push_json, model: Path):
+    """Theirs and private looks like nothing at all, until it is to be created."""
+    hub.own = ("me",)
+    hub.make("you/secret", {"config.json": b"{}"}, private=True)
+    hub.make("you/open", {"config.json": b"{}"})
+    assert "may not create repositories in you" in push_json(model, "you/secret", code=1)["what"]
+    assert "may not create repositories in you" in push_json(model, "you/new", code=1)["what"]
+    for options in ((), ("-n",)):
+        error = push_json(model, "you/open", *options, code=1)
+        assert "may not write to you/open" in error["what"]
+        assert "--create-pr" in error["hint"]
+    assert hub.puts() == []
+    assert {name: len(repo.commits) for name, repo in hub.repos.items()} == {"you/secret": 1, "you/open": 1}
+    assert push_json(model, "you/open", "--create-pr")["pull_request"] is not None
+
+
 def test_push_private_creates_private(hub: Hub, push_json, model: Path):
     assert push_json(model, "me/model", "--private")["private"] is True
     assert hub.repos["me/model"].private is True
@@ -360,13 +376,43 @@ def test_push_commit_in_between_is_not_run_over(hub: Hub, push_json, model: Path
     assert hub.puts() == []  # what had been uploaded is not sent again
 
 
-@pytest.mark.parametrize(
-    "where", ["revision/main", "repos/create", "tree/", "preupload", "batch", "PUT", "commit/main", "resolve"]
+STAGES = (
+    "revision/main",
+    "repos/create",
+    "tree/",
+    "validate-yaml",
+    "preupload",
+    "batch",
+    "PUT",
+    "commit/main",
+    "resolve",
 )
+"""What a push asks of the hub, in its order."""
+
+
+@pytest.mark.parametrize("where", STAGES)
 def test_push_busy_hub_is_asked_again(hub: Hub, push_json, model: Path, naps: list[float], where: str):
-    hub.faults.append(Fault(where, status=503, times=2))
+    hub.faults.append(Fault(where, status=429, headers={"Retry-After": "3"}))
+    hub.faults.append(Fault(where, status=503))
     assert push_json(model, "me/model")["ok"] is True
     assert len(naps) >= 2
+    assert len(hub.repos["me/model"].commits) == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", STAGES)
+def test_push_hub_that_stays_broken_is_left_in_the_end(hub: Hub, push_json, model: Path, naps: list[float], where: str):
+    """A bounded number of tries, an error that says what to do, and nothing that is half there."""
+    hub.faults.append(Fault(where, status=502, times=10_000))
+    error = push_json(model, "me/model", code=1)
+    assert "502" in error["what"]
+    assert "again" in error["hint"] or "hub" in error["hint"]
+    assert sum(pause for pause in naps if pause >= 0.5) < 180
+    assert len(hub.requests) < 100
+    commits = hub.repos["me/model"].commits if "me/model" in hub.repos else {}
+    assert len(commits) == (2 if where == "resolve" else 1 if commits else 0)
+    hub.faults.clear()
+    assert push_json(model, "me/model", "--check", "all")["ok"] is True
     assert len(hub.repos["me/model"].commits) == 2
 
 
@@ -377,8 +423,11 @@ def test_push_cut_connection_is_survived(hub: Hub, push_json, model: Path, naps:
     assert len(hub.repos["me/model"].commits) == 2
 
 
-def test_push_answer_to_the_commit_lost_is_recognised(hub: Hub, push_json, model: Path, naps: list[float]):
-    hub.faults.append(Fault("/commit/main", kind="lost"))
+@pytest.mark.parametrize(("kind", "status"), [("lost", 0), ("late", 504), ("late", 500)])
+def test_push_answer_to_the_commit_lost_is_recognised(
+    hub: Hub, push_json, model: Path, naps: list[float], kind: str, status: int
+):
+    hub.faults.append(Fault("/commit/main", kind=kind, status=status))
     document = push_json(model, "me/model")
     assert document["ok"] is True
     assert any("answer to the commit was lost" in text for text in document["notes"])
@@ -465,6 +514,33 @@ def test_push_failed_upload_resumes_without_sending_again(hub: Hub, push_json, m
             "billing",
         ),
         (Fault("repos/create", status=402), "payment required", "billing"),
+        (Fault("preupload", status=402, body={"error": "Payment required"}), "out of storage", "billing"),
+        (Fault("commit", status=413, body={"error": "storage limit of 1TB reached"}), "too large", "--exclude"),
+        (
+            Fault(
+                "batch",
+                status=200,
+                body={
+                    "objects": [
+                        {"oid": "a" * 64, "size": 1, "error": {"code": 422, "message": "Storage quota exceeded"}}
+                    ]
+                },
+            ),
+            "Storage quota exceeded",
+            "free storage",
+        ),
+        (
+            Fault(
+                "preupload", status=403, headers={"X-Error-Code": "GatedRepo"}, body={"error": "Access is restricted"}
+            ),
+            "is gated",
+            "ask for access",
+        ),
+        (
+            Fault("tree/", status=401, body={"error": "Invalid credentials"}),
+            "does not accept the token",
+            "settings/tokens",
+        ),
         (Fault("commit", status=404, headers={"X-Error-Code": "RepoNotFound"}), "no such repository", "name"),
         (Fault("commit", status=409), "another change is under way", "in a minute"),
         (Fault("PUT", status=413), "too large", "--max-shard-size"),

@@ -47,6 +47,19 @@ def test_push_by_xet_arrives_whole(hub: Hub, push_process, model: Path):
     assert "without Xet" not in done.stderr
 
 
+def test_push_by_xet_that_was_cut_sends_nothing_twice(hub: Hub, push_process, model: Path):
+    """What the storage has taken the client remembers by itself, beside its cache."""
+    hub.has_xet = True
+    hub.faults.append(Fault("/commit/main", status=413))
+    assert push_process(model, "me/model", **USED).returncode == 1
+    assert sum(r.nbytes for r in hub.requests if r.path.startswith("/v1/xorbs/")) >= 200_000
+    hub.requests.clear()
+    done = push_process(model, "me/model", **USED)
+    assert done.returncode == 0, done.stderr
+    assert large_paths(hub) == []
+    assert hub.files("me/model")[WEIGHTS] == (model / WEIGHTS).read_bytes()
+
+
 def test_push_hub_without_xet_is_sent_lfs_at_once(hub: Hub, push_process, model: Path):
     done = push_process(model, "me/model", **USED)
     assert done.returncode == 0, done.stderr

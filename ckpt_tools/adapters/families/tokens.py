@@ -35,8 +35,8 @@ class Tokens(Family):
     also_read = (("peft", r"token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>[^.]+))?", "beside"),)
     peft_type = "TRAINABLE_TOKENS"
     peft_fields = frozenset(
-        "task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules "
-        "token_indices init_weights".split()
+        """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
+        token_indices init_weights""".split()
     )
     why_not_a_sum = "it replaces rows: what it adds depends on the base"
 

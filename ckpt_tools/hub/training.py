@@ -1,0 +1,182 @@
+"""What the files beside the weights tell of a training run, as data: file → fact → where it stands in it.
+
+Numbers and plain words alone get into a card: no path, address or name of anybody. What a configuration says was
+asked for; what a trainer's state or the weights' header says was done.
+
+Source: transformers 5.23 trainer_callback.py (`TrainerState`) and trainer_pt_utils.py (`all_results.json`); sd-scripts
+train_network.py and musubi-tuner hv_train_network.py (`ss_*`); ai-toolkit BaseSDTrainProcess.py (`training_info`, its
+config.yaml); axolotl's and LLaMA-Factory's options.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats._json import parse_json
+from ckpt_tools.formats.format import read_document
+from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.formats.opening import read_file
+from ckpt_tools.hub.card_body import Row
+from ckpt_tools.placement.plain_yaml import load_yaml
+from ckpt_tools.storage.source import LocalSource, Source
+
+Paths = Mapping[str, tuple[str, ...]]
+"""Fact → dotted paths of which the first that is there counts."""
+
+_JSON: Mapping[str, Paths] = {
+    "trainer_state.json": {
+        "steps": ("global_step",),
+        "epochs": ("epoch",),
+        "batch size per device": ("train_batch_size",),
+        "best metric": ("best_metric",),
+    },
+    "all_results.json": {"training loss": ("train_loss",), "evaluation loss": ("eval_loss",)},
+    MANIFEST_NAME: {"converted from": ("source.format",), "by": ("writer",)},
+}
+_HEADER: Paths = {
+    "steps": ("training_info.step", "ss_steps"),
+    "epochs": ("training_info.epoch", "ss_epoch"),
+    "learning rate": ("ss_learning_rate",),
+    "learning rate of the U-Net": ("ss_unet_lr",),
+    "learning rate of the text encoder": ("ss_text_encoder_lr",),
+    "schedule": ("ss_lr_scheduler",),
+    "optimizer": ("ss_optimizer",),
+    "batch size": ("ss_total_batch_size", "ss_batch_size_per_device"),
+    "training images": ("ss_num_train_images",),
+    "resolution": ("ss_resolution",),
+    "precision": ("ss_mixed_precision",),
+    "seed": ("ss_seed",),
+    "trained with": ("software.name",),
+}
+_AI_TOOLKIT: Paths = {
+    "steps": ("train.steps",),
+    "learning rate": ("train.lr",),
+    "optimizer": ("train.optimizer",),
+    "batch size": ("train.batch_size",),
+    "precision": ("train.dtype",),
+}
+_FLAT: Paths = {
+    "steps": ("max_steps",),
+    "epochs": ("num_epochs", "num_train_epochs"),
+    "learning rate": ("learning_rate",),
+    "schedule": ("lr_scheduler", "lr_scheduler_type"),
+    "optimizer": ("optimizer", "optim"),
+    "batch size per device": ("micro_batch_size", "per_device_train_batch_size"),
+    "gradient accumulation": ("gradient_accumulation_steps",),
+    "sequence length": ("sequence_len", "cutoff_len", "max_length"),
+    "seed": ("seed",),
+}
+_BASE_KEYS = ("base_model", "model_name_or_path")
+"""A YAML file with one of these and a learning rate is axolotl's, LLaMA-Factory's or TRL's."""
+_MAX_BYTES = 64 << 20
+_WORD = re.compile(r"[A-Za-z][\w .+-]{0,39}|\(?\d{1,5}, ?\d{1,5}\)?|\d{1,5}x\d{1,5}", re.ASCII)
+
+
+def training_facts(
+    source: Source, names: Collection[str], headers: Iterable[Mapping[str, str]] = ()
+) -> tuple[Row, ...]:
+    """Return (fact, value, where it stands), each fact once: what was done before what was asked for.
+
+    Args:
+        source: Where the files are.
+        names: Those that may be read.
+        headers: Metadata of the weights' safetensors headers.
+    """
+    found: dict[str, Row] = {}
+
+    def take(document: object, paths: Paths, origin: str) -> None:
+        for fact, ways in paths.items():
+            value = next((shown for way in ways if (shown := _plain(value_at(document, way))) is not None), None)
+            if value is not None:
+                found.setdefault(fact, (fact, value, origin))
+
+    for name in filter(names.__contains__, _JSON):
+        take(_json(source, name), _JSON[name], name)
+    for metadata in headers:
+        nested = {key: _loaded(metadata[key]) for key in ("training_info", "software") if key in metadata}
+        take({**metadata, **nested}, _HEADER, "header of the weights")
+    for name in sorted(names):
+        document = _yaml(source, name) if name.endswith((".yaml", ".yml")) and "/" not in name else None
+        if (
+            isinstance(document, Mapping)
+            and "learning_rate" in document
+            and any(map(document.__contains__, _BASE_KEYS))
+        ):
+            take(document, _FLAT, f"{name} (as configured)")
+        take(_process(document), _AI_TOOLKIT, f"{name} (as configured)")
+    return tuple(found.values())
+
+
+def training_of(path: str) -> tuple[Row, ...]:
+    """Return what stands beside the weights at `path`, and in configurations one level above."""
+    above, name = os.path.split(os.path.abspath(path))
+    rows: list[Row] = []
+    for place, is_own in ((path, True), (above, not os.path.isdir(path))):
+        with suppress(CkptError), LocalSource(place) as source:  # a store, or one file: the card is silent
+            names = [each for each in source.list_files(max_depth=0) if is_own or each.endswith((".yaml", ".yml"))]
+            weights = [each for each in names if each.endswith(".safetensors") and (place == path or each == name)]
+            headers = [read_file(source, each).header.metadata for each in weights[:1]]
+            rows += training_facts(source, [each for each in names if each != MANIFEST_NAME], headers)
+    return tuple({row[0]: row for row in reversed(rows)}.values())[::-1]
+
+
+def ai_toolkit_config(directory: str) -> object:
+    """Return what ai-toolkit's config.yaml in a directory says of its first process; None where there is none."""
+    with suppress(CkptError), LocalSource(directory) as source:
+        names = source.list_files(max_depth=0)
+        return next((_process(_yaml(source, name)) for name in ("config.yaml", "config.yml") if name in names), None)
+    return None
+
+
+def _process(document: object) -> object:
+    return value_at(document, "config.process.0")
+
+
+def _json(source: Source, name: str) -> object:
+    with suppress(CkptError):  # a trainer's file that is none: the card is silent about it
+        text = read_document(source, name, _MAX_BYTES)
+        return parse_json(text, what=name, where=None, max_bytes=_MAX_BYTES, infinite=True)
+    return None
+
+
+def _yaml(source: Source, name: str) -> object:
+    with suppress(CkptError, ValueError):
+        return load_yaml(read_document(source, name, 1 << 20).decode(), full=True)
+    return None
+
+
+def _loaded(text: str) -> object:
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
+
+
+def value_at(document: object, path: str) -> object:
+    """Return what stands at a dotted path; None where nothing does."""
+    for key in path.split("."):
+        if isinstance(document, list) and key.isdigit():
+            document = document[int(key)] if int(key) < len(document) else None
+        else:
+            document = document.get(key) if isinstance(document, Mapping) else None
+    return document
+
+
+def _plain(value: object) -> str | None:
+    """Return a number or a plain word as a card shows it; None for anything else."""
+    if isinstance(value, bool) or value in (None, "None", ""):
+        return None
+    if isinstance(value, str):
+        try:
+            return _plain(int(value) if value.strip().isdigit() else float(value))
+        except ValueError:
+            names = (value, value.partition("(")[0].rpartition(".")[2])  # "torch.optim.adamw.AdamW(…)" is AdamW
+            return next((text for text in names if _WORD.fullmatch(text)), None)
+    if isinstance(value, int):
+        return str(value) if 0 <= value < 10**15 else None
+    return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else None

@@ -1,0 +1,389 @@
+"""What a card says of a run: task and tags, training facts, gallery; and what becomes of a card that is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from hub.conftest import states
+from hub.local_hub import Hub
+from hub.test_card import FACTS, front, write_adapter
+from huggingface_hub import ModelCard
+from samples import safetensors_bytes, tensor, write_model
+
+from ckpt_tools import api
+from ckpt_tools.errors import UsageError
+from ckpt_tools.hub.card import CardFacts, build_card, facts_in
+from ckpt_tools.hub.samples import add_gallery
+from ckpt_tools.hub.tasks import tag_of, task_of_adapter, task_of_class
+from ckpt_tools.hub.training import training_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+FLUX = "black-forest-labs/FLUX.1-dev"
+AI_TOOLKIT = """
+config:
+  process:
+    - trigger_word: "p3r5on"
+      train: {steps: 2000, lr: 1.0e-4, optimizer: adamw8bit, batch_size: 1}
+      sample:
+        prompts: ["[trigger] in a | <b>wood</b>", "second: 'one'"]
+"""
+
+
+def card_of(hub: Hub, repo: str) -> str:
+    return hub.files(repo)["README.md"].decode()
+
+
+def write_kohya(directory: Path, **metadata: str) -> Path:
+    """A LoRA for FLUX.1 in kohya's names."""
+    directory.mkdir(parents=True)
+    factors = {}
+    for name, width in (("lora_unet_double_blocks_0_img_attn_proj", 8), ("lora_unet_single_blocks_0_linear2", 40)):
+        down = ("F32", (4, width), struct.pack(f"<{4 * width}f", *range(4 * width)))
+        factors |= {f"{name}.lora_down.weight": down, f"{name}.alpha": ("F32", (), b"\0\0\x80@")}
+        factors[f"{name}.lora_up.weight"] = ("F32", (8, 4), struct.pack("<32f", *range(1, 33)))
+    (directory / "style.safetensors").write_bytes(safetensors_bytes(factors, metadata=metadata))
+    return directory
+
+
+def png(texts: dict[bytes, bytes], kind: bytes = b"tEXt") -> bytes:
+    chunks = [(b"IHDR", bytes(13)), *((kind, key + b"\0" + text) for key, text in texts.items()), (b"IEND", b"")]
+    body = b"".join(
+        len(data).to_bytes(4, "big") + name + data + zlib.crc32(name + data).to_bytes(4, "big") for name, data in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def test_push_lora_of_a_picture_model_has_the_card_that_people_want(hub: Hub, push_json, tmp_path: Path):
+    meta = {"ss_steps": "1200", "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.1)", "ss_seed": "None"}
+    secret = {"modelspec.trigger_phrase": "sks <b>dog</b>", "ss_dataset_dirs": '{"/home/me/x": 1}'}
+    lora = write_kohya(tmp_path / "lora", **meta, **secret)
+    own = (
+        "--license-name",
+        "flux-1-dev",
+        "--license-link",
+        "https://x.y/z",
+        "--language",
+        "en",
+        "--dataset",
+        "me/data",
+    )
+    push_json(lora, "me/style", "--base-model", FLUX, *own, "--tag", "cute")
+    card = card_of(hub, "me/style")
+    assert front(card) == {
+        "base_model": FLUX,
+        "base_model_relation": "adapter",
+        "library_name": "diffusers",
+        "license": "other",
+        "license_name": "flux-1-dev",
+        "license_link": "https://x.y/z",
+        "language": ["en"],
+        "datasets": ["me/data"],
+        "pipeline_tag": "text-to-image",
+        "tags": [
+            f"base_model:adapter:{FLUX}",
+            *("lora", "text-to-image", "flux", "diffusers", "template:sd-lora", "cute"),
+        ],
+        "instance_prompt": "sks <b>dog</b>",
+    }
+    assert ModelCard(card).data.to_dict() == front(card)
+    body = card.split("---\n", 2)[2]
+    assert "<b>" not in body
+    assert "/home/me" not in card
+    assert 'load_lora_weights("me/style", weight_name="style.safetensors")' in body
+    assert "ComfyUI/models/loras" in body
+    assert "| steps | 1200 | header of the weights |" in body
+    assert "| optimizer | AdamW | header of the weights |" in body
+    assert "seed" not in body
+    # Again, without a word: what the card says stays, and so does every letter.
+    assert set(states(push_json(lora, "me/style")).values()) == {"unchanged"}
+    assert card_of(hub, "me/style") == card
+
+
+def test_push_lora_of_an_unknown_base_does_not_say_which_task(hub: Hub, push_json, tmp_path: Path):
+    document = push_json(write_kohya(tmp_path / "lora", ss_sd_model_name="flux1.safetensors"), "me/style")
+    keys = front(card_of(hub, "me/style"))
+    assert not {"pipeline_tag", "base_model", "base_model_relation"} & keys.keys()
+    assert any("flux1.safetensors" in note for note in document["notes"])
+    assert "flux1.safetensors" not in card_of(hub, "me/style")
+
+
+def test_push_broken_file_of_any_name_is_refused(hub: Hub, push_json, tmp_path: Path):
+    lora = write_kohya(tmp_path / "lora")
+    factors = {
+        "lora_unet_x_y.lora_down.weight": tensor("F32", 4, 8),
+        "lora_unet_x_y.lora_up.weight": tensor("F32", 8, 5),
+    }
+    (lora / "style.safetensors").write_bytes(safetensors_bytes(factors))
+    assert "adapter-rank" in push_json(lora, "me/lora", code=3)["what"]
+    assert hub.requests == []
+
+
+def test_push_assumed_settings_are_marked_in_the_card(hub: Hub, push_json, tmp_path: Path):
+    push_json(write_kohya(tmp_path / "lora", ckpt_assumed="use_rslora=false, alpha_pattern={}"), "me/style")
+    card = card_of(hub, "me/style")
+    assert "| use&#95;rslora | false | assumed&#58; not recorded |" in card
+    assert "| alpha&#95;pattern | &#123;&#125; | assumed&#58; not recorded |" in card
+
+
+def test_push_large_rank_is_said_to_vllm(hub: Hub, push_json, tmp_path: Path):
+    push_json(write_adapter(tmp_path / "a", base_model_name_or_path="org/base"), "me/a")
+    assert "vllm serve org/base --enable-lora --lora-modules a=me/a" in card_of(hub, "me/a")
+    other = write_adapter(tmp_path / "b", base_model_name_or_path="org/base", r=24)
+    fqn = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    values = struct.pack("<192f", *range(1, 193))
+    factors = {fqn.format("A"): ("F32", (24, 8), values), fqn.format("B"): ("F32", (8, 24), values)}
+    (other / "adapter_model.safetensors").write_bytes(safetensors_bytes(factors))
+    push_json(other, "me/b")
+    assert "--enable-lora --max-lora-rank 32 --lora-modules" in card_of(hub, "me/b")
+
+
+def test_push_result_of_ckpt_says_how_it_was_made(hub: Hub, push_json, tmp_path: Path):
+    weight = {"model.layers.0.self_attn.q_proj.weight": tensor("BF16", 8, 8)}
+    config = {"config.json": b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'}
+    base = write_model(tmp_path / "base", weight, assets=config)
+    api.merge_lora(base, write_adapter(tmp_path / "adapter"), tmp_path / "merged")
+    document = push_json(tmp_path / "merged", "me/merged", "--base-model", "org/base")
+    keys = front(card_of(hub, "me/merged"))
+    assert (keys["base_model"], keys["base_model_relation"]) == ("org/base", "merge")
+    assert "| by | ckpt" in card_of(hub, "me/merged")
+    assert document["notes"] == []
+    document = push_json(tmp_path / "merged", "me/silent")
+    assert any("--base-model" in note for note in document["notes"])
+    assert "base_model_relation" not in front(card_of(hub, "me/silent"))
+    push_json(base, "me/base", "--base-model", "org/base")
+    assert "base_model_relation" not in front(card_of(hub, "me/base"))
+    push_json(base, "me/tuned", "--base-model", "org/base", "--base-model-relation", "finetune")
+    assert front(card_of(hub, "me/tuned"))["base_model_relation"] == "finetune"
+
+
+def test_training_facts_are_numbers_and_words_alone(tmp_path: Path):
+    run, step = tmp_path / "run", tmp_path / "run" / "checkpoint-5"
+    step.mkdir(parents=True)
+    (step / "trainer_state.json").write_text('{"global_step": 5, "epoch": 0.5, "best_metric": NaN}')
+    (run / "trainer_state.json").write_text('{"global_step": 99}')  # of the end of the run, not of this step
+    (run / "axolotl.yaml").write_text(
+        "base_model: org/b\nlearning_rate: 2.0e-5\nnum_epochs: 3\nmax_steps: -1\n"
+        "optimizer: /home/me/adam\nlr_scheduler: '<b>x</b>'\noutput_dir: /home/me\n"
+    )
+    (run / "other.yaml").write_text("learning_rate: 1\n")
+    assert training_of(str(step)) == (
+        ("steps", "5", "trainer_state.json"),
+        ("epochs", "0.5", "trainer_state.json"),
+        ("learning rate", "2e-05", "axolotl.yaml (as configured)"),
+    )
+    (step / "trainer_state.json").write_text("{")
+    assert [row[0] for row in training_of(str(step))] == ["epochs", "learning rate"]
+    assert training_of("s3://bucket/step") == ()
+
+
+def test_training_facts_of_ai_toolkit(tmp_path: Path):
+    header = {"training_info": '{"step": 500, "epoch": 3}', "software": '{"name": "ai-toolkit", "repo": "https://x"}'}
+    lora = write_kohya(tmp_path / "run", **header)
+    (lora / "config.yaml").write_text(AI_TOOLKIT)
+    found = {name: (value, source) for name, value, source in training_of(str(lora / "style.safetensors"))}
+    assert found["steps"] == ("500", "header of the weights")
+    assert found["trained with"] == ("ai-toolkit", "header of the weights")
+    assert found["learning rate"] == ("0.0001", "config.yaml (as configured)")
+
+
+GRAPH = {
+    "3": {"class_type": "KSampler", "inputs": {"positive": ["6", 0], "negative": ["7", 0]}},
+    "6": {"class_type": "CLIPTextEncode", "inputs": {"text": "a graph's cat"}},
+    "7": {"class_type": "CLIPTextEncode", "inputs": {"text": "bad"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"a.jpg": b"x", "a.txt": b"a\n  cat: 'x'\n"}, {"a.jpg": "a cat: 'x'"}),
+        ({"a.webp": b"x", "a.json": b'{"caption": "c"}'}, {"a.webp": "c"}),
+        ({"a.mp4": b"x", "a.json": b"{"}, {"a.mp4": None}),
+        ({"a.png": png({b"parameters": b"dog, best\nNegative prompt: no\nSteps: 20"})}, {"a.png": "dog, best"}),
+        ({"a.png": png({b"prompt": json.dumps(GRAPH).encode()})}, {"a.png": "a graph's cat"}),
+        (
+            {
+                "a.png": png(
+                    {b"prompt": json.dumps(GRAPH | {"9": GRAPH["3"] | {"inputs": {"positive": ["7", 0]}}}).encode()}
+                )
+            },
+            {"a.png": None},
+        ),
+        ({"a.png": png({b"parameters": b"\0\0\0\0caf\xc3\xa9"}, b"iTXt")}, {"a.png": "café"}),
+        ({"a.png": png({b"prompt": b"{not json"})}, {"a.png": None}),
+        ({"a.png": b"\x89PNG\r\n\x1a\n\xff\xff\xff\xfftEXtx"}, {"a.png": None}),
+        (
+            {
+                "9__000000500_0.jpg": b"x",
+                "8__000000250_0.jpg": b"y",
+                "9__000000500_1.jpg": b"z",
+                "prompts.txt": b"# no\none --w 5\ntwo\n",
+            },
+            {"9__000000500_0.jpg": "one", "9__000000500_1.jpg": "two"},
+        ),
+        (
+            {
+                "n_000100_00_20240101120000_42.png": b"x",
+                "n_e000002_01_20240101120000.png": b"y",
+                "prompts.txt": b"one\ntwo",
+            },
+            {"n_000100_00_20240101120000_42.png": "one", "n_e000002_01_20240101120000.png": "two"},
+        ),
+    ],
+)
+def test_samples_have_the_prompts_that_stand_beside_or_inside(tmp_path: Path, files, expected):
+    (tmp_path / "s").mkdir()
+    for name, content in files.items():
+        (tmp_path / "s" / name).write_bytes(content)
+    local: dict = {}
+    gallery, notes = add_gallery(str(tmp_path / "s"), str(tmp_path / "model"), local)
+    assert {each.url: each.prompt for each in gallery} == {f"images/{name}": text for name, text in expected.items()}
+    assert set(local) == {f"images/{name}" for name in expected}
+    assert bool(notes) == (None in expected.values())
+
+
+def test_push_with_samples_has_a_gallery(hub: Hub, push_json, tmp_path: Path):
+    run = write_kohya(tmp_path / "run")
+    (run / "config.yaml").write_text(AI_TOOLKIT)
+    (run / "samples").mkdir()
+    for index in range(2):
+        (run / "samples" / f"172__000002000_{index}.jpg").write_bytes(b"\xff\xd8" + bytes([index]))
+    push_json(run, "me/style", "--samples", run / "samples")
+    keys = front(card_of(hub, "me/style"))
+    assert keys["widget"] == [
+        {"text": "p3r5on in a | <b>wood</b>", "output": {"url": "samples/172__000002000_0.jpg"}},
+        {"text": "second: 'one'", "output": {"url": "samples/172__000002000_1.jpg"}},
+    ]
+    assert keys["instance_prompt"] == "p3r5on"
+    assert "<Gallery />" in card_of(hub, "me/style")
+    assert {each["output"]["url"] for each in keys["widget"]} <= set(hub.files("me/style"))
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "a.jpg").write_bytes(b"\xff\xd8new")
+    push_json(run, "me/style", "--samples", tmp_path / "more")
+    assert len(front(card_of(hub, "me/style"))["widget"]) == 3
+    assert hub.files("me/style")["images/a.jpg"] == b"\xff\xd8new"
+    assert "no image or video" in push_json(run, "me/style", "--samples", tmp_path, code=2)["what"]
+
+
+def test_samples_of_another_content_are_not_taken_for_those_here(tmp_path: Path):
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "a.jpg").write_bytes(b"x")
+    local: dict = {}
+    add_gallery(str(tmp_path / "s"), str(tmp_path / "m"), local)
+    (tmp_path / "s" / "a.jpg").write_bytes(b"y")
+    with pytest.raises(UsageError, match="different files"):
+        add_gallery(str(tmp_path / "s"), str(tmp_path / "m"), local)
+
+
+# --- a card that is there
+
+
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        ("tags:\n- a\n-   b   # mine\n", "tags:\n- a\n-   b   # mine\n- new\n"),
+        ("tags:\n  - a\n  - b\nx: 1\n", "tags:\n  - a\n  - b\n  - new\nx: 1\n"),
+        ("tags: [a, b]\n", "tags: [a, b, new]\n"),
+        ("tags: a\n", "tags: a\n"),
+    ],
+)
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_card_lists_are_united_where_asked(tags: str, expected: str, newline: str):
+    text = f"---\n# my card\nlicense:   mit\n{tags}---\nText\n".replace("\n", newline)
+    asked = CardFacts(tags=("b", "new"), license="other")
+    merged = build_card(asked, repo="me/x", existing=text, asked=asked)
+    assert merged == f"---\n# my card\nlicense:   mit\n{expected}---\nText\n".replace("\n", newline)
+    assert build_card(asked, repo="me/x", existing=text) == text
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_card_sections_of_ckpt_are_written_anew_and_nothing_else(newline: str):
+    first = build_card(FACTS, repo="me/x").replace("\n", newline)
+    mine = first.replace("<!-- ckpt:load -->", f"Mine {{}}.{newline}<!-- ckpt:load -->").replace("# x", "# My own")
+    old = mine.replace("| 16 |", "| 8 |")
+    assert build_card(FACTS, repo="me/x", existing=old) == mine
+    without = mine.replace("<!-- /ckpt:settings -->", "")
+    assert build_card(FACTS, repo="me/x", existing=without) == without  # an end that lacks: it is the user's text
+    assert facts_in(mine).base_model == "org/base"
+
+
+def test_push_card_keeps_its_base_and_license_and_says_so(hub: Hub, push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "a", base_model_name_or_path="org/base")
+    text = "---\nbase_model: org/mine\nlicense: mit\n---\n<!-- ckpt:load --><!-- /ckpt:load -->\n"
+    (adapter / "README.md").write_text(text)
+    document = push_json(adapter, "me/a", "--base-model", "org/other", "--license", "apache-2.0")
+    assert any("keeps what it says" in note and "org/mine" in note and "mit" in note for note in document["notes"])
+    card = card_of(hub, "me/a")
+    assert 'from_pretrained("org/mine")' in card
+    assert "org/other" not in card
+
+
+def test_push_card_that_the_hub_refuses_is_refused_before_anything_is_sent(hub: Hub, push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "a", base_model_name_or_path="org/base")
+    for options in ((), ("-n",)):
+        error = push_json(adapter, "me/a", "--license", "mine", *options, code=1)
+        assert "license" in error["what"]
+        assert error["where"] == "README.md"
+    assert hub.writes == []
+
+
+def test_push_options_of_the_card_are_checked(push_json, tmp_path: Path):
+    adapter = write_adapter(tmp_path / "a")
+    assert "hub id" in push_json(adapter, "me/a", "--dataset", "/data/x", code=2)["what"]
+    assert (
+        "--base-model-relation must be one of"
+        in push_json(adapter, "me/a", "--base-model-relation", "x", code=2)["what"]
+    )
+
+
+# --- tasks
+
+
+@pytest.mark.parametrize(
+    ("family", "base", "task"),
+    [
+        ("SDXL", None, "text-to-image"),
+        ("FluxTransformer2DModel", None, None),
+        ("FluxTransformer2DModel", FLUX, "text-to-image"),
+        ("FluxTransformer2DModel", "black-forest-labs/FLUX.1-Kontext-dev", "image-to-image"),
+        ("QwenImageTransformer2DModel", "Qwen/Qwen-Image-Edit-2509", "image-to-image"),
+        ("WanTransformer3DModel", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "image-to-video"),
+        ("WanTransformer3DModel", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "text-to-video"),
+        ("WanTransformer3DModel", "Wan-AI/Wan2.1-VACE-14B-diffusers", None),
+        ("LTXVideoTransformer3DModel", None, None),
+        ("Nobody", "org/base", None),
+    ],
+)
+def test_task_of_adapter_is_said_where_it_is_known(family: str, base: str | None, task: str | None):
+    assert task_of_adapter(family, base) == task
+
+
+def test_tasks_of_classes_are_those_of_diffusers():
+    """diffusers' own tables of pipelines by task: whatever is said is one of the tasks that they list it under."""
+    tables = {"TEXT2IMAGE": "text-to-image", "IMAGE2IMAGE": "image-to-image", "INPAINT": "image-to-image"}
+    tables |= {"TEXT2VIDEO": "text-to-video", "IMAGE2VIDEO": "image-to-video", "VIDEO2VIDEO": "video-to-video"}
+    tables |= {"TEXT2AUDIO": "text-to-audio"}
+    spec = importlib.util.find_spec("diffusers")
+    text = (Path(spec.origin).parent / "pipelines" / "auto_pipeline.py").read_text()  # importing it takes 15 s
+    listed: dict[str, set[str]] = {}
+    for name, rows in re.findall(
+        r"^AUTO_(\w+)_PIPELINES_MAPPING = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE
+    ):
+        for kind in re.findall(r'", (\w+Pipeline)\)', rows):
+            listed.setdefault(kind, set()).add(tables.get(name, name))
+    said = {name: task_of_class(name) for name in listed}
+    wrong = {name: task for name, task in said.items() if task is not None and task not in listed[name]}
+    assert wrong == {"ZImageControlNetInpaintPipeline": "image-to-image"}  # listed under text-to-image alone
+    assert sum(task is not None for task in said.values()) > 60
+    assert {tag_of(name) for name in ("FluxPipeline", "Flux2Pipeline", "ZImagePipeline")} == {
+        "flux",
+        "flux2",
+        "z-image",
+    }
