@@ -34,11 +34,15 @@ def load(toy: Any, job: dict[str, str]) -> dict[str, Any]:
     import diffusers
     import diffusers.loaders.lora_pipeline as pipelines
     from peft import PeftModel
+    from toys import resized
 
     file = Path(job["file"])
     model = getattr(diffusers, toy.diffusers).from_pretrained(job["model"])
     if job["loader"] == "peft":
         return dict(PeftModel.from_pretrained(model, file.parent).merge_and_unload().state_dict())
+    for name in dir(pipelines):
+        if name.startswith("_convert"):
+            setattr(pipelines, name, resized(getattr(pipelines, name), toy.widths))
     pipeline = type("Loading", (Pipeline, getattr(pipelines, toy.mixin)), {})(**{toy.component: model})
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     if getattr(model, "peft_config", None):

@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(1, str(HERE.parents[2]))
 
+from loader_kohya import reads  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from table import Cell, render, write  # noqa: E402
 from toys import Tensors, Toy, toys  # noqa: E402
@@ -38,9 +39,9 @@ READS: Mapping[str, Sequence[str]] = {
     "kohya": ("kohya", "comfyui", "diffusers"),
 }
 """Target of an export → loaders that are given the file."""
-SOURCES: Mapping[str, str] = {"comfyui": "comfyui", "sd-scripts": "kohya", "musubi": "kohya", "ai-toolkit": "ai-toolkit"}
-EXACT = 1e-5
-"""Largest error that is rounding: sums of float32 products, in another order."""
+SOURCES = ("comfyui", "sd-scripts", "musubi")
+MODULES: Mapping[str, str] = {"sd-scripts": "kohya", "musubi": "kohya", "lycoris": "kohya"}
+"""Whose code → the module here that runs it; none is of that name."""
 _TIMEOUT = 1200
 
 
@@ -81,7 +82,7 @@ class World:
     def loaded(self, file: Path, loader: str) -> Tensors:
         """Return what a loader made, under diffusers' names."""
         found = load_file(file)
-        if loader not in ("peft", "diffusers"):
+        if loader not in ("peft", "diffusers") and (loader != "kohya" or self.toy.kohya.get("names") != "diffusers"):
             found = self.toy.to_diffusers(found)
         lacking = sorted({*self.weights} - {*found})
         assert not lacking, f"{self.name}: {loader} gave back no {lacking[:4]}"
@@ -210,27 +211,35 @@ def _export(world: World, family: str, target: str, place: Path, runs: Runs) -> 
         cell = Cell(world.name, family, target, loader, verdict=verdict.verdict)
         cell.why = "; ".join(each.what for each in verdict.findings if each.severity == "error")
         cells.append(cell)
-        jobs.append(
-            {
-                "id": cell.id,
-                "architecture": world.name,
-                "loader": loader,
-                "model": str(world.base),
-                "base": str(world.native_file),
-                "file": str(file),
-                "out": str(place / f"{target}-{loader}.safetensors"),
-            }
-        )
+        job = {
+            "id": cell.id,
+            "architecture": world.name,
+            "loader": loader,
+            "model": str(world.base),
+            "base": str(world.native_file),
+            "file": str(file),
+            "out": str(place / f"{target}-{loader}.safetensors"),
+        }
+        job["place"] = "installed" if loader in ("peft", "diffusers") else loader
+        if loader == "kohya":
+            if not world.toy.kohya or world.native is None:
+                continue
+            names = world.toy.kohya.get("names")
+            job["names"] = str(next(world.base.glob("*.safetensors")) if names == "diffusers" else world.native_file)
+            own = world.toy.kohya["source"]
+            job["place"] = own if reads(own, [*load_file(file)]) else "lycoris"
+        jobs.append(job)
     return cells, jobs
 
 
 def _load(jobs: Sequence[Mapping[str, str]], runs: Runs) -> dict[str, str]:
-    """Give every job to its loader."""
-    installed = [job for job in jobs if job["loader"] in ("peft", "diffusers")]
-    found = runs.answers("installed", "", installed)
-    for name in runs.sources:
-        if SOURCES[name] == "comfyui":
-            found |= runs.answers("comfyui", runs.sources[name], [job for job in jobs if job["loader"] == "comfyui"])
+    """Give every job to its loader; a job whose source was not given has no answer."""
+    found: dict[str, str] = {}
+    places = {"installed": "", "lycoris": ""} | dict(runs.sources)
+    for place in dict.fromkeys(job["place"] for job in jobs):
+        if place in places:
+            own = [job for job in jobs if job["place"] == place]
+            found |= runs.answers(MODULES.get(place, place), places[place], own)
     return found
 
 

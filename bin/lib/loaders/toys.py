@@ -28,6 +28,7 @@ class Toy:
     converter: str = ""
     widths: Mapping[int, int] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
+    kohya: dict[str, Any] = field(default_factory=dict)
     comfyui: str = ""
     unet: dict[str, Any] = field(default_factory=dict)
 
@@ -50,7 +51,7 @@ class Toy:
 
         if not self.converter:
             return dict(native)
-        convert = _resized(getattr(converters, self.converter), self.widths)
+        convert = resized(getattr(converters, self.converter), self.widths)
         if self.component == "unet":
             given = {f"model.diffusion_model.{name}": tensor for name, tensor in native.items()}
             return convert(given, config=self.build().config)
@@ -63,12 +64,14 @@ def toys() -> dict[str, Toy]:
     return {name: Toy(**row) for name, row in rows.items()}
 
 
-def _resized(function: Any, widths: Mapping[int, int]) -> Any:
+def resized(function: Any, widths: Mapping[int, int]) -> Any:
     """Return a converter that assumes the toy's widths where it assumes those of the published model."""
 
     def constant(value: Any) -> Any:
         if isinstance(value, types.CodeType):
             return value.replace(co_consts=tuple(constant(each) for each in value.co_consts))
+        if isinstance(value, tuple):
+            return tuple(constant(each) for each in value)
         return widths.get(value, value) if type(value) is int else value
 
     code = constant(function.__code__)
