@@ -219,7 +219,7 @@ def test_ambiguous_family_is_asked_for_only_where_it_matters() -> None:
     assert (
         "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in to_target(adapter(modules), "diffusers").tensors
     )
-    with pytest.raises(UsageError, match=r"FLUX\.1 or FLUX\.2 or SD3"):
+    with pytest.raises(UsageError, match=r"SD3 or FLUX\.1 or FLUX\.2"):
         to_target(adapter(modules), "kohya")
     shapes = {f"{path}.weight": shape for path, shape in linears(MODELS["sd3"][0]()).items()}
     written = to_target(adapter(modules), "kohya", base=model_family_of(shapes))

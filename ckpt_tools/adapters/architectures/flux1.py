@@ -5,7 +5,16 @@ Source: github.com/black-forest-labs/flux, src/flux/model.py; diffusers, models/
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import CLIP, T5, Architecture, encoder, transformer
+from ckpt_tools.adapters.architectures.architecture import (
+    CLIP,
+    T5,
+    Architecture,
+    ComfyUI,
+    Kohya,
+    Size,
+    encoder,
+    transformer,
+)
 from ckpt_tools.adapters.architectures.rule import Names, Rule, attention, embedder, rename
 
 _DOUBLE = "double_blocks.{i}"
@@ -42,7 +51,9 @@ _NAMES = Names(
                 f"{_SINGLE_BLOCK}.attn.to_v",
                 f"{_SINGLE_BLOCK}.proj_mlp",
             ),
-            step="qkv_mlp",
+            step="stacked",
+            heights=(1, 1, 1, None),
+            rest=4,
             ratio=7,
         ),
         rename(f"{_SINGLE}.linear2", f"{_SINGLE_BLOCK}.proj_out", ratio=1 / 5),
@@ -53,6 +64,10 @@ _NAMES = Names(
 )
 """Every linear layer of FLUX.1, ControlNets apart."""
 
+SIZE = Size(columns={".attn.to_q": 3072}, last={"transformer_blocks": 18, "single_transformer_blocks": 37})
+"""Source: config.json of FLUX.1-dev. Chroma is as large."""
+COMFYUI = ComfyUI(dotted=("transformer.", ""), flat=("lycoris_", "lora_transformer_"))
+
 FLUX1 = Architecture(
     name="flux1",
     title="FLUX.1",
@@ -61,7 +76,12 @@ FLUX1 = Architecture(
         encoder("text_encoder", CLIP, "clip_l", "lora_te1", "lora_te"),
         encoder("text_encoder_2", T5, "t5xxl", "lora_te3", "lora_te2", is_in_diffusers=False),
     ),
-    diffusers_class="FluxTransformer2DModel",
+    classes=("FluxTransformer2DModel",),
+    sizes=(SIZE,),
+    rivals={"Bria, LongCat-Image, Ovis-Image": r"time_text_embed\..*"},
+    reader="flux1",
+    comfyui=COMFYUI,
+    kohya=Kohya(blocks=("double_blocks.", "single_blocks.")),
     model_spec="flux-1/lora",
     base_version="flux1",
     implementation="https://github.com/black-forest-labs/flux",

@@ -124,37 +124,21 @@ def _split(where: Place, module: Module, as_lora: AsLora) -> tuple[Module, ...]:
     rows = rows_of(module)
     if rows is None:
         raise refuse(module, f"its rows cannot be split into {', '.join(where.diffusers)}")
-    sizes = _parts_of(where, rows, columns_of(module))
+    sizes = where.match.rule.split(rows, columns_of(module))
     if sizes is None:
         raise refuse(module, f"{rows} rows are not those of {', '.join(where.diffusers)}")
     return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).split(each, sizes, where.diffusers))
 
 
-def _parts_of(where: Place, rows: int, columns: int | None) -> tuple[int, ...] | None:
-    if where.match.rule.step == "qkv":
-        return None if rows % 3 else (rows // 3,) * 3
-    if columns is None or rows <= 3 * columns:
-        return None
-    return (columns, columns, columns, rows - 3 * columns)
-
-
 def _sizes(where: Place, parts: Mapping[int, Module]) -> tuple[int, ...]:
     """Rows of every part, also of those that the adapter leaves alone."""
     some = next(iter(parts.values()))
-    known = {index: rows_of(part) for index, part in parts.items()}
-    count = len(where.match.rule.diffusers)
-    if where.match.rule.step == "qkv":
-        heights = set(known.values())
-        height = heights.pop()
-        if height is None or heights:
-            raise refuse(some, "query, key and value have different heights")
-        return (height,) * count
-    width = columns_of(some)
-    if width is None:
-        raise refuse(some, "the width of its input is not known")
-    # The MLP of FLUX.1 is four times as wide as the block: only asked where the adapter leaves it alone.
-    mlp = known.get(3) or 4 * width
-    return (width, width, width, mlp)
+    known = {index: rows for index, part in parts.items() if (rows := rows_of(part)) is not None}
+    sizes = None if len(known) < len(parts) else where.match.rule.complete(known, columns_of(some))
+    if sizes is None:
+        shown = ", ".join(where.match.rule.diffusers[index].rpartition(".")[2] for index in parts)
+        raise refuse(some, f"the rows of {shown} are not those of {where.native}")
+    return sizes
 
 
 def _moved(where: Place, module: Module, as_lora: AsLora) -> Module:

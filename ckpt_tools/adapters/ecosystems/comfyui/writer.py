@@ -18,7 +18,7 @@ from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
-from ckpt_tools.adapters.ecosystems.kohya.writer import for_lycoris, in_lycoris, kohya_metadata, put_alpha
+from ckpt_tools.adapters.ecosystems.kohya.writer import for_lycoris, in_lycoris, kohya_metadata, put_alpha, unsupported
 from ckpt_tools.adapters.ecosystems.output import Written, file_name, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, unchanged
 from ckpt_tools.adapters.families import dora, family_of
@@ -30,10 +30,6 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
 
-SAME_IN_COMFYUI = frozenset({"QwenImageTransformer2DModel"})
-"""Models without tables whose modules ComfyUI calls as diffusers does.
-Source: ComfyUI, comfy/ldm/qwen_image/model.py, and comfy/lora.py `model_lora_keys_unet`, which maps
-`diffusion_model.<path>` of every model."""
 _ROWS_AT_ONCE = 512
 _WITHOUT_RESCALE = ("oft",)
 """Families of which ComfyUI leaves out `rescale`."""
@@ -49,13 +45,15 @@ def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fit
     Raises:
         UsageError: A module or family that ComfyUI has no name for.
     """
+    if architecture.comfyui is None:
+        raise unsupported(adapter, architecture, "ComfyUI has")
     placed = in_lycoris(adapter, architecture, fitting)
-    is_bare = architecture.name == "flux2" and all(each.module.factors.keys() == {"A", "B"} for each in placed)
+    is_bare = architecture.reader == "flux2" and all(each.module.factors.keys() == {"A", "B"} for each in placed)
     return _comfyui_file(adapter, placed, architecture, fitting, is_bare=is_bare)
 
 
 def to_comfyui_unchanged(adapter: Adapter[Array], base: BaseFamily, fitting: Fitting) -> Written:
-    """Write the modules of a model of `SAME_IN_COMFYUI` under its own names.
+    """Write the modules of a model without tables under its own names, which ComfyUI maps where they are its own.
 
     Raises:
         UsageError: A module or family that ComfyUI has no name for.

@@ -127,7 +127,7 @@ def _place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architectu
     fuses the model's own when it meets them. Source: diffusers 0.42, utils/peft_utils.py (`_create_lokr_config`),
     loaders/lora_conversion_utils.py; peft 0.21, tuners/lokr/layer.py (`update_layer`, `factorization`).
     """
-    if architecture.name != "flux2" or not places:
+    if architecture.reader != "flux2" or not places:
         return None
     if any(module.family != lokr.Lokr.name or module.is_dora or "t2" in module.factors for _, module in places):
         return None

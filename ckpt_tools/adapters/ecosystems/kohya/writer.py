@@ -14,11 +14,13 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.rule import Spelling
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
 from ckpt_tools.adapters.ecosystems.output import Written, file_name, put
-from ckpt_tools.adapters.ecosystems.placing import Placed, in_native, place_all
+from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, in_native, place_all
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Module, refuse
+from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
 
 
@@ -28,7 +30,9 @@ def to_kohya(adapter: Adapter[Array], architecture: Architecture, fitting: Fitti
     Raises:
         UsageError: A module or family that kohya and LyCORIS have no name for.
     """
-    placed = in_lycoris(adapter, architecture, fitting)
+    if architecture.kohya is None:
+        raise unsupported(adapter, architecture, "kohya's trainers (sd-scripts, musubi-tuner) have")
+    placed = in_lycoris(adapter, architecture, fitting, spelling=architecture.kohya.spelling)
     tensors: dict[str, Array] = {}
     for each in placed:
         names = family_of(each.module).lycoris_names
@@ -46,10 +50,22 @@ def to_kohya(adapter: Adapter[Array], architecture: Architecture, fitting: Fitti
     return fitting.written(file, tensors, metadata)
 
 
-def in_lycoris(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> list[Placed]:
+def in_lycoris(
+    adapter: Adapter[Array], architecture: Architecture, fitting: Fitting, *, spelling: Spelling = "native"
+) -> list[Placed]:
     """Return the modules as kohya and ComfyUI have them: the authors' paths, and LyCORIS' factors."""
-    placed = in_native(place_all(adapter, architecture), as_lora=fitting.as_lora)
+    spell = in_diffusers if spelling == "diffusers" else in_native
+    placed = spell(place_all(adapter, architecture), as_lora=fitting.as_lora)
     return [replace(each, module=for_lycoris(each.module, fitting)) for each in placed]
+
+
+def unsupported(adapter: Adapter[Array], architecture: Architecture, who: str) -> UsageError:
+    """Return the error for a model that a target does not have."""
+    return UsageError(
+        f"{who} no names for the modules of {architecture.title}",
+        where=adapter.modules[0].path,
+        hint="--to diffusers and --to peft write what diffusers and PEFT read",
+    )
 
 
 def for_lycoris(module: Module, fitting: Fitting) -> Module:
@@ -94,14 +110,15 @@ def kohya_metadata(placed: Sequence[Placed], architecture: Architecture | None, 
         if alphas:
             metadata["ss_network_alpha"] = _number(alphas.most_common(1)[0][0])
     if architecture is not None:
-        metadata |= {
+        known = {
             "ss_base_model_version": architecture.base_version,
             "modelspec.sai_model_spec": "1.0.1",
             "modelspec.architecture": architecture.model_spec,
             "modelspec.implementation": architecture.implementation,
             "modelspec.title": title,
-            "modelspec.resolution": "1024x1024",
+            "modelspec.resolution": architecture.resolution,
         }
+        metadata |= {key: value for key, value in known.items() if value}
     return metadata
 
 
