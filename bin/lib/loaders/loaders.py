@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 sys.path.insert(1, str(HERE.parents[2]))
 
+import language  # noqa: E402
 from loader_kohya import reads  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from table import Cell, render, write  # noqa: E402
@@ -39,7 +40,7 @@ READS: Mapping[str, Sequence[str]] = {
     "kohya": ("kohya", "comfyui", "diffusers"),
 }
 """Target of an export → loaders that are given the file."""
-SOURCES = ("comfyui", "sd-scripts", "musubi")
+SOURCES = ("comfyui", "sd-scripts", "musubi", "vllm")
 MODULES: Mapping[str, str] = {"sd-scripts": "kohya", "musubi": "kohya", "lycoris": "kohya"}
 """Whose code → the module here that runs it; none is of that name."""
 _TIMEOUT = 1200
@@ -138,10 +139,11 @@ def main(arguments: Sequence[str]) -> int:
         runs = Runs(sources, Path(root))
         worlds = make_worlds({name: table[name] for name in chosen(table)}, runs)
         cells = judge(worlds, chosen(FAMILIES), chosen(READS), runs, every=given.every)
-    text = render(cells, sources)
-    print(text)
+        if "vllm" in sources and not {*given.only} & {*table}:
+            cells += judge_vllm(runs)
+    print(render(cells))
     if given.write:
-        write(text)
+        write(cells)
     wrong = [cell for cell in cells if cell.is_defect]
     for cell in wrong:
         print(f"DEFECT {cell}")
@@ -192,7 +194,6 @@ def judge(
         out = place.parent / f"{cell.target}-{cell.loader}.safetensors"
         if not failure:
             cell.error = error(world.loaded(out, cell.loader), load_file(place), world.weights)
-            cell.is_loaded = cell.error is not None
             out.unlink()
     return cells
 
@@ -230,6 +231,27 @@ def _export(world: World, family: str, target: str, place: Path, runs: Runs) -> 
             job["place"] = own if reads(own, [*load_file(file)]) else "lycoris"
         jobs.append(job)
     return cells, jobs
+
+
+def judge_vllm(runs: Runs) -> list[Cell]:
+    """Give adapters of language models to vLLM."""
+    cells, jobs, meant = [], [], {}
+    for name in language.ADAPTERS:
+        base, directory, weights, trained = language.make(name, runs.root)
+        verdict = api.check_lora(directory, base=base, loaders=["vllm"])
+        cell = Cell("", name, "peft", "vllm", verdict=verdict.verdict)
+        cell.why = "; ".join(each.what for each in verdict.findings if each.severity == "error")
+        file, model = directory / "adapter_model.safetensors", next(base.glob("*.safetensors"))
+        out = str(directory / "loaded.safetensors")
+        jobs.append({"id": cell.id, "architecture": "", "base": str(model), "file": str(file), "out": out})
+        meant[cell.id] = (cell, Path(out), weights, trained)
+    for name, failure in runs.answers("vllm", runs.sources["vllm"], jobs).items():
+        cell, out, weights, trained = meant[name]
+        cell.failure = failure
+        if not failure:
+            found = load_file(out)
+            cell.error = error({each: found[each] for each in weights if each in found}, trained, weights)
+    return [cell for cell, *_ in meant.values()]
 
 
 def _load(jobs: Sequence[Mapping[str, str]], runs: Runs) -> dict[str, str]:

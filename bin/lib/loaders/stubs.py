@@ -60,13 +60,14 @@ class _Module(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    def __init__(self, packages: frozenset[str]) -> None:
+    def __init__(self, packages: frozenset[str], keep: frozenset[str]) -> None:
         self.packages = packages
+        self.keep = keep
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         del path, target
         is_meant = any(name == each or name.startswith(f"{each}.") for each in self.packages)
-        return ModuleSpec(name, self, is_package=True) if is_meant else None
+        return ModuleSpec(name, self, is_package=True) if is_meant and name not in self.keep else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Module(spec.name)
@@ -75,8 +76,7 @@ class _Finder(MetaPathFinder, Loader):
         del module
 
 
-def stub(packages: Iterable[str]) -> list[str]:
-    """Make up those of `packages` that are not installed; returns them."""
+def stub(packages: Iterable[str], keep: Iterable[str] = ()) -> None:
+    """Make up those of `packages` that are not installed, but for the modules of them in `keep`."""
     missing = [each for each in packages if importlib.util.find_spec(each.partition(".")[0]) is None]
-    sys.meta_path.insert(0, _Finder(frozenset(missing)))
-    return missing
+    sys.meta_path.insert(0, _Finder(frozenset(missing), frozenset(keep)))

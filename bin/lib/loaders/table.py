@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "concepts" / "loaders.md"
+COLUMNS = (
+    ("peft", "peft"),
+    ("diffusers", "diffusers"),
+    ("comfyui", "comfyui"),
+    ("comfyui", "diffusers"),
+    ("kohya", "kohya"),
+    ("kohya", "comfyui"),
+    ("kohya", "diffusers"),
+)
+"""Target of an export, and the loader that is given the file."""
 BEGIN, END = "<!-- bin/loaders begins -->\n", "<!-- bin/loaders ends -->\n"
 EXACT = 1e-5
 """Largest error that is rounding: sums of float32 products, in another order."""
@@ -27,7 +37,6 @@ class Cell:
     why: str = ""
     failure: str | None = None
     """Why the loader raised; "" where it did not; None where it was not run."""
-    is_loaded: bool = False
     error: float | None = None
 
     @property
@@ -64,17 +73,23 @@ class Cell:
         return f"{self.id}: {self.text}, check-lora: {self.verdict} {self.why[:300]} {(self.failure or '')[:300]}"
 
 
-def render(cells: Sequence[Cell], sources: Mapping[str, str]) -> str:
-    """Return the table: a row for every architecture and family, a column for every target and loader."""
-    del sources
-    columns = list(dict.fromkeys((cell.target, cell.loader) for cell in cells if cell.loader))
-    rows = dict.fromkeys((cell.architecture, cell.family) for cell in cells)
-    heads = [target if target == loader else f"{target} in {loader}" for target, loader in columns]
-    lines = [f"| | | {' | '.join(heads)} |", "|---" * (len(columns) + 2) + "|"]
-    for architecture, family in rows:
-        texts = [_text(cells, architecture, family, *column) for column in columns]
-        lines.append(f"| {architecture} | {family} | {' | '.join(texts)} |")
-    return "\n".join(lines) + "\n"
+def render(cells: Sequence[Cell]) -> str:
+    """Return the tables: architecture and family × target and loader, and the adapters for vLLM."""
+    return "\n".join(f"{title}\n\n{head}\n{_rule(head)}\n" + "".join(rows) for title, head, rows in _tables(cells))
+
+
+def _tables(cells: Sequence[Cell]) -> list[tuple[str, str, list[str]]]:
+    images = [cell for cell in cells if cell.architecture]
+    heads = [target if target == loader else f"{target}, in {loader}" for target, loader in COLUMNS]
+    keys = dict.fromkeys((cell.architecture, cell.family) for cell in images)
+    rows = [f"| {' | '.join((*key, *(_text(images, *key, *column) for column in COLUMNS)))} |\n" for key in keys]
+    found = [("### Image and video models", f"| model | family | {' | '.join(heads)} |", rows)]
+    rows = [f"| {cell.family} | {cell.text} | {cell.verdict} |\n" for cell in cells if not cell.architecture]
+    return [*found, ("### Language models in vLLM", "| adapter | vLLM | `check-lora --for vllm` |", rows)]
+
+
+def _rule(head: str) -> str:
+    return "|---" * (head.count("|") - 1) + "|"
 
 
 def _text(cells: Iterable[Cell], architecture: str, family: str, target: str, loader: str) -> str:
@@ -83,11 +98,24 @@ def _text(cells: Iterable[Cell], architecture: str, family: str, target: str, lo
             cell.loader in (loader, "")
         ):
             return cell.text
-    return ""
+    return "not run"
 
 
-def write(text: str) -> None:
-    """Put the table between the page's two markers."""
+def write(cells: Sequence[Cell]) -> None:
+    """Put the tables between the page's two markers; a row that was not run again stays."""
     page = PAGE.read_text(encoding="utf-8")
     head, rest = page.split(BEGIN)
-    PAGE.write_text(head + BEGIN + text + END + rest.split(END)[1], encoding="utf-8")
+    old, tail = rest.split(END)
+    kept = {_key(line): f"{line}\n" for line in old.splitlines() if line.startswith("| ")}
+    text = ""
+    for title, first, rows in _tables(cells):
+        width = 2 if "family" in first else 1
+        new = {_key(row)[:width]: row for row in rows}
+        same = {key[:width]: line for key, line in kept.items() if len(key) == first.count("|") - 1}
+        every = {key: line for key, line in (same | new).items() if line.strip() != first}
+        text += f"{title}\n\n{first}\n{_rule(first)}\n{''.join(every.values())}\n"
+    PAGE.write_text(head + BEGIN + text + END + tail, encoding="utf-8")
+
+
+def _key(line: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in line.strip().strip("|").split("|"))
