@@ -23,6 +23,8 @@ _SIZES = {
     "tie_word_embeddings": False,
 }
 _QV = {"r": 4, "lora_alpha": 3, "target_modules": ["q_proj", "v_proj"]}
+_EXPERT = ["experts.down_proj", "experts.gate_up_proj"]
+_EXPERTS = {"r": 4, "lora_alpha": 3, "target_modules": []}
 _PATTERNS = {"rank_pattern": {"layers.1.self_attn.q_proj": 8}, "alpha_pattern": {"v_proj": 5}}
 
 
@@ -48,12 +50,8 @@ ADAPTERS: Mapping[str, tuple[str, str, dict[str, Any], Damage | None]] = {
     "rank 24": ("Llama", "Lora", _QV | {"r": 24}, None),
     "embed_tokens and lm_head": ("Llama", "Lora", _QV | {"target_modules": ["embed_tokens", "lm_head"]}, None),
     "attention of a MoE": ("Qwen3Moe", "Lora", _QV, None),
-    "experts of a MoE (target_parameters)": (
-        "Qwen3Moe",
-        "Lora",
-        {"r": 4, "lora_alpha": 3, "target_modules": [], "target_parameters": ["experts.down_proj"]},
-        None,
-    ),
+    "fused experts of a MoE, one parameter": ("Qwen3Moe", "Lora", _EXPERTS | {"target_parameters": _EXPERT[:1]}, None),
+    "fused experts of a MoE": ("Qwen3Moe", "Lora", _EXPERTS | {"target_parameters": _EXPERT}, None),
     "modules_to_save: lm_head": ("Llama", "Lora", _QV | {"modules_to_save": ["lm_head"]}, None),
     "trainable_token_indices": ("Llama", "Lora", _QV | {"trainable_token_indices": [3, 5]}, None),
     "DoRA": ("Llama", "Lora", _QV | {"use_dora": True}, None),

@@ -39,6 +39,8 @@ def load(_: Any, job: dict[str, str]) -> dict[str, Any]:
     helper.validate_legal(SimpleNamespace(max_lora_rank=_LARGEST_RANK))
     more = ("experts",) if "experts" in job["base"] else ()
     found = LoRAModel.from_local_checkpoint(directory, {*_EXPECTED, *more}, helper, lora_model_id=1, device="cpu")
+    if any(name.endswith((".experts", ".experts.base_layer")) for name in found.loras):
+        raise NotImplementedError("its layers for fused experts need a GPU")
     weights = load_file(job["base"])
     for name, lora in found.loras.items():
         lora.optimize()

@@ -190,7 +190,7 @@ def judge(
     by_id = {cell.id: cell for cell in cells}
     for name, failure in _load(jobs, runs).items():
         cell, (world, place) = by_id[name], meant[name]
-        cell.failure = failure
+        cell.answered(failure)
         out = place.parent / f"{cell.target}-{cell.loader}.safetensors"
         if not failure:
             cell.error = error(world.loaded(out, cell.loader), load_file(place), world.weights)
@@ -247,7 +247,7 @@ def judge_vllm(runs: Runs) -> list[Cell]:
         meant[cell.id] = (cell, Path(out), weights, trained)
     for name, failure in runs.answers("vllm", runs.sources["vllm"], jobs).items():
         cell, out, weights, trained = meant[name]
-        cell.failure = failure
+        cell.answered(failure)
         if not failure:
             found = load_file(out)
             cell.error = error({each: found[each] for each in weights if each in found}, trained, weights)

@@ -69,6 +69,10 @@ class Cell:
             return "ignored"
         return "0" if self.error == 0 else f"{self.error:.0e}"
 
+    def answered(self, failure: str) -> None:
+        """Note what the loader's process said."""
+        self.failure = None if failure.startswith("NotImplementedError") else failure
+
     def __str__(self) -> str:
         return f"{self.id}: {self.text}, check-lora: {self.verdict} {self.why[:300]} {(self.failure or '')[:300]}"
 

@@ -22,6 +22,8 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank takes."""
 _FROZEN = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings")
+_INNER = ".base_layer"
+_EXPERTS = (".experts", f".experts{_INNER}")
 _HEADS = ("classifier", "score")
 """What modules_to_save may name: the head of a classification model."""
 _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
@@ -57,7 +59,12 @@ def load(file: AdapterFile, loading: Loading) -> None:
     for name, head in file.tensors.items():
         hit = _NAME.fullmatch(name)
         if name.endswith(_FROZEN):
-            loading.ignored[name] = "the embedding that PEFT saved as well is ignored: the base's own is used"
+            own = None if file.base is None else file.base.get(name.removeprefix(ROOT).replace(".base_layer.", "."))
+            if own is None or own == tuple(head.shape):
+                loading.use(name, name.removeprefix(ROOT).rpartition(".base_layer.")[0])
+                loading.needs(name, "vLLM uses the base's own embedding, not the one that PEFT saved: they must be equal")
+            else:
+                loading.ignored[name] = "vLLM uses the base's own embedding, and this one has another size"
             continue
         if hit is None and name.rpartition(".")[0].rpartition(".")[2] in saved:
             loading.use(name, name.rpartition(".")[0])
@@ -67,12 +74,13 @@ def load(file: AdapterFile, loading: Loading) -> None:
         if len(head.shape) < 2 or 0 in head.shape:
             raise RejectedError(f"{name} has the shape {list(head.shape)}, and is copied into a matrix")
         module = hit["module"].removeprefix(ROOT)
-        if modules is not None and module not in modules:
+        if modules is not None and module.removesuffix(_INNER) not in modules:
             loading.ignored[name] = "the base model has no such module"
             continue
         if module.rpartition(".")[2] in _EMBEDDINGS:
             embeddings.add(module)
         loading.use(name, module)
+    _check_experts(loading)
     for name, reason in variants_in(config):
         loading.misreads(
             ADAPTER_CONFIG,
@@ -113,6 +121,20 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise RejectedError(f"lora_alpha is {alpha!r}, not a number")
     return config
+
+
+def _check_experts(loading: Loading) -> None:
+    """Of fused experts (PEFT's target_parameters) it takes both parameters, one wrapped in the other."""
+    fused = [module for module in loading.modules if module.endswith(_EXPERTS)]
+    for module in fused:
+        if f"{module.removesuffix(_INNER)}{_INNER}" not in fused or module.removesuffix(_INNER) not in fused:
+            raise RejectedError(f"{module} has factors for one parameter of the experts, and it asserts that both have")
+    if fused:
+        loading.needs(
+            fused[0],
+            "vLLM takes factors of fused experts for models whose experts it keeps fused; for the others start it with "
+            "--enable-mixed-moe-lora-format, and say is_3d_lora_weight in the request",
+        )
 
 
 def _check_rank(file: AdapterFile, config: Mapping[str, object], loading: Loading) -> None:
