@@ -9,10 +9,15 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.cogvideox import COGVIDEOX
 from ckpt_tools.adapters.architectures.flux1 import FLUX1
 from ckpt_tools.adapters.architectures.flux2 import FLUX2
+from ckpt_tools.adapters.architectures.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_1_5
 from ckpt_tools.adapters.architectures.ldm import KOLORS, SD1, SD2, SDXL
+from ckpt_tools.adapters.architectures.ltx import LTX
+from ckpt_tools.adapters.architectures.ltx2 import LTX2
 from ckpt_tools.adapters.architectures.sd3 import SD3
+from ckpt_tools.adapters.architectures.wan import WAN
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -25,6 +30,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             SD3,
             FLUX1,
             FLUX2,
+            WAN,
+            HUNYUAN_VIDEO,
+            HUNYUAN_VIDEO_1_5,
+            LTX,
+            LTX2,
+            COGVIDEOX,
         )
     }
 )

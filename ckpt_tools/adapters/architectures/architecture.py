@@ -48,6 +48,14 @@ class ComfyUI:
     has_processors: bool = False
     """Of dotted paths it takes only those from before PEFT: attn1.processor.to_q, attn1.processor.to_out."""
 
+    def has(self, path: str) -> bool:
+        """Does it map this path of diffusers to rows of the native weight?"""
+        return bool(self.flat or self.dotted) and not any(each in path for each in self.lacks)
+
+    def name(self, path: str) -> str:
+        """Return its name for a path of diffusers."""
+        return f"{self.flat[0]}{path.replace('.', '_')}" if self.flat else f"{self.dotted[0]}{path}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
@@ -65,11 +73,16 @@ class Conversion:
     suffixes: tuple[str, ...] = (*PEFT_PAIR, *KOHYA_PAIR)
     """What it understands behind a path; "alpha" is one of them."""
     lacks: str = "(?!)"
-    """Regular expression of native or diffusers paths, as they are spelled, that it does not convert."""
+    """Regular expression of native or diffusers paths, as they are spelled, or of a path with its suffix, that it does
+    not convert."""
+    ignores: str = "(?!)"
+    """Regular expression of names that it leaves out."""
     others: Literal["raise", "keep"] = "raise"
     """What it does with any other name: raise, or keep it, which then is no module's."""
     needs_blocks: bool = False
     """It raises where one of a block's modules has no adapter."""
+    optional: str = "(?!)"
+    """Regular expression of native paths that not every model has: of all blocks or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +145,7 @@ class Architecture:
     implementation: str = ""
     """Value of modelspec.implementation: whose names the native ones are."""
     resolution: str = "1024x1024"
-    """Value of modelspec.resolution: what the model was trained at."""
+    """Value of modelspec.resolution where nothing says that of the training: what kohya's tools write then."""
 
     @property
     def main(self) -> Part:

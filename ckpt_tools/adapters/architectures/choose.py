@@ -170,4 +170,4 @@ def _has_columns(columns: Mapping[str, int | None], size: Size) -> bool:
     return bool(found) and all(columns[path] == size.columns[end] for path, end in found)
 
 
-_BLOCK = re.compile(r"(\w+_blocks|layers)\.(\d+)\..*")
+_BLOCK = re.compile(r"((?:\w+_)?blocks|layers)\.(\d+)\..*")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +46,8 @@ class Rule:
     """Rows of the native weight to its columns, where that tells two families apart that use one name."""
     aliases: tuple[str, ...] = ()
     """Other names of the native module, in other implementations of the authors' model."""
+    parts: tuple[str, ...] = ()
+    """Names of stacked parts, where such an implementation has them apart."""
 
     def __post_init__(self) -> None:
         if self.step == "stacked" and not self.heights:
@@ -93,8 +95,8 @@ class Match:
 
     @property
     def is_alias(self) -> bool:
-        """Is it a name of the module in another implementation of the authors' model?"""
-        return self.template in self.rule.aliases
+        """Is it a name of the module in another implementation of the authors' model, perhaps the same one?"""
+        return self.template in (self.rule.aliases or self.rule.parts or (self.rule.native,))
 
     @property
     def is_diffusers(self) -> bool:
@@ -164,7 +166,7 @@ class Names:
         table: dict[str, list[tuple[str, Rule, int | None, str]]] = {}
         for rule in self.rules:
             natives = ((None, path) for path in (rule.native, *rule.aliases))
-            for part, path in (*natives, *enumerate(rule.diffusers)):
+            for part, path in (*natives, *enumerate(rule.parts), *enumerate(rule.diffusers)):
                 for text in {path, path.replace(".", "_")}:
                     table.setdefault(_shape(text), []).append((text, rule, part, path))
         return table
@@ -172,19 +174,20 @@ class Names:
     def find(self, name: str) -> tuple[Match, ...]:
         """Return every reading of `name`, dotted or with underscores; one where the name is known and plain."""
         found: dict[tuple[str, int | None], Match] = {}
-        for text, rule, part, path in self._by_shape.get(_shape(name), ()):
-            hit = _pattern(text).fullmatch(name)
-            if hit is None:
-                continue
-            match = Match(rule, tuple(sorted(hit.groupdict().items())), part, path)
+        for match in self._hits(name):
             # A module that has one name on both sides is one reading, not two.
-            key = (match.native(), None if rule.step == "same" else part)
+            key = (match.native(), None if match.rule.step == "same" else match.part)
             found.setdefault(key, match)
         return tuple(found.values())
 
     def find_as(self, name: str, spellings: Collection[Spelling]) -> Match | None:
         """Return the module that `name` is in one of these spellings, dotted or with underscores."""
-        return next((match for match in self.find(name) if match.is_spelled(spellings)), None)
+        return next((match for match in self._hits(name) if match.is_spelled(spellings)), None)
+
+    def _hits(self, name: str) -> Iterator[Match]:
+        for text, rule, part, path in self._by_shape.get(_shape(name), ()):
+            if (hit := _pattern(text).fullmatch(name)) is not None:
+                yield Match(rule, tuple(sorted(hit.groupdict().items())), part, path)
 
 
 def _shape(name: str) -> str:

@@ -114,7 +114,7 @@ def _main(name: str, part: Part, maps: ComfyUI | None, *, is_old: bool) -> str |
         match = part.names.find_as(rest, (spelling,))
         if match is None or (is_dotted and rest != match.spelled()):
             continue
-        if spelling != "diffusers" or not any(each in match.spelled() for each in maps.lacks):
+        if spelling == "native" or not any(each in match.spelled() for each in maps.lacks):
             return f"{part.comfyui}.{match.native()}"
     return None
 

@@ -210,10 +210,13 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
     for key, name in keys.items():
         prefix = next((each for each in conversion.prefixes if key.startswith(each)), "")
         module, suffix = _cut(key.removeprefix(prefix))
+        if re.fullmatch(conversion.ignores, key.removeprefix(prefix)):
+            continue
         match = part.names.find_as(module, conversion.spellings) if prefix in conversion.prefixes else None
         path = "" if match is None else match.spelled()
         is_known = module == (path.replace(".", "_") if prefix.endswith("_") else path)
-        if match is None or not is_known or suffix not in conversion.suffixes or re.fullmatch(conversion.lacks, path):
+        is_lacking = any(re.fullmatch(conversion.lacks, each) for each in (path, f"{path}.{suffix}"))
+        if match is None or not is_known or is_lacking or suffix not in conversion.suffixes:
             if conversion.others == "raise":
                 raise RejectedError(f"it cannot convert {key}")
             found[f"{part.component}.{key.removeprefix(prefix)}"] = name
@@ -221,11 +224,11 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
             found |= _spread(part, match, suffix, name, f"{part.component}.")
             natives.add(match.native())
     if conversion.needs_blocks:
-        _check_blocks(natives, part)
+        _check_blocks(natives, part, conversion.optional)
     return found
 
 
-def _check_blocks(natives: Collection[str], part: Part) -> None:
+def _check_blocks(natives: Collection[str], part: Part, optional: str) -> None:
     """Raise where a block is not adapted as a whole, or one before it is not adapted at all."""
     numbers: dict[str, set[str]] = {}
     for path in natives:
@@ -233,6 +236,8 @@ def _check_blocks(natives: Collection[str], part: Part) -> None:
         numbers.setdefault(block, set()).add(number)
     for block, found in numbers.items():
         own = [rule.native for rule in part.names.rules if rule.native.startswith(f"{block}.{{i}}.")]
+        used = {re.sub(r"\.\d+\.", ".{i}.", path, count=1) for path in natives}
+        own = [path for path in own if path in used or not re.fullmatch(optional, path)]
         for path in (each.replace("{i}", str(number)) for number in range(len(found)) for each in own):
             if path not in natives:
                 raise RejectedError(f"it looks up {path}, which has no adapter")
@@ -281,7 +286,7 @@ def _native(part: Part, name: str) -> Match | None:
 
 def _spread(part: Part, match: Match, suffix: str, name: str, prefix: str) -> Keys:
     """Name what a tensor becomes: one of several modules where the native one is fused."""
-    ends = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
+    ends = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight", "diff_b": "lora_B.bias"}
     paths = (match.native(),) if part.is_encoder else match.diffusers()
     if match.part is not None and not part.is_encoder:
         paths = (paths[match.part],)
