@@ -15,7 +15,6 @@ from typing import Any
 from stubs import stub
 
 _ABSENT = ("torchvision", "cv2", "xformers", "flash_attn", "sageattention", "apex", "av", "easydict", "ftfy", "imagesize")
-_LOKR = ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
 _PLAIN = ("lora_up.weight", "lora_down.weight", "alpha")
 
 
@@ -55,11 +54,10 @@ def load(toy: Any, job: dict[str, str]) -> dict[str, Any]:
     return {**base, **model.state_dict()}
 
 
-def reads(source: str, names: list[str]) -> bool:
-    """Have its own networks a place for tensors of these names?"""
+def reads(kohya: dict[str, Any], names: list[str]) -> bool:
+    """Have the script's own networks a place for tensors of these names? LyCORIS is its other way, where it has one."""
     ends = {name.partition(".")[2] for name in names}
-    more = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", *_LOKR) if source == "musubi" else ()
-    return ends <= {*_PLAIN, *more}
+    return ends <= {*_PLAIN} or not kohya.get("lycoris", True)
 
 
 def _tree(base: dict[str, Any], classes: dict[str, str]) -> Any:

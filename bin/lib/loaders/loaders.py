@@ -227,8 +227,8 @@ def _export(world: World, family: str, target: str, place: Path, runs: Runs) -> 
                 continue
             names = world.toy.kohya.get("names")
             job["names"] = str(next(world.base.glob("*.safetensors")) if names == "diffusers" else world.native_file)
-            own = world.toy.kohya["source"]
-            job["place"] = own if reads(own, [*load_file(file)]) else "lycoris"
+            own = reads(world.toy.kohya, [*load_file(file)])
+            job["place"] = world.toy.kohya["source"] if own else "lycoris"
         jobs.append(job)
     return cells, jobs
 

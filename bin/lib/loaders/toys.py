@@ -31,13 +31,15 @@ class Toy:
     kohya: dict[str, Any] = field(default_factory=dict)
     comfyui: str = ""
     unet: dict[str, Any] = field(default_factory=dict)
+    wider: dict[str, Any] = field(default_factory=dict)
+    shorter: dict[str, Any] = field(default_factory=dict)
 
-    def build(self) -> nn.Module:
+    def build(self, **changes: Any) -> nn.Module:
         """Return the model of diffusers, with random weights."""
         import diffusers
 
         torch.manual_seed(0)
-        return getattr(diffusers, self.diffusers)(**self.settings).eval()
+        return getattr(diffusers, self.diffusers)(**(self.settings | changes)).eval()
 
     def of_authors(self, name: str) -> str:
         """Return the authors' name of a tensor that ComfyUI's model has."""
