@@ -12,7 +12,6 @@ from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
 from ckpt_tools.adapters.architectures.choose import choose_families, family_named
-from ckpt_tools.adapters.architectures.resolve import readings
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, replicated
 from ckpt_tools.adapters.base.reading import read_base
 from ckpt_tools.adapters.checks.against_base import check_against
@@ -35,8 +34,6 @@ from ckpt_tools.text import first_few
 
 Verdict = Literal["loads", "fails", "unknown"]
 """loads: proven; fails: something is wrong; unknown: nothing is known to be wrong, and not everything was checked."""
-_MOST_FOREIGN = 0.05
-"""Share of an adapter's modules that a family's tables may not name: one that is damaged is still of this family."""
 _OWN: Mapping[Convention, tuple[Loader, ...]] = {
     "peft": ("peft",),
     "diffusers": ("diffusers",),
@@ -141,22 +138,7 @@ def _families(
     """The base tells the family, and names do only where there is none, and where the family explains them all."""
     if said is not None:
         return (said,)
-    found = choose_families(adapter, base=None if base is None else base.family)
-    paths = [module.path for module in adapter.modules if not module.is_saved]
-    if base is not None or found == ("llm",):
-        return found
-    return tuple(
-        name
-        for name in found
-        if sum(not _is_explained(path, ARCHITECTURES[name], adapter.convention) for path in paths)
-        <= _MOST_FOREIGN * len(paths)
-    )
-
-
-def _is_explained(path: str, architecture: Architecture, convention: Convention) -> bool:
-    """ComfyUI's prefix stands before native names: behind it diffusers' ones are those of another family."""
-    places = readings(path, architecture)
-    return any(convention != "comfyui" or each.part.is_encoder or each.match.is_native for each in places)
+    return choose_families(adapter, base=None if base is None else base.family)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -21,18 +22,8 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "ad
 
 
 def qwen_image():
-    from diffusers import QwenImageTransformer2DModel
-
     torch.manual_seed(4)
-    return QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        axes_dims_rope=(4, 6, 6),
-    ).eval()
+    return image_models.qwen_image()
 
 
 def bria():
@@ -99,9 +90,9 @@ def qwen(tmp_path_factory):
 
 def test_qwen_image_is_not_taken_for_flux1(qwen, tmp_path):
     root, adapted = qwen
-    with pytest.raises(UsageError, match="no tables to convert the module names of QwenImageTransformer2DModel"):
-        api.export_lora(root / "dcp", tmp_path / "k", to="kohya", alpha=6, base=root / "base")
-    assert not (tmp_path / "k").exists()
+    assert api.export_lora(root / "dcp", tmp_path / "k", to="kohya", alpha=6, base=root / "base").ok
+    names = {name.partition(".")[0] for name in load_file(next((tmp_path / "k").iterdir()))}
+    assert names == {f"lora_unet_transformer_blocks_{i}_attn_{x.replace('.', '_')}" for i in range(2) for x in ATTENTION}
     # ComfyUI calls its modules as diffusers does.
     assert api.export_lora(root / "dcp", tmp_path / "c", to="comfyui", alpha=6, base=root / "base").ok
     written = load_file(next((tmp_path / "c").iterdir()))
@@ -123,7 +114,6 @@ def test_qwen_image_goes_to_diffusers_under_its_own_names(qwen, tmp_path):
     root, adapted = qwen
     result = api.export_lora(root / "dcp", tmp_path / "d", to="diffusers", alpha=6, base=root / "base")
     assert result.ok
-    assert any("no tables" in note for note in result.conversion.notes)
     plain = qwen_image()
     state, metadata = QwenImagePipeline.lora_state_dict(tmp_path / "d", return_lora_metadata=True)
     QwenImagePipeline.load_lora_into_transformer(state, transformer=plain, metadata=metadata)
@@ -184,17 +174,21 @@ def test_a_base_with_tables_is_told_by_its_class_and_by_its_weights(name, tmp_pa
 def test_the_base_goes_before_the_header():
     modules = [lora(f"transformer_blocks.0.attn.{name}", (32, 32)) for name in ATTENTION]
     family = model_family_of({}, {"_class_name": "QwenImageTransformer2DModel"})
-    assert choose_families(adapter(modules), base=family) == ()
+    assert choose_families(adapter(modules), base=family) == ("qwen_image",)
     family = model_family_of({}, {"_class_name": "SD3Transformer2DModel"})
     assert choose_families(adapter(modules), base=family) == ("sd3",)
 
 
 def test_an_architecture_that_the_base_is_not_of_is_refused_or_noted(qwen, tmp_path):
     root, _ = qwen
-    result = api.export_lora(
-        root / "dcp", tmp_path / "out", to="comfyui", alpha=6, base=root / "base", architecture="flux1"
-    )
+    shutil.copytree(root / "base", tmp_path / "base")
+    config = tmp_path / "base/config.json"
+    config.write_text(config.read_text().replace("QwenImageTransformer2DModel", "MysteryTransformer2DModel"))
+    options = {"alpha": 6, "base": tmp_path / "base"}
+    result = api.export_lora(root / "dcp", tmp_path / "out", to="comfyui", architecture="flux1", **options)
     assert any("not proven" in note for note in result.conversion.notes)
+    result = api.export_lora(root / "dcp", tmp_path / "own", to="comfyui", **options)
+    assert any("no loader has proven" in note for note in result.conversion.notes)
     image_models.sd3().save_pretrained(tmp_path / "sd3")
     with pytest.raises(UsageError, match="the base is SD3Transformer2DModel"):
         api.export_lora(
@@ -209,7 +203,7 @@ def flux1_blocks(double, single, width):
 
 
 def test_flux1_is_told_by_its_depth_and_width():
-    assert choose_families(adapter(flux1_blocks(19, 38, 3072)), base=None) == ("flux1",)
+    assert choose_families(adapter(flux1_blocks(19, 38, 3072)), base=None) == ("flux1", "chroma")
     for other in ((20, 40, 3072), (19, 37, 3072), (19, 38, 2048)):  # HunyuanVideo, others
         assert choose_families(adapter(flux1_blocks(*other)), base=None) == ()
 

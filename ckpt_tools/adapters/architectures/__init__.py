@@ -9,15 +9,21 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.chroma import CHROMA
 from ckpt_tools.adapters.architectures.cogvideox import COGVIDEOX
 from ckpt_tools.adapters.architectures.flux1 import FLUX1
 from ckpt_tools.adapters.architectures.flux2 import FLUX2
+from ckpt_tools.adapters.architectures.hidream import HIDREAM
 from ckpt_tools.adapters.architectures.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_1_5
 from ckpt_tools.adapters.architectures.ldm import KOLORS, SD1, SD2, SDXL
 from ckpt_tools.adapters.architectures.ltx import LTX
 from ckpt_tools.adapters.architectures.ltx2 import LTX2
+from ckpt_tools.adapters.architectures.lumina2 import LUMINA2
+from ckpt_tools.adapters.architectures.qwen_image import QWEN_IMAGE
+from ckpt_tools.adapters.architectures.sana import SANA
 from ckpt_tools.adapters.architectures.sd3 import SD3
 from ckpt_tools.adapters.architectures.wan import WAN
+from ckpt_tools.adapters.architectures.z_image import Z_IMAGE
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -36,6 +42,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             LTX,
             LTX2,
             COGVIDEOX,
+            CHROMA,
+            QWEN_IMAGE,
+            Z_IMAGE,
+            LUMINA2,
+            SANA,
+            HIDREAM,
         )
     }
 )

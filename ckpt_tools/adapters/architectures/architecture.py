@@ -77,8 +77,8 @@ class Conversion:
     not convert."""
     ignores: str = "(?!)"
     """Regular expression of names that it leaves out."""
-    others: Literal["raise", "keep"] = "raise"
-    """What it does with any other name: raise, or keep it, which then is no module's."""
+    others: Literal["raise", "keep"] = "keep"
+    """What it does with other paths: raise, or keep them, which then are no module's. It raises on other suffixes."""
     needs_blocks: bool = False
     """It raises where one of a block's modules has no adapter."""
     optional: str = "(?!)"
@@ -134,6 +134,8 @@ class Architecture:
     """Which rules of their own diffusers' conversions have; None where `conversions` says everything."""
     conversions: tuple[Conversion, ...] = ()
     """What diffusers' pipeline converts, the first that applies; its own names are always read."""
+    lokr: tuple[Spelling, ...] = ()
+    """Spellings in which diffusers loads LoKr; none where it does not."""
     comfyui: ComfyUI | None
     """None where ComfyUI does not support the model."""
     kohya: Kohya | None

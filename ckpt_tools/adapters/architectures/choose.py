@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.adapter import Adapter, F
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
-from ckpt_tools.adapters.architectures.architecture import ModelFamily, Size
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily, Size
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.adapters.families import columns_of, rows_of
 from ckpt_tools.errors import UsageError
 
+_MOST_FOREIGN = 0.05
+"""Share of an adapter's modules that a family's tables may not name: one that is damaged is still of this family."""
 _HEADERS = {
     "ss_base_model_version": {each.base_version: name for name, each in ARCHITECTURES.items() if each.base_version},
     "modelspec.architecture": {each.model_spec: name for name, each in ARCHITECTURES.items() if each.model_spec},
@@ -40,6 +42,8 @@ def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[Mo
         return () if base.name is None else (base.name,)
     paths = [module.path for module in adapter.modules]
     possible = _possible(paths, base)
+    if base is None:
+        possible = tuple(name for name in possible if _explains(ARCHITECTURES[name], adapter))
     if not possible:
         return ("llm",) if any(is_language_model_path(path) for path in paths) else ()
     said = family_in_header(adapter)
@@ -47,6 +51,19 @@ def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[Mo
         return (said,)
     possible = _by_shape(adapter, possible)
     return () if base is None and any(rivals_of(adapter, name) for name in possible) else possible
+
+
+def _explains(architecture: Architecture, adapter: Adapter[F]) -> bool:
+    """Are nearly all names those of the family? ComfyUI's prefix stands before native ones: diffusers' are another's."""
+    part, maps = architecture.main, architecture.comfyui
+    takes_diffusers = adapter.convention != "comfyui" or (maps is not None and f"{part.comfyui}." in maps.dotted)
+    unknown = 0
+    for module in adapter.modules:
+        places = readings(module.path, architecture)
+        unknown += not module.is_saved and not any(
+            takes_diffusers or each.part.is_encoder or each.match.is_native or each.match.is_alias for each in places
+        )
+    return unknown <= _MOST_FOREIGN * len(adapter.modules)
 
 
 def _possible(paths: Sequence[str], base: BaseFamily | None) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ FLUX2 = Architecture(
     parts=(transformer(_NAMES),),
     classes=("Flux2Transformer2DModel",),
     reader="flux2",
+    lokr=("native", "diffusers"),
     comfyui=ComfyUI(
         dotted=("transformer.", ""),
         flat=("lycoris_", "lora_transformer_"),

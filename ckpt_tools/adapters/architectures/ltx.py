@@ -52,7 +52,11 @@ LTX = Architecture(
     # It takes the prefix off, and leaves Lightricks' names as they are.
     conversions=(
         Conversion(
-            when=r"^diffusion_model\.", prefixes=("diffusion_model.",), spellings=("diffusers",), lacks="patchify_proj"
+            when=r"^diffusion_model\.",
+            prefixes=("diffusion_model.",),
+            spellings=("diffusers",),
+            lacks="patchify_proj",
+            others="raise",
         ),
     ),
     comfyui=ComfyUI(),

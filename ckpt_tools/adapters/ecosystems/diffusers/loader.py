@@ -133,7 +133,7 @@ def _flux2(keys: Keys, file: AdapterFile, architecture: Architecture, loading: L
         keys = {key.replace("base_model.model.", "diffusion_model."): name for key, name in keys.items()}
         is_native = any(key.startswith("diffusion_model.") for key in keys)
         if any(".lokr_" in key for key in keys):
-            _flux2_lokr(keys, part, loading)
+            _lokr(keys, architecture, loading)
             return
         if is_native:
             keys = _flux2_native(keys, part, loading)
@@ -176,14 +176,15 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
     return found
 
 
-def _flux2_lokr(keys: Keys, part: Part, loading: Loading) -> None:
+def _lokr(keys: Keys, architecture: Architecture, loading: Loading) -> None:
     for key, name in keys.items():
         module, suffix = _cut(key)
         if suffix == "alpha" or suffix.startswith("lokr_"):
             for prefix in ("diffusion_model.", "transformer.", "lycoris_", ""):
-                matches = part.names.find(module.removeprefix(prefix)) if module.startswith(prefix) else ()
-                if matches:
-                    loading.use(name, f"transformer.{matches[0].diffusers()[matches[0].part or 0]}")
+                inner = module.removeprefix(prefix)
+                match = architecture.main.names.find_as(inner, architecture.lokr) if module.startswith(prefix) else None
+                if match is not None:
+                    loading.use(name, f"transformer.{match.diffusers()[match.part or 0]}")
                     break
         else:
             raise RejectedError(f"{key} is not LoKr")
@@ -195,6 +196,9 @@ def _flux2_lokr(keys: Keys, part: Part, loading: Loading) -> None:
 
 def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
     """Apply the conversion of the family that the names ask for, if any."""
+    if architecture.lokr and any(".lokr_" in key for key in keys):
+        _lokr(keys, architecture, loading)
+        return
     conversion = next(
         (each for each in architecture.conversions if any(re.search(each.when, key) for key in keys)), None
     )
@@ -208,21 +212,23 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
     found: Keys = {}
     natives: set[str] = set()
     for key, name in keys.items():
-        prefix = next((each for each in conversion.prefixes if key.startswith(each)), "")
-        module, suffix = _cut(key.removeprefix(prefix))
-        if re.fullmatch(conversion.ignores, key.removeprefix(prefix)):
+        prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
+        module, suffix = _cut(key.removeprefix(prefix or ""))
+        if re.fullmatch(conversion.ignores, key.removeprefix(prefix or "")):
             continue
-        match = part.names.find_as(module, conversion.spellings) if prefix in conversion.prefixes else None
+        if prefix is None or suffix not in conversion.suffixes:
+            raise RejectedError(f"it cannot convert {key}")
+        match = part.names.find_as(module, conversion.spellings)
         path = "" if match is None else match.spelled()
         is_known = module == (path.replace(".", "_") if prefix.endswith("_") else path)
         is_lacking = any(re.fullmatch(conversion.lacks, each) for each in (path, f"{path}.{suffix}"))
-        if match is None or not is_known or is_lacking or suffix not in conversion.suffixes:
-            if conversion.others == "raise":
-                raise RejectedError(f"it cannot convert {key}")
-            found[f"{part.component}.{key.removeprefix(prefix)}"] = name
-        else:
+        if match is not None and is_known and not is_lacking:
             found |= _spread(part, match, suffix, name, f"{part.component}.")
             natives.add(match.native())
+        elif conversion.others == "raise":
+            raise RejectedError(f"it cannot convert {key}")
+        elif suffix != "alpha":
+            found[f"{part.component}.{key.removeprefix(prefix)}"] = name
     if conversion.needs_blocks:
         _check_blocks(natives, part, conversion.optional)
     return found
