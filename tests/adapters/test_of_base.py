@@ -204,7 +204,8 @@ def flux1_blocks(double, single, width):
 
 def test_flux1_is_told_by_its_depth_and_width():
     assert choose_families(adapter(flux1_blocks(19, 38, 3072)), base=None) == ("flux1", "chroma")
-    for other in ((20, 40, 3072), (19, 37, 3072), (19, 38, 2048)):  # HunyuanVideo, others
+    assert choose_families(adapter(flux1_blocks(20, 40, 3072)), base=None) == ("hunyuan_video",)
+    for other in ((19, 37, 3072), (19, 38, 2048)):
         assert choose_families(adapter(flux1_blocks(*other)), base=None) == ()
 
 

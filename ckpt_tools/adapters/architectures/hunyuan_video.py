@@ -44,8 +44,9 @@ def _time(native: str, diffusers: str) -> tuple[Rule, ...]:
 
 
 def _feed_forward(native: str, diffusers: str) -> tuple[Rule, ...]:
-    first = _both(rename(f"{native}.0", f"{diffusers}.net.0.proj"), f"{native}.fc1")
-    return first, _both(rename(f"{native}.2", f"{diffusers}.net.2"), f"{native}.fc2")
+    first = rename(f"{native}.0", f"{diffusers}.net.0.proj", ratio=4)
+    second = rename(f"{native}.2", f"{diffusers}.net.2", ratio=1 / 4)
+    return _both(first, f"{native}.fc1"), _both(second, f"{native}.fc2")
 
 
 def _attention(
@@ -100,6 +101,7 @@ _NAMES = Names(
             step="stacked",
             heights=(1, 1, 1, None),
             rest=4,
+            ratio=7,
         ),
         rename("single_blocks.{i}.linear2", f"{_SINGLE}.proj_out"),
         _both(
@@ -120,6 +122,7 @@ _NAMES_1_5 = Names(
     )
 )
 """Every linear layer, embedding and patch embedding of HunyuanVideo 1.5."""
+_RIVALS = {"Bria, LongCat-Image, Ovis-Image, HunyuanImage": r"(?!)"}
 _COMFYUI = ComfyUI(aliases=("diffusion_model.", "transformer."), lacks=("_in.mlp.", "_embedder."))
 """Of Tencent's names it has those of the blocks."""
 
@@ -129,6 +132,7 @@ HUNYUAN_VIDEO = Architecture(
     parts=(transformer(_NAMES),),
     classes=("HunyuanVideoTransformer3DModel",),
     sizes=(Size(columns={".attn.to_q": 3072}, last={"transformer_blocks": 19, "single_transformer_blocks": 39}),),
+    rivals=_RIVALS,
     conversions=(
         Conversion(
             when="img_attn_qkv",
@@ -153,6 +157,7 @@ HUNYUAN_VIDEO_1_5 = Architecture(
     parts=(transformer(_NAMES_1_5),),
     classes=("HunyuanVideo15Transformer3DModel",),
     sizes=(Size(columns={".attn.to_q": 2048}, last={"transformer_blocks": 53}),),
+    rivals=_RIVALS,
     comfyui=replace(_COMFYUI, lacks=(*_COMFYUI.lacks, "_attn_q", "_attn_k", "_attn_v")),
     kohya=Kohya(tool="musubi-tuner", spelling="alias", blocks=("double_blocks.",)),
     model_spec="hunyuan-video-1.5/lora",

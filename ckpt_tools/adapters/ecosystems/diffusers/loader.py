@@ -204,6 +204,9 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
     )
     if conversion is not None:
         keys = _convert(conversion, keys, architecture.main)
+    elif file.base_class in architecture.classes and any_model.applies(file):
+        any_model.load(file, loading)
+        return
     _all_lora([key for key in keys if not key.startswith("\0")])
     _inject(keys, architecture, file, loading)
 
