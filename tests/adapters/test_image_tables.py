@@ -110,20 +110,27 @@ def test_native_loras_are_what_diffusers_converts(name: str) -> None:
     }[name]
     if name == "chroma":
         skipped = ("norm", "time_text", "x_embedder", "context_embedder")
-        shapes = {path: shape for path, shape in flux1_at_its_real_width().items() if not any(s in path for s in skipped)}
+        shapes = {
+            path: shape for path, shape in flux1_at_its_real_width().items() if not any(s in path for s in skipped)
+        }
         del shapes["proj_out"]
     else:
         shapes = lumina2_at_its_real_width() if name == "lumina2" else linears(MORE[name]())
     modules = [lora(path, shape, rank=2, alpha=2.0) for path, shape in shapes.items()]
     if name in ("lumina2", "hidream"):  # diffusers takes no alpha for these, and PEFT's suffixes alone
-        placed = in_native(place_all(adapter(modules).with_factors(lambda m, r: to_array(m.factors[r])), ARCHITECTURES[name]), as_lora=refuse)
+        placed = in_native(
+            place_all(adapter(modules).with_factors(lambda m, r: to_array(m.factors[r])), ARCHITECTURES[name]),
+            as_lora=refuse,
+        )
         tensors = {
             f"diffusion_model.{each.module.path}.lora_{role}.weight": to_tensor(factor)
             for each in placed
             for role, factor in each.module.factors.items()
         }
     else:
-        tensors = dict(to_target(adapter(modules), "comfyui" if name == "chroma" else "kohya", architecture=name).tensors)
+        tensors = dict(
+            to_target(adapter(modules), "comfyui" if name == "chroma" else "kohya", architecture=name).tensors
+        )
     converted = convert(tensors)
     for module in modules:
         pair = {side: converted[f"transformer.{module.path}.{side}.weight"] for side in ("lora_A", "lora_B")}

@@ -207,8 +207,8 @@ def test_every_layer_has_one_reading_in_every_spelling(name: str) -> None:
 
 def test_candidates_for_shared_names_are_several() -> None:
     assert len(candidates(["transformer_blocks.0.attn.to_q"])) > 1
-    shared = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_mlp"]
-    assert candidates(shared) == ("flux1", "hunyuan_video", "chroma")
+    shared = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.norm.linear"]
+    assert candidates(shared) == ("flux1", "hunyuan_video")
     assert candidates(["lora_unet_joint_blocks_3_x_block_attn_qkv"]) == ("sd3",)
     assert candidates(["a.b"]) == candidates([]) == candidates(["model.layers.0.self_attn.q_proj"]) == ()
     assert is_language_model_path("model.layers.0.self_attn.q_proj")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from adapters.image_models import adapter, linears, lora, to_target
+from adapters.image_models import adapter, delta, linears, lora, to_target
 from adapters.video_models import MODELS
 from torch import nn
 
-from ckpt_tools.adapters.adapter import AdapterModule
+from ckpt_tools.adapters.adapter import AdapterModule, Sourced
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.architectures.resolve import place, readings
-from ckpt_tools.adapters.ecosystems.simulation import AdapterFile
 from ckpt_tools.errors import UsageError
 
 CONVERTERS = {
@@ -79,3 +77,78 @@ def test_table_agrees_with_diffusers_conversion_of_a_whole_checkpoint(name):
     assert len(paths) > 20
     for path in paths:
         assert torch.equal(converted[f"{path}.weight"], model(name).get_submodule(path).weight), path
+
+
+def same_changes(converted: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
+    """Does every converted pair add what the module did?"""
+    for path, change in want.items():
+        a, b = (converted[f"transformer.{path}.lora_{side}.weight"].double() for side in "AB")
+        if not torch.allclose(b @ a, change, atol=1e-6):
+            return False
+    return len(converted) == 2 * len(want)
+
+
+@pytest.mark.parametrize("target", ["comfyui", "kohya"])
+def test_adapters_of_wan_are_what_diffusers_converts(target):
+    from diffusers.loaders import lora_conversion_utils as conversions
+
+    name = {"comfyui": "_convert_non_diffusers_wan_lora_to_diffusers", "kohya": "_convert_musubi_wan_lora_to_diffusers"}
+    modules = [lora(path, shape) for path, shape in linears(model("wan")).items() if path.startswith("blocks.")]
+    written = to_target(adapter(modules), target, architecture="wan")
+    converted = getattr(conversions, name[target])(dict(written.tensors))
+    assert same_changes(converted, {module.path: delta(module) for module in modules})
+
+
+def test_adapters_of_ltx2_are_what_diffusers_converts():
+    from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_ltx2_lora_to_diffusers
+
+    modules = [lora(path, shape, rank=2) for path, shape in linears(model("ltx2")).items()]
+    written = to_target(adapter(modules), "comfyui", architecture="ltx2").tensors
+    names = {".lora_up.weight": ".lora_B.weight", ".lora_down.weight": ".lora_A.weight"}
+    pairs = {
+        key.replace(old, new): tensor for key, tensor in written.items() for old, new in names.items() if old in key
+    }
+    assert same_changes(
+        _convert_non_diffusers_ltx2_lora_to_diffusers(pairs), {module.path: delta(module) for module in modules}
+    )
+
+
+def test_musubis_names_of_hunyuan_video_go_in_and_out():
+    torch.manual_seed(0)
+    for name in ("hunyuan_video", "hunyuan_video_1_5"):
+        family = ARCHITECTURES[name]
+        modules = [lora(path, shape) for path, shape in linears(model(name)).items() if "blocks.0" in path]
+        written = to_target(adapter(modules), "kohya", architecture=name).tensors
+        block = "lora_unet_double_blocks_0"
+        expected = {f"{block}_img_mlp_fc1", f"{block}_txt_mod_linear"}
+        is_split = name == "hunyuan_video_1_5"
+        expected |= {f"{block}_img_attn_{part}" for part in "qkv"} if is_split else {f"{block}_img_attn_qkv"}
+        assert expected <= {key.partition(".")[0] for key in written}
+        assert not any("img_mlp_0" in key or (is_split and "img_attn_qkv" in key) for key in written)
+        back = to_target(
+            adapter(
+                [
+                    AdapterModule(
+                        path=path,
+                        family="lora",
+                        factors={"A": written[f"{path}.lora_down.weight"], "B": written[f"{path}.lora_up.weight"]},
+                        rank=Sourced(len(written[f"{path}.lora_down.weight"]), "A"),
+                        alpha=Sourced(float(written[f"{path}.alpha"]), "alpha"),
+                    )
+                    for path in dict.fromkeys(key.partition(".")[0] for key in written)
+                ],
+                "kohya",
+            ),
+            "diffusers",
+            architecture=family.name,
+        ).tensors
+        assert same_changes(dict(back), {module.path: delta(module) for module in modules})
+
+
+def test_models_that_a_target_does_not_have_are_refused_by_name():
+    modules = [lora("transformer_blocks.0.attn1.to_q", (16, 16)), lora("patch_embed.text_proj", (16, 8))]
+    for target, who in (("comfyui", "ComfyUI"), ("kohya", "musubi-tuner")):
+        with pytest.raises(UsageError, match=rf"{who}.* CogVideoX"):
+            to_target(adapter(modules), target, architecture="cogvideox")
+    with pytest.raises(UsageError, match=r"musubi-tuner.* LTX-2"):
+        to_target(adapter([lora("patchify_proj", (16, 4))]), "kohya", architecture="ltx2")

@@ -92,7 +92,9 @@ def test_qwen_image_is_not_taken_for_flux1(qwen, tmp_path):
     root, adapted = qwen
     assert api.export_lora(root / "dcp", tmp_path / "k", to="kohya", alpha=6, base=root / "base").ok
     names = {name.partition(".")[0] for name in load_file(next((tmp_path / "k").iterdir()))}
-    assert names == {f"lora_unet_transformer_blocks_{i}_attn_{x.replace('.', '_')}" for i in range(2) for x in ATTENTION}
+    assert names == {
+        f"lora_unet_transformer_blocks_{i}_attn_{x.replace('.', '_')}" for i in range(2) for x in ATTENTION
+    }
     # ComfyUI calls its modules as diffusers does.
     assert api.export_lora(root / "dcp", tmp_path / "c", to="comfyui", alpha=6, base=root / "base").ok
     written = load_file(next((tmp_path / "c").iterdir()))

@@ -76,7 +76,9 @@ class Conversion:
     """Regular expression of native or diffusers paths, as they are spelled, or of a path with its suffix, that it does
     not convert."""
     ignores: str = "(?!)"
-    """Regular expression of names that it leaves out."""
+    """Regular expression of names, without a prefix, that it leaves out."""
+    refuses: str = "(?!)"
+    """Regular expression of names, without a prefix, on which it raises."""
     others: Literal["raise", "keep"] = "keep"
     """What it does with other paths: raise, or keep them, which then are no module's. It raises on other suffixes."""
     needs_blocks: bool = False

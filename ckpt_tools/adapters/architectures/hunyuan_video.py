@@ -141,7 +141,6 @@ HUNYUAN_VIDEO = Architecture(
             suffixes=PEFT_PAIR,
             # It exchanges halves of A, and cuts A of the refiner's qkv in three.
             lacks=r"final_layer\.adaLN_modulation\.1|txt_in\..*self_attn_qkv",
-            others="keep",
         ),
     ),
     comfyui=_COMFYUI,

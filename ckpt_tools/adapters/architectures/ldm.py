@@ -105,7 +105,8 @@ def _part(names: Names) -> Part:
 
 def _conversions(*spellings: Spelling) -> tuple[Conversion, ...]:
     """Only SDXL's pipelines give diffusers' conversion the numbers that turn LDM's blocks into its own."""
-    return (Conversion(when="", prefixes=("lora_unet_",), spellings=spellings),)
+    lacks = r"add_embedding\..*|encoder_hid_proj"
+    return (Conversion(when="", prefixes=("lora_unet_",), spellings=spellings, lacks=lacks),)
 
 
 def _cross(width: int) -> tuple[Size, ...]:

@@ -52,9 +52,7 @@ LTX2 = Architecture(
     classes=("LTX2VideoTransformer3DModel",),
     sizes=(Size(columns={".attn1.to_q": 4096, ".audio_attn1.to_q": 2048}, last={"transformer_blocks": 47}),),
     rivals={"LTX-Video and others": r".*audio.*|av_.*"},
-    conversions=(
-        Conversion(when=r"^diffusion_model\.", prefixes=("diffusion_model.",), suffixes=PEFT_PAIR, others="keep"),
-    ),
+    conversions=(Conversion(when=r"^diffusion_model\.", prefixes=("diffusion_model.",), suffixes=PEFT_PAIR),),
     comfyui=ComfyUI(),
     kohya=None,
     base_version="ltx2",

@@ -4,8 +4,8 @@ The two experts of Wan 2.2 (high and low noise) have the same names. Each has an
 
 Source: github.com/Wan-Video/Wan2.1, wan/modules/model.py and vace_model.py; ComfyUI, comfy/ldm/wan/model.py;
 musubi-tuner, networks/lora_wan.py, utils/sai_model_spec.py; diffusers 0.42, loaders/single_file_utils.py
-(`convert_wan_transformer_to_diffusers`), loaders/lora_conversion_utils.py (`_convert_non_diffusers_wan_lora_to_diffusers`
-and `_convert_musubi_wan_lora_to_diffusers`).
+(`convert_wan_transformer_to_diffusers`), loaders/lora_conversion_utils.py
+(`_convert_non_diffusers_wan_lora_to_diffusers`, `_convert_musubi_wan_lora_to_diffusers`).
 """
 
 from __future__ import annotations

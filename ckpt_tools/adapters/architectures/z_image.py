@@ -75,6 +75,7 @@ Z_IMAGE = Architecture(
             prefixes=("diffusion_model.", ""),
             spellings=("diffusers",),
             suffixes=(*PEFT_PAIR, *KOHYA_PAIR, "alpha"),
+            refuses=r".*\.attention\.out\.alpha",  # it renames this one, and not the factors beside it
         ),
     ),
     lokr=("diffusers",),

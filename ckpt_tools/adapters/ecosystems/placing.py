@@ -118,6 +118,8 @@ def _together(where: Place, group: Mapping[int, Module], path: str, as_lora: AsL
     apart = [replace(part, path=where.diffusers[index]) for index, part in group.items()]
     families = {part.family for part in apart}
     joins = len(families) == 1 and FAMILIES[min(families)].joins
+    if may_stay and not joins and any(rows_of(part) is None for part in apart):
+        return apart  # rotations, of which only the base tells
     sizes = _sizes(where, group)
     if may_stay and not joins:
         return apart

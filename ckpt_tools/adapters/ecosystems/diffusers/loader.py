@@ -216,10 +216,11 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
     natives: set[str] = set()
     for key, name in keys.items():
         prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
-        module, suffix = _cut(key.removeprefix(prefix or ""))
-        if re.fullmatch(conversion.ignores, key.removeprefix(prefix or "")):
+        inner = key.removeprefix(prefix or "")
+        module, suffix = _cut(inner)
+        if re.fullmatch(conversion.ignores, inner):
             continue
-        if prefix is None or suffix not in conversion.suffixes:
+        if prefix is None or suffix not in conversion.suffixes or re.fullmatch(conversion.refuses, inner):
             raise RejectedError(f"it cannot convert {key}")
         match = part.names.find_as(module, conversion.spellings)
         path = "" if match is None else match.spelled()
@@ -231,7 +232,7 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
         elif conversion.others == "raise":
             raise RejectedError(f"it cannot convert {key}")
         elif suffix != "alpha":
-            found[f"{part.component}.{key.removeprefix(prefix)}"] = name
+            found[f"{part.component}.{inner}"] = name
     if conversion.needs_blocks:
         _check_blocks(natives, part, conversion.optional)
     return found
@@ -277,7 +278,7 @@ def _ldm_kohya(keys: Keys, architecture: Architecture) -> Keys:
             part = encoders.get("text_encoder_2" if module.startswith("lora_te2_") else "text_encoder")
             inner = re.sub("^lora_te[12]?_", "", module)
             match = None if part is None else _native(part, inner)
-        if part is not None and match is not None:
+        if part is not None and match is not None and not re.fullmatch(conversion.lacks, match.spelled()):
             found |= _spread(part, match, suffix, name, f"{part.component}.")
     return found
 
