@@ -52,11 +52,7 @@ LTX = Architecture(
     # It takes the prefix off, and leaves Lightricks' names as they are.
     conversions=(
         Conversion(
-            when=r"^diffusion_model\.",
-            prefixes=("diffusion_model.",),
-            spellings=("diffusers",),
-            lacks="patchify_proj",
-            others="raise",
+            when=r"^diffusion_model\.", prefixes=("diffusion_model.",), spellings=("diffusers",), lacks="patchify_proj"
         ),
     ),
     comfyui=ComfyUI(),

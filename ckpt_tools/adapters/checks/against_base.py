@@ -104,7 +104,8 @@ def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) 
     yield Finding.error(
         code="adapter-shape",
         where=module.path,
-        what=f"the factors are for {list(have)}, and the base model's is {' or '.join(str(list(x)) for x in sorted(wanted))}",
+        what=f"factors for {list(have)}, and the base model's weight is "
+        f"{' or '.join(str(list(each)) for each in sorted(wanted))}",
         hint="is it the base that the adapter was trained on?",
     )
 
