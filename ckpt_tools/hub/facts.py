@@ -40,7 +40,7 @@ _SETTINGS = ("peft_type", "r", "lora_alpha", "alpha", "use_rslora", "use_dora", 
 """Of an adapter's config, what the card shows."""
 _BASE_KEYS = ("base_model_name_or_path", "ss_base_model", "ss_sd_model_name")
 """Of a header: what may be the base's hub id (diffusers, ai-toolkit, kohya)."""
-_MADE: Mapping[str, Relation] = {"quantised": "quantized", "merged": "merge", "averaged": "merge"}
+_MADE: Mapping[str, Relation] = {"quantised": "quantized", "merged": "finetune", "averaged": "merge"}
 """What the manifest says of how ckpt made the weights → what the hub calls it."""
 _PICTURES = ("kohya", "comfyui", "diffusers", "ai-toolkit")
 """Conventions that only adapters of image and video models have."""
@@ -185,7 +185,7 @@ def _with_adapter(
     """Add what check-lora and the header tell of the only adapter."""
     takes = tuple(report.loader for report in check.loaders if report.is_whole)
     family = next((each for each in ARCHITECTURES.values() if each.name == check.architecture), None)
-    family_name = "" if family is None else family.diffusers_class or family.name
+    family_name = "" if family is None else family.classes[0]
     is_diffusion = family is not None or check.convention in _PICTURES
     is_peft = facts.library == "peft"
     base, notes = facts.base_model, facts.notes

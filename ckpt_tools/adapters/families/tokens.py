@@ -25,6 +25,12 @@ _FIELDS = {"tokens": "token_indices", "beside": "trainable_token_indices"}
 """Role → field of PEFT's configuration that says which tokens they are."""
 
 
+_FIELDS_OF_PEFT = """
+    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules token_indices
+    init_weights
+"""
+
+
 class Tokens(Family):
     """Other rows for some tokens."""
 
@@ -34,10 +40,7 @@ class Tokens(Family):
     peft_names: ClassVar = {"tokens": "trainable_tokens_delta", "beside": "token_adapter.trainable_tokens_delta"}
     also_read = (("peft", r"token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>[^.]+))?", "beside"),)
     peft_type = "TRAINABLE_TOKENS"
-    peft_fields = frozenset(
-        """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
-        token_indices init_weights""".split()
-    )
+    peft_fields = frozenset(_FIELDS_OF_PEFT.split())
     why_not_a_sum = "it replaces rows: what it adds depends on the base"
 
     def matrix(self, shapes: Shapes) -> Matrix | None:
