@@ -71,6 +71,8 @@ MERGED = frozenset(
         "LN tuning", "MiSS", "MiSS, bat", "MiSS, mini", "RandLoRA", "RoAd", "RoAd 2", "RoAd 4", "SHiRA", "VeRA",
     }
 )  # fmt: skip
+OF_ANY_SIZE = frozenset({"FourierFT", "WaveFT", "MiSS, mini"})
+"""Their tensors do not depend on the weight's shape: PEFT loads them for any."""
 NOT_IN_A_STATE_DICT = {"SHiRA": "shira_indices", "P-tuning": "computes when it saves"}
 QUICK = ("AdaLoRA", "IA3", "VeRA", "prompt")
 
@@ -120,8 +122,9 @@ class Bench:
         import peft
 
         path, kind = self.root / name, CASES[name]
+        base = self.fresh()
         torch.manual_seed(1)
-        model = peft.get_peft_model(self.fresh(), peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind[0]](**kind[1]))
+        model = peft.get_peft_model(base, peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[kind[0]](**kind[1]))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad:
@@ -161,7 +164,8 @@ def test_export_from_a_live_models_dcp_keeps_every_byte(bench, name, tmp_path):
     export_lora(source, tmp_path / "out", base=bench.base() if name in MERGED else None)
     there, here = load_file(directory / FILE), load_file(tmp_path / "out" / FILE)
     assert all(torch.equal(there[key], tensor) for key, tensor in here.items())
-    assert all(".randlora_" in key for key in there.keys() - here.keys())  # PEFT repeats what its modules share
+    again = (".randlora_", "embed_tokens.base_layer.weight")  # what the modules share once more, and the base's own
+    assert all(any(part in key for part in again) for key in there.keys() - here.keys())
     assert torch.equal(outputs(bench.loaded(tmp_path / "out")), meant)
 
 
@@ -178,7 +182,7 @@ def test_merge_is_peft_s_own(bench, name, tmp_path):
 
 def damaged(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Return what may happen to an adapter: a tensor lost, cut, empty, or without its end."""
-    first = next(key for key in tensors if "layers.1" in key or "prompt" in key)
+    first = next(key for key in sorted(tensors, reverse=True) if not key.endswith(("randlora_A", "randlora_B")))
     others = {key: tensor for key, tensor in tensors.items() if key != first}
     kinds = {
         "lost": others,
@@ -207,7 +211,7 @@ def test_damaged_adapter_never_loads(bench, name, tmp_path):
         assert verdict in wanted, kind
 
 
-@pytest.mark.parametrize("name", cases(sorted(CASES.keys() - UNPROVEN - {"FourierFT", "WaveFT", "LN tuning"})))
+@pytest.mark.parametrize("name", cases(sorted(CASES.keys() - UNPROVEN - OF_ANY_SIZE)))
 def test_adapter_of_another_base_fails(bench, name):
     directory, _, _ = bench.trained(name)
     assert check_lora(directory, base=bench.base("other", hidden=24)).verdict == "fails"
