@@ -170,7 +170,7 @@ def _check_module(module: AdapterModule[F]) -> Iterator[Finding]:
         return
     dims = family.rank_dims(shapes)
     for roles in family.ranked_together(shapes):
-        group = [role for role in roles if role in dims]
+        group = [role for role in roles if dims.get(role, math.inf) < len(shapes[role])]
         if len({shapes[role][dims[role]] for role in group}) > 1:
             shown = ", ".join(f"{role} {list(shapes[role])}" for role in group)
             yield _finding("adapter-rank", module.path, f"the factors disagree on the rank: {shown}", _TRUNCATED_HINT)

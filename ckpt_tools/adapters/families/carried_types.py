@@ -81,8 +81,11 @@ def _road(c: Numbers, o: int, *_: object) -> Ways:
 def _vblora(c: Numbers, o: int, i: int, _: Shape) -> Ways:
     v, r, n, top = c("vector_length"), c("r"), c("num_vectors"), c("topk")
     leads = {"A": (r, share(i, v, "vector_length")), "B": (share(o, v, "vector_length"), r)}
-    ends = {"_topk_indices": top, "_topk_weights": top - 1} if c.get("save_only_topk_weights") else {"": n}
-    return ({f"vblora_logits_{x}{end}": (*lead, size) for x, lead in leads.items() for end, size in ends.items()},)
+    ends = [{"": n}, *([{"_topk_indices": top, "_topk_weights": top - 1}] if c.get("save_only_topk_weights") else [])]
+    return tuple(
+        {f"vblora_logits_{x}{end}": (*lead, size) for x, lead in leads.items() for end, size in each.items()}
+        for each in ends
+    )
 
 
 def _vblora_shared(c: Numbers, _: Sequence[Shape]) -> Mapping[str, Shape]:

@@ -80,8 +80,6 @@ def load_prompt(file: AdapterFile, config: Config, family: Carried, loading: Loa
         return
     if own[name] != wanted:
         raise RejectedError(f"size mismatch: {name} is {list(own[name])}, PEFT makes {list(wanted)}")
-    if config.get("prefix_projection"):
-        raise RejectedError("prefix_projection is true, and the file has the projected prefix alone")
     if kind == "MULTITASK_PROMPT_TUNING" or kind in ("PREFIX_TUNING", "CARTRIDGE"):
         loading.unchecked(file.file, f"whether the tensors of {kind} fit the base's attention and tasks")
     elif file.base is None:
