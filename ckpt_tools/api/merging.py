@@ -72,24 +72,21 @@ def _weights(options: MergeOptions, paths: Sequence[str]) -> list[float]:
     Raises:
         UsageError: Not a number for each of them, or an adapter that is given twice.
     """
-    places = [os.path.realpath(path) for path in paths]
+    places = list(map(os.path.realpath, paths))
     if twice := [path for path, place in zip(paths, places, strict=True) if places.count(place) > 1]:
         raise UsageError("the same adapter is given twice", where=twice[0], hint="--weights says how much it counts")
     given = options.weights if isinstance(options.weights, str) else ",".join(map(str, options.weights))
+    flag, wanted = ("--weights", given) if given else ("--scale", str(options.scale))
     if options.scale is not None and (given or len(paths) > 1):
         raise UsageError("--scale is for one adapter", hint="--weights has a number for each")
-    flag = "--weights" if given else "--scale"
     try:
-        weights = [float(part) for part in given.split(",")] if given else [1.0] * len(paths)
+        weights = [1.0] * len(paths) if wanted == "None" else [float(part) for part in wanted.split(",")]
     except ValueError:
         raise UsageError(f"--weights must be numbers, got {given!r}", hint="--weights 1,0.5") from None
-    if options.scale is not None:
-        weights = [options.scale]
     if len(weights) != len(paths):
         what = f"--weights has {len(weights)} numbers for {len(paths)} adapters"
         raise UsageError(what, hint="one for each, in their order")
     if not all(map(math.isfinite, weights)) or not any(weights):
-        shown = ",".join(f"{weight:g}" for weight in weights)
-        what = "leaves nothing of what is added" if not any(weights) else "is no number"
-        raise UsageError(f"{flag} {shown} {what}", where=flag, hint="1 adds an adapter as it was trained")
+        what = f"{flag} {wanted} " + ("is no number" if any(weights) else "leaves nothing of what is added")
+        raise UsageError(what, where=flag, hint="1 adds an adapter as it was trained")
     return weights

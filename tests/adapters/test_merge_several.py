@@ -146,7 +146,7 @@ def test_what_has_no_sum_is_refused(tmp_path):
         ({"weights": [0, 0]}, "leaves nothing"),
         ({"weights": "1,nan"}, "is no number"),
         ({"scale": 2.0}, "for one adapter"),
-        ({"combine": "linear"}, "need one rank"),
+        ({"combine": "linear"}, "needs one rank"),
     ],
 )
 def test_arguments_that_cannot_be_meant(tmp_path, options, what):
@@ -176,3 +176,20 @@ def test_dare_is_random_by_its_seed_and_right_on_average(tmp_path):
     assert abs(kept - 0.75) < 0.02  # of two adapters at least one is kept
     assert float((found.mean(0) - exact).norm() / exact.norm()) < 1.5 / 12**0.5
     assert not torch.equal(merged(3, "dare_linear"), merged(4, "dare_linear"))
+
+
+def test_kohyas_names_and_their_order_are_combined_with_peft(tmp_path):
+    """The second adapter's file has B before A, other names, and an alpha as a tensor."""
+    from safetensors.torch import load_file, save_file
+
+    _, paths = several(tmp_path, lora(target_modules=LINEAR), lora(target_modules=LINEAR))
+    api.merge_lora(tmp_path / "base", paths, tmp_path / "expected", combine="svd", svd_rank=3)
+    flat = {}
+    for name, tensor in load_file(paths[1] / "adapter_model.safetensors").items():
+        module, _, role = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        stem = f"lora_unet_{module.replace('.', '_')}"
+        flat |= {f"{stem}.lora_{'down' if role == 'A' else 'up'}.weight": tensor, f"{stem}.alpha": torch.tensor(6.0)}
+    save_file(dict(sorted(flat.items(), reverse=True)), tmp_path / "kohya.safetensors")
+    given = [paths[0], tmp_path / "kohya.safetensors"]
+    api.merge_lora(tmp_path / "base", given, tmp_path / "out", combine="svd", svd_rank=3)
+    assert all(map(torch.equal, tensors_of(tmp_path / "out").values(), tensors_of(tmp_path / "expected").values()))

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.adapters.adapter import AdapterModule, F, Sourced
 from ckpt_tools.adapters.base.matching import ChangedRows
 from ckpt_tools.adapters.base.share import Part, Share
 from ckpt_tools.adapters.families import family_of
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 _PAIRS = (("A", "B"), ("A_embedding", "B_embedding"))
+"""In the order of their names."""
 
 
 class _Method(NamedTuple):
@@ -149,7 +149,7 @@ class Group:
     turns: threading.Lock
     """Shared by all groups: whole products are computed one at a time."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _made: AdapterModule[Array] | None = None
+    _made: tuple[Array, Array] | None = None
 
     def check(self) -> None:
         """Refuse what PEFT does not combine.
@@ -158,65 +158,52 @@ class Group:
             UsageError: Something else than plain LoRA, or ranks that differ where factors are combined.
         """
         modules = [share.adapter.modules[index] for share, index in self.members]
+        method, where = self.combining.options.combine, modules[0].path
         for module in modules:
             if module.family != "lora" or set(module.factors) not in map(set, _PAIRS) or module.parameter != "weight":
-                what = "stacked experts" if module.parameter != "weight" else family_of(module).label(module)
-                what = "LoRA with a bias or a core" if what == "lora" else what
-                raise UsageError(
-                    f"--combine {self.combining.options.combine} is for plain LoRA; {module.path} is {what}",
-                    where=module.path,
-                    hint="leave out --combine: a sum takes every family",
+                what = family_of(module).label(module) + (
+                    " with more than two matrices" if len(module.factors) > 2 else ""
                 )
-        ranks = sorted(
-            {module.factors[pair[0]].shape[0] for module in modules for pair in _PAIRS if _has(module, pair)}
-        )
+                what = "stacked experts" if module.parameter != "weight" else what
+                hint = "leave out --combine: a sum takes every family"
+                raise UsageError(f"--combine {method} is for plain LoRA; {where} is {what}", where=where, hint=hint)
+        ranks = sorted({module.factors[min(module.factors)].shape[0] for module in modules})
         if len(ranks) > 1 and not self.combining.kind.of_product:
-            raise UsageError(
-                f"--combine {self.combining.options.combine} adds factors, which need one rank; {modules[0].path} has "
-                f"{' and '.join(map(str, ranks))}",
-                where=modules[0].path,
-                hint="--combine svd takes any ranks, and so does a sum (leave out --combine)",
-            )
+            what = f"--combine {method} needs one rank; {where} has {' and '.join(map(str, ranks))}"
+            raise UsageError(what, where=where, hint="--combine svd takes any ranks; so does a sum, without --combine")
 
     def change(self, rows: ChangedRows) -> Change:
         """Return what the combined module makes of rows."""
-        from ckpt_tools.adapters.families.changes import change_of
-        from ckpt_tools.adapters.families.family import Setting
+        from ckpt_tools.adapters.families.changes import LowRank
 
         with self._lock:
             if self._made is None:
                 self._made = self._combined()
-            return change_of(self._made, rows.shape, Setting(transposed=rows.transposed), rows.role)
+            a, b = self._made
+        share, index = self.members[0]
+        is_turned = rows.transposed or "A_embedding" in share.adapter.modules[index].factors
+        return LowRank(a.T, b.T, 1.0) if is_turned else LowRank(b, a, 1.0)
 
-    def _combined(self) -> AdapterModule[Array]:
+    def _combined(self) -> tuple[Array, Array]:
+        """Return A (r, columns) and B (rows, r)."""
         import numpy as np
 
         modules = [share.loading.get().modules[index] for share, index in self.members]
         scales = [family_of(module).scale(module) for module in modules]
         weights = [share.weight for share, _ in self.members]
-        roles = next(pair for pair in _PAIRS if _has(modules[0], pair))
         down, up = (
-            [module.factors[role].astype(np.float32).reshape(module.factors[role].shape[0], -1) for module in modules]
-            for role in roles
+            [factor.astype(np.float32).reshape(factor.shape[0], -1) for factor in factors]
+            for factors in zip(*([m.factors[role] for role in sorted(m.factors)] for m in modules), strict=True)
         )
         key = zlib.crc32(modules[0].path.encode())
         if self.combining.kind.of_product:
             rank = self.combining.options.svd_rank or max(each.shape[0] for each in down)
             up = [factor * np.float32(scale) for factor, scale in zip(up, scales, strict=True)]
-            a, b = self._of_product(down, up, weights, rank, key)
-        else:
-            scaled = [weight * scale for weight, scale in zip(weights, scales, strict=True)]
-            roots = [math.sqrt(abs(each)) for each in scaled]
-            signed = [math.copysign(root, each) for root, each in zip(roots, scaled, strict=True)]
-            a, b = self.combining.mix(down, signed, (key, 0)), self.combining.mix(up, roots, (key, 1))
-        said = f"--combine {self.combining.options.combine}"
-        return AdapterModule(
-            path=modules[0].path,
-            family="lora",
-            factors=dict(zip(roles, (a, b), strict=True)),
-            rank=Sourced(a.shape[0], said),
-            alpha=Sourced(float(a.shape[0]), said),
-        )
+            return self._of_product(down, up, weights, rank, key)
+        scaled = [weight * scale for weight, scale in zip(weights, scales, strict=True)]
+        roots = [math.sqrt(abs(each)) for each in scaled]
+        signed = [math.copysign(root, each) for root, each in zip(roots, scaled, strict=True)]
+        return self.combining.mix(down, signed, (key, 0)), self.combining.mix(up, roots, (key, 1))
 
     def _of_product(
         self, down: Sequence[Array], up: Sequence[Array], weights: Sequence[float], rank: int, key: int
@@ -231,19 +218,15 @@ class Group:
             turned, lower = np.linalg.qr(right.T)
             outer, sizes, inner = np.linalg.svd(rest @ lower.T)
             a, b = inner[:rank] @ turned.T, basis @ (outer[:, :rank] * sizes[:rank])
-            return a.astype(np.float32), b.astype(np.float32)
-        with self.turns:
-            whole = self.combining.mix([b @ a for a, b in zip(down, up, strict=True)], weights, (key,))
-            is_wide = whole.shape[0] <= whole.shape[1]
-            matrix = (whole if is_wide else whole.T).astype(np.float64)
-            vectors = np.linalg.eigh(matrix @ matrix.T)[1][:, : -rank - 1 : -1]
-            other = vectors.T @ matrix
-            a, b = (other, vectors) if is_wide else (vectors.T, other.T)
-            return a.astype(np.float32), b.astype(np.float32)
-
-
-def _has(module: AdapterModule[F], pair: tuple[str, str]) -> bool:
-    return pair[0] in module.factors
+        else:
+            with self.turns:
+                whole = self.combining.mix([b @ a for a, b in zip(down, up, strict=True)], weights, (key,))
+                is_wide = whole.shape[0] <= whole.shape[1]
+                matrix = (whole if is_wide else whole.T).astype(np.float64)
+                vectors = np.linalg.eigh(matrix @ matrix.T)[1][:, : -rank - 1 : -1]
+                other = vectors.T @ matrix
+                a, b = (other, vectors) if is_wide else (vectors.T, other.T)
+        return a.astype(np.float32), b.astype(np.float32)
 
 
 def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, tuple[Part, ...]]:
@@ -275,24 +258,18 @@ def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, 
     for group in groups.values():
         group.check()
     for fqn, parts in found.items():
+        parts.sort(key=lambda part: not part.module.is_saved)
         for one, other in permutations(parts, 2):
-            is_whole_before_own = one.module.is_saved and one.owner == other.owner
-            if one.meets(other) and not is_whole_before_own:
+            if one.owner != other.owner and one.meets(other):
                 _refuse_meeting(fqn, one, other, combining)
-    return {fqn: tuple(sorted(parts, key=lambda part: not part.module.is_saved)) for fqn, parts in found.items()}
+    return {fqn: tuple(parts) for fqn, parts in found.items()}
 
 
 def _refuse_meeting(fqn: str, one: Part, other: Part, combining: Combining | None) -> None:
     what = f"{one.owner} and {other.owner} both change {fqn}"
     if reason := one.why_not_a_sum:
-        raise UsageError(
-            f"{what}, and the module of {one.owner} {reason}: they have no sum",
-            where=one.module.path,
-            hint="merge one after the other, each into the result before it; the order matters",
-        )
+        hint = "merge one after the other, each into the result before it; the order matters"
+        raise UsageError(f"{what}, and the first {reason}: they have no sum", where=one.module.path, hint=hint)
     if combining is not None and not other.module.is_saved:
-        raise UsageError(
-            f"{what} by modules of other rows, and only the same can be combined",
-            where=fqn,
-            hint="leave out --combine: a sum takes both",
-        )
+        what += ", by modules of other rows, and only the same can be combined"
+        raise UsageError(what, where=fqn, hint="leave out --combine: a sum takes both")
