@@ -11,8 +11,7 @@ from typing import Literal
 from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
-from ckpt_tools.adapters.architectures.choose import choose_family, family_named
-from ckpt_tools.adapters.architectures.resolve import readings
+from ckpt_tools.adapters.architectures.choose import choose_families, family_named
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
 from ckpt_tools.adapters.checks.against_base import check_against
@@ -35,8 +34,6 @@ from ckpt_tools.text import first_few
 
 Verdict = Literal["loads", "fails", "unknown"]
 """loads: proven; fails: something is wrong; unknown: nothing is known to be wrong, and not everything was checked."""
-_MOST_FOREIGN = 0.05
-"""Share of an adapter's modules that a family's tables may not name: one that is damaged is still of this family."""
 _OWN: Mapping[Convention, tuple[Loader, ...]] = {
     "peft": ("peft",),
     "diffusers": ("diffusers",),
@@ -114,7 +111,7 @@ def check_lora(options: CheckOptions) -> LoraCheck:
         with read_adapter(path, adapter_name=options.adapter, format=options.format) as read:
             read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
             facts = None if options.base is None else _base_for(read.adapter, read_base(options.base))
-            return _check(read, path, facts, _family(read.adapter, architecture, facts), wanted)
+            return _check(read, path, facts, _families(read.adapter, architecture, facts), wanted)
     except UnknownTypeError as error:
         nothing = (f"anything: {error.what}",)
         return LoraCheck(path=path, kind="not known", judges=wanted, needs_all=True, not_checked=nothing)
@@ -136,22 +133,13 @@ def _base_for(adapter: Adapter[TensorEntry], base: BaseModel) -> BaseModel:
     return base
 
 
-def _family(adapter: Adapter[TensorEntry], said: ModelFamily | None, base: BaseModel | None) -> ModelFamily | None:
+def _families(
+    adapter: Adapter[TensorEntry], said: ModelFamily | None, base: BaseModel | None
+) -> tuple[ModelFamily, ...]:
     """The base tells the family, and names do only where there is none, and where the family explains them all."""
     if said is not None:
-        return said
-    found = choose_family(adapter, base=None if base is None else base.family)
-    paths = [module.path for module in adapter.modules if not module.is_saved]
-    if base is not None or found is None or found == "llm":
-        return found
-    unknown = [path for path in paths if not _is_explained(path, ARCHITECTURES[found], adapter.convention)]
-    return found if len(unknown) <= _MOST_FOREIGN * len(paths) else None
-
-
-def _is_explained(path: str, architecture: Architecture, convention: Convention) -> bool:
-    """ComfyUI's prefix stands before native names: behind it diffusers' ones are those of another family."""
-    places = readings(path, architecture)
-    return any(convention != "comfyui" or each.part.is_encoder or each.match.is_native for each in places)
+        return (said,)
+    return choose_families(adapter, base=None if base is None else base.family)
 
 
 @dataclass(slots=True)
@@ -166,10 +154,11 @@ def _check(
     read: OpenedAdapter,
     path: str,
     base: BaseModel | None,
-    family: ModelFamily | None,
+    families: tuple[ModelFamily, ...],
     wanted: tuple[Loader, ...],
 ) -> LoraCheck:
     adapter, run = read.adapter, _Run(list(_check_tensors(read)), [])
+    family = families[0] if len(families) == 1 else None
     if base is None:
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
     else:
@@ -188,7 +177,7 @@ def _check(
     else:
         judges = wanted or _own_loaders(adapter.convention, file)
         others = () if wanted else tuple(loader for loader in LOADERS if loader not in judges)
-        reports = tuple(simulate(file, loader) for loader in (*judges, *others))
+        reports = tuple(simulate(file, loader, families) for loader in (*judges, *others))
         _judge(reports[: len(judges)], run, needs_all=bool(wanted), has_base=base is not None)
     ranks = Counter(module.rank.value for module in adapter.modules if module.rank is not None)
     alphas = Counter(module.alpha.value for module in adapter.modules if module.alpha is not None)

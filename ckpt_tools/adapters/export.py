@@ -27,6 +27,7 @@ from ckpt_tools.adapters.ecosystems.forms import (
     under_base_names,
     write_names,
 )
+from ckpt_tools.adapters.ecosystems.header import with_training
 from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, write
 from ckpt_tools.adapters.ecosystems.peft.config import infer_config, parse_overrides
 from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
@@ -269,7 +270,8 @@ def _for_others(run: _Run, adapter: Adapter[TensorEntry], to: Target) -> tuple[O
     run.notes += written.notes
     run.notes += error_notes(written.errors)
     items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
-    return Output(file=written.file, items=items, metadata=written.metadata, documents={}), known
+    output = Output(file=written.file, items=items, metadata=written.metadata, documents={})
+    return output if to == "diffusers" else with_training(output, run.read.opened.metadata), known
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.formats.table import FORMATS
 from ckpt_tools.options import (
     AnyPath,
@@ -34,7 +35,7 @@ Config = Annotated[
     ),
 ]
 Architecture = Annotated[
-    str | None, Option("Model family, if the names do not show it.", metavar="flux1|flux2|sdxl|sd3|llm")
+    str | None, Option("Model family, if the names do not show it.", metavar="|".join((*ARCHITECTURES, "llm")))
 ]
 Strict = Annotated[bool, Option("Refuse an adapter when a setting of its run must be assumed.")]
 

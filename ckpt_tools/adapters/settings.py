@@ -44,9 +44,7 @@ def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, read_scalar:
     settings: Settings = sidecars.peft
     if len(components) == 1 and not settings:
         settings = sidecars.components[next(iter(components))]
-    settings = {name: found for name, found in settings.items() if found.value is not None}
-    if sidecars.assumed is not None:
-        settings[ASSUMED] = Sourced(sidecars.assumed, f"header {ASSUMED}")
+    settings = {name: found for name, found in settings.items() if found.value is not None} | dict(sidecars.stated)
     modules = [replace(module, parameter=parameter) for module, parameter in _parameters(adapter, settings)]
     modules = [_with_rank(module, adapter, settings) for module in modules]
     done = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -97,7 +99,7 @@ def sd3_inputs() -> dict[str, object]:
     }
 
 
-def sdxl() -> nn.Module:
+def sdxl(**options: object) -> nn.Module:
     from diffusers import UNet2DConditionModel
 
     return UNet2DConditionModel(
@@ -114,6 +116,7 @@ def sdxl() -> nn.Module:
         projection_class_embeddings_input_dim=80,
         cross_attention_dim=24,
         norm_num_groups=8,
+        **options,
     ).eval()
 
 
@@ -126,6 +129,135 @@ def sdxl_inputs() -> dict[str, object]:
     }
 
 
+def sd(*, linear: bool = False) -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 8, 16, 16),
+        layers_per_block=2,
+        attention_head_dim=2,
+        cross_attention_dim=24,
+        norm_num_groups=4,
+        use_linear_projection=linear,
+    ).eval()
+
+
+def chroma() -> nn.Module:
+    from diffusers import ChromaTransformer2DModel
+
+    with warnings.catch_warnings(action="ignore"):
+        return ChromaTransformer2DModel(
+            in_channels=4,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=20,
+            axes_dims_rope=(4, 4, 8),
+            approximator_num_channels=8,
+            approximator_hidden_dim=16,
+            approximator_layers=2,
+        ).eval()
+
+
+def qwen_image() -> nn.Module:
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        in_channels=16,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=24,
+        axes_dims_rope=(4, 6, 6),
+    ).eval()
+
+
+def z_image() -> nn.Module:
+    from diffusers import ZImageTransformer2DModel
+
+    return ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=2,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=24,
+        axes_dims=[4, 6, 6],
+        axes_lens=[16, 16, 16],
+    ).eval()
+
+
+def lumina2() -> nn.Module:
+    from diffusers import Lumina2Transformer2DModel
+
+    return Lumina2Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        hidden_size=48,
+        num_layers=2,
+        num_refiner_layers=2,
+        num_attention_heads=3,
+        num_kv_heads=1,
+        multiple_of=16,
+        cap_feat_dim=24,
+        axes_dim_rope=(4, 6, 6),
+        axes_lens=(16, 16, 16),
+    ).eval()
+
+
+def sana() -> nn.Module:
+    from diffusers import SanaTransformer2DModel
+
+    return SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=2,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=8,
+        cross_attention_dim=16,
+        caption_channels=24,
+        sample_size=8,
+    ).eval()
+
+
+def hidream() -> nn.Module:
+    from diffusers import HiDreamImageTransformer2DModel
+
+    return HiDreamImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        caption_channels=[12, 20],
+        text_emb_dim=16,
+        num_routed_experts=2,
+        num_activated_experts=1,
+        axes_dims_rope=(4, 2, 2),
+        max_resolution=(8, 8),
+        llama_layers=[0, 1],
+    ).eval()
+
+
+MORE: dict[str, Callable[[], nn.Module]] = {
+    "sd1": sd,
+    "sd2": functools.partial(sd, linear=True),
+    "kolors": functools.partial(sdxl, encoder_hid_dim=12, encoder_hid_dim_type="text_proj"),
+    "chroma": chroma,
+    "qwen_image": qwen_image,
+    "z_image": z_image,
+    "lumina2": lumina2,
+    "sana": sana,
+    "hidream": hidream,
+}
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, object]]]] = {
     "flux1": (flux1, flux1_inputs),
     "flux2": (flux2, flux2_inputs),

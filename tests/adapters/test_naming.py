@@ -207,7 +207,8 @@ def test_every_layer_has_one_reading_in_every_spelling(name: str) -> None:
 
 def test_candidates_for_shared_names_are_several() -> None:
     assert len(candidates(["transformer_blocks.0.attn.to_q"])) > 1
-    assert candidates(["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.proj_mlp"]) == ("flux1",)
+    shared = ["transformer_blocks.0.attn.to_q", "single_transformer_blocks.0.norm.linear"]
+    assert candidates(shared) == ("flux1", "hunyuan_video")
     assert candidates(["lora_unet_joint_blocks_3_x_block_attn_qkv"]) == ("sd3",)
     assert candidates(["a.b"]) == candidates([]) == candidates(["model.layers.0.self_attn.q_proj"]) == ()
     assert is_language_model_path("model.layers.0.self_attn.q_proj")
@@ -219,7 +220,7 @@ def test_ambiguous_family_is_asked_for_only_where_it_matters() -> None:
     assert (
         "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in to_target(adapter(modules), "diffusers").tensors
     )
-    with pytest.raises(UsageError, match=r"FLUX\.1 or FLUX\.2 or SD3"):
+    with pytest.raises(UsageError, match=r"SD3 or FLUX\.1 or FLUX\.2"):
         to_target(adapter(modules), "kohya")
     shapes = {f"{path}.weight": shape for path, shape in linears(MODELS["sd3"][0]()).items()}
     written = to_target(adapter(modules), "kohya", base=model_family_of(shapes))
@@ -258,7 +259,7 @@ def test_module_adapted_under_two_names_is_refused() -> None:
         lora("transformer_blocks.0.attn.to_q", (32, 32)),
     ]
     with pytest.raises(UsageError, match="twice"):
-        to_target(adapter(modules, "kohya"), "diffusers")
+        to_target(adapter(modules, "kohya"), "diffusers", architecture="flux1")
 
 
 def test_unflatten_finds_the_one_module_of_the_base_or_refuses() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import warnings
+import re
+import shutil
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from ckpt_tools import api
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.choose import choose_family
+from ckpt_tools.adapters.architectures.choose import choose_families
 from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.base.reading import read_base
 from ckpt_tools.errors import UsageError
@@ -22,60 +22,36 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "ad
 
 
 def qwen_image():
-    from diffusers import QwenImageTransformer2DModel
-
     torch.manual_seed(4)
-    return QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
+    return image_models.qwen_image()
+
+
+def bria():
+    from diffusers import BriaTransformer2DModel
+
+    return BriaTransformer2DModel(
         num_layers=2,
+        num_single_layers=2,
         attention_head_dim=16,
         num_attention_heads=2,
-        joint_attention_dim=24,
-        axes_dims_rope=(4, 6, 6),
-    ).eval()
+        joint_attention_dim=20,
+        axes_dims_rope=[4, 4, 8],
+    )
 
 
 def others():
+    """Models that ckpt has no tables for."""
     import diffusers as d
 
+    yield "BriaTransformer2DModel", bria()
     yield (
-        "WanTransformer3DModel",
-        d.WanTransformer3DModel(
-            num_layers=1, attention_head_dim=12, num_attention_heads=2, text_dim=8, freq_dim=8, ffn_dim=16
+        "AllegroTransformer3DModel",
+        d.AllegroTransformer3DModel(
+            num_layers=1, attention_head_dim=12, num_attention_heads=2, cross_attention_dim=24, caption_channels=8
         ),
     )
     yield (
-        "HunyuanVideoTransformer3DModel",
-        d.HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=10,
-            num_layers=1,
-            num_single_layers=1,
-            num_refiner_layers=1,
-            text_embed_dim=16,
-            pooled_projection_dim=8,
-            rope_axes_dim=(2, 4, 4),
-        ),
-    )
-    with warnings.catch_warnings(action="ignore"):
-        chroma = d.ChromaTransformer2DModel(
-            in_channels=4,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=8,
-            axes_dims_rope=(4, 4, 8),
-            approximator_num_channels=8,
-            approximator_hidden_dim=16,
-            approximator_layers=1,
-        )
-    yield "ChromaTransformer2DModel", chroma
-    yield (
-        "UNet2DConditionModel",  # of SD 1.5
+        "UNet2DConditionModel",  # of fewer blocks than SD's
         d.UNet2DConditionModel(
             block_out_channels=(8, 16),
             layers_per_block=1,
@@ -114,9 +90,11 @@ def qwen(tmp_path_factory):
 
 def test_qwen_image_is_not_taken_for_flux1(qwen, tmp_path):
     root, adapted = qwen
-    with pytest.raises(UsageError, match="no tables to convert the module names of QwenImageTransformer2DModel"):
-        api.export_lora(root / "dcp", tmp_path / "k", to="kohya", alpha=6, base=root / "base")
-    assert not (tmp_path / "k").exists()
+    assert api.export_lora(root / "dcp", tmp_path / "k", to="kohya", alpha=6, base=root / "base").ok
+    names = {name.partition(".")[0] for name in load_file(next((tmp_path / "k").iterdir()))}
+    assert names == {
+        f"lora_unet_transformer_blocks_{i}_attn_{x.replace('.', '_')}" for i in range(2) for x in ATTENTION
+    }
     # ComfyUI calls its modules as diffusers does.
     assert api.export_lora(root / "dcp", tmp_path / "c", to="comfyui", alpha=6, base=root / "base").ok
     written = load_file(next((tmp_path / "c").iterdir()))
@@ -138,7 +116,6 @@ def test_qwen_image_goes_to_diffusers_under_its_own_names(qwen, tmp_path):
     root, adapted = qwen
     result = api.export_lora(root / "dcp", tmp_path / "d", to="diffusers", alpha=6, base=root / "base")
     assert result.ok
-    assert any("no tables" in note for note in result.conversion.notes)
     plain = qwen_image()
     state, metadata = QwenImagePipeline.lora_state_dict(tmp_path / "d", return_lora_metadata=True)
     QwenImagePipeline.load_lora_into_transformer(state, transformer=plain, metadata=metadata)
@@ -173,9 +150,15 @@ def test_a_base_of_another_model_is_never_one_with_tables(tmp_path):
         assert by_weights.name is None, title
         # Whatever its modules are called, nothing is written under the names of another model.
         modules = [lora(path, shape) for path, shape in linears(model).items() if len(shape) == 2][:6]
-        for target in ("kohya", "comfyui"):
+        with pytest.raises(UsageError, match="no tables"):
+            to_target(adapter(modules), "kohya", base=by_config)
+        if title.startswith("UNet"):  # LDM's names would be others
             with pytest.raises(UsageError, match="no tables"):
-                to_target(adapter(modules), target, base=by_config)
+                to_target(adapter(modules), "comfyui", base=by_config)
+        else:
+            written = to_target(adapter(modules), "comfyui", base=by_config)
+            own = {name.removeprefix("diffusion_model.").partition(".lora_")[0] for name in written.tensors}
+            assert {each.removesuffix(".alpha") for each in own} == {module.path for module in modules}
 
 
 @pytest.mark.parametrize("name", image_models.MODELS)
@@ -193,17 +176,21 @@ def test_a_base_with_tables_is_told_by_its_class_and_by_its_weights(name, tmp_pa
 def test_the_base_goes_before_the_header():
     modules = [lora(f"transformer_blocks.0.attn.{name}", (32, 32)) for name in ATTENTION]
     family = model_family_of({}, {"_class_name": "QwenImageTransformer2DModel"})
-    assert choose_family(adapter(modules), base=family) is None
+    assert choose_families(adapter(modules), base=family) == ("qwen_image",)
     family = model_family_of({}, {"_class_name": "SD3Transformer2DModel"})
-    assert choose_family(adapter(modules), base=family) == "sd3"
+    assert choose_families(adapter(modules), base=family) == ("sd3",)
 
 
 def test_an_architecture_that_the_base_is_not_of_is_refused_or_noted(qwen, tmp_path):
     root, _ = qwen
-    result = api.export_lora(
-        root / "dcp", tmp_path / "out", to="comfyui", alpha=6, base=root / "base", architecture="flux1"
-    )
+    shutil.copytree(root / "base", tmp_path / "base")
+    config = tmp_path / "base/config.json"
+    config.write_text(config.read_text().replace("QwenImageTransformer2DModel", "MysteryTransformer2DModel"))
+    options = {"alpha": 6, "base": tmp_path / "base"}
+    result = api.export_lora(root / "dcp", tmp_path / "out", to="comfyui", architecture="flux1", **options)
     assert any("not proven" in note for note in result.conversion.notes)
+    result = api.export_lora(root / "dcp", tmp_path / "own", to="comfyui", **options)
+    assert any("no loader has proven" in note for note in result.conversion.notes)
     image_models.sd3().save_pretrained(tmp_path / "sd3")
     with pytest.raises(UsageError, match="the base is SD3Transformer2DModel"):
         api.export_lora(
@@ -218,31 +205,24 @@ def flux1_blocks(double, single, width):
 
 
 def test_flux1_is_told_by_its_depth_and_width():
-    assert choose_family(adapter(flux1_blocks(19, 38, 3072)), base=None) == "flux1"
-    for other in ((20, 40, 3072), (19, 37, 3072), (19, 38, 2048)):  # HunyuanVideo, others
-        assert choose_family(adapter(flux1_blocks(*other)), base=None) is None
+    assert choose_families(adapter(flux1_blocks(19, 38, 3072)), base=None) == ("flux1", "chroma")
+    assert choose_families(adapter(flux1_blocks(20, 40, 3072)), base=None) == ("hunyuan_video",)
+    for other in ((19, 37, 3072), (19, 38, 2048)):
+        assert choose_families(adapter(flux1_blocks(*other)), base=None) == ()
 
 
 def test_every_rival_has_names_that_the_family_has():
-    """Held against diffusers' own classes: what tells a family from a rival is really not the rival's."""
-    from ckpt_tools.adapters.architectures.choose import RIVALS
-
-    own = set(linears(qwen_image()))
-    (rival,) = [each for each in RIVALS["flux1"] if each.title == "Qwen-Image"]
-    shared = [path for path in linears(image_models.flux1()) if not rival.lacks.fullmatch(path)]
-    assert shared
-    assert own.issuperset(shared)
-    hunyuan = set(linears(dict(others())["HunyuanVideoTransformer3DModel"]))
-    (rival,) = [each for each in RIVALS["flux1"] if each.title == "HunyuanVideo"]
-    shared = [path for path in linears(image_models.flux1()) if not rival.lacks.fullmatch(path) and ".1." not in path]
-    assert shared
-    assert hunyuan.issuperset(shared)
+    """Held against diffusers' own class: what tells the family from a rival is really not the rival's."""
+    own = linears(bria())
+    for name, lacks in (("flux1", "Bria"), ("sd3", "Bria")):
+        (pattern,) = [each for title, each in ARCHITECTURES[name].rivals.items() if lacks in title]
+        telling = {path for path in linears(image_models.MODELS[name][0]()) if re.fullmatch(pattern, path)}
+        assert telling
+        assert telling.isdisjoint(own)
 
 
-def test_the_refusal_of_a_video_model_does_not_call_it_a_language_model(tmp_path):
-    title, model = next(others())
-    modules = [lora(path, shape) for path, shape in linears(model).items() if "attn1" in path]
+def test_the_refusal_of_an_unknown_model_does_not_call_it_a_language_model():
+    modules = [lora("mystery_stages.0.attn1.to_q", (8, 8))]
     with pytest.raises(UsageError, match="do not belong to a model family that ckpt has tables for") as caught:
         to_target(adapter(modules), "kohya")
     assert all(each.title in caught.value.what for each in ARCHITECTURES.values())
-    assert json.loads(model.to_json_string())["_class_name"] == title

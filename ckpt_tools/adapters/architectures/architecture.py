@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.adapters.architectures.rule import Names, rename
+from ckpt_tools.adapters.architectures.rule import Names, Spelling, rename, same
 
-ArchitectureName = Literal["flux1", "flux2", "sdxl", "sd3"]
-"""Families with tables; language models are named by their paths and need none."""
-ModelFamily = ArchitectureName | Literal["llm"]
-"""Whatever `--architecture` takes."""
+ModelFamily = str
+"""Whatever `--architecture` takes: the name of an `Architecture`, or "llm" for language models, whose paths are their
+names."""
+PEFT_PAIR = ("lora_A.weight", "lora_B.weight")
+KOHYA_PAIR = ("lora_down.weight", "lora_up.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,22 +31,125 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """A model family."""
+class ComfyUI:
+    """What ComfyUI maps for a model beside diffusion_model.<native path> and lora_unet_<native_path>.
 
-    name: ArchitectureName
+    Source: ComfyUI, comfy/lora.py `model_lora_keys_unet`.
+    """
+
+    dotted: tuple[str, ...] = ()
+    """In front of diffusers' paths."""
+    flat: tuple[str, ...] = ()
+    """In front of diffusers' paths with underscores."""
+    aliases: tuple[str, ...] = ()
+    """In front of the paths of `Rule.aliases`."""
+    lacks: tuple[str, ...] = ()
+    """Parts of diffusers' paths that its map does not have."""
+    has_processors: bool = False
+    """Of dotted paths it takes only those from before PEFT: attn1.processor.to_q, attn1.processor.to_out."""
+
+    def has(self, path: str) -> bool:
+        """Does it map this path of diffusers to rows of the native weight?"""
+        return bool(self.flat or self.dotted) and not any(each in path for each in self.lacks)
+
+    def name(self, path: str) -> str:
+        """Return its name for a path of diffusers."""
+        return f"{self.flat[0]}{path.replace('.', '_')}" if self.flat else f"{self.dotted[0]}{path}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """Names that diffusers' pipeline of a model renames before it loads an adapter.
+
+    Source: diffusers, loaders/lora_pipeline.py (`lora_state_dict`), loaders/lora_conversion_utils.py.
+    """
+
+    when: str
+    """Regular expression: where one name of the file contains it, all are converted."""
+    prefixes: tuple[str, ...]
+    """What is taken off every name that begins with it; a flat one ends with an underscore."""
+    spellings: tuple[Spelling, ...] = ("native",)
+    """Whose paths follow."""
+    suffixes: tuple[str, ...] = (*PEFT_PAIR, *KOHYA_PAIR)
+    """What it understands behind a path; "alpha" is one of them."""
+    lacks: str = "(?!)"
+    """Regular expression of native or diffusers paths, as they are spelled, or of a path with its suffix, that it does
+    not convert."""
+    ignores: str = "(?!)"
+    """Regular expression of names, without a prefix, that it leaves out."""
+    refuses: str = "(?!)"
+    """Regular expression of names, without a prefix, on which it raises."""
+    others: Literal["raise", "keep"] = "keep"
+    """What it does with other paths: raise, or keep them, which then are no module's. It raises on other suffixes."""
+    needs_blocks: bool = False
+    """It raises where one of a block's modules has no adapter."""
+    optional: str = "(?!)"
+    """Regular expression of native paths that not every model has: of all blocks or none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kohya:
+    """Who reads kohya's names for a model, and how these are spelled."""
+
+    tool: str = "sd-scripts"
+    spelling: Spelling = "native"
+    blocks: tuple[str, ...] = ()
+    """Beginnings of the native paths that its networks look for by themselves."""
+    outside: tuple[str, ...] = ()
+    """Beginnings among these that they do not."""
+    takes_rank: bool = False
+    """Takes the rank for an alpha that is missing, instead of an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How deep and wide a published model is: tells it from others of the same names."""
+
+    columns: Mapping[str, int]
+    """End of a diffusers path → columns of its weight."""
+    last: Mapping[str, int] = field(default_factory=dict)
+    """List of blocks → number of its last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A model family: one file of this directory, and an entry of `ARCHITECTURES`."""
+
+    name: str
     """As `--architecture` and the notes have it."""
     title: str
     parts: tuple[Part, ...]
     """The main model first."""
-    diffusers_class: str | None = None
-    """`_class_name` in diffusers' config.json; None where that of other families is the same."""
-    model_spec: str
-    """Value of modelspec.architecture."""
-    base_version: str
+    classes: tuple[str, ...]
+    """`_class_name` in diffusers' config.json."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Values in that file which tell families of one class apart."""
+    skeleton: frozenset[str] = frozenset()
+    """Native paths of which a base has all or, where only some of its weights are there, none: with fewer blocks others
+    have other numbers."""
+    is_told_by_names: bool = True
+    """False where another family has the same names, and only the base tells."""
+    sizes: tuple[Size, ...] = ()
+    rivals: Mapping[str, str] = field(default_factory=dict)
+    """Models without a table that share its names → regular expression of diffusers paths that they have not."""
+    reader: Literal["ldm", "flux1", "flux2"] | None = None
+    """Which rules of their own diffusers' conversions have; None where `conversions` says everything."""
+    conversions: tuple[Conversion, ...] = ()
+    """What diffusers' pipeline converts, the first that applies; its own names are always read."""
+    lokr: tuple[Spelling, ...] = ()
+    """Spellings in which diffusers loads LoKr; none where it does not."""
+    comfyui: ComfyUI | None
+    """None where ComfyUI does not support the model."""
+    kohya: Kohya | None
+    """None where no tool that is known here reads kohya's names for it."""
+    model_spec: str = ""
+    """Value of modelspec.architecture; "" where none is known."""
+    base_version: str = ""
     """Value of ss_base_model_version."""
-    implementation: str
+    implementation: str = ""
     """Value of modelspec.implementation: whose names the native ones are."""
+    resolution: str = "1024x1024"
+    """Value of modelspec.resolution where nothing says that of the training: what kohya's tools write then."""
 
     @property
     def main(self) -> Part:
@@ -91,4 +196,4 @@ CLIP = Names(
 )
 """CLIPTextModel and CLIPTextModelWithProjection."""
 
-T5 = Names(tuple(rename(path, path) for path in (f"encoder.block.{{i}}.{name}" for name in _T5_LAYER)))
+T5 = Names(same(*(f"encoder.block.{{i}}.{name}" for name in _T5_LAYER)))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.adapter import Adapter, F
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName, ModelFamily
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily, Size
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.adapters.families import columns_of, rows_of
 from ckpt_tools.errors import UsageError
 
+_MOST_FOREIGN = 0.05
+"""Share of an adapter's modules that a family's tables may not name: one that is damaged is still of this family."""
 _HEADERS = {
-    "ss_base_model_version": {each.base_version: name for name, each in ARCHITECTURES.items()},
-    "modelspec.architecture": {each.model_spec: name for name, each in ARCHITECTURES.items()},
+    "ss_base_model_version": {each.base_version: name for name, each in ARCHITECTURES.items() if each.base_version},
+    "modelspec.architecture": {each.model_spec: name for name, each in ARCHITECTURES.items() if each.model_spec},
 }
 
 
@@ -29,28 +30,43 @@ def family_named(name: str | None) -> ModelFamily | None:
     known = ("llm", *ARCHITECTURES)
     if name is not None and name not in known:
         raise UsageError(f"unknown model family {name!r}", hint=f"--architecture takes {', '.join(known)}")
-    return name  # type: ignore[return-value]  # one of the literals
+    return name
 
 
-def choose_family(adapter: Adapter[F], *, base: BaseFamily | None) -> ModelFamily | None:
-    """Return the one family that an adapter is for; None where that is not known, or ckpt has no tables for it.
+def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[ModelFamily, ...]:
+    """Return the families that an adapter can be for; none where that is not known, or ckpt has no tables for it.
 
     The base goes before everything else; without one the names, the header and the shapes count.
     """
     if base is not None and len(base.possible) < 2:
-        return base.name
+        return () if base.name is None else (base.name,)
     paths = [module.path for module in adapter.modules]
     possible = _possible(paths, base)
+    if base is None:
+        possible = tuple(name for name in possible if _explains(ARCHITECTURES[name], adapter))
     if not possible:
-        return "llm" if any(is_language_model_path(path) for path in paths) else None
+        return ("llm",) if any(is_language_model_path(path) for path in paths) else ()
     said = family_in_header(adapter)
     if said in possible:
-        return said
+        return (said,)
     possible = _by_shape(adapter, possible)
-    return possible[0] if len(possible) == 1 and (base is not None or not rivals_of(adapter, possible[0])) else None
+    return () if base is None and any(rivals_of(adapter, name) for name in possible) else possible
 
 
-def _possible(paths: Sequence[str], base: BaseFamily | None) -> tuple[ArchitectureName, ...]:
+def _explains(architecture: Architecture, adapter: Adapter[F]) -> bool:
+    """Are nearly all names those of the family? ComfyUI's prefix stands before native ones: diffusers' are another's."""
+    part, maps = architecture.main, architecture.comfyui
+    takes_diffusers = adapter.convention != "comfyui" or (maps is not None and f"{part.comfyui}." in maps.dotted)
+    unknown = 0
+    for module in adapter.modules:
+        places = readings(module.path, architecture)
+        unknown += not module.is_saved and not any(
+            takes_diffusers or each.part.is_encoder or each.match.is_native or each.match.is_alias for each in places
+        )
+    return unknown <= _MOST_FOREIGN * len(adapter.modules)
+
+
+def _possible(paths: Sequence[str], base: BaseFamily | None) -> tuple[str, ...]:
     found = candidates(paths)
     return found if base is None else tuple(name for name in found if name in base.possible)
 
@@ -60,7 +76,7 @@ def choose_architectures(
     *,
     architecture: ModelFamily | None,
     base: BaseFamily | None,
-) -> tuple[ArchitectureName, ...]:
+) -> tuple[str, ...]:
     """Return the families that the adapter can be for; several only where nothing tells them apart.
 
     Whether models without tables have the same names is another question (`rivals_of`).
@@ -102,7 +118,7 @@ def choose_architectures(
     return _by_shape(adapter, found) if len(found) > 1 else found
 
 
-def family_in_header(adapter: Adapter[F]) -> ArchitectureName | None:
+def family_in_header(adapter: Adapter[F]) -> str | None:
     """Return the family that the file's header names."""
     for key, names in _HEADERS.items():
         if key in adapter.settings and (name := names.get(str(adapter.settings[key].value))) is not None:
@@ -110,8 +126,8 @@ def family_in_header(adapter: Adapter[F]) -> ArchitectureName | None:
     return None
 
 
-def _by_shape(adapter: Adapter[F], found: tuple[ArchitectureName, ...]) -> tuple[ArchitectureName, ...]:
-    """FLUX.1 and FLUX.2 share names, but not the width of their MLPs."""
+def _by_shape(adapter: Adapter[F], found: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of several families whose rows and columns the adapter has: in proportion, then in number."""
     fitting = list(found)
     for module in adapter.modules:
         rows, columns = rows_of(module), columns_of(module)
@@ -124,87 +140,23 @@ def _by_shape(adapter: Adapter[F], found: tuple[ArchitectureName, ...]) -> tuple
                 if ratio is not None and is_whole and rows != round(ratio * columns):
                     fitting.remove(name)
                     break
-    return tuple(fitting) or found
+    fitting = fitting or list(found)
+    sized = [name for name in fitting if _has_size(adapter, name)]
+    return tuple(sized or fitting)
 
 
-@dataclass(frozen=True, slots=True)
-class Rival:
-    """Models without tables that share a family's names.
-
-    Every diffusion transformer with two streams calls its blocks as FLUX.1 does. An adapter is only taken for a family
-    by its names where no other model has all of them; otherwise depth and width must be those of the published model.
-    """
-
-    title: str
-    lacks: re.Pattern[str]
-    """Paths in diffusers' spelling that the family has and these models have not: one of them tells."""
-
-
-def _rival(title: str, lacks: str) -> Rival:
-    return Rival(title, re.compile(lacks))
-
-
-RIVALS: Mapping[ArchitectureName, tuple[Rival, ...]] = {
-    "flux1": (
-        _rival("HunyuanVideo", r"context_embedder|x_embedder"),
-        _rival("Bria, LongCat-Image, Ovis-Image", r"time_text_embed\..*"),
-        _rival(
-            "Qwen-Image",
-            r"(?:context|x)_embedder|single_.*|.*\.(?:ff|ff_context|norm1|norm1_context)\..*"
-            r"|time_text_embed\.(?:text|guidance)_.*",
-        ),
-    ),
-    "flux2": (
-        _rival(
-            "FLUX.1, Qwen-Image and others",
-            r".*(?:linear_in|linear_out|_modulation(?:_\w+)?\.linear|to_qkv_mlp_proj)|time_guidance_embed\..*"
-            r"|single_transformer_blocks\.\d+\.attn\.to_out",
-        ),
-    ),
-    "sd3": (
-        _rival("FLUX.1, HunyuanVideo and others", r"pos_embed\.proj|.*\.attn2\..*"),
-        _rival("PixArt, Allegro, AuraFlow, DiT", r".*\.(?:attn\.(?:to|add)_.*|norm1_context\.linear|ff_context\..*)"),
-    ),
-    "sdxl": (
-        _rival(
-            "SD 1.x or 2.x", r"add_embedding\..*|.*\.transformer_blocks\.[1-9]\d*\..*|(?:text_encoder_2\.|lora_te2_).*"
-        ),
-    ),
-}
-"""Source: diffusers 0.42, the modules of all its transformers and U-Nets, of which these have most of a family's."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """How deep and wide a published model is."""
-
-    last: Mapping[str, int]
-    """List of blocks → number of its last one."""
-    width: int
-    """Columns of the queries' weight."""
-
-
-_EXTENTS: Mapping[ArchitectureName, tuple[_Extent, ...]] = {
-    "flux1": (_Extent({"transformer_blocks": 18, "single_transformer_blocks": 37}, 3072),),
-    "sd3": (_Extent({"transformer_blocks": 23}, 1536), _Extent({"transformer_blocks": 37}, 2432)),
-}
-"""Source: config.json of FLUX.1-dev, SD 3 medium and 3.5 large. Chroma is as large as FLUX.1, and has its names."""
-_CROSS_WIDTH = {"sdxl": 2048}
-"""Columns of the cross-attention's keys and values, where they tell. Source: config.json of SDXL's UNet."""
-_BLOCK = re.compile(r"(\w+_blocks)\.(\d+)\..*")
-
-
-def rivals_of(adapter: Adapter[F], name: ArchitectureName) -> tuple[str, ...]:
+def rivals_of(adapter: Adapter[F], name: str) -> tuple[str, ...]:
     """Return the models without tables that the adapter could be for as well as for the family `name`."""
     paths = _in_diffusers(adapter, name)
     if not paths:
         return ()
     own = {*paths.values(), *(module.path for module in adapter.modules)}
-    found = [rival.title for rival in RIVALS[name] if not any(map(rival.lacks.fullmatch, own))]
-    return () if not found or _has_extent(adapter, name, paths) else tuple(found)
+    rivals = ARCHITECTURES[name].rivals
+    found = [title for title, lacks in rivals.items() if not any(re.fullmatch(lacks, path) for path in own)]
+    return () if not found or _has_size(adapter, name) else tuple(found)
 
 
-def _in_diffusers(adapter: Adapter[F], name: ArchitectureName) -> Mapping[str, str]:
+def _in_diffusers(adapter: Adapter[F], name: str) -> Mapping[str, str]:
     """Return path → path as diffusers has it; {} where one of them is the authors', which are the family's own."""
     found = {}
     for module in adapter.modules:
@@ -216,20 +168,23 @@ def _in_diffusers(adapter: Adapter[F], name: ArchitectureName) -> Mapping[str, s
     return found
 
 
-def _has_extent(adapter: Adapter[F], name: ArchitectureName, paths: Mapping[str, str]) -> bool:
-    """Is the adapter as deep and as wide as the published model?"""
-    columns = {paths[each.path]: columns_of(each) for each in adapter.modules if each.path in paths}
-    cross = {width for path, width in columns.items() if path.endswith(("attn2.to_k", "attn2.to_v"))}
-    if name in _CROSS_WIDTH and cross == {_CROSS_WIDTH[name]}:
-        return True
-    last = _last_blocks(columns)
-    widths = {width for path, width in columns.items() if path.endswith(".attn.to_q")}
-    return any(last == extent.last and widths == {extent.width} for extent in _EXTENTS.get(name, ()))
-
-
-def _last_blocks(paths: Collection[str]) -> Mapping[str, int]:
+def _has_size(adapter: Adapter[F], name: str) -> bool:
+    """Is the adapter as deep and as wide as a published model of the family?"""
+    sizes = ARCHITECTURES[name].sizes
+    columns: dict[str, int | None] = {}
+    for module in adapter.modules if sizes else ():
+        for each in readings(module.path, ARCHITECTURES[name]):
+            columns |= dict.fromkeys(each.diffusers, columns_of(module))
     last: dict[str, int] = {}
-    for path in paths:
+    for path in columns:
         if hit := _BLOCK.fullmatch(path):
             last[hit[1]] = max(int(hit[2]), last.get(hit[1], 0))
-    return last
+    return any((not size.last or last == size.last) and _has_columns(columns, size) for size in sizes)
+
+
+def _has_columns(columns: Mapping[str, int | None], size: Size) -> bool:
+    found = [(path, end) for path in columns for end in size.columns if path.endswith(end)]
+    return bool(found) and all(columns[path] == size.columns[end] for path, end in found)
+
+
+_BLOCK = re.compile(r"((?:\w+_)?blocks|layers)\.(\d+)\..*")

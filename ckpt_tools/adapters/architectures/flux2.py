@@ -7,7 +7,7 @@ Source: diffusers, models/transformers/transformer_flux2.py and loaders/single_f
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, transformer
+from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, Kohya, transformer
 from ckpt_tools.adapters.architectures.rule import Names, Rule, attention, embedder, rename
 
 _DOUBLE = "double_blocks.{i}"
@@ -47,7 +47,15 @@ FLUX2 = Architecture(
     name="flux2",
     title="FLUX.2",
     parts=(transformer(_NAMES),),
-    diffusers_class="Flux2Transformer2DModel",
+    classes=("Flux2Transformer2DModel",),
+    reader="flux2",
+    lokr=("native", "diffusers"),
+    comfyui=ComfyUI(
+        dotted=("transformer.", ""),
+        flat=("lycoris_", "lora_transformer_"),
+        lacks=("time_guidance_embed.", "_stream_modulation"),  # its map was made for FLUX.1
+    ),
+    kohya=Kohya(tool="musubi-tuner", blocks=("double_blocks.", "single_blocks.")),
     model_spec="flux-2/lora",
     base_version="flux2",
     implementation="https://github.com/black-forest-labs/flux2",

@@ -6,19 +6,16 @@ HunyuanVideo, Bria, …): a family is told from weights only where its tables ex
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Shapes
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName, ModelFamily
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
 from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.text import escape_name
 
-_CLASSES = {each.diffusers_class: name for name, each in ARCHITECTURES.items()}
-_UNET = "UNet2DConditionModel"
-"""Class of the U-Nets of SD 1, 2 and XL: the weights tell which."""
 _INNER = "diffusion_model."
 """In front of the diffusion model's names where a file holds a whole pipeline."""
 
@@ -27,7 +24,7 @@ _INNER = "diffusion_model."
 class BaseFamily:
     """What a base model is."""
 
-    possible: tuple[ArchitectureName, ...]
+    possible: tuple[str, ...]
     """Families with tables that it can be of: one, or several for a base of few weights; none where it is of another
     family."""
     title: str
@@ -51,7 +48,9 @@ def model_family_of(shapes: Shapes, config: Mapping[str, object] | None = None) 
     config = config or {}
     kind, architectures = config.get("_class_name"), config.get("architectures")
     if isinstance(kind, str):
-        possible = (_CLASSES[kind],) if kind in _CLASSES else _explaining(shapes) if kind == _UNET else ()
+        possible = tuple(name for name, each in ARCHITECTURES.items() if kind in each.classes)
+        if len(possible) > 1:
+            possible = _by_config(_explaining(shapes, possible), config)
         component: Literal["transformer", "unet"] | None = (
             "unet" if "UNet" in kind else "transformer" if "Transformer" in kind else None
         )
@@ -68,7 +67,7 @@ def model_family_of(shapes: Shapes, config: Mapping[str, object] | None = None) 
             source="architectures in the base's config.json",
             is_language_model=True,
         )
-    possible = _explaining(shapes)
+    possible = _explaining(shapes, [name for name, each in ARCHITECTURES.items() if each.is_told_by_names])
     is_language_model = not possible and any(map(is_language_model_path, _matrices(shapes)))
     title = " or ".join(ARCHITECTURES[name].title for name in possible) or "the base model"
     return BaseFamily(
@@ -86,12 +85,30 @@ def _is_diffusion(path: str) -> bool:
     )
 
 
-def _explaining(shapes: Shapes) -> tuple[ArchitectureName, ...]:
+def _explaining(shapes: Shapes, among: Collection[str]) -> tuple[str, ...]:
     """Return the families whose tables have every matrix of the model."""
     paths = _matrices(shapes)
     if not paths:
         return ()
-    return tuple(name for name, each in ARCHITECTURES.items() if all(readings(path, each) for path in paths))
+    return tuple(name for name in among if _explains(ARCHITECTURES[name], paths))
+
+
+def _explains(architecture: Architecture, paths: Sequence[str]) -> bool:
+    natives: set[str] = set()
+    for path in paths:
+        found = readings(path, architecture)
+        if not found:
+            return False
+        natives.update(each.native for each in found)
+    return architecture.skeleton.isdisjoint(natives) or architecture.skeleton <= natives
+
+
+def _by_config(possible: tuple[str, ...], config: Mapping[str, object]) -> tuple[str, ...]:
+    """Return those of several families of one class of whom most is in config.json."""
+    agreeing = {
+        name: sum(config.get(key) == value for key, value in ARCHITECTURES[name].config.items()) for name in possible
+    }
+    return tuple(name for name in possible if agreeing[name] == max(agreeing.values()))
 
 
 def _matrices(shapes: Shapes) -> list[str]:

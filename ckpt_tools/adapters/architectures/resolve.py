@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.adapters.architectures.architecture import Architecture, Part
-from ckpt_tools.adapters.architectures.rule import Match
+from ckpt_tools.adapters.architectures.rule import Match, Spelling, fill
 from ckpt_tools.errors import UsageError
 
 _ROOTS = ("", "diffusion_model.", "model.diffusion_model.")
@@ -29,6 +29,16 @@ class Place:
     def native(self) -> str:
         """Path in the authors' implementation."""
         return self.match.native()
+
+    def spelled(self, spelling: Spelling) -> str:
+        """Return the native path, or the one in another implementation of the authors' model."""
+        names = self.match.rule.aliases[:1] if spelling == "alias" else ()
+        return fill((*names, self.match.rule.native)[0], self.match.numbers)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Paths of the parts that another implementation of the authors' model has apart."""
+        return tuple(fill(path, self.match.numbers) for path in self.match.rule.parts)
 
     @property
     def diffusers(self) -> tuple[str, ...]:

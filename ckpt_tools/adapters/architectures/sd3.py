@@ -8,7 +8,16 @@ Source: github.com/Stability-AI/sd3.5, mmditx.py; diffusers, models/transformers
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import CLIP, T5, Architecture, encoder, transformer
+from ckpt_tools.adapters.architectures.architecture import (
+    CLIP,
+    T5,
+    Architecture,
+    ComfyUI,
+    Kohya,
+    Size,
+    encoder,
+    transformer,
+)
 from ckpt_tools.adapters.architectures.rule import Names, Rule, attention, embedder, rename
 
 _JOINT = "joint_blocks.{i}"
@@ -52,7 +61,18 @@ SD3 = Architecture(
         encoder("text_encoder_2", CLIP, "clip_g", "lora_te2"),
         encoder("text_encoder_3", T5, "t5xxl", "lora_te3", is_in_diffusers=False),
     ),
-    diffusers_class="SD3Transformer2DModel",
+    classes=("SD3Transformer2DModel",),
+    # Source: config.json of SD 3 medium and 3.5 large.
+    sizes=(
+        Size(columns={".attn.to_q": 1536}, last={"transformer_blocks": 23}),
+        Size(columns={".attn.to_q": 2432}, last={"transformer_blocks": 37}),
+    ),
+    rivals={
+        "Bria, LongCat-Image, Ovis-Image": r"pos_embed\.proj|.*\.attn2\..*",
+        "PixArt, Allegro, AuraFlow, DiT": r".*\.(?:attn\.(?:to|add)_.*|norm1_context\.linear|ff_context\..*)",
+    },
+    comfyui=ComfyUI(dotted=("transformer.", "base_model.model."), flat=("lycoris_", "lora_transformer_")),
+    kohya=Kohya(blocks=("joint_blocks.",)),
     model_spec="stable-diffusion-3/lora",
     base_version="sd3",
     implementation="https://github.com/Stability-AI/sd3.5",

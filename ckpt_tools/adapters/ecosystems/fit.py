@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ckpt_tools.adapters.adapter import Convention, Sourced
-from ckpt_tools.adapters.architectures.sdxl import conv_shape
+from ckpt_tools.adapters.architectures.ldm import conv_shape
 from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.placing import Placed
 from ckpt_tools.adapters.families import columns_of, dora, equivalents, family_of, rows_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Target
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import ArchitectureName, ModelFamily
+from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import choose_architectures, family_in_header, rivals_of
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import unflatten
@@ -214,7 +214,9 @@ def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Ada
     errors = [each for each in check_structure(named, base=base.shapes, repairs=True) if each.severity == "error"]
     if errors:
         raise UsageError(errors[0].what, where=errors[0].where, hint=errors[0].hint)
-    notes.append(f"ckpt has no tables for {title}: its modules keep their names")
+    notes.append(
+        f"ckpt has no tables for {title}: its modules keep their names, which are the base's; no loader has proven them"
+    )
     return named
 
 
@@ -291,14 +293,14 @@ def to_target(
 
 def passes_unchanged(base: BaseFamily, target: Target) -> bool:
     """Does the target take the modules of a base without tables under their own names?"""
-    from ckpt_tools.adapters.ecosystems.comfyui.writer import SAME_IN_COMFYUI
-
-    if base.possible or base.is_language_model or base.component is None:
+    if base.possible or base.is_language_model:
         return False
-    return target == "diffusers" or (target == "comfyui" and base.title in SAME_IN_COMFYUI)
+    if target == "comfyui":  # a class with tables: its names there are others than diffusers'
+        return not any(base.title in each.classes for each in ARCHITECTURES.values())
+    return target == "diffusers" and base.component is not None
 
 
-def _refuse_rivals(adapter: Adapter[Array], found: Sequence[ArchitectureName]) -> None:
+def _refuse_rivals(adapter: Adapter[Array], found: Sequence[str]) -> None:
     """Refuse names that models without tables have as well: diffusers' stay as they are, others would be guessed."""
     if family_in_header(adapter) in found:
         return

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
+from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.ecosystems import vllm
 from ckpt_tools.adapters.ecosystems.comfyui import loader as comfyui
 from ckpt_tools.adapters.ecosystems.diffusers import loader as diffusers
@@ -27,8 +29,19 @@ LOADERS: Mapping[Loader, Callable[[AdapterFile, Loading], None]] = MappingProxyT
 """Loader → its rules: they fill in a `Loading`, and raise `RejectedError` where the loader raises."""
 
 
-def simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
-    """Say what a loader would make of an adapter."""
+def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] = ()) -> LoaderReport:
+    """Say what a loader would make of an adapter for one of some model families, if it does not matter which."""
+    reports = [_simulate(replace(file, architecture=family), loader) for family in families or (file.architecture,)]
+    first = reports[0]
+    if all(
+        (each.loads, each.unmatched, each.findings) == (first.loads, first.unmatched, first.findings)
+        for each in reports
+    ):
+        return first
+    return _simulate(replace(file, architecture=None), loader)
+
+
+def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     loading = Loading()
     target = "peft" if loader == "vllm" or file.architecture == "llm" else loader
     hint = f"ckpt export-lora SRC DST --to {target}"

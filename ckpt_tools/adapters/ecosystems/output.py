@@ -63,12 +63,25 @@ class Item:
     stored: DType
     """Of what `read` returns."""
     read: Callable[[], memoryview]
-    """Returns the row-major bytes; called once."""
+    """Returns the row-major bytes."""
 
     @property
     def entry(self) -> TensorEntry:
         """Describe it, without saying where it lies."""
         return TensorEntry(fqn=self.name, dtype=self.dtype, shape=self.shape, chunks=())
+
+    def content(self, see: Callable[[Item, memoryview], None] | None = None) -> memoryview:
+        """Return the bytes to write; `see` is given them as they were read."""
+        content = self.read()
+        if see is not None:
+            see(self, content)
+        if self.dtype is not self.stored and len(content):
+            target = memoryview(bytearray(self.entry.nbytes))
+            cast(content, self.stored, target, self.dtype)
+            content = target
+        if len(content) != self.entry.nbytes:
+            raise CkptError(f"expected {self.entry.nbytes} bytes, got {len(content)}", where=self.name)
+        return content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +139,7 @@ def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview],
     staging.write(output.file, 0, [head])
     digests = {}
     for item in output.items:
-        content = item.read()
-        see(item, content)
-        if item.dtype is not item.stored and len(content):
-            target = memoryview(bytearray(item.entry.nbytes))
-            cast(content, item.stored, target, item.dtype)
-            content = target
-        if len(content) != item.entry.nbytes:
-            raise CkptError(f"expected {item.entry.nbytes} bytes, got {len(content)}", where=item.name)
+        content = item.content(see)
         digests[item.name] = digest_block(content)
         staging.write(output.file, starts[item.name], [content])
     staging.sync(output.file)

@@ -10,7 +10,7 @@ from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture, Part
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.architectures.resolve import Place, place
-from ckpt_tools.adapters.architectures.rule import Names
+from ckpt_tools.adapters.architectures.rule import Names, Spelling
 from ckpt_tools.adapters.families import FAMILIES, columns_of, family_of, rows_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
 from ckpt_tools.errors import UsageError
@@ -28,6 +28,8 @@ class Placed:
     part: Part
     module: Module
     """Its path is the one inside that model, in the target's spelling."""
+    is_apart: bool = False
+    """Is it part of a fused module of the authors', under diffusers' name?"""
 
 
 def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple[Place, Module]]:
@@ -57,14 +59,26 @@ def in_diffusers(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> 
         if where.match.part is not None:
             placed.append(Placed(part=where.part, module=replace(module, path=paths[where.match.part])))
         elif len(paths) > 1:
-            placed += [Placed(part=where.part, module=each) for each in _split(where, module, as_lora)]
+            placed += [Placed(part=where.part, module=each) for each in _split(where, module, paths, as_lora)]
         else:
             placed.append(Placed(part=where.part, module=_moved(where, replace(module, path=paths[0]), as_lora)))
     return _once(placed)
 
 
-def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> list[Placed]:
+def in_native(
+    places: Sequence[tuple[Place, Module]],
+    *,
+    as_lora: AsLora,
+    spelling: Spelling = "native",
+    takes_parts: Callable[[str], bool] = lambda _: False,
+) -> list[Placed]:
     """Return the modules as their authors have them: fused where diffusers splits.
+
+    Args:
+        places: Modules with their places.
+        as_lora: Makes a lora of a module.
+        spelling: "alias" for the names of another implementation, which may have parts apart.
+        takes_parts: Can parts that cannot be put together as they are stay apart, under these names of diffusers?
 
     Raises:
         UsageError: A module twice, or parts that cannot be put together exactly.
@@ -73,8 +87,13 @@ def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> lis
     groups: dict[tuple[str, str, bool], dict[int, Module]] = {}
     wheres: dict[tuple[str, str, bool], Place] = {}
     for where, module in places:
-        moved = replace(module, path=where.native)
-        if where.match.part is None or where.part.is_encoder:
+        moved = replace(module, path=where.spelled(spelling))
+        parts = where.parts if spelling == "alias" else ()
+        if parts and where.match.part is None:
+            placed += [Placed(part=where.part, module=each) for each in _split(where, module, parts, as_lora)]
+        elif parts:
+            placed.append(Placed(part=where.part, module=replace(module, path=parts[where.match.part])))
+        elif where.match.part is None or where.part.is_encoder:
             placed.append(Placed(part=where.part, module=moved))
         elif len(where.match.rule.diffusers) == 1:
             placed.append(Placed(part=where.part, module=_moved(where, moved, as_lora)))
@@ -87,14 +106,30 @@ def in_native(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> lis
             wheres[key] = where
     for key, group in groups.items():
         where = wheres[key]
-        parts = dict(group)
-        families = {part.family for part in parts.values()}
-        if len(families) > 1 or not FAMILIES[families.pop()].joins:
-            parts = {index: as_lora(part) for index, part in parts.items()}
-        family = family_of(next(iter(parts.values())))
-        whole = family.join(parts, _sizes(where, parts), where.native)
-        placed.append(Placed(part=where.part, module=whole))
+        may_stay = all(takes_parts(where.diffusers[index]) for index in group)
+        path = where.spelled(spelling)
+        modules = _together(where, group, path, as_lora, may_stay=may_stay)
+        placed += [Placed(part=where.part, module=each, is_apart=each.path != path) for each in modules]
     return _once(placed)
+
+
+def _together(where: Place, group: Mapping[int, Module], path: str, as_lora: AsLora, *, may_stay: bool) -> list[Module]:
+    """Return one module of several parts; the parts as they are, where that is not possible and they may stay."""
+    apart = [replace(part, path=where.diffusers[index]) for index, part in group.items()]
+    families = {part.family for part in apart}
+    joins = len(families) == 1 and FAMILIES[min(families)].joins
+    if may_stay and not joins and any(rows_of(part) is None for part in apart):
+        return apart  # rotations, of which only the base tells
+    sizes = _sizes(where, group)
+    if may_stay and not joins:
+        return apart
+    parts = group if joins else {index: as_lora(part) for index, part in group.items()}
+    try:
+        return [family_of(next(iter(parts.values()))).join(parts, sizes, path)]
+    except InexpressibleError:
+        if not may_stay:
+            raise
+        return apart
 
 
 def _once(placed: list[Placed]) -> list[Placed]:
@@ -120,41 +155,25 @@ def _twice(path: str) -> UsageError:
     )
 
 
-def _split(where: Place, module: Module, as_lora: AsLora) -> tuple[Module, ...]:
+def _split(where: Place, module: Module, paths: Sequence[str], as_lora: AsLora) -> tuple[Module, ...]:
     rows = rows_of(module)
     if rows is None:
-        raise refuse(module, f"its rows cannot be split into {', '.join(where.diffusers)}")
-    sizes = _parts_of(where, rows, columns_of(module))
+        raise refuse(module, f"its rows cannot be split into {', '.join(paths)}")
+    sizes = where.match.rule.split(rows, columns_of(module))
     if sizes is None:
-        raise refuse(module, f"{rows} rows are not those of {', '.join(where.diffusers)}")
-    return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).split(each, sizes, where.diffusers))
-
-
-def _parts_of(where: Place, rows: int, columns: int | None) -> tuple[int, ...] | None:
-    if where.match.rule.step == "qkv":
-        return None if rows % 3 else (rows // 3,) * 3
-    if columns is None or rows <= 3 * columns:
-        return None
-    return (columns, columns, columns, rows - 3 * columns)
+        raise refuse(module, f"{rows} rows are not those of {', '.join(paths)}")
+    return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).split(each, sizes, paths))
 
 
 def _sizes(where: Place, parts: Mapping[int, Module]) -> tuple[int, ...]:
     """Rows of every part, also of those that the adapter leaves alone."""
     some = next(iter(parts.values()))
-    known = {index: rows_of(part) for index, part in parts.items()}
-    count = len(where.match.rule.diffusers)
-    if where.match.rule.step == "qkv":
-        heights = set(known.values())
-        height = heights.pop()
-        if height is None or heights:
-            raise refuse(some, "query, key and value have different heights")
-        return (height,) * count
-    width = columns_of(some)
-    if width is None:
-        raise refuse(some, "the width of its input is not known")
-    # The MLP of FLUX.1 is four times as wide as the block: only asked where the adapter leaves it alone.
-    mlp = known.get(3) or 4 * width
-    return (width, width, width, mlp)
+    known = {index: rows for index, part in parts.items() if (rows := rows_of(part)) is not None}
+    sizes = None if len(known) < len(parts) else where.match.rule.complete(known, columns_of(some))
+    if sizes is None:
+        shown = ", ".join(where.match.rule.diffusers[index].rpartition(".")[2] for index in parts)
+        raise refuse(some, f"the rows of {shown} are not those of {where.native}")
+    return sizes
 
 
 def _moved(where: Place, module: Module, as_lora: AsLora) -> Module:

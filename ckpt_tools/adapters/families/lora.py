@@ -277,6 +277,8 @@ class Lora(ScaledFamily):
         if any(part.is_dora for part in parts.values()):
             if len(parts) != len(sizes) or not all(part.is_dora for part in parts.values()):
                 raise refuse(some, "a fused weight has one magnitude per row, and not all of its parts have one")
+            if any(part.factors["magnitude"].shape[0] != sizes[index] for index, part in parts.items()):
+                raise refuse(some, "its parts have magnitudes per column, and each part its own")
             factors["magnitude"] = stack([parts[i].factors["magnitude"].reshape(-1) for i in range(len(sizes))])
         if any("B_bias" in part.factors for part in parts.values()):
             dtype = some.factors["B"].dtype

@@ -31,6 +31,8 @@ BASE_NORM = "base-norm"
 """Value of `DORA_SCALE`: the magnitudes are to be divided by the norms of the base's weights."""
 ASSUMED = "ckpt_assumed"
 """Header of exported files: what nothing said of the adapter, "use_rslora=false, …"."""
+MODEL_FAMILY = ("ss_base_model_version", "modelspec.architecture")
+"""Header of kohya's tools and relatives: what model an adapter is for."""
 _VERL = "lora_train_meta.json"
 _LYCORIS = "lycoris_config.json"
 _AI_TOOLKIT = ("config.yaml", "config.yml")
@@ -58,8 +60,8 @@ class Sidecars:
     conv_alpha: Sourced[float] | None = None
     """As `alpha`, for convolutions with a kernel."""
     is_ai_toolkit: bool = False
-    assumed: str | None = None
-    """What an export assumed, by `ASSUMED`."""
+    stated: Mapping[str, Sourced[object]] = field(default_factory=dict)
+    """What the header says under `ASSUMED` and `MODEL_FAMILY`."""
 
 
 def read_json(source: Source, name: str) -> dict[str, object]:
@@ -142,7 +144,7 @@ def read_sidecars(
         alpha=alpha,
         conv_alpha=conv_alpha,
         is_ai_toolkit="ai-toolkit" in metadata.get("software", ""),
-        assumed=metadata.get(ASSUMED),
+        stated={key: Sourced(metadata[key], f"header {key}") for key in (ASSUMED, *MODEL_FAMILY) if key in metadata},
     )
 
 

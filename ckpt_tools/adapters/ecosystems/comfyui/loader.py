@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import Architecture, Part
-from ckpt_tools.adapters.architectures.rule import Match
+from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, Part
+from ckpt_tools.adapters.architectures.rule import Spelling
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading
 from ckpt_tools.adapters.read.sidecars import BASE_NORM, DORA_SCALE
 
@@ -24,8 +24,6 @@ _WRONG = {
     "lora_magnitude_vector": "ComfyUI reads a magnitude only from dora_scale: a DoRA loses its magnitude",
     "lora_B.bias": "ComfyUI does not support the bias of a LoRA",
 }
-_NOT_IN_MAP = {"flux2": ("time_guidance_embed.", "_stream_modulation")}
-"""diffusers' names of FLUX.2 that ComfyUI's map, made for FLUX.1, does not have."""
 
 
 def load(file: AdapterFile, loading: Loading) -> None:
@@ -41,6 +39,9 @@ def load(file: AdapterFile, loading: Loading) -> None:
         loading.ignored |= dict.fromkeys(file.tensors, "ComfyUI patches image models")
         return
     architecture = ARCHITECTURES[file.architecture]
+    if architecture.comfyui is None:
+        loading.ignored |= dict.fromkeys(file.tensors, f"ComfyUI does not support {architecture.title}")
+        return
     for name in file.tensors:
         wrong = next((reason for end, reason in _WRONG.items() if end in name), None)
         if wrong is not None:
@@ -87,47 +88,34 @@ def _drop_bare_alphas(loading: Loading) -> None:
 
 def _module(name: str, architecture: Architecture, *, is_old: bool) -> str | None:
     for part in architecture.parts:
-        found = _encoder(name, part) if part.is_encoder else _main(name, part, architecture, is_old=is_old)
+        found = _encoder(name, part) if part.is_encoder else _main(name, part, architecture.comfyui, is_old=is_old)
         if found is not None:
             return found
     return None
 
 
-def _main(name: str, part: Part, architecture: Architecture, *, is_old: bool) -> str | None:
-    def native(text: str) -> Match | None:
-        return next((match for match in part.names.find(text) if match.is_native), None)
-
-    def diffusers(text: str) -> Match | None:
-        lacking = _NOT_IN_MAP.get(architecture.name, ())
-        if any(each in text or each.replace(".", "_") in text for each in lacking):
-            return None
-        return next((match for match in part.names.find(text) if match.is_diffusers), None)
-
-    dotted = {"diffusion_model.": native}
-    flat = {"lora_unet_": native, "lora_prior_unet_": native}
-    if architecture.name == "sdxl":
-        if is_old or ".processor." in name or ".to_" not in name:
-            dotted |= {"unet.": diffusers, "": diffusers}
-            name = re.sub(r"\.processor\.to_", ".to_", name)
-            name = f"{name}.0" if name.endswith(".to_out") else name
-        flat |= {"lycoris_": diffusers}
-    else:
-        dotted |= {"transformer.": diffusers}
-        dotted |= {"": diffusers} if architecture.name != "sd3" else {"base_model.model.": diffusers}
-        flat |= {"lycoris_": diffusers, "lora_transformer_": diffusers}
-    for prefix, find in dotted.items():
-        rest = name[len(prefix) :]
-        if name.startswith(prefix) and ("." in rest or "_" not in rest or not rest.startswith("lora_")):
-            match = find(rest)
-            if match is not None and rest in (match.native(), *match.diffusers()):
-                return f"{part.comfyui}.{match.native()}"
-    for prefix, find in flat.items():
-        match = find(name[len(prefix) :]) if name.startswith(prefix) and "." not in name else None
-        if match is not None:
+def _main(name: str, part: Part, maps: ComfyUI | None, *, is_old: bool) -> str | None:
+    maps = maps or ComfyUI()
+    takes_dotted = not maps.has_processors or is_old or ".processor." in name or ".to_" not in name
+    ways: list[tuple[str, Spelling, bool]] = [
+        (f"{part.comfyui}.", "native", True),
+        *((prefix, "alias", True) for prefix in maps.aliases),
+        *((prefix, "diffusers", True) for prefix in maps.dotted if takes_dotted),
+        ("lora_unet_", "native", False),
+        *((prefix, "diffusers", False) for prefix in maps.flat),
+    ]
+    for prefix, spelling, is_dotted in ways:
+        rest = name.removeprefix(prefix)
+        if not name.startswith(prefix) or (not is_dotted and "." in rest):
+            continue
+        if spelling == "diffusers" and is_dotted and maps.has_processors:
+            rest = rest.replace(".processor.to_", ".to_")
+            rest = f"{rest}.0" if rest.endswith(".to_out") else rest
+        match = part.names.find_as(rest, (spelling,))
+        if match is None or (is_dotted and rest != match.spelled()):
+            continue
+        if spelling == "native" or not any(each in match.spelled() for each in maps.lacks):
             return f"{part.comfyui}.{match.native()}"
-    if architecture.name == "sdxl" and name.startswith("lora_unet_") and "." not in name:
-        match = diffusers(name.removeprefix("lora_unet_"))
-        return None if match is None else f"{part.comfyui}.{match.native()}"
     return None
 
 

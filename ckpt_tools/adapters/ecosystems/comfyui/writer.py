@@ -18,7 +18,8 @@ from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
-from ckpt_tools.adapters.ecosystems.kohya.writer import for_lycoris, in_lycoris, kohya_metadata, put_alpha
+from ckpt_tools.adapters.ecosystems.header import header_of
+from ckpt_tools.adapters.ecosystems.kohya.writer import for_lycoris, in_lycoris, put_alpha, unsupported
 from ckpt_tools.adapters.ecosystems.output import Written, file_name, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, unchanged
 from ckpt_tools.adapters.families import dora, family_of
@@ -30,10 +31,6 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
 
-SAME_IN_COMFYUI = frozenset({"QwenImageTransformer2DModel"})
-"""Models without tables whose modules ComfyUI calls as diffusers does.
-Source: ComfyUI, comfy/ldm/qwen_image/model.py, and comfy/lora.py `model_lora_keys_unet`, which maps
-`diffusion_model.<path>` of every model."""
 _ROWS_AT_ONCE = 512
 _WITHOUT_RESCALE = ("oft",)
 """Families of which ComfyUI leaves out `rescale`."""
@@ -49,13 +46,15 @@ def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fit
     Raises:
         UsageError: A module or family that ComfyUI has no name for.
     """
-    placed = in_lycoris(adapter, architecture, fitting)
-    is_bare = architecture.name == "flux2" and all(each.module.factors.keys() == {"A", "B"} for each in placed)
+    if architecture.comfyui is None:
+        raise unsupported(adapter, architecture, "ComfyUI has")
+    placed = in_lycoris(adapter, architecture, fitting, takes_parts=architecture.comfyui.has)
+    is_bare = architecture.reader == "flux2" and all(each.module.factors.keys() == {"A", "B"} for each in placed)
     return _comfyui_file(adapter, placed, architecture, fitting, is_bare=is_bare)
 
 
 def to_comfyui_unchanged(adapter: Adapter[Array], base: BaseFamily, fitting: Fitting) -> Written:
-    """Write the modules of a model of `SAME_IN_COMFYUI` under its own names.
+    """Write the modules of a model without tables under its own names, which ComfyUI maps where they are its own.
 
     Raises:
         UsageError: A module or family that ComfyUI has no name for.
@@ -73,13 +72,15 @@ def _comfyui_file(
         family = family_of(each.module)
         require(each, family.lycoris_names, "ComfyUI")
         name = f"{each.part.comfyui}.{each.module.path}"
+        if each.is_apart and architecture is not None and architecture.comfyui is not None:
+            name = architecture.comfyui.name(each.module.path)
         if is_bare:
             put(tensors, name, fitting.baked(each.module), family.peft_names)
         else:
             put(tensors, name, each.module, family.lycoris_names)
             put_alpha(tensors, name, each.module)
     file = file_name(adapter.name)
-    metadata = kohya_metadata(placed, architecture, title=file.removesuffix(".safetensors"))
+    metadata = header_of([each.module for each in placed], architecture, title=file.removesuffix(".safetensors"))
     if is_bare:
         metadata.pop("ss_network_alpha", None)
     if DORA_SCALE in adapter.settings and any(each.module.is_dora for each in placed):

@@ -25,13 +25,20 @@ _KEY = re.compile(
 )
 
 
+def applies(file: AdapterFile) -> bool:
+    """Are the base's modules known, and the names such as no pipeline converts?"""
+    return file.base is not None and not any(
+        name.startswith(_FOREIGN) or name.endswith(".alpha") for name in file.tensors
+    )
+
+
 def load(file: AdapterFile, loading: Loading) -> None:
     """Apply the rules that all models share.
 
     Raises:
         RejectedError: It raises.
     """
-    if file.base is None or any(name.startswith(_FOREIGN) or name.endswith(".alpha") for name in file.tensors):
+    if not applies(file):
         what = "diffusers' conversions differ by model family, and ckpt has no tables for this one"
         loading.unchecked(file.file, what, "give the base model with --base")
         return

@@ -1,16 +1,16 @@
 """What `pipe.load_lora_weights` does with an adapter's names, per model family.
 
-Source: diffusers 0.42, loaders/lora_pipeline.py (the four mixins), lora_conversion_utils.py, peft.py,
+Source: diffusers 0.42, loaders/lora_pipeline.py (the families' mixins), lora_conversion_utils.py, peft.py,
 utils/peft_utils.py; and what these were seen to do (tests/adapters/test_check.py runs them).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import Architecture, ArchitectureName, Part
+from ckpt_tools.adapters.architectures.architecture import Architecture, Conversion, Part
 from ckpt_tools.adapters.architectures.rule import Match
 from ckpt_tools.adapters.ecosystems.diffusers import any_model
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
@@ -47,7 +47,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     for name in [name for name in keys if "dora_scale" in name]:
         loading.ignored[name] = "dora_scale is dropped, so that a DoRA loses its magnitude"
         del keys[name]
-    _READERS[architecture.name](keys, file, architecture, loading)
+    _READERS[architecture.reader](keys, file, architecture, loading)
 
 
 def _check_file(file: AdapterFile) -> None:
@@ -133,7 +133,7 @@ def _flux2(keys: Keys, file: AdapterFile, architecture: Architecture, loading: L
         keys = {key.replace("base_model.model.", "diffusion_model."): name for key, name in keys.items()}
         is_native = any(key.startswith("diffusion_model.") for key in keys)
         if any(".lokr_" in key for key in keys):
-            _flux2_lokr(keys, part, loading)
+            _lokr(keys, architecture, loading)
             return
         if is_native:
             keys = _flux2_native(keys, part, loading)
@@ -176,14 +176,15 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
     return found
 
 
-def _flux2_lokr(keys: Keys, part: Part, loading: Loading) -> None:
+def _lokr(keys: Keys, architecture: Architecture, loading: Loading) -> None:
     for key, name in keys.items():
         module, suffix = _cut(key)
         if suffix == "alpha" or suffix.startswith("lokr_"):
             for prefix in ("diffusion_model.", "transformer.", "lycoris_", ""):
-                matches = part.names.find(module.removeprefix(prefix)) if module.startswith(prefix) else ()
-                if matches:
-                    loading.use(name, f"transformer.{matches[0].diffusers()[matches[0].part or 0]}")
+                inner = module.removeprefix(prefix)
+                match = architecture.main.names.find_as(inner, architecture.lokr) if module.startswith(prefix) else None
+                if match is not None:
+                    loading.use(name, f"transformer.{match.diffusers()[match.part or 0]}")
                     break
         else:
             raise RejectedError(f"{key} is not LoKr")
@@ -193,44 +194,96 @@ def _flux2_lokr(keys: Keys, part: Part, loading: Loading) -> None:
         loading.ignored |= dict.fromkeys(keys.values(), "no module has that name")
 
 
-def _sd3(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
-    _all_lora(keys)
+def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
+    """Apply the conversion of the family that the names ask for, if any."""
+    if architecture.lokr and any(".lokr_" in key for key in keys):
+        _lokr(keys, architecture, loading)
+        return
+    conversion = next(
+        (each for each in architecture.conversions if any(re.search(each.when, key) for key in keys)), None
+    )
+    if conversion is not None:
+        keys = _convert(conversion, keys, architecture.main)
+    elif file.base_class in architecture.classes and any_model.applies(file):
+        any_model.load(file, loading)
+        return
+    _all_lora([key for key in keys if not key.startswith("\0")])
     _inject(keys, architecture, file, loading)
 
 
-def _sdxl(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
+def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
+    found: Keys = {}
+    natives: set[str] = set()
+    for key, name in keys.items():
+        prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
+        inner = key.removeprefix(prefix or "")
+        module, suffix = _cut(inner)
+        if re.fullmatch(conversion.ignores, inner):
+            continue
+        if prefix is None or suffix not in conversion.suffixes or re.fullmatch(conversion.refuses, inner):
+            raise RejectedError(f"it cannot convert {key}")
+        match = part.names.find_as(module, conversion.spellings)
+        path = "" if match is None else match.spelled()
+        is_known = module == (path.replace(".", "_") if prefix.endswith("_") else path)
+        is_lacking = any(re.fullmatch(conversion.lacks, each) for each in (path, f"{path}.{suffix}"))
+        if match is not None and is_known and not is_lacking:
+            found |= _spread(part, match, suffix, name, f"{part.component}.")
+            natives.add(match.native())
+        elif conversion.others == "raise":
+            raise RejectedError(f"it cannot convert {key}")
+        elif suffix != "alpha":
+            found[f"{part.component}.{inner}"] = name
+    if conversion.needs_blocks:
+        _check_blocks(natives, part, conversion.optional)
+    return found
+
+
+def _check_blocks(natives: Collection[str], part: Part, optional: str) -> None:
+    """Raise where a block is not adapted as a whole, or one before it is not adapted at all."""
+    numbers: dict[str, set[str]] = {}
+    for path in natives:
+        block, number, _ = path.split(".", 2)
+        numbers.setdefault(block, set()).add(number)
+    for block, found in numbers.items():
+        own = [rule.native for rule in part.names.rules if rule.native.startswith(f"{block}.{{i}}.")]
+        used = {re.sub(r"\.\d+\.", ".{i}.", path, count=1) for path in natives}
+        own = [path for path in own if path in used or not re.fullmatch(optional, path)]
+        for path in (each.replace("{i}", str(number)) for number in range(len(found)) for each in own):
+            if path not in natives:
+                raise RejectedError(f"it looks up {path}, which has no adapter")
+
+
+def _ldm(keys: Keys, file: AdapterFile, architecture: Architecture, loading: Loading) -> None:
     if all(key.startswith(("lora_te_", "lora_unet_", "lora_te1_", "lora_te2_")) for key in keys):
-        keys = _sdxl_kohya(keys, architecture)
+        keys = _ldm_kohya(keys, architecture)
     else:
         _all_lora(keys)
     _inject(keys, architecture, file, loading)
 
 
-def _sdxl_kohya(keys: Keys, architecture: Architecture) -> Keys:
+def _ldm_kohya(keys: Keys, architecture: Architecture) -> Keys:
     found: Keys = {}
+    (conversion,) = architecture.conversions
+    encoders = {part.component: part for part in architecture.parts if part.is_encoder}
     for key, name in keys.items():
         module, suffix = _cut(key)
         if suffix not in ("lora_down.weight", "lora_up.weight", "alpha"):
             raise RejectedError(f"it cannot rename {key}")
         if not {f"{module}.lora_down.weight", f"{module}.lora_up.weight"} <= keys.keys():
             raise RejectedError(f"{module} has no pair of lora_down and lora_up")
-        prefix, part = next(
-            (prefix, part)
-            for prefix, part in (
-                ("lora_unet_", architecture.parts[0]),
-                ("lora_te1_", architecture.parts[1]),
-                ("lora_te2_", architecture.parts[2]),
-                ("lora_te_", architecture.parts[1]),
-            )
-            if module.startswith(prefix)
-        )
-        matches = part.names.find(module.removeprefix(prefix))
-        if matches:
-            found |= _spread(part, matches[0], suffix, name, f"{part.component}.")
+        if module.startswith("lora_unet_"):
+            match = architecture.main.names.find_as(module.removeprefix("lora_unet_"), conversion.spellings)
+            part: Part | None = architecture.main
+        else:
+            part = encoders.get("text_encoder_2" if module.startswith("lora_te2_") else "text_encoder")
+            inner = re.sub("^lora_te[12]?_", "", module)
+            match = None if part is None else _native(part, inner)
+        if part is not None and match is not None and not re.fullmatch(conversion.lacks, match.spelled()):
+            found |= _spread(part, match, suffix, name, f"{part.component}.")
     return found
 
 
-def _all_lora(keys: Keys) -> None:
+def _all_lora(keys: Iterable[str]) -> None:
     wrong = next((key for key in keys if "lora" not in key), None)
     if wrong is not None:
         raise RejectedError(f"{wrong} does not contain 'lora'")
@@ -243,7 +296,7 @@ def _native(part: Part, name: str) -> Match | None:
 
 def _spread(part: Part, match: Match, suffix: str, name: str, prefix: str) -> Keys:
     """Name what a tensor becomes: one of several modules where the native one is fused."""
-    ends = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
+    ends = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight", "diff_b": "lora_B.bias"}
     paths = (match.native(),) if part.is_encoder else match.diffusers()
     if match.part is not None and not part.is_encoder:
         paths = (paths[match.part],)
@@ -327,9 +380,9 @@ def _check_metadata(part: Part, file: AdapterFile) -> None:
         raise RejectedError(f"its header has no configuration of {part.component}: PEFT's defaults (rank 8) are used")
 
 
-_READERS: Mapping[ArchitectureName, Callable[[Keys, AdapterFile, Architecture, Loading], None]] = {
+_READERS: Mapping[str | None, Callable[[Keys, AdapterFile, Architecture, Loading], None]] = {
+    None: _converted,
     "flux1": _flux1,
     "flux2": _flux2,
-    "sd3": _sd3,
-    "sdxl": _sdxl,
+    "ldm": _ldm,
 }

@@ -120,14 +120,18 @@ def _lora_config(modules: Sequence[Module], *, short: bool) -> Mapping[str, obje
 
 
 def _place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architecture) -> list[Placed] | None:
-    """Return an adapter of LoKr modules alone as diffusers' loader of FLUX.2 takes it, or None when it would not.
+    """Return an adapter of LoKr modules alone as diffusers' loaders that know it take it, or None when they would not.
 
     It rebuilds PEFT's LoKr configuration from the shapes alone: one `decompose_factor` must give the factors of every
     module, and PEFT must come to the same choice of full and low-rank halves. Fused projections stay fused: diffusers
     fuses the model's own when it meets them. Source: diffusers 0.42, utils/peft_utils.py (`_create_lokr_config`),
     loaders/lora_conversion_utils.py; peft 0.21, tuners/lokr/layer.py (`update_layer`, `factorization`).
     """
-    if architecture.name != "flux2" or not places:
+    if not architecture.lokr or not places:
+        return None
+    if "native" not in architecture.lokr and any(
+        where.match.part is None and len(where.diffusers) > 1 for where, _ in places
+    ):
         return None
     if any(module.family != lokr.Lokr.name or module.is_dora or "t2" in module.factors for _, module in places):
         return None

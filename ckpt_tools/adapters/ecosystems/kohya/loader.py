@@ -1,7 +1,7 @@
-"""What kohya's sd-scripts do with an adapter's names when they load network weights, with LyCORIS beside them.
+"""What kohya's trainers do with an adapter's names when they load network weights, with LyCORIS beside sd-scripts.
 
-Source: github.com/kohya-ss/sd-scripts, networks/lora.py, lora_flux.py, lora_sd3.py (`create_network_from_weights`);
-lycoris-lora 4.1, kohya.py, modules/*.py (`make_module_from_state_dict`).
+Source: github.com/kohya-ss/sd-scripts, networks/lora.py, lora_flux.py, lora_sd3.py, and musubi-tuner, networks/lora.py
+(`create_network_from_weights`); lycoris-lora 4.1, kohya.py, modules/*.py (`make_module_from_state_dict`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ _SUFFIX = re.compile(
 )
 _PLAIN = ("lora_up.weight", "lora_down.weight", "alpha")
 _WITHOUT_ALPHA = {"diff", "diff_b"}
-_BLOCKS = ("double_blocks.", "single_blocks.", "joint_blocks.", "input_blocks.", "middle_block.", "output_blocks.")
-_NOT_BLOCKS = ("input_blocks.0.",)
 
 
 def load(file: AdapterFile, loading: Loading) -> None:
@@ -27,11 +25,12 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if file.architecture is None:
         loading.unchecked(file.file, "ckpt does not know the model family", "--architecture names one that ckpt knows")
         return
-    if file.architecture == "llm" or file.architecture == "flux2":
-        what = "language models" if file.architecture == "llm" else "FLUX.2"
-        loading.ignored |= dict.fromkeys(file.tensors, f"kohya's sd-scripts have no {what}")
+    architecture = None if file.architecture == "llm" else ARCHITECTURES[file.architecture]
+    kohya = None if architecture is None else architecture.kohya
+    if architecture is None or kohya is None:
+        what = "language models" if architecture is None else architecture.title
+        loading.ignored |= dict.fromkeys(file.tensors, f"kohya's sd-scripts and musubi-tuner have no {what}")
         return
-    architecture = ARCHITECTURES[file.architecture]
     needs_lycoris = False
     outside: list[str] = []
     ends: dict[str, set[str]] = {}
@@ -41,30 +40,30 @@ def load(file: AdapterFile, loading: Loading) -> None:
             continue
         for part in architecture.parts:
             prefix = f"{part.kohya[0]}_"
-            rest = hit["module"].removeprefix(prefix)
             if not hit["module"].startswith(prefix):
                 continue
-            match = next((each for each in part.names.find(rest) if each.native().replace(".", "_") == rest), None)
+            spelling = "native" if part.is_encoder else kohya.spelling
+            match = part.names.find_as(hit["module"].removeprefix(prefix), (spelling,))
             if match is not None:
-                loading.use(name, f"{part.component}.{match.native()}")
+                loading.use(name, f"{part.component}.{match.spelled()}")
                 needs_lycoris |= hit["suffix"] not in _PLAIN
                 ends.setdefault(hit["module"], set()).add(hit["suffix"])
                 native = match.native()
-                if not part.is_encoder and (not native.startswith(_BLOCKS) or native.startswith(_NOT_BLOCKS)):
+                if not part.is_encoder and (not native.startswith(kohya.blocks) or native.startswith(kohya.outside)):
                     outside.append(native)
-    _check_alphas(ends, takes_rank=file.architecture == "sdxl" and not needs_lycoris)
+    _check_alphas(ends, takes_rank=kohya.takes_rank and not needs_lycoris)
     if outside and not needs_lycoris:
         loading.needs(
             outside[0],
-            "kohya's networks.lora looks for modules inside the blocks, and skips others unless it is configured for "
-            "them: load it with --network_module lycoris.kohya",
+            f"{kohya.tool}'s networks look for modules inside the blocks, and skip others unless they are configured "
+            "for them: load it with --network_module lycoris.kohya",
         )
     if needs_lycoris:
         loading.say(
             "loader-needs",
             "info",
             file.file,
-            "kohya's networks.lora supports only plain LoRA: load it with --network_module lycoris.kohya",
+            f"networks.lora of {kohya.tool} supports only plain LoRA: load it with --network_module lycoris.kohya",
         )
 
 
