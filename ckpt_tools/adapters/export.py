@@ -151,6 +151,11 @@ def export_lora(options: ExportOptions) -> Export:
             check_replaceable(target)
         refuse_foreign_shapes(read.adapter)
         read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
+        placed, component = read.adapter, None
+        if options.to == "peft":
+            is_diffusion = bool(candidates([module.path for module in placed.modules]))
+            placed, component = from_one_model(placed, is_diffusion=is_diffusion)
+        read = read._replace(adapter=placed)  # noqa: PLW2901
         model, is_base_proven = base_of(read, options.base)
         whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
         whole = with_alpha(renested(whole) if whole.omitted else whole, options.alpha)
@@ -165,6 +170,11 @@ def export_lora(options: ExportOptions) -> Export:
             notes=[
                 *([] if read.opened.step is None else [note_reading(read.opened.step)]),
                 *(["left out: " + ", ".join(whole.left_out)] if whole.left_out else []),
+                *(
+                    [f"the modules are those of {component!r} in a pipeline: load the adapter there"]
+                    if component
+                    else []
+                ),
             ],
         )
         run.findings += findings_of(run.assumed, strict=options.strict)
@@ -191,12 +201,9 @@ def export_lora(options: ExportOptions) -> Export:
 def _on_its_model(run: _Run, adapter: Adapter[TensorEntry]) -> Adapter[Factor]:
     """Return the adapter under the module paths of the model that PEFT would put it on."""
     base = run.model
-    placed, prefix = from_one_model(adapter)
-    if prefix is not None:
-        run.notes.append(f"the modules are those of {prefix!r} in a pipeline: load the adapter into that model")
     refuse_trainers_names(adapter, is_proven=run.options.base is not None)
     if adapter.convention in ("kohya", "comfyui") or any(m.path.startswith(_NATIVE_ROOT) for m in adapter.modules):
-        if base is not None and (named := under_base_names(placed, base.shapes)) is not None:
+        if base is not None and (named := under_base_names(adapter, base.shapes)) is not None:
             return named
         if run.architecture is None and not candidates([module.path for module in adapter.modules]):
             raise UsageError(
@@ -210,7 +217,7 @@ def _on_its_model(run: _Run, adapter: Adapter[TensorEntry]) -> Adapter[Factor]:
             return loaded
         family = base.family if base else None
         return through_diffusers(loaded, run.notes, run.architecture, run.options.svd_rank, family)
-    return placed
+    return adapter
 
 
 def _for_peft(run: _Run, adapter: Adapter[Factor]) -> tuple[Output, Fields]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule, F, Fields, Shape, Shapes, Sourced
-from ckpt_tools.adapters.families.family import Factors, Family, Matrix, Module, Setting
+from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Family, Matrix, Module, Setting
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 
 _FIELDS = {"tokens": "token_indices", "beside": "trainable_token_indices"}
 """Role → field of PEFT's configuration that says which tokens they are."""
-
-
-_FIELDS_OF_PEFT = """
-    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules token_indices
-    init_weights
-"""
 
 
 class Tokens(Family):
@@ -40,7 +34,7 @@ class Tokens(Family):
     peft_names: ClassVar = {"tokens": "trainable_tokens_delta", "beside": "token_adapter.trainable_tokens_delta"}
     also_read = (("peft", r"token_adapter\.trainable_tokens_delta(?:\.(?P<adapter>[^.]+))?", "beside"),)
     peft_type = "TRAINABLE_TOKENS"
-    peft_fields = frozenset(_FIELDS_OF_PEFT.split())
+    peft_fields = frozenset(PEFT_COMMON.partition(" exclude")[0].split()) | {"token_indices", "init_weights"}
     why_not_a_sum = "it replaces rows: what it adds depends on the base"
 
     def matrix(self, shapes: Shapes) -> Matrix | None:

@@ -134,16 +134,16 @@ def _name(opened: Opened, path: str) -> list[Named]:
     prefix = ""
     if opened.format.is_training:
         checkpoint, prefix = find_model(checkpoint)
-    roots: Counter[str] = Counter()
+    cut = [(entry, *_cut_root(strip_wrappers(entry.fqn).removeprefix(prefix))) for entry in checkpoint.tensors]
+    roots = {root for _, root, _ in cut if root is not None}
+    is_pipeline = len(roots) > 1 and all(f"{root}." in _COMPONENTS for root in roots)
     named = []
-    for entry in checkpoint.tensors:
-        root, name = _cut_root(strip_wrappers(entry.fqn).removeprefix(prefix))
-        if root is not None:
-            roots[root] += 1
+    for entry, root, inner in cut:
+        name = f"{root}.{inner}" if root is not None and is_pipeline else inner
         if is_for_training(name):
             continue
         named.append(Named(name, parse_key(name), entry))
-    if len(roots) > 1:
+    if len(roots) > 1 and not is_pipeline:
         shown = ", ".join(sorted(roots))
         raise UsageError(
             f"adapters of {len(roots)} models: {shown}",

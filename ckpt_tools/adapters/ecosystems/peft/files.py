@@ -16,6 +16,8 @@ from ckpt_tools.errors import UsageError
 ROOT = "base_model.model."
 _PREFIXES = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "base_model.model.")
 """Of one model in a pipeline; PEFT's adapters are for one model, and name its modules from its own root."""
+_SURE = {"unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3."}
+"""Those that no model has inside."""
 
 
 def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:
@@ -55,8 +57,10 @@ def renested(adapter: Adapter[F]) -> Adapter[F]:
     )
 
 
-def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
+def from_one_model(adapter: Adapter[F], *, is_diffusion: bool = False) -> tuple[Adapter[F], str | None]:
     """Return the adapter with the module paths of its model, without the name that a pipeline has for that.
+
+    `is_diffusion`: its paths are those of a diffusion model; a language model may have a `transformer` inside.
 
     Returns:
         The adapter, and the name that was taken off.
@@ -65,7 +69,7 @@ def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
         UsageError: It is for several models.
     """
     prefixes = {next((p for p in _PREFIXES if module.path.startswith(p)), "") for module in adapter.modules}
-    if adapter.convention == "peft" or prefixes == {""}:
+    if prefixes == {""} or (adapter.convention == "peft" and not (is_diffusion or prefixes & _SURE)):
         return adapter, None
     if len(prefixes) > 1:
         shown = ", ".join(prefix.rstrip(".") or "others" for prefix in sorted(prefixes))
@@ -76,7 +80,13 @@ def from_one_model(adapter: Adapter[F]) -> tuple[Adapter[F], str | None]:
     prefix = prefixes.pop()
     modules = tuple(replace(module, path=module.path[len(prefix) :]) for module in adapter.modules)
     omitted = frozenset(path.removeprefix(prefix) for path in adapter.omitted)
-    return replace(adapter.with_modules(modules), omitted=omitted), prefix.rstrip(".")
+    inside = [name for name in adapter.base_shapes if name.startswith(prefix)]
+    return replace(
+        adapter.with_modules(modules),
+        omitted=omitted,
+        base_shapes={name.removeprefix(prefix): adapter.base_shapes[name] for name in inside},
+        base_tensors={name.removeprefix(prefix): adapter.base_tensors[name] for name in inside},
+    ), prefix.rstrip(".")
 
 
 def config_text(config: Mapping[str, Sourced[object]]) -> bytes:
