@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
-from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
+from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import choose_families, family_named
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, replicated
 from ckpt_tools.adapters.base.reading import read_base

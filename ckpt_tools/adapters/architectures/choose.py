@@ -54,14 +54,15 @@ def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[Mo
 
 
 def _explains(architecture: Architecture, adapter: Adapter[F]) -> bool:
-    """Are nearly all names those of the family? ComfyUI's prefix stands before native ones: diffusers' are another's."""
+    """Are nearly all names those of the family? ComfyUI's prefix stands before native ones; others are another's."""
     part, maps = architecture.main, architecture.comfyui
-    takes_diffusers = adapter.convention != "comfyui" or (maps is not None and f"{part.comfyui}." in maps.dotted)
+    takes_diffusers = maps is not None and f"{part.comfyui}." in maps.dotted
     unknown = 0
     for module in adapter.modules:
         places = readings(module.path, architecture)
+        takes_any = takes_diffusers or adapter.convention != "comfyui" or not module.path.startswith(part.comfyui)
         unknown += not module.is_saved and not any(
-            takes_diffusers or each.part.is_encoder or each.match.is_native or each.match.is_alias for each in places
+            takes_any or each.part.is_encoder or each.match.is_native or each.match.is_alias for each in places
         )
     return unknown <= _MOST_FOREIGN * len(adapter.modules)
 
