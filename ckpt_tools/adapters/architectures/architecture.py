@@ -83,6 +83,8 @@ class Conversion:
     """What it does with other paths: raise, or keep them, which then are no module's. It raises on other suffixes."""
     needs_blocks: bool = False
     """It raises where one of a block's modules has no adapter."""
+    needs: str = ""
+    """Regular expression of native paths of which it must find one, or raises."""
     optional: str = "(?!)"
     """Regular expression of native paths that not every model has: of all blocks or none."""
 

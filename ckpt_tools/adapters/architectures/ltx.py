@@ -6,7 +6,14 @@ diffusers 0.42, loaders/single_file_utils.py (`convert_ltx_transformer_checkpoin
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, Conversion, Size, transformer
+from ckpt_tools.adapters.architectures.architecture import (
+    PEFT_PAIR,
+    Architecture,
+    ComfyUI,
+    Conversion,
+    Size,
+    transformer,
+)
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename, same
 
 
@@ -52,7 +59,7 @@ LTX = Architecture(
     # It takes the prefix off, and leaves Lightricks' names as they are.
     conversions=(
         Conversion(
-            when=r"^diffusion_model\.", prefixes=("diffusion_model.",), spellings=("diffusers",), lacks="patchify_proj"
+            when=r"^diffusion_model\.", prefixes=("diffusion_model.",), spellings=("diffusers",), suffixes=PEFT_PAIR
         ),
     ),
     comfyui=ComfyUI(),

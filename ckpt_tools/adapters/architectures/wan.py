@@ -27,13 +27,17 @@ _IMAGE = {"k_img": "add_k_proj", "v_img": "add_v_proj"}
 """Keys and values of the image, in models that begin with one."""
 
 
+_NORMS = {"norm_q": "norm_q", "norm_k": "norm_k"}
+
+
 def _block(block: str) -> tuple[Rule, ...]:
-    crossing = {**_ATTENTION, **_IMAGE}
+    self, crossing = {**_ATTENTION, **_NORMS}, {**_ATTENTION, **_NORMS, **_IMAGE, "norm_k_img": "norm_added_k"}
     return (
-        *(rename(f"{block}.self_attn.{one}", f"{block}.attn1.{other}") for one, other in _ATTENTION.items()),
+        *(rename(f"{block}.self_attn.{one}", f"{block}.attn1.{other}") for one, other in self.items()),
         *(rename(f"{block}.cross_attn.{one}", f"{block}.attn2.{other}") for one, other in crossing.items()),
         rename(f"{block}.ffn.0", f"{block}.ffn.net.0.proj"),
         rename(f"{block}.ffn.2", f"{block}.ffn.net.2"),
+        rename(f"{block}.norm3", f"{block}.norm2"),
     )
 
 
@@ -43,6 +47,8 @@ _NAMES = Names(
         *embedder("time_embedding", "condition_embedder.time_embedder", "0", "2"),
         *embedder("text_embedding", "condition_embedder.text_embedder", "0", "2"),
         rename("time_projection.1", "condition_embedder.time_proj"),
+        rename("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
+        rename("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
         rename("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
         rename("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
         *_block("blocks.{i}"),
@@ -52,7 +58,7 @@ _NAMES = Names(
         rename("vace_blocks.{i}.after_proj", "vace_blocks.{i}.proj_out"),
     )
 )
-"""Every linear layer and patch embedding of the text, image and VACE models."""
+"""Every linear layer, patch embedding and norm with weights of the text, image and VACE models."""
 _WITHOUT_ALPHA = r"(?:head|img_emb|(?:text|time)_(?:embedding|projection))\..*\.alpha"
 
 WAN = Architecture(
@@ -79,6 +85,7 @@ WAN = Architecture(
             lacks=rf"(?:vace_)?patch_embedding|vace_blocks\..*|{_WITHOUT_ALPHA}",
             ignores=r".*norm.*\.diff_b|.*\.diff",
             others="raise",
+            needs=r"blocks\.",
         ),
         Conversion(
             when="^lora_unet_",
@@ -87,7 +94,7 @@ WAN = Architecture(
             lacks=r"(?!blocks\.).*",
             others="raise",
             needs_blocks=True,
-            optional=r".*_img",
+            optional=r".*(?:_img|norm.*)",
         ),
     ),
     comfyui=ComfyUI(),
