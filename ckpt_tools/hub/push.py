@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import HubError, LimitError, UsageError
-from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, kept_keys, missing_keys
+from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, facts_in, kept_keys, missing_keys
+from ckpt_tools.hub.card_body import build_card
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload

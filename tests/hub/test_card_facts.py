@@ -18,7 +18,8 @@ from samples import safetensors_bytes, tensor, write_model
 
 from ckpt_tools import api
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hub.card import CardFacts, build_card, facts_in
+from ckpt_tools.hub.card import CardFacts, facts_in
+from ckpt_tools.hub.card_body import build_card
 from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.tasks import tag_of, task_of_adapter, task_of_class
 from ckpt_tools.hub.training import training_of
