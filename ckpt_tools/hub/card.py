@@ -170,5 +170,10 @@ def missing_keys(facts: CardFacts, text: str) -> tuple[str, ...]:
 def kept_keys(asked: CardFacts, text: str) -> tuple[str, ...]:
     """Return the keys of which the card says something else than what was asked for."""
     known = read_front_matter(text)
-    wanted = {key: value for key, value in front_keys(asked).items() if key not in LISTS}
-    return tuple(f"{key}: {known[key]}" for key, value in wanted.items() if key in known and known[key] != value)
+
+    def says(key: str, value: object) -> bool:
+        here = known[key]
+        return here == value or (isinstance(here, list) and isinstance(value, list) and all(x in here for x in value))
+
+    wanted = front_keys(asked).items()
+    return tuple(f"{key}: {known[key]}" for key, value in wanted if key in known and not says(key, value))

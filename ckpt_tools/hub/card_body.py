@@ -131,6 +131,8 @@ def _peft(repo: str, base: str, load: LoadFacts) -> str:
             f'pipeline = DiffusionPipeline.from_pretrained("{base}")\n'
             f'{model} = PeftModel.from_pretrained({model}, "{repo}")\n'
         )
+    if load.auto_class is None:
+        return f'from peft import PeftModel\n\nmodel = PeftModel.from_pretrained(base, "{repo}")  # base: {base}\n'
     auto = _class(load.auto_class, "AutoModel")
     return (
         "from peft import PeftModel\n"

@@ -205,6 +205,8 @@ class Push:
         card = build_card(facts, repo=self._hub.repo, existing=text, asked=asked)
         if missing := missing_keys(facts, card):
             self._notes.append(f"{CARD_NAME} is written in a way that ckpt cannot extend: add {', '.join(missing)}")
+        if gallery and "<Gallery" not in card:
+            self._notes.append(f"{CARD_NAME} has no <Gallery />: add it where the samples are to be shown")
         if kept := kept_keys(asked, card):
             self._notes.append(f"{CARD_NAME} keeps what it says already: {'; '.join(map(escape_name, kept))}")
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
