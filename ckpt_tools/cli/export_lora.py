@@ -27,6 +27,7 @@ from ckpt_tools.cli.push import print_push
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts
+from ckpt_tools.hub.facts import rows_of
 from ckpt_tools.hub.front_matter import hub_id_of
 from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import PushResult
@@ -100,15 +101,19 @@ def _push_dry(
         return result, send(written, dry_run=True) if written.ok else None
 
 
+_BASE_KEYS = ("base_model_name_or_path", "base_model")
+
+
 def _push(result: Export, *, card: CardFacts, repo: str, **options: Any) -> PushResult:  # noqa: ANN401
     """Push what was exported, with the options of `push`; its card says where every setting came from."""
     destination = result.conversion.destination
-    base = result.config.get("base_model_name_or_path")
+    named = next((result.config[key].value for key in _BASE_KEYS if key in result.config), None)
+    known = {name: found for name, found in result.config.items() if name not in _BASE_KEYS}  # which may be a path
     facts = dataclasses.replace(
         card,
-        base_model=hub_id_of(str(base.value)) if base is not None and base.value else None,
+        base_model=hub_id_of(str(named)) if named else None,
         training=training_of(result.conversion.source),
-        settings=tuple((name, str(found.value), found.source) for name, found in result.config.items()),
+        settings=tuple(row for name, found in known.items() for row in rows_of(name, found.value, found.source)),
     )
     try:
         return api.push(destination, repo, card=facts, **options)

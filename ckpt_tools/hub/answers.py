@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.errors import HubError
@@ -62,88 +63,86 @@ def to_error(failure: Failure, place: Place, *, attempts: int = 1) -> HubError:
     return HubError(what, where=place.where, hint=hint)
 
 
+_AGAIN = "run the command again later: it skips what is already uploaded"
+_BY_STATUS: Mapping[int, tuple[str, str | None]] = {
+    401: (
+        "{doing}: the hub does not accept the token{says}",
+        "it may have expired: create a new one at {settings}, then hf auth login or set HF_TOKEN",
+    ),
+    402: ("{doing}: out of storage, or payment required{says}", "free storage of {owner} or extend it: {billing}"),
+    403: (
+        "{doing}: the token may not write to {repo}{says}",
+        "use a token with the right to write to it ({settings}), or propose the change: --create-pr",
+    ),
+    404: (
+        "{doing}: no such repository, or the token may not see it{says}",
+        "check the name, and that the token's user is a member of the organization",
+    ),
+    409: ("{doing}: another change is under way{says}", "run the command again in a minute"),
+    412: (
+        "somebody else committed to {revision} meanwhile; nothing of this push was committed",
+        "run the command again: ckpt plans again, and skips what is already uploaded",
+    ),
+    413: (
+        "{doing}: too large for the hub{says}",
+        "write smaller files (ckpt gather --max-shard-size 5GB), or leave some out (--exclude GLOB)",
+    ),
+    429: ("{doing}: too many requests{tries}{wait}{says}", "run the command again later"),
+}
+_BY_CODE: Mapping[str, tuple[str, str | None]] = {
+    "GatedRepo": ("{doing}: the repository is gated{says}", "ask for access at {page}"),
+    "RevisionNotFound": (
+        "{repo} has no revision {revision!r}",
+        "create that branch on the hub first, or push to main ({page}/tree/main)",
+    ),
+    "EntryNotFound": ("{doing}: the hub does not have the file{says}", None),
+}
+"""X-Error-Code → what and hint, before the status counts."""
+_NOT_IN_NAMESPACE = (
+    "the token may not create repositories in {owner}{says}",
+    "use a token with the right to write to repositories of {owner}: {settings}",
+)
+
+
 def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | None]:
-    says = f" (the hub says: {failure.message})" if failure.message else ""
+    status, message = failure.status, failure.message
     tries = f" after {attempts} tries" if attempts > 1 else ""
-    status = failure.status
     if failure.is_lasting:
-        return f"{place.doing}: {failure.message}", _lasting_hint(failure)
+        return f"{place.doing}: {message}", _lasting_hint(failure)
     if status is None:
         return _unreachable(failure, place, tries)
-    rights = _explain_rights(failure, place, says)
-    if rights is not None:
-        return rights
-    if status == 404:
-        return _explain_missing(failure, place, says)
-    if status == 409:
-        return (f"{place.doing}: another change is under way{says}", "run the command again in a minute")
-    if status == 412:
-        return (
-            f"somebody else committed to {place.revision} meanwhile; nothing of this push was committed",
-            "run the command again: ckpt plans again, and skips what is already uploaded",
-        )
-    if status == 413:
-        return (
-            f"{place.doing}: too large for the hub{says}",
-            "write smaller files (ckpt gather --max-shard-size 5GB), or leave some out (--exclude GLOB)",
-        )
-    if status == 429:
-        wait = "" if failure.retry_after_s is None else f"; retry after {failure.retry_after_s:.0f} s"
-        return (f"{place.doing}: too many requests{tries}{wait}{says}", "run the command again later")
-    if status >= 500:
-        return (
-            f"{place.doing}: the hub failed with status {status}{tries}{says}",
-            "run the command again later: it skips what is already uploaded",
-        )
-    return (f"{place.doing}: the hub refused with status {status}{says}", None)
+    if (code := failure.code or "") in _BY_CODE and status in (403, 404):
+        what, hint = _BY_CODE[code]
+    elif status in (403, 507) and _QUOTA.search(message):
+        what, hint = _BY_STATUS[402]
+    elif status == 403 and place.namespace_only:
+        what, hint = _NOT_IN_NAMESPACE
+    elif status in _BY_STATUS:
+        what, hint = _BY_STATUS[status]
+    elif status >= 500:
+        what, hint = "{doing}: the hub failed with status {status}{tries}{says}", _AGAIN
+    else:
+        what, hint = "{doing}: the hub refused with status {status}{says}", None
+    words = {
+        "doing": place.doing,
+        "repo": place.repo,
+        "revision": place.revision,
+        "status": status,
+        "tries": tries,
+        "says": f" (the hub says: {message})" if message else "",
+        "wait": "" if failure.retry_after_s is None else f"; retry after {failure.retry_after_s:.0f} s",
+        "owner": place.repo.partition("/")[0],
+        "page": f"{place.endpoint}/{place.repo}",
+        "settings": f"{place.endpoint}/settings/tokens",
+        "billing": f"{place.endpoint}/settings/billing",
+    }
+    return what.format(**words), hint and hint.format(**words)
 
 
 def _lasting_hint(failure: Failure) -> str | None:
     if _QUOTA.search(failure.message):
         return "free storage on the hub or extend it (settings, billing)"
     return None if failure.is_json else "check the address of the hub: a proxy or a login page may have answered"
-
-
-def _explain_rights(failure: Failure, place: Place, says: str) -> tuple[str, str | None] | None:
-    settings = f"{place.endpoint}/settings/tokens"
-    namespace = place.repo.partition("/")[0]
-    if failure.status == 402 or (failure.status in (403, 507) and _QUOTA.search(failure.message)):
-        return (
-            f"{place.doing}: out of storage, or payment required{says}",
-            f"free storage of {namespace} or extend it: {place.endpoint}/settings/billing",
-        )
-    if failure.status == 401:
-        return (
-            f"{place.doing}: the hub does not accept the token{says}",
-            f"it may have expired: create a new one at {settings}, then hf auth login or set HF_TOKEN",
-        )
-    if failure.code == "GatedRepo":
-        return (f"{place.doing}: the repository is gated{says}", f"ask for access at {place.endpoint}/{place.repo}")
-    if failure.status == 403:
-        if place.namespace_only:
-            return (
-                f"the token may not create repositories in {namespace}{says}",
-                f"use a token with the right to write to repositories of {namespace}: {settings}",
-            )
-        return (
-            f"{place.doing}: the token may not write to {place.repo}{says}",
-            f"use a token with the right to write to it ({settings}), or propose the change: --create-pr",
-        )
-    return None
-
-
-def _explain_missing(failure: Failure, place: Place, says: str) -> tuple[str, str | None]:
-    if failure.code == "RevisionNotFound":
-        return (
-            f"{place.repo} has no revision {place.revision!r}",
-            f"create that branch on the hub first, or push to main ({place.endpoint}/{place.repo}/tree/main)",
-        )
-    if failure.code == "EntryNotFound":
-        return (f"{place.doing}: the hub does not have the file{says}", None)
-    return (
-        f"{place.doing}: no such repository, or the token may not see it{says}",
-        "check the name, and that the token's user is a member of the organization",
-    )
 
 
 def _unreachable(failure: Failure, place: Place, tries: str) -> tuple[str, str | None]:

@@ -6,14 +6,12 @@ their keys (base_model_relation, widget, license_name, …), and of its componen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_args
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hub.card_body import CardBody, LoadFacts, Row, sections
-from ckpt_tools.hub.front_matter import dump, extend, hub_id_of, newline_of, read_front_matter, unite
+from ckpt_tools.hub.front_matter import hub_id_of, read_front_matter
 from ckpt_tools.options import AnyPath, Doc, Option
 
 Library = Literal["peft", "diffusers", "transformers"]
@@ -21,11 +19,35 @@ Library = Literal["peft", "diffusers", "transformers"]
 Relation = Literal["adapter", "finetune", "quantized", "merge"]
 """How the hub's tree of models hangs a model under its base."""
 
+Row = tuple[str, str, str]
+"""(what, value, where it came from)."""
 MAX_CARD_BYTES = 4 << 20
 """A README above this size is left as it is."""
-_LISTS = ("tags", "language", "datasets", "widget")
+LISTS = ("tags", "language", "datasets", "widget")
 """Keys of which a card that is there gets what was asked for beside what it has."""
-_SECTION = r"<!-- ckpt:{name} -->.*?<!-- /ckpt:{name} -->"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFacts:
+    """What the code needs to know beyond the names."""
+
+    is_adapter: bool = False
+    """There is a base model to load first."""
+    auto_class: str | None = None
+    """Class of transformers that loads the model (for an adapter: its base); AutoModel by default."""
+    has_tokenizer: bool = False
+    weight_name: str | None = None
+    """File name of a LoRA, where it is not the one that its library looks for."""
+    is_pipeline: bool = False
+    """A whole diffusers pipeline, not one of its models."""
+    model_class: str | None = None
+    """Class of diffusers that loads a single model."""
+    component: str | None = None
+    """What a diffusers pipeline calls the model that an adapter of PEFT's is for."""
+    rank: int | None = None
+    """The adapter's largest."""
+    loaders: tuple[str, ...] = ()
+    """Others that take the adapter, as check-lora names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,76 +110,15 @@ class CardFacts:
         return CardFacts(**pairs)
 
     def check(self) -> None:
-        """Refuse what the hub would refuse, last of all.
+        """Refuse what is no hub id; the hub itself judges the rest before anything is sent.
 
         Raises:
-            UsageError: Not a hub id, or a license that lacks its other half.
+            UsageError: A base model or a dataset is none.
         """
         ids = (("--base-model", self.base_model), *(("--dataset", each) for each in self.datasets))
         for option, named in ids:
             if named is not None and hub_id_of(named) != named:
                 raise UsageError(f"{named!r} is not a hub id", hint=f"{option} takes ORG/NAME")
-        if self.license_name is None and self.license_link is None:
-            return
-        if self.license not in (None, "other"):
-            what = f"--license {self.license} is a license that the hub knows"
-            raise UsageError(what, hint="leave out --license-name and --license-link, or set --license other")
-        if self.license_name is not None and not re.fullmatch(r"[a-z0-9.-]+", self.license_name):
-            raise UsageError(
-                f"--license-name must be of a-z, 0-9, '-' and '.', got {self.license_name!r}",
-                hint="--license-name flux-1-dev-non-commercial-license",
-            )
-        if self.license_link is not None and not re.fullmatch(r"https?://\S+|LICENSE(\.md|\.txt)?", self.license_link):
-            raise UsageError(
-                f"--license-link must be a URL or LICENSE, got {self.license_link!r}", hint="push a file named LICENSE"
-            )
-
-
-def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, asked: CardFacts | None = None) -> str:
-    """Return the text of the card.
-
-    An existing text gets the keys that its front matter lacks, and what ckpt wrote between its own comments
-    (`<!-- ckpt:load -->` … `<!-- /ckpt:load -->`) is written anew. The rest stays as it is, to the letter.
-
-    Args:
-        facts: All that is known.
-        repo: namespace/name.
-        existing: The card that is there.
-        asked: What was asked for in so many words: joins lists that the card has.
-
-    Raises:
-        UnreadableError: The front matter of `existing` is no YAML mapping, which the hub would refuse too.
-    """
-    keys = front_keys(facts)
-    body = CardBody(
-        title=facts.title or repo.rpartition("/")[2],
-        repo=repo,
-        base_model=facts.base_model,
-        relation=facts.relation,
-        library=facts.library,
-        instance_prompt=facts.instance_prompt,
-        has_gallery=bool(facts.gallery),
-        load=facts.load or LoadFacts(),
-        training=facts.training,
-        settings=facts.settings,
-    )
-    title, parts = sections(body)
-    if existing is None or not existing.strip():
-        front = dump(keys)
-        head = f"---\n{front}---\n\n" if front else ""
-        wrapped = [f"<!-- ckpt:{name} -->\n{text}\n<!-- /ckpt:{name} -->" for name, text in parts.items()]
-        return head + "\n\n".join([title, *wrapped]) + "\n"
-    if asked is not None:
-        wanted = front_keys(asked) | ({"widget": keys["widget"]} if asked.samples and "widget" in keys else {})
-        lists = {key: value for key, value in wanted.items() if key in _LISTS and isinstance(value, list)}
-        existing = unite(existing, lists)
-    text, newline = extend(existing, keys), newline_of(existing)
-    for name, part in parts.items():
-        before = re.search(_SECTION.format(name=name), text, re.DOTALL)
-        if before is not None:
-            anew = f"<!-- ckpt:{name} -->\n{part}\n<!-- /ckpt:{name} -->".replace("\n", newline)
-            text = text[: before.start()] + anew + text[before.end() :]
-    return text
 
 
 def front_keys(facts: CardFacts) -> dict[str, object]:
@@ -209,5 +170,10 @@ def missing_keys(facts: CardFacts, text: str) -> tuple[str, ...]:
 def kept_keys(asked: CardFacts, text: str) -> tuple[str, ...]:
     """Return the keys of which the card says something else than what was asked for."""
     known = read_front_matter(text)
-    wanted = {key: value for key, value in front_keys(asked).items() if key not in _LISTS}
-    return tuple(f"{key}: {known[key]}" for key, value in wanted.items() if key in known and known[key] != value)
+
+    def says(key: str, value: object) -> bool:
+        here = known[key]
+        return here == value or (isinstance(here, list) and isinstance(value, list) and all(x in here for x in value))
+
+    wanted = front_keys(asked).items()
+    return tuple(f"{key}: {known[key]}" for key, value in wanted if key in known and not says(key, value))

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import keyword
 import re
-from dataclasses import dataclass, field
 
+from ckpt_tools.hub.card import LISTS, CardFacts, LoadFacts, Row, front_keys
+from ckpt_tools.hub.front_matter import dump, extend, newline_of, unite
 from ckpt_tools.text import escape_name
 
-Row = tuple[str, str, str]
-"""(what, value, where it came from)."""
-
+_SECTION = "<!-- ckpt:{0} -->\n{1}\n<!-- /ckpt:{0} -->"
 _MARKUP = re.compile(r"""[\\`*_\[\]<>|&~$#!:@(){}"']""")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
 _PLAIN = re.compile(r"[\w./-]{1,255}", re.ASCII)
@@ -23,65 +22,59 @@ _VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Source: vLLM, config/lora.py: what --max-lora-rank takes, from its default on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadFacts:
-    """What the code needs to know beyond the names."""
+def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, asked: CardFacts | None = None) -> str:
+    """Return the text of the card.
 
-    is_adapter: bool = False
-    """There is a base model to load first."""
-    auto_class: str | None = None
-    """Class of transformers that loads the model (for an adapter: its base); AutoModel by default."""
-    has_tokenizer: bool = False
-    weight_name: str | None = None
-    """File name of a LoRA, where it is not the one that its library looks for."""
-    is_pipeline: bool = False
-    """A whole diffusers pipeline, not one of its models."""
-    model_class: str | None = None
-    """Class of diffusers that loads a single model."""
-    component: str | None = None
-    """What a diffusers pipeline calls the model that an adapter of PEFT's is for."""
-    rank: int | None = None
-    """The adapter's largest."""
-    loaders: tuple[str, ...] = ()
-    """Others that take the adapter, as check-lora names them."""
+    An existing text gets the keys that its front matter lacks, and what ckpt wrote between its own comments
+    (`<!-- ckpt:load -->` … `<!-- /ckpt:load -->`) is written anew. The rest stays as it is, to the letter.
 
+    Args:
+        facts: All that is known.
+        repo: namespace/name.
+        existing: The card that is there.
+        asked: What was asked for in so many words: joins lists that the card has.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardBody:
-    """What the sections are made of."""
-
-    title: str
-    repo: str
-    base_model: str | None = None
-    relation: str | None = None
-    library: str | None = None
-    instance_prompt: str | None = None
-    has_gallery: bool = False
-    load: LoadFacts = field(default_factory=LoadFacts)
-    training: tuple[Row, ...] = ()
-    settings: tuple[Row, ...] = ()
+    Raises:
+        UnreadableError: The front matter of `existing` is no YAML mapping, which the hub would refuse too.
+    """
+    keys, parts = front_keys(facts), sections(facts, repo)
+    if existing is None or not existing.strip():
+        front = dump(keys)
+        head = f"---\n{front}---\n\n" if front else ""
+        title = f"# {_shown(facts.title or repo.rpartition('/')[2])}"
+        return head + "\n\n".join([title, *(_SECTION.format(*part) for part in parts.items())]) + "\n"
+    if asked is not None:
+        wanted = front_keys(asked) | ({"widget": keys["widget"]} if asked.samples and "widget" in keys else {})
+        lists = {key: value for key, value in wanted.items() if key in LISTS and isinstance(value, list)}
+        existing = unite(existing, lists)
+    text, newline = extend(existing, keys), newline_of(existing)
+    for name, part in parts.items():
+        anew = _SECTION.format(name, part).replace("\n", newline)
+        before = re.search(rf"<!-- ckpt:{name} -->.*?<!-- /ckpt:{name} -->", text, re.DOTALL)
+        text = text if before is None else text[: before.start()] + anew + text[before.end() :]
+    return text
 
 
-def sections(body: CardBody) -> tuple[str, dict[str, str]]:
-    """Return the heading, and name → text of every section that has something to say."""
+def sections(facts: CardFacts, repo: str) -> dict[str, str]:
+    """Return name → text of every section that has something to say."""
     found = {
-        "about": _about(body),
-        "gallery": "<Gallery />" if body.has_gallery else None,
-        "trigger": f"## Trigger words\n\n{_shown(body.instance_prompt)}" if body.instance_prompt else None,
-        "load": _load(body),
-        "training": _table("Training", "fact", body.training),
-        "settings": _table("Settings", "setting", body.settings),
+        "about": _about(facts),
+        "gallery": "<Gallery />" if facts.gallery else None,
+        "trigger": f"## Trigger words\n\n{_shown(facts.instance_prompt)}" if facts.instance_prompt else None,
+        "load": _load(facts, repo),
+        "training": _table("Training", "fact", facts.training),
+        "settings": _table("Settings", "setting", facts.settings),
     }
-    return f"# {_shown(body.title)}", {name: text for name, text in found.items() if text}
+    return {name: text for name, text in found.items() if text}
 
 
-def _about(body: CardBody) -> str | None:
-    if not body.base_model:
+def _about(facts: CardFacts) -> str | None:
+    if not facts.base_model:
         return None
-    is_adapter = body.library == "peft" or body.load.is_adapter
+    is_adapter = facts.library == "peft" or (facts.load is not None and facts.load.is_adapter)
     made = {"quantized": "Quantized from", "merge": "Merged from", "finetune": "Trained from"}
-    kind = "An adapter for" if is_adapter else made.get(body.relation or "", "From")
-    return f"{kind} [{_shown(body.base_model)}](https://huggingface.co/{body.base_model})."
+    kind = "An adapter for" if is_adapter else made.get(facts.relation or "", "From")
+    return f"{kind} [{_shown(facts.base_model)}](https://huggingface.co/{facts.base_model})."
 
 
 def _table(title: str, what: str, rows: tuple[Row, ...]) -> str | None:
@@ -99,20 +92,20 @@ def _shown(text: str) -> str:
 # How to load it
 
 
-def _load(body: CardBody) -> str | None:
+def _load(facts: CardFacts, repo: str) -> str | None:
     """Return how each library loads the weights, or None where nothing certain can be said."""
+    load, base = facts.load or LoadFacts(), facts.base_model or _BASE_PLACEHOLDER
+    library = facts.library
     found = {
-        "PEFT": _fenced("python", _peft(body)) if body.library == "peft" else None,
-        "diffusers": _fenced("python", _diffusers(body)) if body.library == "diffusers" else None,
-        "transformers": _fenced("python", _transformers(body)) if body.library == "transformers" else None,
-        "vLLM": _fenced("sh", _vllm(body)) if "vllm" in body.load.loaders else None,
-        "ComfyUI": _comfyui(body) if "comfyui" in body.load.loaders else None,
+        "PEFT": _fenced("python", _peft(repo, base, load)) if library == "peft" else None,
+        "diffusers": _fenced("python", _diffusers(repo, base, load)) if library == "diffusers" else None,
+        "transformers": _fenced("python", _transformers(repo, load)) if library == "transformers" else None,
+        "vLLM": _fenced("sh", _vllm(repo, facts.base_model, load)) if "vllm" in load.loaders else None,
+        "ComfyUI": _comfyui(repo, load) if "comfyui" in load.loaders else None,
     }
     ways = {name: text for name, text in found.items() if text}
-    if not ways:
-        return None
-    if len(ways) == 1:
-        return "## How to load it\n\n" + next(iter(ways.values()))
+    if len(ways) < 2:
+        return "## How to load it\n\n" + next(iter(ways.values())) if ways else None
     return "\n\n".join(["## How to load it", *(f"### {name}\n\n{text}" for name, text in ways.items())])
 
 
@@ -128,29 +121,29 @@ def _is_class(name: str) -> bool:
     return _IDENTIFIER.fullmatch(name) is not None and not keyword.iskeyword(name)
 
 
-def _peft(body: CardBody) -> str:
-    base, load = body.base_model or _BASE_PLACEHOLDER, body.load
-    if load.component is not None and _is_class(load.component):
+def _peft(repo: str, base: str, load: LoadFacts) -> str:
+    if load.component is not None:
         model = f"pipeline.{load.component}"
         return (
             "from diffusers import DiffusionPipeline\n"
             "from peft import PeftModel\n"
             "\n"
             f'pipeline = DiffusionPipeline.from_pretrained("{base}")\n'
-            f'{model} = PeftModel.from_pretrained({model}, "{body.repo}")\n'
+            f'{model} = PeftModel.from_pretrained({model}, "{repo}")\n'
         )
+    if load.auto_class is None:
+        return f'from peft import PeftModel\n\nmodel = PeftModel.from_pretrained(base, "{repo}")  # base: {base}\n'
     auto = _class(load.auto_class, "AutoModel")
     return (
         "from peft import PeftModel\n"
         f"from transformers import {auto}\n"
         "\n"
         f'base = {auto}.from_pretrained("{base}")\n'
-        f'model = PeftModel.from_pretrained(base, "{body.repo}")\n'
+        f'model = PeftModel.from_pretrained(base, "{repo}")\n'
     )
 
 
-def _diffusers(body: CardBody) -> str | None:
-    base, repo, load = body.base_model or _BASE_PLACEHOLDER, body.repo, body.load
+def _diffusers(repo: str, base: str, load: LoadFacts) -> str | None:
     if load.is_adapter:
         if load.weight_name is not None and not _PLAIN.fullmatch(load.weight_name):
             return None
@@ -169,30 +162,25 @@ def _diffusers(body: CardBody) -> str | None:
     return None
 
 
-def _transformers(body: CardBody) -> str:
-    auto = _class(body.load.auto_class, "AutoModel")
-    names = f"{auto}, AutoTokenizer" if body.load.has_tokenizer else auto
-    code = f'from transformers import {names}\n\nmodel = {auto}.from_pretrained("{body.repo}")\n'
-    if body.load.has_tokenizer:
-        code += f'tokenizer = AutoTokenizer.from_pretrained("{body.repo}")\n'
+def _transformers(repo: str, load: LoadFacts) -> str:
+    auto = _class(load.auto_class, "AutoModel")
+    names = f"{auto}, AutoTokenizer" if load.has_tokenizer else auto
+    code = f'from transformers import {names}\n\nmodel = {auto}.from_pretrained("{repo}")\n'
+    if load.has_tokenizer:
+        code += f'tokenizer = AutoTokenizer.from_pretrained("{repo}")\n'
     return code
 
 
-def _vllm(body: CardBody) -> str | None:
-    name = body.repo.rpartition("/")[2]
-    if not body.base_model or not _PLAIN.fullmatch(name):
+def _vllm(repo: str, base: str | None, load: LoadFacts) -> str | None:
+    rank = next((each for each in _VLLM_RANKS if each >= (load.rank or 0)), None)
+    if base is None or rank is None:
         return None
-    largest = body.load.rank or 0
-    if largest > _VLLM_RANKS[-1]:
-        return None
-    rank = next(each for each in _VLLM_RANKS if each >= largest)
     option = f" --max-lora-rank {rank}" if rank > _VLLM_RANKS[0] else ""
-    return f"vllm serve {body.base_model} --enable-lora{option} --lora-modules {name}={body.repo}\n"
+    return f"vllm serve {base} --enable-lora{option} --lora-modules {repo.rpartition('/')[2]}={repo}\n"
 
 
-def _comfyui(body: CardBody) -> str | None:
-    name = body.load.weight_name
-    if name is None or not _PLAIN.fullmatch(name):
+def _comfyui(repo: str, load: LoadFacts) -> str | None:
+    if load.weight_name is None or not _PLAIN.fullmatch(load.weight_name):
         return None
-    link = f"[{_shown(name)}](https://huggingface.co/{body.repo}/resolve/main/{name})"
+    link = f"[{_shown(load.weight_name)}](https://huggingface.co/{repo}/resolve/main/{load.weight_name})"
     return f"Download {link} into ComfyUI/models/loras, and choose it in the node Load LoRA."

@@ -13,8 +13,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.format import read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.formats.opening import read_file
-from ckpt_tools.hub.card import CardFacts, Relation
-from ckpt_tools.hub.card_body import LoadFacts, Row
+from ckpt_tools.hub.card import CardFacts, LoadFacts, Relation, Row
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
 from ckpt_tools.hub.front_matter import hub_id_of
 from ckpt_tools.hub.tasks import HEADS, tag_of, task_of_adapter, task_of_class
@@ -101,7 +100,7 @@ def _facts(source: Source, chosen: Collection[str], kind: Kind) -> CardFacts:
         name = _text(config.get("_class_name"))
         load = LoadFacts(is_pipeline=is_pipeline, model_class=None if is_pipeline else name)
         task = task_of_class(name) if is_pipeline else None
-        rows = _rows("model class", name, "its config")
+        rows = rows_of("model class", name, "its config")
         return CardFacts(library="diffusers", pipeline_tag=task, load=load, settings=rows)
     return CardFacts()
 
@@ -128,8 +127,9 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _rows(name: str, value: object, origin: str) -> tuple[Row, ...]:
-    if value is None or value == [] or value is False:
+def rows_of(name: str, value: object, origin: str) -> tuple[Row, ...]:
+    """Return the row that shows a setting; none for one that says nothing."""
+    if value is None or value in ([], {}) or (value is False and not origin.startswith("assumed")):
         return ()
     shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     if len(shown) > _MAX_VALUE_CHARS:
@@ -167,7 +167,7 @@ def _peft(source: Source) -> CardFacts:
         auto_class = _text(mapping.get("base_model_class"))
     base, notes = base_model_of(_text(config.get("base_model_name_or_path")), root=source.root)
     family = str(config.get("peft_type") or "lora").lower()
-    settings = tuple(row for key in _SETTINGS for row in _rows(key, config.get(key), ADAPTER_CONFIG))
+    settings = tuple(row for key in _SETTINGS for row in rows_of(key, config.get(key), ADAPTER_CONFIG))
     return CardFacts(
         base_model=base,
         library="peft",
@@ -192,8 +192,10 @@ def _with_adapter(
     if not is_peft and base is None:
         named = next((metadata[key] for key in _BASE_KEYS if key in metadata), None)
         base, notes = base_model_of(named, root=source.root)
+    load = facts.load or LoadFacts(is_adapter=True)
     load = replace(
-        facts.load or LoadFacts(is_adapter=True),
+        load,
+        auto_class=load.auto_class or ("AutoModel" if check.architecture == "llm" else None),
         rank=max(check.ranks, default=None),
         weight_name=None if is_peft or name == DIFFUSERS_LORA else name,
         component=family.main.component if family is not None and is_peft else None,
@@ -228,10 +230,10 @@ def _checked(check: LoraCheck) -> tuple[Row, ...]:
     """Return what the factors themselves show, where no config does."""
     alpha = check.alpha
     return (
-        *_rows("type", check.kind, "its tensors"),
-        *_rows("rank", check.rank, "its tensors"),
-        *(_rows("alpha", f"{alpha.value:g}", alpha.source) if alpha is not None else ()),
-        *_rows("modules", check.num_modules, "its tensors"),
+        *rows_of("type", check.kind, "its tensors"),
+        *rows_of("rank", check.rank, "its tensors"),
+        *(rows_of("alpha", f"{alpha.value:g}", alpha.source) if alpha is not None else ()),
+        *rows_of("modules", check.num_modules, "its tensors"),
     )
 
 
@@ -249,9 +251,9 @@ def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFact
     if ending is None and str(name).endswith("ForConditionalGeneration") and "vision_config" in config:
         auto_class, pipeline_tag = "AutoModelForImageTextToText", "image-text-to-text"
     settings = (
-        *_rows("architecture", name, CONFIG_NAME),
-        *_rows("model type", config.get("model_type"), CONFIG_NAME),
-        *_rows("dtype", config.get("dtype") or config.get("torch_dtype"), CONFIG_NAME),
+        *rows_of("architecture", name, CONFIG_NAME),
+        *rows_of("model type", config.get("model_type"), CONFIG_NAME),
+        *rows_of("dtype", config.get("dtype") or config.get("torch_dtype"), CONFIG_NAME),
     )
     return CardFacts(
         library="transformers",

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import HubError, LimitError, UsageError
-from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, kept_keys, missing_keys
+from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, facts_in, kept_keys, missing_keys
+from ckpt_tools.hub.card_body import build_card
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
@@ -204,6 +205,8 @@ class Push:
         card = build_card(facts, repo=self._hub.repo, existing=text, asked=asked)
         if missing := missing_keys(facts, card):
             self._notes.append(f"{CARD_NAME} is written in a way that ckpt cannot extend: add {', '.join(missing)}")
+        if gallery and "<Gallery" not in card:
+            self._notes.append(f"{CARD_NAME} has no <Gallery />: add it where the samples are to be shown")
         if kept := kept_keys(asked, card):
             self._notes.append(f"{CARD_NAME} keeps what it says already: {'; '.join(map(escape_name, kept))}")
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))

@@ -28,6 +28,7 @@ MAX_SAMPLE_BYTES = 32 << 20
 """Larger files are no samples."""
 _MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4", ".webm")
 _MAX_TEXT_BYTES = 1 << 20
+_MAX_CHUNKS = 10_000
 _MAX_PROMPT_CHARS = 2_000
 _OF_STEP = re.compile(r".*?__(\d+)_(\d+)\.\w+|(?:.*_)?(e?\d{6})_(\d{2})_\d{14}(?:_\d+)?\.\w+", re.ASCII)
 """Step and index in the names that ai-toolkit, and those that kohya and musubi give."""
@@ -147,18 +148,17 @@ def _png_prompt(source: Source, name: str, nbytes: int) -> str | None:
     """Read a PNG's text chunks (PNG 1.2, 4.2.3), of which none but plain ones are read."""
     texts: dict[str, str] = {}
     at = 8 if source.read(name, 0, min(8, nbytes)) == b"\x89PNG\r\n\x1a\n" else nbytes
-    while at + 12 <= nbytes and len(texts) < 100:
+    for _ in range(_MAX_CHUNKS):
+        if at + 12 > nbytes:
+            break
         head = source.read(name, at, 8)
         size, kind = int.from_bytes(head[:4], "big"), head[4:]
         if kind in (b"tEXt", b"iTXt") and size <= min(_MAX_TEXT_BYTES, nbytes - at - 12):
             keyword, _, rest = source.read(name, at + 8, size).partition(b"\0")
-            if kind == b"tEXt" or rest[:1] == b"\0":
-                text = (
-                    rest.decode("latin-1")
-                    if kind == b"tEXt"
-                    else rest[2:].split(b"\0", 2)[-1].decode("utf-8", "replace")
-                )
-                texts.setdefault(keyword.decode("latin-1"), text)
+            if kind == b"tEXt":
+                texts.setdefault(keyword.decode("latin-1"), rest.decode("latin-1"))
+            elif rest[:1] == b"\0":
+                texts.setdefault(keyword.decode("latin-1"), rest[2:].split(b"\0", 2)[-1].decode("utf-8", "replace"))
         at += 12 + size
     if "parameters" in texts:
         return _NEGATIVE.split(texts["parameters"])[0]

@@ -22,7 +22,7 @@ from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.format import read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import read_file
-from ckpt_tools.hub.card_body import Row
+from ckpt_tools.hub.card import Row
 from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.storage.source import LocalSource, Source
 

@@ -19,7 +19,9 @@ from hypothesis import given, strategies as st
 from samples import safetensors_bytes, tensor
 
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.hub.card import CardFacts, LoadFacts, build_card, hub_id_of, missing_keys, read_front_matter
+from ckpt_tools.hub.card import CardFacts, LoadFacts, missing_keys
+from ckpt_tools.hub.card_body import build_card
+from ckpt_tools.hub.front_matter import hub_id_of, read_front_matter
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 

@@ -18,7 +18,8 @@ from samples import safetensors_bytes, tensor, write_model
 
 from ckpt_tools import api
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hub.card import CardFacts, build_card, facts_in
+from ckpt_tools.hub.card import CardFacts, facts_in
+from ckpt_tools.hub.card_body import build_card
 from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.tasks import tag_of, task_of_adapter, task_of_class
 from ckpt_tools.hub.training import training_of
@@ -266,7 +267,8 @@ def test_push_with_samples_has_a_gallery(hub: Hub, push_json, tmp_path: Path):
     assert {each["output"]["url"] for each in keys["widget"]} <= set(hub.files("me/style"))
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "a.jpg").write_bytes(b"\xff\xd8new")
-    push_json(run, "me/style", "--samples", tmp_path / "more")
+    document = push_json(run, "me/style", "--samples", tmp_path / "more")
+    assert not any("<Gallery" in note for note in document["notes"])
     assert len(front(card_of(hub, "me/style"))["widget"]) == 3
     assert hub.files("me/style")["images/a.jpg"] == b"\xff\xd8new"
     assert "no image or video" in push_json(run, "me/style", "--samples", tmp_path, code=2)["what"]
@@ -316,10 +318,15 @@ def test_card_sections_of_ckpt_are_written_anew_and_nothing_else(newline: str):
 
 def test_push_card_keeps_its_base_and_license_and_says_so(hub: Hub, push_json, tmp_path: Path):
     adapter = write_adapter(tmp_path / "a", base_model_name_or_path="org/base")
-    text = "---\nbase_model: org/mine\nlicense: mit\n---\n<!-- ckpt:load --><!-- /ckpt:load -->\n"
+    text = "---\nbase_model: org/mine\nlicense: mit\ntags:\n---\n<!-- ckpt:load --><!-- /ckpt:load -->\n"
     (adapter / "README.md").write_text(text)
-    document = push_json(adapter, "me/a", "--base-model", "org/other", "--license", "apache-2.0")
-    assert any("keeps what it says" in note and "org/mine" in note and "mit" in note for note in document["notes"])
+    (tmp_path / "a.jpg").write_bytes(b"x")
+    (tmp_path / "a.txt").write_text("cat")
+    (note,) = push_json(adapter, "me/a", "--samples", tmp_path, "-n")["notes"]
+    assert "has no <Gallery />" in note
+    document = push_json(adapter, "me/a", "--base-model", "org/other", "--license", "apache-2.0", "--tag", "x")
+    (note,) = document["notes"]
+    assert "keeps what it says already: base_model: org/mine; license: mit; tags: None" in note
     card = card_of(hub, "me/a")
     assert 'from_pretrained("org/mine")' in card
     assert "org/other" not in card

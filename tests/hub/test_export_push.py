@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from hub.conftest import states
 from hub.local_hub import Hub
 from samples import safetensors_bytes, tensor
@@ -39,6 +40,45 @@ def test_export_with_push_sends_what_was_written(hub: Hub, run, tmp_path: Path):
     assert "base_model: org/base" in card
     assert "license: mit" in card
     assert "| lora&#95;alpha | 8.0 | --alpha |" in card or "| lora&#95;alpha | 8 | --alpha |" in card, card
+
+
+@pytest.mark.parametrize("target", ["comfyui", "diffusers", "peft"])
+def test_export_for_picture_models_has_their_card(hub: Hub, run, tmp_path: Path, target: str):
+    """All from default facts; a base that is a path is nowhere in it, and what the run left behind is."""
+    source = tmp_path / "run" / "step-5"
+    source.mkdir(parents=True)
+    names = [
+        f"transformer.{name}.0.attn.to_q.lora_{{}}.weight"
+        for name in ("transformer_blocks", "single_transformer_blocks")
+    ]
+    factors = {name.format(f): tensor("F32", *shape) for name in names for f, shape in (("A", (4, 8)), ("B", (8, 4)))}
+    (source / "pytorch_lora_weights.safetensors").write_bytes(safetensors_bytes(factors))
+    (source / "trainer_state.json").write_text('{"global_step": 5}')
+    options = (
+        "--to",
+        target,
+        "--architecture",
+        "flux1",
+        "--alpha",
+        4,
+        "--push",
+        f"me/{target}",
+        "--instance-prompt",
+        "sks",
+    )
+    for base in ("/home/me/flux", "black-forest-labs/FLUX.1-dev"):
+        out = tmp_path / base.rpartition("/")[2]
+        code, _, error = run("export-lora", source, out, *options, "--base-model", base, "--overwrite")
+        assert code == 0, error
+        card = hub.files(f"me/{target}")["README.md"].decode()
+        assert "/home/me" not in card
+        assert "| steps | 5 | trainer&#95;state.json |" in card
+    keys = yaml.safe_load(card.split("---\n")[1])
+    assert keys["instance_prompt"] == "sks"
+    assert keys["base_model"] == "black-forest-labs/FLUX.1-dev"
+    assert keys["base_model_relation"] == "adapter"
+    assert keys["library_name"] == ("peft" if target == "peft" else "diffusers")
+    assert ("ComfyUI/models/loras" in card) == (target == "comfyui")
 
 
 def test_export_of_a_dead_adapter_sends_nothing(hub: Hub, run, tmp_path: Path):
