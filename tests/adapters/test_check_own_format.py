@@ -27,7 +27,8 @@ from ckpt_tools.adapters.check import LoraCheck, check_lora, fold
 from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
-from ckpt_tools.hub.check import refuse_broken_adapter
+from ckpt_tools.hub.check import check_adapters
+from ckpt_tools.storage.source import LocalSource
 
 Tensors = dict[str, torch.Tensor]
 
@@ -114,11 +115,9 @@ def test_names_of_kohya_for_an_unknown_family_are_not_known_and_not_wrong(sd15: 
     assert codes(check_lora(source, base=sd15)) == ["adapter-shape"]
 
 
-def test_names_of_diffusers_are_held_against_the_base_of_an_unknown_family(sd15: Path, tmp_path: Path) -> None:
+def test_names_of_diffusers_are_held_against_the_base(sd15: Path, tmp_path: Path) -> None:
     source = save_as(tmp_path, of_sd15("unet.", str))
     assert check_lora(source, base=sd15).verdict == "loads"
-    outside = of_sd15("unet.", lambda path: path.replace("mid_block", "down_blocks.0"))  # where SDXL has no attention
-    assert check_lora(save_as(tmp_path / "c", outside)).verdict == "unknown"
     foreign = save_as(tmp_path / "b", of_sd15("unet.", lambda path: path.replace("mid_block", "middle_block")))
     result = check_lora(foreign, base=sd15)
     assert (result.verdict, "is it the base" in str(result.findings)) == ("fails", False)
@@ -131,9 +130,8 @@ def test_base_goes_before_the_names_of_the_adapter(flux1: Path, tmp_path: Path) 
     name = "transformer.transformer_blocks.0.attn.to_q"
     tensors = {f"{name}.lora_A.weight": torch.randn(2, 48), f"{name}.lora_B.weight": torch.randn(48, 2)}
     result = check_lora(save_as(tmp_path / "a", tensors), base=directory)
-    assert (result.architecture, result.verdict) == (None, "loads")
-    comfyui = next(report for report in result.loaders if report.loader == "comfyui")
-    assert comfyui.loads is None
+    assert (result.architecture, result.verdict) == ("qwen_image", "loads")
+    assert next(report for report in result.loaders if report.loader == "comfyui").is_whole
     assert check_lora(save_as(tmp_path / "a", tensors), base=flux1).verdict == "fails"
 
 
@@ -257,10 +255,11 @@ def test_command_marks_the_judge_and_says_what_was_not_checked(
 
 def test_push_refuses_what_the_own_loader_refuses_and_sends_what_needs_a_base(tmp_path: Path) -> None:
     directory = peft_directory(tmp_path / "adapter")
-    refuse_broken_adapter(str(directory))
-    edit(directory, r=3)
-    with pytest.raises(CkptError, match=r"adapter-config|loader-rejects"):
-        refuse_broken_adapter(str(directory))
+    with LocalSource(str(directory)) as source:
+        assert list(check_adapters(source, ["adapter_model.safetensors"])) == ["adapter_model.safetensors"]
+        edit(directory, r=3)
+        with pytest.raises(CkptError, match=r"adapter-config|loader-rejects"):
+            check_adapters(source, ["adapter_model.safetensors"])
 
 
 # Replicated layers

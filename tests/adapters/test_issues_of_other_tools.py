@@ -537,11 +537,11 @@ def test_torchtitan_factors_are_neither_dropped_nor_taken_for_transformers_own(t
         dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
     code, document = command(capsys, "check-lora", tmp_path / "step-1", "--for", "peft")
     assert (code, errors(document), document["num_modules"]) == (3, {"loader-format"}, 2)
-    assert "export it with the trainer" in hints(document)
-    base = save_base(tmp_path / "base")
+    assert "--base DIR" in hints(document)
+    base = save_base(tmp_path / "base")  # of no model type that torchtitan has
     for argv, said in (
-        (("export-lora", tmp_path / "step-1"), "rotary embeddings"),
-        (("merge-lora", base, tmp_path / "step-1"), "not in the base"),
+        (("export-lora", tmp_path / "step-1"), "its trainer's own model"),
+        (("merge-lora", base, tmp_path / "step-1"), "are a trainer's own"),
     ):
         code, document = command(capsys, *argv, tmp_path / "out", "--alpha", "8")
         assert (code, said in document["error"]["what"]) == (2, True), document

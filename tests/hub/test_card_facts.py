@@ -62,7 +62,7 @@ def png(texts: dict[bytes, bytes], kind: bytes = b"tEXt") -> bytes:
 
 
 def test_push_lora_of_a_picture_model_has_the_card_that_people_want(hub: Hub, push_json, tmp_path: Path):
-    meta = {"ss_steps": "1200", "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.1)", "ss_seed": "None"}
+    meta = {"ss_base_model_version": "flux1", "ss_steps": "1200", "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.1)", "ss_seed": "None"}
     secret = {"modelspec.trigger_phrase": "sks <b>dog</b>", "ss_dataset_dirs": '{"/home/me/x": 1}'}
     lora = write_kohya(tmp_path / "lora", **meta, **secret)
     own = (
@@ -152,7 +152,7 @@ def test_push_result_of_ckpt_says_how_it_was_made(hub: Hub, push_json, tmp_path:
     api.merge_lora(base, write_adapter(tmp_path / "adapter"), tmp_path / "merged")
     document = push_json(tmp_path / "merged", "me/merged", "--base-model", "org/base")
     keys = front(card_of(hub, "me/merged"))
-    assert (keys["base_model"], keys["base_model_relation"]) == ("org/base", "merge")
+    assert (keys["base_model"], keys["base_model_relation"]) == ("org/base", "finetune")
     assert "| by | ckpt" in card_of(hub, "me/merged")
     assert document["notes"] == []
     document = push_json(tmp_path / "merged", "me/silent")
