@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -343,8 +344,9 @@ def _respellings(
         families = choose_architectures(loaded, architecture=None, base=base)
     except UsageError:
         return
+    in_alias = functools.partial(in_native, spelling="alias")
     for family in families:
-        for spell, whose in ((in_diffusers, "diffusers'"), (in_native, "the authors'")):
+        for spell, whose in ((in_diffusers, "diffusers'"), (in_native, "the authors'"), (in_alias, "the trainer's")):
             fitting = Fitting()
             try:
                 placed = spell(place_all(loaded, ARCHITECTURES[family]), as_lora=fitting.as_lora)

@@ -79,7 +79,7 @@ def _by_tables(adapter: Adapter[TensorEntry], architecture: Architecture, base: 
         found = readings(module.path, architecture)
         if found and found[0].part.is_encoder and not is_pipeline:
             continue  # the base is the transformer or the U-Net alone
-        paths = {path for each in found for path in (each.native, *each.diffusers)}
+        paths = {path for each in found for path in (each.native, each.spelled("alias"), *each.parts, *each.diffusers)}
         paths |= {f"{each.part.component}.{path}" for each in found for path in each.diffusers}
         paths |= {f"model.diffusion_model.{each.native}" for each in found}
         if not paths & modules:
@@ -113,11 +113,10 @@ def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) 
 def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
     """Yield (out, in × kernel) of what a name means in the base: fused, or the rows of its parts together."""
     for root in ("", "model.diffusion_model.", f"{each.part.component}."):
-        native = [base.get(f"{root}{each.native}.weight", ())]
-        parts = [base.get(f"{root}{path}.weight", ()) for path in each.diffusers]
-        ways = [native, parts]
-        if each.match.part is not None and len(parts) > 1:  # the tables do not tell its rows of the fused weight
-            ways = [[parts[each.match.part]]]
+        spellings = ([each.native], [each.spelled("alias")], each.parts, each.diffusers)
+        ways = [[base.get(f"{root}{path}.weight", ()) for path in paths] for paths in spellings]
+        if each.match.part is not None and len(ways[-1]) > 1:  # the tables do not tell its rows of the fused weight
+            ways = [[way[each.match.part]] for way in ways[2:] if way]
         for weights in ways:
             if weights and all(len(shape) > 1 for shape in weights):
                 yield sum(shape[0] for shape in weights), math.prod(weights[0][1:])
