@@ -403,7 +403,7 @@ def test_flux1_lora_a_under_diffusion_model_is_a_silent_no_op_in_diffusers(tmp_p
         ("lora_up", "lora_B"),
     )
     result = check_lora(save_as(tmp_path / "a", tensors), loaders=["diffusers", "comfyui"])
-    assert result.architecture == "flux1"
+    assert result.architecture is None  # HunyuanVideo has these names in ComfyUI, to the same effect
     codes = {report.loader: [finding.code for finding in report.findings] for report in result.loaders}
     assert codes == {"diffusers": ["loader-no-op"], "comfyui": []}
     assert not result.ok

@@ -49,7 +49,7 @@ def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[Mo
     said = family_in_header(adapter)
     if said in possible:
         return (said,)
-    possible = _by_shape(adapter, possible)
+    possible = _by_shape(adapter, _by_trainer(adapter, possible))
     return () if base is None and any(rivals_of(adapter, name) for name in possible) else possible
 
 
@@ -65,6 +65,18 @@ def _explains(architecture: Architecture, adapter: Adapter[F]) -> bool:
             takes_any or each.part.is_encoder or each.match.is_native or each.match.is_alias for each in places
         )
     return unknown <= _MOST_FOREIGN * len(adapter.modules)
+
+
+def _by_trainer(adapter: Adapter[F], found: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of several families whose trainers with kohya's names spell the modules so."""
+    paths = [module.path for module in adapter.modules if module.path.startswith("lora_unet_")]
+    spelled = []
+    for name in found:
+        part, kohya = ARCHITECTURES[name].main, ARCHITECTURES[name].kohya
+        names = (path.removeprefix("lora_unet_") for path in paths)
+        if kohya is not None and all(part.names.find_as(each, (kohya.spelling,)) for each in names):
+            spelled.append(name)
+    return tuple(spelled) if paths and spelled else found
 
 
 def _possible(paths: Sequence[str], base: BaseFamily | None) -> tuple[str, ...]:

@@ -280,8 +280,12 @@ def _ldm_kohya(keys: Keys, architecture: Architecture) -> Keys:
             part = encoders.get("text_encoder_2" if module.startswith("lora_te2_") else "text_encoder")
             inner = re.sub("^lora_te[12]?_", "", module)
             match = None if part is None else _native(part, inner)
-        if part is not None and match is not None and not re.fullmatch(conversion.lacks, match.spelled()):
-            found |= _spread(part, match, suffix, name, f"{part.component}.")
+        if part is None or match is None or re.fullmatch(conversion.lacks, match.spelled()):
+            continue
+        for new, old in _spread(part, match, suffix, name, f"{part.component}.").items():
+            if part.is_encoder and ".mlp." in new:  # by these diffusers recognises an adapter of the MLPs alone
+                new = new.replace(".lora_A.", ".lora_linear_layer.down.").replace(".lora_B.", ".lora_linear_layer.up.")
+            found[new] = old
     return found
 
 
