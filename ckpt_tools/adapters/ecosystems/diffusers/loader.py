@@ -283,9 +283,11 @@ def _ldm_kohya(keys: Keys, architecture: Architecture) -> Keys:
         if part is None or match is None or re.fullmatch(conversion.lacks, match.spelled()):
             continue
         for new, old in _spread(part, match, suffix, name, f"{part.component}.").items():
-            if part.is_encoder and ".mlp." in new:  # by these diffusers recognises an adapter of the MLPs alone
-                new = new.replace(".lora_A.", ".lora_linear_layer.down.").replace(".lora_B.", ".lora_linear_layer.up.")
-            found[new] = old
+            module, _, side = new.partition(".lora_")
+            if part.is_encoder and ".mlp." in new and side:  # so diffusers recognises an adapter of the MLPs alone
+                found[f"{module}.lora_linear_layer.{'down' if side.startswith('A') else 'up'}.weight"] = old
+            else:
+                found[new] = old
     return found
 
 
