@@ -91,7 +91,7 @@ def in_native(
         parts = where.parts if spelling == "alias" else ()
         if parts and where.match.part is None:
             placed += [Placed(part=where.part, module=each) for each in _split(where, module, parts, as_lora)]
-        elif parts:
+        elif parts and where.match.part is not None:
             placed.append(Placed(part=where.part, module=replace(module, path=parts[where.match.part])))
         elif where.match.part is None or where.part.is_encoder:
             placed.append(Placed(part=where.part, module=moved))
