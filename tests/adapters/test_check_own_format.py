@@ -118,6 +118,9 @@ def test_names_of_kohya_for_an_unknown_family_are_not_known_and_not_wrong(sd15: 
 def test_names_of_diffusers_are_held_against_the_base(sd15: Path, tmp_path: Path) -> None:
     source = save_as(tmp_path, of_sd15("unet.", str))
     assert check_lora(source, base=sd15).verdict == "loads"
+    outside = of_sd15("unet.", lambda path: path.replace("mid_block", "down_blocks.0"))  # where SDXL has no attention
+    result = check_lora(save_as(tmp_path / "c", outside))
+    assert (result.architecture, result.verdict) == (None, "loads")  # SD 1.x or 2.x: diffusers does the same with both
     foreign = save_as(tmp_path / "b", of_sd15("unet.", lambda path: path.replace("mid_block", "middle_block")))
     result = check_lora(foreign, base=sd15)
     assert (result.verdict, "is it the base" in str(result.findings)) == ("fails", False)

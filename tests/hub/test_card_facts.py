@@ -62,7 +62,8 @@ def png(texts: dict[bytes, bytes], kind: bytes = b"tEXt") -> bytes:
 
 
 def test_push_lora_of_a_picture_model_has_the_card_that_people_want(hub: Hub, push_json, tmp_path: Path):
-    meta = {"ss_base_model_version": "flux1", "ss_steps": "1200", "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.1)", "ss_seed": "None"}
+    run = {"ss_base_model_version": "flux1", "ss_steps": "1200"}
+    meta = {**run, "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.1)", "ss_seed": "None"}
     secret = {"modelspec.trigger_phrase": "sks <b>dog</b>", "ss_dataset_dirs": '{"/home/me/x": 1}'}
     lora = write_kohya(tmp_path / "lora", **meta, **secret)
     own = (

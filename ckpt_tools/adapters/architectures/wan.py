@@ -22,19 +22,15 @@ from ckpt_tools.adapters.architectures.architecture import (
 )
 from ckpt_tools.adapters.architectures.rule import Names, Rule, embedder, rename, same
 
-_ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
-_IMAGE = {"k_img": "add_k_proj", "v_img": "add_v_proj"}
-"""Keys and values of the image, in models that begin with one."""
-
-
-_NORMS = {"norm_q": "norm_q", "norm_k": "norm_k"}
+_SELF = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
+_CROSS = {**_SELF, "k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
+"""With those of the image, in models that begin with one."""
 
 
 def _block(block: str) -> tuple[Rule, ...]:
-    self, crossing = {**_ATTENTION, **_NORMS}, {**_ATTENTION, **_NORMS, **_IMAGE, "norm_k_img": "norm_added_k"}
     return (
-        *(rename(f"{block}.self_attn.{one}", f"{block}.attn1.{other}") for one, other in self.items()),
-        *(rename(f"{block}.cross_attn.{one}", f"{block}.attn2.{other}") for one, other in crossing.items()),
+        *(rename(f"{block}.self_attn.{one}", f"{block}.attn1.{other}") for one, other in _SELF.items()),
+        *(rename(f"{block}.cross_attn.{one}", f"{block}.attn2.{other}") for one, other in _CROSS.items()),
         rename(f"{block}.ffn.0", f"{block}.ffn.net.0.proj"),
         rename(f"{block}.ffn.2", f"{block}.ffn.net.2"),
         rename(f"{block}.norm3", f"{block}.norm2"),
@@ -65,11 +61,7 @@ WAN = Architecture(
     name="wan",
     title="Wan",
     parts=(transformer(_NAMES),),
-    classes=(
-        "WanTransformer3DModel",
-        "WanVACETransformer3DModel",
-        "SkyReelsV2Transformer3DModel",
-    ),
+    classes=("WanTransformer3DModel", "WanVACETransformer3DModel", "SkyReelsV2Transformer3DModel"),
     # Source: config.json of Wan 2.1 T2V 1.3B and 14B, and of Wan 2.2 TI2V 5B; 2.2's 14B is as large as 2.1's.
     sizes=(
         Size(columns={".attn1.to_q": 1536}, last={"blocks": 29}),
