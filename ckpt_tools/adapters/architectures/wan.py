@@ -10,6 +10,8 @@ musubi-tuner, networks/lora_wan.py, utils/sai_model_spec.py; diffusers 0.42, loa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckpt_tools.adapters.architectures.architecture import (
     KOHYA_PAIR,
     PEFT_PAIR,
@@ -55,12 +57,14 @@ _NAMES = Names(
     )
 )
 """Every linear layer, patch embedding and norm with weights of the text, image and VACE models."""
+_MAIN = transformer(_NAMES)
+"""VideoX-Fun, which trains the Fun models, writes `lora_unet__blocks_…` with two underscores."""
 _WITHOUT_ALPHA = r"(?:head|img_emb|(?:text|time)_(?:embedding|projection))\..*\.alpha"
 
 WAN = Architecture(
     name="wan",
     title="Wan",
-    parts=(transformer(_NAMES),),
+    parts=(replace(_MAIN, kohya=(*_MAIN.kohya, "lora_unet_")),),
     classes=("WanTransformer3DModel", "WanVACETransformer3DModel", "SkyReelsV2Transformer3DModel"),
     # Source: config.json of Wan 2.1 T2V 1.3B and 14B, and of Wan 2.2 TI2V 5B; 2.2's 14B is as large as 2.1's.
     sizes=(
@@ -89,7 +93,7 @@ WAN = Architecture(
             optional=r".*(?:_img|norm.*)",
         ),
     ),
-    comfyui=ComfyUI(),
+    comfyui=ComfyUI(flat_native=("lora_unet_", "lora_unet__")),
     kohya=Kohya(tool="musubi-tuner", blocks=("blocks.",)),
     model_spec="wan2.1/lora",
     base_version="wan",
