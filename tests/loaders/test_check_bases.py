@@ -26,7 +26,14 @@ from ckpt_tools.adapters.check import check_lora
 LIB = Path(__file__).resolve().parents[2] / "bin" / "lib" / "loaders"
 MODELS = tuple(yaml.safe_load((LIB / "toys.yaml").read_text(encoding="utf-8")))
 FAMILIES = ("LoRA", "DoRA", "LoHa", "LoKr")
-QUICK = {("sd15", "LoRA"), ("sdxl", "LoKr"), ("flux1", "DoRA"), ("qwen-image", "LoRA"), ("wan", "LoHa"), ("ltx", "LoRA")}
+QUICK = {
+    ("sd15", "LoRA"),
+    ("sdxl", "LoKr"),
+    ("flux1", "DoRA"),
+    ("qwen-image", "LoRA"),
+    ("wan", "LoHa"),
+    ("ltx", "LoRA"),
+}
 EXACT = 1e-5
 OTHER = dict(zip(MODELS, (*MODELS[1:], MODELS[0]), strict=True)) | {"sd15": "sdxl"}
 """Model → one of another family."""

@@ -24,7 +24,9 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Family → PEFT's class and settings."""
 _IN_BLOCK = re.compile(r"\.\d+\.")
-_USUALLY_FROZEN = re.compile(r"norm|_mod|modulation|embed|adaln|time_emb|gate|to_gate|proj_in|proj_out|conv", re.IGNORECASE)
+_USUALLY_FROZEN = re.compile(
+    r"norm|_mod|modulation|embed|adaln|time_emb|gate|to_gate|proj_in|proj_out|conv|distilled", re.IGNORECASE
+)
 
 
 def targets(model: nn.Module, *, every: bool) -> list[str]:
@@ -45,7 +47,9 @@ def train(toy: Toy, base: Path, family: str, directory: Path, *, every: bool = F
     kind, settings = FAMILIES[family]
     model = getattr(diffusers, toy.diffusers).from_pretrained(base)
     with warnings.catch_warnings(action="ignore"):
-        adapted = peft.get_peft_model(model, getattr(peft, kind)(target_modules=targets(model, every=every), **settings))
+        adapted = peft.get_peft_model(
+            model, getattr(peft, kind)(target_modules=targets(model, every=every), **settings)
+        )
         torch.manual_seed(1)
         with torch.no_grad():
             for name, factor in adapted.named_parameters():

@@ -62,7 +62,9 @@ def load(file: AdapterFile, loading: Loading) -> None:
             own = None if file.base is None else file.base.get(name.removeprefix(ROOT).replace(".base_layer.", "."))
             if own is None or own == tuple(head.shape):
                 loading.use(name, name.removeprefix(ROOT).rpartition(".base_layer.")[0])
-                loading.needs(name, "vLLM uses the base's own embedding, not the one that PEFT saved: they must be equal")
+                loading.needs(
+                    name, "vLLM uses the base's own embedding, not the one that PEFT saved: they must be equal"
+                )
             else:
                 loading.ignored[name] = "vLLM uses the base's own embedding, and this one has another size"
             continue
@@ -88,7 +90,9 @@ def load(file: AdapterFile, loading: Loading) -> None:
             "ckpt export-lora or merge-lora show whether it can be served in another way",
         )
     if saved:
-        loading.needs(file.file, "vLLM takes the head of a classification model, with --max-lora-cls-labels, and no other")
+        loading.needs(
+            file.file, "vLLM takes the head of a classification model, with --max-lora-cls-labels, and no other"
+        )
     if embeddings:
         loading.needs(
             min(embeddings),
