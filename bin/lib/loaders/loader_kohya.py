@@ -60,8 +60,9 @@ def load(toy: Any, job: dict[str, str]) -> dict[str, Any]:
         network = module.create_arch_network_from_weights(1.0, adapter, unet=model, for_inference=True)
         network.merge_to(None, model, adapter, device="cpu")
     else:
-        found = module.create_network_from_weights(1.0, job["file"], None, [], model, None, for_inference=True)
-        found[0].merge_to([], model, found[1], torch.float32, "cpu")
+        encoders = [torch.nn.Module()]
+        network, own = module.create_network_from_weights(1.0, job["file"], None, encoders, model, for_inference=True)
+        network.merge_to(encoders, model, own, torch.float32, "cpu")
     return {**base, **model.state_dict()}
 
 
@@ -75,17 +76,17 @@ def _tree(base: dict[str, Any], classes: dict[str, str]) -> Any:
     """Return modules with the names and tensors of a state dict."""
     from torch import nn
 
-    root = nn.Module()
+    modules: dict[str, Any] = {"": nn.Module()}
     for name, tensor in base.items():
         path, _, end = name.rpartition(".")
-        parent, walked = root, ""
-        for step in path.split(".") if path else ():
-            walked = f"{walked}.{step}" if walked else step
-            if step not in parent._modules:
-                parent.add_module(step, _module(base, walked, classes))
-            parent = parent._modules[step]
-        parent.register_parameter(end, nn.Parameter(tensor.clone(), requires_grad=False))
-    return root
+        steps = path.split(".") if path else []
+        for depth in range(len(steps)):
+            here, parent = ".".join(steps[: depth + 1]), ".".join(steps[:depth])
+            if here not in modules:
+                modules[here] = _module(base, here, classes)
+                modules[parent].add_module(steps[depth], modules[here])
+        modules[path].register_parameter(end, nn.Parameter(tensor.clone(), requires_grad=False))
+    return modules[""]
 
 
 def _module(base: dict[str, Any], path: str, classes: dict[str, str]) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 
 class _Anything(type):
@@ -31,26 +31,34 @@ class _Anything(type):
         return iter(())
 
 
-def anything(name: str) -> type:
-    """Return a class of that name: its instances have every attribute and are empty."""
+class _Empty:
+    """What its instances are: every attribute, no elements; called with a function, they return it, as decorators."""
 
-    def new(cls: type, *given: Any, **_: Any) -> Any:
-        # Used as a decorator: what it decorates stays.
+    def __new__(cls, *given: Any, **_: Any) -> Any:
         return given[0] if len(given) == 1 and callable(given[0]) else object.__new__(cls)
 
-    members = {
-        "__new__": new,
-        "__init__": lambda self, *_, **__: None,
-        "__call__": lambda self, *given, **_: given[0] if len(given) == 1 and callable(given[0]) else None,
-        "__getattr__": lambda self, each: getattr(type(self), each),
-        "__iter__": lambda self: iter(()),
-        "items": lambda self: iter(()),
-    }
-    return _Anything(name, (), members)
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, *given: Any, **_: Any) -> Any:
+        return given[0] if len(given) == 1 and callable(given[0]) else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type(self), name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    items = __iter__
+
+
+def anything(name: str) -> type:
+    """Return a class of that name."""
+    return _Anything(name, (_Empty,), {})
 
 
 class _Module(ModuleType):
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
     __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:

@@ -25,7 +25,7 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
 """Family → PEFT's class and settings."""
 _IN_BLOCK = re.compile(r"\.\d+\.")
 _USUALLY_FROZEN = re.compile(
-    r"norm|_mod|modulation|embed|adaln|time_emb|gate|to_gate|proj_in|proj_out|conv", re.IGNORECASE
+    r"norm|_mod|modulation|embed|adaln|time_emb|gate|to_gate|proj_in|proj_out|conv|distilled", re.IGNORECASE
 )
 
 
