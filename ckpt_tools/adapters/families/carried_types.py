@@ -154,7 +154,7 @@ CARRIED: tuple[Carried, ...] = (
     carried("FOURIERFT", "FourierFT", "fourierft_spectrum", "n_frequency scaling random_loc_seed", "fourierft_spectrum",
             shapes="fourierft_spectrum=n_frequency", merges=True,
             peft_patterns=(("n_frequency", "n_frequency_pattern", ""),)),
-    carried("GLORA", "PEFT's GLoRA", r"glora_[A-E]@\w+", "r config_A_B config_C config_D_E"),
+    carried("GLORA", "PEFT's GLoRA", r"glora_[A-E]@\w+", "r config_A_B config_C config_D_E", name="peft_glora"),
     carried("GRALORA", "GraLoRA", "gralora_A gralora_B ~gralora_A_general@weight ~gralora_B_general@weight",
             "r alpha gralora_k hybrid_r", "gralora_B+gralora_B_general.weight", shapes_of=_gralora, merges=True),
     carried("HIRA", "HiRA", "hira_[AB] hira_embedding_[AB]", "r", "hira_A hira_B", shapes_of=_hira,
