@@ -188,7 +188,9 @@ class Carried(Family):
         return change(self.name, module.path, factors, shape, setting)
 
 
-def carried(peft_type: str, title: str, names: str, needs: str = "", idle: str = "", **others: object) -> Carried:
+def carried(
+    peft_type: str, title: str, names: str, needs: str = "", idle: str = "", patterns: str = "", **others: object
+) -> Carried:
     """Return a type of the table.
 
     Args:
@@ -198,9 +200,11 @@ def carried(peft_type: str, title: str, names: str, needs: str = "", idle: str =
             "~" in front it may lack, with "?" it proves nothing.
         needs: Fields on which the result depends, and that no tensor shows.
         idle: Roles that change nothing where they are zero; those joined by "+" together.
+        patterns: "field:table" or "field:table:suffix", as `peft_patterns`.
         others: Further attributes of `Carried`; `shared` as `names`.
     """
     shared = str(others.pop("shared", ""))
+    tables = [tuple(f"{each}:".split(":")[:3]) for each in patterns.split()]
     parts = [_parts(name) for name in names.split()]
     must = [part for part, name in zip(parts, names.split(), strict=True) if name[0] != "~"]
     heads = [_parts(name)[0] for name in f"{names} {shared}".split()]
@@ -212,7 +216,9 @@ def carried(peft_type: str, title: str, names: str, needs: str = "", idle: str =
         "names": tuple(parts),
         "weak": frozenset(_parts(name)[0] for name in names.split() if name[0] == "?"),
         "required": tuple(role for role in map(".".join, map(_filled, must)) if _LITERAL.fullmatch(role)),
-        "peft_fields": frozenset(f"{PEFT_COMMON} {needs} bias fan_in_fan_out".split()),
+        "peft_fields": frozenset(f"{PEFT_COMMON} {needs} bias fan_in_fan_out ".split())
+        | {table for _, table, _ in tables},
+        "peft_patterns": tuple(tables),
         "needs": tuple(needs.split()),
         "shared": tuple(map(_parts, shared.split())),
         "idle": tuple(tuple(group.split("+")) for group in idle.split()),
