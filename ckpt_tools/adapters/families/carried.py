@@ -206,7 +206,7 @@ def carried(
     shared = str(others.pop("shared", ""))
     tables = [tuple(f"{each}:".split(":")[:3]) for each in patterns.split()]
     parts = [_parts(name) for name in names.split()]
-    must = [part for part, name in zip(parts, names.split(), strict=True) if name[0] != "~"]
+    must = [name.lstrip("?").replace("@", ".") for name in names.split() if name[0] != "~"]
     heads = [_parts(name)[0] for name in f"{names} {shared}".split()]
     attributes = {
         "name": peft_type.lower(),
@@ -215,8 +215,8 @@ def carried(
         "marker": os.path.commonprefix(heads).partition("[")[0],  # noqa: RUF071 - letters, not parts of paths
         "names": tuple(parts),
         "weak": frozenset(_parts(name)[0] for name in names.split() if name[0] == "?"),
-        "required": tuple(role for role in map(".".join, map(_filled, must)) if _LITERAL.fullmatch(role)),
-        "peft_fields": frozenset(f"{PEFT_COMMON} {needs} bias fan_in_fan_out ".split())
+        "required": tuple(filter(_LITERAL.fullmatch, must)),
+        "peft_fields": frozenset(f"{PEFT_COMMON} {needs} bias fan_in_fan_out".split())
         | {table for _, table, _ in tables},
         "peft_patterns": tuple(tables),
         "needs": tuple(needs.split()),
@@ -229,7 +229,3 @@ def carried(
 def _parts(name: str) -> tuple[str, str]:
     head, _, rest = name.lstrip("?~").partition("@")
     return head, rest
-
-
-def _filled(parts: tuple[str, str]) -> list[str]:
-    return [part for part in parts if part]

@@ -196,6 +196,7 @@ CARRIED: tuple[Carried, ...] = (
             "vera_lambda_b vera_lambda_d", shared="vera_A vera_B", shared_of=_vera_shared,
             shapes="vera_lambda_b=o vera_lambda_d=r", merges=True),
     carried("WAVEFT", "WaveFT", "waveft_spectrum", "n_frequency scaling random_loc_seed wavelet_family use_idwt "
-            "proportional_parameters", "waveft_spectrum", shapes_of=_waveft, patterns="n_frequency:n_frequency_pattern"),
+            "proportional_parameters", "waveft_spectrum", shapes_of=_waveft,
+            patterns="n_frequency:n_frequency_pattern"),
     Prompt(),
 )  # fmt: skip
