@@ -239,6 +239,13 @@ def test_what_a_configuration_must_say_is_asked_for_by_name(bench, tmp_path):
         (source / "aside.json").rename(source / CONFIG)
 
 
+def test_a_prompt_needs_its_configuration(bench, tmp_path):
+    _, source, _ = bench.trained("prompt")
+    shutil.copytree(source, tmp_path / "dcp", ignore=shutil.ignore_patterns(CONFIG))
+    with pytest.raises(UsageError, match="which kind of prompt tuning"):
+        export_lora(tmp_path / "dcp", tmp_path / "out")
+
+
 def test_only_peft_takes_a_carried_type(bench, tmp_path):
     directory, _, _ = bench.trained("IA3")
     with pytest.raises(UsageError, match="IA³ cannot be written for other libraries"):

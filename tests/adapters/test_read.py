@@ -290,7 +290,7 @@ def test_alpha_patterns_are_those_that_peft_would_match(tmp_path):
         (["prompt_encoder.default.embedding.weight", "prompt_encoder.default.mlp_head.0.bias"], "prompt tuning whose"),
         (["q.oft_r"], "OFT of PEFT before 0.16"),
         (["base_model.frod_V.q"], "FRoD"),
-        (["lycoris_q.a1.weight", "lycoris_q.b1.weight", "lycoris_q.alpha"], "GLoRA"),
+        (["q.a1.weight", "q.b1.weight", "q.alpha"], "GLoRA"),
         (["lycoris_q.q_layer.weight", "lycoris_q.lambda_layer"], "T-LoRA"),
         (["emb_params"], "textual inversion"),
         (["internal_xlora_classifier.layers.0.weight"], "X-LoRA"),

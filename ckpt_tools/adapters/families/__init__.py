@@ -13,6 +13,7 @@ from ckpt_tools.adapters.families.boft import Boft
 from ckpt_tools.adapters.families.carried_types import CARRIED
 from ckpt_tools.adapters.families.family import Family
 from ckpt_tools.adapters.families.full import Full
+from ckpt_tools.adapters.families.glora import Glora
 from ckpt_tools.adapters.families.loha import Loha
 from ckpt_tools.adapters.families.lokr import Lokr
 from ckpt_tools.adapters.families.lora import Lora
@@ -23,7 +24,7 @@ from ckpt_tools.adapters.families.tokens import Tokens
 __all__ = ["FAMILIES", "PEFT_TYPES", "Family", "columns_of", "family_of", "rows_of", "shape_of"]
 
 FAMILIES: Mapping[FamilyName, Family] = MappingProxyType(
-    {each.name: each for each in (Lora(), Loha(), Lokr(), Oft(), Boft(), Tokens(), *CARRIED, Full(), Saved())}
+    {each.name: each for each in (Lora(), Loha(), Lokr(), Oft(), Boft(), Tokens(), *CARRIED, Glora(), Full(), Saved())}
 )
 """By name; those of PEFT first."""
 PEFT_TYPES: Mapping[str, Family] = MappingProxyType(

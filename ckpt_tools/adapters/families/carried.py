@@ -190,7 +190,9 @@ class Carried(Family):
         return change(self.name, module.path, factors, shape, setting)
 
 
-def carried(peft_type: str, title: str, names: str, needs: str = "", idle: str = "", **others: object) -> Carried:
+def carried(
+    peft_type: str, title: str, names: str, needs: str = "", idle: str = "", patterns: str = "", **others: object
+) -> Carried:
     """Return a type of the table.
 
     Args:
@@ -200,11 +202,13 @@ def carried(peft_type: str, title: str, names: str, needs: str = "", idle: str =
             "~" in front it may lack, with "?" it proves nothing.
         needs: Fields on which the result depends, and that no tensor shows.
         idle: Roles that change nothing where they are zero; those joined by "+" together.
+        patterns: "field:table" or "field:table:suffix", as `peft_patterns`.
         others: Further attributes of `Carried`; `shared` as `names`.
     """
     shared = str(others.pop("shared", ""))
+    tables = [tuple(f"{each}:".split(":")[:3]) for each in patterns.split()]
     parts = [_parts(name) for name in names.split()]
-    must = [part for part, name in zip(parts, names.split(), strict=True) if name[0] != "~"]
+    must = [name.lstrip("?").replace("@", ".") for name in names.split() if name[0] != "~"]
     heads = [_parts(name)[0] for name in f"{names} {shared}".split()]
     attributes = {
         "name": peft_type.lower(),
@@ -213,8 +217,10 @@ def carried(peft_type: str, title: str, names: str, needs: str = "", idle: str =
         "marker": os.path.commonprefix(heads).partition("[")[0],  # noqa: RUF071 - letters, not parts of paths
         "names": tuple(parts),
         "weak": frozenset(_parts(name)[0] for name in names.split() if name[0] == "?"),
-        "required": tuple(role for role in map(".".join, map(_filled, must)) if _LITERAL.fullmatch(role)),
-        "peft_fields": frozenset(f"{PEFT_COMMON} {needs} bias fan_in_fan_out".split()),
+        "required": tuple(filter(_LITERAL.fullmatch, must)),
+        "peft_fields": frozenset(f"{PEFT_COMMON} {needs} bias fan_in_fan_out".split())
+        | {table for _, table, _ in tables},
+        "peft_patterns": tuple(tables),
         "needs": tuple(needs.split()),
         "shared": tuple(map(_parts, shared.split())),
         "idle": tuple(tuple(group.split("+")) for group in idle.split()),
@@ -225,7 +231,3 @@ def carried(peft_type: str, title: str, names: str, needs: str = "", idle: str =
 def _parts(name: str) -> tuple[str, str]:
     head, _, rest = name.lstrip("?~").partition("@")
     return head, rest
-
-
-def _filled(parts: tuple[str, str]) -> list[str]:
-    return [part for part in parts if part]

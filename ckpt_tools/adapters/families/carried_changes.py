@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from ckpt_tools.adapters.adapter import Shape
-from ckpt_tools.adapters.families.changes import Change, Difference, LowRank
+from ckpt_tools.adapters.families.changes import Change, Difference, LowRank, Turned
 from ckpt_tools.adapters.families.family import Factors, Setting, geometry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array
@@ -24,22 +24,6 @@ _OF_CONVOLUTIONS = ("adalora", "hra")
 _LEAST_NORM = 1e-4
 _RANK_STEP = np.float32(1e-5)
 """PEFT adds it to AdaLoRA's rank."""
-
-
-class Turned(Change):
-    """A weight that a function makes out of the old one: (rows, number of the first row) → new rows."""
-
-    is_additive = False
-
-    def __init__(
-        self, rows: int, columns: int, turn: Callable[[Array, int], Array], *, is_rowwise: bool = True
-    ) -> None:
-        super().__init__(rows, columns)
-        self.turn, self.is_rowwise = turn, is_rowwise
-
-    def apply(self, weight: Array, start: int) -> Array:
-        """Return the new rows."""
-        return self.turn(weight, start)
 
 
 def _adalora(f: Factors, o: int, i: int, s: Setting) -> Sum:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, F, Fields, Shape, Shapes
 from ckpt_tools.adapters.families.carried import Carried, Numbers, carried, share
-from ckpt_tools.adapters.families.family import PEFT_COMMON, PeftRefusesError, Ways
+from ckpt_tools.adapters.families.family import PeftRefusesError, Ways
 from ckpt_tools.errors import UsageError
 
 # Shapes that formulas do not say: c configuration, o outputs, i inputs, k kernel of the weight.
@@ -125,50 +125,46 @@ class Prompt(Carried):
         ("peft", r"prompt_encoder\.(?P<adapter>[^.]+)\.prefix_task_cols", "prefix_task_cols"),
         ("peft", r"prompt_encoder\.(?P<adapter>[^.]+)\.prefix_task_rows", "prefix_task_rows"),
     )
-    needs = ("peft_type", "num_virtual_tokens", "token_dim", "num_transformer_submodules", "num_layers", "task_type")
-    peft_fields = frozenset((*PEFT_COMMON.split(), *needs))
 
     def peft_config(self, adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Shapes) -> Fields:
         """Return the fields; what else was trained has other names in PEFT's file than that of any other type."""
         if any(module.is_saved for module in adapter.modules):
-            raise UsageError(
-                "modules were trained whole beside a prompt, which ckpt does not write under PEFT's names",
-                hint="save it with PEFT itself (save_pretrained)",
-            )
+            what = "modules were trained whole beside a prompt, which ckpt does not write under PEFT's names"
+            raise UsageError(what, hint="save it with PEFT itself (save_pretrained)")
+        if "peft_type" not in adapter.settings:
+            what = "the tensors of a prompt do not show which kind of prompt tuning they are of"
+            raise UsageError(what, hint="put the adapter_config.json of the training run beside the source")
         return {"peft_type": adapter.settings["peft_type"], **super().peft_config(adapter, modules, base)}
 
 
 CARRIED: tuple[Carried, ...] = (
     carried("ADALORA", "AdaLoRA", "?lora_A ?lora_B lora_E", "init_r lora_alpha total_step", "lora_E lora_A lora_B",
             shapes="lora_A=init_r,i*k lora_B=o,init_r lora_E=init_r,1", init_field="init_lora_weights",
-            peft_patterns=(("init_r", "rank_pattern", ".lora_E"),), may_prune=True, merges=True),
+            patterns="init_r:rank_pattern:.lora_E", may_prune=True, merges=True),
     carried("ADAMSS", "AdaMSS", r"adamss_A@\d+ adamss_B@\d+ adamss_newB", "r num_subspaces random_seed"),
     carried("BEFT", "BEFT", "beft_bias", idle="beft_bias", shapes="beft_bias=1,o"),
     carried("C3A", "C³A", "c3a_kernel", "block_size", "c3a_kernel", merges=True,
-            shapes="c3a_kernel=o/block_size,i/block_size,block_size",
-            peft_patterns=(("block_size", "block_size_pattern", ""),)),
+            shapes="c3a_kernel=o/block_size,i/block_size,block_size", patterns="block_size:block_size_pattern"),
     carried("DEFT", "DEFT", "deft_P ~deft_R", "r alpha decomposition_method para", shapes_of=_deft),
     carried("DELORA", "DeLoRA", "delora_A delora_B delora_lambda delora_w_norm", "r", "delora_A delora_B delora_lambda",
-            shapes="delora_A=r,i delora_B=o,r delora_lambda=1 delora_w_norm=i", merges=True,
-            peft_patterns=(("r", "rank_pattern", ""),)),
+            shapes="delora_A=r,i delora_B=o,r delora_lambda=1 delora_w_norm=i", merges=True, patterns="r:rank_pattern"),
     carried("FOURIERFT", "FourierFT", "fourierft_spectrum", "n_frequency scaling random_loc_seed", "fourierft_spectrum",
-            shapes="fourierft_spectrum=n_frequency", merges=True,
-            peft_patterns=(("n_frequency", "n_frequency_pattern", ""),)),
-    carried("GLORA", "PEFT's GLoRA", r"glora_[A-E]@\w+", "r config_A_B config_C config_D_E"),
+            shapes="fourierft_spectrum=n_frequency", merges=True, patterns="n_frequency:n_frequency_pattern"),
+    carried("GLORA", "PEFT's GLoRA", r"glora_[A-E]@\w+", "r config_A_B config_C config_D_E", name="peft_glora"),
     carried("GRALORA", "GraLoRA", "gralora_A gralora_B ~gralora_A_general@weight ~gralora_B_general@weight",
             "r alpha gralora_k hybrid_r", "gralora_B+gralora_B_general.weight", shapes_of=_gralora, merges=True),
     carried("HIRA", "HiRA", "hira_[AB] hira_embedding_[AB]", "r", "hira_A hira_B", shapes_of=_hira,
-            peft_patterns=(("r", "rank_pattern", ""),)),
+            patterns="r:rank_pattern"),
     carried("HRA", "HRA", "hra_u", "r apply_GS", shapes="hra_u=i*k,r", merges=True),
     carried("IA3", "IA³", "ia3_l", "feedforward_modules", ones="ia3_l", shapes_of=_ia3, init_field="init_ia3_weights",
-            peft_patterns=(("is_feedforward", "feedforward_modules", ""),), turns_outputs=True, merges=True),
+            patterns="is_feedforward:feedforward_modules", turns_outputs=True, merges=True),
     carried("LILY", "Lily", "lily_A@weight lily_B@weight lily_router@weight", "r num_B scaling stride_A",
             "lily_A.weight lily_B.weight",
             shapes="lily_A.weight=r,i lily_B.weight=num_B*r,o lily_router.weight=num_B,r"),
     carried("LN_TUNING", "LN tuning", "ln_tuning_layers@weight ~ln_tuning_layers@bias", is_copy=True, merges=True),
     carried("MISS", "MiSS", "miss_block", "r mini_r init_weights", "miss_block", shapes_of=_miss, merges=True),
-    carried("OSF", "OSF", "osf_svd_params@[SUV]_low", "effective_rank", shapes_of=_osf,
-            peft_patterns=(("effective_rank", "rank_pattern", ""),)),
+    carried("OSF", "OSF", "osf_svd_params@[SUV]_low", "effective_rank target_svd_config", shapes_of=_osf,
+            patterns="effective_rank:rank_pattern"),
     carried("PEANUT", "PEANuT", r"peanut_A@weight peanut_B@weight peanut_(?:en|de)coders@\d+\.weight",
             "r depth act_fn scaling", "peanut_B.weight", shapes_of=_peanut),
     carried("POLY", "Poly", "poly_lora_A poly_lora_B poly_router@module_logits",
@@ -177,9 +173,9 @@ CARRIED: tuple[Carried, ...] = (
             "poly_lora_B=n_splits,n_skills,r,o/n_splits poly_router.module_logits=n_tasks,n_splits*n_skills"),
     carried("PSOFT", "PSOFT", "psoft_R@(?:weight|vector_[ab])",
             "r psoft_alpha psoft_orth psoft_svd ab_svd_init use_cayley_neumann num_cayley_neumann_terms"),
-    carried("PVERA", "PVeRA", "pvera_lambda_b pvera_lambda_d", "r projection_prng_key save_projection",
-            "pvera_lambda_b", shared="pvera_A pvera_B", shared_of=_pvera_shared,
-            shapes="pvera_lambda_b=o pvera_lambda_d=2*r"),
+    carried("PVERA", "PVeRA", "pvera_lambda_b pvera_lambda_d",
+            "r projection_prng_key save_projection sample_at_inference", "pvera_lambda_b", shared="pvera_A pvera_B",
+            shared_of=_pvera_shared, shapes="pvera_lambda_b=o pvera_lambda_d=2*r"),
     carried("RANDLORA", "RandLoRA", "randlora_lambda randlora_gamma",
             "r randlora_alpha projection_prng_key save_projection", "randlora_lambda randlora_gamma",
             shared="randlora_A randlora_B", shared_of=_randlora_shared, shapes_of=_randlora, merges=True),
@@ -199,7 +195,8 @@ CARRIED: tuple[Carried, ...] = (
     carried("VERA", "VeRA", "vera_lambda_b vera_lambda_d", "r projection_prng_key save_projection",
             "vera_lambda_b vera_lambda_d", shared="vera_A vera_B", shared_of=_vera_shared,
             shapes="vera_lambda_b=o vera_lambda_d=r", merges=True),
-    carried("WAVEFT", "WaveFT", "waveft_spectrum", "n_frequency scaling random_loc_seed wavelet_family use_idwt",
-            "waveft_spectrum", shapes_of=_waveft, peft_patterns=(("n_frequency", "n_frequency_pattern", ""),)),
+    carried("WAVEFT", "WaveFT", "waveft_spectrum", "n_frequency scaling random_loc_seed wavelet_family use_idwt "
+            "proportional_parameters", "waveft_spectrum", shapes_of=_waveft,
+            patterns="n_frequency:n_frequency_pattern"),
     Prompt(),
 )  # fmt: skip

@@ -10,7 +10,7 @@ Letters: r rank, E experts, l and m the dims of LoKr's first factor, n blocks of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -236,6 +236,22 @@ class OutputRotation(Change):
         if self.rescale is not None:
             new *= self.rescale[:, None]
         return new
+
+
+class Turned(Change):
+    """A weight that a function makes out of the old one: (rows, number of the first row) → new rows."""
+
+    is_additive = False
+
+    def __init__(
+        self, rows: int, columns: int, turn: Callable[[Array, int], Array], *, is_rowwise: bool = True
+    ) -> None:
+        super().__init__(rows, columns)
+        self.turn, self.is_rowwise = turn, is_rowwise
+
+    def apply(self, weight: Array, start: int) -> Array:
+        """Return the new rows."""
+        return self.turn(weight, start)
 
 
 class Replacement(Change):

@@ -148,6 +148,8 @@ class Family:
     takes these over for transformers and U-Nets."""
     lycoris_names: ClassVar[Mapping[str, str]] = NONE
     """Role → the end of the name as kohya, LyCORIS and ComfyUI have it; beside them stands an `alpha`."""
+    needs_own_paths: ClassVar[bool] = False
+    """Do these names prove an adapter only in an ecosystem's own paths (lycoris_…), as a base model may have them?"""
     lycoris_algorithm: ClassVar[str]
     """What LyCORIS calls it."""
     also_read: ClassVar[tuple[tuple[Style, str, str], ...]] = ()

@@ -51,8 +51,8 @@ _WEAK_ROWS: tuple[tuple[str, FamilyName, str], ...] = (
 _Rule = tuple[re.Pattern[str], Style, FamilyName, str]
 
 
-def _rule(suffix: str, style: Style, family: FamilyName, role: str) -> _Rule:
-    return re.compile(rf"(?P<path>.+)\.{suffix}"), style, family, role
+def _rule(suffix: str, style: Style, family: FamilyName, role: str, path: str = ".+") -> _Rule:
+    return re.compile(rf"(?P<path>{path})\.{suffix}"), style, family, role
 
 
 def _strong() -> Iterator[_Rule]:
@@ -71,7 +71,8 @@ def _strong() -> Iterator[_Rule]:
         for role, suffix in family.lycoris_names.items():
             if suffix not in seen and not any(pattern.fullmatch(suffix) for pattern in weak):
                 seen.add(suffix)
-                yield _rule(re.escape(suffix), "lycoris", name, role)
+                path = r"(?:lycoris|lora)_[^.]+|diffusion_model\..+" if family.needs_own_paths else ".+"
+                yield _rule(re.escape(suffix), "lycoris", name, role, path)
 
 
 def _of_carried(family: Carried, *, weak: bool) -> Iterator[_Rule]:
@@ -125,6 +126,7 @@ _SURE = [(re.compile(pattern), name) for pattern, name in _SURELY_REFUSED]
 _UNSURE = [(re.compile(pattern), name) for pattern, name in _REFUSED]
 _QUICK = re.compile(
     r"lora|hada_|lokr_|oft_|dora_scale|trainable_tokens_delta|\.adapter|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save|"
+    r"\.[ab][12]\.weight$|"
     + "|".join(["prefix_task_", *(family.marker for family in FAMILIES.values() if family.is_carried)])
 )
 """Whatever `parse_key` accepts contains one of these; base names, of which there are many, mostly do not."""

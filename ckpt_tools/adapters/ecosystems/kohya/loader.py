@@ -14,7 +14,7 @@ from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, Reje
 
 _SUFFIX = re.compile(
     r"(?P<module>[^.]+)\.(?P<suffix>lora_(?:up|down|mid)\.weight|alpha|dora_scale|hada_\w+|lokr_\w+|diff|diff_b"
-    r"|oft_blocks|oft_diag|rescale)"
+    r"|oft_blocks|oft_diag|rescale|[ab][12]\.weight)"
 )
 _PLAIN = ("lora_up.weight", "lora_down.weight", "alpha")
 _WITHOUT_ALPHA = {"diff", "diff_b"}

@@ -195,7 +195,11 @@ def parse_overrides(given: Sequence[str]) -> Mapping[str, Sourced[object]]:
         if name in ("lora_alpha", "alpha"):
             raise UsageError(f"{name} has an option of its own", where="--config", hint=f"--alpha {value}")
         if name in _INFERRED or not any(name in family.peft_fields for family in PEFT_TYPES.values()):
-            what = "is derived from the tensors" if name in _INFERRED else "is not a field of PEFT's configuration"
+            what = (
+                "is derived from the tensors"
+                if name in _INFERRED
+                else "is not a field of PEFT's configuration that ckpt knows"
+            )
             raise UsageError(f"{name} {what}", where="--config")
         if name in found:
             raise UsageError(f"{name} is given twice", where="--config")

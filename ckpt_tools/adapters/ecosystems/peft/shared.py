@@ -17,16 +17,7 @@ from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 
 
 def check_shared(family: Carried, seen: Mapping[str, Shape], config: Config, base: Mapping[str, Shape]) -> str | None:
-    """Hold what all modules share against what PEFT makes for this base.
-
-    Args:
-        family: Whose.
-        seen: Role → shape, of what the file has.
-        config: adapter_config.json.
-        base: Shapes of the base model's parameters.
-
-    Returns:
-        What is not known here; None where everything is.
+    """Hold `seen` (role → shape), which all modules share, against what PEFT makes; return what is not known, if any.
 
     Raises:
         RejectedError: PEFT refuses it.
@@ -80,21 +71,14 @@ def load_prompt(file: AdapterFile, config: Config, family: Carried, loading: Loa
         return
     if own[name] != wanted:
         raise RejectedError(f"size mismatch: {name} is {list(own[name])}, PEFT makes {list(wanted)}")
-    if kind == "MULTITASK_PROMPT_TUNING" or kind in ("PREFIX_TUNING", "CARTRIDGE"):
+    if kind in ("MULTITASK_PROMPT_TUNING", "PREFIX_TUNING", "CARTRIDGE"):
         loading.unchecked(file.file, f"whether the tensors of {kind} fit the base's attention and tasks")
     elif file.base is None:
         loading.needs_base(file.file, "without --base the width of its embeddings is not known")
     else:
-        _check_width(file.base, width, loading)
-
-
-def _check_width(base: Mapping[str, Shape], width: int, loading: Loading) -> None:
-    found = {
-        shape[1]
-        for parameter, shape in base.items()
-        if len(shape) == 2 and parameter.rpartition(".")[0].rpartition(".")[2] in EMBEDDINGS
-    }
-    if not found:
-        loading.unchecked(ADAPTER_CONFIG, "which of the base's tensors are its embeddings")
-    elif width not in found:
-        raise RejectedError(f"token_dim is {width}, the base's embeddings have {', '.join(map(str, sorted(found)))}")
+        named = ((parameter.split(".")[-2:-1], shape) for parameter, shape in file.base.items())
+        found = sorted({shape[1] for module, shape in named if len(shape) == 2 and {*module} & {*EMBEDDINGS}})
+        if not found:
+            loading.unchecked(ADAPTER_CONFIG, "which of the base's tensors are its embeddings")
+        elif width not in found:
+            raise RejectedError(f"token_dim is {width}, the base's embeddings have {', '.join(map(str, found))}")
