@@ -71,11 +71,9 @@ class Part:
     @property
     def why_not_a_sum(self) -> str | None:
         """Why nothing can be added to the same rows; None where it can."""
-        if self.module.is_saved:
-            return "replaces it"
-        if self.rows.role == "weight" and (self.module.is_dora or family_of(self.module).is_rotation):
-            return f"is {family_of(self.module).label(self.module)}, whose change depends on what is already there"
-        return None
+        if self.module.is_dora and self.rows.role == "weight":
+            return "it is DoRA: what it adds depends on the base"
+        return family_of(self.module).why_not_a_sum
 
     def meets(self, other: Part) -> bool:
         """Do both change some row?"""
