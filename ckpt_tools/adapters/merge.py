@@ -9,7 +9,6 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import SAVED, TOKENS, Adapter, AdapterModule
 from ckpt_tools.adapters.base.combine import Combining, parts_of
@@ -35,12 +34,14 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.moving.execute import scan
 from ckpt_tools.quantised.decoded import dequantised, is_quantised
 
 _NUMPY_BYTES = 64 << 20
 """Of numpy and its linear algebra, once imported."""
+Weighted = tuple[OpenedAdapter, float]
+"""An adapter, and what multiplies its change."""
 
 
 class MergeUnchangedError(CkptError):
@@ -55,13 +56,6 @@ class AdapterRefusedError(CkptError):
 
     exit_code = 3
     code = "adapter"
-
-
-class Weighted(NamedTuple):
-    """An adapter, and what multiplies its change."""
-
-    read: OpenedAdapter
-    weight: float
 
 
 @contextmanager
@@ -188,19 +182,16 @@ def _without_copies(job: Job, share: Share, shares: Sequence[Share]) -> Share:
     """
     entries = {entry.fqn: entry for entry in job.source.tensors}
     others = {fqn for other in shares if other is not share for fqn in other.match.parts}
-    kept = dict(share.match.parts)
-    for fqn in share.match.parts.keys() & others:
+    opened, kept = share.read.opened, dict(share.match.parts)
+    for fqn in share.match.parts.keys() & others if share.adapter is share.stored else ():
         for rows in share.match.parts[fqn]:
             module = share.adapter.modules[rows.module]
             if module.is_saved and rows.count * math.prod(rows.shape[1:]) == entries[fqn].num_elems:
-                own = share.read.opened.resolve(share.stored.modules[rows.module].factors[rows.role])
-                if _digest(own, share.read.opened, job) == _digest(entries[fqn], job.opened, job):
-                    kept[fqn] = tuple(each for each in kept[fqn] if each is not rows)
+                pairs = ((opened.resolve(module.factors[rows.role]), opened), (entries[fqn], job.opened))
+                digests = [scan([each], whose.source, num_workers=1).digests[each.fqn] for each, whose in pairs]
+                if digests[0] == digests[1]:
+                    kept[fqn] = [each for each in kept[fqn] if each is not rows]
     return replace(share, match=replace(share.match, parts=kept))
-
-
-def _digest(entry: TensorEntry, opened: Opened, job: Job) -> str:
-    return scan([entry], opened.source, num_workers=job.num_workers).digests[entry.fqn]
 
 
 def _prepare(job: Job, shares: Sequence[Share], pairs: Collection[Pair], combining: Combining | None) -> None:

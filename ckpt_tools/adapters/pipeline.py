@@ -24,13 +24,8 @@ from ckpt_tools.remote.places import open_source
 from ckpt_tools.text import first_few
 
 _KOHYA = re.compile(r"lora_(te\d?|unet|transformer)_")
-_ENCODERS = {
-    "te": ("text_encoder",),
-    "te1": ("text_encoder",),
-    "te2": ("text_encoder_2",),
-    "te3": ("text_encoder_3", "text_encoder_2"),
-}
-"""What kohya calls a text encoder → its component, the first that is there. FLUX's T5 is te3 without a third."""
+_ENCODERS = {"te": (1,), "te1": (1,), "te2": (2,), "te3": (3, 2)}
+"""What kohya calls a text encoder → its number, the first that is there. FLUX's T5 is te3 without a third."""
 
 
 @contextmanager
@@ -49,9 +44,9 @@ def pipeline_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num
         chosen: dict[str, dict[str, Weighted]] = defaultdict(dict)
         for name, given in adapters.items():
             for component, paths in _components(given, options.component or trained, components, options).items():
-                modules = [module for module in given.read.adapter.modules if module.path in paths]
-                read = given.read._replace(adapter=given.read.adapter.with_modules(modules))
-                chosen[component][name] = given._replace(read=read)
+                modules = [module for module in given[0].adapter.modules if module.path in paths]
+                read = given[0]._replace(adapter=given[0].adapter.with_modules(modules))
+                chosen[component][name] = read, given[1]
         parts = {
             component: stack.enter_context(
                 merging_job(
@@ -94,11 +89,12 @@ def _components(
 ) -> Mapping[str, Collection[str]]:
     """Return component → paths of the modules that are for it, by their names."""
     found: dict[str, set[str]] = defaultdict(set)
-    for module in given.read.adapter.modules:
+    for module in given[0].adapter.modules:
         first, flat = module.path.partition(".")[0], _KOHYA.match(module.path)
         names: tuple[str, ...] = (trained,)
         if flat is not None:
-            names = _ENCODERS.get(flat[1], names)
+            numbers = _ENCODERS.get(flat[1], ())
+            names = tuple("text_encoder" + f"_{number}" * (number > 1) for number in numbers) or names
         elif first in components or first.startswith("text_encoder"):
             names = (first,)
         component = next((name for name in names if name in components), names[0])

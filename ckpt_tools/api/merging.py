@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 from ckpt_tools.adapters.ecosystems.peft.config import parse_overrides
-from ckpt_tools.adapters.merge import Weighted, merging_job
+from ckpt_tools.adapters.merge import merging_job
 from ckpt_tools.adapters.options import MergeOptions
 from ckpt_tools.adapters.pipeline import pipeline_job
-from ckpt_tools.adapters.read.opening import read_adapter
+from ckpt_tools.adapters.read.opening import OpenedAdapter, read_adapter
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.conversions.run import run
 from ckpt_tools.errors import UsageError
@@ -48,22 +48,21 @@ def merge_lora(options: MergeOptions) -> Conversion:
         raise UsageError(f"--component is for a diffusers pipeline, which has a {PIPELINE_NAME}", hint="leave it out")
     with ExitStack() as stack:
         adapters = {
-            path: Weighted(
-                stack.enter_context(
-                    read_adapter(
-                        path,
-                        adapter_name=options.adapter_name,
-                        include=options.include,
-                        exclude=options.exclude,
-                        settings=parse_overrides(options.config),
-                    )
-                ),
-                weight,
-            )
+            path: (stack.enter_context(_read(path, options)), weight)
             for path, weight in zip(paths, weights, strict=True)
         }
         make = pipeline_job if is_pipeline else merging_job
         return run(stack.enter_context(make(options, adapters, num_workers=workers)), dry_run=options.dry_run)
+
+
+def _read(path: str, options: MergeOptions) -> AbstractContextManager[OpenedAdapter]:
+    return read_adapter(
+        path,
+        adapter_name=options.adapter_name,
+        include=options.include,
+        exclude=options.exclude,
+        settings=parse_overrides(options.config),
+    )
 
 
 def _weights(options: MergeOptions, paths: Sequence[str]) -> list[float]:

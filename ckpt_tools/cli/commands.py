@@ -73,7 +73,7 @@ COMMANDS: dict[str, Command] = {
         "Extract a LoRA-family adapter from any checkpoint and write it for PEFT, diffusers, kohya or ComfyUI.",
     ),
     "merge-lora": Command(
-        "rewrite", "Merge an adapter (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into its base, streaming."
+        "rewrite", "Merge adapters (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into their base, streaming."
     ),
     "commit": Command(
         "rewrite", "Publish what the parts of a conversion have written, when the last one died before it."

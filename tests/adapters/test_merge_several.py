@@ -125,7 +125,7 @@ def test_what_has_no_sum_is_refused(tmp_path):
         lora(target_modules=["q_proj"], use_dora=True),
         lora(target_modules=["v_proj"], modules_to_save=["lm_head"]),
     )
-    for chosen, what in ((paths[:2], "DoRA"), ((paths[0], paths[2]), "replaces it")):
+    for chosen, what in ((paths[:2], "DoRA"), ((paths[0], paths[2]), "it replaces the weight")):
         with pytest.raises(UsageError, match=what) as caught:
             api.merge_lora(tmp_path / "base", chosen, tmp_path / "out")
         assert "one after the other" in caught.value.hint

@@ -5,6 +5,8 @@ Imported by the first block that needs it.
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import ml_dtypes
 import numpy as np
 
@@ -32,11 +34,15 @@ class Arithmetic:
         self._work = np.float64 if self._before.name == "F64" else np.float32
         largest = float(ml_dtypes.finfo(numpy_dtype(self._after)).max)  # type: ignore[no-untyped-call]
         self._safe_square = min(largest * largest, float(np.finfo(np.float32).max))
-        self._parts = tuple((part.rows, part.change(part.rows)) for part in edit.parts)
+        changes = [part.change(part.rows) for part in edit.parts]
+        self._parts = tuple((part.rows, change) for part, change in zip(edit.parts, changes, strict=True))
         self.columns = self._parts[0][1].columns
         """Of the tensor as a matrix."""
         if any(change.columns != self.columns for _, change in self._parts):
             raise UsageError(f"the changes of {name} disagree on its rows", where=name)
+        for (one, change), (other, _) in permutations(zip(edit.parts, changes, strict=True), 2):
+            if one.owner != other.owner and one.meets(other) and not change.is_additive:
+                raise UsageError(f"{one.owner} and {other.owner} both change {name}, and have no sum", where=name)
         self.is_rowwise = all(change.is_rowwise for _, change in self._parts)
 
     def apply(self, row: int, content: memoryview, result: memoryview) -> None:

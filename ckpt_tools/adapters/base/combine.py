@@ -260,16 +260,21 @@ def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, 
     for fqn, parts in found.items():
         parts.sort(key=lambda part: not part.module.is_saved)
         for one, other in permutations(parts, 2):
-            if one.owner != other.owner and one.meets(other):
+            if one.meets(other):
                 _refuse_meeting(fqn, one, other, combining)
     return {fqn: tuple(parts) for fqn, parts in found.items()}
 
 
 def _refuse_meeting(fqn: str, one: Part, other: Part, combining: Combining | None) -> None:
+    if one.owner == other.owner:
+        if one.module.is_saved == other.module.is_saved:
+            paths = f"{one.module.path} and {other.module.path}"
+            raise UsageError(f"{paths} both change {fqn}", hint="an adapter has one module per weight")
+        return
     what = f"{one.owner} and {other.owner} both change {fqn}"
     if reason := one.why_not_a_sum:
         hint = "merge one after the other, each into the result before it; the order matters"
-        raise UsageError(f"{what}, and the first {reason}: they have no sum", where=one.module.path, hint=hint)
+        raise UsageError(f"{what}, which have no sum. Of the first, {reason}", where=one.module.path, hint=hint)
     if combining is not None and not other.module.is_saved:
         what += ", by modules of other rows, and only the same can be combined"
         raise UsageError(what, where=fqn, hint="leave out --combine: a sum takes both")

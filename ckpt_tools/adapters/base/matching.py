@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
@@ -54,8 +54,8 @@ class ChangedRows:
 class BaseMatch:
     """Which tensors of the base an adapter changes."""
 
-    parts: Mapping[str, tuple[ChangedRows, ...]]
-    """FQN in the base → its parts; whole tensors first."""
+    parts: Mapping[str, Sequence[ChangedRows]]
+    """FQN in the base → its parts."""
     notes: tuple[str, ...]
     """How names were understood, for people."""
 
@@ -87,7 +87,7 @@ def match_modules(
             f"{len(problems)} of {len(adapter.modules)} modules do not fit the base: {some(problems)}",
             hint="is it the base that the adapter was trained on?",
         )
-    return BaseMatch(parts={fqn: _ordered(adapter, fqn, found) for fqn, found in parts.items()}, notes=tuple(notes))
+    return BaseMatch(parts=parts, notes=tuple(notes))
 
 
 class _MismatchError(Exception):
@@ -279,19 +279,6 @@ def _same(made: Matrix, target: tuple[int, ...], shape: tuple[int, ...]) -> None
     if any(own not in (None, wanted) for own, wanted in zip(made, target, strict=True)):
         shown = " × ".join("any" if size is None else str(size) for size in made)
         raise _MismatchError(f"it changes {shown} elements, the base's weight is {list(shape)}")
-
-
-def _ordered(adapter: Adapter[TensorEntry], fqn: str, parts: Sequence[ChangedRows]) -> tuple[ChangedRows, ...]:
-    """Put whole tensors first, and refuse rows that two modules change."""
-    whole = [part for part in parts if adapter.modules[part.module].is_saved]
-    others = sorted((part for part in parts if part not in whole), key=lambda part: part.start)
-    for first, second in pairwise(others):
-        if second.start < first.start + first.count:
-            paths = " and ".join(adapter.modules[part.module].path for part in (first, second))
-            raise UsageError(f"{paths} both change {fqn}", hint="an adapter has one module per weight")
-    if len(whole) > 1:
-        raise UsageError(f"the adapter has two whole tensors for {fqn}")
-    return (*whole, *others)
 
 
 def match_any_spelling(

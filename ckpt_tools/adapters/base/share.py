@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.matching import BaseMatch, ChangedRows
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.opening import OpenedAdapter
@@ -75,12 +75,9 @@ class Part:
     @property
     def why_not_a_sum(self) -> str | None:
         """Why nothing can be added to the same rows; None where it can."""
-        if self.module.is_saved or self.module.family == TOKENS:
-            return "replaces it" if self.module.is_saved else "replaces rows of it"
-        is_sum = family_of(self.module).why_not_a_sum is None and not self.module.is_dora
-        if self.rows.role == "weight" and not is_sum:
-            return f"is {family_of(self.module).label(self.module)}, whose change depends on what is already there"
-        return None
+        if self.module.is_dora and self.rows.role == "weight":
+            return "it is DoRA: what it adds depends on the base"
+        return family_of(self.module).why_not_a_sum
 
     def meets(self, other: Part) -> bool:
         """Do both change some row?"""

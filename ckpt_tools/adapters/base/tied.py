@@ -66,18 +66,18 @@ def untied(base: Opened) -> tuple[Opened, Mapping[str, object]]:
         UsageError: It ties nothing, has no config.json to say it, or its class computes otherwise when it is untied.
     """
     tensors, config = plain_names(base.checkpoint), base_config(base)
-    where = base.source.root
-    if not config:
-        what = "--untie needs the base's config.json, which tells loaders that the head has its own weight"
-        raise UsageError(what, where=where, hint="put it beside the weights")
     embeddings, heads = list(_named(tensors, EMBEDDINGS)), list(_named(tensors, HEADS))
-    if _says_tied(base) is False or (not heads and len(embeddings) != 1):
-        raise UsageError("--untie: the base does not tie its head to an embedding", where=where, hint="leave it out")
-    if config.get("is_encoder_decoder") or "shared.weight" in tensors:
-        what = (
-            "--untie: models of an encoder and a decoder share more than the head, and scale what is before a tied one"
+    what = ""
+    if not config:
+        what = "needs the base's config.json, which tells loaders that the head has its own weight"
+    elif config.get("is_encoder_decoder") or "shared.weight" in tensors:
+        what = "does not fit an encoder and a decoder, which share more than the head and scale what is before it"
+    elif _says_tied(base) is False or (not heads and len(embeddings) != 1):
+        what = "is for a base that ties its head to an embedding, and this one has them not tied"
+    if what:
+        raise UsageError(
+            f"--untie {what}", where=base.source.root, hint="leave it out, or what needs it: --exclude GLOB"
         )
-        raise UsageError(what, where=where, hint="leave out what it changes of the two: --exclude GLOB")
     said: dict[str, object] = {**config, "tie_word_embeddings": False}
     if isinstance(nested := config.get("text_config"), dict):
         said["text_config"] = {**nested, "tie_word_embeddings": False}
