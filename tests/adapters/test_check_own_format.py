@@ -27,7 +27,8 @@ from ckpt_tools.adapters.check import LoraCheck, check_lora, fold
 from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
-from ckpt_tools.hub.check import refuse_broken_adapter
+from ckpt_tools.hub.check import check_adapters
+from ckpt_tools.storage.source import LocalSource
 
 Tensors = dict[str, torch.Tensor]
 
@@ -257,10 +258,12 @@ def test_command_marks_the_judge_and_says_what_was_not_checked(
 
 def test_push_refuses_what_the_own_loader_refuses_and_sends_what_needs_a_base(tmp_path: Path) -> None:
     directory = peft_directory(tmp_path / "adapter")
-    refuse_broken_adapter(str(directory))
+    weights = ("adapter_model.safetensors",)
+    with LocalSource(str(directory)) as source:
+        assert tuple(check_adapters(source, weights)) == weights
     edit(directory, r=3)
-    with pytest.raises(CkptError, match=r"adapter-config|loader-rejects"):
-        refuse_broken_adapter(str(directory))
+    with LocalSource(str(directory)) as source, pytest.raises(CkptError, match=r"adapter-config|loader-rejects"):
+        check_adapters(source, weights)
 
 
 # Replicated layers
