@@ -52,6 +52,11 @@ class Failure:
     """False: the answer was to be JSON and is not."""
 
     @property
+    def is_quota(self) -> bool:
+        """Does it say that there is no more storage, or none that is paid for?"""
+        return self.status == 402 or (self.status in (403, 507) and _QUOTA.search(self.message) is not None)
+
+    @property
     def is_transient(self) -> bool:
         """May the same request succeed a moment later?"""
         return not self.is_lasting and (self.status is None or self.status in TRANSIENT)
@@ -113,7 +118,7 @@ def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | 
         return _unreachable(failure, place, tries)
     if (code := failure.code or "") in _BY_CODE and status in (403, 404):
         what, hint = _BY_CODE[code]
-    elif status in (403, 507) and _QUOTA.search(message):
+    elif failure.is_quota:
         what, hint = _BY_STATUS[402]
     elif status == 403 and place.namespace_only:
         what, hint = _NOT_IN_NAMESPACE

@@ -66,8 +66,8 @@ def facts_of(
     Raises:
         UnreadableError: A config is not what it should be.
     """
-    if kind != "weights":  # below a model or an adapter lie its earlier steps
-        adapters = {name: check for name, check in adapters.items() if "/" not in name}
+    if kind != "weights":  # beside and below a model lie others; below an adapter its earlier steps
+        adapters = {name: check for name, check in adapters.items() if kind == "peft" and "/" not in name}
     headers = {name: _metadata(source, name) for name in adapters}
     facts = _facts(source, chosen, kind)
     if base_model is not None:
@@ -197,22 +197,18 @@ def _with_adapter(
         load,
         auto_class=load.auto_class or ("AutoModel" if check.architecture == "llm" else None),
         rank=max(check.ranks, default=None),
-        weight_name=None if is_peft or name == DIFFUSERS_LORA else name,
+        weight_name=name if is_diffusion and (not is_peft or "comfyui" in takes) else None,
         component=family.main.component if family is not None and is_peft else None,
         loaders=tuple(each for each in takes if is_diffusion == (each == "comfyui")),
     )
-    if is_diffusion and "comfyui" in takes:
-        load = replace(load, weight_name=name)
-    kinds = tuple(each for each in check.kind.split("+") if each.isalnum())
-    tags = facts.tags or kinds
+    tags = facts.tags or tuple(filter(str.isalnum, check.kind.split("+")))
     library = facts.library or ("diffusers" if "diffusers" in takes or name == DIFFUSERS_LORA else None)
     task = facts.pipeline_tag
     if is_diffusion:
         family_name = family_name or (base or "").rpartition("/")[2]
         task = task or task_of_adapter(family_name, base)
-        tag = tag_of(family_name)
-        diffusers = ("diffusers",) if library == "diffusers" else ()
-        tags = tuple(filter(None, (*tags, "lora", task, tag, *diffusers, "template:sd-lora")))
+        more = ("lora", task, tag_of(family_name), library if library == "diffusers" else None, "template:sd-lora")
+        tags = (*tags, *filter(None, more))
     return replace(
         facts,
         base_model=base,

@@ -188,7 +188,7 @@ class _Sending:
                 return work()
             except client_errors() as error:
                 failure = to_failure(error, self._hub.account.token)
-                if failure.status not in _GONE:
+                if failure.status not in _GONE or failure.is_quota:
                     raise
                 what = f"{doing}: the upload's address was refused with status {failure.status}: {failure.message}"
                 raise _GoneError(what, where=self._hub.place(doing).where, hint="run the command again") from None

@@ -305,23 +305,9 @@ class Push:
 
 def result_json(result: PushResult) -> dict[str, object]:
     """Return the document of `ckpt push --json`."""
-    return {
-        "ok": result.ok,
-        "directory": result.directory,
-        "repo": result.repo,
-        "url": result.url,
-        "revision": result.revision,
-        "dry_run": result.dry_run,
-        "created": result.created,
-        "private": result.private,
-        "parent": result.parent,
-        "commit": result.commit,
-        "pull_request": result.pull_request,
-        "files": [asdict(file) for file in result.files],
-        "left_out": [{"path": path, "why": why} for path, why in result.left_out],
-        "sent_bytes": result.sent_bytes,
-        "checked": {"files": result.num_checked, "bytes": result.checked_bytes},
-        "findings": [asdict(finding) for finding in result.findings],
-        "notes": list(result.notes),
-        "seconds": round(result.seconds, 3),
-    }
+    document: dict[str, object] = {"ok": result.ok, **asdict(result)}
+    document["left_out"] = [{"path": path, "why": why} for path, why in result.left_out]
+    document["sent_bytes"] = result.sent_bytes
+    document["checked"] = {"files": document.pop("num_checked"), "bytes": document.pop("checked_bytes")}
+    document["seconds"] = round(result.seconds, 3)
+    return document

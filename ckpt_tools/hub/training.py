@@ -10,7 +10,6 @@ config.yaml); axolotl's and LLaMA-Factory's options.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -99,7 +98,10 @@ def training_facts(
     for name in filter(names.__contains__, _JSON):
         take(_json(source, name), _JSON[name], name)
     for metadata in headers:
-        nested = {key: _loaded(metadata[key]) for key in ("training_info", "software") if key in metadata}
+        nested = {}
+        for key in {"training_info", "software"} & metadata.keys():
+            with suppress(CkptError):
+                nested[key] = parse_json(metadata[key].encode(), what=key, where=None)
         take({**metadata, **nested}, _HEADER, "header of the weights")
     for name in sorted(names):
         document = _yaml(source, name) if name.endswith((".yaml", ".yml")) and "/" not in name else None
@@ -148,12 +150,6 @@ def _json(source: Source, name: str) -> object:
 def _yaml(source: Source, name: str) -> object:
     with suppress(CkptError, ValueError):
         return load_yaml(read_document(source, name, 1 << 20).decode(), full=True)
-    return None
-
-
-def _loaded(text: str) -> object:
-    with suppress(ValueError, RecursionError):
-        return json.loads(text)
     return None
 
 

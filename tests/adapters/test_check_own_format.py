@@ -258,11 +258,12 @@ def test_command_marks_the_judge_and_says_what_was_not_checked(
 
 def test_push_refuses_what_the_own_loader_refuses_and_sends_what_needs_a_base(tmp_path: Path) -> None:
     directory = peft_directory(tmp_path / "adapter")
+    weights = ("adapter_model.safetensors",)
     with LocalSource(str(directory)) as source:
-        assert list(check_adapters(source, ["adapter_model.safetensors"])) == ["adapter_model.safetensors"]
-        edit(directory, r=3)
-        with pytest.raises(CkptError, match=r"adapter-config|loader-rejects"):
-            check_adapters(source, ["adapter_model.safetensors"])
+        assert tuple(check_adapters(source, weights)) == weights
+    edit(directory, r=3)
+    with LocalSource(str(directory)) as source, pytest.raises(CkptError, match=r"adapter-config|loader-rejects"):
+        check_adapters(source, weights)
 
 
 # Replicated layers

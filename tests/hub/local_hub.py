@@ -370,6 +370,8 @@ class Handler(BaseHTTPRequestHandler):
         oid, *part = self.route.removeprefix("/store/").split("/")
         if part:
             upload, number = part
+            if "Content-Length" not in self.headers:  # as S3, which takes no chunks of unknown number
+                return self.refuse(411, "MissingContentLength")
             if upload not in self.server.uploads:
                 return self.refuse(403, "Request has expired")
             self.server.uploads[upload][int(number)] = self.body

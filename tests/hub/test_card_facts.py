@@ -147,7 +147,7 @@ def test_push_large_rank_is_said_to_vllm(hub: Hub, push_json, tmp_path: Path):
 
 
 def test_push_result_of_ckpt_says_how_it_was_made(hub: Hub, push_json, tmp_path: Path):
-    weight = {"model.layers.0.self_attn.q_proj.weight": tensor("BF16", 8, 8)}
+    weight = {"model.layers.0.self_attn.q_proj.weight": ("BF16", (8, 8), b"\x80\x3f" * 64)}
     config = {"config.json": b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'}
     base = write_model(tmp_path / "base", weight, assets=config)
     api.merge_lora(base, write_adapter(tmp_path / "adapter"), tmp_path / "merged")
@@ -159,10 +159,16 @@ def test_push_result_of_ckpt_says_how_it_was_made(hub: Hub, push_json, tmp_path:
     document = push_json(tmp_path / "merged", "me/silent")
     assert any("--base-model" in note for note in document["notes"])
     assert "base_model_relation" not in front(card_of(hub, "me/silent"))
-    push_json(base, "me/base", "--base-model", "org/base")
+    (base / "lora.safetensors").write_bytes((write_kohya(tmp_path / "lora") / "style.safetensors").read_bytes())
+    push_json(base, "me/base", "--base-model", "org/base")  # an adapter beside a model does not make it one
+    assert front(card_of(hub, "me/base"))["library_name"] == "transformers"
     assert "base_model_relation" not in front(card_of(hub, "me/base"))
     push_json(base, "me/tuned", "--base-model", "org/base", "--base-model-relation", "finetune")
     assert front(card_of(hub, "me/tuned"))["base_model_relation"] == "finetune"
+    wide = {"model.layers.0.self_attn.q_proj.weight": ("BF16", (128, 128), b"\x80\x3f" * 128 * 128)}
+    api.gather(write_model(tmp_path / "wide", wide, assets=config), tmp_path / "fp8", quantize="fp8")
+    push_json(tmp_path / "fp8", "me/fp8", "--base-model", "org/base")
+    assert front(card_of(hub, "me/fp8"))["base_model_relation"] == "quantized"
 
 
 def test_training_facts_are_numbers_and_words_alone(tmp_path: Path):

@@ -46,6 +46,7 @@ def records(tmp_path: Path) -> list[Path]:
         Fault("PUT .*/4$", status=500, times=99),
         Fault("PUT .*/9$", status=413),
         Fault("POST /lfs/complete", status=503, times=99),
+        Fault("POST /lfs/complete", status=403, body={"error": "Private repository storage limit reached"}),
     ],
     ids=lambda fault: f"{fault.match}-{fault.kind}-{fault.status}",
 )
@@ -54,7 +55,9 @@ def test_push_cut_in_parts_goes_on_with_those_that_lack(
 ):
     size = (model / WEIGHTS).stat().st_size
     hub.faults.append(fault)
-    assert f"uploading {WEIGHTS}" in push_json(model, "me/model", "-j", 2, code=1)["what"]
+    error = push_json(model, "me/model", "-j", 2, code=1)
+    assert f"uploading {WEIGHTS}" in error["what"]
+    assert ("billing" in error["hint"]) == ("limit" in str(fault.body))
     assert len(hub.repos["me/model"].commits) == 1
     first = received(hub)
     (record,) = records(tmp_path)
