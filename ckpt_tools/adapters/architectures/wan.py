@@ -56,7 +56,7 @@ _NAMES = Names(
         rename("vace_blocks.{i}.after_proj", "vace_blocks.{i}.proj_out"),
     )
 )
-"""Every linear layer, patch embedding and norm with weights of the text, image and VACE models; of Animate, the blocks."""
+"""Linear layers, patch embeddings and norms with weights of all but Animate's encoders of faces and motion."""
 _MAIN = transformer(_NAMES)
 """VideoX-Fun, which trains the Fun models, writes `lora_unet__blocks_…` with two underscores."""
 _WITHOUT_ALPHA = r"(?:head|img_emb|(?:text|time)_(?:embedding|projection))\..*\.alpha"

@@ -177,10 +177,14 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
 
 
 def _lokr(keys: Keys, architecture: Architecture, loading: Loading) -> None:
+    prefixes: tuple[str, ...] = ("diffusion_model.", "transformer.", "lycoris_", "")
+    if architecture.reader is None:  # without rules of its own: all names are converted, or none
+        is_converted = any(key.startswith("diffusion_model.") or key.endswith(".alpha") for key in keys)
+        prefixes = ("diffusion_model.", "") if is_converted else ("transformer.",)
     for key, name in keys.items():
         module, suffix = _cut(key)
         if suffix == "alpha" or suffix.startswith("lokr_"):
-            for prefix in ("diffusion_model.", "transformer.", "lycoris_", ""):
+            for prefix in prefixes:
                 inner = module.removeprefix(prefix)
                 match = architecture.main.names.find_as(inner, architecture.lokr) if module.startswith(prefix) else None
                 if match is not None:
