@@ -9,6 +9,7 @@ import pytest
 import torch
 from adapters.image_models import adapter, delta, linears, lora, to_target
 from adapters.video_models import MODELS
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -216,3 +217,28 @@ def test_verdicts_are_those_of_diffusers_pipelines(name, part, tmp_path):
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "x.safetensors")
         verdict = api.check_lora(tmp_path / "x.safetensors", base=tmp_path / "base", loaders=["diffusers"]).verdict
         assert (verdict == "loads") is loads_in_diffusers(name, tensors, want), way
+
+
+FOREIGN = {
+    "diffusion-pipe": ("hunyuan_video", "transformer.double_blocks.0.{}_attn_qkv", "lora_A", "lora_B", ("img", "txt")),
+    "VideoX-Fun": ("wan", "lora_unet__blocks_0_cross_attn_{}", "lora_down", "lora_up", ("k", "v", "q", "o")),
+}
+"""Tool → family, its names, and what they are of."""
+
+
+@pytest.mark.parametrize("tool", FOREIGN)
+def test_names_of_other_trainers_are_read(tool, tmp_path):
+    family, name, down, up, parts = FOREIGN[tool]
+    rows = 60 if family == "hunyuan_video" else 20
+    tensors = {}
+    for part in parts:
+        tensors[f"{name.format(part)}.{down}.weight"] = torch.randn(2, 20)
+        tensors[f"{name.format(part)}.{up}.weight"] = torch.randn(rows, 2)
+    save_file(tensors, tmp_path / "x.safetensors")
+    result = api.check_lora(tmp_path / "x.safetensors", loaders=["comfyui"])
+    assert (result.architecture, result.verdict) == (family, "loads")
+    made = api.export_lora(tmp_path / "x.safetensors", tmp_path / "peft", to="peft", alpha=2)
+    with safe_open(tmp_path / "peft" / "adapter_model.safetensors", "pt") as file:
+        names = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in file.keys()}  # noqa: SIM118
+    assert made.ok
+    assert names <= set(linears(model(family)))  # diffusers' own: of no other model does PEFT know these

@@ -33,6 +33,16 @@ def family_named(name: str | None) -> ModelFamily | None:
     return name
 
 
+def is_native(adapter: Adapter[F]) -> bool:
+    """Do names with a prefix of pipelines go on as the authors' do, so that diffusers' model has no such modules?"""
+    paths = [module.path for module in adapter.modules]
+    if any(path.startswith("diffusion_model.") for path in paths):
+        return True
+    families = candidates(paths) if adapter.convention == "diffusers" else ()
+    places = [each for name in families for path in paths for each in readings(path, ARCHITECTURES[name])]
+    return any(not each.match.is_diffusers and not each.part.is_encoder for each in places)
+
+
 def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[ModelFamily, ...]:
     """Return the families that an adapter can be for; none where that is not known, or ckpt has no tables for it.
 
