@@ -22,7 +22,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.adapters.check import check_lora
+from ckpt_tools.adapters.export import export_lora
 
+Tensors = dict[str, torch.Tensor]
 LIB = Path(__file__).resolve().parents[2] / "bin" / "lib" / "loaders"
 MODELS = tuple(yaml.safe_load((LIB / "toys.yaml").read_text(encoding="utf-8")))
 FAMILIES = ("LoRA", "DoRA", "LoHa", "LoKr")
@@ -45,7 +47,8 @@ class Worlds:
 
     root: Path
     modules: dict[str, Any]
-    _weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    _weights: dict[str, Tensors] = field(default_factory=dict)
+    _made: dict[tuple[str, str], tuple[dict[str, Path], Tensors]] = field(default_factory=dict)
 
     def toy(self, name: str) -> Any:
         return self.modules["toys"].toys()[name]
@@ -59,8 +62,10 @@ class Worlds:
             model.save_pretrained(directory)
         return directory
 
-    def adapters(self, name: str, family: str) -> tuple[dict[str, Path], dict[str, torch.Tensor]]:
+    def adapters(self, name: str, family: str) -> tuple[dict[str, Path], Tensors]:
         """Return an adapter of a model as PEFT's directory and as diffusers' file, and the trained weights."""
+        if (name, family) in self._made:
+            return self._made[name, family]
         directory = self.root / name / family
         meant = self.modules["trained"].train(self.toy(name), self.base(name), family, directory / "peft")
         tensors = load_file(directory / "peft" / "adapter_model.safetensors")
@@ -71,9 +76,11 @@ class Worlds:
         file.parent.mkdir()
         renamed = {f"{component}.{each.removeprefix('base_model.model.')}": factor for each, factor in tensors.items()}
         save_file(renamed, file, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(header)})
-        return {"peft": directory / "peft" / "adapter_model.safetensors", "diffusers": file}, meant
+        files = {"peft": directory / "peft" / "adapter_model.safetensors", "diffusers": file}
+        self._made[name, family] = files, meant
+        return files, meant
 
-    def is_as_trained(self, name: str, loader: str, file: Path, meant: dict[str, torch.Tensor]) -> bool:
+    def is_as_trained(self, name: str, loader: str, file: Path, meant: Tensors) -> bool:
         """Load a file with the library: are the weights those that were trained?"""
         job = {"loader": loader, "file": str(file), "model": str(self.base(name))}
         with warnings.catch_warnings(action="ignore"):
@@ -99,11 +106,11 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
             sys.modules.pop(name, None)
 
 
-CASES = [
-    (name, family) if (name, family) in QUICK else pytest.param(name, family, marks=pytest.mark.full)
-    for name in MODELS
-    for family in FAMILIES
-]
+def full(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+CASES = [(name, family) if (name, family) in QUICK else full(name, family) for name in MODELS for family in FAMILIES]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -120,3 +127,15 @@ def test_own_base_is_right_and_no_other_is(name: str, family: str, worlds: World
         for base in others:
             wrong = check_lora(source, base=base)
             assert wrong.verdict == "fails", (loader, base, wrong.not_checked)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["wan", *map(full, ("flux2", "sdxl", "z-image", "hidream"))])
+def test_lokr_for_comfyui_fits_its_own_base_alone(name: str, worlds: Worlds, tmp_path: Path) -> None:
+    """Its factors go into fused weights, and the table of docs/concepts/loaders.md holds that ComfyUI loads them."""
+    files, _ = worlds.adapters(name, "LoKr")
+    export_lora(files["peft"].parent, tmp_path / "out", to="comfyui", base=worlds.base(name))
+    (file,) = (tmp_path / "out").glob("*.safetensors")
+    bases = [worlds.base(name), worlds.base(name, "wider"), worlds.base(name, "shorter"), worlds.base(OTHER[name])]
+    verdicts = [check_lora(file, base=base).verdict for base in bases]
+    assert verdicts == ["loads", "fails", "fails", "fails"]

@@ -41,7 +41,7 @@ def _block(block: str) -> tuple[Rule, ...]:
 
 _NAMES = Names(
     (
-        *same("patch_embedding", "vace_patch_embedding"),
+        *same("patch_embedding", "vace_patch_embedding", "pose_patch_embedding"),
         *embedder("time_embedding", "condition_embedder.time_embedder", "0", "2"),
         *embedder("text_embedding", "condition_embedder.text_embedder", "0", "2"),
         rename("time_projection.1", "condition_embedder.time_proj"),
@@ -56,7 +56,7 @@ _NAMES = Names(
         rename("vace_blocks.{i}.after_proj", "vace_blocks.{i}.proj_out"),
     )
 )
-"""Every linear layer, patch embedding and norm with weights of the text, image and VACE models."""
+"""Linear layers, patch embeddings and norms with weights of all but Animate's encoders of faces and motion."""
 _MAIN = transformer(_NAMES)
 """VideoX-Fun, which trains the Fun models, writes `lora_unet__blocks_…` with two underscores."""
 _WITHOUT_ALPHA = r"(?:head|img_emb|(?:text|time)_(?:embedding|projection))\..*\.alpha"
@@ -65,7 +65,7 @@ WAN = Architecture(
     name="wan",
     title="Wan",
     parts=(replace(_MAIN, kohya=(*_MAIN.kohya, "lora_unet_")),),
-    classes=("WanTransformer3DModel", "WanVACETransformer3DModel", "SkyReelsV2Transformer3DModel"),
+    classes=tuple(f"{kind}Transformer3DModel" for kind in ("Wan", "WanVACE", "WanAnimate", "SkyReelsV2")),
     # Source: config.json of Wan 2.1 T2V 1.3B and 14B, and of Wan 2.2 TI2V 5B; 2.2's 14B is as large as 2.1's.
     sizes=(
         Size(columns={".attn1.to_q": 1536}, last={"blocks": 29}),

@@ -7,7 +7,7 @@ Source: github.com/vllm-project/vllm 0.33, vllm/lora/peft_helper.py, lora_model.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
@@ -55,7 +55,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     if modules is None:
         loading.needs_base(file.file, "vLLM skips modules that the model does not have: give --base")
     embeddings = set()
-    saved = config.get("modules_to_save") or ()
+    saved = _saved(config)
     for name, head in file.tensors.items():
         hit = _NAME.fullmatch(name)
         if name.endswith(_FROZEN):
@@ -111,7 +111,7 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
         raise RejectedError(f"adapter_config.json lacks {', '.join(missing)}")
     if config.get("peft_type") != "LORA":
         raise RejectedError(f"peft_type is {config.get('peft_type')!r}, but it supports only LORA")
-    if other := [name for name in config.get("modules_to_save") or () if name not in _HEADS]:
+    if other := [name for name in _saved(config) if name not in _HEADS]:
         raise RejectedError(f"modules_to_save may name {' or '.join(_HEADS)} only, not {other[0]!r}")
     for name, what in _REFUSED.items():
         if config.get(name):
@@ -125,6 +125,11 @@ def _checked_config(file: AdapterFile) -> Mapping[str, object]:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise RejectedError(f"lora_alpha is {alpha!r}, not a number")
     return config
+
+
+def _saved(config: Mapping[str, object]) -> Sequence[object]:
+    value = config.get("modules_to_save") or ()
+    return value if isinstance(value, list) else (value,) if value else ()
 
 
 def _check_experts(loading: Loading) -> None:

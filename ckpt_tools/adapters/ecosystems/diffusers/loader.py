@@ -177,13 +177,13 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
 
 
 def _lokr(keys: Keys, architecture: Architecture, loading: Loading) -> None:
-    of_lycoris = [key.startswith("lycoris_") for key in keys]
-    if any(of_lycoris) and not all(of_lycoris):
-        raise RejectedError(f"{list(keys)[of_lycoris.index(False)]} is not LyCORIS' name of a LoKr, as others are")
     prefixes: tuple[str, ...] = ("diffusion_model.", "transformer.", "lycoris_", "")
+    of_lycoris = [key.startswith("lycoris_") for key in keys]
     if architecture.reader is None:  # without rules of its own: all names are converted, or none
         is_converted = any(key.startswith("diffusion_model.") or key.endswith(".alpha") for key in keys)
         prefixes = ("diffusion_model.", "") if is_converted else ("transformer.",)
+    elif any(of_lycoris) and not all(of_lycoris):
+        raise RejectedError(f"{list(keys)[of_lycoris.index(False)]} is not LyCORIS' name of a LoKr, as others are")
     for key, name in keys.items():
         module, suffix = _cut(key)
         if suffix == "alpha" or suffix.startswith("lokr_"):
