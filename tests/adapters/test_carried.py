@@ -79,6 +79,7 @@ MERGED = frozenset(
 OF_ANY_SIZE = frozenset({"FourierFT", "WaveFT", "MiSS, mini"})
 """Their tensors do not depend on the weight's shape: PEFT loads them for any."""
 NOT_IN_A_STATE_DICT = {"SHiRA": "shira_indices", "P-tuning": "computes when it saves", "prefix, projected": "computes"}
+OTHERS = ("vllm", "diffusers", "kohya", "comfyui")
 QUICK = ("AdaLoRA", "IA3", "VeRA", "prompt")
 
 
@@ -173,6 +174,19 @@ def test_export_from_a_live_models_dcp_keeps_every_byte(bench, name, tmp_path):
     again = (".randlora_", "embed_tokens.base_layer.weight", "_topk_")
     assert all(any(part in key for part in again) for key in there.keys() - here.keys())
     assert torch.equal(outputs(bench.loaded(tmp_path / "out")), meant)
+    verdict = check_lora(tmp_path / "out", base=bench.base()).verdict
+    assert verdict == ("unknown" if name in UNPROVEN else "loads")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_peft_directory_comes_out_as_it_was(bench, name, tmp_path):
+    directory, _, _ = bench.trained(name)
+    export_lora(directory, tmp_path / "out")
+    there, here = load_file(directory / FILE), load_file(tmp_path / "out" / FILE)
+    assert all(torch.equal(there[key], tensor) for key, tensor in here.items())
+    assert torch.equal(outputs(bench.loaded(tmp_path / "out")), outputs(bench.loaded(directory)))
+    assert not any(check_lora(tmp_path / "out", base=bench.base(), loaders=(each,)).ok for each in OTHERS)
 
 
 @pytest.mark.parametrize("name", cases(sorted(MERGED)))

@@ -54,6 +54,9 @@ def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_mod
     config |= fields_of(adapter, family.peft_fields)
     if any(module.path for module in modules):
         config |= target_fields(adapter, modules, base)
+    else:  # all that there is belongs to the whole model: its tensors name no modules
+        names = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+        config |= {name: adapter.settings[name] for name in names if name in adapter.settings}
     config |= saved_fields(adapter, modules, base)
     for name, found in adapter.settings.items():
         if name not in config and name not in (*_OWN_FIELDS.split(), *_TRAINING_ONLY) and name in family.peft_fields:

@@ -202,8 +202,8 @@ def _of_module(config: Config, family: Family, path: str) -> Config:
             found, value = by_pattern(patterns, path + suffix, where=table)
             if found:  # AdaLoRA's is a list: which ranks are kept
                 values[field] = sum(map(bool, value)) if isinstance(value, list) else value
-        elif field not in config:
-            values[field] = bool(_listed(patterns, path, where=table))
+        elif isinstance(patterns, list | str):
+            values[field] = _listed(patterns, path, where=table)
     return values
 
 
