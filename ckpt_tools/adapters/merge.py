@@ -241,16 +241,13 @@ def _as_saved(module: AdapterModule[TensorEntry]) -> AdapterModule[TensorEntry]:
 
 
 def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
-    if scale == 1.0:
+    if scale in (0.0, 1.0):
         return
     for module in adapter.modules:
         if module.is_dora or family_of(module).is_rotation:
             what = "DoRA" if module.is_dora else module.family.upper()
-            raise UsageError(
-                f"{what} cannot be scaled ({module.path})",
-                where="--scale",
-                hint="leave out --scale",
-            )
+            what = f"{what} cannot be scaled ({module.path})"
+            raise UsageError(what, where="--scale", hint="give it the weight 1")
 
 
 # What is written

@@ -120,25 +120,17 @@ class MergeOptions:
             metavar="|".join(METHODS),
         ),
     ] = "sum"
-    density: Annotated[
-        float | None, Option("Share of the elements that ties, dare and magnitude_prune keep.", metavar="P")
-    ] = None
+    density: Annotated[float | None, Option("Share of the elements that pruning methods keep.", metavar="P")] = None
     majority_sign: Annotated[
         Literal["total", "frequency"] | None, Option("What ties elects a sign by (default: total).")
     ] = None
-    svd_rank: Annotated[
-        int | None, Option("Rank that --combine svd gives (default: the largest).", metavar="R", min=1)
-    ] = None
+    svd_rank: Annotated[int | None, Option("Rank that svd gives (default: the largest).", metavar="R", min=1)] = None
     seed: Annotated[int, Option("Seed of dare's random masks.", metavar="N", min=0)] = 0
     alpha: Alpha = None
     adapter_name: AdapterName = None
     config: Config = ()
-    component: Annotated[
-        str | None, Option("Component of a diffusers pipeline (default: by the adapter's names).", metavar="NAME")
-    ] = None
-    untie: Annotated[
-        bool, Option("Give a head that is tied to the embedding a weight of its own, so that either can change.")
-    ] = False
+    component: Annotated[str | None, Option("Component of a pipeline (default: by its names).", metavar="NAME")] = None
+    untie: Annotated[bool, Option("Give a tied head a weight of its own: it and the embedding may differ.")] = False
     max_shard_size: MaxShardSize = None
     include: Annotated[Sequence[str], Option("Only these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
     exclude: Annotated[Sequence[str], Option("Skip these tensors of the adapter (repeatable).", metavar="GLOB")] = ()

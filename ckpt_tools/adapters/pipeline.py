@@ -40,25 +40,20 @@ def pipeline_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num
     with ExitStack() as stack:
         source = stack.enter_context(open_source(path))
         files = source.list_files()
-        components = {os.path.dirname(name) for name in files if name.count("/") == 1 and name.endswith(CONFIG_NAME)}
+        components = {
+            os.path.dirname(name) for name in files if name.count("/") == 1 and name.endswith(f"/{CONFIG_NAME}")
+        }
         chosen: dict[str, dict[str, Weighted]] = defaultdict(dict)
         for name, given in adapters.items():
             for component, paths in _components(given, options.component or trained, components, options).items():
                 modules = [module for module in given[0].adapter.modules if module.path in paths]
                 read = given[0]._replace(adapter=given[0].adapter.with_modules(modules))
                 chosen[component][name] = read, given[1]
-        parts = {
-            component: stack.enter_context(
-                merging_job(
-                    replace(
-                        options, base=os.path.join(path, component), destination=os.path.join(destination, component)
-                    ),
-                    own,
-                    num_workers=num_workers,
-                )
-            )
-            for component, own in chosen.items()
-        }
+        parts = {}
+        for component, own in chosen.items():
+            base, into = os.path.join(path, component), os.path.join(destination, component)
+            one = replace(options, base=base, destination=into)
+            parts[component] = stack.enter_context(merging_job(one, own, num_workers=num_workers))
         root = Checkpoint(root=source.root, format=steps_format.FORMAT.name, tensors=())
         job = outer_job(Opened(format=steps_format.FORMAT, checkpoint=root, source=source), destination, parts, None)
         check_separate(job.opened, destination)

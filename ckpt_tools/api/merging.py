@@ -71,6 +71,8 @@ def _weights(options: MergeOptions, paths: Sequence[str]) -> list[float]:
     Raises:
         UsageError: Not a number for each of them, or an adapter that is given twice.
     """
+    if not paths:
+        raise UsageError("no adapter is given", hint="ckpt merge-lora BASE ADAPTER DST")
     places = list(map(os.path.realpath, paths))
     if twice := [path for path, place in zip(paths, places, strict=True) if places.count(place) > 1]:
         raise UsageError("the same adapter is given twice", where=twice[0], hint="--weights says how much it counts")

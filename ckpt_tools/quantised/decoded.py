@@ -124,7 +124,8 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
 
 def is_quantised(opened: Opened) -> bool:
     """Does a config say that weights are quantised, and is there a tensor that may be one of these?"""
-    has_packed = any(not e.dtype.is_float and e.num_elems > 1 for e in opened.checkpoint.tensors)
+    plain = ("I64", "BOOL")  # buffers of models
+    has_packed = any(not e.dtype.is_float and e.dtype.name not in plain for e in opened.checkpoint.tensors)
     return has_packed and settings_beside(opened.source) is not None
 
 

@@ -39,7 +39,7 @@ def adapted_logits(model, adapter) -> torch.Tensor:
 # Tied embeddings
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "llava"])
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("gpt2", "llava"))])
 @pytest.mark.parametrize(
     "options",
     [

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from adapters.families import save_dcp
 from adapters.peft_world import randomise
 from adapters.test_merge import llama, save_model, tensors_of
 
@@ -118,6 +119,25 @@ def test_weight_0_leaves_an_adapter_out_whole(tmp_path, capsys):
     assert all(map(torch.equal, tensors_of(tmp_path / "out").values(), tensors_of(tmp_path / "one").values()))
 
 
+def test_weight_0_is_no_scale_of_a_dora_and_no_adapter_at_all_is_an_error(tmp_path):
+    _, (first, second) = several(tmp_path, lora(target_modules=LINEAR), lora(target_modules=LINEAR, use_dora=True))
+    api.merge_lora(tmp_path / "base", [first, second], tmp_path / "out", weights="2,0")
+    with pytest.raises(UsageError, match="cannot be scaled"):
+        api.merge_lora(tmp_path / "base", [first, second], tmp_path / "other", weights="1,2")
+    with pytest.raises(UsageError, match="no adapter is given"):
+        api.merge_lora(tmp_path / "base", [], tmp_path / "other")
+
+
+def test_a_sharded_base_takes_several_too(tmp_path):
+    model, paths = several(tmp_path, lora(target_modules=LINEAR), lora(target_modules=["k_proj", "q_proj"]))
+    save_dcp({"model": model.state_dict()}, tmp_path / "dcp")
+    for base, out in (("base", "expected"), ("dcp", "sharded")):
+        api.merge_lora(tmp_path / base, paths, tmp_path / out, weights=[1, -2])
+    api.gather(tmp_path / "sharded", tmp_path / "out", allow_foreign_names=True)
+    found, expected = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "expected")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
 def test_what_has_no_sum_is_refused(tmp_path):
     _, paths = several(
         tmp_path,
@@ -155,6 +175,7 @@ def test_arguments_that_cannot_be_meant(tmp_path, options, what):
         api.merge_lora(tmp_path / "base", paths, tmp_path / "out", **options)
 
 
+@pytest.mark.full
 def test_dare_is_random_by_its_seed_and_right_on_average(tmp_path):
     """A kept element is divided by the density: over many masks the mean is the plain product's."""
     model, paths = several(tmp_path, lora(target_modules=["q_proj"]), lora(target_modules=["q_proj"]))

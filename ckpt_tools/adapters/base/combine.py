@@ -2,7 +2,7 @@
 
 Source: peft 0.21, `tuners/lora/model.py` and `utils/merge_utils.py`. What differs: the scale of the result is 1, also
 where the first adapter is rsLoRA (PEFT's then has √r); of equal magnitudes pruning keeps the first; and a random mask
-follows from the seed and the module's name. Headers alone need no numpy.
+follows from the seed and the module's name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
 
 _PAIRS = (("A", "B"), ("A_embedding", "B_embedding"))
-"""In the order of their names."""
 
 
 class _Method(NamedTuple):
@@ -88,11 +87,9 @@ class Combining:
 
     def __str__(self) -> str:
         """Return all of it, for people and to tell results apart."""
-        own = self.options
-        said = {"density": own.density, "majority sign": own.majority_sign, "rank": own.svd_rank}
-        said["seed"] = own.seed if self.kind.pruning == "random" else None
-        numbers = "".join(f", {name} {value}" for name, value in said.items() if value is not None)
-        return f"combined by {own.combine}{numbers}"
+        names = ("density", "majority_sign", "svd_rank", "seed")
+        numbers = [f"{name} {value}" for name in names if (value := getattr(self.options, name)) is not None]
+        return ", ".join([f"combined by {self.options.combine}", *numbers])
 
     def bytes_of(self, shape: tuple[int, ...], count: int) -> int:
         """Return the memory for the products of so many adapters of a weight; 0 where none is made."""
@@ -141,7 +138,7 @@ class Combining:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The modules of several adapters that change the same rows of a base."""
+    """The modules of several adapters that change the same rows of a base: a pair of `_PAIRS` each."""
 
     combining: Combining
     members: list[tuple[Share, int]]
@@ -267,10 +264,10 @@ def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, 
 
 def _refuse_meeting(fqn: str, one: Part, other: Part, combining: Combining | None) -> None:
     if one.owner == other.owner:
-        if one.module.is_saved == other.module.is_saved:
-            paths = f"{one.module.path} and {other.module.path}"
-            raise UsageError(f"{paths} both change {fqn}", hint="an adapter has one module per weight")
-        return
+        if one.module.is_saved != other.module.is_saved:
+            return
+        what = f"{one.module.path} and {other.module.path} both change {fqn}"
+        raise UsageError(what, hint="an adapter has one module per weight")
     what = f"{one.owner} and {other.owner} both change {fqn}"
     if reason := one.why_not_a_sum:
         hint = "merge one after the other, each into the result before it; the order matters"

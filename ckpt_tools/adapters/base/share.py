@@ -27,9 +27,8 @@ class Share:
     """Multiplies what the adapter adds."""
     read: OpenedAdapter
     stored: Adapter[TensorEntry]
-    """With all that is known of it."""
     adapter: Adapter[TensorEntry]
-    """The same, with the base's names."""
+    """What is stored, with the base's names."""
     match: BaseMatch
     settled: frozenset[str] = frozenset()
     """Tensors of the base that are tied, and changed as their tie wants it."""
