@@ -350,6 +350,8 @@ def test_push_card_that_the_hub_refuses_is_refused_before_anything_is_sent(hub: 
 def test_push_options_of_the_card_are_checked(push_json, tmp_path: Path):
     adapter = write_adapter(tmp_path / "a")
     assert "hub id" in push_json(adapter, "me/a", "--dataset", "/data/x", code=2)["what"]
+    push_json(adapter, "me/old", "--dataset", "squad", "-n")
+    assert "hub id" in push_json(adapter, "me/a", "--base-model", "base", code=2)["what"]  # as likely a directory
     assert (
         "--base-model-relation must be one of"
         in push_json(adapter, "me/a", "--base-model-relation", "x", code=2)["what"]
