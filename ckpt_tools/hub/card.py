@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_args
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hub.front_matter import hub_id_of, read_front_matter
+from ckpt_tools.hub.front_matter import hub_id_of, is_hub_id, read_front_matter
 from ckpt_tools.options import AnyPath, Doc, Option
 
 Library = Literal["peft", "diffusers", "transformers"]
@@ -115,10 +115,11 @@ class CardFacts:
         Raises:
             UsageError: A base model or a dataset is none.
         """
-        ids = (("--base-model", self.base_model), *(("--dataset", each) for each in self.datasets))
-        for option, named in ids:
-            if named is not None and hub_id_of(named) != named:
-                raise UsageError(f"{named!r} is not a hub id", hint=f"{option} takes ORG/NAME")
+        if self.base_model is not None and hub_id_of(self.base_model) != self.base_model:
+            raise UsageError(f"{self.base_model!r} is not a hub id", hint="--base-model takes ORG/NAME")
+        for named in self.datasets:
+            if not is_hub_id(named):
+                raise UsageError(f"{named!r} is not a hub id", hint="--dataset takes ORG/NAME")
 
 
 def front_keys(facts: CardFacts) -> dict[str, object]:
@@ -154,7 +155,7 @@ def facts_in(text: str) -> CardFacts:
     known = {key: value for key, value in read_front_matter(text).items() if isinstance(value, str) and value}
     base, relation, library = (known.get(key) for key in ("base_model", "base_model_relation", "library_name"))
     return CardFacts(
-        base_model=base if base is not None and hub_id_of(base) == base else None,
+        base_model=base if base is not None and is_hub_id(base) else None,
         relation=next((word for word in get_args(Relation) if word == relation), None),
         library=next((word for word in get_args(Library) if word == library), None),
         instance_prompt=known.get("instance_prompt"),

@@ -29,6 +29,11 @@ def hub_id_of(text: str) -> str | None:
     return f"{cached[1]}/{cached[2]}" if cached else None
 
 
+def is_hub_id(text: str) -> bool:
+    """Is it an id of the hub, be it one from before there were namespaces?"""
+    return hub_id_of(text) == text or _OLD_ID.fullmatch(text) is not None
+
+
 def dump(keys: dict[str, object]) -> str:
     """Return YAML that says `keys`, without the lines of dashes."""
     if not keys:
@@ -128,7 +133,7 @@ def local_bases(text: str) -> tuple[str, ...]:
     """Return the values of a front matter's base_model that are no hub ids: paths on the machine that trained."""
     value = read_front_matter(text).get("base_model")
     values = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(str(each) for each in values if hub_id_of(str(each)) != each and not _OLD_ID.fullmatch(str(each)))
+    return tuple(str(each) for each in values if not is_hub_id(str(each)))
 
 
 def refuse_local_base(text: str) -> None:

@@ -66,16 +66,7 @@ def test_push_lora_of_a_picture_model_has_the_card_that_people_want(hub: Hub, pu
     meta = {**run, "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.1)", "ss_seed": "None"}
     secret = {"modelspec.trigger_phrase": "sks <b>dog</b>", "ss_dataset_dirs": '{"/home/me/x": 1}'}
     lora = write_kohya(tmp_path / "lora", **meta, **secret)
-    own = (
-        "--license-name",
-        "flux-1-dev",
-        "--license-link",
-        "https://x.y/z",
-        "--language",
-        "en",
-        "--dataset",
-        "me/data",
-    )
+    own = "--license-name flux-1-dev --license-link https://x.y/z --language en --dataset me/data".split()
     push_json(lora, "me/style", "--base-model", FLUX, *own, "--tag", "cute")
     card = card_of(hub, "me/style")
     assert front(card) == {
@@ -351,6 +342,8 @@ def test_push_card_that_the_hub_refuses_is_refused_before_anything_is_sent(hub: 
 def test_push_options_of_the_card_are_checked(push_json, tmp_path: Path):
     adapter = write_adapter(tmp_path / "a")
     assert "hub id" in push_json(adapter, "me/a", "--dataset", "/data/x", code=2)["what"]
+    push_json(adapter, "me/old", "--dataset", "squad", "-n")
+    assert "hub id" in push_json(adapter, "me/a", "--base-model", "base", code=2)["what"]  # as likely a directory
     assert (
         "--base-model-relation must be one of"
         in push_json(adapter, "me/a", "--base-model-relation", "x", code=2)["what"]
