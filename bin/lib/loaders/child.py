@@ -22,7 +22,7 @@ def main(loader: str, source: str, jobs: str, answers: str) -> None:
     module = importlib.import_module(f"loader_{loader}")
     module.start(source)
     from safetensors.torch import save_file
-    from toys import toys
+    from toy_models import toys
 
     table = toys()
     with open(answers, "a", encoding="utf-8", buffering=1) as lines:

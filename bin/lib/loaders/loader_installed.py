@@ -34,7 +34,7 @@ def load(toy: Any, job: dict[str, str]) -> dict[str, Any]:
     import diffusers
     import diffusers.loaders.lora_pipeline as pipelines
     from peft import PeftModel
-    from toys import resized
+    from toy_models import resized
 
     file = Path(job["file"])
     model = getattr(diffusers, toy.diffusers).from_pretrained(job["model"])

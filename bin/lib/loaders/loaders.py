@@ -27,7 +27,7 @@ import language  # noqa: E402
 from loader_kohya import reads  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from table import Cell, render, write  # noqa: E402
-from toys import Tensors, Toy, toys  # noqa: E402
+from toy_models import Tensors, Toy, toys  # noqa: E402
 from trained import FAMILIES, error, train  # noqa: E402
 
 from ckpt_tools import api  # noqa: E402

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from toys import Tensors, Toy
+from toy_models import Tensors, Toy
 
 _LORA = {"r": 4, "lora_alpha": 3}
 FAMILIES: Mapping[str, tuple[str, dict[str, Any]]] = {
