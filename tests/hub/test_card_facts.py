@@ -66,8 +66,8 @@ def test_push_lora_of_a_picture_model_has_the_card_that_people_want(hub: Hub, pu
     meta = {**run, "ss_optimizer": "torch.optim.adamw.AdamW(weight_decay=0.1)", "ss_seed": "None"}
     secret = {"modelspec.trigger_phrase": "sks <b>dog</b>", "ss_dataset_dirs": '{"/home/me/x": 1}'}
     lora = write_kohya(tmp_path / "lora", **meta, **secret)
-    own = ["--license-name", "flux-1-dev", "--license-link", "https://x.y/z", "--language", "en", "--dataset", "me/data"]
-    push_json(lora, "me/style", "--base-model", FLUX, *own, "--tag", "cute")
+    own = ["--license-name", "flux-1-dev", "--license-link", "https://x.y/z", "--language", "en"]
+    push_json(lora, "me/style", "--base-model", FLUX, *own, "--tag", "cute", "--dataset", "me/data")
     card = card_of(hub, "me/style")
     assert front(card) == {
         "base_model": FLUX,

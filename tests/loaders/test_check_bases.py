@@ -51,7 +51,7 @@ class Worlds:
     _made: dict[tuple[str, str], tuple[dict[str, Path], Tensors]] = field(default_factory=dict)
 
     def toy(self, name: str) -> Any:
-        return self.modules["toys"].toys()[name]
+        return self.modules["toy_models"].toys()[name]
 
     def base(self, name: str, kind: str = "own") -> Path:
         """Return the directory of a model: its own, or a wider or a shorter one."""
@@ -95,7 +95,7 @@ class Worlds:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    names = ("toys", "trained", "loader_installed")
+    names = ("toy_models", "trained", "loader_installed")
     sys.path.insert(0, str(LIB))
     try:
         with warnings.catch_warnings(action="ignore"):
