@@ -101,7 +101,7 @@ _BASE_LAYERS = re.compile(r"(?:\.base_layer)+$")
 _SURELY_REFUSED = (
     (r"(?:.+\.)?trainable_tokens_(?:delta|original)(?:\..+)?", "trainable tokens"),
     (
-        r"(?:.+\.)?prompt_encoder\.[^.]+\.(?:(?:mlp|lstm)_head|transform|(?:delta|trainable|frozen)_embedding)\b.*",
+        r"(?:.+\.)?prompt_encoder\.[^.]+\.(?:(?:mlp|lstm)_head|transform\.[02]\.|(?:delta|trainable|frozen)_emb).*",
         "prompt tuning whose embeddings PEFT computes when it saves them",
     ),
     (r"(?:.+\.)?adaption_(?:prompt|gate)(?:\..+)?", "LLaMA-Adapter (adaption prompt)"),
