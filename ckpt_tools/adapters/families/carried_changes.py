@@ -47,11 +47,15 @@ def _delora(f: Factors, o: int, i: int, s: Setting) -> Sum:
 
 
 def _fourierft(f: Factors, o: int, i: int, s: Setting) -> Sum:
-    values = f["fourierft_spectrum"]
-    spectrum = np.zeros(o * i)
-    spectrum[first_of_permutation(o * i, len(values), int(s.number_of("random_loc_seed")))] = values
-    waves: Array = np.fft.ifft2(spectrum.reshape(o, i)).real * s.number_of("scaling")
-    return waves.astype(np.float32)
+    """A wave's real part is cos(x + y) = cos x · cos y - sin x · sin y: two ranks, and no spectrum in memory."""
+    values = f["fourierft_spectrum"] * (s.number_of("scaling") / (o * i))
+    places = first_of_permutation(o * i, len(values), int(s.number_of("random_loc_seed")))
+    down, across = (
+        2 * np.pi / size * (np.outer(np.arange(size), each) % size)
+        for size, each in zip((o, i), np.divmod(places, i), strict=True)
+    )
+    left = np.hstack((np.cos(down) * values, np.sin(down) * -values)).astype(np.float32)
+    return left, np.hstack((np.cos(across), np.sin(across))).T.astype(np.float32)
 
 
 def first_of_permutation(size: int, count: int, seed: int) -> Array:

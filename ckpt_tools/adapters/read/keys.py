@@ -100,7 +100,7 @@ _BASE_LAYERS = re.compile(r"(?:\.base_layer)+$")
 
 _SURELY_REFUSED = (
     (
-        r"(?:.+\.)?prompt_encoder\.[^.]+\.(?:(?:mlp|lstm)_head|transform|(?:delta|trainable|frozen)_embedding)\b.*",
+        r"(?:.+\.)?prompt_encoder\.[^.]+\.(?:(?:mlp|lstm)_head|transform\.[02]\.|(?:delta|trainable|frozen)_emb).*",
         "prompt tuning whose embeddings PEFT computes when it saves them",
     ),
     (r"(?:.+\.)?adaption_(?:prompt|gate)(?:\..+)?", "LLaMA-Adapter (adaption prompt)"),
