@@ -34,6 +34,8 @@ class BaseFamily:
     """What diffusers' pipelines call it; None where it is not known to be one of diffusers' models."""
     is_language_model: bool = False
     """A model of transformers, whose adapters are PEFT's."""
+    is_of_diffusers: bool = False
+    """Does its config.json name a class of diffusers'?"""
 
     @property
     def name(self) -> ModelFamily | None:
@@ -58,6 +60,7 @@ def model_family_of(shapes: Shapes, config: Mapping[str, object] | None = None) 
             possible=possible,
             title=escape_name(kind),
             source="_class_name in the base's config.json",
+            is_of_diffusers=True,
             component=component,
         )
     if isinstance(architectures, list) and architectures and isinstance(architectures[0], str):

@@ -295,8 +295,8 @@ def passes_unchanged(base: BaseFamily, target: Target) -> bool:
     """Does the target take the modules of a base without tables under their own names?"""
     if base.possible or base.is_language_model:
         return False
-    if target == "comfyui":  # a class with tables: its names there are others than diffusers'
-        return not any(base.title in each.classes for each in ARCHITECTURES.values())
+    if target == "comfyui":  # it reads its own files, whose names are mostly others than those of diffusers' classes
+        return not base.is_of_diffusers
     return target == "diffusers" and base.component is not None
 
 
