@@ -24,7 +24,7 @@ _OLD_UNET = (
     (".lora.down", ".lora_A"),
 )
 _FLUX1_BLOCKS = {"double_blocks": 19, "single_blocks": 38}
-_SIDES = (".lora_A.weight", ".lora_B.weight")
+_ENDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector")
 
 Keys = dict[str, str]
 """Name after a conversion → name in the file."""
@@ -299,8 +299,7 @@ def _ldm_kohya(keys: Keys, architecture: Architecture) -> Keys:
 
 
 def _all_lora(keys: Iterable[str]) -> None:
-    wrong = next((key for key in keys if "lora" not in key), None)
-    if wrong is not None:
+    if (wrong := next((key for key in keys if "lora" not in key), None)) is not None:
         raise RejectedError(f"{wrong} does not contain 'lora'")
 
 
@@ -338,8 +337,7 @@ def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: 
             if part.is_in_diffusers and key.startswith(f"{part.component}."):
                 by_component.setdefault(part.component, {})[key[len(part.component) + 1 :]] = name
     for part in architecture.parts:
-        inside = by_component.get(part.component)
-        if inside:
+        if inside := by_component.get(part.component):
             _inject_one(inside, part, loading)
             _check_metadata(part, file)
     modules = set(loading.modules)
@@ -356,12 +354,11 @@ def _inject_one(keys: Keys, part: Part, loading: Loading) -> None:
     if not any("lora_B" in key for key in keys):
         raise RejectedError(f"it finds no rank among the names of {part.component}")
     for key, name in keys.items():
-        for end in (*_SIDES, ".lora_B.bias", ".lora_magnitude_vector"):
-            if key.endswith(end):
-                matches = part.names.find(key.removesuffix(end))
-                if any(match.is_diffusers or part.is_encoder for match in matches):
-                    loading.use(name, f"{part.component}.{key.removesuffix(end)}")
-                break
+        end = next((each for each in _ENDS if key.endswith(each)), "")
+        path = key.removesuffix(end)
+        found = part.names.find(path) if end else ()
+        if any(part.is_encoder or (each.is_diffusers and each.spelled() == path) for each in found):
+            loading.use(name, f"{part.component}.{path}")
 
 
 def _renamed(key: str) -> str:
