@@ -253,6 +253,13 @@ def test_what_a_configuration_must_say_is_asked_for_by_name(bench, tmp_path):
         (source / "aside.json").rename(source / CONFIG)
 
 
+def test_how_a_square_weight_is_stored_is_not_guessed(bench, tmp_path):
+    _, source, _ = bench.trained("IA3")
+    shutil.copytree(source, tmp_path / "dcp", ignore=shutil.ignore_patterns(CONFIG))
+    with pytest.raises(UsageError, match="square, and no configuration says"):
+        merge_lora(bench.base(), tmp_path / "dcp", tmp_path / "out")
+
+
 def test_a_prompt_needs_its_configuration(bench, tmp_path):
     _, source, _ = bench.trained("prompt")
     shutil.copytree(source, tmp_path / "dcp", ignore=shutil.ignore_patterns(CONFIG))
