@@ -33,6 +33,7 @@ def mxfp4(path):
 
 
 def nf4(path):
+    pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     hub_model(transformers.LlamaForCausalLM, path)
     settings = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     transformers.LlamaForCausalLM.from_pretrained(path, quantization_config=settings).save_pretrained(path)
