@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tools.adapters.adapter import Adapter, Fields, Sourced, Target
 from ckpt_tools.adapters.architectures import candidates
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
-from ckpt_tools.adapters.architectures.choose import family_named
+from ckpt_tools.adapters.architectures.choose import family_named, is_native
 from ckpt_tools.adapters.base.model import BaseModel, refuse_trainers_names
 from ckpt_tools.adapters.base.reading import base_of, on_base
 from ckpt_tools.adapters.checks.integrity import check_adapter, check_structure, check_values
@@ -60,8 +60,6 @@ from ckpt_tools.options import takes
 from ckpt_tools.storage.staging import check_destination, check_space
 from ckpt_tools.text import escape_name
 
-_NATIVE_ROOT = "diffusion_model."
-"""Of the names that a diffusion model's authors give its modules."""
 _NOTHING = Output(file="", items=(), metadata={}, documents={})
 _BASE_BYTES = 64 << 20
 """Of the interpreter and the modules, in estimates."""
@@ -197,7 +195,7 @@ def _on_its_model(run: _Run, adapter: Adapter[TensorEntry]) -> Adapter[Factor]:
     """Return the adapter under the module paths of the model that PEFT would put it on."""
     base = run.model
     refuse_trainers_names(adapter, is_proven=run.options.base is not None)
-    if adapter.convention in ("kohya", "comfyui") or any(m.path.startswith(_NATIVE_ROOT) for m in adapter.modules):
+    if adapter.convention in ("kohya", "comfyui") or is_native(adapter):
         if base is not None and (named := under_base_names(adapter, base.shapes)) is not None:
             return named
         if run.architecture is None and not candidates([module.path for module in adapter.modules]):

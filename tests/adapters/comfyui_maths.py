@@ -1,6 +1,6 @@
 """What ComfyUI computes from an adapter's tensors, written anew after its documented behaviour.
 
-Source: ComfyUI, comfy/weight_adapter/base.py (`weight_decompose`), lora.py, loha.py, oft.py, boft.py, at strength 1.
+Source: ComfyUI, comfy/weight_adapter/base.py (`weight_decompose`), {lora,loha,lokr,oft,boft}.py, at strength 1.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ def low_rank(tensors, path):
     if f"{path}.lora_up.weight" in tensors:
         down = tensors[f"{path}.lora_down.weight"]
         change, rank = tensors[f"{path}.lora_up.weight"].flatten(1) @ down.flatten(1), down.shape[0]
+    elif f"{path}.lokr_w2" in tensors:
+        return torch.kron(tensors[f"{path}.lokr_w1"], tensors[f"{path}.lokr_w2"])  # two full factors have no scale
     else:
         halves = [tensors[f"{path}.hada_w{i}_a"] @ tensors[f"{path}.hada_w{i}_b"] for i in (1, 2)]
         change, rank = halves[0] * halves[1], tensors[f"{path}.hada_w1_b"].shape[0]

@@ -188,6 +188,7 @@ def z_image() -> nn.Module:
         cap_feat_dim=24,
         axes_dims=[4, 6, 6],
         axes_lens=[16, 16, 16],
+        siglip_feat_dim=12,  # Z-Image-Omni
     ).eval()
 
 

@@ -7,14 +7,17 @@ import copy
 import pytest
 import torch
 from adapters import image_models
+from adapters.comfyui_keys import key_map
 from adapters.comfyui_maths import weight_of
 from adapters.image_models import adapter, linears, lora, to_target
+from adapters.maths import new_weight
 from adapters.test_naming import native_weights
 from adapters.test_of_base import saved_adapter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
+from ckpt_tools.adapters.adapter import AdapterModule, Sourced
 from ckpt_tools.errors import UsageError
 
 TARGETS = ("to_q", "to_k", "to_v", "proj_mlp", "net.0.proj", "norm_out.linear")
@@ -155,3 +158,61 @@ def rotation(algorithm, **options):
         if options.get("rescaled"):
             module.rescale.mul_(1.5)
     return module.eval(), layer.weight.detach()
+
+
+def _lycoris(family, *, by_column=False, alpha=None):
+    def make(path, shape):
+        rows, columns = shape
+        if family == "lora":
+            made = lora(path, shape)
+        else:
+            each = {
+                "lokr": {"w1": torch.randn(4, 4), "w2": torch.randn(rows // 4, columns // 4)},
+                "oft": {"blocks": torch.randn(4, rows // 4, rows // 4) / 8},
+            }
+            made = AdapterModule(path=path, family=family, factors=each[family], alpha=alpha)
+        magnitude = {"magnitude": torch.rand(1, columns) + 0.5} if by_column else {}
+        return made.with_factors({**made.factors, **magnitude})
+
+    return make
+
+
+APART = {
+    "LoKr of two full factors": _lycoris("lokr"),
+    "DoRA by columns": _lycoris("lora", by_column=True),
+    "DoRA of LoKr by columns": _lycoris("lokr", by_column=True),
+    "OFT": _lycoris("oft", alpha=Sourced(0.0, "test")),
+}
+"""What no one module of a fused weight can say."""
+FUSED = [f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_v", "add_q_proj")]
+FUSED += [f"single_transformer_blocks.1.{name}" for name in ("attn.to_q", "proj_mlp")]
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_parts_of_fused_weights_stay_apart_where_comfyui_takes_them(kind, tmp_path):
+    torch.manual_seed(2)
+    shapes, native = linears(flux1()), native_weights("flux1", flux1())
+    modules = [APART[kind](path, shapes[path]) for path in (*FUSED, "transformer_blocks.0.attn.to_out.0")]
+    written = to_target(adapter(modules, "kohya"), "comfyui", architecture="flux1")
+    names = key_map("flux1", native)
+    spellings = [
+        *(f"lycoris_{path.replace('.', '_')}" for path in FUSED),
+        "diffusion_model.double_blocks.0.img_attn.proj",
+    ]
+    for module, spelling in zip(modules, spellings, strict=True):
+        key, rows, _ = names[spelling]
+        weight = native[key] if rows is None else native[key][rows]
+        assert error(weight_of(written.tensors, spelling, weight), new_weight(module, weight)) < 1e-5
+    assert {name.partition(".")[0] for name in written.tensors} == {*spellings[:-1], "diffusion_model"}
+    save_file(dict(written.tensors), tmp_path / "x.safetensors", dict(written.metadata))
+    assert api.check_lora(tmp_path / "x.safetensors", loaders=["comfyui"]).verdict == "loads"
+    for target in ("kohya", "diffusers"):
+        with pytest.raises(UsageError):
+            to_target(adapter(modules, "kohya"), target, architecture="flux1")
+
+
+def test_magnitudes_per_column_are_never_stacked():
+    """Of a square weight they are as many as its rows."""
+    parts = [_lycoris("lora", by_column=True)(path, (32, 32)) for path in FUSED[:3]]
+    with pytest.raises(UsageError, match="per column"):
+        to_target(adapter(parts, "kohya"), "kohya", architecture="flux1")

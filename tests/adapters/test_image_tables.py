@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator
+
 import pytest
 import torch
-from adapters.image_models import MORE, adapter, linears, lora, to_target
+from adapters.image_models import MORE, adapter, delta, linears, lora, to_target
 from adapters.test_naming import flux1_at_its_real_width, same_change, whole_weights
 from arrays import to_array, to_tensor
 from torch import nn
 
+from ckpt_tools.adapters.adapter import AdapterModule
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
 from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.architectures.resolve import place
+from ckpt_tools.adapters.ecosystems.loaders import simulate
 from ckpt_tools.adapters.ecosystems.placing import in_diffusers, in_native, place_all
+from ckpt_tools.adapters.ecosystems.simulation import AdapterFile
 from ckpt_tools.adapters.families.family import Module
+from ckpt_tools.adapters.read.tensors import entry_of
 
 CONVERTERS = {
     "sana": "convert_sana_transformer_to_diffusers",
@@ -116,6 +125,7 @@ def test_native_loras_are_what_diffusers_converts(name: str) -> None:
         del shapes["proj_out"]
     else:
         shapes = lumina2_at_its_real_width() if name == "lumina2" else linears(MORE[name]())
+        shapes = {path: shape for path, shape in shapes.items() if "siglip" not in path}  # not behind lora_unet_
     modules = [lora(path, shape, rank=2, alpha=2.0) for path, shape in shapes.items()]
     if name in ("lumina2", "hidream"):  # diffusers takes no alpha for these, and PEFT's suffixes alone
         placed = in_native(
@@ -136,3 +146,82 @@ def test_native_loras_are_what_diffusers_converts(name: str) -> None:
         pair = {side: converted[f"transformer.{module.path}.{side}.weight"] for side in ("lora_A", "lora_B")}
         assert same_change(pair, module), module.path
     assert len(converted) == 2 * len(modules)
+
+
+PIPELINES = {
+    "sd1": "StableDiffusionPipeline",
+    "qwen_image": "QwenImagePipeline",
+    "z_image": "ZImagePipeline",
+    "sana": "SanaPipeline",
+    "hidream": "HiDreamImagePipeline",
+    "lumina2": "Lumina2Pipeline",
+}
+"""Family → the pipeline that loads it. Chroma's conversion has the real widths written in."""
+
+
+def spellings(name: str, modules: list[AdapterModule[torch.Tensor]]) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Yield the adapter as other tools would write it, rightly or not."""
+    arrays = adapter(modules).with_factors(lambda module, role: to_array(module.factors[role]))
+    native = [each.module for each in in_native(place_all(arrays, ARCHITECTURES[name]), as_lora=refuse)]
+    component = f"{ARCHITECTURES[name].main.component}."
+    prefixes = (component, "lora_unet_") if component == "unet." else (component, "", "diffusion_model.", "lora_unet_")
+    for prefix, down, alpha, some in itertools.product(prefixes, "AD", (False, True), (modules, native)):
+        pair = ("lora_A", "lora_B") if down == "A" else ("lora_down", "lora_up")
+        tensors = {}
+        for module in some:
+            path = prefix + (module.path.replace(".", "_") if prefix.endswith("_") else module.path)
+            for role, end in zip("AB", pair, strict=True):
+                tensors[f"{path}.{end}.weight"] = torch.as_tensor(module.factors[role])
+            if alpha:
+                tensors[f"{path}.alpha"] = torch.tensor(float(module.alpha.value if module.alpha else 1))
+        yield f"{prefix} {pair[0]} {alpha} {'native' if some is native else 'diffusers'}", tensors
+
+
+def changed_by_diffusers(name: str, model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What diffusers' pipeline adds to each module; nothing where it raises."""
+    import diffusers
+
+    model = copy.deepcopy(model)
+    pipeline = getattr(diffusers, PIPELINES[name])
+    nothing = dict.fromkeys(("text_encoder", "text_encoder_2", "hf_device_map"))
+    fields = {**nothing, "components": {}, ARCHITECTURES[name].main.component: model}
+    kind = type("Bare", (pipeline,), {**fields, "__init__": lambda _: None, "__getattr__": object.__getattribute__})
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            kind().load_lora_weights(dict(tensors))
+    except (ValueError, KeyError, RuntimeError, TypeError, IndexError):
+        return {}
+    layers = {path: layer for path, layer in model.named_modules() if getattr(layer, "lora_A", None)}
+    return {path: layer.get_delta_weight("default_0").detach() for path, layer in layers.items()}
+
+
+LDM_BY_CHANCE = ("lora_unet_ lora_down False native", "lora_unet_ lora_down True native")
+"""LDM's names of SD, which nobody writes: diffusers converts the few that have no number in them."""
+BY_CHANCE = {("z_image", " lora_down True native"), *itertools.product(("sd1",), LDM_BY_CHANCE)}
+
+
+@pytest.mark.full(but=["hidream"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_diffusers_loads_what_the_verdict_says(name: str) -> None:
+    """Whatever spelling: the modules that diffusers changes are those that check-lora expects it to change."""
+    torch.manual_seed(0)
+    model = MORE[name]()
+    shapes = {  # PEFT adapts no convolution of groups; of a U-Net some blocks are enough
+        path: shape
+        for path, shape in linears(model).items()
+        if "conv_depth" not in path and (name != "sd1" or path.startswith(("mid_block", "conv_in", "time_emb")))
+    }
+    modules = [lora(path, shape, rank=2, alpha=2.0) for path, shape in shapes.items()]
+    for label, tensors in spellings(name, modules):
+        if (name, label) in BY_CHANCE:
+            continue
+        got = changed_by_diffusers(name, model, tensors)
+        entries = {key: entry_of(key, to_array(tensor)) for key, tensor in tensors.items()}
+        report = simulate(
+            AdapterFile(file="x.safetensors", tensors=entries, is_named=True, architecture=name), "diffusers"
+        )
+        expected = {path.partition(".")[2] for path in report.matched} if report.loads else set()
+        assert expected == set(got), label
+        for module in modules:
+            if module.path in got:
+                torch.testing.assert_close(got[module.path].double(), delta(module), rtol=1e-4, atol=1e-5, msg=label)

@@ -16,8 +16,7 @@ from ckpt_tools.adapters.architectures.flux2 import FLUX2
 from ckpt_tools.adapters.architectures.hidream import HIDREAM
 from ckpt_tools.adapters.architectures.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_1_5
 from ckpt_tools.adapters.architectures.ldm import KOLORS, SD1, SD2, SDXL
-from ckpt_tools.adapters.architectures.ltx import LTX
-from ckpt_tools.adapters.architectures.ltx2 import LTX2
+from ckpt_tools.adapters.architectures.ltx import LTX, LTX2
 from ckpt_tools.adapters.architectures.lumina2 import LUMINA2
 from ckpt_tools.adapters.architectures.qwen_image import QWEN_IMAGE
 from ckpt_tools.adapters.architectures.sana import SANA

@@ -32,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComfyUI:
-    """What ComfyUI maps for a model beside diffusion_model.<native path> and lora_unet_<native_path>.
+    """What ComfyUI maps for a model beside diffusion_model.<native path>.
 
     Source: ComfyUI, comfy/lora.py `model_lora_keys_unet`.
     """
@@ -43,6 +43,8 @@ class ComfyUI:
     """In front of diffusers' paths with underscores."""
     aliases: tuple[str, ...] = ()
     """In front of the paths of `Rule.aliases`."""
+    flat_native: tuple[str, ...] = ("lora_unet_",)
+    """In front of native paths with underscores."""
     lacks: tuple[str, ...] = ()
     """Parts of diffusers' paths that its map does not have."""
     has_processors: bool = False
@@ -83,6 +85,8 @@ class Conversion:
     """What it does with other paths: raise, or keep them, which then are no module's. It raises on other suffixes."""
     needs_blocks: bool = False
     """It raises where one of a block's modules has no adapter."""
+    needs: str = ""
+    """Regular expression of native paths of which it must find one, or raises."""
     optional: str = "(?!)"
     """Regular expression of native paths that not every model has: of all blocks or none."""
 

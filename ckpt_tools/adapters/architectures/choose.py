@@ -33,6 +33,16 @@ def family_named(name: str | None) -> ModelFamily | None:
     return name
 
 
+def is_native(adapter: Adapter[F]) -> bool:
+    """Do names with a prefix of pipelines go on as the authors' do, so that diffusers' model has no such modules?"""
+    paths = [module.path for module in adapter.modules]
+    if any(path.startswith("diffusion_model.") for path in paths):
+        return True
+    families = candidates(paths) if adapter.convention == "diffusers" else ()
+    places = [each for name in families for path in paths for each in readings(path, ARCHITECTURES[name])]
+    return any(not each.match.is_diffusers and not each.part.is_encoder for each in places)
+
+
 def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[ModelFamily, ...]:
     """Return the families that an adapter can be for; none where that is not known, or ckpt has no tables for it.
 
@@ -49,21 +59,34 @@ def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[Mo
     said = family_in_header(adapter)
     if said in possible:
         return (said,)
-    possible = _by_shape(adapter, possible)
+    possible = _by_shape(adapter, _by_trainer(adapter, possible))
     return () if base is None and any(rivals_of(adapter, name) for name in possible) else possible
 
 
 def _explains(architecture: Architecture, adapter: Adapter[F]) -> bool:
-    """Are nearly all names those of the family? ComfyUI's prefix stands before native ones: diffusers' are another's."""
+    """Are nearly all names those of the family? ComfyUI's prefix stands before native ones; others are another's."""
     part, maps = architecture.main, architecture.comfyui
-    takes_diffusers = adapter.convention != "comfyui" or (maps is not None and f"{part.comfyui}." in maps.dotted)
+    takes_diffusers = maps is not None and f"{part.comfyui}." in maps.dotted
     unknown = 0
     for module in adapter.modules:
         places = readings(module.path, architecture)
+        takes_any = takes_diffusers or adapter.convention != "comfyui" or not module.path.startswith(part.comfyui)
         unknown += not module.is_saved and not any(
-            takes_diffusers or each.part.is_encoder or each.match.is_native or each.match.is_alias for each in places
+            takes_any or each.part.is_encoder or each.match.is_native or each.match.is_alias for each in places
         )
     return unknown <= _MOST_FOREIGN * len(adapter.modules)
+
+
+def _by_trainer(adapter: Adapter[F], found: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of several families whose trainers with kohya's names spell the modules so."""
+    paths = [module.path for module in adapter.modules if module.path.startswith("lora_unet_")]
+    spelled = []
+    for name in found:
+        part, kohya = ARCHITECTURES[name].main, ARCHITECTURES[name].kohya
+        names = (path.removeprefix("lora_unet_") for path in paths)
+        if kohya is not None and all(part.names.find_as(each, (kohya.spelling,)) for each in names):
+            spelled.append(name)
+    return tuple(spelled) if paths and spelled else found
 
 
 def _possible(paths: Sequence[str], base: BaseFamily | None) -> tuple[str, ...]:

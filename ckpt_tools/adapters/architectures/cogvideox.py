@@ -30,7 +30,10 @@ COGVIDEOX = Architecture(
         Size(columns={".attn1.to_q": 1920}, last={"transformer_blocks": 29}),
         Size(columns={".attn1.to_q": 3072}, last={"transformer_blocks": 41}),
     ),
-    rivals={"PixArt, Cosmos, Allegro, Latte": r"patch_embed\.text_proj|.*\.norm[12]\.linear"},
+    rivals={
+        "PixArt, Cosmos, Allegro, Latte": r"patch_embed\.text_proj|.*\.norm[12]\.linear",
+        "CogView 3 and 4": r".*\.norm2\.linear",
+    },
     comfyui=None,
     kohya=None,
 )

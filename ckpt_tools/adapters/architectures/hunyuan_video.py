@@ -22,68 +22,47 @@ from ckpt_tools.adapters.architectures.architecture import (
     Size,
     transformer,
 )
-from ckpt_tools.adapters.architectures.rule import Names, Rule, attention, rename
+from ckpt_tools.adapters.architectures.rule import Names, Rule, attention, embedder, rename
 
 _BLOCK = "transformer_blocks.{i}"
 _SINGLE = "single_transformer_blocks.{i}"
-_REFINER = "context_embedder.token_refiner.refiner_blocks.{i}"
+_REFINER = "txt_in.individual_token_refiner.blocks.{i}", "context_embedder.token_refiner.refiner_blocks.{i}"
 
 
-def _both(rule: Rule, alias: str) -> Rule:
-    return replace(rule, aliases=(alias,))
+def _layer(stem: str, native: str, alias: str, diffusers: str, ratio: float | None = None) -> Rule:
+    return Rule(native=f"{stem}{native}", aliases=(f"{stem}{alias}",), diffusers=(diffusers,), ratio=ratio)
 
 
-def _pair(native: str, diffusers: str, names: tuple[str, str], *aliases: str) -> tuple[Rule, ...]:
-    """Return the rules for two layers; `names` are the native ones."""
-    rules = (rename(f"{native}.{name}", f"{diffusers}.linear_{n}") for n, name in enumerate(names, 1))
-    return tuple(_both(rule, f"{native}.{alias}") for rule, alias in zip(rules, aliases or names, strict=True))
+def _embedding(stem: str, diffusers: str, first: str = ".mlp.0", second: str = ".mlp.2") -> tuple[Rule, Rule]:
+    one = _layer(stem, ".in_layer", first, f"{diffusers}.linear_1")
+    return one, _layer(stem, ".out_layer", second, f"{diffusers}.linear_2")
 
 
-def _time(native: str, diffusers: str) -> tuple[Rule, ...]:
-    return _pair(native, diffusers, ("in_layer", "out_layer"), "mlp.0", "mlp.2")
-
-
-def _feed_forward(native: str, diffusers: str) -> tuple[Rule, ...]:
-    first = rename(f"{native}.0", f"{diffusers}.net.0.proj", ratio=4)
-    second = rename(f"{native}.2", f"{diffusers}.net.2", ratio=1 / 4)
-    return _both(first, f"{native}.fc1"), _both(second, f"{native}.fc2")
-
-
-def _attention(
-    native: str, diffusers: str, out: str, *, added: bool = False, is_split: bool = False
-) -> tuple[Rule, ...]:
-    fused = attention(f"{native}.qkv", diffusers, added=added)
-    parts = tuple(f"{native}_{part}" for part in "qkv")
+def _stream(attn: str, mlp: str, block: str, *, added: bool = False, is_split: bool = False) -> tuple[Rule, ...]:
+    """Return the rules for an attention and an MLP; `added` are those of the text in a block with both."""
+    out, ff = ("to_add_out", "ff_context") if added else ("to_out.0", "ff")
+    fused = attention(f"{attn}.qkv", f"{block}.attn", added=added, aliases=() if is_split else (f"{attn}_qkv",))
     return (
-        replace(fused, parts=parts) if is_split else _both(fused, f"{native}_qkv"),
-        _both(rename(f"{native}.proj", f"{diffusers}.{out}"), f"{native}_proj"),
-    )
-
-
-def _stream(native: str, *, is_split: bool) -> tuple[Rule, ...]:
-    """Return the rules for the image's or the text's side of a block with both."""
-    block, added = f"double_blocks.{{i}}.{native}", native == "txt"
-    context, out = ("_context", "to_add_out") if added else ("", "to_out.0")
-    return (
-        *_attention(f"{block}_attn", f"{_BLOCK}.attn", out, added=added, is_split=is_split),
-        *_feed_forward(f"{block}_mlp", f"{_BLOCK}.ff{context}"),
-        _both(rename(f"{block}_mod.lin", f"{_BLOCK}.norm1{context}.linear"), f"{block}_mod.linear"),
+        replace(fused, parts=tuple(f"{attn}_{part}" for part in "qkv") if is_split else ()),
+        _layer(attn, ".proj", "_proj", f"{block}.attn.{out}"),
+        _layer(mlp, ".0", ".fc1", f"{block}.{ff}.net.0.proj", 4),
+        _layer(mlp, ".2", ".fc2", f"{block}.{ff}.net.2", 1 / 4),
     )
 
 
 def _common(*, is_split: bool) -> tuple[Rule, ...]:
-    native, block = "txt_in", "txt_in.individual_token_refiner.blocks.{i}"
-    embedding = "context_embedder.time_text_embed"
+    double, text = "double_blocks.{i}", "context_embedder.time_text_embed"
     return (
         rename("img_in.proj", "x_embedder.proj"),
-        rename(f"{native}.input_embedder", "context_embedder.proj_in"),
-        *_time(f"{native}.t_embedder", f"{embedding}.timestep_embedder"),
-        *_pair(f"{native}.c_embedder", f"{embedding}.text_embedder", ("in_layer", "out_layer"), "linear_1", "linear_2"),
-        *_attention(f"{block}.self_attn", f"{_REFINER}.attn", "to_out.0"),
-        *_feed_forward(f"{block}.mlp", f"{_REFINER}.ff"),
-        rename(f"{block}.adaLN_modulation.1", f"{_REFINER}.norm_out.linear"),
-        *_stream("img", is_split=is_split),
-        *_stream("txt", is_split=is_split),
+        rename("txt_in.input_embedder", "context_embedder.proj_in"),
+        *_embedding("txt_in.t_embedder", f"{text}.timestep_embedder"),
+        *_embedding("txt_in.c_embedder", f"{text}.text_embedder", ".linear_1", ".linear_2"),
+        *_stream(f"{_REFINER[0]}.self_attn", f"{_REFINER[0]}.mlp", _REFINER[1]),
+        rename(f"{_REFINER[0]}.adaLN_modulation.1", f"{_REFINER[1]}.norm_out.linear"),
+        *_stream(f"{double}.img_attn", f"{double}.img_mlp", _BLOCK, is_split=is_split),
+        *_stream(f"{double}.txt_attn", f"{double}.txt_mlp", _BLOCK, added=True, is_split=is_split),
+        _layer(f"{double}.img_mod.", "lin", "linear", f"{_BLOCK}.norm1.linear"),
+        _layer(f"{double}.txt_mod.", "lin", "linear", f"{_BLOCK}.norm1_context.linear"),
         rename("final_layer.linear", "proj_out"),
         Rule(native="final_layer.adaLN_modulation.1", diffusers=("norm_out.linear",), step="swap"),
     )
@@ -92,9 +71,9 @@ def _common(*, is_split: bool) -> tuple[Rule, ...]:
 _NAMES = Names(
     (
         *_common(is_split=False),
-        *_time("time_in", "time_text_embed.timestep_embedder"),
-        *_time("guidance_in", "time_text_embed.guidance_embedder"),
-        *_pair("vector_in", "time_text_embed.text_embedder", ("in_layer", "out_layer")),
+        *_embedding("time_in", "time_text_embed.timestep_embedder"),
+        *_embedding("guidance_in", "time_text_embed.guidance_embedder"),
+        *embedder("vector_in", "time_text_embed.text_embedder"),
         Rule(
             native="single_blocks.{i}.linear1",
             diffusers=(*(f"{_SINGLE}.attn.to_{part}" for part in "qkv"), f"{_SINGLE}.proj_mlp"),
@@ -104,19 +83,16 @@ _NAMES = Names(
             ratio=7,
         ),
         rename("single_blocks.{i}.linear2", f"{_SINGLE}.proj_out"),
-        _both(
-            rename("single_blocks.{i}.modulation.lin", f"{_SINGLE}.norm.linear"),
-            "single_blocks.{i}.modulation.linear",
-        ),
+        _layer("single_blocks.{i}.modulation.", "lin", "linear", f"{_SINGLE}.norm.linear"),
     )
 )
 """Every linear layer and patch embedding of HunyuanVideo, text and image to video."""
 _NAMES_1_5 = Names(
     (
         *_common(is_split=True),
-        *_time("time_in", "time_embed.timestep_embedder"),
-        *_time("time_r_in", "time_embed.timestep_embedder_r"),
-        *_pair("vision_in.proj", "image_embedder", ("1", "3")),
+        *_embedding("time_in", "time_embed.timestep_embedder"),
+        *_embedding("time_r_in", "time_embed.timestep_embedder_r"),
+        *embedder("vision_in.proj", "image_embedder", "1", "3"),
         *(rename(f"byt5_in.fc{n}", f"context_embedder_2.linear_{n}") for n in (1, 2, 3)),
         rename("cond_type_embedding", "cond_type_embed"),
     )

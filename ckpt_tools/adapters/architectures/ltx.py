@@ -1,12 +1,21 @@
-"""LTX-Video: Lightricks' names and those of diffusers' LTXVideoTransformer3DModel; ComfyUI has Lightricks'.
+"""LTX-Video, and LTX-2 (2.0 and 2.3) with audio: Lightricks' names, which are ComfyUI's, and those of diffusers.
 
-Source: github.com/Lightricks/LTX-Video, ltx_video/models/transformers; ComfyUI, comfy/ldm/lightricks/model.py;
-diffusers 0.42, loaders/single_file_utils.py (`convert_ltx_transformer_checkpoint_to_diffusers`).
+Source: github.com/Lightricks/LTX-Video, ltx_video/models/transformers; github.com/Lightricks/LTX-2, ltx-core; ComfyUI,
+comfy/ldm/lightricks/{model,av_model}.py; diffusers 0.42, loaders/single_file_utils.py
+(`convert_ltx_transformer_checkpoint_to_diffusers`, `convert_ltx2_transformer_to_diffusers`) and
+loaders/lora_conversion_utils.py (`_convert_non_diffusers_ltx2_lora_to_diffusers`, which has 2.3's names).
 """
 
 from __future__ import annotations
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, Conversion, Size, transformer
+from ckpt_tools.adapters.architectures.architecture import (
+    PEFT_PAIR,
+    Architecture,
+    ComfyUI,
+    Conversion,
+    Size,
+    transformer,
+)
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename, same
 
 
@@ -52,10 +61,47 @@ LTX = Architecture(
     # It takes the prefix off, and leaves Lightricks' names as they are.
     conversions=(
         Conversion(
-            when=r"^diffusion_model\.", prefixes=("diffusion_model.",), spellings=("diffusers",), lacks="patchify_proj"
+            when=r"^diffusion_model\.", prefixes=("diffusion_model.",), spellings=("diffusers",), suffixes=PEFT_PAIR
         ),
     ),
     comfyui=ComfyUI(),
     kohya=None,
-    implementation="https://github.com/Lightricks/LTX-Video",
+)
+
+_ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+_MODULATIONS = {
+    **{f"{side}adaln_single": f"{side}time_embed" for side in ("", "audio_")},
+    **{f"{side}prompt_adaln_single": f"{side}prompt_adaln" for side in ("", "audio_")},
+    "av_ca_video_scale_shift_adaln_single": "av_cross_attn_video_scale_shift",
+    "av_ca_audio_scale_shift_adaln_single": "av_cross_attn_audio_scale_shift",
+    "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
+    "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
+}
+
+_NAMES_2 = Names(
+    (
+        rename("patchify_proj", "proj_in"),
+        rename("audio_patchify_proj", "audio_proj_in"),
+        *(rule for native, diffusers in _MODULATIONS.items() for rule in modulation(native, diffusers)),
+        *same(*(f"{side}caption_projection.linear_{n}" for side in ("", "audio_") for n in (1, 2))),
+        *same("proj_out", "audio_proj_out"),
+        *(rule for name in _ATTENTIONS for rule in attention(name)),
+        *same(*(f"transformer_blocks.{{i}}.{name}.to_gate_logits" for name in _ATTENTIONS)),
+        *feed_forward("ff"),
+        *feed_forward("audio_ff"),
+    )
+)
+"""Every linear layer of LTX-2's transformer; its connectors of the text are another model."""
+
+LTX2 = Architecture(
+    name="ltx2",
+    title="LTX-2",
+    parts=(transformer(_NAMES_2),),
+    classes=("LTX2VideoTransformer3DModel",),
+    sizes=(Size(columns={".attn1.to_q": 4096, ".audio_attn1.to_q": 2048}, last={"transformer_blocks": 47}),),
+    rivals={"LTX-Video and others": r".*audio.*|av_.*"},
+    conversions=(Conversion(when=r"^diffusion_model\.", prefixes=("diffusion_model.",), suffixes=PEFT_PAIR),),
+    comfyui=ComfyUI(),
+    kohya=None,
+    base_version="ltx2",
 )

@@ -23,6 +23,8 @@ from ckpt_tools.adapters.architectures.lumina2 import BLOCKS
 from ckpt_tools.adapters.architectures.rule import Names, Rule, rename, same
 
 _FINAL = "all_final_layer.2-1"
+_OMNI = "siglip_refiner"
+"""Of Z-Image-Omni alone."""
 
 
 def _block(block: str) -> tuple[Rule, ...]:
@@ -32,15 +34,15 @@ def _block(block: str) -> tuple[Rule, ...]:
         Rule(native=f"{attention}.qkv", diffusers=names, step="stacked", ratio=3),
         rename(f"{attention}.out", f"{attention}.to_out.0"),
         *same(*(f"{block}.{{i}}.feed_forward.w{number}" for number in (1, 2, 3))),
-        *(() if block == "context_refiner" else same(f"{block}.{{i}}.adaLN_modulation.0")),
+        *(() if block in ("context_refiner", _OMNI) else same(f"{block}.{{i}}.adaLN_modulation.0")),
     )
 
 
 _NAMES = Names(
     (
         rename("x_embedder", "all_x_embedder.2-1"),
-        *same("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1"),
-        *(rule for block in BLOCKS for rule in _block(block)),
+        *same("t_embedder.mlp.0", "t_embedder.mlp.2", "cap_embedder.1", "siglip_embedder.1"),
+        *(rule for block in (*BLOCKS, _OMNI) for rule in _block(block)),
         rename("final_layer.linear", f"{_FINAL}.linear"),
         rename("final_layer.adaLN_modulation.1", f"{_FINAL}.adaLN_modulation.1"),
     )
@@ -61,7 +63,7 @@ Z_IMAGE = Architecture(
             prefixes=("lora_unet_",),
             spellings=("native", "diffusers"),
             suffixes=(*KOHYA_PAIR, "alpha"),
-            lacks=_OUTSIDE,
+            lacks=rf"{_OUTSIDE}|siglip_.*",
         ),
         Conversion(
             when=r"^diffusion_model\..*\.lora_(?:down|up)\.",
@@ -79,7 +81,7 @@ Z_IMAGE = Architecture(
         ),
     ),
     lokr=("diffusers",),
-    comfyui=ComfyUI(dotted=("diffusion_model.", "transformer.", ""), flat=("lycoris_",)),
+    comfyui=ComfyUI(dotted=("diffusion_model.", "transformer.", ""), flat=("lycoris_",), lacks=("siglip_",)),
     kohya=Kohya(tool="musubi-tuner", spelling="diffusers", blocks=tuple(f"{block}." for block in BLOCKS)),
     implementation="https://github.com/Tongyi-MAI/Z-Image",
 )

@@ -96,16 +96,16 @@ def _by_tables(adapter: Adapter[TensorEntry], architecture: Architecture, base: 
 
 
 def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) -> Iterator[Finding]:
-    """Hold the factors of a plain low rank against the weight, or the weights, that they are for."""
+    """Hold the factors against the weight, or the weights, that they are for."""
     family, shapes = family_of(module), module.shapes
-    is_plain = family.is_linear(shapes) and family.is_low_rank_pair(shapes)
-    have = family.matrix(shapes) if is_plain else None
+    have = family.matrix(shapes) if family.is_matrix_sure(shapes) else None
     if have is None or not wanted or have in wanted:
         return
     yield Finding.error(
         code="adapter-shape",
         where=module.path,
-        what=f"A, B are for {list(have)}, and the base model's is {' or '.join(str(list(x)) for x in sorted(wanted))}",
+        what=f"factors for {list(have)}, and the base model's weight is "
+        f"{' or '.join(str(list(each)) for each in sorted(wanted))}",
         hint="is it the base that the adapter was trained on?",
     )
 

@@ -27,6 +27,7 @@ _TRAINING = ("ss_", "modelspec.", "training_info")
 """Beginnings of what a trainer says of a run; ai-toolkit's `training_info` has steps and epochs."""
 _OF_THE_FILE = ("ss_network_", "modelspec.sai_model_spec", "modelspec.hash", "modelspec.impl", "modelspec.unet_dtype")
 """Beginnings of what a conversion makes anew: the network, the names, the bytes."""
+_MODEL_SPEC = "1.0.1"
 _LEGACY = slice(0x100000, 0x110000)
 """Bytes of a file by which sd-webui-additional-networks once knew it."""
 
@@ -54,7 +55,7 @@ def header_of(modules: Sequence[Module], architecture: Architecture | None, *, t
         metadata["ss_base_model_version"] = architecture.base_version
     if architecture is not None and architecture.model_spec:
         metadata |= {
-            "modelspec.sai_model_spec": "1.0.1",
+            "modelspec.sai_model_spec": _MODEL_SPEC,
             "modelspec.architecture": architecture.model_spec,
             "modelspec.implementation": architecture.implementation,
             "modelspec.title": title,
@@ -78,11 +79,10 @@ def with_training(output: Output, source: Mapping[str, str]) -> Output:
         if key.startswith(_TRAINING) and not key.startswith(_OF_THE_FILE) and not _is_wrong(key, value, output)
     }
     metadata = {**output.metadata, **carried}
-    if "modelspec.sai_model_spec" in metadata:
-        title, size, end = (
-            source.get(f"ss_{key}", "") for key in ("output_name", "resolution", "training_finished_at")
-        )
-        found = {"title": title, "resolution": _resolution(size), "date": _date(end)}
+    if any(key.startswith("modelspec.") for key in metadata):
+        metadata["modelspec.sai_model_spec"] = _MODEL_SPEC
+        size, end = source.get("ss_resolution", ""), source.get("ss_training_finished_at", "")
+        found = {"title": source.get("ss_output_name"), "resolution": _resolution(size), "date": _date(end)}
         said = {f"modelspec.{key}": value for key, value in found.items() if value and value != "None"}
         metadata |= {key: value for key, value in said.items() if key not in carried}
     return _hashed(replace(output, metadata=metadata))

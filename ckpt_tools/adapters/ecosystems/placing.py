@@ -89,20 +89,21 @@ def in_native(
     for where, module in places:
         moved = replace(module, path=where.spelled(spelling))
         parts = where.parts if spelling == "alias" else ()
-        if parts and where.match.part is None:
+        part = where.match.part
+        if parts and part is None:
             placed += [Placed(part=where.part, module=each) for each in _split(where, module, parts, as_lora)]
-        elif parts:
-            placed.append(Placed(part=where.part, module=replace(module, path=parts[where.match.part])))
-        elif where.match.part is None or where.part.is_encoder:
+        elif parts and part is not None:
+            placed.append(Placed(part=where.part, module=replace(module, path=parts[part])))
+        elif part is None or where.part.is_encoder:
             placed.append(Placed(part=where.part, module=moved))
         elif len(where.match.rule.diffusers) == 1:
             placed.append(Placed(part=where.part, module=_moved(where, moved, as_lora)))
         else:
             key = (where.part.component, where.native, _is_bias(module))
             group = groups.setdefault(key, {})
-            if where.match.part in group:
+            if part in group:
                 raise _twice(module.path)
-            group[where.match.part] = module
+            group[part] = module
             wheres[key] = where
     for key, group in groups.items():
         where = wheres[key]

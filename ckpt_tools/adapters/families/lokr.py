@@ -70,6 +70,10 @@ class Lokr(ScaledFamily):
         kernel = shapes["t2"][2:] if "t2" in shapes else shapes.get("w2", ())[2:]
         return (first[0] * second[0], first[1] * second[1], *kernel)
 
+    def is_matrix_sure(self, shapes: Shapes) -> bool:
+        """Without a core."""
+        return "t2" not in shapes
+
     def hides_kernel(self, roles: Collection[str]) -> bool:
         """With a factored second half, and no core."""
         return _hides_kernel(roles)

@@ -101,7 +101,7 @@ def _main(name: str, part: Part, maps: ComfyUI | None, *, is_old: bool) -> str |
         (f"{part.comfyui}.", "native", True),
         *((prefix, "alias", True) for prefix in maps.aliases),
         *((prefix, "diffusers", True) for prefix in maps.dotted if takes_dotted),
-        ("lora_unet_", "native", False),
+        *((prefix, "native", False) for prefix in maps.flat_native),
         *((prefix, "diffusers", False) for prefix in maps.flat),
     ]
     for prefix, spelling, is_dotted in ways:

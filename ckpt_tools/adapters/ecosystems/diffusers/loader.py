@@ -177,10 +177,17 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
 
 
 def _lokr(keys: Keys, architecture: Architecture, loading: Loading) -> None:
+    prefixes: tuple[str, ...] = ("diffusion_model.", "transformer.", "lycoris_", "")
+    of_lycoris = [key.startswith("lycoris_") for key in keys]
+    if architecture.reader is None:  # without rules of its own: all names are converted, or none
+        is_converted = any(key.startswith("diffusion_model.") or key.endswith(".alpha") for key in keys)
+        prefixes = ("diffusion_model.", "") if is_converted else ("transformer.",)
+    elif any(of_lycoris) and not all(of_lycoris):
+        raise RejectedError(f"{list(keys)[of_lycoris.index(False)]} is not LyCORIS' name of a LoKr, as others are")
     for key, name in keys.items():
         module, suffix = _cut(key)
         if suffix == "alpha" or suffix.startswith("lokr_"):
-            for prefix in ("diffusion_model.", "transformer.", "lycoris_", ""):
+            for prefix in prefixes:
                 inner = module.removeprefix(prefix)
                 match = architecture.main.names.find_as(inner, architecture.lokr) if module.startswith(prefix) else None
                 if match is not None:
@@ -233,6 +240,8 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
             raise RejectedError(f"it cannot convert {key}")
         elif suffix != "alpha":
             found[f"{part.component}.{inner}"] = name
+    if not any(re.match(conversion.needs, path) for path in natives):
+        raise RejectedError("it finds no block")
     if conversion.needs_blocks:
         _check_blocks(natives, part, conversion.optional)
     return found
@@ -278,8 +287,14 @@ def _ldm_kohya(keys: Keys, architecture: Architecture) -> Keys:
             part = encoders.get("text_encoder_2" if module.startswith("lora_te2_") else "text_encoder")
             inner = re.sub("^lora_te[12]?_", "", module)
             match = None if part is None else _native(part, inner)
-        if part is not None and match is not None and not re.fullmatch(conversion.lacks, match.spelled()):
-            found |= _spread(part, match, suffix, name, f"{part.component}.")
+        if part is None or match is None or re.fullmatch(conversion.lacks, match.spelled()):
+            continue
+        for new, old in _spread(part, match, suffix, name, f"{part.component}.").items():
+            module, _, side = new.partition(".lora_")
+            if part.is_encoder and ".mlp." in new and side:  # so diffusers recognises an adapter of the MLPs alone
+                found[f"{module}.lora_linear_layer.{'down' if side.startswith('A') else 'up'}.weight"] = old
+            else:
+                found[new] = old
     return found
 
 

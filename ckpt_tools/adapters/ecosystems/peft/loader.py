@@ -76,7 +76,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
                 "ckpt export-lora SRC DST --alpha VALUE writes it",
             )
         loading.say_scale(alpha, config.get(alpha))
-    if file.base is not None and _is_converted(config, file.base):
+    if file.base is not None and file.base_class is None and _is_converted(config, file.base):
         what = "PEFT rewrites adapters of experts for the stacked ones of transformers 5, which is not simulated"
         loading.unchecked(ADAPTER_CONFIG, what)
         return
