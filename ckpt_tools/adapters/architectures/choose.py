@@ -115,7 +115,7 @@ def choose_architectures(
             raise UsageError(
                 f"ckpt has no tables to convert the module names of {base.title} ({base.source})",
                 where=where,
-                hint="--to peft and --to diffusers keep the model's own names, and so does --to comfyui where --base is "
+                hint="--to peft and --to diffusers keep the model's own names, and so does --to comfyui if --base is "
                 "the file that ComfyUI loads",
             )
     if architecture == "llm":
