@@ -16,6 +16,7 @@ from torch import nn
 
 from ckpt_tools.adapters.adapter import AdapterModule
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
+from ckpt_tools.adapters.architectures.choose import choose_families
 from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.adapters.architectures.resolve import place
 from ckpt_tools.adapters.ecosystems.loaders import simulate
@@ -225,3 +226,33 @@ def test_diffusers_loads_what_the_verdict_says(name: str) -> None:
         for module in modules:
             if module.path in got:
                 torch.testing.assert_close(got[module.path].double(), delta(module), rtol=1e-4, atol=1e-5, msg=label)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "families"),
+    [
+        (
+            {"layers.0.attention.wq": (64, 64), "layers.0.feed_forward.w1": (64, 64)},
+            ("llm",),
+        ),  # Llama as torchtitan has it
+        ({"layers.0.feed_forward.w1": (64, 64)}, ()),  # Z-Image's as well
+        ({"layers.0.attention.to_q": (64, 64)}, ("z_image",)),
+        ({"layers.0.attention.qkv": (192, 64)}, ("z_image",)),
+        ({"layers.0.attention.qkv": (3840, 2304)}, ("lumina2",)),
+        ({"unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k": (320, 768)}, ("sd1",)),
+        ({"unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k": (320, 1024)}, ("sd2",)),
+        ({"transformer_blocks.0.attn1.to_q": (64, 64), "transformer_blocks.0.norm1.linear": (384, 64)}, ()),  # CogView4
+        ({"transformer_blocks.0.attn.to_q": (64, 64), "transformer_blocks.0.img_mod.1": (384, 64)}, ("qwen_image",)),
+    ],
+)
+def test_families_are_told_by_names_and_shapes(shapes: dict[str, tuple[int, int]], families: tuple[str, ...]) -> None:
+    assert choose_families(adapter(lora(path, shape) for path, shape in shapes.items()), base=None) == families
+
+
+def test_mlps_of_a_text_encoder_in_kohyas_names_load_in_diffusers() -> None:
+    """Under PEFT's names diffusers does not recognise an adapter of these alone."""
+    module = lora("lora_te_text_model_encoder_layers_0_mlp_fc1", (32, 16))
+    ends = {"lora_down.weight": module.factors["A"], "lora_up.weight": module.factors["B"]}
+    entries = {f"{module.path}.{end}": entry_of(end, to_array(tensor)) for end, tensor in ends.items()}
+    file = AdapterFile(file="x.safetensors", tensors=entries, is_named=True, architecture="sd1")
+    assert simulate(file, "diffusers").is_whole
