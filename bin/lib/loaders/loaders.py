@@ -206,13 +206,14 @@ def _export(world: World, family: str, target: str, place: Path) -> tuple[list[C
     """Write one file; returns a cell and a job for every loader of it."""
     directory = place / target
     try:
-        api.export_lora(place / "trained", directory, to=target, base=world.base)
+        api.export_lora(place / "trained", directory, to=target, base=world.base, architecture=world.toy.architecture)
     except CkptError as failure:
         return [Cell(world.name, family, target, "", failure.what)], []
     file = next(directory.glob("*.safetensors"))
     cells, jobs = [], []
     for loader in READS[target]:
-        verdict = api.check_lora(file if target != "peft" else directory, base=world.base, loaders=[loader])
+        source = file if target != "peft" else directory
+        verdict = api.check_lora(source, base=world.base, loaders=[loader], architecture=world.toy.architecture)
         cell = Cell(world.name, family, target, loader, verdict=verdict.verdict)
         cell.why = "; ".join(each.what for each in verdict.findings if each.severity == "error")
         cells.append(cell)

@@ -25,6 +25,7 @@ class Toy:
     mixin: str
     settings: dict[str, Any]
     component: str = "transformer"
+    architecture: str | None = None
     converter: str = ""
     widths: Mapping[int, int] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
