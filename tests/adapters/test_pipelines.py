@@ -40,6 +40,7 @@ def names_in(path: Path) -> set[str]:
     return {name.rpartition(".lora_")[0] for name in load_file(file)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("root", ["", "base_model.model."], ids=["injected", "wrapped"])
 def test_every_model_of_a_pipeline_is_exported_for_its_own_loader(root: str, tmp_path: Path) -> None:
     source = save(tmp_path / "dcp", [*FLUX, *CLIP], root=root)

@@ -82,7 +82,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(TEXT).logits
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("list, tied", "alone")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_what_is_exported_checked_and_merged_is_what_was_trained(name: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -131,6 +134,7 @@ def said_of_export(path: Path) -> str:
         return str(error)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("indices", "what"),
     [
@@ -160,6 +164,7 @@ def test_tokens_that_cannot_be_meant_are_refused(indices: object, what: str, tmp
     assert not (path / "out").exists()
 
 
+@pytest.mark.full
 def test_rows_of_another_width_are_for_another_base(tmp_path: Path) -> None:
     path = world(tmp_path, "alone").path
     toys.build("llama", hidden_size=24, intermediate_size=32, vocab_size=32).save_pretrained(path / "other")
@@ -174,6 +179,7 @@ def test_tokens_that_were_left_out_are_not_asked_for(tmp_path: Path) -> None:
         api.export_lora(path / "peft", path / "tokens", include=["**trainable_tokens_**"])
 
 
+@pytest.mark.full
 def test_vllm_refuses_them_and_scale_leaves_them(tmp_path: Path) -> None:
     path = world(tmp_path, "list").path
     assert api.check_lora(path / "peft", loaders=["vllm"]).verdict == "fails"

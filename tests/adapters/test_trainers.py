@@ -148,7 +148,10 @@ def world(path: Path, name: str, **sizes: int) -> tuple[torch.nn.Module, Run]:
     return model, run
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("torchtune, DoRA", "Megatron, stacked")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_a_trainer_s_lora_does_in_peft_and_merged_what_it_did_there(name: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -190,6 +193,7 @@ def broken(path: Path) -> Iterator[tuple[str, Path, str]]:
         yield case, base, what
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["torchtitan", "Megatron", "Megatron, canonical"])
 def test_a_base_that_does_not_tell_the_rows_is_refused(name: str, tmp_path: Path) -> None:
     world(tmp_path, name)
@@ -221,6 +225,7 @@ def test_names_of_other_models_with_a_linear_in_are_no_lora(tmp_path: Path) -> N
         assert adapter.convention == "peft"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_torchtune_s_names_of_weights_go_both_ways(kind: str, tmp_path: Path) -> None:
     model = toys.build(kind)
