@@ -26,7 +26,8 @@ from ckpt_tools.adapters.export import export_lora
 
 Tensors = dict[str, torch.Tensor]
 LIB = Path(__file__).resolve().parents[2] / "bin" / "lib" / "loaders"
-MODELS = tuple(yaml.safe_load((LIB / "toys.yaml").read_text(encoding="utf-8")))
+MODELS = tuple(name for name in yaml.safe_load((LIB / "toys.yaml").read_text(encoding="utf-8")) if name != "sd2")
+"""All but SD 2, whose names are those of SD 1."""
 FAMILIES = ("LoRA", "DoRA", "LoHa", "LoKr")
 QUICK = {
     ("sd15", "LoRA"),
