@@ -24,6 +24,7 @@ from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import CONFIG_NAME, config_beside
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.boxes import BytesReader
+from ckpt_tools.quantised import comfyui
 from ckpt_tools.quantised.bands import Bands
 from ckpt_tools.quantised.scheme import Found, Quantised
 from ckpt_tools.quantised.table import SCHEMES, find_scheme
@@ -73,16 +74,17 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
     plain = {entry.fqn for entry in checkpoint.tensors} - dropped
     if twice := sorted(plain & {one.fqn for one in found.tensors}):
         raise UsageError(f"{first_few(twice)}: there quantised and as it is")
-    restated = _restated(config, floats)
     decoder = _Decoder(opened, floats)
-    files = {_PREFIX + one.fqn: decoder.file(one) for one in found.tensors} | {CONFIG_NAME: VirtualFile.of(restated)}
+    files = {_PREFIX + one.fqn: decoder.file(one) for one in found.tensors}
+    restated = _restated(config, floats) if config else b""
+    files |= {CONFIG_NAME: VirtualFile.of(restated)} if config else {}
     assets = [
         Asset(file=asset.file, nbytes=len(restated)) if asset.file == CONFIG_NAME else asset
         for asset in checkpoint.assets
         if asset.file not in _OTHER_CONFIGS
     ]
     what = f"{len(found.tensors)} tensors of {found.what} are decoded to {floats.name}"
-    what += f"; {KEY} is taken out of {CONFIG_NAME}"
+    what += f"; {KEY} is taken out of {CONFIG_NAME}" if config else ""
     if others := [asset.file for asset in checkpoint.assets if asset.file in _OTHER_CONFIGS]:
         what += f", and {first_few(others)} left out"
     if found.dropped:
@@ -100,9 +102,12 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
 
 
 def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
-    """Return what is quantised, by the settings in config.json, and the config."""
+    """Return what is quantised, by the settings in config.json, and the config; {} for a file that needs none."""
     config, settings = config_beside(opened.source), settings_beside(opened.source)
     where = opened.source.root
+    tensors = {entry.fqn: entry for entry in opened.checkpoint.tensors}
+    if settings is None and comfyui.is_there(tensors):
+        return comfyui.SCHEME.find(tensors, {}, _Reader(opened)), {} if config is None else config.values
     if config is None or settings is None:
         raise UsageError(
             f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised",
@@ -116,17 +121,18 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
             f"ckpt does not decode {settings.get('quant_method')!r}", where=where, hint=f"it does: {known}"
         )
     settings = {**settings, "model_type": config.values.get("model_type")}
-    found = scheme.find({entry.fqn: entry for entry in opened.checkpoint.tensors}, settings, _Reader(opened))
+    found = scheme.find(tensors, settings, _Reader(opened))
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
     return found, config.values
 
 
 def is_quantised(opened: Opened) -> bool:
-    """Does a config say that weights are quantised, and is there a tensor that may be one of these?"""
+    """Are there tensors that may be quantised, and a config that says so, or 8-bit floats, which need none?"""
     plain = ("I64", "BOOL")  # buffers of models
     has_packed = any(not e.dtype.is_float and e.dtype.name not in plain for e in opened.checkpoint.tensors)
-    return has_packed and settings_beside(opened.source) is not None
+    by_itself = comfyui.is_there({entry.fqn: entry for entry in opened.checkpoint.tensors})
+    return has_packed and (by_itself or settings_beside(opened.source) is not None)
 
 
 def settings_beside(source: Source) -> Mapping[str, object] | None:
