@@ -11,9 +11,8 @@ import math
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.adapters.base.matching import ChangedRows
@@ -256,10 +255,20 @@ def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, 
         group.check()
     for fqn, parts in found.items():
         parts.sort(key=lambda part: not part.module.is_saved)
-        for one, other in permutations(parts, 2):
-            if one.meets(other):
-                _refuse_meeting(fqn, one, other, combining)
+        for one, other in _meetings(parts):
+            _refuse_meeting(fqn, one, other, combining)
     return {fqn: tuple(parts) for fqn, parts in found.items()}
+
+
+def _meetings(parts: Iterable[Part]) -> Iterator[tuple[Part, Part]]:
+    """Yield every two that change some row of a tensor, both ways round; experts of a stack are many that do not."""
+    earlier: list[Part] = []
+    for part in sorted(parts, key=lambda each: each.rows.start):
+        earlier = [each for each in earlier if each.meets(part)]
+        for each in earlier:
+            yield each, part
+            yield part, each
+        earlier.append(part)
 
 
 def _refuse_meeting(fqn: str, one: Part, other: Part, combining: Combining | None) -> None:
