@@ -35,13 +35,13 @@ from ckpt_tools.errors import CkptError  # noqa: E402
 
 READS: Mapping[str, Sequence[str]] = {
     "peft": ("peft",),
-    "diffusers": ("diffusers",),
-    "comfyui": ("comfyui", "diffusers"),
+    "diffusers": ("diffusers", "ai-toolkit"),
+    "comfyui": ("comfyui", "diffusers", "ai-toolkit"),
     "kohya": ("kohya", "comfyui", "diffusers"),
 }
 """Target of an export → loaders that are given the file."""
-SOURCES = ("comfyui", "sd-scripts", "musubi", "vllm")
-MODULES: Mapping[str, str] = {"sd-scripts": "kohya", "musubi": "kohya", "lycoris": "kohya"}
+SOURCES = ("comfyui", "sd-scripts", "musubi", "ai-toolkit", "vllm")
+MODULES: Mapping[str, str] = {"sd-scripts": "kohya", "musubi": "kohya", "lycoris": "kohya", "ai-toolkit": "ai_toolkit"}
 """Whose code → the module here that runs it; none is of that name."""
 _TIMEOUT = 1200
 
@@ -83,7 +83,9 @@ class World:
     def loaded(self, file: Path, loader: str) -> Tensors:
         """Return what a loader made, under diffusers' names."""
         found = load_file(file)
-        if loader not in ("peft", "diffusers") and (loader != "kohya" or self.toy.kohya.get("names") != "diffusers"):
+        if loader not in ("peft", "diffusers", "ai-toolkit") and (
+            loader != "kohya" or self.toy.kohya.get("names") != "diffusers"
+        ):
             found = self.toy.to_diffusers(found)
         lacking = sorted({*self.weights} - {*found})
         assert not lacking, f"{self.name}: {loader} gave back no {lacking[:4]}"
@@ -213,9 +215,13 @@ def _export(world: World, family: str, target: str, place: Path) -> tuple[list[C
     cells, jobs = [], []
     for loader in READS[target]:
         source = file if target != "peft" else directory
-        verdict = api.check_lora(source, base=world.base, loaders=[loader], architecture=world.toy.architecture)
-        cell = Cell(world.name, family, target, loader, verdict=verdict.verdict)
-        cell.why = "; ".join(each.what for each in verdict.findings if each.severity == "error")
+        cell = Cell(world.name, family, target, loader)
+        if loader == "ai-toolkit" and world.toy.ai_toolkit.get("target") != target:
+            continue
+        if loader != "ai-toolkit":  # which goes on with training: check-lora does not judge it
+            verdict = api.check_lora(source, base=world.base, loaders=[loader], architecture=world.toy.architecture)
+            cell.verdict = verdict.verdict
+            cell.why = "; ".join(each.what for each in verdict.findings if each.severity == "error")
         cells.append(cell)
         job = {
             "id": cell.id,

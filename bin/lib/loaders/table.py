@@ -15,8 +15,9 @@ COLUMNS = (
     ("kohya", "kohya"),
     ("kohya", "comfyui"),
     ("kohya", "diffusers"),
+    ("", "ai-toolkit"),
 )
-"""Target of an export, and the loader that is given the file."""
+"""Target of an export ("" for whichever the loader takes), and the loader that is given the file."""
 BEGIN, END = "<!-- bin/loaders begins -->\n", "<!-- bin/loaders ends -->\n"
 EXACT = 1e-5
 """Largest error that is rounding: sums of float32 products, in another order."""
@@ -54,7 +55,8 @@ class Cell:
         """Does check-lora say something else than the loader does?"""
         if self.failure is None or not self.loader:
             return False
-        return (self.verdict == "loads" and not self.is_right) or (self.verdict == "fails" and self.is_right)
+        judged = {"loads": True, "fails": False}.get(self.verdict, self.is_right)
+        return judged is not self.is_right
 
     @property
     def text(self) -> str:
@@ -84,7 +86,7 @@ def render(cells: Sequence[Cell]) -> str:
 
 def _tables(cells: Sequence[Cell]) -> list[tuple[str, str, list[str]]]:
     images = [cell for cell in cells if cell.architecture]
-    heads = [target if target == loader else f"{target}, in {loader}" for target, loader in COLUMNS]
+    heads = [loader if target in ("", loader) else f"{target}, in {loader}" for target, loader in COLUMNS]
     keys = dict.fromkeys((cell.architecture, cell.family) for cell in images)
     rows = [f"| {' | '.join((*key, *(_text(images, *key, *column) for column in COLUMNS)))} |\n" for key in keys]
     found = [("### Image and video models", f"| model | family | {' | '.join(heads)} |", rows)]
@@ -98,9 +100,8 @@ def _rule(head: str) -> str:
 
 def _text(cells: Iterable[Cell], architecture: str, family: str, target: str, loader: str) -> str:
     for cell in cells:
-        if (cell.architecture, cell.family, cell.target) == (architecture, family, target) and (
-            cell.loader in (loader, "")
-        ):
+        is_meant = (cell.architecture, cell.family) == (architecture, family) and target in (cell.target, "")
+        if is_meant and cell.loader in ((loader, "") if target else (loader,)):
             return cell.text
     return "not run"
 

@@ -30,6 +30,7 @@ class Toy:
     widths: Mapping[int, int] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
     kohya: dict[str, Any] = field(default_factory=dict)
+    ai_toolkit: dict[str, str] = field(default_factory=dict)
     comfyui: str = ""
     unet: dict[str, Any] = field(default_factory=dict)
     wider: dict[str, Any] = field(default_factory=dict)
