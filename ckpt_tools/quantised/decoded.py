@@ -58,7 +58,7 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         UnreadableError: A part of a tensor is missing.
     """
     found, config = _find(opened)
-    floats = BY_NAME[dtype.upper()] if dtype != "keep" else _dtype_in(config)
+    floats = BY_NAME[dtype.upper()] if dtype != "keep" else _dtype_in(config or {})
     if not floats.is_float:
         raise UsageError(f"--dequantize gives floats, not {floats.name}")
     by_stored = {entry.fqn: one for one in found.tensors for entry in one.stored[:1]}
@@ -76,15 +76,15 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         raise UsageError(f"{first_few(twice)}: there quantised and as it is")
     decoder = _Decoder(opened, floats)
     files = {_PREFIX + one.fqn: decoder.file(one) for one in found.tensors}
-    restated = _restated(config, floats) if config else b""
-    files |= {CONFIG_NAME: VirtualFile.of(restated)} if config else {}
+    restated = b"" if config is None else _restated(config, floats)
+    files |= {} if config is None else {CONFIG_NAME: VirtualFile.of(restated)}
     assets = [
         Asset(file=asset.file, nbytes=len(restated)) if asset.file == CONFIG_NAME else asset
         for asset in checkpoint.assets
         if asset.file not in _OTHER_CONFIGS
     ]
     what = f"{len(found.tensors)} tensors of {found.what} are decoded to {floats.name}"
-    what += f"; {KEY} is taken out of {CONFIG_NAME}" if config else ""
+    what += "" if config is None else f"; {KEY} is taken out of {CONFIG_NAME}"
     if others := [asset.file for asset in checkpoint.assets if asset.file in _OTHER_CONFIGS]:
         what += f", and {first_few(others)} left out"
     if found.dropped:
@@ -101,13 +101,13 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
     )
 
 
-def _find(opened: Opened) -> tuple[Found, Mapping[str, object]]:
-    """Return what is quantised, by the settings in config.json, and the config; {} for a file that needs none."""
+def _find(opened: Opened) -> tuple[Found, Mapping[str, object] | None]:
+    """Return what is quantised, by the settings in config.json, and the config; None for a file that needs none."""
     config, settings = config_beside(opened.source), settings_beside(opened.source)
     where = opened.source.root
     tensors = {entry.fqn: entry for entry in opened.checkpoint.tensors}
     if settings is None and comfyui.is_there(tensors):
-        return comfyui.SCHEME.find(tensors, {}, _Reader(opened)), {} if config is None else config.values
+        return comfyui.SCHEME.find(tensors, {}, _Reader(opened)), None if config is None else config.values
     if config is None or settings is None:
         raise UsageError(
             f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised",
