@@ -8,6 +8,7 @@ import pytest
 import torch
 from adapters.image_models import MODELS, adapter, lora, to_target
 from adapters.test_diffusers import TOLERANCE, load, save
+from torch import nn
 
 from ckpt_tools.adapters.adapter import AdapterModule, FamilyName, Sourced
 from ckpt_tools.errors import UsageError
@@ -130,6 +131,23 @@ def test_kohya_keeps_the_families_that_it_has() -> None:
     assert written.tensors[name.format(3) + ".dora_scale"].shape == (1, 32)
     assert written.metadata["ss_network_module"] == "lycoris.kohya"
     assert written.metadata["ss_base_model_version"] == "flux1"
+
+
+def test_lokr_of_two_full_factors_has_the_alpha_that_lycoris_looks_up() -> None:
+    from lycoris.kohya import create_network_from_weights
+
+    torch.manual_seed(0)
+    whole = module(f"{ATTN}.proj", "lokr", alpha=None, w1=randn(2, 2), w2=randn(4, 4))
+    tensors = to_target(adapter([whole], "peft"), "kohya", architecture="flux1").tensors
+    block = type("DoubleStreamBlock", (nn.Module,), {})()
+    block.proj = nn.Linear(8, 8, bias=False)
+    model = nn.ModuleDict({"double_blocks": nn.ModuleDict({"0": nn.ModuleDict({"img_attn": block})})})
+    before = block.proj(torch.eye(8)).T.detach()
+    network, _ = create_network_from_weights(1.0, None, None, None, model, weights_sd=dict(tensors))
+    network.load_state_dict(tensors, strict=False)
+    network.apply_to(None, model, False, True)
+    added = block.proj(torch.eye(8)).T.detach() - before
+    assert torch.allclose(added, torch.kron(whole.factors["w1"], whole.factors["w2"]), atol=1e-6)
 
 
 def test_rslora_and_peft_lokr_scales_are_written_so_that_lycoris_reads_them() -> None:

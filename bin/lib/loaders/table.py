@@ -52,9 +52,11 @@ class Cell:
 
     @property
     def is_defect(self) -> bool:
-        """Does check-lora say something else than the loader does?"""
+        """Does check-lora say something else than the loader does, or not load what was written for it?"""
         if self.failure is None or not self.loader:
             return False
+        if self.loader == self.target and not self.is_right:
+            return True
         judged = {"loads": True, "fails": False}.get(self.verdict, self.is_right)
         return judged is not self.is_right
 

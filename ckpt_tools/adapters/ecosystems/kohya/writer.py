@@ -41,6 +41,8 @@ def to_kohya(adapter: Adapter[Array], architecture: Architecture, fitting: Fitti
         name = f"{each.part.kohya[0]}_{each.module.path.replace('.', '_')}"
         put(tensors, name, each.module, names)
         put_alpha(tensors, name, each.module)
+        if family_of(each.module).is_unranked(each.module.factors):
+            tensors[f"{name}.alpha"] = np.array(1, np.float32)  # which LyCORIS looks up, and does not use
     file = file_name(adapter.name)
     modules = [each.module for each in placed]
     metadata = header_of(modules, architecture, title=file.removesuffix(".safetensors"))
