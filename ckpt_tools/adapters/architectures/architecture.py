@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,6 +90,17 @@ class Conversion:
     """Regular expression of native paths of which it must find one, or raises."""
     optional: str = "(?!)"
     """Regular expression of native paths that not every model has: of all blocks or none."""
+    together: tuple[str, ...] = ()
+    """Parts of native paths: it raises where a file has some of them and not the others."""
+
+    def why_not(self, paths: Collection[str]) -> str | None:
+        """Return why it raises on a file with these native paths; None where it does not."""
+        if not any(re.match(self.needs, path) for path in paths):
+            return "it finds no block"
+        present = [part for part in self.together if any(part in path for path in paths)]
+        if present and len(present) < len(self.together):
+            return f"it converts {' and '.join(self.together)} together, and finds {' and '.join(present)} alone"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

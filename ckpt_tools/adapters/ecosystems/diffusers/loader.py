@@ -240,8 +240,8 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
             raise RejectedError(f"it cannot convert {key}")
         elif suffix != "alpha":
             found[f"{part.component}.{inner}"] = name
-    if not any(re.match(conversion.needs, path) for path in natives):
-        raise RejectedError("it finds no block")
+    if (reason := conversion.why_not(natives)) is not None:
+        raise RejectedError(reason)
     if conversion.needs_blocks:
         _check_blocks(natives, part, conversion.optional)
     return found
