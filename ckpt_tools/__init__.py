@@ -13,8 +13,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # not from typing, which with `python -m` may be the current directory's
 if TYPE_CHECKING:
     from ckpt_tools._version import __version__ as __version__
     from ckpt_tools.api import (
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         export_lora as export_lora,
         extract as extract,
         gather as gather,
+        identify as identify,
         inspect as inspect,
         merge_lora as merge_lora,
         open_checkpoint as open_checkpoint,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         push as push,
         rename as rename,
         reshard as reshard,
+        scan as scan,
         shard as shard,
         smoke as smoke,
         stats as stats,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
         TensorEntry as TensorEntry,
     )
     from ckpt_tools.description.dtypes import DType as DType
+    from ckpt_tools.description.identity import Candidate as Candidate, Identity as Identity, StepCount as StepCount
     from ckpt_tools.description.layout import (
         Box as Box,
         Mesh as Mesh,
@@ -67,26 +70,30 @@ if TYPE_CHECKING:
         DestinationExistsError as DestinationExistsError,
         HubError as HubError,
         LimitError as LimitError,
+        PartError as PartError,
         UnreadableError as UnreadableError,
         UsageError as UsageError,
     )
+    from ckpt_tools.formats.scan import Executable as Executable, Scan as Scan
     from ckpt_tools.moving.counts import Counts as Counts
     from ckpt_tools.smoke.report import SmokeReport as SmokeReport
     from ckpt_tools.tending.tend import Tended as Tended
 
 _ROOMS = {
     "_version": "__version__",
-    "api": "average check_lora commit diff estimate export_lora extract gather inspect merge_lora open_checkpoint "
-    "preflight prune push rename reshard shard smoke stats verify watch",
+    "api": "average check_lora commit diff estimate export_lora extract gather identify inspect merge_lora "
+    "open_checkpoint preflight prune push rename reshard scan shard smoke stats verify watch",
     "checks.diff": "Difference",
     "checks.stats": "Stats",
     "checks.verify": "Verification",
     "conversions.job": "Conversion",
     "description.checkpoint": "BlobEntry ByteSpan Checkpoint Chunk Finding TensorEntry",
     "description.dtypes": "DType",
+    "description.identity": "Candidate Identity StepCount",
     "description.layout": "Box Mesh Placement Replicate Shard parse_mesh",
     "description.summarise": "Summary",
-    "errors": "CkptError DestinationExistsError HubError LimitError UnreadableError UsageError",
+    "errors": "CkptError DestinationExistsError HubError LimitError PartError UnreadableError UsageError",
+    "formats.scan": "Executable Scan",
     "moving.counts": "Counts",
     "smoke.report": "SmokeReport",
     "tending.tend": "Tended",

@@ -8,6 +8,7 @@
     │   └── RefusedConfigError     exit 2   a config.json that ckpt does not build a model of
     ├── UnreadableError            exit 4   not a complete, readable checkpoint
     │   ├── LimitError             exit 4   readable perhaps, but beyond a safety limit
+    │   ├── PartError              exit 4   a part of a model, where a whole one is wanted
     │   └── ForeignLayoutError     exit 4   a trainer's own layout, which ckpt does not read
     └── DestinationExistsError     exit 5   the destination is already there
 
@@ -101,6 +102,12 @@ class LimitError(UnreadableError):
     """The source asks for more than a documented safety limit allows."""
 
     code = "limit"
+
+
+class PartError(UnreadableError):
+    """The source is a known part of a model, and nobody asked for a part."""
+
+    code = "part"
 
 
 class ForeignLayoutError(UnreadableError):

@@ -240,6 +240,8 @@ PartText = Annotated[
         metavar="I/N",
     ),
 ]
+AsPart = Annotated[bool, Option("Take a known part of a model as what it is; without it a part is refused.")]
+KeepPickles = Annotated[bool, Option("Copy pickles and code that the checkpoint brought along.")]
 OnlyCommit = Annotated[bool, Doc("Write no part: publish what all parts have written.")]
 DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
 NumWorkers = Annotated[int | None, Option("Number of threads.", short="-j", env=True, min=1, max=256)]
@@ -247,6 +249,10 @@ Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress
 ShapesFrom = Annotated[
     AnyPath | None,
     Option("Checkpoint of the same model, for the shapes of FSDP1's LOCAL_STATE_DICT pieces.", metavar="MODEL"),
+]
+Component = Annotated[
+    str | None,
+    Option("One model of several in a repository, e.g. unet (. for the one at the top).", metavar="NAME"),
 ]
 From = Annotated[str | None, Option("Format of SRC (default: detected).", name="--from", metavar="|".join(FORMATS))]
 

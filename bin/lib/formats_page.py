@@ -15,6 +15,7 @@ def render() -> str:
         kind = find_format(name)
         parts.append(f"## `{name}`\n")
         rows = [("found by", kind.found_by), ("read", kind.about), ("written by", kind.written_by or "nothing")]
+        rows.append(("known to be whole by", kind.whole_by or "not known"))
         unseen = "; ".join(kind.unchecked)
         rows.append(("`verify` cannot see", unseen or "what [detection](../concepts/detection.md) says of all formats"))
         parts.append("| | |\n|---|---|\n" + "".join(f"| {left} | {right} |\n" for left, right in rows))

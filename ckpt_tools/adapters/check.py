@@ -26,6 +26,7 @@ from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, is_
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
+from ckpt_tools.description.identity import Identity
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
 from ckpt_tools.remote.places import is_directory, open_source
@@ -51,6 +52,8 @@ class LoraCheck:
 
     path: str
     """As the user named it."""
+    identity: Identity | None = None
+    """What it was read from."""
     kind: str
     """lora, rslora, dora, loha, …; several are joined by "+"."""
     rank: int | None = None
@@ -107,7 +110,7 @@ def check_lora(options: CheckOptions) -> LoraCheck:
     architecture = family_named(options.architecture)
     path = os.fspath(options.source)
     try:
-        with read_adapter(path, adapter_name=options.adapter, format=options.format) as read:
+        with read_adapter(path, adapter_name=options.adapter, format=options.format, as_part=True) as read:
             read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
             facts = None if options.base is None else _base_for(read.adapter, read_base(options.base))
             return _check(read, path, facts, _families(read.adapter, architecture, facts), wanted)
@@ -184,6 +187,7 @@ def _check(
     alpha = next((m.alpha for m in adapter.modules if m.alpha is not None and m.alpha.value == common), None)
     return LoraCheck(
         path=path,
+        identity=read.opened.identity,
         kind="+".join(sorted({family_of(module).kind(module) for module in adapter.modules})),
         rank=ranks.most_common(1)[0][0] if ranks else None,
         ranks=dict(ranks.most_common()),
@@ -307,6 +311,7 @@ def to_json(result: LoraCheck) -> dict[str, object]:
     return {
         "ok": result.ok,
         "verdict": result.verdict,
+        "identity": None if result.identity is None else result.identity.to_json(),
         "judges": list(result.judges),
         "path": result.path,
         "type": result.kind,

@@ -142,6 +142,7 @@ def export_lora(options: ExportOptions) -> Export:
         include=options.include,
         exclude=options.exclude,
         settings=parse_overrides(options.config),
+        as_part=options.as_part,
     ) as read:
         check_separate(read.opened, target)
         check_destination(target, overwrite=options.overwrite)

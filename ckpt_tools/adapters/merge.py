@@ -28,6 +28,7 @@ from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.read.tensors import LazyAdapter
 from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
+from ckpt_tools.conversions.assets import choose_assets, tokens_in
 from ckpt_tools.conversions.job import Job, check_separate, with_config
 from ckpt_tools.conversions.to_own import own_job
 from ckpt_tools.description.checkpoint import TensorEntry
@@ -78,7 +79,7 @@ def merging_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num_
     """
     combining = Combining.of(options)
     with ExitStack() as stack:
-        base = stack.enter_context(open_path(os.fspath(options.base), format=options.format))
+        base = stack.enter_context(open_path(os.fspath(options.base), format=options.format, as_part=options.as_part))
         if is_quantised(base):
             base = dequantised(base, options.dtype)
         base, config = untied(base) if options.untie else (base, None)
@@ -90,9 +91,13 @@ def merging_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num_
             max_shard_size=options.max_shard_size,
         )
         job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
+        job.keep_pickles = options.keep_pickles
         if config is not None:
             job.assets = with_config(job.assets, config)
             job.notes.append(f"untied: {HEAD} is a tensor of its own, and config.json has tie_word_embeddings false")
+        own = [(f"that of {path}", tokens_in(path, stack)) for path in adapters]
+        job.assets, said = choose_assets([*own, ("that of the base", job.assets)])
+        job.notes += said
         shares = []
         for path, (read, weight) in adapters.items():
             check_separate(read.opened, job.destination)

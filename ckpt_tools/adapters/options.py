@@ -12,6 +12,7 @@ from ckpt_tools.formats.table import FORMATS
 from ckpt_tools.options import (
     AnyPath,
     Argument,
+    AsPart,
     Destination,
     DryRun,
     DTypeFor,
@@ -19,6 +20,7 @@ from ckpt_tools.options import (
     Exclude,
     From,
     Include,
+    KeepPickles,
     MaxShardSize,
     NumWorkers,
     Option,
@@ -68,6 +70,7 @@ class ExportOptions:
     overwrite: Overwrite = False
     dry_run: DryRun = False
     format: From = None
+    as_part: AsPart = False
     progress: Progress = None
 
 
@@ -136,9 +139,11 @@ class MergeOptions:
     exclude: Annotated[Sequence[str], Option("Skip these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
     strict: Strict = False
     overwrite: Overwrite = False
+    keep_pickles: KeepPickles = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: Annotated[
         str | None, Option("Format of BASE (default: detected).", name="--from", metavar="|".join(FORMATS))
     ] = None
+    as_part: AsPart = False
     progress: Progress = None

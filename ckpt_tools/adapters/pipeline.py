@@ -67,6 +67,7 @@ def pipeline_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num
         ]
         job.notes += [f"left out, as whole models without the change: {first_few(models)}"] if models else []
         job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
+        job.keep_pickles = options.keep_pickles
         job.edit_bytes = max(part.edit_bytes for part in parts.values())
 
         def prepare() -> None:  # before the job is told from others, of which parts may be there

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ckpt_tools.api.merging import merge_lora as merge_lora
     from ckpt_tools.api.preflighting import preflight as preflight
     from ckpt_tools.api.pushing import push as push
-    from ckpt_tools.api.reading import inspect as inspect, open_checkpoint as open_checkpoint
+    from ckpt_tools.api.reading import identify as identify, inspect as inspect, open_checkpoint as open_checkpoint
+    from ckpt_tools.api.scanning import scan as scan
     from ckpt_tools.api.tending import prune as prune, watch as watch
     from ckpt_tools.api.training import smoke as smoke
     from ckpt_tools.api.transforming import average as average, extract as extract, rename as rename
@@ -36,7 +37,8 @@ _ROOMS = {
     "api.preflighting": "preflight",
     "api.pushing": "push",
     "api.checking": "diff verify",
-    "api.reading": "inspect open_checkpoint",
+    "api.reading": "identify inspect open_checkpoint",
+    "api.scanning": "scan",
     "api.tending": "prune watch",
     "api.training": "smoke",
     "api.transforming": "average extract rename",

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from ckpt_tools.api.parts import parse_part
 from ckpt_tools.checks import diff as diffing, verify as verifying
+from ckpt_tools.checks.accept import accept
 from ckpt_tools.checks.diff import Difference
-from ckpt_tools.checks.step import Pair, pair_parts, verify_step
+from ckpt_tools.checks.step import Pair, join, pair_parts, verify_step
+from ckpt_tools.checks.trainer import Purpose
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.step import OpenedStep, open_step
+from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.step import OpenedStep, open_like, open_repository, open_step
 from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.models.name_options import LibraryNames
 from ckpt_tools.options import (
     AnyPath,
     Argument,
+    Component,
     Exclude,
     From,
     Include,
@@ -33,6 +37,7 @@ from ckpt_tools.options import (
     default_num_workers,
     takes,
 )
+from ckpt_tools.remote.places import absolute
 from ckpt_tools.text import escape_name
 
 CheckedPart = Annotated[
@@ -54,9 +59,18 @@ class VerifyOptions:
         Level,
         Option("What to check: structure, headers only; data, every byte; values, also NaN, Inf and all-zero weights."),
     ] = "data"
+    purpose: Annotated[
+        Purpose | None,
+        Option("Purpose: resume, all that the trainer resumes from; weights (default: as saved).", name="--for"),
+    ] = None
     part: CheckedPart = None
+    accept: Annotated[
+        Sequence[str],
+        Option("Record that this file was changed on purpose, in the manifest (repeatable).", metavar="FILE"),
+    ] = ()
     num_workers: NumWorkers = None
     format: From = None
+    component: Component = None
     shapes_from: ShapesFrom = None
     progress: Progress = None
 
@@ -73,26 +87,35 @@ def verify(options: VerifyOptions) -> Verification:
     share = None if options.part is None else parse_part(options.part)
     if share is not None and level == "structure":
         raise UsageError("--part shares the bytes, and --level structure reads none", hint="leave out --part")
+    if options.accept:
+        accept(absolute(os.fspath(options.source)), options.accept)
     with ExitStack() as stack:
-        step = open_step(os.fspath(options.source)) if options.format is None else None
+        is_step = options.format is None and options.component is None
+        step = open_step(os.fspath(options.source)) if is_step else None
         if step is not None and share is not None:
             raise UsageError("--part takes a checkpoint, not a step", hint="name the directory of its model")
         if step is not None:
             return _verify_step(stack.enter_context(step), options)
         source, given = os.fspath(options.source), options.shapes_from
-        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
-        reference = None if against is None else stack.enter_context(open_path(os.fspath(against)))
+        component = options.component
+        opened = stack.enter_context(
+            open_path(source, format=options.format, shapes_from=given, as_part=True, component=component)
+        )
+        reference = None if against is None else stack.enter_context(open_like(os.fspath(against), component))
         total = opened.checkpoint.total_bytes if level != "structure" else 0
         if reference is not None:
             total += opened.checkpoint.total_bytes + reference.checkpoint.total_bytes
         receiver = progress(total) if progress is not None and total else None
-        result = verifying.verify(opened, level=level, num_workers=workers, progress=receiver, share=share)
+        result = verifying.verify(
+            opened, level=level, num_workers=workers, progress=receiver, share=share, purpose=options.purpose
+        )
         if reference is None or not result.ok:
             return result
         difference = diffing.diff(
             opened, reference, names=options.names, num_workers=workers, progress=receiver, share=share
         )
         findings = _findings_of(difference, os.fspath(against or ""))
+        result = replace(result, identities=(opened.identity, reference.identity))
         return verifying.with_findings(result, findings, not_compared=difference.notes)
 
 
@@ -104,13 +127,13 @@ def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
         if options.against is not None:
             against = os.fspath(options.against)
             other = open_step(against)
-            reference = open_path(against) if other is None else other
+            reference = open_path(against, as_part=True) if other is None else other
             stack.callback(reference.__exit__)
             pairs = pair_parts(step, reference)
         total = step.total_bytes if options.level != "structure" else 0
         total += sum(side.checkpoint.total_bytes for pair in pairs for side in (pair.ours, pair.theirs))
         progress = options.progress(total) if options.progress is not None and total else None
-        result = verify_step(step, level=options.level, num_workers=workers, progress=progress)
+        result = verify_step(step, level=options.level, num_workers=workers, progress=progress, purpose=options.purpose)
         if options.against is None or not result.ok:
             return result
         findings: list[Finding] = []
@@ -129,7 +152,8 @@ def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
     rows = [("missing-tensor", fqn, "only the reference has it") for fqn in difference.only_in_b]
     rows += [("extra-tensor", fqn, "the reference does not have it") for fqn in difference.only_in_a]
     rows += [("different-tensor", change.fqn, change.what) for change in difference.changed]
-    return tuple(Finding.error(code=code, where=where, what=f"tensor {fqn!r}: {what}") for code, fqn, what in rows)
+    found = ((fqn, Finding.error(code, where, f"tensor {fqn!r}: {what}")) for code, fqn, what in rows)
+    return tuple(replace(finding, tensor=fqn) for fqn, finding in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +168,7 @@ class DiffOptions:
     include: Include = ()
     exclude: Exclude = ()
     names: LibraryNames = "auto"
+    component: Component = None
     part: CheckedPart = None
     num_workers: NumWorkers = None
     progress: Progress = None
@@ -156,29 +181,50 @@ def diff(options: DiffOptions) -> Difference:
     Raises:
         UnreadableError: One of them is incomplete or damaged.
     """
-    progress = options.progress
-    with open_path(os.fspath(options.a)) as one, open_path(os.fspath(options.b)) as other:
-        left, right = (
-            replace(
-                side,
-                checkpoint=select(
-                    side.checkpoint, include=options.include, exclude=options.exclude, beside=beside.checkpoint
-                ),
-            )
-            for side, beside in ((one, other), (other, one))
-        )
-        total = left.checkpoint.total_bytes + right.checkpoint.total_bytes
-        difference = diffing.diff(
-            left,
-            right,
-            keys_only=options.keys_only,
-            atol=options.atol,
-            rtol=options.rtol,
-            names=options.names,
-            num_workers=options.num_workers or default_num_workers(options.a, options.b),
-            progress=progress(total) if progress is not None and not options.keys_only else None,
-            share=None if options.part is None else parse_part(options.part),
-        )
-        named = ((options.a, one.step), (options.b, other.step))
+    sides = (os.fspath(options.a), os.fspath(options.b))
+    with ExitStack() as stack:
+        if options.component is None and (step := open_repository(sides[0])) is not None:
+            stack.enter_context(step)
+            other = open_repository(sides[1]) or open_like(sides[1], None)
+            stack.callback(other.__exit__)
+            found = {pair.name: _diff(pair.ours, pair.theirs, options) for pair in pair_parts(step, other)}
+            alone = [
+                tuple(
+                    f"{name} ({len(opened.checkpoint.tensors)} tensors)" for name, opened in side if name not in found
+                )
+                for side in (step.models, other.models if isinstance(other, OpenedStep) else ())
+            ]
+            result = join(found, identities=(step.identity, other.identity))
+            return replace(result, only_in_a=(*result.only_in_a, *alone[0]), only_in_b=(*result.only_in_b, *alone[1]))
+        one, two = (stack.enter_context(open_like(side, options.component)) for side in sides)
+        difference = _diff(one, two, options)
+        named = ((options.a, one.step), (options.b, two.step))
         notes = (f"{os.fspath(path)}: {note_reading(step)}" for path, step in named if step is not None)
-        return replace(difference, notes=(*map(escape_name, notes), *difference.notes))
+        both = (one.identity, two.identity)
+        return replace(difference, identities=both, notes=(*map(escape_name, notes), *difference.notes))
+
+
+def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
+    """Compare two models."""
+    progress = options.progress
+    left, right = (
+        replace(
+            side,
+            checkpoint=select(
+                side.checkpoint, include=options.include, exclude=options.exclude, beside=beside.checkpoint
+            ),
+        )
+        for side, beside in ((one, other), (other, one))
+    )
+    total = left.checkpoint.total_bytes + right.checkpoint.total_bytes
+    return diffing.diff(
+        left,
+        right,
+        keys_only=options.keys_only,
+        atol=options.atol,
+        rtol=options.rtol,
+        names=options.names,
+        num_workers=options.num_workers or default_num_workers(options.a, options.b),
+        progress=progress(total) if progress is not None and not options.keys_only else None,
+        share=None if options.part is None else parse_part(options.part),
+    )

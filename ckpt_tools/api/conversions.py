@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal
 
 from ckpt_tools.api.commands import build_command
 from ckpt_tools.api.parts import parse_part
+from ckpt_tools.checks.trainer import refuse_mixed
+from ckpt_tools.conversions.assets import choose_assets, model_beside, own_assets
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.find import model_in
-from ckpt_tools.conversions.job import Conversion, Job
+from ckpt_tools.conversions.job import Conversion, Job, choose
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_fp8 import quantised_job, warn_of_settings
-from ckpt_tools.conversions.to_hf import GatherOptions, assets_of_step, gathering_job, model_beside
+from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
 from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
 from ckpt_tools.conversions.to_ranks import is_of_verl, ranks_job
-from ckpt_tools.conversions.to_step import converted_job, layout_for, starting_job, step_job
+from ckpt_tools.conversions.to_step import converted_job, layout_for, repository_job, starting_job, step_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.step import open_step
+from ckpt_tools.formats.step import open_repository, open_step
 from ckpt_tools.formats.steps import TrainerName
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.name_options import MapFile, OtherNames, ShardNames
 from ckpt_tools.models.naming import Naming, name_live
 from ckpt_tools.options import (
+    AsPart,
+    Component,
     DryRun,
     From,
+    KeepPickles,
     NumWorkers,
     OnlyCommit,
     Option,
@@ -39,7 +46,7 @@ from ckpt_tools.options import (
     takes,
 )
 from ckpt_tools.quantised.decoded import dequantised
-from ckpt_tools.remote.places import is_directory, open_source
+from ckpt_tools.remote.places import is_directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +58,14 @@ class ConvertOptions(ShardingOptions):
         Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
     ] = None
     overwrite: Overwrite = False
+    keep_pickles: KeepPickles = False
     part: PartText = None
     only_commit: OnlyCommit = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
+    as_part: AsPart = False
+    component: Component = None
     progress: Progress = None
 
 
@@ -92,31 +102,45 @@ def shard(options: ShardOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
-    given = options
     _check_serialization(options, use_dtensor=options.engine == "dtensor")
-    with open_path(os.fspath(options.source), format=options.format) as stored:
-        is_own = stored.format.has_views or stored.manifest is not None
-        if stored.format.loads_by_dcp or (stored.format.is_sharded and is_own):
-            raise _wrong_verb("the source is already sharded", "reshard", options)
-        opened = _plain(_model_of(stored), options)
-        use_dtensor = options.engine == "dtensor"
-        if use_dtensor and options.dequantize:
-            raise UsageError("--engine dtensor does not decode", hint="use --engine stream")
-        layout, names = None, str(options.names)
-        if options.trainer is not None:
-            source = os.fspath(options.source)
-            layout = layout_for(options.trainer, names=names, prefix=options.prefix, source=source)
-            names = layout.names if options.map is None else names
-            options = replace(options, prefix=layout.prefix)
-        naming = Naming.of(names, options.map)
-        if use_dtensor and naming.names not in ("auto", "hub"):
-            what = f"--engine dtensor writes the names of the file, not those of --{'map' if naming.own else 'names'}"
-            raise UsageError(what, hint="use --engine stream")
-        naming = Naming(names="hub") if use_dtensor else naming
-        named = name_live(opened.checkpoint, opened.assets, naming, opened.resolve)
-        job = sharding_job(opened, options, named=named)
-        job.use_dtensor = use_dtensor
-        return _run(job if layout is None else starting_job(job, layout), options, given)
+    with ExitStack() as stack:
+        return _run(_each(options, stack, partial(_sharding_job, options=options)), options)
+
+
+def _each(options: ConvertOptions | GatherOptions, stack: ExitStack, build: Callable[[Opened], Job]) -> Job:
+    """Return the job that `build` makes of the source, or of every model of a repository."""
+    models = None
+    if options.format is None and options.component is None:
+        models = open_repository(os.fspath(options.source), as_part=options.as_part)
+    if models is None:
+        return build(stack.enter_context(_open(options)))
+    return repository_job(stack.enter_context(models), options, build)
+
+
+def _sharding_job(stored: Opened, options: ShardOptions) -> Job:
+    """Return the job that shards one model."""
+    is_own = stored.format.has_views or stored.manifest is not None
+    if stored.format.loads_by_dcp or (stored.format.is_sharded and is_own):
+        raise _wrong_verb("the source is already sharded", "reshard", options)
+    opened = _plain(_model_of(stored), options)
+    use_dtensor = options.engine == "dtensor"
+    if use_dtensor and options.dequantize:
+        raise UsageError("--engine dtensor does not decode", hint="use --engine stream")
+    layout, names = None, str(options.names)
+    if options.trainer is not None:
+        source = os.fspath(options.source)
+        layout = layout_for(options.trainer, names=names, prefix=options.prefix, source=source)
+        names = layout.names if options.map is None else names
+        options = replace(options, prefix=layout.prefix)
+    naming = Naming.of(names, options.map)
+    if use_dtensor and naming.names not in ("auto", "hub"):
+        what = f"--engine dtensor writes the names of the file, not those of --{'map' if naming.own else 'names'}"
+        raise UsageError(what, hint="use --engine stream")
+    naming = Naming(names="hub") if use_dtensor else naming
+    named = name_live(opened.checkpoint, opened.assets, naming, opened.resolve)
+    job = sharding_job(opened, options, named=named)
+    job.use_dtensor = use_dtensor
+    return job if layout is None else starting_job(job, layout)
 
 
 def _model_of(opened: Opened) -> Opened:
@@ -142,9 +166,13 @@ def reshard(options: ReshardOptions) -> Conversion:
     _check_serialization(options)
     with ExitStack() as stack:
         naming = Naming.of(options.names, options.map)
-        step = open_step(os.fspath(options.source)) if options.format is None else None
+        is_step = options.format is None and options.component is None
+        step = open_step(os.fspath(options.source), as_part=options.as_part) if is_step else None
         if step is not None:
             stack.callback(step.__exit__)
+            if step.step.is_repository:
+                make = partial(_resharding_job, options=options, naming=naming)
+                return _run(repository_job(step, options, make), options)
             if options.dequantize:
                 raise UsageError("--dequantize takes a model, not a step", hint="name the directory of its model")
             if options.trainer in (None, step.step.trainer):
@@ -152,14 +180,28 @@ def reshard(options: ReshardOptions) -> Conversion:
                     what = f"{step.step.title} is resumed from --serialization torch, not safetensors"
                     raise UsageError(what, hint="--for plain writes the model alone")
                 return _run(step_job(step, options, naming), options)
-        source, given = os.fspath(options.source), options.shapes_from
-        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
-        if not opened.format.is_sharded:
-            raise _wrong_verb("the source is not sharded", "shard", options)
+        opened = stack.enter_context(_open(options))
         if options.trainer == "verl" and is_of_verl(opened):
             return _run(ranks_job(opened, options, stack), options)
-        opened = _plain(opened, options)
-        return _run(converted_job(opened, options, naming, options.trainer), options)
+        return _run(_resharding_job(opened, options, naming), options)
+
+
+def _resharding_job(opened: Opened, options: ReshardOptions, naming: Naming) -> Job:
+    """Return the job that cuts one sharded model again."""
+    if not opened.format.is_sharded:
+        raise _wrong_verb("the source is not sharded", "shard", options)
+    return converted_job(_plain(opened, options), options, naming, options.trainer)
+
+
+def _open(options: ConvertOptions | GatherOptions) -> Opened:
+    """Open the source as the options say."""
+    return open_path(
+        os.fspath(options.source),
+        format=options.format,
+        shapes_from=getattr(options, "shapes_from", None),
+        as_part=options.as_part,
+        component=options.component,
+    )
 
 
 def _check_serialization(options: ConvertOptions, *, use_dtensor: bool = False) -> None:
@@ -193,22 +235,28 @@ def gather(options: GatherOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     with ExitStack() as stack:
-        source, given = os.fspath(options.source), options.shapes_from
-        opened = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
-        opened = _plain(opened, options)
-        reference = None if options.like is None else stack.enter_context(open_path(os.fspath(options.like)))
-        beside = model = None
-        if options.assets is not None:
-            if not is_directory(os.fspath(options.assets)):
-                raise UsageError("--assets takes a directory", where=os.fspath(options.assets))
-            beside, model = model_beside(os.fspath(options.assets), stack)
-        elif opened.step is not None:
-            beside = assets_of_step(opened, stack.enter_context(open_source(os.fspath(options.source))))
-        job = gathering_job(opened, options, assets=beside, like=reference)
-        originals = filter(None, (opened, reference, model))
-        is_selection = bool(options.include or options.exclude)
-        check_names(job, originals, allow_foreign=options.allow_foreign_names, is_selection=is_selection)
-        return _run(_quantised(job, options), options)
+        return _run(_each(options, stack, partial(_gathering_job, options=options, stack=stack)), options)
+
+
+def _gathering_job(opened: Opened, options: GatherOptions, stack: ExitStack) -> Job:
+    """Return the job that makes one model whole."""
+    opened = _plain(opened, options)
+    reference = None if options.like is None else stack.enter_context(open_path(os.fspath(options.like)))
+    owners, model = [("the step's own", own_assets(opened, os.fspath(options.source), stack))], None
+    if options.assets is not None:
+        if not is_directory(os.fspath(options.assets)):
+            raise UsageError("--assets takes a directory", where=os.fspath(options.assets))
+        beside, model = model_beside(os.fspath(options.assets), stack)
+        owners.append((f"that of --assets {os.fspath(options.assets)}", beside))
+    if reference is not None:
+        owners.append((f"that of --like {os.fspath(options.like or '')}", reference.own_assets))
+    assets, notes = choose_assets(owners)
+    job = gathering_job(opened, options, assets=assets, like=reference)
+    job.notes += notes
+    originals = filter(None, (opened, reference, model))
+    is_selection = bool(options.include or options.exclude)
+    check_names(job, originals, allow_foreign=options.allow_foreign_names, is_selection=is_selection)
+    return _quantised(job, options)
 
 
 def _quantised(job: Job, options: GatherOptions) -> Job:
@@ -232,6 +280,7 @@ def _quantised(job: Job, options: GatherOptions) -> Job:
 
 def _plain(opened: Opened, options: ShardingOptions | GatherOptions) -> Opened:
     """Return the source as it is to be converted: with `--dequantize`, what its quantised tensors stand for."""
+    refuse_mixed(opened)
     if not options.dequantize:
         return opened
     if isinstance(options, GatherOptions) and options.assets is not None:
@@ -240,16 +289,22 @@ def _plain(opened: Opened, options: ShardingOptions | GatherOptions) -> Opened:
     return dequantised(opened, options.dtype)
 
 
-def _run(
-    job: Job, options: ConvertOptions | GatherOptions, given: ConvertOptions | GatherOptions | None = None
-) -> Conversion:
-    """Run a job; `given` are the options as the user gave them, where they are not `options`."""
-    job.overwrite = options.overwrite
+def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
+    """Run a job."""
+    allowed = isinstance(options, GatherOptions) and options.allow_foreign_names
+    choose(
+        job,
+        include=options.include,
+        exclude=options.exclude,
+        as_part=options.as_part,
+        allow_foreign_names=allowed,
+    )
+    job.overwrite, job.keep_pickles = options.overwrite, options.keep_pickles
     job.num_workers = _num_workers(options)
     job.progress = options.progress
     job.part = None if options.part is None else parse_part(options.part)
     job.only_commit = options.only_commit
-    job.command = build_command(options if given is None else given)
+    job.command = build_command(options)
     return run(job, dry_run=options.dry_run)
 
 

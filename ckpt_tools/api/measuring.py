@@ -9,13 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from ckpt_tools.checks.stats import Stats, stats as measure
+from ckpt_tools.checks.step import join, pair_parts
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.step import open_like, open_repository
 from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.models.name_options import LibraryNames
 from ckpt_tools.options import (
     AnyPath,
+    Component,
     Exclude,
     From,
     Include,
@@ -52,6 +55,7 @@ class StatsOptions:
     names: LibraryNames = "auto"
     num_workers: NumWorkers = None
     format: From = None
+    component: Component = None
     shapes_from: ShapesFrom = None
     progress: Progress = None
 
@@ -66,34 +70,51 @@ def stats(options: StatsOptions) -> Stats:
     """
     if options.frozen and options.against is None:
         raise UsageError("--frozen needs --against", hint="name the checkpoint that the run started from")
+    source, against = os.fspath(options.source), None if options.against is None else os.fspath(options.against)
     with ExitStack() as stack:
-        source, given = os.fspath(options.source), options.shapes_from
-        one = stack.enter_context(open_path(source, format=options.format, shapes_from=given))
-        other = None if options.against is None else stack.enter_context(open_path(os.fspath(options.against)))
-        sides = [one] if other is None else [one, other]
-        notes = [note_reading(side.step) for side in sides if side.step is not None]
-        if options.dequantize:
-            is_quantised = [True, *map(_is_quantised, sides[1:])]
-            sides = [dequantised(s, "f32") if found else s for s, found in zip(sides, is_quantised, strict=True)]
-        chosen = [
-            select(side.checkpoint, include=options.include, exclude=options.exclude, beside=sides[-i - 1].checkpoint)
-            for i, side in enumerate(sides)
-        ]
-        one, *others = (replace(side, checkpoint=only) for side, only in zip(sides, chosen, strict=True))
-        total = one.checkpoint.total_bytes
-        result = measure(
-            one,
-            *others,
-            names=options.names,
-            frozen=options.frozen,
-            rank=options.rank,
-            num_workers=options.num_workers or default_num_workers(options.source, options.against),
-            progress=options.progress(total) if options.progress is not None and total else None,
-        )
-        missed = result.not_checked
-        if not options.dequantize and _is_quantised(one):
-            missed = ("what quantised weights stand for: the figures are those of their codes (--dequantize)", *missed)
-        return replace(result, not_checked=missed, notes=(*map(escape_name, notes), *result.notes))
+        is_any = options.format is None and options.component is None
+        if is_any and (step := open_repository(source)) is not None:
+            stack.enter_context(step)
+            other = None if against is None else open_repository(against) or open_like(against, None)
+            if other is None:
+                found = {part.directory: _measure([opened], options) for part, opened in step.parts}
+                return join(found, identities=(step.identity,))
+            stack.callback(other.__exit__)
+            found = {pair.name: _measure([pair.ours, pair.theirs], options) for pair in pair_parts(step, other)}
+            return join(found, identities=(step.identity, other.identity))
+        given, name = options.shapes_from, options.component
+        opened = open_path(source, format=options.format, shapes_from=given, as_part=True, component=name)
+        one = stack.enter_context(opened)
+        others = [] if against is None else [stack.enter_context(open_like(against, options.component))]
+        return _measure([one, *others], options)
+
+
+def _measure(sides: list[Opened], options: StatsOptions) -> Stats:
+    """Measure one model, against another where there are two."""
+    notes = [note_reading(side.step) for side in sides if side.step is not None]
+    identities = tuple(side.identity for side in sides)
+    if options.dequantize:
+        is_quantised = [True, *map(_is_quantised, sides[1:])]
+        sides = [dequantised(s, "f32") if found else s for s, found in zip(sides, is_quantised, strict=True)]
+    chosen = [
+        select(side.checkpoint, include=options.include, exclude=options.exclude, beside=sides[-i - 1].checkpoint)
+        for i, side in enumerate(sides)
+    ]
+    one, *others = (replace(side, checkpoint=only) for side, only in zip(sides, chosen, strict=True))
+    total = one.checkpoint.total_bytes
+    result = measure(
+        one,
+        *others,
+        names=options.names,
+        frozen=options.frozen,
+        rank=options.rank,
+        num_workers=options.num_workers or default_num_workers(options.source, options.against),
+        progress=options.progress(total) if options.progress is not None and total else None,
+    )
+    missed = result.not_checked
+    if not options.dequantize and _is_quantised(one):
+        missed = ("what quantised weights stand for: the figures are those of their codes (--dequantize)", *missed)
+    return replace(result, identities=identities, not_checked=missed, notes=(*map(escape_name, notes), *result.notes))
 
 
 def _is_quantised(opened: Opened) -> bool:

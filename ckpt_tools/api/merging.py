@@ -15,7 +15,7 @@ from ckpt_tools.adapters.read.opening import OpenedAdapter, read_adapter
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.conversions.run import run
 from ckpt_tools.errors import UsageError
-from ckpt_tools.models.config import PIPELINE_NAME
+from ckpt_tools.formats.repositories import PIPELINE_NAME
 from ckpt_tools.options import default_num_workers, takes
 from ckpt_tools.remote.places import is_file
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 from itertools import starmap
 
 from ckpt_tools.description.checkpoint import Checkpoint
+from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.summarise import ContentSummary, MeshSource, Summary, overlay, summarise
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.scan import with_executables
 from ckpt_tools.formats.steps import list_contents
 from ckpt_tools.models.name_options import MapFile, OtherNames
 from ckpt_tools.models.naming import Naming, name_live
-from ckpt_tools.options import Exclude, From, Include, MeshOptions, ShapesFrom, Source, takes
+from ckpt_tools.options import Component, Exclude, From, Include, MeshOptions, ShapesFrom, Source, takes
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, format: str | None = None) -> Checkpoint:  # noqa: A002
@@ -27,8 +29,22 @@ def open_checkpoint(path: str | os.PathLike[str], *, format: str | None = None) 
     Raises:
         UnreadableError: Not a complete, readable checkpoint.
     """
-    with open_path(os.fspath(path), format=format) as opened:
+    with open_path(os.fspath(path), format=format, as_part=True) as opened:
         return opened.checkpoint
+
+
+def identify(path: str | os.PathLike[str], *, format: str | None = None) -> Identity:  # noqa: A002
+    """Say what the checkpoint at `path` is and whether it is whole, from small reads alone.
+
+    Args:
+        path: As for `open_checkpoint`.
+        format: Overrides what would be detected.
+
+    Raises:
+        UnreadableError: Not a readable checkpoint.
+    """
+    with open_path(os.fspath(path), format=format, as_part=True) as opened:
+        return opened.identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +57,7 @@ class InspectOptions(MeshOptions):
     names: OtherNames = "auto"
     map: MapFile = None
     format: From = None
+    component: Component = None
     shapes_from: ShapesFrom = None
 
 
@@ -57,7 +74,13 @@ def inspect(options: InspectOptions) -> Summary:
     if not is_overlay and (options.set or options.tp_plan is not None):
         raise UsageError("rules need a mesh", hint="add for example --mesh dp_shard=8,tp=2")
     notes: list[str] = []
-    with open_path(source, format=options.format, shapes_from=options.shapes_from) as opened:
+    with open_path(
+        source,
+        format=options.format,
+        shapes_from=options.shapes_from,
+        as_part=True,
+        component=options.component,
+    ) as opened:
         checkpoint = _named(opened, options, notes, is_overlay=is_overlay)
         mesh_source: MeshSource | None = None
         if is_overlay:
@@ -66,7 +89,8 @@ def inspect(options: InspectOptions) -> Summary:
             checkpoint, mesh_source = overlay(checkpoint, find_layout(opened, checkpoint, options)), "overlay"
         summary = summarise(checkpoint, path=source, mesh_source=mesh_source)
         contents = () if opened.step is None else tuple(starmap(ContentSummary, list_contents(opened.step)))
-        return replace(summary, names="; ".join(notes), contents=contents)
+        identity = with_executables(opened)[0].identity
+        return replace(summary, names="; ".join(notes), contents=contents, identity=identity)
 
 
 def _named(opened: Opened, options: InspectOptions, notes: list[str], *, is_overlay: bool) -> Checkpoint:

@@ -9,9 +9,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
+from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.conversions.average import averaging_job, steps_of
 from ckpt_tools.conversions.check_names import check_names
-from ckpt_tools.conversions.job import Conversion, Job
+from ckpt_tools.conversions.job import Conversion, Job, choose
 from ckpt_tools.conversions.layers import first_layers
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_own import own_job, renamed
@@ -22,6 +23,7 @@ from ckpt_tools.models.naming import AssetList, Named, Naming
 from ckpt_tools.options import (
     AnyPath,
     Argument,
+    AsPart,
     Destination,
     DryRun,
     DTypeFor,
@@ -29,6 +31,7 @@ from ckpt_tools.options import (
     Exclude,
     From,
     Include,
+    KeepPickles,
     MaxShardSize,
     NumWorkers,
     Option,
@@ -48,9 +51,11 @@ class _WritingOptions:
     dtype_for: DTypeFor = ()
     max_shard_size: MaxShardSize = None
     overwrite: Overwrite = False
+    keep_pickles: KeepPickles = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
+    as_part: AsPart = False
     progress: Progress = None
 
 
@@ -88,7 +93,11 @@ def average(options: AverageOptions) -> Conversion:
     if twice := [path for path, place in zip(sources, places, strict=True) if places.count(place) > 1]:
         raise UsageError("the same checkpoint is given twice", where=twice[0], hint="--weights says how much it counts")
     with ExitStack() as stack:
-        first, *others = opened = [stack.enter_context(open_path(path, format=options.format)) for path in sources]
+        first, *others = opened = [
+            stack.enter_context(open_path(path, format=options.format, as_part=options.as_part)) for path in sources
+        ]
+        for each in others:
+            refuse_mixed(each)
         job = _own(first, options.destination, options)
         job.num_workers = options.num_workers or default_num_workers(*sources, computes=True)
         job = averaging_job(job, others, steps)
@@ -151,7 +160,7 @@ def extract(options: ExtractOptions) -> Conversion:
     """
     if not options.include and not options.exclude and options.layers is None:
         raise UsageError("nothing says what to extract", hint="add --include GLOB, --exclude GLOB or --layers N")
-    with open_path(os.fspath(options.source), format=options.format) as opened:
+    with open_path(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
         chosen, notes = opened.checkpoint, []
         assets: AssetList = opened.own_assets
         if options.layers is not None:
@@ -160,6 +169,7 @@ def extract(options: ExtractOptions) -> Conversion:
         chosen = select(chosen, include=options.include, exclude=options.exclude)
         part = replace(opened, checkpoint=chosen, origin=None)
         job = _own(part, options.destination, options, only_model=options.layers is not None)
+        choose(job, include=options.include, exclude=options.exclude, as_part=options.as_part)
         job.assets = assets
         job.notes += notes
         if not opened.format.loads_by_dcp:  # a trainer's names have prefixes
@@ -188,7 +198,7 @@ def rename(options: RenameOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     naming = Naming.of("auto", options.map)
-    with open_path(os.fspath(options.source), format=options.format) as opened:
+    with open_path(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
         job = _own(opened, options.destination, options, named=renamed(opened, naming))
         job.not_checked = (*job.not_checked, "names were not held against an architecture: they are the map's own")
         return run(job, dry_run=options.dry_run)
@@ -203,6 +213,7 @@ def _own(
     named: Named | None = None,
 ) -> Job:
     """Return the job that writes a checkpoint again, as the options say."""
+    refuse_mixed(opened)
     job = own_job(
         opened,
         os.fspath(destination),
@@ -213,5 +224,6 @@ def _own(
         named=named,
     )
     job.overwrite, job.progress = options.overwrite, options.progress
+    job.keep_pickles = options.keep_pickles
     job.num_workers = options.num_workers or default_num_workers(opened.source.place, destination)
     return job

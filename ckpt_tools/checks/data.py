@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ckpt_tools.checks.manifest import size_of
+from ckpt_tools.checks.manifest import changed_asset, size_of
 from ckpt_tools.checks.structure import check_blob, files_of, is_inside
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.errors import CkptError, UnreadableError
@@ -18,6 +18,7 @@ def check_data(
     opened: Opened,
     checkpoint: Checkpoint,
     sound: Sequence[TensorEntry],
+    partial: Sequence[TensorEntry],
     findings: list[Finding],
     damaged_fqns: set[str],
     *,
@@ -25,9 +26,12 @@ def check_data(
     num_workers: int,
     progress: Progress | None,
 ) -> Outcome:
-    """Read the tensors, and the files and items that a manifest knows; `damaged_fqns` gets those that are damaged."""
+    """Read the tensors, what there is of `partial` ones, and the files and items that a manifest knows.
+
+    `damaged_fqns` gets those that are damaged.
+    """
     files = _byte_entries(opened, checkpoint.blobs)
-    own_fqns = {entry.fqn for entry in sound}
+    own_fqns = {entry.fqn for entry in (*sound, *partial)}
 
     def damaged(entry: TensorEntry, error: CkptError) -> None:
         where = error.where or files_of(entry)
@@ -45,8 +49,15 @@ def check_data(
         on_damage=damaged,
         counting=counting,
     )
-    own = {chunk.span for entry in sound for chunk in firsts(entry) if chunk.crc32 is not None}
-    parts = [_summed_entry(span, crc32) for span, crc32 in opened.sums if span not in own]
+    pieces = [_as_bytes(entry.fqn, chunk.span, chunk.crc32) for entry in partial for chunk in firsts(entry)]
+    seen = scan(pieces, opened.source, num_workers=num_workers, progress=progress, on_damage=damaged)
+    outcome.chunks_checked += seen.chunks_checked
+    own = {chunk.span for entry in (*sound, *partial) for chunk in firsts(entry) if chunk.crc32 is not None}
+    parts = [
+        _as_bytes(f"bytes {span.offset}..{span.offset + span.nbytes} of {span.file}", span, crc32)
+        for span, crc32 in opened.sums
+        if span not in own
+    ]
     scan(parts, opened.source, num_workers=num_workers, on_damage=damaged)
     for entry in sound:
         if len(entry.chunks) > len({chunk.box for chunk in entry.chunks}):
@@ -68,14 +79,15 @@ def check_data(
     for entry, label, expected, is_asset in files:
         found = outcome.digests.get(entry.fqn)
         if found is not None and found != expected:
-            make = Finding.warning if is_asset else Finding.error
-            findings.append(make("digest-mismatch", label, "its bytes are not those that were written"))
+            what = "its bytes are not those that were written"
+            changed = changed_asset(opened, label, what) if is_asset else Finding.error("", label, what)
+            findings.append(replace(changed, code="digest-mismatch"))
     return outcome
 
 
-def _summed_entry(span: ByteSpan, crc32: int) -> TensorEntry:
+def _as_bytes(name: str, span: ByteSpan, crc32: int | None) -> TensorEntry:
     """Return a part of a file with its recorded CRC-32 as a tensor of bytes."""
-    entry = copy_span(f"bytes {span.offset}..{span.offset + span.nbytes} of {span.file}", span, 0).source
+    entry = copy_span(name, span, 0).source
     return replace(entry, chunks=(replace(entry.chunks[0], crc32=crc32),))
 
 

@@ -8,6 +8,7 @@ from itertools import product
 
 from ckpt_tools.checks.updates import Updating
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.opening import Opened
@@ -43,6 +44,12 @@ class Difference:
     """Tensors that are equal in both."""
     notes: tuple[str, ...] = ()
     """What of the two was not compared, for people."""
+    identities: tuple[Identity, ...] = ()
+    """What both are."""
+
+    def __bool__(self) -> bool:
+        """Are they `equal`?"""
+        return self.equal
 
     @property
     def equal(self) -> bool:
@@ -248,6 +255,7 @@ def to_json(difference: Difference) -> dict[str, object]:
     """Return the document of `ckpt diff --json`."""
     return {
         "equal": difference.equal,
+        "identities": [each.to_json() for each in difference.identities],
         "only_in_a": list(difference.only_in_a),
         "only_in_b": list(difference.only_in_b),
         "changed": [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.errors import CkptError, UnreachableError
 from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.file_names import is_for_people
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckpt_tools.formats.opening import Opened
@@ -19,16 +22,12 @@ def check_manifest(opened: Opened, manifest: Manifest) -> Iterator[Finding]:
         entry = tensors.get(fqn)
         label = f"tensor {fqn!r}"
         if entry is None:
-            yield Finding.error("manifest-mismatch", MANIFEST_NAME, f"{label} is in the manifest only")
+            yield _mismatch(fqn, f"{label} is in the manifest only")
         elif (entry.dtype, entry.shape) != (record.dtype, record.shape):
-            yield Finding.error(
-                "manifest-mismatch",
-                MANIFEST_NAME,
-                f"{label}: {entry.dtype.name} {list(entry.shape)} here, "
-                f"{record.dtype.name} {list(record.shape)} in the manifest",
-            )
+            there = f"{record.dtype.name} {list(record.shape)} in the manifest"
+            yield _mismatch(fqn, f"{label}: {entry.dtype.name} {list(entry.shape)} here, {there}")
     for fqn in tensors.keys() - manifest.tensors.keys():
-        yield Finding.error("manifest-mismatch", MANIFEST_NAME, f"tensor {fqn!r} is not in the manifest")
+        yield _mismatch(fqn, f"tensor {fqn!r} is not in the manifest")
     for name, size in manifest.files.items():
         found = size_of(opened, name)
         if found is None:
@@ -44,23 +43,33 @@ def check_manifest(opened: Opened, manifest: Manifest) -> Iterator[Finding]:
         if found is None:
             yield Finding.error("missing-file", name, "the manifest names an asset that is missing")
         elif found != asset.nbytes:
-            yield Finding.warning(
-                "changed-asset",
-                name,
-                f"the manifest says {asset.nbytes} bytes, the file has {found}",
-            )
+            yield changed_asset(opened, name, f"the manifest says {asset.nbytes} bytes, the file has {found}")
+        elif name in manifest.accepted:
+            yield Finding.info("accepted-file", MANIFEST_NAME, f"accepted on {manifest.accepted[name]['date']}: {name}")
 
 
-def check_frames(opened: Opened, manifest: Manifest, sound: Sequence[TensorEntry]) -> Iterator[Finding]:
-    """Hold what lies around the payloads against the manifest, in the files of which all items are sound."""
-    known = {entry.fqn for entry in sound}
-    broken = {c.span.file for entry in opened.checkpoint.tensors if entry.fqn not in known for c in entry.chunks}
+def _mismatch(fqn: str, what: str) -> Finding:
+    return replace(Finding.error("manifest-mismatch", MANIFEST_NAME, what), tensor=fqn)
+
+
+def changed_asset(opened: Opened, name: str, what: str) -> Finding:
+    """Return the finding for a file that is not what the manifest recorded: an error, but for what no program reads."""
+    if is_for_people(name):
+        return Finding.warning("changed-asset", name, what)
+    hint = f"restore it; if you changed it on purpose: ckpt verify {opened.source.root} --accept {name}"
+    return Finding.error("changed-asset", name, what, hint)
+
+
+def check_frames(opened: Opened, manifest: Manifest, readable: Sequence[TensorEntry]) -> Iterator[Finding]:
+    """Hold what lies around the payloads against the manifest, in the files of which all items can be read."""
+    here = Counter(chunk.span.file for entry in readable for chunk in entry.chunks)
+    all_of = Counter(chunk.span.file for entry in opened.checkpoint.tensors for chunk in entry.chunks)
     files = {
         name: size
         for name, size in manifest.files.items()
-        if name in manifest.frames and name not in broken and opened.checkpoint.files.get(name) == size
+        if name in manifest.frames and here[name] == all_of[name] and opened.checkpoint.files.get(name) == size
     }
-    payloads = (chunk.span for entry in sound for chunk in entry.chunks)
+    payloads = (chunk.span for entry in readable for chunk in entry.chunks)
     for name, found in digest_frames(files, payloads, opened.checkpoint.blobs, opened.source).items():
         if found != manifest.frames[name]:
             yield Finding.error(

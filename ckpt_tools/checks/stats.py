@@ -16,6 +16,7 @@ from ckpt_tools.checks.spectra import Spectrum, measure_spectrum
 from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
+from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.transform import find_model, plain_names
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.manifest import MANIFEST_NAME
@@ -65,6 +66,8 @@ class Stats:
     only_in_source: tuple[str, ...] = ()
     only_in_other: tuple[str, ...] = ()
     nbytes: int = 0
+    identities: tuple[Identity, ...] = ()
+    """What it is, and what it was compared with."""
     updates: Mapping[str, Mapping[str, Update]] = field(default_factory=dict)
     """By "layer" and by "kind": each of these → the update of all its tensors together."""
 
@@ -235,6 +238,7 @@ def to_json(result: Stats) -> dict[str, object]:
     """Return the document of `ckpt stats --json`; what is no finite number is null."""
     return {
         "ok": result.ok,
+        "identities": [each.to_json() for each in result.identities],
         "bytes": result.nbytes,
         "tensors": [_row_json(row) for row in result.tensors],
         "only_in_source": list(result.only_in_source),

@@ -3,40 +3,67 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ckpt_tools.checks.reading import Extent
+from ckpt_tools.checks.structure import check_candidates
+from ckpt_tools.checks.trainer import Purpose
 from ckpt_tools.checks.verify import Level, Unchecked, Verification, verify
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.description.infer import rank_of_file
+from ckpt_tools.description.identity import Identity
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.candidates import may_be_one_of_several
 from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import OpenedStep
-from ckpt_tools.formats.steps import missing_parts, note_missing_rng, rng_ranks
+from ckpt_tools.formats.steps import HERE
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.text import first_few
 
+if TYPE_CHECKING:
+    from ckpt_tools.checks.diff import Difference
+    from ckpt_tools.checks.stats import Stats
 
-def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: Progress | None = None) -> Verification:
+Result = TypeVar("Result", "Difference", "Stats")
+
+
+def verify_step(
+    step: OpenedStep,
+    *,
+    level: Level,
+    num_workers: int,
+    progress: Progress | None = None,
+    purpose: Purpose | None = None,
+) -> Verification:
     """Check every part of `step` at `level`, and that resuming finds what it needs."""
     findings = [*_check_parts(step), *_check_manifest(step)]
     unchecked: list[Unchecked] = []
     if step.passed_over:
         strange = first_few(step.passed_over, 6)
         unchecked.append(Unchecked(what=f"hidden directories, links and special files: {strange}"))
-    results = [verify(step.root, level=level, num_workers=num_workers)]
-    findings += results[0].findings
-    unchecked += results[0].unchecked
+    results = []
+    if not step.step.has_own:
+        results.append(verify(step.root, level=level, num_workers=num_workers, purpose=purpose))
+    lost = {part.directory for part, _ in step.broken}
+    findings += [each for result in results for each in result.findings if each.where not in lost]
+    unchecked += [each for result in results for each in result.unchecked]
     for part, opened in step.parts:
-        result = verify(opened, level=level, num_workers=num_workers, progress=progress)
-        findings += _inside(part.directory, result.findings)
         name = part.directory
-        unchecked += [replace(each, what=f"{name}: {each.what}", part=name) for each in result.unchecked]
+        own_purpose = "weights" if name else purpose
+        result = verify(opened, level=level, num_workers=num_workers, progress=progress, purpose=own_purpose)
+        if not name:  # the others lie in its directory
+            others = {other.directory for other, _ in step.parts}
+            own = tuple(each for each in result.not_read if each.file.partition("/")[0] not in others)
+            result = replace(result, not_read=own)
+        findings += _inside(name, result.findings) if name else result.findings
+        unchecked += [replace(each, what=f"{name or HERE}: {each.what}", part=name) for each in result.unchecked]
         results.append(result)
-    names = ["", *(part.directory for part, _ in step.parts)]
+    names = [*([] if step.step.has_own else [""]), *(part.directory for part, _ in step.parts)]
     return Verification(
         level=level,
+        identities=(step.identity,),
         tensors=sum(result.tensors for result in results),
         chunks=sum(result.chunks for result in results),
         nbytes=sum(result.nbytes for result in results),
@@ -52,7 +79,15 @@ def verify_step(step: OpenedStep, *, level: Level, num_workers: int, progress: P
             for name, result in zip(names, results, strict=True)
             for file in result.files
         ),
+        read=_in_parts(names, (result.read for result in results)),
+        not_read=_in_parts(names, (result.not_read for result in results)),
     )
+
+
+def _in_parts(names: Iterable[str], extents: Iterable[Iterable[Extent]]) -> tuple[Extent, ...]:
+    """Return what was read of the parts' files, or was not, by their names in the step."""
+    found = zip(names, extents, strict=True)
+    return tuple(replace(e, file=f"{name}/{e.file}" if name else e.file) for name, files in found for e in files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +119,40 @@ def pair_parts(step: OpenedStep, reference: OpenedStep | Opened) -> tuple[Pair, 
     return tuple(Pair(name=name, ours=parts[name], theirs=theirs[name]) for name in shared)
 
 
-def _num_ranks(step: OpenedStep) -> int:
-    """Return how many ranks a step is for: as its manifests say, else as many as left a file of their own."""
-    checkpoints = [opened.checkpoint for _, opened in step.parts]
-    recorded = [checkpoint.mesh.world_size for checkpoint in checkpoints if checkpoint.mesh is not None]
-    if recorded:
-        return max(recorded)
-    files = (rank_of_file(file) for checkpoint in checkpoints for file in checkpoint.files)
-    ranks = {rank for rank in files if rank is not None} | rng_ranks(step.step.names)
-    return 1 + max(ranks, default=-1)
+def join(found: Mapping[str, Result], identities: tuple[Identity, ...]) -> Result:
+    """Return the results of several models as one; what has a name gets its model's directory before it.
+
+    Args:
+        found: Directory → what came of the model there.
+        identities: What all are together, on each side.
+    """
+    first = next(iter(found.values()))
+    values: dict[str, Any] = {}
+    for field in fields(first):
+        parts = [(name, getattr(each, field.name)) for name, each in found.items()]
+        if isinstance(parts[0][1], tuple):
+            is_text = field.name in ("notes", "not_checked")
+            values[field.name] = tuple(
+                f"{name or HERE}: {item}" if is_text else _named(name, item) for name, items in parts for item in items
+            )
+        elif isinstance(parts[0][1], int):
+            values[field.name] = sum(value for _, value in parts)
+        else:  # figures of groups of tensors
+            groups = dict.fromkeys(group for _, value in parts for group in value)
+            values[field.name] = {
+                group: {_named(name, key): each for name, value in parts for key, each in value.get(group, {}).items()}
+                for group in groups
+            }
+    return replace(first, **{**values, "identities": identities})
+
+
+def _named(name: str, item: object) -> object:
+    """Return a name, or what has one, with its model's directory before it."""
+    if isinstance(item, str):
+        return os.path.join(name, item)
+    row = cast("Any", item)
+    key = next((key for key in ("fqn", "where") if hasattr(item, key)), None)
+    return item if key is None else replace(row, **{key: os.path.join(name, getattr(row, key))})
 
 
 def _inside(directory: str, findings: Iterable[Finding]) -> Iterator[Finding]:
@@ -107,19 +167,12 @@ def _inside(directory: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 def _check_parts(step: OpenedStep) -> Iterator[Finding]:
     for part, error in step.broken:
         yield Finding.error("unreadable-part", error.where or part.directory, error.what, error.hint)
-    is_of_ckpt = step.root.manifest is not None
-    for directory, is_needed in missing_parts(step.step):
-        what = f"{step.step.title} without {directory}"
-        if is_needed:
-            hint = "restore it; without it the trainer does not resume, or resumes with a new optimizer"
-            yield Finding.error("missing-part", directory, what, hint)
-        elif is_of_ckpt:
-            yield Finding.info("missing-part", directory, f"{what}: weights to start from, not to resume from")
-        else:
-            hint = "restore it if there was an optimizer: load_state fails without"
-            yield Finding.warning("missing-part", directory, what, hint)
-    if note := note_missing_rng(step.step.names, _num_ranks(step)):
-        yield Finding.warning("missing-rng-state", step.root.source.root, note)
+    for directory in step.step.lacking:
+        hint = f"restore it, or take one of {first_few(step.step.components)}"
+        yield Finding.error("missing-part", directory, f"{step.step.title} without {directory}", hint)
+    if any(map(may_be_one_of_several, step.step.names)) and not step.step.is_repository:
+        with open_path(step.root.source.root, as_part=True) as model:
+            yield from check_candidates(model)
 
 
 def _check_manifest(step: OpenedStep) -> Iterator[Finding]:
@@ -128,7 +181,7 @@ def _check_manifest(step: OpenedStep) -> Iterator[Finding]:
     if manifest is None:
         return
     for part in step.step.parts:
-        if not any(name.startswith(f"{part.directory}/") for name in manifest.documents):
+        if not any(name.startswith(f"{part.directory}/") for name in (*manifest.documents, *manifest.assets)):
             hint = f"remove it, or remove {MANIFEST_NAME} if a trainer has saved over the step on purpose"
             what = "the manifest of the step does not list this part"
             yield Finding.error("manifest-mismatch", part.directory, what, hint)

@@ -2,60 +2,75 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ckpt_tools.checks.copies import check_copies
 from ckpt_tools.checks.manifest import check_frames, check_manifest
 from ckpt_tools.checks.spans import check_spans
-from ckpt_tools.checks.trainer import check_trainer
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
-from ckpt_tools.errors import CkptError, UnreachableError
+from ckpt_tools.errors import CkptError, UnreachableError, UnreadableError
 from ckpt_tools.formats import dcp
-from ckpt_tools.formats.file_names import is_side_file, is_weights
+from ckpt_tools.formats._json import MAX_JSON_BYTES, MAX_JSON_CONTAINERS
+from ckpt_tools.formats.file_names import is_hf_asset, is_side_file, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
+Lost = Counter[tuple[str, str]]
+"""(file, why) → bytes of chunks and items that were not read; a finding's code says why."""
+_LEFTOVER = re.compile(r"__\d+_\d+\.distcp|(model|pytorch_model|diffusion_pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
+"""Data files that no loader finds without the index or the metadata of their save."""
 
-def check_structure(opened: Opened, findings: list[Finding]) -> tuple[Checkpoint, list[TensorEntry]]:
+
+def check_structure(
+    opened: Opened, findings: list[Finding]
+) -> tuple[Checkpoint, list[TensorEntry], list[TensorEntry], Lost]:
     """Check everything but the tensors' bytes.
 
     Returns:
-        The description with raw spans, and the tensors whose bytes can be read.
+        The description with raw spans, the tensors whose bytes can be read, of the others the chunks that can be, and
+        what cannot.
     """
     checkpoint = opened.checkpoint
-    resolved = []
-    sound = []
+    resolved: list[TensorEntry] = []
+    sound: list[TensorEntry] = []
+    partial: list[TensorEntry] = []
+    lost = Lost()
     for entry in opened.ahead(checkpoint.tensors):
-        raw = _check_tensor(opened, entry, findings)
-        resolved.append(raw or entry)
-        if raw is not None:
-            sound.append(raw)
+        raw, is_sound = _check_tensor(opened, entry, findings, lost)
+        resolved.append(raw if is_sound else entry)
+        (sound if is_sound else partial).append(raw)
     for blob in checkpoint.blobs:
         problem = _span_problem(opened, blob.span, f"item {blob.fqn!r}")
         if problem is not None:
             findings.append(problem)
+            lost[blob.span.file, problem.code] += blob.span.nbytes
         else:
             check_blob(opened, blob, findings, content=False)
-    findings += _check_foreign(opened)
+    broken = [(asset.file, json_problem(source, asset)) for source, asset in opened.own_assets]
+    findings += [Finding.error("damaged-asset", file, what, "restore the file") for file, what in broken if what]
+    findings += [*check_candidates(opened), *_check_foreign(opened)]
     findings += [Finding.error("unreadable-part", e.where or opened.source.root, e.what, e.hint) for e in opened.broken]
-    findings += check_trainer(opened)
     if not opened.format.has_views:
         findings += check_spans(opened, tuple(findings))
     if opened.manifest is not None:
         findings += check_manifest(opened, opened.manifest)
-        findings += check_frames(opened, opened.manifest, sound)
+        findings += check_frames(opened, opened.manifest, [*sound, *partial])
     elif opened.format.in_items:
-        findings += check_copies(sound, opened.source)
-    return replace(checkpoint, tensors=tuple(resolved)), sound
+        findings += check_copies([*sound, *partial], opened.source)
+    return replace(checkpoint, tensors=tuple(resolved)), sound, partial, lost
 
 
-def _check_tensor(opened: Opened, entry: TensorEntry, findings: list[Finding]) -> TensorEntry | None:
-    """Return the tensor with raw spans, or None when it cannot be read whole."""
+def _check_tensor(opened: Opened, entry: TensorEntry, findings: list[Finding], lost: Lost) -> tuple[TensorEntry, bool]:
+    """Return the tensor with the chunks that can be read, their spans raw, and whether that is all of it."""
     if len(entry.chunks) == 1 and entry.chunks[0].encoding == "raw" and _is_whole(opened, entry, entry.chunks[0]):
-        return entry
+        return entry, True
     name = f"tensor {entry.fqn!r}"
     before = len(findings)
     problem = check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
@@ -73,10 +88,10 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: list[Finding]) -
             findings.append(outside)
         elif (raw := _check_item(opened, entry, chunk, name, findings)) is not None:
             chunks.append(raw)
-    if len(findings) > before:
-        findings[before:] = [replace(finding, tensor=entry.fqn) for finding in findings[before:]]
-        return None
-    return replace(entry, chunks=tuple(chunks))
+            continue
+        lost[chunk.span.file, findings[-1].code] += -(-chunk.box.num_elems * entry.dtype.bits // 8)
+    findings[before:] = [replace(finding, tensor=entry.fqn) for finding in findings[before:]]
+    return replace(entry, chunks=tuple(chunks)), len(findings) == before
 
 
 def files_of(entry: TensorEntry) -> str:
@@ -123,22 +138,56 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
     return dcp.raw_chunk(chunk, head)
 
 
+def check_candidates(opened: Opened) -> Iterator[Finding]:
+    """Yield the sets of weights that lie beside the one that was opened."""
+    for each in opened.candidates:
+        if each.differs == "yes":
+            hint = "pass the one that is meant by its path, or by --from; converting refuses both"
+            tell = Finding.warning if opened.identity.resumable == "yes" else Finding.error  # its trainer has its own
+            yield tell("several-weights", each.name, f"other weights lie beside it: {each.why}", hint)
+        elif not each.is_taken:
+            yield Finding.info("several-weights", each.name, f"not what a loader takes here: {each.why}")
+
+
 def _check_foreign(opened: Opened) -> Iterator[Finding]:
     """Data files that nothing refers to: stale ones of an earlier save, or a lost part of this one."""
     manifest = opened.manifest
     if opened.format.is_file:  # its neighbours are files of their own
         return
     known = {*opened.checkpoint.files, *(asset.file for asset in opened.checkpoint.assets)}
+    known |= {name for each in opened.candidates for name in (each.name, *each.files)}
+    parts: set[str] = set()
     if manifest is not None:
         known |= {MANIFEST_NAME, *manifest.files, *manifest.assets, *manifest.documents}
+        parts = {name.partition("/")[0] for name in manifest.documents if name.endswith(f"/{MANIFEST_NAME}")}
     max_depth = 0 if manifest is None or opened.format.has_parts else 3
     for name, size in opened.source.list_files(max_depth=max_depth).items():
         # A manifest names every file: all others that hold weights in any tool's format are strange then.
         strange = is_weights(name) if manifest is not None else name.endswith(opened.format.suffix) and size > 0
         strange = strange and not (opened.format.has_views and is_side_file(name))
-        if strange and name not in known:
+        if strange and name not in known and name.partition("/")[0] not in parts:
+            what = f"{size} bytes that nothing refers to"
+            if manifest is None and not _LEFTOVER.fullmatch(name):
+                yield Finding.info("unreferenced-file", name, f"{what}: of another model, variant or loader")
+                continue
             hint = "a leftover of an earlier save: remove it if you do not need it"
-            yield Finding.warning("unreferenced-file", name, f"{size} bytes that nothing refers to", hint)
+            yield Finding.warning("unreferenced-file", name, what, hint)
+
+
+def json_problem(source: Source, asset: Asset) -> str | None:
+    """Say what is wrong with a file that a loader or a tokenizer parses as JSON; None for every other one."""
+    name = asset.source_file
+    if not (name.endswith(".json") and is_hf_asset(name) and asset.nbytes <= MAX_JSON_BYTES):
+        return None
+    try:
+        text = source.read(name, 0, asset.nbytes)
+        if text.count(b"{") + text.count(b"[") <= MAX_JSON_CONTAINERS:
+            json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        return f"it is not valid JSON: {error}"
+    except UnreadableError:  # it is shorter, or missing: the manifest's check says so
+        return None
+    return None
 
 
 def check_blob(opened: Opened, blob: BlobEntry, findings: list[Finding], *, content: bool) -> bool:

@@ -1,17 +1,92 @@
-"""Check that one DCP directory has what the trainer that saved it resumes from."""
+"""Check that a step has what the trainer that saved it resumes from, and that all of it is of one step."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Literal
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.formats.steps import missing_of_trainer
+from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.file_names import METADATA_NAME
+from ckpt_tools.formats.judge import PICKLE, StepVerdict, judge_step
+from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.steps import is_part
+from ckpt_tools.formats.torch_zip import check_archive
+from ckpt_tools.remote.places import open_place
+from ckpt_tools.text import escape_name
+
+Purpose = Literal["resume", "weights"]
+_WEIGHTS = "restore it; --for weights checks the weights alone"
+_ONE_STEP = "restore the files of one save: a trainer that resumes from it mixes two"
 
 
-def check_trainer(opened: Opened) -> Iterator[Finding]:
-    """Yield what the trainer would look for in vain."""
-    if not opened.format.loads_by_dcp:
+def judge(opened: Opened) -> StepVerdict:
+    """Judge what is open by all that small reads tell."""
+    files = dict(opened.checkpoint.files) if opened.format.is_file else opened.source.list_files()
+    return judge_step(opened.source, files, opened, thorough=True)
+
+
+def judge_path(path: str, *, num_ranks: int | None = None) -> StepVerdict:
+    """Judge the step, or the checkpoint, at `path`; where `num_ranks` are given, for so many."""
+    source, file = open_place(path)
+    with ExitStack() as stack:
+        stack.enter_context(source)
+        files = source.list_files() if file is None else {file: source.size(file)}
+        opened = stack.enter_context(open_path(path, as_part=True)) if METADATA_NAME in files else None
+        return judge_step(source, files, opened, thorough=True, num_ranks=num_ranks)
+
+
+def refuse_mixed(opened: Opened) -> None:
+    """Refuse to make anything of files of two steps, as `verify` would find them.
+
+    Raises:
+        UnreadableError: The checkpoint, or the step that its path named, is not of one step.
+    """
+    root, part = opened.source.root, ""
+    if opened.step is not None and is_part(os.path.basename(root)):
+        root, part = os.path.dirname(root), root
+    for one, other in (judge_path(root) if part else judge(opened)).mixed[:1]:
+        hint = "restore the files of one save" + (f"; for the model as it is, pass {part}" if part else "")
+        raise UnreadableError(f"not of one step: {one}, {other}", where=root, hint=hint)
+
+
+def check_beside(opened: Opened) -> tuple[list[Finding], set[str]]:
+    """Return the pickles beside a model of which a byte has changed, and those that their own sums prove."""
+    found, proven = [], set()
+    known = {*opened.checkpoint.files, *(() if opened.manifest is None else opened.manifest.assets)}
+    for name, nbytes in ({} if opened.format.is_file else opened.source.list_files(max_depth=1)).items():
+        if PICKLE.fullmatch(name) and nbytes and name not in known:
+            try:
+                if check_archive(nbytes, partial(opened.source.read, name)):
+                    proven.add(name)
+            except UnreadableError as error:
+                found.append(Finding.error("damaged-file", name, error.what, "restore it", file=name))
+    return found, proven
+
+
+def check_trainer(opened: Opened, purpose: Purpose | None) -> Iterator[Finding]:
+    """Yield what the trainer would look for in vain, and what is of another step.
+
+    Args:
+        opened: The checkpoint or the step.
+        purpose: What it is to be good for; None for what its trainer meant it for.
+    """
+    verdict = judge(opened)
+    for one, other in verdict.mixed:
+        what = f"not of one step: {one}, {other}"
+        yield Finding.error("mixed-steps", one.file, what, _ONE_STEP)
+    if purpose == "weights":
         return
-    for name, what in (*opened.missing, *missing_of_trainer(opened.checkpoint, opened.beside)):
-        yield Finding.warning("missing-part", name, what, "restore it, or take the model alone out: ckpt gather")
+    for reason in verdict.reasons:
+        if opened.broken and reason.file.rpartition("/")[2].startswith("optim"):
+            continue  # which is said already
+        what = f"{reason.what}: {reason.does}"
+        make = Finding.error if reason.is_sure else Finding.warning
+        yield make("not-resumable" if reason.is_sure else "may-not-resume", escape_name(reason.file), what, _WEIGHTS)
+    if verdict.is_weights_only and (opened.format.has_parts or purpose):
+        make = Finding.info if purpose is None else Finding.error
+        code = "weights-only" if purpose is None else "not-resumable"
+        yield make(code, opened.source.root, "weights alone, to start from and not to resume from")

@@ -7,13 +7,19 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
+from ckpt_tools.checks.causes import Cause, find_causes
 from ckpt_tools.checks.copies import equal_layouts
 from ckpt_tools.checks.data import check_blobs, check_data, firsts
+from ckpt_tools.checks.reading import Extent, account
 from ckpt_tools.checks.structure import check_structure
+from ckpt_tools.checks.trainer import Purpose, check_beside, check_trainer
 from ckpt_tools.checks.values import check_values, unseen_values
-from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan, Checkpoint, Finding
+from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan, Checkpoint, Finding, TensorEntry
+from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.layout import Mesh
+from ckpt_tools.formats.identify import HOLLOW
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.scan import with_executables
 from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress
@@ -53,9 +59,25 @@ class Verification:
     """The files that its tensors lie in, or should; in a step with their part's directory before them."""
     mesh: Mesh | None = None
     """The ranks that wrote them, where a manifest says; of a step none."""
+    identities: tuple[Identity, ...] = ()
+    """What it is, and what it was compared with."""
     share: Part | None = None
     """Whose tensors' bytes were read, where several processes check one checkpoint: what is right is no more than these
     and the structure."""
+    read: tuple[Extent, ...] = ()
+    """What was read of each file, beside headers."""
+    not_read: tuple[Extent, ...] = ()
+    """What was not, and why; files that ckpt does not understand among them."""
+
+    def __bool__(self) -> bool:
+        """Is it `ok`?"""
+        return self.ok
+
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """The findings by what brought them about, errors first."""
+        read, not_read = ([each for each in some if each.file in self.files] for some in (self.read, self.not_read))
+        return find_causes(self.findings, self.tensors, read, not_read)
 
     @property
     def not_checked(self) -> tuple[str, ...]:
@@ -74,7 +96,13 @@ class Verification:
 
 
 def verify(
-    opened: Opened, *, level: Level, num_workers: int, progress: Progress | None = None, share: Part | None = None
+    opened: Opened,
+    *,
+    level: Level,
+    num_workers: int,
+    progress: Progress | None = None,
+    share: Part | None = None,
+    purpose: Purpose | None = None,
 ) -> Verification:
     """Check `opened` at `level`; with a `share`, the bytes of its tensors (and the first one those of other files).
 
@@ -82,9 +110,12 @@ def verify(
     manifest as the metadata says, no unknown data files. Data: also every byte, against the CRC-32s and
     digests that were recorded. Values: also what the numbers are like, finite or not.
     """
-    findings: list[Finding] = []
-    checkpoint, sound = check_structure(opened, findings)
+    findings = [*_part_findings(opened)]
+    checkpoint, sound, partial, lost = check_structure(opened, findings)
+    readable = (*sound, *partial)
     unchecked: list[Unchecked] = []
+    beside: list[Finding] = []
+    proven: set[str] = set()
     counts: Mapping[str, Counts] = {}
     nbytes = 0
     if level == "structure":
@@ -99,7 +130,7 @@ def verify(
             other = "" if is_first else ", and other files and items"
             text = f"the bytes of {len(sound) - len(own)} of {len(sound)} tensors{other}: the other parts' (--part)"
             unchecked.append(Unchecked(what=text))
-            sound = list(own)
+            sound, partial = list(own), partial if is_first else []
             names = {entry.fqn for entry in sound}
             chosen = tuple(entry for entry in checkpoint.tensors if entry.fqn in names)
             checkpoint = replace(checkpoint, tensors=chosen, blobs=checkpoint.blobs if is_first else ())
@@ -108,14 +139,17 @@ def verify(
             extra,
             checkpoint,
             sound,
+            partial,
             findings,
             damaged,
             counting=level == "values",
             num_workers=num_workers,
             progress=progress,
         )
+        beside, proven = check_beside(opened) if is_first else ([], set())
         nbytes = sum(entry.nbytes for entry in sound)
-        unchecked += _unchecked_chunks(opened, checkpoint, outcome, damaged)
+        nbytes += sum(chunk.span.nbytes for entry in partial for chunk in firsts(entry))
+        unchecked += _unchecked_chunks(opened, [*sound, *partial], outcome, damaged)
         if is_first and (unsummed := check_blobs(opened, findings)):
             what = f"what {unsummed} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"
             unchecked.append(Unchecked(what=what))
@@ -129,9 +163,11 @@ def verify(
     unchecked += _unknown_places(opened)
     if opened.step is not None:
         unchecked.append(Unchecked(what=note_reading(opened.step)))
-    if opened.manifest is None and opened.beside:
-        files = first_few([asset.file for asset in opened.beside], 6)
-        unchecked.append(Unchecked(what=f"other files, which have no recorded checksum: {files}"))
+    scanned, blobs = ((), ()) if level == "structure" else ((*sound, *partial), checkpoint.blobs)
+    read, not_read = account(opened, readable, scanned, blobs, lost, proven)
+    opened, dangers = with_executables(opened)  # opens files that nothing else reads, and so does the judge of a step
+    findings += [*dangers, *check_trainer(opened, purpose)]
+    findings += [each for each in beside if not any(known.where.endswith(each.where) for known in findings)]
     unchecked += [Unchecked(what=what) for what in (*opened.format.unchecked, *opened.unread)]
     return Verification(
         level=level,
@@ -144,7 +180,24 @@ def verify(
         files=tuple(dict.fromkeys(chunk.span.file for entry in checkpoint.tensors for chunk in entry.chunks)),
         mesh=checkpoint.mesh,
         share=share,
+        identities=(opened.identity,),
+        read=read,
+        not_read=not_read,
     )
+
+
+def _part_findings(opened: Opened) -> Iterator[Finding]:
+    """Yield that it is a known part of a model; of lost files, structure says more."""
+    if opened.identity.whole == "part" and not opened.lost:
+        root, chosen = opened.source.root, opened.identity.chosen
+        if opened.identity.hollow:
+            yield Finding.error("hollow", root, opened.identity.hollow, HOLLOW)
+            return
+        for what in opened.identity.evidence:
+            if chosen:
+                yield Finding.info("part-of-a-model", root, f"on purpose ({chosen}): {what}")
+            else:
+                yield Finding.error("part-of-a-model", root, what, "restore or fetch the rest of the model")
 
 
 def _without_files(opened: Opened) -> Opened:
@@ -161,12 +214,12 @@ def _unseen_values(checkpoint: Checkpoint, level: Level) -> Iterator[Unchecked]:
 
 
 def _unchecked_chunks(
-    opened: Opened, checkpoint: Checkpoint, outcome: Outcome, damaged: Collection[str]
+    opened: Opened, tensors: Sequence[TensorEntry], outcome: Outcome, damaged: Collection[str]
 ) -> Iterator[Unchecked]:
-    full = [(entry, chunk) for entry in checkpoint.tensors for chunk in entry.chunks if 0 not in chunk.box.sizes]
+    full = [(entry, chunk) for entry in tensors for chunk in entry.chunks if 0 not in chunk.box.sizes]
     chunks = len(full)
     told = sum(entry.fqn in damaged and chunk.crc32 is not None for entry, chunk in full)
-    first = {id(chunk) for entry in checkpoint.tensors for chunk in firsts(entry)}
+    first = {id(chunk) for entry in tensors for chunk in firsts(entry)}
     summed = _Summed(opened)
     rest = (chunk for _, chunk in full if chunk.crc32 is None or id(chunk) not in first)
     covered = sum(summed.covers(chunk.span) for chunk in rest)
@@ -221,6 +274,7 @@ def to_json(result: Verification) -> dict[str, object]:
     """Return the document of `ckpt verify --json`."""
     return {
         "ok": result.ok,
+        "identities": [each.to_json() for each in result.identities],
         "level": result.level,
         **({} if result.share is None else {"part": asdict(result.share)}),
         "checked": {
@@ -230,5 +284,8 @@ def to_json(result: Verification) -> dict[str, object]:
             "values": counts_to_json(result.counts) if result.level == "values" else None,
         },
         "not_checked": list(result.not_checked),
+        "read": [{"file": each.file, "bytes": each.nbytes} for each in result.read],
+        "not_read": [{"file": each.file, "bytes": each.nbytes, "why": each.why} for each in result.not_read],
+        "causes": [{**asdict(cause), "count": len(cause.findings)} for cause in result.causes],
         "findings": [asdict(finding) for finding in result.findings],
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckpt_tools.adapters.check import LoraCheck, to_json
 from ckpt_tools.adapters.ecosystems.simulation import LoaderReport
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_json, say, say_findings, waiting
+from ckpt_tools.cli.output import Output, note, note_identities, print_json, say, say_findings, waiting
 from ckpt_tools.text import escape_name
 
 _MAX_SHOWN = 20
@@ -19,6 +19,7 @@ def run(call: Call[LoraCheck], *, output: Output) -> int:
     if output.json:
         print_json(to_json(result))
         return 0 if result.ok else 3
+    note_identities([result.identity] if result.identity is not None else [], output)
     say_findings(result.findings, most=None if output.verbose else _MAX_SHOWN)
     if not output.quiet:
         if result.convention is not None:

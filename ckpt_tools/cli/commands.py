@@ -40,6 +40,15 @@ COMMANDS: dict[str, Command] = {
         tensor has changed or nothing was trained.
         """,
     ),
+    "scan": Command(
+        "scan",
+        """
+        List what the files of a checkpoint would run when they are loaded: names in pickles, code. Executes nothing.
+
+        Dangerous is what can start programs, run code, load more of it, or open files and connections: exit code 3.
+        Unknown names and code that a model brings along are listed. Takes any file or directory.
+        """,
+    ),
     "smoke": Command(
         "smoke",
         """

@@ -9,7 +9,7 @@ from typing import Annotated
 from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_json, progress_of, say
+from ckpt_tools.cli.output import Output, note, note_identities, print_json, progress_of, say
 from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.options import Option
 from ckpt_tools.text import escape_name
@@ -44,6 +44,7 @@ def run(
     if output.json:
         print_json(to_json(difference))
         return 0 if difference.equal else 3
+    note_identities(difference.identities, output)
     for text in difference.notes:
         note(text)
     for fqn in difference.only_in_a:

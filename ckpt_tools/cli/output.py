@@ -22,6 +22,7 @@ from ckpt_tools.units import format_duration, format_size
 if TYPE_CHECKING:
     from ckpt_tools.conversions.job import Conversion
     from ckpt_tools.description.checkpoint import Finding
+    from ckpt_tools.description.identity import Identity
 
 SCHEMA_VERSION = 1
 """Of every JSON document."""
@@ -73,11 +74,24 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)  # noqa: T201
 
 
+def note_identities(identities: Sequence[Identity], output: Output) -> None:
+    """Print what was opened, and how it is known to be whole or a part."""
+    for number, identity in enumerate(identities):
+        if not output.quiet:
+            side = f"{'AB'[number]}: " if len(identities) > 1 else ""
+            note(side + identity.title + (f" ({first_few(identity.evidence, 2)})" if identity.evidence else ""))
+
+
+def error_json(error: CkptError) -> dict[str, object]:
+    """Return what a JSON document says of an error."""
+    parts = {"code": error.code, "what": error.what, "where": error.where, "hint": error.hint}
+    return {"error": parts, "exit_code": error.exit_code}
+
+
 def print_error(error: CkptError, *, as_json: bool) -> None:
     """Print an error in its three parts."""
     if as_json:
-        parts = {"code": error.code, "what": error.what, "where": error.where, "hint": error.hint}
-        document = {"schema_version": SCHEMA_VERSION, "error": parts, "exit_code": error.exit_code}
+        document = {"schema_version": SCHEMA_VERSION, **error_json(error)}
         note(json.dumps(document))
         return
     note(f"Error: {error.what}")
@@ -241,6 +255,7 @@ def conversion_json(result: Conversion) -> dict[str, object]:
         }
     return document | {
         "architecture": result.architecture,
+        "identity": None if result.identity is None else result.identity.to_json(),
         "notes": list(result.notes),
         "warnings": list(result.warnings),
         "not_checked": list(result.not_checked),
@@ -260,6 +275,7 @@ def _print_conversion(result: Conversion, output: Output) -> None:
     if output.json:
         print_json(conversion_json(result))
         return
+    note_identities([result.identity] if result.identity is not None else [], output)
     for text in result.notes:
         note(f"note: {text}")
     for text in result.warnings:

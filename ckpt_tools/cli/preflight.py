@@ -54,6 +54,10 @@ def run(call: Call[PreflightReport], *, format: Format = "text", html: Html = No
     ) as write:
         try:
             report = call(on_check=follow, on_findings=tell if form == "text" else None, on_places=keep)
+        except Exception as error:
+            if form in ("sarif", "github"):  # whoever reads them gets a document in any case
+                _print_for_ci(form, error)
+            raise
         finally:
             line.close()
         if write is not None:
@@ -66,10 +70,14 @@ def run(call: Call[PreflightReport], *, format: Format = "text", html: Html = No
     elif form == "text":
         _print(report, output)
     else:
-        from ckpt_tools.preflight.for_ci import to_github, to_sarif
-
-        say(json.dumps(to_sarif(report), indent=1) if form == "sarif" else "\n".join(to_github(report)))
+        _print_for_ci(form, report)
     return 0 if report.ok else 3
+
+
+def _print_for_ci(form: str, result: PreflightReport | Exception) -> None:
+    from ckpt_tools.preflight.for_ci import to_github, to_sarif
+
+    say(json.dumps(to_sarif(result), indent=1) if form == "sarif" else "\n".join(to_github(result)))
 
 
 def _located(finding: Finding, places: Mapping[Finding, Place]) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from ckpt_tools.cli.render_grid import render_tensor
@@ -11,7 +11,7 @@ from ckpt_tools.cli.screen import Screen, pad
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.folding import fold_blocks, format_placement, format_ranges
 from ckpt_tools.description.summarise import RankSummary, Summary
-from ckpt_tools.text import display_width, escape_name
+from ckpt_tools.text import display_width, escape_message, escape_name, first_few
 from ckpt_tools.units import format_size
 
 By = Literal["rank", "file", "dtype", "module"]
@@ -103,7 +103,8 @@ def _render_header(summary: Summary, screen: Screen) -> None:
         chunks += f", {format_size(on_disk)} on disk"
     lines = [
         ("path", escape_name(summary.path)),
-        *([("part", f"{summary.contents[0].name} of the step")] if summary.contents else []),
+        *_identity_lines(summary),
+        *([("part", f"{summary.contents[0].name} of the {_whole_of(summary)}")] if summary.contents else []),
         ("format", summary.format),
         *([("names", summary.names)] if summary.names else []),
         ("tensors", f"{summary.num_tensors:,}"),
@@ -123,11 +124,34 @@ def _render_header(summary: Summary, screen: Screen) -> None:
         size = format_size(sum(asset.nbytes for asset in summary.assets))
         lines.append(("assets", f"{_count(len(summary.assets), 'file')}, {size}"))
     for name, text in lines:
-        screen.line(f"{name:<9} {text}")
+        screen.line(f"{name:<9} {text}", "warning" if name == "runs" and text.startswith("dangerous") else None)
     missing = [escape_name(file.file) for file in summary.files if file.file_bytes is None]
     if missing:
         more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
         screen.line(f"missing   {', '.join(missing[:3])}{more}", "warning")
+
+
+def _whole_of(summary: Summary) -> str:
+    return "repository" if summary.identity is not None and summary.identity.components else "step"
+
+
+def _identity_lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield what it is, how that is known, and what came along."""
+    identity = summary.identity
+    if identity is None:
+        return
+    yield "is", identity.title
+    yield from (
+        ("", escape_message(f"{'part' if identity.whole == 'part' else 'whole'}: {each}")) for each in identity.evidence
+    )
+    yield from (("", escape_message(f"resume: {each}")) for each in identity.reasons)
+    for count in identity.steps if len(identity.steps) > 1 else ():
+        yield "", f"step {count.step}: {first_few(count.files)}"
+    for each in identity.candidates:
+        yield "", escape_message(f"{'takes' if each.is_taken else 'not'} {each.name}: {each.why}")
+    if identity.components:
+        yield "models", first_few(identity.components, 8)
+    yield from (("runs", escape_message(each)) for each in identity.executables)
 
 
 def _render_ranks(summary: Summary, screen: Screen) -> None:

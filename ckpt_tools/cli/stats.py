@@ -10,7 +10,7 @@ from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.stats import Stats, TensorStats, to_json
 from ckpt_tools.checks.updates import Update
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.output import Output, note, note_identities, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.reports import Html, report_to
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.moving.threads import one_thread_each
@@ -42,6 +42,7 @@ def run(
     if output.json:
         print_json(to_json(result))
         return 0 if result.ok else 3
+    note_identities(result.identities, output)
     for text in result.notes:
         note(text)
     say_findings(result.findings, most=None if output.verbose else _MAX_SHOWN)

@@ -6,6 +6,7 @@ written that it would load so, unless the model that the names come from was lik
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -15,8 +16,9 @@ from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps import Expected, Held, common_prefix, folded, hold, is_adapter, load_table, origins_of, tied
+from ckpt_tools.maps.misfits import config_misfits
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.naming import AssetList, claim_of
+from ckpt_tools.models.naming import AssetList, Claim, claim_of
 from ckpt_tools.text import escape_name, first_few
 
 Ties = Callable[[str, str], bool]
@@ -45,6 +47,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
 
     Raises:
         UsageError: They would be loaded as random weights, or not at all.
+        UnreadableError: The config has other sizes than the tensors.
     """
     names = [entry.fqn for entry in job.target.tensors]
     try:
@@ -84,6 +87,20 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
         return
     if _decide(job, held, excused, title, expected, allow_foreign):
         job.architecture = title
+    _check_shapes(job, claim, allow_foreign)
+
+
+def _check_shapes(job: Job, claim: Claim, allow_foreign: bool) -> None:
+    """Refuse, or warn of, a config with other sizes than the tensors have: no loader takes the two together."""
+    wrong = config_misfits(claim.config, ((entry.fqn, entry.shape) for entry in job.target.tensors))
+    what = f"{first_few(wrong, 2)}: {CONFIG_NAME} is not that of these weights"
+    if wrong and not allow_foreign:
+        here, root = (os.path.join(path, "") for path in (claim.source.root, job.opened.source.root))
+        is_own = here.startswith(root) or root.startswith(here)  # beside the parts of a step
+        way = "correct it, or move it away and pass --assets DIR" if is_own else "pass --assets DIR"
+        hint = f"{way}, with the config of this step's model; --allow-foreign-names writes them anyway"
+        raise UnreadableError(what, where=here + CONFIG_NAME, hint=hint)
+    job.warnings = (*job.warnings, what) if wrong else job.warnings
 
 
 def _left_out(job: Job, missing: Iterable[str]) -> Iterator[str]:

@@ -7,13 +7,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from ckpt_tools.checks.manifest import changed_asset
+from ckpt_tools.checks.structure import json_problem
 from ckpt_tools.checks.values import check_values
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.conversions.job import (
     Conversion,
     Job,
 )
-from ckpt_tools.conversions.parts import check_step, record_parts
+from ckpt_tools.conversions.parts import OF_SOURCE, check_step, record_parts
 from ckpt_tools.conversions.record import manifest_of, record_of, tensor_records, written_files
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError
@@ -97,7 +99,7 @@ def finish(
     files = written_files(job, assets, {name: len(content) for name, content in documents.items()}, marked)
     if parts and isinstance(sink, Staging):
         check_step(sink.directory, parts)
-    else:
+    if not parts or job.target.tensors:
         _check_result(sink, job.named)
     for each in (job, *job.parts.values()):
         each.opened.source.check_unchanged()
@@ -125,6 +127,9 @@ def carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
     by_source: dict[int, tuple[Source, list[Asset]]] = {}
     for source, asset in job.assets:
         if asset.file not in job.rewritten:
+            if what := json_problem(source, asset):
+                hint = "restore the file, or take it away"
+                raise UnreadableError(f"{asset.source_file}: {what}", where=source.root, hint=hint)
             by_source.setdefault(id(source), (source, []))[1].append(asset)
     for source, assets in by_source.values():
         outcome = execute(plan_assets(assets), source, sink, num_workers=job.num_workers)
@@ -137,11 +142,19 @@ def carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
 
 
 def _asset_warnings(job: Job, asset: Asset, digest: str) -> Iterator[str]:
-    """Say that a file is not what the source's manifest recorded: edited on purpose, or damaged on the way."""
+    """Say that a file is not what the source's manifest recorded.
+
+    Raises:
+        UnreadableError: Programs read it, and nobody has said that it was changed on purpose.
+    """
     manifest = job.opened.manifest
     record = None if manifest is None else manifest.assets.get(asset.source_file)
-    if record is not None and record.digest != digest:
-        yield f"changed-asset: {escape_name(asset.file)}: not what {MANIFEST_NAME} recorded; carried along as it is"
+    if record is None or record.digest == digest:
+        return
+    found = changed_asset(job.opened, asset.source_file, f"not what {MANIFEST_NAME} recorded")
+    if found.severity == "error":
+        raise UnreadableError(f"{found.where} is {found.what}", where=job.opened.source.root, hint=found.hint)
+    yield f"{found.code}: {found.where}: {found.what}; carried along as it is"
 
 
 def conversion(
@@ -177,6 +190,7 @@ def conversion(
         warnings=tuple(text for each in (job, *job.parts.values()) for text in each.warnings),
         not_checked=tuple(text for each in (job, *job.parts.values()) for text in each.not_checked),
         architecture=job.architecture,
+        identity=job.opened.identity if job.opened.identity.format else None,
         dry_run=dry_run,
         published=published,
         part=part,
@@ -238,15 +252,16 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
 def _check_result(sink: Sink, target: Checkpoint) -> None:
     """Open what was written as a user would, and hold it against the plan."""
     with sink.reader() as source:
-        written = open_from(source, path=sink.destination, format=target.format)
-        result = verify(written, level="structure", num_workers=1)
+        written = open_from(source, path=sink.destination, format=target.format, as_part=True)
+        result = verify(written, level="structure", num_workers=1, purpose="weights")
         found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
     expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}
-    if not result.ok or found != expected:
-        what = "its tensors are not those of the plan" if result.ok else result.errors[0].what
+    errors = [error for error in result.errors if error.code not in OF_SOURCE]
+    if errors or found != expected:
+        what = errors[0].what if errors else "its tensors are not those of the plan"
         raise CkptError(
             f"what was written does not pass its own check: {what}",
-            where=None if result.ok else result.errors[0].where,
+            where=errors[0].where if errors else None,
             hint="nothing was published; please report this with the output of `ckpt env`",
         )
 

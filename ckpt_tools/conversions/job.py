@@ -12,14 +12,15 @@ from ckpt_tools._version import __version__
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.layout import Mesh, Placement
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
-from ckpt_tools.formats.opening import Opened, detect, read_document
+from ckpt_tools.formats.opening import Opened, check_candidates, detect, read_document
 from ckpt_tools.formats.steps import is_part, note_reading
 from ckpt_tools.formats.table import format_of
-from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES, PIPELINE_NAME
+from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
 from ckpt_tools.models.naming import AssetList
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.counts import Counts
@@ -66,6 +67,8 @@ class Conversion:
     """FQN as written → what its values are like; in a step with its part's directory before it."""
     architecture: str | None = None
     """The architecture whose names all are written, and no others; None when they were not held against one."""
+    identity: Identity | None = None
+    """What the source is."""
     dry_run: bool = False
     published: bool = True
     """False with `dry_run`, for a part while others are missing, and on the ranks of torchrun that leave publishing to
@@ -138,6 +141,7 @@ class Job:
     command: str = ""
     """What was asked for, in JSON; for `ckpt commit`."""
     overwrite: bool = False
+    keep_pickles: bool = False
     use_dtensor: bool = False
     """Write the data files through torch (`--engine dtensor`) instead of the executor."""
     num_workers: int = 1
@@ -161,9 +165,20 @@ class Job:
         return len(self.rewritten[asset.file]) if asset.file in self.rewritten else asset.nbytes
 
 
+def choose(job: Job, **options: object) -> None:
+    """Let the manifest say that tensors are left out on purpose, by the options that are given."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    if chosen := " ".join(given) or job.opened.identity.chosen:
+        for each in (job, *job.parts.values()):
+            each.made = {**each.made, "chosen": chosen}
+
+
 def notes_on(opened: Opened) -> list[str]:
     """Say what a user should know of the source: what is not carried along, and what had to be believed."""
     notes = []
+    if opened.identity.whole == "part":
+        notes.append(f"a part of a model, taken as it is: {opened.identity.evidence[0]}")
+    notes += [f"not taken: {each.name} ({each.why})" for each in opened.candidates if not each.is_taken]
     if opened.left_out:
         left_out = first_few(opened.left_out, limit=4)
         notes.append(f"left out, as weights in another format or of another model: {left_out}")
@@ -179,8 +194,17 @@ def check_claims(job: Job) -> None:
     """Hold what the source says of files and lengths against its files, before anything is made to measure.
 
     Raises:
+        UnreadableError: Sets of weights that differ lie together, and nobody has said which is meant.
         UsageError: A tensor would lose the shape that it has.
     """
+    check_candidates(job.opened.candidates, job.opened.source.root)
+    step = job.opened.step
+    if step is not None and step.has_own and not job.parts:
+        raise UnreadableError(
+            f"{step.title} of {len(step.parts)} models, which this command would part",
+            where=job.opened.source.root,
+            hint=f"--from {job.opened.format.name} takes the one at the top alone",
+        )
     own = (job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors)
     if unshaped := sorted(job.opened.unshaped.intersection(own)):
         raise UsageError(
@@ -284,8 +308,7 @@ def check_replaceable(destination: str) -> None:
     with LocalSource(destination) as source:
         try:
             files = source.list_files()
-            if PIPELINE_NAME not in files:
-                detect(files, path=destination)
+            detect(files, path=destination)
         except UnreadableError as error:
             raise UsageError(
                 "--overwrite only replaces checkpoints; this directory is not one",

@@ -13,9 +13,12 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.formats.scan import DANGERS
 from ckpt_tools.formats.step import open_step
-from ckpt_tools.models.config import PIPELINE_NAME
 from ckpt_tools.storage.sink import Sink
+
+OF_SOURCE = ("part-of-a-model", "hollow", "damaged-asset", *DANGERS)
+"""Codes of findings about what was written that its source has as well, and that was said of it."""
 
 
 def can_adopt(path: str, *, num_workers: int) -> bool:
@@ -26,7 +29,7 @@ def can_adopt(path: str, *, num_workers: int) -> bool:
     if not os.path.lexists(path):
         return False
     try:
-        with open_path(path) as opened:
+        with open_path(path, as_part=True) as opened:
             if opened.manifest is not None and verify(opened, level="data", num_workers=num_workers).ok:
                 return True
     except CkptError:
@@ -56,19 +59,18 @@ def check_step(directory: str, names: Iterable[str]) -> None:
     Raises:
         CkptError: It is something else.
     """
-    if os.path.lexists(os.path.join(directory, PIPELINE_NAME)):
-        return  # of diffusers, whose parts were looked at one by one
     opened = open_step(directory)
     if opened is None:  # one of files of ranks, whose parts were looked at one by one
-        with open_path(directory) as whole:
+        with open_path(directory, as_part=True) as whole:
             if whole.step is None or sorted(part.directory for part in whole.step.parts) != sorted(names):
                 raise _unlike("its parts are not those of the plan", directory)
         return
     with opened as step:
-        result = verify_step(step, level="structure", num_workers=1)
-        if not result.ok:
-            raise _unlike(result.errors[0].what, result.errors[0].where)
-        if sorted(part.directory for part in step.step.parts) != sorted(names):
+        result = verify_step(step, level="structure", num_workers=1, purpose="weights")
+        if errors := [error for error in result.errors if error.code not in OF_SOURCE]:
+            raise _unlike(errors[0].what, errors[0].where)
+        found = {part.directory for part in step.step.parts}
+        if found != set(names) and not (step.step.is_repository and found.issuperset(names)):
             raise _unlike("its parts are not those of the plan", directory)
 
 

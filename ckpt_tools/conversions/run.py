@@ -16,6 +16,7 @@ from ckpt_tools.conversions.finish import (
     notes_of_parts,
     recorded_apart,
 )
+from ckpt_tools.conversions.inert import make_inert
 from ckpt_tools.conversions.job import (
     Conversion,
     Job,
@@ -63,6 +64,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
     jobs = {"": job, **job.parts}
     for each in jobs.values():
         check_claims(each)
+        make_inert(each, keep=job.keep_pickles)
         rewrite_assets(each)
     plans = {name: Plan(each.source, each.target, each.heads, each.seals) for name, each in jobs.items()}
     planned = [(os.path.join(name, file), n) for name, each in jobs.items() for file, n in planned_files(each)]

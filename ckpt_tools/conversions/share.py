@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 from ckpt_tools.conversions.commit import Place, add_progress, commit, is_right
 from ckpt_tools.conversions.finish import carry_assets, conversion, kept_or_discarded, recorded_apart
+from ckpt_tools.conversions.inert import make_inert
 from ckpt_tools.conversions.job import Conversion, Job, check_claims, fingerprint, rewrite_assets
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import DestinationExistsError, UsageError
@@ -37,6 +38,7 @@ def run_share(job: Job, part: Part, start: float) -> Conversion:
     """
     check_can_be_cut(job)
     check_claims(job)
+    make_inert(job, keep=job.keep_pickles)
     rewrite_assets(job)
     plan = Plan(job.source, job.target, job.heads, job.seals)
     place = find_place(job, part)
@@ -65,7 +67,7 @@ def check_can_be_cut(job: Job) -> None:
     """Refuse what several processes cannot share."""
     problem = None
     if job.parts:
-        problem = "a training step", "leave out --part, or convert the directory of its weights, without --for"
+        problem = "several models, or a training step,", "leave out --part, or convert one model, without --for"
     elif job.edits or job.prepare is not None or job.accept is not None:
         problem = "what computes new values", "leave out --part; cut what it writes afterwards"
     elif job.use_dtensor:

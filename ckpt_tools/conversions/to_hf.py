@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, differences, is_same, model_in
 from ckpt_tools.conversions.job import Job, cast_target, notes_on
-from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors, torch_directory
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, PICKLES, is_hf_asset, is_weights
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, PICKLES
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
-from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.name_options import GatherNames, MapFile
@@ -25,6 +25,8 @@ from ckpt_tools.models.naming import AssetList, Naming, name_back, name_hub
 from ckpt_tools.moving.plan import Seal
 from ckpt_tools.options import (
     AnyPath,
+    AsPart,
+    Component,
     Dequantize,
     Destination,
     DryRun,
@@ -33,6 +35,7 @@ from ckpt_tools.options import (
     Exclude,
     From,
     Include,
+    KeepPickles,
     MaxShardSize,
     NumWorkers,
     OnlyCommit,
@@ -43,9 +46,6 @@ from ckpt_tools.options import (
     ShapesFrom,
     Source as SourcePath,
 )
-from ckpt_tools.remote.places import open_source
-from ckpt_tools.storage.journal import JOURNAL_NAME
-from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import parse_size
 
@@ -76,7 +76,7 @@ class GatherOptions:
         ),
     ] = "auto"
     assets: Annotated[
-        AnyPath | None, Option("Directory with config and tokenizer, to copy beside the weights.", metavar="DIR")
+        AnyPath | None, Option("Directory with the config and tokenizer that the source itself lacks.", metavar="DIR")
     ] = None
     like: Annotated[
         AnyPath | None, Option("Reference model whose names, order, files and dtypes to restore.", metavar="REF")
@@ -89,11 +89,14 @@ class GatherOptions:
         False
     )
     overwrite: Overwrite = False
+    keep_pickles: KeepPickles = False
     part: PartText = None
     only_commit: OnlyCommit = False
     dry_run: DryRun = False
     num_workers: NumWorkers = None
     format: From = None
+    as_part: AsPart = False
+    component: Component = None
     shapes_from: ShapesFrom = None
     to: Annotated[
         Literal["safetensors", "torch"],
@@ -116,6 +119,7 @@ def gathering_job(
     remembers, when no option asks for something else; `max_shard_size`.
     """
     destination, dtype, strip = os.fspath(options.destination), options.dtype, options.strip_prefix
+    beside = opened.own_assets if assets is None else assets
     include, exclude = options.include, options.exclude
     stem, suffix = os.path.splitext(destination)
     if suffix in (".safetensors", *PICKLES):
@@ -142,16 +146,15 @@ def gathering_job(
         model, names = model_in(opened, strip, notes)
         return _restore(
             *(opened, model, names, like.origin, destination),
-            *(_assets(opened, assets or assets_of(like)), notes, naming),
+            *(beside, notes, naming),
             is_reference=True,
         )
     if plain and original is not None:
         names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
-        return _restore(opened, model, names, original, destination, _assets(opened, assets), notes, naming)
+        return _restore(opened, model, names, original, destination, beside, notes, naming)
     chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
     model, names = model_in(chosen, strip, notes)
-    beside = _assets(opened, assets)
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
     named = name_hub(model, beside, naming, opened.resolve)
@@ -317,12 +320,6 @@ def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntr
     )
 
 
-def _assets(opened: Opened, others: AssetList | None) -> AssetList:
-    """Return the assets to carry along: `others` before the source's own of the same name."""
-    chosen = {asset.file: (source, asset) for source, asset in (*assets_of(opened), *(others or ()))}
-    return [chosen[name] for name in sorted(chosen)]
-
-
 def _stem(assets: AssetList) -> str:
     """Return what loaders call the weights: diffusers looks for a name of its own."""
     source = next((source for source, asset in assets if asset.file == CONFIG_NAME), None)
@@ -330,33 +327,3 @@ def _stem(assets: AssetList) -> str:
         if source is not None and "_class_name" in config_in(source).values:
             return "diffusion_pytorch_model"
     return "model"
-
-
-def assets_of(opened: Opened) -> AssetList:
-    """Return the assets of an open checkpoint."""
-    return opened.own_assets
-
-
-def assets_of_step(opened: Opened, root: Source) -> AssetList:
-    """Return what lies beside the parts of a step and belongs to its model: a config, a tokenizer."""
-    own = {asset.file for asset in opened.checkpoint.assets}
-    beside = () if opened.step is None else opened.step.beside
-    return [(root, asset) for asset in beside if is_hf_asset(asset.file) and asset.file not in own]
-
-
-def model_beside(path: str, stack: ExitStack) -> tuple[AssetList, Opened | None]:
-    """Return the files of a directory that hold no weights, and the model that lies there with them, if any."""
-    try:
-        opened = stack.enter_context(open_path(path))
-    except UnreadableError:
-        return assets_in(stack.enter_context(open_source(path))), None
-    return assets_in(opened.source), opened
-
-
-def assets_in(source: Source) -> AssetList:
-    """Return the files of a directory that hold no weights."""
-    return [
-        (source, Asset(file=name, nbytes=size))
-        for name, size in source.list_files().items()
-        if not is_weights(name) and name not in (MANIFEST_NAME, JOURNAL_NAME)
-    ]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from ckpt_tools.checks.trainer import judge, judge_path, refuse_mixed
 from ckpt_tools.conversions.find import model_in, name_again
 from ckpt_tools.conversions.job import PART_NOTE, Job
+from ckpt_tools.conversions.to_hf import GatherOptions
 from ckpt_tools.conversions.to_mesh import ShardingOptions, find_layout, resharding_job, sharding_job
 from ckpt_tools.description.checkpoint import Checkpoint
 from ckpt_tools.description.layout import Layout, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import step as steps_format
+from ckpt_tools.formats.file_names import is_weights
+from ckpt_tools.formats.judge import StepVerdict
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.step import OpenedStep
 from ckpt_tools.formats.steps import (
@@ -20,9 +24,6 @@ from ckpt_tools.formats.steps import (
     TrainerLayout,
     TrainerName,
     dataloader_ranks,
-    missing_parts,
-    note_missing_rng,
-    trainer_of,
 )
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import config_beside
@@ -31,6 +32,12 @@ from ckpt_tools.text import first_few
 
 _OTHER_LIBRARIES = ("torchtitan", "megatron", "nanotron", "gguf")
 """Codes of names that no model of transformers or diffusers has, adapted or wrapped."""
+
+_OF_ONE_MODEL = (
+    *("prefix", "include", "exclude", "dtype_for", "map", "trainer", "like", "assets", "strip_prefix", "part"),
+    *("keep_precision", "shapes_from", "rules", "set", "tp_plan"),
+)
+"""Options that say something of one model's names, files or shape."""
 
 
 def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) -> TrainerLayout:
@@ -100,21 +107,16 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
         UnreadableError: A part is not complete, or one that resuming needs is not there.
     """
     path = step.root.source.root
+    refuse_mixed(step.root)
     for _, error in step.broken:
         raise error
-    for directory, is_needed in missing_parts(step.step):
-        if is_needed:
-            raise UnreadableError(
-                f"{step.step.title} without {directory}",
-                where=path,
-                hint=f"restore it, or convert one part: {_give(step)}",
-            )
     if step.step.rank_files:
         raise UnreadableError(
             f"{first_few(step.step.rank_files)}: pickles of each rank's own part, which fit no other mesh",
             where=path,
             hint="save with DCP (accelerate's use_dcp=True)",
         )
+    _refuse(judge(step.root), path)
     single: Sequence[tuple[str, object]] = (
         ("--prefix", options.prefix),
         ("--include", options.include),
@@ -141,12 +143,57 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
     outer.notes = [f"whole step: {first_few(list(parts), 6)}; {len(outer.assets)} other files are copied unchanged"]
     if step.passed_over:
         outer.notes.append(f"left out (hidden directories, links, special files): {first_few(step.passed_over, 6)}")
-    if mesh is not None and (note := note_missing_rng(step.step.names, mesh.world_size)):
-        outer.notes.append(note)
+    if mesh is not None:
+        verdict = judge_path(path, num_ranks=mesh.world_size)
+        outer.notes += [f"{each.file}: {each.what}; {each.does}" for each in verdict.reasons]
+    return outer
+
+
+def _refuse(verdict: StepVerdict, path: str) -> None:
+    """Refuse to write a step that would not resume as the trainer meant.
+
+    Raises:
+        UnreadableError: A part that resuming needs is not there, or not whole.
+    """
+    for reason in (each for each in verdict.reasons if each.is_sure):
+        what = f"{reason.file}: {reason.what}; {reason.does}"
+        raise UnreadableError(what, where=path, hint="restore it; `ckpt gather`, or --for plain, takes the model alone")
+
+
+def repository_job(step: OpenedStep, options: ShardingOptions | GatherOptions, build: Callable[[Opened], Job]) -> Job:
+    """Return the job that writes every model of a repository, each as `build` makes it, and the files beside.
+
+    Raises:
+        UsageError: An option that is for one model.
+        UnreadableError: A model is not complete, or not there.
+    """
+    path = step.root.source.root
+    for _, error in step.broken:
+        raise error
+    if step.step.lacking:
+        what = f"{step.step.title} without the weights of {first_few(step.step.lacking, 6)}"
+        raise UnreadableError(what, where=path, hint=f"restore them, or take one model: {_give(step)}")
+    for field in _OF_ONE_MODEL:
+        value = getattr(options, field, None)
+        if value not in (None, (), [], "", "auto"):
+            flag = {"trainer": "--for"}.get(field, "--" + field.replace("_", "-"))
+            what = f"{flag} applies to one model; this is {step.step.title} of {len(step.parts)}"
+            raise UsageError(what, where=path, hint=f"take one: {_give(step)}")
+    jobs = {part.directory: build(opened) for part, opened in step.parts}
+    outer = jobs.pop("", None) or outer_job(step.root, os.fspath(options.destination), {}, None)
+    outer.parts, outer.opened = jobs, replace(outer.opened, identity=step.identity)
+    own = {asset.file for _, asset in outer.assets}
+    beside = [asset for asset in step.step.beside if not is_weights(asset.file) and asset.file not in own]
+    outer.assets = [*outer.assets, *((step.root.source, asset) for asset in beside)]
+    if left_out := [asset.file for asset in step.step.beside if is_weights(asset.file)]:
+        outer.notes.append(f"left out, as weights in another format or of another model: {first_few(left_out)}")
+    outer.notes.insert(0, f"{step.step.title} of {len(step.parts)} models: {first_few(step.step.components, 12)}")
     return outer
 
 
 def _give(step: OpenedStep) -> str:
+    if step.step.is_repository:
+        return f"--component {step.step.components[0]}"
     return os.path.join(step.root.source.root, step.parts[0][0].directory)
 
 
@@ -164,11 +211,14 @@ def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trai
     Raises:
         UsageError: As `layout_for`; or the names cannot be brought into those that are wanted.
     """
-    own = trainer_of(opened.checkpoint, opened.beside)
+    verdict = judge(opened)
+    own = verdict.trainer if verdict.trainer in ("lightning", "torchtitan") else None
     if trainer is None or (trainer == own and not options.prefix):
         for error in opened.broken:
             hint = f"{error.hint or 'restore it'}; for the model alone, move the optimizer's files away"
             raise UnreadableError(f"the optimizer's state is not whole: {error.what}", where=error.where, hint=hint)
+        if opened.format.loads_by_dcp:
+            _refuse(verdict, opened.source.root)
         job = resharding_job(opened, options, naming)
         job.notes += _notes_on_loader(opened, job.mesh)
         return job

@@ -15,6 +15,7 @@ from typing import Literal
 
 from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.infer import block_of, infer_mesh, rank_of_file
 from ckpt_tools.description.layout import Layout, Mesh, Placement, Replicate, cut_tensor
 
@@ -118,6 +119,8 @@ class Summary:
     """The mesh, when known."""
     mesh_source: MeshSource | None
     """Where the mesh comes from."""
+    identity: Identity | None = None
+    """What it is, and whether it is whole."""
     placements: Mapping[str, Mapping[str, Placement]] | None
     """FQN → axis → placement, when known."""
     tensors: tuple[TensorEntry, ...] = ()
@@ -394,6 +397,7 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
     document: dict[str, object] = {
         "path": summary.path,
         "format": summary.format,
+        "identity": None if summary.identity is None else summary.identity.to_json(),
         "names": summary.names or None,
         "num_tensors": summary.num_tensors,
         "num_elements": summary.num_elems,

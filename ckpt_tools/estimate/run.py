@@ -130,7 +130,8 @@ def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ..
         title = f"{options.layers} layers of width {options.hidden}"
         return title, figures, ("a decoder like Llama's is assumed: gated feed-forward network, two embeddings",)
     try:
-        with open_path(options.path) as opened:
+        with open_path(options.path, as_part=True) as opened:
+            identity = opened.identity
             shapes = {entry.fqn: entry.shape for entry in opened.checkpoint.tensors if not is_optimizer(entry)}
     except CkptError as error:
         if error.hint is None:
@@ -138,5 +139,5 @@ def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ..
         raise
     figures, notes = figures_from_shapes(shapes)
     kinds = ", ".join(f"{block.count} of {block.params:,} parameters" for block in figures.blocks)
-    title = f"{escape_name(options.path)}: {len(shapes)} tensors, blocks: {kinds}"
+    title = f"{escape_name(options.path)}: {identity.title}; {len(shapes)} tensors, blocks: {kinds}"
     return title, figures, ("sizes are those of the checkpoint's tensors", *notes)

@@ -27,6 +27,10 @@ _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 _FIRST_BYTES = 1 << 20
 """Read at first of a pickle whose length nobody says; eight times as many when that is not all of it."""
+_DEVICE = re.compile(
+    r"(cpu|cuda|mps|meta|xpu|xla|hpu|npu|mlu|musa|ipu|mtia|vulkan|privateuseone|maia|hip)(:\d+)?", re.ASCII
+)
+"""Where a storage was when it was saved."""
 _QUANTISED = {"QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1}
 """Bytes of an element of storages that are skipped."""
 
@@ -127,6 +131,9 @@ def _read_stream(source: Source, name: str) -> TorchFile:
         raise UnreadableError("the file is not little-endian")
     if sorted(map(str, keys)) != sorted(values[3].storages):
         raise UnreadableError("the list of storages is not that of the tensors' storages")
+    for key, of in values[3].storages.items():  # nothing else of a stream is summed: a flipped bit shows here
+        if type(of[3]) is not str or _DEVICE.fullmatch(of[3]) is None:
+            raise UnreadableError(f"storage {key} is of the device {of[3]!r}, which torch.load does not know")
     storages = dict(_stream_storages(source, name, position, keys, values[3].storages))
     return TorchFile(name=name, value=saved, storages=storages, sums=(), num_unsummed=len(storages))
 

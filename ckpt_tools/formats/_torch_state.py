@@ -40,6 +40,14 @@ class State:
     """What has been looked through for them."""
 
 
+def settings_of(value: object) -> dict[str, object]:
+    """Return the plain values of the command line that Megatron, fairseq and others keep under `args`; {} without."""
+    args = value.get("args") if type(value) is dict else None
+    state = args.state if type(args) is Record else args
+    values = state.items() if type(state) is dict else ()
+    return {key: each for key, each in values if type(key) is str and type(each) in (bool, int, float, str)}
+
+
 def describe_state(file: TorchFile) -> State:
     """Find every tensor of a file that keys and indices lead to.
 

@@ -21,6 +21,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
 MERGE = "merge it with DeepSpeed's ds_to_universal.py, whose result ckpt reads"
+FROZEN = "frozen weights, which DeepSpeed leaves out with exclude_frozen_parameters"
 ALL_RANKS = "copy the files of all ranks, from every node and of one save, into one directory"
 _LATEST = ("latest", "latest_universal")
 _FILE = re.compile(

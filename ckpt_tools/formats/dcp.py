@@ -104,6 +104,7 @@ class Dcp(Format):
     found_by = "`.metadata` in a directory"
     about = "of any number of ranks and files; strided and tied items, blobs"
     written_by = "`shard`, `reshard`"
+    whole_by = "`.metadata`, which names every file and chunk; with a config.json beside it, its names and shapes"
     suffix = ".distcp"
     is_sharded = True
     is_training = True
@@ -160,6 +161,9 @@ class Dcp(Format):
             beside=beside,
             single_names=parsed.single_names if manifest is None else 0,
             unshaped=parsed.flattened,
+            saved_as=parsed.saved_as,
+            lost=tuple(sorted(used - files.keys())),
+            complete="" if used - files.keys() else f"all {len(used)} files of {METADATA_NAME} are there",
         )
 
     def heads(self, entry: TensorEntry) -> Iterable[tuple[str, int, int]]:

@@ -9,10 +9,12 @@ Source: deepspeed 0.19.8 `runtime/engine.py` (`save_checkpoint`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import deepspeed_fp32
 from ckpt_tools.formats._zero_files import (
+    FROZEN,
     MERGE,
     check_number,
     content_of,
@@ -24,6 +26,7 @@ from ckpt_tools.formats._zero_files import (
     read_files,
     read_pieces,
 )
+from ckpt_tools.formats._zero_flat import read_shapes
 from ckpt_tools.formats.format import Format, Opened
 from ckpt_tools.formats.manifest import Manifest
 from ckpt_tools.storage.source import Source
@@ -44,6 +47,7 @@ class DeepSpeed(Format):
         "the model as the trainer computes with it; ZeRO-3 and the universal form, which have no such "
         "model, are read as `deepspeed-fp32`. `verify` reads the model's file alone and names the others"
     )
+    whole_by = "`param_shapes`, which lists what is trained; frozen weights may be left out on purpose"
     suffix = ".pt"
     is_training = True
     has_views = True
@@ -74,7 +78,13 @@ class DeepSpeed(Format):
                 f"the fp32 weights and the optimizer's state, in files of {found}{f' of {ranks}' * (found != ranks)} "
                 f"ranks (--from {deepspeed_fp32.FORMAT.name})"
             )
-        return open_save(self, source, files, save, tensors, [file], notes, unread)
+        opened = open_save(self, source, files, save, tensors, [file], notes, unread)
+        trained = {
+            name for group in read_shapes(content_of(file).get("param_shapes") or [], file.name) for name in group
+        }
+        lacking = trained - {entry.fqn for entry in tensors}
+        partial = (f"{len(lacking)} of {len(trained)} parameters are not here: {first_few(sorted(lacking))}",)
+        return replace(opened, partial=partial if lacking else (), excuse=FROZEN)
 
 
 FORMAT = DeepSpeed()

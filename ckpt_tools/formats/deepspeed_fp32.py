@@ -19,6 +19,7 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_file import TorchFile, read_torch_file
 from ckpt_tools.formats._zero_files import (
     ALL_RANKS,
+    FROZEN,
     MERGE,
     Save,
     check_number,
@@ -68,6 +69,7 @@ class DeepSpeedFp32(Format):
         "ranks' files of equal layout and step were swapped (stage 3). TP, pipelines and experts only in "
         "the universal form"
     )
+    whole_by = "the number of ranks and `param_shapes`, which lists what is trained"
     suffix = ".pt"
     is_sharded = True
     is_training = True
@@ -101,7 +103,7 @@ class DeepSpeedFp32(Format):
         opened = open_save(self, source, files, save, tensors, [*models, *found.files], [found.note], unread)
         sizes = {name: file.nbytes for name, file in virtual.items() if file.nbytes}
         checkpoint = replace(opened.checkpoint, blobs=blobs, files={**opened.checkpoint.files, **sizes})
-        return replace(opened, checkpoint=checkpoint, source=VirtualSource(source, virtual))
+        return replace(opened, excuse=FROZEN, checkpoint=checkpoint, source=VirtualSource(source, virtual))
 
 
 FORMAT = DeepSpeedFp32()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Mapping
 
 INDEX_SUFFIX = ".safetensors.index.json"
 """End of the name of an HF index."""
@@ -44,6 +45,22 @@ def is_step_file(name: str) -> bool:
     return "/" not in name and (name.endswith((*PICKLES, ".pkl")) or not is_weights(name))
 
 
+def is_for_people(name: str) -> bool:
+    """Does no program read a file of this name?"""
+    base = name.rpartition("/")[2].lower()
+    return base.endswith(".md") or base.startswith(("license", "notice", "readme"))
+
+
 def is_hf_asset(name: str) -> bool:
     """Is a file of this name one that transformers or a tokenizer needs?"""
     return not is_weights(name) and any(fnmatch.fnmatchcase(name, pattern) for pattern in _HF_ASSETS)
+
+
+def files_below(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the files of every directory, named relative to it."""
+    found: dict[str, dict[str, int]] = {}
+    for name, size in files.items():
+        directory, slash, rest = name.partition("/")
+        if slash:
+            found.setdefault(directory, {})[rest] = size
+    return found

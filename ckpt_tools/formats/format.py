@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, TensorEntry
+from ckpt_tools.description.identity import Candidate, Identity
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.formats.flat_shapes import Shapes
 from ckpt_tools.formats.manifest import Manifest, Origin
@@ -68,6 +69,8 @@ class Format(Protocol):
     """What no level of `verify` can check in it, in words."""
     caveats: tuple[str, ...] = ()
     """What whoever converts from it should know, in words."""
+    whole_by: str = ""
+    """How it is known that nothing lacks, in Markdown; "" where the files do not say it."""
     marker: str = ""
     """The document that makes a directory a checkpoint of this format, written last; "" when it has none."""
 
@@ -163,8 +166,22 @@ class Opened:
     """What the trainer notes of the model, by its own names for it; empty where it is not known."""
     missing: tuple[tuple[str, str], ...] = ()
     """What its trainer would look for in vain: (name, what is wrong)."""
+    saved_as: str = ""
+    """Name of the directory that a part of a step was saved into, as its metadata says."""
     single_names: int = 0
     """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
+    partial: tuple[str, ...] = ()
+    """Why its own files say that it is a part of a model, in words."""
+    complete: str = ""
+    """Why its own files say that nothing lacks, in words; "" where they do not."""
+    lost: tuple[str, ...] = ()
+    """Files that its description names and that are not here: damage, which is told tensor by tensor."""
+    excuse: str = ""
+    """Why names that config.json asks for may lack on purpose."""
+    candidates: tuple[Candidate, ...] = ()
+    """Sets of weights that lie together, this one among them."""
+    identity: Identity = field(default_factory=lambda: Identity(format=""))
+    """What it is; set by `opening`."""
 
     def __enter__(self) -> Self:
         return self

@@ -20,6 +20,7 @@ from ckpt_tools.formats._json import MAX_JSON_BYTES, parse_json
 from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_weights
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
+from ckpt_tools.formats.part_names import explain_parts
 from ckpt_tools.formats.safetensors import File, read_file
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
@@ -151,6 +152,7 @@ class HfDirectory(Format):
     found_by = "`model.safetensors` or `*.safetensors.index.json` in a directory"
     about = "config, tokenizer and the like are carried along"
     written_by = "`gather`"
+    whole_by = "the index, config.json against names and shapes, names of files; without them not known"
     suffix = ".safetensors"
     counterpart = "safetensors"
 
@@ -188,6 +190,7 @@ class HfDirectory(Format):
             origin=safetensors.origin_of(opened, index_name, index_text),
             metadata=opened[0].header.metadata if len(opened) == 1 else {},
             left_out=tuple(name for name in beside if is_weights(name)),
+            complete="" if index is None else f"all {len(index)} tensors of the index are there",
         )
 
 
@@ -223,11 +226,13 @@ def _choose_files(files: Mapping[str, int], path: str) -> tuple[str | None, list
         return None, singles
     if not singles and not indexes:
         raise UnreadableError("no safetensors files here", where=path)
-    raise UnreadableError(
-        f"{len(singles)} safetensors files and {len(indexes)} indexes, and nothing says which belong together",
-        where=path,
-        hint=f"pass one file: {os.path.join(path, (singles or indexes)[0])}, or restore the index",
-    )
+    if not indexes and (parts := explain_parts(singles)) is not None:
+        hint = f"restore the index ({parts.stem}{INDEX_SUFFIX}), which loaders look for"
+        raise UnreadableError(f"{parts.what}, and no index", where=path, hint=hint)
+    likeliest = max(singles or indexes, key=lambda name: files[name])
+    what = f"{len(singles)} safetensors files and {len(indexes)} indexes, and nothing says which belong together"
+    hint = f"pass one file: {os.path.join(path, likeliest)}, or restore the index"
+    raise UnreadableError(f"{what}: {first_few(sorted(singles or indexes), 8)}", where=path, hint=hint)
 
 
 FORMAT = HfDirectory()

@@ -104,6 +104,7 @@ class HfSharded(Format):
         "cannot load. `verify` does not see the global shapes without ckpt's manifest"
     )
     written_by = "`shard`, `reshard` with `--serialization safetensors`"
+    whole_by = "the manifest; without it not known, for global shapes are not recorded"
     suffix = ".safetensors"
     is_sharded = True
     is_training = True

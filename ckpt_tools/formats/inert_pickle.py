@@ -28,6 +28,7 @@ from ckpt_tools.formats._pickle_values import (
     DEFAULT_LIMITS,
     LEAF,
     LEAF_CALLS,
+    NEEDS_ARGUMENTS,
     PERSISTENT_ID,
     GlobalName,
     PickleLimits,
@@ -166,6 +167,8 @@ class Reader:
             raise UnreadableError(f"{what} on {describe(function)}; it was not executed")
         if type(args) is not tuple:
             raise UnreadableError(f"{what} with {describe(args)} for arguments")
+        if what == "REDUCE" and not args and function.name in NEEDS_ARGUMENTS:
+            raise UnreadableError(f"{function.name} is called without arguments, which no unpickling survives")
         depth = -1 - self._seal((args,))
         if function.name in LEAF_CALLS and len(args) == 1:
             dims = args[0]

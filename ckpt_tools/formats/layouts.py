@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ckpt_tools.errors import ForeignLayoutError, UnreadableError
 from ckpt_tools.formats._torch_file import is_torch_file
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME, PICKLES, is_side_file
+from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME, PICKLES, files_below, is_side_file, is_weights
+from ckpt_tools.formats.part_names import explain_parts, parts_of
 from ckpt_tools.formats.table import detect_format
 from ckpt_tools.text import first_few
 
@@ -79,12 +80,18 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
     path = path.rstrip("/") or path
     if (known := _layout(files, top, path)) is not None:
         return known
+    saved = [name for name in files if name.endswith(_PICKLED) and not is_side_file(os.path.basename(name))]
+    if (parts := explain_parts(saved)) is not None:
+        return ForeignLayoutError(f"{parts.what}, which ckpt does not join", where=path, hint=parts.whole)
     weights = [name for name in top if name.endswith(_PICKLED) and not is_side_file(name)]
     if weights:
         return _pickled(weights, path)
-    below = _below(files)
+    below = files_below(files)
     found = sorted((child for child in below if _is_readable(below[child])), key=_step)
     if found:
+        inside = below[found[-1]]
+        for named, what in parts_of([name for name in inside if is_weights(name) and "/" not in name], inside):
+            return UnreadableError(f"a part of a model in {found[-1]}: {what}", where=path, hint=named.kind.whole)
         shown = ", ".join(sorted(found)[-4:])
         return UnreadableError(
             f"a directory of checkpoints, not a checkpoint (it holds {shown})",
@@ -178,19 +185,9 @@ def _verl_hint(files: Mapping[str, int], path: str) -> str:
     return "restore the model's files (model_world_size_N_rank_R.pt, pytorch_model_fsdp_0_rankR.bin)"
 
 
-def _below(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Return the files of every directory, named relative to it."""
-    found: dict[str, dict[str, int]] = {}
-    for name, size in files.items():
-        directory, slash, rest = name.partition("/")
-        if slash:
-            found.setdefault(directory, {})[rest] = size
-    return found
-
-
 def _is_readable(files: Mapping[str, int]) -> bool:
     """Is there a checkpoint in these files, or in those of a directory below?"""
-    return detect_format(files, is_file=False) is not None or any(map(_is_readable, _below(files).values()))
+    return detect_format(files, is_file=False) is not None or any(map(_is_readable, files_below(files).values()))
 
 
 def _step(name: str) -> tuple[int, str]:

@@ -110,6 +110,8 @@ class Manifest:
     source: Mapping[str, object] = field(default_factory=dict)
     """Identity of what it was made from: format, files with sizes and modification times."""
     origin: Origin | None = None
+    accepted: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """File that somebody changed on purpose → `date`, digest that was `recorded` before, `digest` now."""
 
     @property
     def placements(self) -> dict[str, Mapping[str, Placement]]:
@@ -133,6 +135,7 @@ def build_manifest(manifest: Manifest) -> bytes:
         "frames": dict(manifest.frames),
         "source": dict(manifest.source),
         "origin": None if manifest.origin is None else asdict(manifest.origin),
+        **({"accepted": dict(manifest.accepted)} if manifest.accepted else {}),
     }
     # One line per top-level key: compact, and still kind to a reader.
     rows = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
@@ -253,6 +256,10 @@ def _parse(document: Any) -> Manifest:  # noqa: ANN401 - JSON, checked field by 
             prefix=_utf8(origin["prefix"]),
             map=_map(origin.get("map")),
         ),
+        accepted={
+            _file_name(name): {word: _utf8(fields[word]) for word in ("date", "recorded", "digest")}
+            for name, fields in document.get("accepted", {}).items()
+        },
     )
 
 

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ckpt_tools.description.identity import Candidate
+from ckpt_tools.errors import CkptError, PartError, UnreadableError
 from ckpt_tools.formats._torch_file import is_torch_file
+from ckpt_tools.formats.candidates import (
+    WeightSet,
+    compare,
+    find_sets,
+    is_index,
+    lies_below,
+    may_be_one_of_several,
+    option_for,
+)
 from ckpt_tools.formats.flat_shapes import Shapes
 from ckpt_tools.formats.format import Format, Opened, read_document
+from ckpt_tools.formats.identify import HOLLOW, identify
+from ckpt_tools.formats.judge import judge_step
 from ckpt_tools.formats.layouts import HEAD_BYTES, explain, explain_file
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
+from ckpt_tools.formats.part_names import read_part_name
+from ckpt_tools.formats.repositories import choose, files_of, find_repository, without_markers
 from ckpt_tools.formats.safetensors import read_file
 from ckpt_tools.formats.table import detect_format, find_format
 from ckpt_tools.remote.places import open_place
@@ -24,18 +39,38 @@ def open_path(
     *,
     format: str | None = None,  # noqa: A002 - the option's name
     shapes_from: str | os.PathLike[str] | None = None,
+    as_part: bool | None = None,
+    weights: str | None = None,
+    component: str | None = None,
 ) -> Opened:
-    """Open the checkpoint at `path`, a file or a directory; `format` overrides what would be detected.
+    """Open the checkpoint at `path`, a file or a directory, with its identity.
 
-    What needs shapes that its own files lack (FSDP1's local state dicts) takes those of the checkpoint `shapes_from`.
+    Args:
+        path: What to open, here or on another machine.
+        format: In place of what would be detected.
+        shapes_from: A checkpoint with the shapes that these files lack (FSDP1's local state dicts).
+        as_part: Take a known part of a model as what it is, and of sets of weights that differ the one that a loader
+            takes; None where nobody can ask for that.
+        weights: Which of several sets of weights in a directory (`Candidate.name`).
+        component: Which model of a repository of several (`Identity.components`).
 
     Raises:
-        UnreadableError: Not a complete, readable checkpoint.
+        UnreadableError: Not a complete, readable checkpoint, or several that differ.
+        PartError: A known part of a model, without `as_part`.
         UsageError: There is no format of this name.
     """
     source, file = open_place(path)
     try:
-        return open_from(source, path=path, file=file, format=format, shapes_from=shapes_from)
+        return open_from(
+            source,
+            path=path,
+            file=file,
+            format=format,
+            shapes_from=shapes_from,
+            as_part=as_part,
+            weights=weights,
+            component=component,
+        )
     except BaseException:
         source.close()
         raise
@@ -48,23 +83,130 @@ def open_from(
     file: str | None = None,
     format: str | None = None,  # noqa: A002 - the option's name
     shapes_from: str | os.PathLike[str] | None = None,
+    as_part: bool | None = None,
+    weights: str | None = None,
+    component: str | None = None,
 ) -> Opened:
     """Open the checkpoint in an open directory, or the `file` there that is one; the rest is as for `open_path`.
 
     The directory stays the caller's to close when this fails.
     """
     wanted = None if format is None else find_format(format)
+    if file is not None and _is_one_of_several(source, file):
+        path, file, weights = os.path.dirname(path) or ".", None, file
     files = source.list_files() if file is None else {file: source.size(file)}
-    found = _choose(source, files, path, wanted, is_file=file is not None)
+    is_whole = file is None and (wanted is None or component is not None)
+    step = find_repository(source, files) if is_whole else None
+    if component is not None:
+        step, part = choose(step, component, path)
+        if part.directory:
+            below = os.path.join(path, part.directory)
+            opened = open_path(below, format=format, shapes_from=shapes_from, as_part=as_part)
+            source.close()
+            return opened
+        files, step = files_of(step, files), None
+    if step is not None:
+        wanted = find_format("step")
+    sets = find_sets(files) if file is None and step is None else []
+    ours = [each for each in sets if each.name == weights] or [
+        each for each in sets if wanted is None or wanted.name.startswith(each.format)
+    ]
+    if ours and len(sets) > 1:
+        rest = {name for each in sets if each is not ours[0] for name in each.names}
+        files = {name: size for name, size in files.items() if name not in rest}
+        wanted = wanted if wanted is not None and weights is None else find_format(ours[0].format)
+    told = files if file is not None else without_markers(files)
+    found = _choose(source, told, path, wanted, is_file=file is not None)
     if shapes_from is not None:
-        with open_path(os.fspath(shapes_from)) as like:
+        with open_path(os.fspath(shapes_from), as_part=True) as like:
             shapes = Shapes.of(like.checkpoint, os.fspath(shapes_from), is_ordered=like.format.has_views)
         found = found.shaped(shapes)
     manifest = None
     if MANIFEST_NAME in files and file is None:
         manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+    verdict = judge_step(source, files) if found.has_parts else None  # whose parts have sources of their own
     opened = found.open(source, files, path=path, manifest=manifest)
-    return replace(opened, notes=(*source.notes, *opened.notes)) if source.notes else opened
+    opened = replace(opened, notes=(*source.notes, *opened.notes)) if source.notes else opened
+    if ours and len(sets) > 1:
+        lying = tuple(_candidates(opened, sets, ours, path, component, is_named=weights is not None))
+        own = {name for each in lying for name in each.files}
+        opened = replace(opened, candidates=lying, left_out=tuple(n for n in opened.left_out if n not in own))
+    beside = files if file is None or read_part_name(file) is None else source.list_files()
+    opened = replace(opened, identity=identify(opened, beside, verdict or judge_step(source, files, opened)))
+    if not as_part:
+        check_candidates(opened.candidates, path)
+    identity = opened.identity
+    if identity.whole == "part" and not (as_part or identity.chosen or opened.lost):  # a lost file is damage
+        raise refuse_part(opened, path, can_ask=as_part is not None)
+    return opened
+
+
+def _is_one_of_several(source: Source, file: str) -> bool:
+    """Is a file an index, or one of several sets of weights in its directory? It means the directory then."""
+    return is_index(file) or (may_be_one_of_several(file) and len(find_sets(source.list_files(max_depth=0))) > 1)
+
+
+def _candidates(
+    opened: Opened,
+    sets: Sequence[WeightSet],
+    ours: Sequence[WeightSet],
+    path: str,
+    component: str | None,
+    *,
+    is_named: bool,
+) -> Iterator[Candidate]:
+    """Yield the sets of weights that lie together, the others compared with the one that was opened."""
+    for each in sets:
+        if each is ours[0]:
+            yield Candidate(name=each.name, files=tuple(opened.checkpoint.files), is_taken=True, why=each.why)
+            continue
+        if is_named or each not in ours:
+            yield Candidate(name=each.name, files=each.names, is_taken=False, why="not asked for")
+            continue
+        try:
+            inner = os.path.join(path, each.name) if lies_below(each) else path
+            inside = None if lies_below(each) else component
+            with open_path(inner, as_part=True, weights=each.name, component=inside) as other:
+                files = tuple(other.checkpoint.files)
+                differs, what = compare(opened, other)
+        except CkptError as error:
+            files, differs, what = each.names, "not known", f"cannot be read: {error.what}"
+        yield Candidate(name=each.name, files=files, is_taken=False, why=what, differs=differs)
+
+
+def check_candidates(candidates: Sequence[Candidate], path: str) -> None:
+    """Refuse sets of weights that lie together and differ, where nobody has said which is meant.
+
+    Raises:
+        UnreadableError: There are some.
+    """
+    other = next((each for each in candidates if each.differs == "yes"), None)
+    if other is not None:
+        taken = next(each for each in candidates if each.is_taken)
+        raise UnreadableError(
+            f"two sets of weights that differ lie here, {taken.name} ({taken.why}) and {other.name}: {other.why}",
+            where=path,
+            hint=f"pass the one that is meant: {option_for(taken.name, path)} or {option_for(other.name, path)}",
+        )
+
+
+def refuse_part(opened: Opened, path: str, *, can_ask: bool) -> PartError:
+    """Return the error for a part of a model, with the way to the whole."""
+    (why, *_) = opened.identity.evidence
+    if opened.identity.hollow:
+        return PartError(f"a model without its weights: {why}", where=path, hint=HOLLOW)
+    named = next((each for each in map(read_part_name, _names_above(opened)) if each is not None), None)
+    ways = ["restore or fetch the rest of the model" if named is None else named.kind.whole]
+    if opened.step is not None and opened.step.is_repository:
+        ways = [f"pass one model: {os.path.join(path, opened.step.components[0])}"]
+    ways += ["--as-part takes it as it is"] if can_ask else []
+    return PartError(f"a part of a model: {why}", where=path, hint="; ".join(ways))
+
+
+def _names_above(opened: Opened) -> Iterator[str]:
+    """Yield the names of its files, with the directory that they lie in."""
+    inside = os.path.basename(opened.source.root.rstrip("/"))
+    return (os.path.join(inside, name) for name in opened.checkpoint.files)
 
 
 def _choose(source: Source, files: Mapping[str, int], path: str, wanted: Format | None, *, is_file: bool) -> Format:

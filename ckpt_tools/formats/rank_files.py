@@ -9,15 +9,13 @@ Source: verl `utils/checkpoint/fsdp_checkpoint_manager.py`; accelerate 1.15 `uti
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats._rank_parts import Ranks, assemble, keep_one, misfit, missing_ranks
-from ckpt_tools.formats._torch_file import read_torch_file
+from ckpt_tools.formats._rank_parts import Ranks, assemble, keep_one, missing_ranks
 from ckpt_tools.formats.file_names import is_hf_asset
 from ckpt_tools.formats.flat_ranks import read_rows, unflatten
 from ckpt_tools.formats.flat_shapes import Shapes
@@ -57,6 +55,7 @@ class RankFiles(Format):
         "files are of one step, beyond what schedulers and step counts say"
     )
     written_by = "`reshard --for verl`"
+    whole_by = "the number of ranks in names and DTensors, whose parts must tile every tensor"
     suffix = ".pt"
     is_sharded = True
     is_training = True
@@ -88,7 +87,6 @@ class RankFiles(Format):
         whole = assemble(states, path) if not rows else tuple(rows.values())
         missing = missing_ranks(states, ranks, whole, path)
         tensors = unflatten(states, rows, self._shapes, path) if rows else whole
-        _check_step(source, files, ranks, path)
         layouts = {piece.fqn: piece.layout for piece in states[min(states)].pieces}
         beside = () if rows else files  # an optimizer's flat pieces have no names at all
         optimizer = read_optimizer(source, beside, ranks, tensors, layouts, path)
@@ -118,6 +116,7 @@ class RankFiles(Format):
             unread=(*missing, *list_unread(states.values()), *optimizer.unread, *_rest(rest, ranks.directory)),
             broken=() if optimizer.broken is None else (optimizer.broken,),
             notes=(*list_tied(tensors), *optimizer.notes),
+            complete="" if missing else f"the files of all {len(states)} ranks are there",
             sums=(*(each for file, _ in read.values() for each in file.sums), *optimizer.sums),
         )
 
@@ -162,29 +161,6 @@ def _choose(found: list[Ranks], path: str) -> Ranks:
             hint="a save over an older one left both: move the files of one away",
         )
     return first
-
-
-def _check_step(source: Source, files: Mapping[str, int], ranks: Ranks, path: str) -> None:
-    """Hold the learning-rate schedulers, which verl keeps for every rank, against each other.
-
-    Raises:
-        UnreadableError: They are of different steps.
-    """
-    found: dict[object, int] = {}
-    for rank, file in sorted(ranks.files.items()):
-        directory, _, name = file.rpartition("model_world_size_")
-        beside = f"{directory}extra_state_world_size_{name}"
-        if name == file or beside not in files:
-            continue
-        with contextlib.suppress(UnreadableError):  # not needed for a model
-            state = read_torch_file(source, beside).value
-            scheduler = state.get("lr_scheduler") if isinstance(state, dict) else None
-            step = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
-            if isinstance(step, int):
-                found.setdefault(step, rank)
-    if len(found) > 1:
-        (one, first), (other, second) = list(found.items())[:2]
-        raise misfit(path, f"rank {first} is of step {one}, rank {second} of step {other}, as their schedulers say")
 
 
 def _rest(names: Iterable[str], directory: str) -> tuple[str, ...]:

@@ -241,6 +241,7 @@ class Safetensors(Format):
     found_by = "a single file"
     about = "one file: a model, an adapter or a part of one"
     written_by = "`export-lora`"
+    whole_by = "its name (`-0000I-of-0000N` is a part); else not known"
     suffix = ".safetensors"
     is_file = True
     counterpart = "hf"

@@ -6,18 +6,21 @@ Whoever opens such a directory gets its model; `open_step` gives every part.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Self
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.errors import StorageError, UnreadableError, UsageError
+from ckpt_tools.description.identity import Identity
+from ckpt_tools.errors import PartError, StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.dcp import Dcp
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, Part, Step, find_step, is_part
+from ckpt_tools.formats.repositories import MARKERS, find_repository, is_repository
+from ckpt_tools.formats.steps import HERE, MODEL_PART, OPTIMIZER_PART, Part, Step, find_step, is_part
 from ckpt_tools.remote.places import is_directory, is_remote, local, open_source
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
@@ -30,18 +33,27 @@ class StepDirectory(Format):
     """What accelerate's `save_state` and transformers' Trainer write under FSDP with SHARDED_STATE_DICT."""
 
     name = "step"
-    found_by = "`pytorch_model_fsdp_N/`, `optimizer_N/` in a directory"
-    about = "a step of accelerate or the Trainer: [training steps](../concepts/formats.md#training-steps)"
-    written_by = "`reshard`; with `--for`, `shard`"
+    found_by = "`pytorch_model_fsdp_N/`, `optimizer_N/` in a directory; `model_index.json`, `modules.json`"
+    about = (
+        "a step of accelerate or the Trainer: [training steps](../concepts/formats.md#training-steps); or a repository "
+        "of several models: [directories of other tools](../concepts/layouts.md)"
+    )
+    written_by = "`reshard`; with `--for`, or of a repository, `shard`; of a repository, `gather`"
+    whole_by = "as its model, which is DCP"
     suffix = Dcp.suffix
     has_parts = True
 
     def detects(self, files: Mapping[str, int]) -> bool:
-        """By the directories of its parts."""
-        return find_step(files) is not None
+        """By the directories of its parts, or the file that says which models there are."""
+        return find_step(files) is not None or is_repository(files)
 
     def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:  # noqa: ARG002
-        """Open the model's part."""
+        """Open the model's part; of several models the one that is trained, or that the others are put upon."""
+        if (step := find_repository(source, files)) is not None:
+            opened = open_path(path, component=step.components[0], as_part=True)
+            source.close()
+            what = f"one of the {len(step.parts)} models of {step.title}: {first_few(step.components, 12)}"
+            return replace(opened, step=step, partial=opened.partial if step.has_own else (*opened.partial, what))
         step = find_step(files)
         _refuse_links(path)
         models = () if step is None else step.models
@@ -57,7 +69,7 @@ class StepDirectory(Format):
                 where=path,
                 hint=f"name one: {os.path.join(path, models[0].directory)}",
             )
-        opened = open_path(os.path.join(path, models[0].directory))
+        opened = open_path(os.path.join(path, models[0].directory), as_part=True)  # judged once more as the step's
         source.close()
         return replace(opened, step=step)
 
@@ -86,13 +98,38 @@ class OpenedStep:
             opened.source.close()
 
     @property
+    def models(self) -> tuple[tuple[str, Opened], ...]:
+        """Directory of every model, and the model."""
+        return tuple((part.directory, opened) for part, opened in self.parts if part.holds == "model")
+
+    @property
+    def identity(self) -> Identity:
+        """What its model is; of a repository what all are together."""
+        models = [opened.identity for _, opened in self.models]
+        if not self.step.is_repository:
+            return models[0] if models else self.root.identity
+        lacking = (*self.step.lacking, *(part.directory for part, _ in self.broken))
+        lacking += tuple(name or HERE for name, opened in self.models if opened.identity.whole == "part")
+        sizes = sum((Counter(each.dtypes) for each in models), Counter[str]())
+        return Identity(
+            format=FORMAT.name,
+            num_parameters=sum(each.num_parameters for each in models),
+            dtypes=sizes,
+            components=self.step.components,
+            whole="part" if lacking else min((each.whole for each in models), key=("not known", "yes").index),
+            evidence=(f"without weights, or not whole: {first_few(lacking, 6)}",) if lacking else (),
+        )
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(opened.checkpoint.total_bytes for _, opened in self.parts)
 
 
-def open_step(path: str) -> OpenedStep | None:
-    """Open every part of the step at `path`; None when it is no step in parts.
+def open_step(path: str, *, as_part: bool = True) -> OpenedStep | None:
+    """Open every part of the step, or model of the repository, at `path`; None when it is neither.
+
+    With `as_part` false, a known part of a model is refused as by `open_path`.
 
     Raises:
         UnreadableError: No part is readable, or one is a link.
@@ -102,7 +139,8 @@ def open_step(path: str) -> OpenedStep | None:
     with ExitStack() as stack:
         source = stack.enter_context(open_source(path))
         files = source.list_files(max_depth=_MAX_DEPTH)
-        if Dcp().detects(files) or (step := find_step(files)) is None:
+        step = find_repository(source, files) or (None if Dcp().detects(files) else find_step(files))
+        if step is None:
             return None
         _refuse_links(path)
         manifest = None
@@ -111,7 +149,13 @@ def open_step(path: str) -> OpenedStep | None:
         parts, broken = [], []
         for part in step.parts:
             try:
-                opened = open_path(os.path.join(path, part.directory), format=Dcp.name if part.is_saved else None)
+                if step.is_repository:
+                    opened = open_path(path, component=part.directory or HERE, as_part=as_part)
+                else:
+                    kind = Dcp.name if part.is_saved else None
+                    opened = open_path(os.path.join(path, part.directory), format=kind, as_part=as_part)
+            except PartError:
+                raise
             except UnreadableError as error:
                 broken.append((part, error))
             else:
@@ -123,15 +167,35 @@ def open_step(path: str) -> OpenedStep | None:
             format=FORMAT,
             checkpoint=Checkpoint(root=source.root, format=FORMAT.name, tensors=()),
             source=source,
-            manifest=manifest,
+            manifest=None if step.has_own else manifest,
             beside=step.beside,
         )
-        return OpenedStep(
-            step=step, root=root, parts=tuple(parts), broken=tuple(broken), passed_over=_passed_over(path)
-        )
+        return OpenedStep(step=step, root=root, parts=tuple(parts), broken=tuple(broken), passed_over=passed_over(path))
 
 
-def _passed_over(path: str) -> tuple[str, ...]:
+def open_repository(path: str, *, as_part: bool = True) -> OpenedStep | None:
+    """Open every model of the repository at `path`; None when it is none. As `open_step`, and costs others less."""
+    step = open_step(path, as_part=as_part) if may_be_repository(path) else None
+    return step if step is not None and step.step.is_repository else None
+
+
+def may_be_repository(path: str) -> bool:
+    """Is there what says that there are several models?"""
+    if not is_remote(path):
+        return any(os.path.exists(os.path.join(local(path), name)) for name in MARKERS)
+    if not is_directory(path):
+        return False
+    with open_source(path) as source:
+        return not source.list_files(max_depth=0).keys().isdisjoint(MARKERS)
+
+
+def open_like(path: str, component: str | None) -> Opened:
+    """Open what something is compared with: of a repository the same component, of anything else the whole."""
+    return open_path(path, as_part=True, component=component if component and may_be_repository(path) else None)
+
+
+def passed_over(path: str) -> tuple[str, ...]:
+    """Return what a listing leaves out: hidden directories, links to directories and to nothing, special files."""
     if is_remote(path):  # where there are neither links nor devices
         return ()
     found = []

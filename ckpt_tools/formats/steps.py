@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,6 +27,8 @@ MODEL_PART = "pytorch_model_fsdp_0"
 OPTIMIZER_PART = "optimizer_0"
 META_FILE = "meta.pt"
 """What makes a DCP directory a checkpoint of Lightning's."""
+HERE = "."
+"""What the model of a repository is called that lies in the directory itself."""
 POLICY_PART = "actor"
 """Where verl puts the policy inside of a global_step_N."""
 ROLES = (POLICY_PART, "policy", "critic", "ref")
@@ -39,7 +41,13 @@ _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)\w*_rank\d+\.bin", re.AS
 _HOLDS: Mapping[str, Holds] = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
 PROGRESS_FILE = "trainer_state.json"
 """Where the Trainer writes how far it is; the last file of a save."""
-_SCHEDULERS = ("scheduler.bin", "scheduler.pt")
+_TITLES = {
+    "accelerate": "accelerate's step",
+    "trainer": "the Trainer's step",
+    "verl": "verl's step",
+    "diffusers": "a diffusers pipeline",
+    "sentence-transformers": "a sentence-transformers model",
+}
 _KINDS = (
     ("random_states_*.pkl", "RNG state of a rank"),
     ("rng_state*.pth", "RNG state of a rank"),
@@ -55,9 +63,7 @@ _KINDS = (
     (META_FILE, "Lightning's loops, callbacks and schedulers"),
 )
 """Name of a file beside the parts → what it is."""
-_RNG = re.compile(r"(?:random_states|rng_state)_(\d{1,9})\.(?:pkl|pth)", re.ASCII)
 _LOADER = re.compile(r"dataloader\.dp_rank_\d+", re.ASCII)
-_LONE_RNG = "rng_state.pth"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +85,34 @@ class Part:
 class Step:
     """The directory of a step that keeps the model and the optimizer apart."""
 
-    trainer: Literal["accelerate", "trainer", "verl"]
+    trainer: Literal["accelerate", "trainer", "verl", "diffusers", "sentence-transformers"]
+    """Or the library, of a repository of several models."""
     parts: tuple[Part, ...]
     """Models before optimizers."""
     beside: tuple[Asset, ...]
     """Every other file."""
+    lacking: tuple[str, ...] = ()
+    """Models that a repository says it has, and that have no weights here."""
 
     @property
     def title(self) -> str:
         """Whose it is, for people."""
-        return {"accelerate": "accelerate's step", "trainer": "the Trainer's step"}.get(self.trainer, "verl's step")
+        return _TITLES[self.trainer]
+
+    @property
+    def is_repository(self) -> bool:
+        """Is it no step, but several models that are used together?"""
+        return self.trainer in ("diffusers", "sentence-transformers")
+
+    @property
+    def has_own(self) -> bool:
+        """Does one of the models lie in the directory itself?"""
+        return any(not part.directory for part in self.parts)
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of a repository's models, the likeliest to be meant first."""
+        return tuple(part.directory or HERE for part in self.parts) if self.is_repository else ()
 
     @property
     def models(self) -> tuple[Part, ...]:
@@ -200,9 +224,13 @@ def describe_file(name: str) -> str:
 
 def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
     """Yield what a step consists of: (name, bytes, what it is). Files that differ by a number are one row."""
-    whole = {"model": "the model", "optimizer": "the optimizer's state"}
+    whole = {"model": "a model" if step.is_repository else "the model", "optimizer": "the optimizer's state"}
     for part in step.parts:
-        yield part.directory, part.nbytes, whole[part.holds] + ("" if part.is_saved else ", not saved to the end")
+        yield (
+            part.directory or HERE,
+            part.nbytes,
+            whole[part.holds] + ("" if part.is_saved else ", not saved to the end"),
+        )
     rows: dict[str, list[Asset]] = {}
     for asset in step.beside:
         rows.setdefault(re.sub(r"\d+", "*", asset.file), []).append(asset)
@@ -214,79 +242,10 @@ def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
 
 def note_reading(step: Step) -> str:
     """Say that the model is read of a step, and what is not; a config or a tokenizer may be."""
-    model = step.models[0].directory
+    model = step.models[0].directory or HERE
     others = replace(step, beside=tuple(asset for asset in step.beside if not is_hf_asset(asset.file)))
     rest = [name for name, _, _ in list_contents(others) if name != model]
     return f"reads {model} of {step.title}" + (f", and not {first_few(rest, 6)}" if rest else "")
-
-
-def missing_parts(step: Step) -> Iterator[tuple[str, bool]]:
-    """Yield the parts that resuming wants and that are not there: (directory, does training certainly need it?).
-
-    A scheduler is only there where an optimizer was.
-    """
-    there = {part.directory for part in step.parts}
-    was_trained = not step.names.isdisjoint(_SCHEDULERS)
-    if not step.models:
-        yield MODEL_PART, True
-    is_pickled = any(map(_OPTIMIZER_FILE.fullmatch, step.names))
-    has_optimizer = len(there) > len(step.models)
-    most = max(len(step.models), len(step.parts) - len(step.models))  # not the highest number: a name may be absurd
-    for index in sorted({*range(most), *(part.index for part in step.parts)}):
-        model, optimizer = f"pytorch_model_fsdp_{index}", f"optimizer_{index}"
-        if model not in there and step.models:
-            yield model, True
-        if optimizer not in there and not is_pickled:
-            yield optimizer, was_trained and not has_optimizer
-
-
-def rng_ranks(names: Iterable[str]) -> frozenset[int]:
-    """Return the ranks whose RNG states are among these files."""
-    return frozenset(int(found[1]) for name in names if (found := _RNG.fullmatch(name)))
-
-
-def note_missing_rng(names: Collection[str], num_ranks: int) -> str:
-    """Say which of `num_ranks` ranks would find no RNG state among these files; "" when none was saved, or none lacks.
-
-    The Trainer goes on without it, and so does accelerate, which keeps its step counter in the same file.
-    """
-    if _LONE_RNG in names and num_ranks == 1:
-        return ""
-    ranks = rng_ranks(names)
-    if not ranks:
-        return ""
-    by_trainer = any(name.startswith("rng_state") for name in names)
-    if by_trainer and num_ranks == 1:
-        return f"on one rank the Trainer reads {_LONE_RNG}, which is missing: its RNG state starts over"
-    missing = [rank for rank in range(num_ranks) if rank not in ranks]
-    if not missing:
-        return ""
-    shown = ", ".join(map(str, missing)) if len(missing) < 9 else f"{missing[0]} … {missing[-1]}"
-    who = f"rank {shown} has" if len(missing) == 1 else f"ranks {shown} have"
-    also = "" if by_trainer else ", and accelerate's step counter in the same file,"
-    return f"{who} no saved RNG state, which{also} starts over there"
-
-
-def trainer_of(checkpoint: Checkpoint, beside: Iterable[Asset]) -> TrainerName | None:
-    """Return whose step one DCP directory is; None where nothing tells, as of a model alone."""
-    roots = _roots(checkpoint)
-    if "state_dict" in roots and any(asset.file == META_FILE for asset in beside):
-        return "lightning"
-    return "torchtitan" if "train_state" in roots and "optimizer" in roots else None
-
-
-def _roots(checkpoint: Checkpoint) -> frozenset[str]:
-    paths = (*(entry.path for entry in checkpoint.tensors), *(blob.path for blob in checkpoint.blobs))
-    return frozenset(str(path[0]) for path in paths if path)
-
-
-def missing_of_trainer(checkpoint: Checkpoint, beside: Iterable[Asset]) -> Iterator[tuple[str, str]]:
-    """Yield what resuming wants and one DCP directory lacks: (name, what is wrong), where it is certain whose it is."""
-    roots = _roots(checkpoint)
-    if "state_dict" in roots and "optimizer_0" in roots and not any(asset.file == META_FILE for asset in beside):
-        yield META_FILE, f"a checkpoint of Lightning's without {META_FILE}: Lightning does not take it for one"
-    if "train_state" in roots and "lr_scheduler" in roots and "optimizer" not in roots:
-        yield "optimizer", "a step of torchtitan's without the optimizer's state"
 
 
 def dataloader_ranks(checkpoint: Checkpoint) -> int:

@@ -88,6 +88,7 @@ class TorchCheckpointing(Format):
         "items in JSON or without a resharder are named and not read. `verify` sees no checksum of "
         "safetensors files"
     )
+    whole_by = "`metadata.pkl`, which lists the files of all ranks"
     suffix = ".pt"
     is_sharded = True
     is_training = True

@@ -21,7 +21,7 @@ from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.hf import parse_index
 from ckpt_tools.formats.layouts import explain_part
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
-from ckpt_tools.formats.torch_save import list_tied, list_unread, read_state, whole_tensor
+from ckpt_tools.formats.torch_save import list_parts, list_tied, list_unread, read_state, whole_tensor
 from ckpt_tools.formats.torch_zip import ArchiveFrame, archive_frame, plain_tensor
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
@@ -40,6 +40,7 @@ class TorchDirectory(Format):
     found_by = "`pytorch_model.bin` with or without an index, or the one `torch.save` file in a directory"
     about = "safetensors beside them go first"
     written_by = "`gather --to torch`"
+    whole_by = "the index; of one file, config.json beside it, its name and what it holds"
     suffix = ".bin"
     counterpart = "torch"
     is_training = True
@@ -95,6 +96,8 @@ class TorchDirectory(Format):
             unread=list_unread(state for _, state in read),
             notes=list_tied(entries),
             sums=tuple(each for file, _ in read for each in file.sums),
+            partial=list_parts(file for file, _ in read),
+            complete="" if index is None else f"all {len(entries)} tensors of the index are there",
         )
 
     def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:  # noqa: ARG002

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats._pickle_values import Record
 from ckpt_tools.formats._torch_file import read_torch_file
+from ckpt_tools.formats._torch_state import settings_of
 from ckpt_tools.formats.dcp import FORMAT as PLAIN, Dcp
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.format import Format, Opened, read_document
@@ -44,6 +44,7 @@ class TorchDist(Dcp):
     name = "torch-dist"
     found_by = "`.metadata` and a `metadata.json` that names the backend; also in `weights/`"
     about = "a step of Megatron-core, Megatron-Bridge or NeMo 2: [Megatron](../concepts/formats.md#megatron)"
+    whole_by = "`.metadata`, which names every file and chunk"
     written_by = ""
     keeps_order = True
 
@@ -54,7 +55,7 @@ class TorchDist(Dcp):
     def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read `.metadata`; a metadata.json of somebody else's leaves it a plain DCP checkpoint."""
         if METADATA_NAME not in files and _NEMO + METADATA_NAME in files:
-            opened = open_path(os.path.join(path, _NEMO))
+            opened = open_path(os.path.join(path, _NEMO), as_part=True)
             source.close()
             return replace(opened, notes=(f"reads {_NEMO} of NeMo's step, and nothing beside it", *opened.notes))
         backend = _backend(source) if CONFIG_NAME in files else _BACKEND  # without, somebody said --from
@@ -97,10 +98,7 @@ def _settings(source: Source, files: Mapping[str, int]) -> dict[str, object]:
     if _COMMON_NAME not in files:
         raise UnreadableError("no such file")
     common = read_torch_file(source, _COMMON_NAME).value
-    args = common.get("args") if type(common) is dict else None
-    state = args.state if type(args) is Record else None
-    values = state.items() if type(state) is dict else ()
-    return {key: value for key, value in values if type(key) is str and type(value) in (bool, int, float, str)}
+    return settings_of(common)
 
 
 def _notes(opened: Opened) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._torch_file import TorchFile, is_torch_file, read_torch_file
 from ckpt_tools.formats._torch_pieces import Piece
-from ckpt_tools.formats._torch_state import State, describe_state
+from ckpt_tools.formats._torch_state import State, describe_state, settings_of
 from ckpt_tools.formats.file_names import PICKLES
 from ckpt_tools.formats.format import Format, Opened
 from ckpt_tools.formats.layouts import HEAD_BYTES, explain_file, explain_part
@@ -84,6 +85,21 @@ def list_unread(states: Iterable[State]) -> tuple[str, ...]:
     return tuple(found)
 
 
+_PARALLEL = re.compile(r"(?:tensor|pipeline|expert|expert_tensor)_(?:model_)?parallel_size")
+
+
+def list_parts(files: Iterable[TorchFile]) -> tuple[str, ...]:
+    """Say what in some files makes them one part of several."""
+    found: dict[str, None] = {}
+    for file in files:
+        for key, value in settings_of(file.value).items():
+            if _PARALLEL.fullmatch(key) and type(value) is int and value > 1:
+                found[f"its trainer ran with {key} = {value}"] = None
+        if type(file.value) is dict and file.value.get("shard_metadata"):
+            found["it has shard_metadata, which fairscale keeps in the shards of a model"] = None
+    return tuple(found)
+
+
 def list_tied(tensors: Sequence[TensorEntry]) -> tuple[str, ...]:
     """Say which tensors are one."""
     places: dict[tuple[object, ...], list[str]] = {}
@@ -101,6 +117,7 @@ class TorchSave(Format):
     name = "torch"
     found_by = "a single file that `torch.save` wrote, zip or stream"
     about = "`.pt .pth .bin .ckpt` and others; never unpickled"
+    whole_by = "its name and those beside it, the settings of its trainer (`args`), `shard_metadata`; else not known"
     suffix = ".pt"
     is_file = True
     counterpart = "torch-dir"
@@ -125,6 +142,7 @@ class TorchSave(Format):
             unread=list_unread([state]),
             notes=list_tied(tensors),
             sums=file.sums,
+            partial=list_parts([file]),
         )
 
 

@@ -98,7 +98,7 @@ def load_checkpoint(
 
     def read() -> tuple[dict[str, torch.Tensor], LoadReport, Restored]:
         check_names(wanted)
-        with open_path(os.fspath(path)) as opened:
+        with open_path(os.fspath(path), as_part=True) as opened:  # what lacks is refused by name
             found, report = read_state(
                 model,
                 opened,

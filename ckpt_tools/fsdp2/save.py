@@ -241,7 +241,7 @@ class _Writer(FileSystemWriter):
 
 def _digests(directory: str) -> dict[str, str]:
     """Read this rank's share of what was written; return the digests, CRC-32s are held against the writers'."""
-    with open_path(directory, format="dcp") as written:
+    with open_path(directory, format="dcp", as_part=True) as written:
         blobs = [copy_span(blob_name(blob), blob.span, 0).source for blob in written.checkpoint.blobs]
         # Tensors and blobs (as bytes), large ones spread over the ranks.
         entries = sorted((*written.checkpoint.tensors, *blobs), key=lambda entry: -entry.nbytes)
@@ -252,7 +252,7 @@ def _digests(directory: str) -> dict[str, str]:
 
 def _publish(staging: Staging, state: State, digests: Mapping[str, str], mesh: Mesh | None) -> None:
     files = staging.adopt()
-    with open_path(staging.directory, format="dcp") as written:
+    with open_path(staging.directory, format="dcp", as_part=True) as written:
         metadata = written.source.read(METADATA_NAME, 0, written.source.size(METADATA_NAME))
         checked = verify(written, level="structure", num_workers=1)
         if not checked.ok:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Literal
 from ckpt_tools.checks.values import VALUE_CODES
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, PartError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
 from ckpt_tools.formats.hf_sharded import SHARDED_FILE
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path, read_file
+from ckpt_tools.formats.scan import DANGERS
+from ckpt_tools.formats.step import may_be_repository
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.storage.source import LocalSource, Source
@@ -158,6 +160,9 @@ def _check_checkpoint(
     num_tensors = 0
     try:
         opened = open_path(root)
+    except PartError:
+        if not may_be_repository(root):  # whose models lie in directories of their own
+            raise
     except UnreadableError:
         # Several files that no index joins, as in a collection of LoRAs: each is looked at by itself.
         if any(name.endswith(INDEX_SUFFIX) or name in (METADATA_NAME, MANIFEST_NAME) for name in here):
@@ -194,10 +199,11 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int,
         )
     if missing:
         return 0
-    result = verify(opened, level="values", num_workers=num_workers)
-    if errors := [finding for finding in result.errors if finding.code not in VALUE_CODES]:
+    result = verify(opened, level="values", num_workers=num_workers, purpose="weights")
+    if errors := [finding for finding in result.errors if finding.code not in (*VALUE_CODES, *DANGERS)]:
         raise _not_whole(errors, root)
     notes += [f"{each.code}: {each.where}: {each.what}" for each in result.findings if each.code in VALUE_CODES]
+    notes.append(opened.identity.title)
     if not result.tensors:
         raise UnreadableError("a checkpoint without a single tensor", where=root)
     return result.tensors

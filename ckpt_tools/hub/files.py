@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import METADATA_NAME
+from ckpt_tools.formats.scan import why_not_inert
 from ckpt_tools.hub.plan import LocalFile
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.source import LocalSource, Source
@@ -39,7 +40,7 @@ _SECRET = re.compile(
 
 
 def list_directory(
-    source: LocalSource, *, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    source: LocalSource, *, include: Sequence[str] = (), exclude: Sequence[str] = (), keep_pickles: bool = True
 ) -> tuple[dict[str, int], tuple[tuple[str, str], ...]]:
     """Return the files to push with their sizes, and (path, why) of what is left out.
 
@@ -52,6 +53,7 @@ def list_directory(
         include: Globs of the files to push; all by default. A glob without a slash is held against the name alone,
             in every directory; `*` stays inside one component, `**` crosses.
         exclude: Globs of the files to leave out.
+        keep_pickles: Take what could run more than torch needs as well.
 
     Raises:
         UsageError: A glob that matches nothing, nothing left, or a name that the hub cannot hold.
@@ -80,7 +82,10 @@ def list_directory(
         else:
             _check_name(path)
             source.path(path)  # refuses a link that leads out
-            chosen[path] = nbytes
+            if keep_pickles or not (runs := why_not_inert(source, path, nbytes)):
+                chosen[path] = nbytes
+            else:
+                left_out.append((path, f"loading it runs {escape_name(runs)}; --keep-pickles uploads it"))
     if not chosen:
         raise UsageError("there is nothing to push", where=source.root)
     return chosen, tuple(sorted(left_out))

@@ -25,6 +25,7 @@ from ckpt_tools.errors import HubError
 from ckpt_tools.hub.client import BLOCK_BYTES, Hub
 from ckpt_tools.hub.plan import LocalFile
 from ckpt_tools.hub.session import client_errors, client_utils, to_failure
+from ckpt_tools.remote.account import hub_directory
 from ckpt_tools.storage.source import Source
 
 RESUMED_BYTES = 64 << 20
@@ -197,9 +198,7 @@ class _Sending:
 
 
 def _place(hub: Hub, file: LocalFile) -> str:
-    from huggingface_hub import constants
-
-    directory = os.path.join(os.environ.get("HF_HOME") or constants.HF_HOME, "ckpt-uploads")
+    directory = os.path.join(hub_directory("HF_HOME"), "ckpt-uploads")
     with suppress(OSError):
         for name in os.listdir(directory):  # of uploads that have expired
             if os.stat(os.path.join(directory, name)).st_mtime < time.time() - 2 * MAX_AGE_S:

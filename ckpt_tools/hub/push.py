@@ -23,7 +23,7 @@ from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan
 from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
-from ckpt_tools.options import AnyPath, Argument, Doc, NumWorkers, Option, Progress
+from ckpt_tools.options import AnyPath, Argument, Doc, KeepPickles, NumWorkers, Option, Progress
 from ckpt_tools.remote.account import find_pusher
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import escape_name, first_few
@@ -58,6 +58,7 @@ class PushOptions:
         ),
     ] = ()
     exclude: Annotated[Sequence[str], Option("Skip these files (repeatable).", metavar="GLOB")] = ()
+    keep_pickles: KeepPickles = False
     delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
     check: Annotated[
         CheckLevel,
@@ -108,7 +109,9 @@ class Push:
         account = find_pusher(endpoint=options.endpoint, token=options.token)
         with quiet_client(account.token, self._say, bars=options.bars), LocalSource(self._directory) as source:
             self._source = source
-            chosen, left_out = list_directory(source, include=options.include, exclude=options.exclude)
+            chosen, left_out = list_directory(
+                source, include=options.include, exclude=options.exclude, keep_pickles=options.keep_pickles
+            )
             self._kind, self._adapters, notes = check_directory(source, chosen, num_workers=self._num_workers)
             self._notes += notes
             hub = self._hub = Hub(account, options.repo, revision=options.revision, say=self._say)

@@ -6,6 +6,7 @@
 from ckpt_tools.maps.adapters import is_factor
 from ckpt_tools.maps.foreign import common_prefix, is_adapter, origins_of
 from ckpt_tools.maps.hold import Held, folded, hold, live_names, tied
+from ckpt_tools.maps.misfits import config_misfits
 from ckpt_tools.maps.table import Expected, Table, load_table
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Held",
     "Table",
     "common_prefix",
+    "config_misfits",
     "folded",
     "hold",
     "is_adapter",

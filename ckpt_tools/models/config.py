@@ -14,16 +14,13 @@ from typing import Any
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.opening import read_document
+from ckpt_tools.formats.repositories import PIPELINE_NAME, TRAINED
 from ckpt_tools.remote.places import is_directory, is_file, open_source, read_named
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
 CONFIG_NAME = "config.json"
 """Its name beside the weights."""
-PIPELINE_NAME = "model_index.json"
-"""What the directory of a diffusers pipeline has instead; every component has a directory and a config of its own."""
-_TRAINED = ("transformer", "unet", "prior", "decoder")
-"""Components that are trained, the usual one first."""
 MAX_CONFIG_BYTES = 16 << 20
 """Longer ones are no configs of models: real ones have some kilobytes, a megabyte with many labels."""
 
@@ -62,7 +59,7 @@ def component_of(path: str) -> tuple[str, str]:
     with open_source(path) as source:
         files = source.list_files(max_depth=1)
     components = [os.path.dirname(name) for name in files if "/" in name and os.path.basename(name) == CONFIG_NAME]
-    found = next((name for name in _TRAINED if name in components), None)
+    found = next((name for name in TRAINED if name in components), None)
     if found is None:
         listed = ", ".join(escape_name(name) for name in components) or "no component with a config.json"
         raise UsageError(

@@ -118,9 +118,14 @@ class Naming:
         where = os.fspath(path)
         content = read_named_file(where, what="the map", max_bytes=_MAX_MAP_BYTES, refusal=UsageError)
         try:
-            return cls(names="map", own=parse_key_maps(content.decode(), where=where))
+            own = parse_key_maps(content.decode(), where=where)
         except UnicodeDecodeError as error:
             raise UsageError(f"the map is not UTF-8 text: {error}", where=where) from None
+        if not own:
+            raise UsageError(
+                "the map is empty", where=where, hint="begin with [*], then a line NEW = OLD for each tensor"
+            )
+        return cls(names="map", own=own)
 
 
 def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve: Resolve) -> Named:

@@ -101,7 +101,7 @@ def check_checkpoint(
     inside = (os.path.join(path, child) for child in (MODEL_PART, POLICY_PART))
     path = next(filter(is_directory, inside), path)
     try:
-        with open_path(path) as opened:
+        with open_path(path, as_part=True) as opened:
             return _check(opened, path, spec, model, cuts, resumes=resumes)
     except UnreadableError as error:
         view = ModelView() if model is None else look_at_model(model, cuts=cuts)
@@ -116,7 +116,7 @@ def _check(
     opened: Opened, path: str, spec: ParallelSpec, model: str | None, cuts: Sequence[str], *, resumes: bool
 ) -> CheckpointMatch:
     checkpoint = opened.checkpoint
-    verified = verify(opened, level="structure", num_workers=1)
+    verified = verify(opened, level="structure", num_workers=1, purpose="weights")
     findings = list(verified.findings)
     not_checked: list[str] = []
     if verified.ok:

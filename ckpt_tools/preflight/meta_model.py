@@ -59,7 +59,7 @@ def compare(look: Look, here: Here) -> ModelView:
     with ExitStack() as stack:
         config = checked_config(look.config)
         facts = read_facts(look.config)
-        opened = None if look.checkpoint is None else stack.enter_context(open_path(look.checkpoint))
+        opened = None if look.checkpoint is None else stack.enter_context(open_path(look.checkpoint, as_part=True))
         cuts = [(path, checked_config(path)) for path in look.cuts]
         # All is read. From here on nothing of the model's is opened.
         foreign = tuple(path if os.path.isdir(path) else os.path.dirname(path) for path in paths)

@@ -163,7 +163,7 @@ def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> Model
 def _stored_shapes(directory: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights beside the config; none where there are none that can be read."""
     try:
-        with open_path(directory) as opened:
+        with open_path(directory, as_part=True) as opened:
             return {entry.fqn: tuple(entry.shape) for entry in opened.checkpoint.tensors}
     except CkptError:  # a config without weights is the usual case; the checkpoint is checked on its own
         return {}

@@ -325,7 +325,7 @@ def _check_checkpoint(
 def _describe_match(match: CheckpointMatch) -> str:
     parts = [escape_name(match.path)]
     if match.verify is not None:
-        parts.append(f"{match.verify.tensors} tensors")
+        parts += [each.title for each in match.verify.identities] + [f"{match.verify.tensors} tensors"]
     if match.comparison is not None:
         parts.append(f"{len(match.comparison.found)} of them the model's")
     return ", ".join(parts)

@@ -50,10 +50,12 @@ _OF_TORCHRUN = re.compile(
     r"(TORCHELASTIC|TORCH_NCCL|CKPT)_.*"
 )
 """Environment variables of ranks, and those that set options of ckpt."""
-_SECRET = re.compile(
-    r"(.*_)?(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY(_ID)?|SECRET_KEY)", re.IGNORECASE
+_OF_LIBRARIES = re.compile(
+    r"PATH|HOME|USER|LOGNAME|LANG|LANGUAGE|LC_\w+|TZ|(LD|DYLD)_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|CONDA_PREFIX|"
+    r"NVIDIA_(VISIBLE_DEVICES|DRIVER_CAPABILITIES|TF32_OVERRIDE)|(PYTHON|TORCH|PYTORCH)\w*|(CUDA|CUDNN|CUBLAS|NCCL|RCCL|"
+    r"GLOO|HIP|HSA|ROCR|ROCM|ZE|SYCL|MIOPEN|OMP|GOMP|KMP|MKL|OPENBLAS|MALLOC|TRITON|ATEN|DNNL|ONEDNN|UCX|FI)_\w+"
 )
-"""Environment variables that a child which handles strangers' files has no use for."""
+"""Environment variables that a child which handles strangers' files has a use for; nobody's secrets are among them."""
 _BUILD_BYTES = 16 << 30
 _BUILD_CPU_S = 1800
 """What building a model without data may take. PyTorch's tracker takes most: minutes for the largest models."""
@@ -93,7 +95,8 @@ class Child(Generic[A]):
         does: What the process does, for errors: "the process that …".
         relief: What to do when the machine runs out of memory.
         gpu: May it see GPUs?
-        walled: It handles a stranger's config: no secrets, no caches of the user's, no modules from where the user is.
+        walled: It handles a stranger's config: of the environment what libraries need, no caches of the user's, no
+            modules from where the user is.
     """
 
     directory: str
@@ -237,7 +240,7 @@ def environment(directory: str, *, gpu: bool = False, walled: bool = False) -> d
     """Return a child's environment: one thread, no network, nothing of torchrun, nothing left outside `directory`."""
     kept = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}
     if walled:
-        kept = {name: value for name, value in kept.items() if not _SECRET.fullmatch(name)}
+        kept = {name: value for name, value in kept.items() if _OF_LIBRARIES.fullmatch(name)}
         kept |= {"HF_HOME": os.path.join(directory, "hub"), "TRITON_CACHE_DIR": os.path.join(directory, "triton")}
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false"}

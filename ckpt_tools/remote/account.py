@@ -32,6 +32,14 @@ def is_offline() -> bool:
     return any(os.environ.get(name, "").strip().lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
 
 
+def hub_directory(variable: str) -> str:
+    """Return what HF_HOME or HF_HUB_CACHE names, `~` and variables replaced as `huggingface_hub` does."""
+    from huggingface_hub import constants
+
+    default: str = getattr(constants, variable)
+    return os.path.expandvars(os.path.expanduser(os.environ.get(variable) or default))
+
+
 def find_account(*, endpoint: str | None = None, token: str | None = None) -> Account:
     """Return the hub's address and the token: the arguments, else the environment, else what `hf auth login` stored.
 

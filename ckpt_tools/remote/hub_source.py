@@ -13,18 +13,21 @@ from importlib import import_module
 from urllib.parse import quote, urlsplit
 
 from ckpt_tools.description.checkpoint import is_plain_path
-from ckpt_tools.errors import CkptError, HubError, UnreadableError, UsageError
-from ckpt_tools.remote.account import Account, find_account, is_offline
+from ckpt_tools.errors import CkptError, HubError, LimitError, UnreadableError, UsageError
+from ckpt_tools.remote.account import Account, find_account, hub_directory, is_offline
 from ckpt_tools.remote.refusals import RefusalError
 from ckpt_tools.remote.source import RemoteFile, RemoteSource
 from ckpt_tools.remote.web import ChangedError, Web, explain, is_same_host
-from ckpt_tools.storage.source import MAX_FILES, LocalSource, Source
+from ckpt_tools.storage.source import LocalSource, Source
+from ckpt_tools.units import format_size
 
 MAX_AGE_S = 600.0
 """How long a branch stands for the commit that it had, where nothing of that is open any more."""
 _MAX_DOCUMENT_BYTES = 64 << 20
-_MAX_PAGES = 5000
-"""Of a listing; the hub's pages have 1000 entries."""
+_MAX_PAGES = 200
+"""Of a listing; the hub's pages have 1000 entries, and a repository should have 100,000 files at most."""
+_MAX_LISTED_BYTES = 64 << 20
+"""Of all its pages."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OID = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _NEXT = re.compile(r'<([^>]+)>\s*;\s*rel="?next"?')
@@ -210,8 +213,10 @@ def _look(address: Address, account: Account, where: str) -> _Pinned:
             raise _nonsense(where)
     files: dict[str, RemoteFile] = {}
     url = f"{api}/tree/{commit}?recursive=true"
+    nbytes = 0
     for _ in range(_MAX_PAGES):
         text, headers = web.read(url, where, limit=_MAX_DOCUMENT_BYTES)
+        nbytes += len(text)
         rows = _json(text, where)
         if not isinstance(rows, list):
             raise _nonsense(where)
@@ -222,9 +227,13 @@ def _look(address: Address, account: Account, where: str) -> _Pinned:
             _use_cache(pinned, address.repo)
             return pinned
         url = following[1]
-        if not is_same_host(url, api) or len(files) > MAX_FILES:
+        if not is_same_host(url, api):
+            raise HubError("the hub's listing leads elsewhere", where=where)
+        if nbytes > _MAX_LISTED_BYTES:
             break
-    raise HubError("the hub's listing has no end, or leads elsewhere", where=where)
+    most = f"{_MAX_PAGES} pages or {format_size(_MAX_LISTED_BYTES)}"
+    hint = f"download what you need: hf download {address.repo} --include GLOB"
+    raise LimitError(f"the hub's listing has more than {most}: {len(files)} files, and no end", where=where, hint=hint)
 
 
 def _files(rows: list[object], where: str) -> dict[str, RemoteFile]:
@@ -259,10 +268,7 @@ def _nonsense(where: str) -> HubError:
 
 
 def _snapshots(repo: str) -> str:
-    from huggingface_hub import constants
-
-    cache = os.environ.get("HF_HUB_CACHE") or constants.HF_HUB_CACHE
-    return os.path.join(cache, "models--" + repo.replace("/", "--"), "snapshots")
+    return os.path.join(hub_directory("HF_HUB_CACHE"), "models--" + repo.replace("/", "--"), "snapshots")
 
 
 def _use_cache(pinned: _Pinned, repo: str) -> None:

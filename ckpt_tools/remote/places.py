@@ -32,6 +32,8 @@ _WRITERS: Mapping[str, str] = {"s3": "object_sink", "gs": "object_sink", "az": "
 """Scheme → module of this room with `open_sink(path, overwrite=…)`."""
 
 
+_REVISION = re.compile(r"[0-9A-Za-z]+")
+_MAX_REVISION = 256
 _options: dict[str, str] = {}
 
 
@@ -79,18 +81,35 @@ def absolute(path: str) -> str:
 
 
 def local(path: str) -> str:
-    """Return a path of this machine without `file://`.
+    """Return a path of this machine without `file://`; for a repository in the hub's cache that of its main snapshot.
 
     Raises:
         UsageError: It names a host.
     """
     if not path.lower().startswith("file://"):
-        return path
+        return _snapshot(path)
     rest = path[len("file://") :]
     rest = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
     if not rest.startswith("/"):
         raise UsageError("file:// is followed by an absolute path", where=path, hint="file:///data/model, or its path")
-    return rest
+    return _snapshot(rest)
+
+
+def _snapshot(path: str) -> str:
+    """Return where the files of `refs/main` lie, for the root of a repository in the hub's cache; else the path.
+
+    Source: huggingface_hub, "Understand caching".
+    """
+    named = os.path.join(path, "refs", "main")
+    if is_remote(path) or not os.path.isfile(named):
+        return path
+    try:
+        with open(named, encoding="ascii") as file:
+            revision = file.read(_MAX_REVISION).strip()
+    except (OSError, ValueError):
+        return path
+    snapshot = os.path.join(path, "snapshots", revision)
+    return snapshot if _REVISION.fullmatch(revision) and os.path.isdir(snapshot) else path
 
 
 def open_place(path: str) -> tuple[Source, str | None]:
@@ -124,12 +143,7 @@ def is_directory(path: str) -> bool:
     """Is there a directory at `path`? A remote one is asked for."""
     if not is_remote(path):
         return os.path.isdir(local(path))
-    try:
-        source, file = open_place(path)
-    except UnreadableError:
-        return False
-    source.close()
-    return file is None
+    return _is_remote_file(path) is False
 
 
 def open_shared_sink(destination: str) -> SharedSink:
@@ -146,10 +160,17 @@ def is_file(path: str) -> bool:
     """Is there a file at `path`? A remote one is asked for."""
     if not is_remote(path):
         return os.path.isfile(local(path))
+    return _is_remote_file(path) is True
+
+
+def _is_remote_file(path: str) -> bool | None:
+    """Is what a remote path names a file? None where there is nothing."""
     try:
         source, file = open_place(path)
+    except LimitError:
+        raise
     except UnreadableError:
-        return False
+        return None
     source.close()
     return file is not None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ckpt_tools.text import escape_name
 
@@ -46,8 +48,8 @@ def scrub(text: str, token: str | None) -> str:
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
-def next_address(url: str, start: str, location: str) -> str:
-    """Return where a redirect leads.
+def next_address(url: str, start: str, location: str, *, began_inside: bool) -> str:
+    """Return where a redirect leads; `began_inside`: what the user named is on the inner network.
 
     Raises:
         RefusalError: Nowhere that a stranger may send this machine.
@@ -63,11 +65,53 @@ def next_address(url: str, start: str, location: str) -> str:
     if not location or not found.host or found.userinfo or not is_allowed:
         what = f"a redirect to {scrub(str(found), None)}, which is not followed"
         raise RefusalError(None, what, is_lasting=True)
-    inside, began_inside = _is_inside(found.host), _is_inside(asked.host)
-    if inside == "link" or (inside and not began_inside):
-        what = f"a redirect to an address of the inner network ({found.host}), which is not followed"
-        raise RefusalError(None, what, is_lasting=True)
+    _refuse_inside(found.host, found.host, began_inside=began_inside)
     return str(found)
+
+
+def _refuse_inside(address: str, host: str, *, began_inside: bool) -> None:
+    inside = _is_inside(address)
+    if inside == "link" or (inside and not began_inside):
+        named = host if host == address else f"{host}, which is {address}"
+        what = f"a redirect to an address of the inner network ({named}), which is not followed"
+        raise RefusalError(None, what, is_lasting=True)
+
+
+class Peers:
+    """Which names turned out to lie on the inner network, when connections were made to them."""
+
+    def __init__(self) -> None:
+        self._inside: dict[str, bool] = {}
+
+    def is_inside(self, url: str) -> bool:
+        """Does the host of an address lie there, as far as it is known?"""
+        import httpx2
+
+        host = httpx2.URL(url).raw_host.decode()
+        return bool(_is_inside(host)) or self._inside.get(host, False)
+
+    def watch(self, host: str, rule: str) -> Callable[[str, Mapping[str, Any]], None]:
+        """Return what judges the connections to `host` that httpx2 makes, before a byte is sent.
+
+        `rule` says where the user began, "inside" or "outside"; "" is for the host that he named.
+        """
+        is_direct = False
+
+        def told(event: str, info: Mapping[str, Any]) -> None:
+            nonlocal is_direct
+            if event == "connection.connect_tcp.started":
+                is_direct = info["host"] == host  # what a proxy reaches is the proxy's to judge
+            elif event == "connection.connect_tcp.complete" and is_direct:
+                address = str(info["return_value"].get_extra_info("server_addr")[0])
+                self._inside[host] = bool(_is_inside(address)) and self._inside.get(host, True)
+                try:
+                    if rule:
+                        _refuse_inside(address, host, began_inside=rule == "inside")
+                except RefusalError:
+                    info["return_value"].close()
+                    raise
+
+        return told
 
 
 def _is_inside(host: str) -> str:

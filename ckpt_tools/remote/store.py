@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ckpt_tools.errors import CkptError, StorageError, UnreachableError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreachableError, UnreadableError, UsageError
 from ckpt_tools.remote.places import storage
+from ckpt_tools.storage.source import MAX_FILES
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
@@ -125,7 +126,9 @@ class Bucket:
     def list(self, prefix: str) -> Iterator[StoredObject]:
         """Yield the objects below `prefix` (whole path segments), in pages of a thousand, in the order of the store."""
         with self.telling(prefix, "LIST"):
-            for page in self.obstore.list(self.store, prefix or None, chunk_size=_PAGE_KEYS):
+            for number, page in enumerate(self.obstore.list(self.store, prefix or None, chunk_size=_PAGE_KEYS)):
+                if number * _PAGE_KEYS > MAX_FILES:
+                    raise LimitError(f"the store lists more than {MAX_FILES} objects", where=self.label(prefix))
                 for meta in page:
                     yield _stored(meta)
 

@@ -18,7 +18,7 @@ from urllib.request import getproxies
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, StorageError
-from ckpt_tools.remote.refusals import RefusalError, next_address, scrub
+from ckpt_tools.remote.refusals import Peers, RefusalError, next_address, scrub
 
 if TYPE_CHECKING:
     import httpx2
@@ -45,6 +45,7 @@ _MAX_WHOLE_BYTES = 16 << 20
 """A file for whose part the server sends all of it may be as long."""
 _EXPIRED = (401, 403, 404, 410)
 """What the host of a redirect says when the address that it was given is no longer good."""
+_peers = Peers()  # of the process, as its connections are
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 
 
@@ -206,13 +207,18 @@ class Web:
             response.close()
 
     def _follow(self, url: str, start: str, headers: Mapping[str, str], linked: str) -> tuple[httpx2.Response, str]:
-        client = _client(tuple(sorted(getproxies().items())))
+        proxies = tuple(sorted(getproxies().items()))
         for _ in range(MAX_REDIRECTS + 1):
+            # What redirects lead to has connections of its own: each was judged when it was made.
+            rule = "" if is_same_host(url, start) else "inside" if _peers.is_inside(start) else "outside"
+            client = _client(proxies, rule)
             asked = {**headers, "Accept-Encoding": "identity", "User-Agent": f"ckpt-tools/{__version__}"}
             if self._token and is_same_host(url, self._home):
                 asked["Authorization"] = f"Bearer {self._token}"
             client.cookies.clear()
-            response = client.send(client.build_request("GET", url, headers=asked), stream=True)
+            request = client.build_request("GET", url, headers=asked)
+            request.extensions["trace"] = _peers.watch(request.url.raw_host.decode(), rule)
+            response = client.send(request, stream=True)
             named = response.headers.get("X-Linked-Etag", "").removeprefix("W/").strip('"')
             if linked and named and named != linked and response.status_code < 400:
                 response.close()
@@ -220,7 +226,8 @@ class Web:
             if response.status_code not in (301, 302, 303, 307, 308):
                 return response, url
             response.close()
-            url = next_address(url, start, response.headers.get("Location", ""))
+            began_inside = _peers.is_inside(start)
+            url = next_address(url, start, response.headers.get("Location", ""), began_inside=began_inside)
         raise RefusalError(None, f"more than {MAX_REDIRECTS} redirects", is_lasting=True)
 
     def _refusal(self, response: httpx2.Response) -> RefusalError:
@@ -286,8 +293,8 @@ def _never_sent() -> tuple[type[Exception], ...]:
     return (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError, httpx2.UnsupportedProtocol)
 
 
-@functools.lru_cache(maxsize=4)
-def _client(proxies: tuple[tuple[str, str], ...]) -> httpx2.Client:  # noqa: ARG001 - what was read of the environment
+@functools.lru_cache(maxsize=12)
+def _client(proxies: tuple[tuple[str, str], ...], rule: str) -> httpx2.Client:  # noqa: ARG001 - they tell clients apart
     import httpx2
 
     try:

@@ -6,16 +6,17 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckpt_tools.checks.diff import Change, Difference
+from ckpt_tools.checks.reading import describe
 from ckpt_tools.checks.verify import Verification
 from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.description.layout import Mesh
-from ckpt_tools.report.page import Facts, HeatTable, Mood, Page, Part, Section, Table
+from ckpt_tools.report.page import Facts, FindingList, HeatTable, Mood, Page, Part, Section, Table
 from ckpt_tools.report.parts import (
     MAX_ROWS,
     Sized,
     by_layer,
     count,
-    findings_section,
+    identity_sections,
     mood_of,
     notes_section,
 )
@@ -39,7 +40,9 @@ def verify_page(result: Verification, source: str) -> Page:
         ]
     )
     sections = [
+        *identity_sections(result.identities),
         Section(title="What was checked", parts=(facts,)),
+        *notes_section("Not read", describe(result.not_read, MAX_ROWS)),
         *notes_section("Not checked", result.not_checked),
         *_places(result),
     ]
@@ -63,15 +66,20 @@ def verify_page(result: Verification, source: str) -> Page:
         caption = "NaN and infinite elements by layer and kind of weight"
         parts = by_layer(strange, caption=caption, legend="Empty: every element is finite, or there is no such tensor.")
         sections.append(Section(title="Where values are not finite", parts=parts))
-    sections += findings_section(result.findings)
+    if causes := result.causes:
+        groups = [(f"{c.code}: {c.what}", [result.findings[at] for at in c.findings[:MAX_ROWS]]) for c in causes]
+        part = FindingList(groups=groups, left_out=len(result.findings) - sum(len(found) for _, found in groups))
+        title = f"Findings: {count(len(causes), 'cause')}, {len(result.findings):,}"
+        sections.append(Section(title=title, parts=(part,)))
     warnings = len(result.findings) - len(result.errors)
     others = f", {count(warnings, 'warning')}" if warnings else ""
     if not result.ok:
         verdict = f"NOT ok: {count(len(result.errors), 'error')}{others}"
     else:
-        left = f"; not checked: {count(len(result.not_checked), 'thing')}, listed below" if result.not_checked else ""
+        things = len(result.not_checked) + len({each.why for each in result.not_read})
+        left = f"; not checked: {count(things, 'thing')}, listed below" if things else ""
         verdict = f"ok at level {result.level}{others}{left}"
-    mood = mood_of(ok=result.ok, left=result.not_checked or result.level == "structure" or warnings)
+    mood = mood_of(ok=result.ok, left=result.not_checked or result.not_read or result.level == "structure" or warnings)
     return Page(command="verify", subject=source, sections=sections, mood=mood, verdict=verdict)
 
 
@@ -95,7 +103,8 @@ def _places(result: Verification) -> Iterator[Section]:
         if (rank := found[file]) is not None:
             wrong[rank] += kinds.total()
     ranks = {rank for rank in found.values() if rank is not None}
-    parts: list[Part] = [_rank_map(wrong, ranks, result.mesh)] if wrong else []
+    unread = {found[each.file] for each in result.not_read if each.file in found}
+    parts: list[Part] = [_rank_map(wrong, ranks, unread, result.mesh)] if wrong else []
     rows = [
         (
             file,
@@ -114,7 +123,9 @@ def _places(result: Verification) -> Iterator[Section]:
     yield Section(title=title, parts=parts)
 
 
-def _rank_map(wrong: Mapping[int, int], ranks: Collection[int], mesh: Mesh | None) -> HeatTable:
+def _rank_map(
+    wrong: Mapping[int, int], ranks: Collection[int], unread: Collection[int | None], mesh: Mesh | None
+) -> HeatTable:
     """Return errors by rank: a row of the mesh's last axis in a row of the map, or sixteen ranks in each."""
     axis, width = "", _WIDTH
     if mesh is not None and len(mesh.axes) > 1 and 1 < mesh.axes[-1][1] <= 4 * _WIDTH:
@@ -124,7 +135,9 @@ def _rank_map(wrong: Mapping[int, int], ranks: Collection[int], mesh: Mesh | Non
     def show(rank: int) -> tuple[str, float] | None:
         if rank not in ranks:
             return None
-        return (f"{wrong[rank]:,}", 0.2 + 0.8 * wrong[rank] / most) if rank in wrong else ("", 0.0)
+        number = f"{wrong[rank]:,}" if rank in wrong else ""
+        text = f"{number} not read".strip() if rank in unread else number
+        return text, 0.2 + 0.8 * wrong[rank] / most if rank in wrong else 0.0
 
     firsts = sorted({rank // width * width for rank in ranks})
     is_small = len(firsts) <= _MAX_WHOLE
@@ -135,7 +148,7 @@ def _rank_map(wrong: Mapping[int, int], ranks: Collection[int], mesh: Mesh | Non
         corner="ranks",
         columns=[f"{axis}{'' if axis else '+'}{i}" for i in range(width)],
         rows=rows,
-        legend="Plain: no error was found in its files. Dotted: no such rank."
+        legend="Empty: its files were read, and no error was found. Not read: all or a part. Dotted: no such rank."
         + ("" if is_small else " Rows without an error are left out."),
         left_out=len(firsts) - len(rows),
     )
@@ -151,7 +164,10 @@ def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms:
     }
     compared = "names, shapes and dtypes; no data was read" if keys_only else "names, shapes, dtypes and every value"
     rows = [("A", a), ("B", b), ("compared", compared), *((name, f"{number:,}") for name, number in counts.items())]
-    sections = [Section(title="What was compared", parts=(Facts(rows=rows),))]
+    sections = [
+        *identity_sections(difference.identities),
+        Section(title="What was compared", parts=(Facts(rows=rows),)),
+    ]
     sections += notes_section("On these terms", terms)
     sections += notes_section("Not compared", difference.notes)
     sections += _changed_sections(difference)

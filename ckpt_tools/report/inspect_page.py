@@ -9,6 +9,7 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.summarise import Summary
 from ckpt_tools.report.layouts import LayoutData
 from ckpt_tools.report.page import Drawing, Facts, Mood, Notes, Page, Part, Section, Table
+from ckpt_tools.report.parts import identity_sections
 from ckpt_tools.units import format_size
 
 _MAX_DEPTH = 12
@@ -31,6 +32,7 @@ def build_page(summary: Summary, stored: Summary | None = None) -> Page:
     tree = _build_tree(summaries, layouts)
     drawn = [layout.to_json() for layout in layouts]
     sections = [
+        *identity_sections([first.identity] if first.identity is not None else []),
         Section(title="What it holds", parts=_facts(first, summary)),
         Section(title="Modules", parts=(Drawing(draws="modules", caption=_HOW_MODULES + _RENAMED * renamed),)),
     ]

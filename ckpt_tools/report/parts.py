@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.infer import block_of
-from ckpt_tools.report.page import FindingList, HeatTable, Mood, Notes, Part, Section, Table
+from ckpt_tools.report.page import Facts, FindingList, HeatTable, Mood, Notes, Part, Section, Table
+from ckpt_tools.text import first_few
 
 MAX_FINDINGS = 5000
 """Findings on a page; more are counted."""
@@ -45,6 +47,21 @@ def notes_section(title: str, items: Iterable[str]) -> list[Section]:
     """Return sentences below a heading; nothing without one."""
     listed = list(dict.fromkeys(items))
     return [Section(title=title, parts=(Notes(items=listed),))] if listed else []
+
+
+def identity_sections(identities: Sequence[Identity]) -> list[Section]:
+    """Return what was looked at, each with how it is known; nothing where that is not known."""
+    found = []
+    for number, each in enumerate(identities):
+        rows = [("it is", each.title), *((each.whole, why) for why in each.evidence)]
+        rows += [("resumes", why) for why in each.reasons]
+        rows += [("step", f"{count.step}: {first_few(count.files)}") for count in each.steps if len(each.steps) > 1]
+        rows += [("taken" if one.is_taken else "not taken", f"{one.name}: {one.why}") for one in each.candidates]
+        rows += [("models", first_few(each.components, 12))] if each.components else []
+        rows += [("runs", what) for what in each.executables]
+        title = "What it is" if len(identities) == 1 else f"What {'AB'[number]} is"
+        found.append(Section(title=title, parts=(Facts(rows=rows),)))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from ckpt_tools.checks.stats import Stats
 from ckpt_tools.report.page import Facts, Page, Part, Section, Table
-from ckpt_tools.report.parts import MAX_ROWS, Sized, by_layer, count, findings_section, mood_of, notes_section
+from ckpt_tools.report.parts import (
+    MAX_ROWS,
+    Sized,
+    by_layer,
+    count,
+    findings_section,
+    identity_sections,
+    mood_of,
+    notes_section,
+)
 from ckpt_tools.units import format_size
 
 
@@ -16,6 +25,7 @@ def stats_page(result: Stats, source: str, against: str | None = None) -> Page:
         for name, fqns in (("only in SRC", result.only_in_source), ("only in the other", result.only_in_other)):
             facts.append((name, f"{len(fqns):,}" + (f", first {fqns[0]}" if fqns else "")))
     sections = [
+        *identity_sections(result.identities),
         Section(title="What was measured", parts=(Facts(rows=facts),)),
         *findings_section(result.findings),
         *notes_section("Not checked", result.not_checked),

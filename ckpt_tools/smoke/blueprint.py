@@ -107,7 +107,7 @@ def adopt_dtypes(model: nn.Module, source: str) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = {strip_wrappers(fqn): fqn for fqn in parameters}
     shapes = shapes_of({name: parameters[fqn] for name, fqn in names.items()})
-    with open_path(source) as opened:
+    with open_path(source, as_part=True) as opened:
         found = match_names(opened.checkpoint, model, shapes, "auto").found
     wanted: dict[int, torch.dtype] = {}
     for name, whole in found.items():

@@ -77,7 +77,7 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
     """
     is_adapted = blueprint.setting.options.lora
     inner = model.get_base_model() if is_adapted else model  # type: ignore[operator]
-    with open_path(blueprint.source) as opened:
+    with open_path(blueprint.source, as_part=True) as opened:
         match = match_names(opened.checkpoint, inner, _wanted(model, blueprint), "auto")
         inside, root = find_model(opened.checkpoint)
         if is_adapted or not opened.format.loads_by_dcp:  # an adapted model's own names are nobody's checkpoint
@@ -145,7 +145,7 @@ def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Fi
     inner = model.get_base_model() if blueprint.setting.options.lora else model  # type: ignore[operator]
     findings: list[Finding] = []
     compared = nbytes = 0
-    with open_path(blueprint.source) as opened:
+    with open_path(blueprint.source, as_part=True) as opened:
         found = match_names(opened.checkpoint, inner, _wanted(model, blueprint), "auto").found
         reader = BoxReader(opened)
         for name, tensor in targets.items():

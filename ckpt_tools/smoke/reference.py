@@ -137,7 +137,7 @@ def on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
 
 def _load(model: nn.Module, source: str, device: torch.device) -> None:
     """Read a whole checkpoint into an unsharded model, without talking to other ranks."""
-    with open_path(source) as opened:
+    with open_path(source, as_part=True) as opened:
         state, _ = read_state(model, opened, strict=False, device=device)
     assign(model, state)
     materialise_buffers(model, device)

@@ -88,7 +88,7 @@ def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
 def _source_bytes(options: SmokeOptions) -> int:
     if options.source is None:
         return 0
-    with open_path(os.fspath(options.source)) as opened:
+    with open_path(os.fspath(options.source), as_part=True) as opened:
         return opened.checkpoint.total_bytes
 
 
@@ -160,7 +160,7 @@ def find_recipe(options: SmokeOptions) -> Recipe:
         return recipe_of(named.values, named.where)
     if options.source is None:
         return ModuleRecipe()
-    with open_path(os.fspath(options.source)) as opened:
+    with open_path(os.fspath(options.source), as_part=True) as opened:
         config = config_beside(opened.asset_source or opened.source)
         if config is not None:
             return recipe_of(config.values, config.where)

@@ -179,7 +179,7 @@ class SourceCheck:
         self._error: BaseException | None = None
         if options.source is not None:
             source = os.fspath(options.source)
-            with open_path(source):
+            with open_path(source, as_part=True):
                 pass
             self._thread = threading.Thread(target=self._run, args=(source,), daemon=True)
             self._thread.start()
@@ -187,9 +187,9 @@ class SourceCheck:
     def _run(self, source: str) -> None:
         start = time.perf_counter()
         try:
-            with open_path(source) as opened:
+            with open_path(source, as_part=True) as opened:
                 is_small = opened.checkpoint.total_bytes <= DATA_LIMIT_BYTES
-                found = verify(opened, level="data" if is_small else "structure", num_workers=1)
+                found = verify(opened, level="data" if is_small else "structure", num_workers=1, purpose="weights")
         except BaseException as error:  # noqa: BLE001 - raised where the thread is joined
             self._error = error
             return
@@ -197,7 +197,7 @@ class SourceCheck:
         size = format_size(opened.checkpoint.total_bytes)
         read = f"{size} read" if is_small else f"{size}, headers only: ckpt verify reads every byte"
         seconds = round(time.perf_counter() - start, 3)
-        what = f"{found.tensors} tensors, {read}"
+        what = f"{opened.identity.title}; {found.tensors} tensors, {read}"
         self._phase = PhaseResult(name="source", ok=found.ok, seconds=seconds, what=what)
 
     def add_to(self, report: SmokeReport) -> SmokeReport:

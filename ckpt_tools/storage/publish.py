@@ -69,6 +69,25 @@ def put_back(directory: str, destination: str) -> None:
         os.rename(aside, destination)
 
 
+def replace_file(path: str, content: bytes, part: str) -> None:
+    """Replace a small file durably, whole or not at all, by way of `part`, a new file in its directory.
+
+    Raises:
+        StorageError: The system could not write it.
+    """
+    try:
+        with open(part, "xb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(part, path)
+        sync_directory(os.path.dirname(path))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise StorageError(f"cannot write: {error.strerror}", where=path) from error
+
+
 def sync_directory(path: str) -> None:
     """Make the entries of a directory durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

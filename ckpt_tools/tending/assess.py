@@ -6,18 +6,16 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from ckpt_tools.checks.step import verify_step
+from ckpt_tools.checks.trainer import judge_path
 from ckpt_tools.checks.verify import Level, Verification, verify
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
-from ckpt_tools.formats.steps import PROGRESS_FILE, ROLES, describe_file, is_optimizer_file, is_part
-from ckpt_tools.formats.torch_zip import check_archive
+from ckpt_tools.formats.steps import PROGRESS_FILE, ROLES
 from ckpt_tools.options import ProgressFactory
-from ckpt_tools.remote.places import open_source
 from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import Entry
 from ckpt_tools.tending.retention import Candidate, Rules
@@ -25,10 +23,6 @@ from ckpt_tools.tending.series import POINTERS, metric_in_name
 from ckpt_tools.text import escape_name, first_few
 
 _TEMPORARY = re.compile(r".*\.(tmp|part|partial|incomplete)|(tmp|\.tmp)[-_.].*", re.ASCII)
-_BESIDE = re.compile(r"[^/]+/[^/]+\.(bin|pth?|pkl)")
-"""What torch.save writes."""
-_READ = re.compile(r"(model|optim)_world_size_|pytorch_model")
-"""How the names begin of those among them that `verify` reads whole."""
 _MAX_POINTER_BYTES = 4096
 
 
@@ -44,6 +38,7 @@ class Assessor:
         self._problems: dict[str, str] = {}
         """Stamp → why the checkpoint is not whole; "" where it is."""
         self._digests: dict[str, str] = {}
+        self._holds: dict[str, frozenset[str]] = {}
 
     def assess(self, look: Look, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
         """Say what is known of every checkpoint."""
@@ -104,7 +99,7 @@ class Assessor:
                 return "incomplete", f"cannot be looked at: {error.what}"
         if why := self._problems[stamp]:
             return "incomplete", why
-        if before is not None and (lacks := _kinds(before) - _kinds(saved)):
+        if before is not None and (lacks := self._has(before) - self._has(saved)):
             return "incomplete", f"lacks {first_few(sorted(lacks))}, which {before.name} has"
         return "complete", ""
 
@@ -112,10 +107,19 @@ class Assessor:
         """Return why a checkpoint cannot be read, as long as its save goes on; what can be and is wrong is bad."""
         for label, path in targets(self._folder, saved):
             try:
-                examine(path, level="structure", num_workers=1)
+                found = examine(path, level="structure", num_workers=1).findings
             except (UnreadableError, UsageError) as error:
                 return f"{label}: {error.what}" if label else error.what
-        return next((f"{name}: {what}" for name, what in check_beside(self._folder, saved, content=False)), "")
+            for each in (each for each in found if each.code == "not-resumable"):
+                return f"{each.where}: {each.what}"
+        return ""
+
+    def _has(self, saved: Saved) -> frozenset[str]:
+        """Return what a checkpoint holds, in words: what a resumed run would miss."""
+        if saved.stamp not in self._holds:
+            verdicts = (judge_path(path) for _, path in targets(self._folder, saved))
+            self._holds[saved.stamp] = frozenset().union(*(verdict.has for verdict in verdicts))
+        return self._holds[saved.stamp]
 
     def _metric(self, saved: Saved, metric: str) -> float | None:
         """Return what the trainer has measured at this very step."""
@@ -180,45 +184,7 @@ def examine(path: str, *, level: Level, num_workers: int, progress: ProgressFact
         with step:
             total = progress(step.total_bytes) if progress is not None and step.total_bytes else None
             return verify_step(step, level=level, num_workers=num_workers, progress=total)
-    with open_path(path) as opened:
+    with open_path(path, as_part=True) as opened:
         nbytes = opened.checkpoint.total_bytes
         receiver = progress(nbytes) if progress is not None and nbytes else None
         return verify(opened, level=level, num_workers=num_workers, progress=receiver)
-
-
-def check_beside(folder: Folder, saved: Saved, *, content: bool) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the pickles that a trainer keeps beside the model: (file, what).
-
-    `verify` reads the model; without its optimizer's state a run resumes as little. Nothing is unpickled.
-
-    Args:
-        folder: The folder.
-        saved: The checkpoint.
-        content: Hold every byte against its CRC-32; without, only look whether the files end as they must.
-    """
-    for name in filter(_BESIDE.fullmatch, saved.files):
-        base = name.rpartition("/")[2]
-        if _READ.match(base):
-            continue
-        with open_source(os.path.join(folder.path, os.path.dirname(name))) as source:
-            try:
-                nbytes = source.size(base)
-                check_archive(nbytes, partial(source.read, base), content=content)
-            except UnreadableError as error:
-                yield name, error.what
-            else:
-                if not nbytes:
-                    yield name, "it is empty"
-
-
-def _kinds(saved: Saved) -> set[str]:
-    """Return what a checkpoint has beside the model, in words: what a resumed run would miss."""
-    found = set()
-    for file in saved.files:
-        *parents, name = file.split("/")
-        if is_optimizer_file(name):
-            found.add("state of an optimizer")
-        elif what := describe_file(name):
-            found.add(what)
-        found.update(re.sub(r"\d+", "N", each) for each in parents[1:2] if is_part(each) or each in ROLES)
-    return found

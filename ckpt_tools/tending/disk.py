@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from ckpt_tools.errors import LimitError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.claim import NO_LOCKS, staging_path
-from ckpt_tools.storage.publish import sync_directory
+from ckpt_tools.storage.publish import replace_file, sync_directory
 from ckpt_tools.storage.source import MAX_FILES
 from ckpt_tools.tending.folder import (
     MAX_READ_BYTES,
@@ -141,17 +141,8 @@ class DiskFolder(Folder):
 
     def write(self, file: str, content: bytes) -> None:
         """Replace a file at once, and durably."""
-        path = self._own(file)
         part = os.path.join(self._home, f"{TRASH_PREFIX}{self._tag}{uuid.uuid4().hex[:8]}")
-        try:
-            with open(part, "xb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(part, path)
-            sync_directory(self._home)
-        except OSError as error:
-            raise StorageError(f"cannot write: {error.strerror}", where=path) from error
+        replace_file(self._own(file), content, part)
 
     def _own(self, file: str) -> str:
         """Return the path of a file of the folder's own."""

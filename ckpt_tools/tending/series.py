@@ -9,8 +9,12 @@ examples `step_N`, `epoch_N`), verl and OpenRLHF (`global_step_N`, `global_stepN
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+
+from ckpt_tools.formats.table import detect_format
+from ckpt_tools.remote.places import is_remote, local, open_source
 
 POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest_step.txt")
 """Files beside the checkpoints that name the one to resume from: DeepSpeed's, verl's and Megatron's."""
@@ -47,6 +51,20 @@ def parse_name(name: str, *, is_directory: bool) -> Place | None:
         common = name if found[3] is None else f"{found[1]}{found[2]}{found[4] or ''}"
         return Place(name=common, series=f"{found[1]}*{found[4] or ''}", step=int(found[2]))
     return None
+
+
+def checkpoints_in(path: str) -> list[str]:
+    """Return the checkpoints in the folder of a run on this machine, in order; none where it is one itself."""
+    if is_remote(path) or not os.path.isdir(local(path)):
+        return []
+    with open_source(path) as source:
+        files = source.list_files()
+    if detect_format(files, is_file=False) is not None:
+        return []
+    names = {file.partition("/")[0]: "/" in file for file in files}
+    places = (parse_name(name, is_directory=is_directory) for name, is_directory in names.items())
+    found = sorted((each.series, each.step or 0, each.name) for each in places if each is not None)
+    return [os.path.join(path, name) for *_, name in found if name in names]
 
 
 def metric_in_name(name: str, metric: str) -> float | None:

@@ -11,7 +11,7 @@ from ckpt_tools.checks.verify import Level
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.options import ProgressFactory
-from ckpt_tools.tending.assess import Assessor, check_beside, examine, targets
+from ckpt_tools.tending.assess import Assessor, examine, targets
 from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import MAX_RECORD_BYTES, RECORD_NAME, Entry, build_record, parse_record
 from ckpt_tools.tending.retention import Candidate, Decision, Rules, plan_retention
@@ -226,8 +226,6 @@ class Tender:
                 for what in result.not_checked:
                     done.unchecked.setdefault(f"{label}: {what}" if label else what, []).append(saved.name)
                 nbytes += result.nbytes
-            beside = check_beside(self._folder, saved, content=True)
-            found += [Finding.error("damaged-file", name, what, _RESTORE) for name, what in beside]
         except CkptError as error:
             done.failed.append(f"{saved.name} could not be verified: {error}")
             return None

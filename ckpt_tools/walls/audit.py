@@ -106,8 +106,8 @@ def _installed() -> set[str]:
     """Return the directories of the standard library, of installed packages, and of ckpt itself."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {*site.getsitepackages(), os.path.join(sys.base_prefix, "lib")}
-    paths.add(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
-    return {os.path.realpath(path) for path in paths}
+    paths |= {os.path.join(os.path.dirname(__file__), os.pardir, os.pardir), sys.pycache_prefix or ""}
+    return {os.path.realpath(path) for path in paths if path}
 
 
 def _grounds(walls: Walls) -> dict[str, str]:

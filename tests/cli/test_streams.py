@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, int]] = {
     "gather": ("gather run OUT", 0),
     "reshard": ("reshard run OUT --mesh dp_shard=3", 0),
     "verify": ("verify model", 0),
+    "scan": ("scan model", 0),
     "diff": ("diff model other", 3),
     "commit": ("commit nowhere", 4),
     "stats": ("stats model", 0),

@@ -12,6 +12,7 @@ from samples import MODEL, content, files_of, safetensors_bytes, shard_model, st
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
+from ckpt_tools.errors import UnreadableError
 
 SHARD = ("shard",)
 
@@ -257,24 +258,26 @@ def test_gathered_index_bit_flipped_is_found(tmp_path: Path, refuses) -> None:
     refuses(tmp_path / "gathered", finding="changed-document", conversions=())
 
 
-def test_gathered_asset_changed_is_a_warning(gathered: Path, capsys) -> None:
+def test_gathered_asset_changed_is_an_error(gathered: Path, capsys) -> None:
     (gathered / "config.json").write_bytes(b'{"model_type": "some"}\n')
-    assert main(["verify", str(gathered), "--json"]) == 0
+    assert main(["verify", str(gathered), "--json"]) == 3
     findings = json.loads(capsys.readouterr().out)["findings"]
-    assert [(f["code"], f["severity"]) for f in findings] == [("digest-mismatch", "warning")]
+    assert [(f["code"], f["severity"]) for f in findings] == [("digest-mismatch", "error")]
     (gathered / "config.json").write_bytes(b"{}")
-    assert main(["verify", str(gathered), "--json"]) == 0
+    assert main(["verify", str(gathered), "--json"]) == 3
     findings = json.loads(capsys.readouterr().out)["findings"]
-    assert [(f["code"], f["severity"]) for f in findings] == [("changed-asset", "warning")]
+    assert [(f["code"], f["severity"]) for f in findings] == [("changed-asset", "error")]
 
 
-def test_gathered_asset_changed_is_a_warning_of_conversions(gathered: Path, tmp_path: Path) -> None:
+def test_gathered_asset_changed_is_refused_until_it_is_accepted(gathered: Path, tmp_path: Path) -> None:
     assert api.shard(gathered, tmp_path / "one", mesh="dp_shard=2").warnings == ()
-    damage.flip(gathered / "tokenizer.json", 1)
+    (gathered / "tokenizer.json").write_bytes(b'{"version": "changed"}')
     for name, more in (("two", {}), ("three", {"part": "0/1"})):
-        result = api.shard(gathered, tmp_path / name, mesh="dp_shard=2", **more)
-        assert [text.partition(":")[0] for text in result.warnings] == ["changed-asset"]
-        assert "tokenizer.json" in result.warnings[0]
+        with pytest.raises(UnreadableError, match=r"tokenizer\.json is not what") as refused:
+            api.shard(gathered, tmp_path / name, mesh="dp_shard=2", **more)
+        assert refused.value.hint.endswith("--accept tokenizer.json")
+    assert api.verify(gathered, accept=["tokenizer.json"]).ok
+    assert api.shard(gathered, tmp_path / "four", mesh="dp_shard=2").warnings == ()
 
 
 # What DCP's HF writer leaves

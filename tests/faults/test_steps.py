@@ -20,7 +20,7 @@ def step(memory: Path) -> Path:
     path = memory / "step"
     api.shard(hf, path / "pytorch_model_fsdp_0", mesh="dp_shard=2", prefix="model.")
     api.shard(hf, path / "optimizer_0", mesh="dp_shard=2", prefix="optimizer.state.")
-    (path / "scheduler.bin").write_bytes(b"scheduler")
+    (path / "notes.txt").write_bytes(b"scheduler")
     return path
 
 

@@ -33,7 +33,7 @@ def flat(value: object, prefix: str = "") -> Flat:
 
 def read(path: Path, *, kind: str | None = None) -> Flat:
     """What ckpt reads of a checkpoint, as `--from` says."""
-    with open_path(str(path), format=kind) as opened:
+    with open_path(str(path), format=kind, as_part=True) as opened:
         reader = BytesReader(opened)
         return {
             entry.fqn: (getattr(torch, str(entry.dtype.torch_name)), entry.shape, bytes(reader.read(entry)))

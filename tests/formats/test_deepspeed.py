@@ -226,11 +226,17 @@ def test_latest_decides_and_nothing_else(sample) -> None:
 
 def test_step_of_the_trainers_has_it_inside(sample, tmp_path: Path, capsys) -> None:
     step = sample("zero3-bf16").rename(tmp_path / "checkpoint-2")
-    for name in ("config.json", "trainer_state.json", "scheduler.pt", "zero_to_fp32.py"):
+    for name in ("config.json", "trainer_state.json", "zero_to_fp32.py"):
         (step / name).write_text("{}")
+    (step / "latest").write_text("global_step2")
+    for name in ("scheduler.pt", *(f"rng_state_{rank}.pth" for rank in range(3))):
+        torch.save({}, step / name)
     (step / WANTED).unlink()
     assert main(["gather", str(step), str(tmp_path / "hf")]) == 0
-    assert "files beside the save: scheduler.pt, trainer_state.json" in capsys.readouterr().err
+    assert (
+        "files beside the save: rng_state_0.pth, rng_state_1.pth, rng_state_2.pth, scheduler.pt, trainer_state.json"
+        in capsys.readouterr().err
+    )
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
         *("ckpt_manifest.json", "config.json", "model.safetensors"),
     ]
@@ -485,9 +491,11 @@ def test_nothing_is_run_and_other_state_is_said(sample, edit, capsys) -> None:
         path / TAG / OPTIMIZER.format(0),
         lambda content: optimizer(content)["base_optimizer_state"]["state"][0].update(odd=Runs()),
     )
-    assert main(["verify", str(path)]) == 0
-    assert "mine" in capsys.readouterr().err
-    assert main(["verify", str(path), "--from", FP32]) == 0
+    assert main(["verify", str(path)]) == 3
+    said = capsys.readouterr()
+    assert "mine" in said.err
+    assert "dangerous-pickle" in said.out
+    assert main(["verify", str(path), "--from", FP32]) == 3
     assert "other state of the optimizer: 0.odd" in capsys.readouterr().err
 
 

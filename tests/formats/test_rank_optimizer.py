@@ -303,5 +303,6 @@ def test_ranks_with_other_options_are_of_other_saves(tmp_path: Path) -> None:
         state = torch.load(path, weights_only=False)
         state["param_groups"][0]["lr"] = 0.2
         torch.save(state, path)
-    (finding,) = api.verify(tmp_path / "step").findings
+    finding, mixed = api.verify(tmp_path / "step").findings
+    assert (mixed.code, mixed.where) == ("mixed-steps", "optim_world_size_2_rank_0.pt")
     assert "other options of the optimizer" in finding.what

@@ -259,7 +259,7 @@ def test_common_state_is_not_run(sample, tmp_path) -> None:
 
     torch.save({"args": Attack()}, Path(step, "common.pt"))
     assert api.open_checkpoint(step).format == "torch-dist"
-    assert main(["verify", step, "-q"]) == 0
+    assert main(["verify", step, "-q"]) == 3
     assert not (tmp_path / "executed").exists()
 
 
@@ -272,7 +272,7 @@ def test_common_state_that_megatron_cannot_load_is_a_finding_and_the_weights_are
     if damage != "gone":
         file.write_bytes(content[:-100] if damage == "short" else content.replace(b"num_layers", b"num_layerz"))
     (finding,) = api.verify(step).findings
-    assert (finding.code, finding.severity, finding.where) == ("missing-part", "warning", "common.pt")
+    assert (finding.code, finding.severity, finding.where) == ("not-resumable", "error", "common.pt")
     api.gather(step, tmp_path / "hf", assets=hub)
     assert is_same_model("llama", str(tmp_path / "hf"))
 

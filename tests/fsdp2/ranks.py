@@ -60,7 +60,7 @@ class RankLost(RankError):  # noqa: N818 - not an error of its own
     """A rank neither returned nor raised: it hung, or was ended; `trace` has its stacks and output."""
 
 
-def run_ranks(world_size, function, *args, timeout=60, check=True, backend="gloo"):
+def run_ranks(world_size, function, *args, timeout=60, check=True, backend="gloo", start="forkserver"):
     """Call `function(rank, world_size, *args)` on every rank of a new process group.
 
     Args:
@@ -70,12 +70,14 @@ def run_ranks(world_size, function, *args, timeout=60, check=True, backend="gloo
         timeout: Seconds for all; after that every rank's stacks are collected and it is killed.
         check: Raise the first `RankError`; False puts them into the list.
         backend: Of the process group; None leaves it out (the function makes its own).
+        start: How; "fork" has what this process has imported, which must not have started threads.
 
     Returns:
         What every rank returned, by rank.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = multiprocessing.get_context(start)
+    if start == "forkserver":
+        context.set_forkserver_preload(_PRELOAD)
     target = (function.__code__.co_filename, function.__qualname__)
     with tempfile.TemporaryDirectory(prefix="ranks-") as private:
         processes = [

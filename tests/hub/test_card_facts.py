@@ -139,14 +139,14 @@ def test_push_large_rank_is_said_to_vllm(hub: Hub, push_json, tmp_path: Path):
 
 def test_push_result_of_ckpt_says_how_it_was_made(hub: Hub, push_json, tmp_path: Path):
     weight = {"model.layers.0.self_attn.q_proj.weight": ("BF16", (8, 8), b"\x80\x3f" * 64)}
-    config = {"config.json": b'{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}'}
+    config = {"config.json": b'{"architectures": ["OwnForCausalLM"], "model_type": "llama"}'}
     base = write_model(tmp_path / "base", weight, assets=config)
     api.merge_lora(base, write_adapter(tmp_path / "adapter"), tmp_path / "merged")
     document = push_json(tmp_path / "merged", "me/merged", "--base-model", "org/base")
     keys = front(card_of(hub, "me/merged"))
     assert (keys["base_model"], keys["base_model_relation"]) == ("org/base", "finetune")
     assert "| by | ckpt" in card_of(hub, "me/merged")
-    assert document["notes"] == []
+    assert all("parameters" in note for note in document["notes"])
     document = push_json(tmp_path / "merged", "me/silent")
     assert any("--base-model" in note for note in document["notes"])
     assert "base_model_relation" not in front(card_of(hub, "me/silent"))
@@ -320,10 +320,10 @@ def test_push_card_keeps_its_base_and_license_and_says_so(hub: Hub, push_json, t
     (adapter / "README.md").write_text(text)
     (tmp_path / "a.jpg").write_bytes(b"x")
     (tmp_path / "a.txt").write_text("cat")
-    (note,) = push_json(adapter, "me/a", "--samples", tmp_path, "-n")["notes"]
+    (_, note) = push_json(adapter, "me/a", "--samples", tmp_path, "-n")["notes"]
     assert "has no <Gallery />" in note
     document = push_json(adapter, "me/a", "--base-model", "org/other", "--license", "apache-2.0", "--tag", "x")
-    (note,) = document["notes"]
+    (_, note) = document["notes"]
     assert "keeps what it says already: base_model: org/mine; license: mit; tags: None" in note
     card = card_of(hub, "me/a")
     assert 'from_pretrained("org/mine")' in card

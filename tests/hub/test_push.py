@@ -183,6 +183,7 @@ def test_push_token_does_not_go_to_another_host(hub: Hub, push_json, model: Path
 def test_push_sharded_checkpoint_goes_with_its_metadata(hub: Hub, push_json, tmp_path: Path):
     run = shard_model(tmp_path)
     (run / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    api.verify(run, accept=["config.json"])
     document = push_json(run, "me/run")
     assert ".metadata" in hub.files("me/run")
     assert "README.md" not in hub.files("me/run")  # no card with code that loads nothing

@@ -149,6 +149,8 @@ def test_file_that_lacks_a_tensor_is_refused(tmp_path, capsys) -> None:
     del tensors["model.layers.1.self_attn.k_proj.weight"]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     args = ["shard", str(directory), str(tmp_path / "made"), "--mesh", "dp_shard=2"]
+    assert main(args) == 4
+    args.append("--as-part")
     for names in ("meta", "torchtitan"):
         assert main([*args, "--names", names]) == 2
         assert "the file has not: model.layers.1.self_attn.k_proj.weight" in capsys.readouterr().err

@@ -82,7 +82,6 @@ WRONG = {
     "nanotron": (lambda s: renamed(s, {"self_attn.": "pp_block.attn."}), "nanotron's"),
     "adapter": (lambda s: adapter(s, whole=False), "ckpt export-lora"),
     "adapter-beside": (lambda s: adapter(s, whole=True), "ckpt merge-lora"),
-    "fsdp1": (lambda s: {"_fsdp_wrapped_module._flat_param": NEW} | s, "FSDP1"),
     "no-head": (lambda s: without(s, "lm_head"), "lm_head.weight"),
     "no-embedding": (lambda s: without(s, "embed_tokens"), "model.embed_tokens.weight"),
     "no-norm": (lambda s: without(s, r"model\.norm"), "model.norm.weight"),

@@ -112,7 +112,7 @@ def test_plan_that_does_not_fit_says_why_the_names_are_those_of_the_file(experts
     tensors = load_file(tmp_path / "hub" / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.0.up_proj.weight"]
     save_file(tensors, tmp_path / "hub" / "model.safetensors")
-    args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "tp=2", "--tp-plan", "auto"]
+    args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "tp=2", "--tp-plan", "auto", "--as-part"]
     assert main(args) == 2
     error = capsys.readouterr().err
     assert "experts.gate_up_proj' matches no tensor (names of the file: " in error
@@ -144,7 +144,9 @@ def test_file_that_lacks_an_expert_keeps_its_names_and_says_why(experts, tmp_pat
     tensors = load_file(experts / "hub" / "model.safetensors")
     del tensors["model.layers.0.mlp.experts.1.up_proj.weight"]
     save_file(tensors, tmp_path / "hub" / "model.safetensors")
-    assert main(["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2"]) == 0
+    args = ["shard", str(tmp_path / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2"]
+    assert main(args) == 4
+    assert main([*args, "--as-part"]) == 0
     said = capsys.readouterr()
     assert "names of the file: its tensors are not those of a Qwen3MoeForCausalLM" in said.out + said.err
 

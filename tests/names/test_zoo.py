@@ -37,7 +37,7 @@ def walk(name: str, directory: Path) -> str:
     state = live.state_dict()
     if what := load_on_meta(name, live, hub):
         return what
-    if main(["shard", hub, sharded, "--mesh", "dp_shard=2", "-q"]) or main(["verify", sharded, "-q"]):
+    if main(["shard", hub, sharded, "--mesh", "dp_shard=2", "-q"]) or main(["verify", hub, sharded, "-q"]):
         return "not sharded"
     loaded = {fqn: torch.zeros_like(tensor) for fqn, tensor in state.items()}
     try:

@@ -399,6 +399,32 @@ def test_github_gets_annotations_that_cannot_break_out(tmp_path: Path, capsys: A
     assert lines[-1].startswith("::error title=ckpt preflight::NOT ok: 1 error")
 
 
+@pytest.mark.parametrize("form", ["github", "sarif"])
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a\x1b]0;owned\x07\u202egnp.yaml", WRONG, 3),
+        ("a\n::error::b%0A.yaml", "a: [1\n", 4),
+        ("a\udcff.yaml", WRONG, 3),
+        ("a\udcff\x1b.yaml", None, 4),
+    ],
+)
+def test_machines_get_a_document_of_any_file(tmp_path: Path, capsys: Any, form, name: str, text, expected: int) -> None:
+    """Of one with a hostile name, of one that cannot be read, and of none: inert, with its exit code."""
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    code, out = run(capsys, str(tmp_path / name), "--only", "rules", "--format", form)
+    assert code == expected
+    assert all(line.isascii() and line.isprintable() for line in out.splitlines())
+    if form == "github":
+        assert all(line.startswith(("::error ", "::warning ", "::notice ")) for line in out.splitlines())
+        return
+    check_sarif(document := json.loads(out), SARIF)
+    (invocation,) = document["runs"][0]["invocations"]
+    assert invocation["executionSuccessful"] == (expected == 3)
+    assert invocation["toolExecutionNotifications"][0]["level"] == "error"
+
+
 SARIF: dict[str, Any] = {
     "version": str,
     "runs": [{

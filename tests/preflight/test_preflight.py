@@ -142,7 +142,7 @@ def test_preflight_of_a_checkpoint_and_a_device_that_are_not_enough_is_red_and_s
     status, document = run(capsys, write(tmp_path), *argv, main=forked.main)
     assert status == 3
     errors = [f["code"] for f in document["findings"] if f["severity"] == "error"]
-    assert errors == ["checkpoint-missing-key", "memory-does-not-fit"]
+    assert errors == ["part-of-a-model", "checkpoint-missing-key", "memory-does-not-fit"]
     assert document["estimate"]["fits"] is False
     assert document["smoke"]["ok"]
     assert any("the checkpoint is not loaded" in note for note in document["notes"])

@@ -67,7 +67,7 @@ def test_inspect_takes_few_requests_and_bytes(run, hub: Hub, tmp_path: Path) -> 
     code, out, _ = run("inspect", "hf://org/name")
     assert code == 0
     assert "tensors   8" in out
-    assert len(hub.requests) <= 11
+    assert len(hub.requests) <= 13
     assert {request.token for request in hub.requests if request.path.startswith("/cdn/")} == {None}
     assert {request.token for request in hub.requests if not request.path.startswith("/cdn/")} == {WRITE_TOKEN}
 
@@ -87,7 +87,7 @@ def test_results_are_those_of_a_local_copy(run, hub: Hub, model: Path, tmp_path:
     assert files_of(tmp_path / "r0") == files_of(tmp_path / "r1")
     assert run("diff", "hf://org/dcp", model)[0] == 0
     assert run("verify", "hf://org/dcp")[0] == 0
-    assert run("verify", "hf://org/name/model-00002-of-00004.safetensors")[0] == 0
+    assert run("verify", "hf://org/name/model-00002-of-00004.safetensors")[0] == 3  # a part
 
 
 def test_damage_is_found_where_it_lies(run, hub: Hub, model: Path, tmp_path: Path) -> None:
@@ -290,12 +290,15 @@ def rows(*paths: str) -> bytes:
         ({TREE: b"[" * 100_000}, 1, "unexpected"),
         ({TREE: b"[1]"}, 1, "unexpected"),
         ({TREE: b'[{"type": "file", "path": "a", "size": -1, "oid": "x"}]'}, 1, "unexpected"),
-        ({TREE: lambda a: Answer(200, {"Link": f"<{TREE}?c={a.number}>; rel=next"}, rows("a"))}, 1, "listing"),
+        ({TREE: lambda a: Answer(200, {"Link": f"<{TREE}?c={a.number}>; rel=next"}, rows("a"))}, 4, "more than 20"),
+        ({TREE: lambda a: Answer(200, {"Link": f"<{TREE}?c={a.number}>; rel=next"}, rows(*map(str, range(9999))))}, 4,
+         "or 1.00 MiB: 9999 files"),
         ({TREE: lambda _: Answer(200, {"Link": '<https://other.example/x>; rel="next"'}, rows("a"))}, 1, "elsewhere"),
     ],
 )  # fmt: skip
 def test_hostile_hub_is_refused(run, naps, monkeypatch, pages: dict, code: int, says: str) -> None:
     monkeypatch.setattr(hub_source, "_MAX_PAGES", 20)
+    monkeypatch.setattr(hub_source, "_MAX_LISTED_BYTES", 1 << 20)
     with site(a_hub(pages, HELD)) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         if TREE in pages and callable(pages[TREE]):  # the next page is named in full
@@ -310,6 +313,37 @@ def test_hostile_hub_is_refused(run, naps, monkeypatch, pages: dict, code: int, 
 
             server.pages[TREE] = full
         assert says in error_of(run("verify", "hf://org/name"), code)
+
+
+def test_endless_listing_ends_early(run, naps, monkeypatch) -> None:
+    """As the limits are: a thousand new names a page."""
+    with site(a_hub({}, HELD)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+
+        def page(asked: Asked) -> Answer:
+            page = len(server.asked)
+            body = rows(*(f"{page}/{each}-{'x' * 200}" for each in range(1000)))
+            return Answer(200, {"Link": f"<{server.url}{TREE}?c={page}>; rel=next"}, body)
+
+        server.pages[TREE] = page
+        error_of(run("verify", "hf://org/name"), 4)
+        assert len(server.asked) <= 202
+        assert len(server.asked) * 280_000 < 72 << 20
+
+
+@pytest.mark.parametrize(("variable", "folder"), [("HF_HUB_CACHE", ""), ("HF_HOME", "hub")])
+@pytest.mark.parametrize("named", ["~/c", "$HOME/c", "${CACHES}/c"])
+def test_cache_is_where_huggingface_hub_has_it(monkeypatch, tmp_path: Path, variable, folder: str, named: str) -> None:
+    """Of what the variables name it is the judge, in a process of its own."""
+    monkeypatch.delenv("HF_HUB_CACHE")
+    for name, value in (("HOME", str(tmp_path)), ("CACHES", str(tmp_path)), (variable, named)):
+        monkeypatch.setenv(name, value)
+    code = (
+        "from huggingface_hub import constants; from ckpt_tools.remote.account import hub_directory as of;"
+        "print(constants.HF_HUB_CACHE == of('HF_HUB_CACHE') and constants.HF_HOME == of('HF_HOME'), of('HF_HUB_CACHE'))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert found == f"True {tmp_path / 'c' / folder}".rstrip("/")
 
 
 def test_token_does_not_follow_a_redirect_and_comes_back_home(run, monkeypatch, naps) -> None:

@@ -24,7 +24,7 @@ from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.formats.opening import open_from
-from ckpt_tools.remote import source as remote_source
+from ckpt_tools.remote import source as remote_source, store as remote_store
 from ckpt_tools.remote.ahead import Range, join
 from ckpt_tools.remote.places import open_place
 from ckpt_tools.remote.source import RemoteFile, RemoteSource
@@ -222,7 +222,7 @@ def test_commands_give_what_they_give_of_a_disk(put: Put, samples: dict[str, Pat
 
 def test_inspect_reads_headers_alone(store: Put, proxy: Proxy, samples: dict[str, Path], capsys) -> None:
     run, hf = (store(_bytes_of(samples[name])) for name in ("run", "hf"))
-    for path, most in ((run, 3), (hf, 4), (f"{hf}/model-00001-of-00002.safetensors", 3)):
+    for path, most in ((run, 4), (hf, 5), (f"{hf}/model-00001-of-00002.safetensors", 4)):
         proxy.arm(None)
         assert main(["inspect", "-q", path]) == 0
         assert len(proxy.seen) <= most, proxy.seen
@@ -415,6 +415,15 @@ def test_endless_listing_ends(hostile, monkeypatch: pytest.MonkeyPatch) -> None:
     path = hostile(lambda _: _listing([f"run/{next(numbers)}" for _ in range(1000)], more=str(next(numbers))))
     with pytest.raises(LimitError, match="more than 5000 files"):
         open_place(path)
+
+
+def test_listing_that_repeats_itself_ends(hostile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_store, "MAX_FILES", 5000)
+    numbers = count()
+    path = hostile(lambda _: _listing([f"run/{i}" for i in range(1000)], more=str(next(numbers))))
+    with pytest.raises(LimitError, match="lists more than 5000 objects"):
+        open_place(path)
+    assert next(numbers) < 20
 
 
 def test_million_keys_are_listed_in_bounded_time(monkeypatch: pytest.MonkeyPatch, use: Callable[..., str]) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
+from httpcore2._backends.sync import SyncStream
 from remote.site import Answer, part, site
 from samples import MODEL, files_of, safetensors_bytes, tensor, write_model
+
+from ckpt_tools.remote import web
+from ckpt_tools.remote.refusals import Peers
 
 HELD = safetensors_bytes(MODEL)
 
@@ -26,7 +31,7 @@ def test_index_is_a_directory_with_its_files_and_known_documents(run, tmp_path: 
         assert run("shard", model, tmp_path / "d0", "--mesh", "dp_shard=2")[0] == 0
         assert files_of(tmp_path / "d0") == files_of(tmp_path / "d1")
         assert run("diff", source, model)[0] == 0
-        assert run("verify", f"{server.url}/a%20b/model-00001-of-00003.safetensors")[0] == 0
+        assert run("verify", f"{server.url}/a%20b/model-00001-of-00003.safetensors")[0] == 3  # a part
         assert all("authorization" not in asked.headers for asked in server.asked)
 
 
@@ -124,3 +129,43 @@ def test_adapter_on_a_web_server_is_refused(run) -> None:
     with site({"/adapter_model.safetensors": HELD}) as server:
         err = error_of(run("export-lora", f"{server.url}/adapter_model.safetensors", "out", "--to", "peft"), 2)
     assert "adapter_config.json" in err
+
+
+@pytest.mark.parametrize(
+    ("begins", "leads", "code", "says"),
+    [
+        ("public.example", "inner.example", 1, "inner network (inner.example, which is 127.0.0.1)"),
+        ("public.example", "xn--nner-0pa.example", 1, "inner network"),
+        ("public.example", "metadata.example", 1, "inner network (metadata.example, which is 169.254.169.254)"),
+        ("public.example", "cdn.example", 0, ""),
+        ("inner.example", "127.0.0.1", 0, ""),  # who names an inner host himself may be led within
+        ("inner.example", "metadata.example", 1, "inner network"),
+    ],
+)
+def test_redirect_is_judged_by_the_address_that_is_connected_to(
+    run, naps, monkeypatch, begins: str, leads: str, code: int, says: str
+) -> None:
+    """Names answer once for a look and once for a connection; only the second counts, and no byte is sent to it."""
+    inside = {"inner.example": "127.0.0.1", "xn--nner-0pa.example": "10.0.0.1", "metadata.example": "169.254.169.254"}
+    monkeypatch.setattr(web, "_peers", Peers())
+    web._client.cache_clear()
+    stream = SyncStream.get_extra_info
+    connect, named = socket.create_connection, {}
+
+    def create_connection(address, *args, **options):
+        made = connect(("127.0.0.1", address[1]), *args, **options)
+        named[made.fileno()] = inside.get(address[0], address[0] if address[0] == "127.0.0.1" else "93.184.216.34")
+        return made
+
+    def peer(self, info):
+        return (named[self._sock.fileno()], 80) if info == "server_addr" else stream(self, info)
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    monkeypatch.setattr(SyncStream, "get_extra_info", peer)
+    with site({"/end.safetensors": HELD}) as server:
+        port = server.server_port
+        server.pages["/m.safetensors"] = lambda _: Answer(302, {"Location": f"http://{leads}:{port}/end.safetensors"})
+        found = run("verify", f"http://{begins}:{port}/m.safetensors")
+        assert found[0] == code, found
+        assert says in found[2]
+        assert ("/end.safetensors" in {asked.path for asked in server.asked}) == (code == 0)

@@ -17,11 +17,7 @@ def saved(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("saved")
     toy_steps.save_accelerate(root / "accelerate")
     toy_steps.save_accelerate(root / "two", models=2)
-    trainer = toy_steps.save_accelerate(root / "trainer")
-    for rank in range(2):
-        (trainer / f"random_states_{rank}.pkl").rename(trainer / f"rng_state_{rank}.pth")
-    (trainer / "scheduler.bin").rename(trainer / "scheduler.pt")
-    (trainer / "trainer_state.json").write_text('{"global_step": 3}')
+    toy_steps.save_trainer(root / "trainer")
     lightning = {f"model.{fqn}": tensor for fqn, tensor in toy_steps.state_of(0).items()}
     toy_steps.save({"state_dict": lightning, "optimizer_0": toy_steps.optimizer_of(100, "model.")}, root / "last.ckpt")
     torch.save({"epoch": 1}, root / "last.ckpt" / "meta.pt")

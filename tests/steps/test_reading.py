@@ -66,8 +66,9 @@ def test_gather_of_a_step_takes_the_config_beside_its_parts(copy_of, tmp_path) -
     assert not any("config.json" in note for note in result.notes)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "other"}')
-    api.gather(step, tmp_path / "of-other", assets=tmp_path / "other")
-    assert "other" in (tmp_path / "of-other" / "config.json").read_text()
+    result = api.gather(step, tmp_path / "of-other", assets=tmp_path / "other")
+    assert "toy" in (tmp_path / "of-other" / "config.json").read_text()
+    assert any(note.startswith("config.json: the step's own; that of --assets") for note in result.notes)
 
 
 def test_gather_from_inside_of_a_step_reads_its_model(saved, tmp_path, monkeypatch) -> None:

@@ -16,9 +16,9 @@ def state_of(seed: int) -> dict[str, torch.Tensor]:
     return {fqn: torch.randn(shape, generator=generator) for fqn, shape in SHAPES.items()}
 
 
-def optimizer_of(seed: int, prefix: str = "") -> dict[str, object]:
+def optimizer_of(seed: int, prefix: str = "", step: int = 3) -> dict[str, object]:
     moments = {
-        prefix + fqn: {"step": torch.tensor(3.0), "exp_avg": tensor, "exp_avg_sq": tensor**2}
+        prefix + fqn: {"step": torch.tensor(float(step)), "exp_avg": tensor, "exp_avg_sq": tensor**2}
         for fqn, tensor in state_of(seed).items()
     }
     return {"state": moments, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": list(moments)}]}
@@ -30,14 +30,24 @@ def save(state: dict[str, object], directory: Path) -> None:
         dcp.save(state, checkpoint_id=directory)
 
 
-def save_accelerate(directory: Path, *, seed: int = 0, models: int = 1) -> Path:
+def save_accelerate(directory: Path, *, seed: int = 0, models: int = 1, step: int = 3) -> Path:
     """As `save_fsdp_model`, `save_fsdp_optimizer` and `save_accelerator_state` do, on two ranks' RNG."""
     for number in range(models):
         save({"model": state_of(seed + number)}, directory / f"pytorch_model_fsdp_{number}")
-        save({"optimizer": optimizer_of(seed + number + 100)}, directory / f"optimizer_{number}")
-    torch.save({"last_epoch": 3}, directory / "scheduler.bin")
+        save({"optimizer": optimizer_of(seed + number + 100, step=step)}, directory / f"optimizer_{number}")
+    torch.save({"last_epoch": step}, directory / "scheduler.bin")
     for rank in range(2):
-        torch.save({"step": 3, "torch_manual_seed": torch.arange(rank + 1)}, directory / f"random_states_{rank}.pkl")
+        torch.save({"step": step, "torch_manual_seed": torch.arange(rank + 1)}, directory / f"random_states_{rank}.pkl")
+    return directory
+
+
+def save_trainer(directory: Path, *, seed: int = 0, step: int = 3) -> Path:
+    """As the Trainer does with FSDP2 and SHARDED_STATE_DICT, on two ranks."""
+    save_accelerate(directory, seed=seed, step=step)
+    for rank in range(2):
+        (directory / f"random_states_{rank}.pkl").rename(directory / f"rng_state_{rank}.pth")
+    (directory / "scheduler.bin").rename(directory / "scheduler.pt")
+    (directory / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
     return directory
 
 

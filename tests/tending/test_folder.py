@@ -130,8 +130,8 @@ def test_model_without_the_optimizer_of_its_predecessors_is_not_whole(tmp_path):
 
     run = tmp_path / "run"
     for step in (1, 2):
-        write_state(toy_steps.save_accelerate(run / f"checkpoint-{step}"), step)
-    for name in ("optimizer_0", "scheduler.bin", "trainer_state.json", "random_states_0.pkl", "random_states_1.pkl"):
+        toy_steps.save_trainer(run / f"checkpoint-{step}", step=step)
+    for name in ("optimizer_0", "scheduler.pt", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"):
         path = run / "checkpoint-2" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     tended = watch(run, keep_last=1)
@@ -152,6 +152,8 @@ def test_damaged_optimizer_beside_a_good_model_is_no_verified_checkpoint(tmp_pat
         save_file({"w": torch.ones(4)}, path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text("{}")
         torch.save({"state": {0: {"exp_avg": torch.arange(8.0)}}}, path / "optimizer.pt")
+        for beside in ("scheduler.pt", "rng_state.pth"):
+            torch.save({"last_epoch": step}, path / beside)
         write_state(path, step)
     file = run / "checkpoint-2" / "optimizer.pt"
     content = file.read_bytes()

@@ -39,7 +39,7 @@ def weights() -> dict[str, torch.Tensor]:
 def moments(names: list[str], tensors: dict[str, torch.Tensor]) -> dict[str, object]:
     """AdamW's state by name."""
     state = {
-        name: {"step": torch.tensor(3.0), "exp_avg": tensors[name], "exp_avg_sq": tensors[name] ** 2} for name in names
+        name: {"step": torch.tensor(5e2), "exp_avg": tensors[name], "exp_avg_sq": tensors[name] ** 2} for name in names
     }
     return {"state": state, "param_groups": [{"lr": 0.1, "params": names}]}
 

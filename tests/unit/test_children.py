@@ -285,6 +285,42 @@ def test_environment_with_gpus_leaves_those_that_the_caller_may_see(monkeypatch)
     assert environment("/x")["CUDA_VISIBLE_DEVICES"] == ""
 
 
+SECRETS = (
+    "AZURE_STORAGE_KEY AZURE_STORAGE_CONNECTION_STRING AWS_SESSION_TOKEN AWS_ACCESS_KEY_ID GH_PAT PGPASSWORD HF_TOKEN"
+    " MYSQL_PWD GOOGLE_APPLICATION_CREDENTIALS NVIDIA_API_KEY DATABASE_URL SSH_AUTH_SOCK HTTPS_PROXY FIREBASE_X NEW"
+)
+
+
+def test_walled_child_has_of_the_environment_what_libraries_need(monkeypatch):
+    needed = ("PATH", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "NCCL_DEBUG", "PYTORCH_ALLOC_CONF", "PYTHONPATH")
+    for name in (*SECRETS.split(), *needed):
+        monkeypatch.setenv(name, "/it")
+    with child(describe, walled=True) as started:
+        seen = started.result()["environment"]
+    assert not set(SECRETS.split()) & set(seen)
+    assert {name: seen.get(name) for name in needed} == dict.fromkeys(needed, "/it")
+    with child(describe) as started:  # what is the user's own has all of it
+        assert set(SECRETS.split()) <= set(started.result()["environment"])
+
+
+BUILD = """
+import sys
+from ckpt_tools.walls import Walls, behind_walls
+with behind_walls(Walls(subject="a model", where="x", scratch=sys.argv[1])):
+    import email.mime.text, wave
+"""
+
+
+def test_healthy_model_is_built_where_bytecode_has_a_place_of_its_own(tmp_path):
+    command = [sys.executable, "-c", BUILD, str(tmp_path / "scratch")]
+    here = os.environ | {"PYTHONPYCACHEPREFIX": str(tmp_path / "cache")}
+    here.pop("PYTHONDONTWRITEBYTECODE", None)
+    subprocess.run([sys.executable, "-c", "import email.mime.text, wave"], env=here, check=True)
+    assert list((tmp_path / "cache").rglob("wave*.pyc"))
+    done = subprocess.run(command, env=here, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("wait", [True, False])
 def test_child_takes_what_it_has_started_with_it(tmp_path, wait):

@@ -143,8 +143,8 @@ LAYOUTS = {
     "gguf": (("model-Q4_K_M.gguf",), "GGUF files", "converted from"),
     "tensor-parallel": (
         ("consolidated.00.pth", "consolidated.01.pth"),
-        "nothing says which are meant",
-        "pass one file",
+        "2 files, each one tensor-parallel part of Meta's own files",
+        "convert_llama_weights_to_hf.py",
     ),
     "epochs": (("epoch_1.pt", "epoch_2.pt"), "nothing says which are meant", "pass one file: {path}/epoch_1.pt"),
     "pkl": (("weights.pkl", "config.json"), "only pickled objects", "save_pretrained"),
@@ -263,7 +263,6 @@ def test_file_that_torch_saved_is_read_whatever_its_ending(name: str, legacy: bo
     ("name", "content", "what", "hint"),
     [
         ("x.distcp", b"x", "a part of a checkpoint", "pass the directory"),
-        ("model.safetensors.index.json", b"{}", "a part of a checkpoint", "pass the directory"),
         ("model.bin", b"x", "not one that torch.save wrote whole", "pass a safetensors"),
         ("model.gguf", b"GGUF\3\0\0\0", "a GGUF file", "that it was converted from"),
         ("tf_model.h5", b"\x89HDF\r\n\x1a\n", "an HDF5 file", "save it as safetensors"),

@@ -80,6 +80,7 @@ def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
     assert document == {
         "path": "/runs/step-9",
         "format": "dcp",
+        "identity": None,
         "names": None,
         "num_tensors": 3,
         "num_elements": 12,

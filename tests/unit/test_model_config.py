@@ -142,16 +142,18 @@ def test_config_of_other_assets_is_the_one_that_is_rewritten(model: Path, tmp_pa
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_bytes(b'{"dtype":"float64"}')
+    (model / "config.json").unlink()
     api.gather(model, tmp_path / "out", dtype="bf16", assets=other)
     assert (tmp_path / "out" / "config.json").read_bytes() == b'{"dtype":"bfloat16"}'
 
 
 @pytest.mark.parametrize("text", [b"dtype: float32\n", b" " * (17 << 20)], ids=["yaml", "huge"])
-def test_config_that_cannot_be_read_is_carried_along_with_a_note(text: bytes, tmp_path: Path) -> None:
+def test_config_that_cannot_be_read_is_refused(text: bytes, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", MODEL, assets={"config.json": text})
-    result = api.gather(model, tmp_path / "out", dtype="bf16")
-    assert (tmp_path / "out" / "config.json").read_bytes() == text
-    assert [note for note in result.notes if note.startswith("config.json is carried along as it is")]
+    with pytest.raises(UnreadableError, match="not valid JSON"):
+        api.gather(model, tmp_path / "out", dtype="bf16")
+    (model / "config.json").unlink()  # as the hint says
+    api.gather(model, tmp_path / "out", dtype="bf16")
 
 
 def test_config_is_read_alike_by_whoever_asks(tmp_path: Path) -> None:

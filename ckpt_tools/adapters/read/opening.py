@@ -24,10 +24,11 @@ from ckpt_tools.adapters.read.locate import locate
 from ckpt_tools.adapters.read.sidecars import Sidecars, read_sidecars
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.adapters.settings import add_settings
+from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.opening import Opened, open_path, refuse_part
 from ckpt_tools.formats.step import open_optimizer
 
 _ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
@@ -61,6 +62,7 @@ def read_adapter(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     settings: Mapping[str, Sourced[object]] | None = None,
+    as_part: bool | None = None,
 ) -> Iterator[OpenedAdapter]:
     """Open `path` and describe the adapter that it holds. Nothing but headers and scalars (alphas) is read.
 
@@ -72,6 +74,7 @@ def read_adapter(
         include: Globs of the names to look at; all by default.
         exclude: Globs of the names to leave out.
         settings: Fields of PEFT's configuration that the user gives; they go before those of files.
+        as_part: As of `open_path`.
 
     Raises:
         UnknownTypeError: An adapter of a kind that is not supported.
@@ -79,7 +82,13 @@ def read_adapter(
         UsageError: Several adapters, and `adapter_name` does not choose.
     """
     location = locate(path, adapter_name)
-    with open_path(location.path, format=format) as whole:
+    with open_path(location.path, format=format, as_part=True) as whole:
+        identity = whole.identity
+        if identity.whole == "part" and not (
+            as_part or identity.hollow or identity.chosen
+        ):  # of hollow ones more is said
+            raise refuse_part(whole, path, can_ask=as_part is not None)
+        refuse_mixed(whole)
         if not whole.format.is_training and not whole.checkpoint.tensors:
             raise UnreadableError(
                 "an empty adapter: there are no tensors in it, and loading it changes nothing",

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from corrupt.attacks import watch
 from corrupt.attacks.recipe import ALL, Case, Corpus, Recipe
+from samples import write_model
 
 GROUPS = {"look": ("inspect", "diff"), "verify": ("structure", "data"), "gather": ("gather",), "mesh": ("mesh",)}
 """What one process runs."""
@@ -170,6 +171,10 @@ def _warm_up(corpus: Corpus, work: Path) -> list[list[str]]:
     llama.mkdir()
     (llama / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     runs.append(["gather", str(bases["plain"]), str(work / "warm-l"), "--assets", str(llama)])
+    whole = write_model(work / "warm-model", assets={"config.json": (llama / "config.json").read_bytes()})
+    runs.append(["inspect", str(whole)])
+    (llama / "names.pkl").write_bytes(b"\x80\2ca\nb\n.")
+    runs.append(["scan", str(llama)])
     for form in ([], ["--json"]):
         for base in ("dcp", "plain", "hf", "index", "sharded"):
             verb = "shard" if base in ("hf", "index") else "reshard"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from corrupt.attacks.recipe import Case, add, harmless
+from corrupt.attacks.recipe import Case, add, carried, harmless
 from corrupt.attacks.zips import archive
 
 from ckpt_tools.formats._pickle_objects import parse_exactly
@@ -86,8 +86,12 @@ SOUND = {**harmless(), "diff": (3,)}
 add("deepspeed-sound", "nothing: what the others start from", start, SOUND)
 _changed("exploit-stage", "the stage of ZeRO is a call", OPTIMIZER, lambda c, v: _state(v).update(zero_stage=shell(c)))
 _changed("exploit-group", "a vector is a call", OPTIMIZER, lambda c, v: _state(v).update(fp32_flat_groups=[shell(c)]))
-_changed("exploit-beside", "an object that executes, beside all", OPTIMIZER, lambda c, v: v.update(x=shell(c)), SOUND)
-_changed("exploit-module", "a weight of the model is a call", MODEL, lambda c, v: _append(v["module"], shell(c)), SOUND)
+_changed(
+    "exploit-beside", "an object that executes, beside all", OPTIMIZER, lambda c, v: v.update(x=shell(c)), carried(3)
+)
+_changed(
+    "exploit-module", "a weight of the model is a call", MODEL, lambda c, v: _append(v["module"], shell(c)), carried(3)
+)
 _changed("exploit-shape", "shapes of parameters are calls", MODEL, lambda c, v: v.update(param_shapes=[shell(c)]))
 _changed(
     "vector-long",

@@ -24,7 +24,7 @@ from corrupt.attacks.opcodes import (
     write_run,
 )
 from corrupt.attacks.pickles import Payload
-from corrupt.attacks.recipe import Case, add, attack, found, harmless
+from corrupt.attacks.recipe import Case, add, attack, carried, found, harmless
 
 
 def described(title: str, tries: str, codes=None, words: str = "", **options) -> None:
@@ -215,12 +215,12 @@ def _torch_zip(case: Case) -> bytes:
     return out.getvalue()
 
 
-@attack("blob-exploit-zip", "an object whose torch.save item executes: copied, never unpickled", harmless())
+@attack("blob-exploit-zip", "an object whose torch.save item executes: never unpickled, not copied", carried(mesh=4))
 def _blob_zip(case: Case) -> None:
     _blob(case, _torch_zip(case))
 
 
-@attack("blob-exploit-pickle", "an object that is a bare pickle", {**harmless(), "data": (0, 3)})
+@attack("blob-exploit-pickle", "an object that is a bare pickle", carried(mesh=4))
 def _blob_pickle(case: Case) -> None:
     _blob(case, pickle.dumps(Payload(case.shell)))
 

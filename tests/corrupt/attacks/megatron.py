@@ -7,7 +7,7 @@ import pickle
 
 from corrupt.attacks.opcodes import PROTO, call, dict_of, list_of, name, number, text, tuple_of, write_run
 from corrupt.attacks.pickles import NOT_EXECUTED, Payload
-from corrupt.attacks.recipe import Case, add, attack, harmless
+from corrupt.attacks.recipe import Case, add, attack, carried, harmless
 from corrupt.attacks.zips import archive
 
 BACKEND = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
@@ -22,11 +22,11 @@ def step(case: Case, *, config: str = BACKEND, common: bytes | None = None, **fi
         (case.source / "common.pt").write_bytes(common)
 
 
-def _common(title: str, tries: str, pickled) -> None:
+def _common(title: str, tries: str, pickled, codes=None) -> None:
     def build(case: Case) -> None:
         step(case, common=archive(entries=[("common/data.pkl", pickled(case)), ("common/version", b"3\n")]))
 
-    add(f"megatron-{title}", tries, build, harmless())
+    add(f"megatron-{title}", tries, build, carried() if codes is None else codes)
 
 
 _common("common-exploit", "common.pt calls os.system", lambda case: pickle.dumps({"args": Payload(case.shell)}, 2))
@@ -39,7 +39,7 @@ _common(
         + b"."
     ),
 )
-_common("common-number", "common.pt is a number", lambda case: PROTO + number(1) + b".")
+_common("common-number", "common.pt is a number", lambda case: PROTO + number(1) + b".", harmless())
 
 
 def shell(case: Case) -> bytes:
@@ -47,7 +47,7 @@ def shell(case: Case) -> bytes:
     return call(name("os", "system"), text(case.shell))
 
 
-@attack("megatron-common-bare", "common.pt is a bare pickle that calls os.system", harmless())
+@attack("megatron-common-bare", "common.pt is a bare pickle that calls os.system", carried())
 def _bare(case: Case) -> None:
     step(case, common=pickle.dumps(Payload(case.shell), 2))
 
@@ -62,7 +62,11 @@ def _plan_class(case: Case) -> None:
     step(case, all_local_plans=call(name(MCORE, "TorchDistSaveShardedStrategy")))
 
 
-@attack("megatron-plans-of-anything", "plans that are no plans: nobody reads them", harmless())
+@attack(
+    "megatron-plans-of-anything",
+    "plans that are no plans: nobody reads them",
+    {**harmless(), "structure": (3,), "data": (3,)},
+)
 def _odd_plans(case: Case) -> None:
     step(case, all_local_plans=dict_of((text("x"), tuple_of(number(1)))), mcore_data=list_of(number(1)))
 

@@ -86,6 +86,11 @@ def harmless() -> dict[str, tuple[int, ...]]:
     return {**dict.fromkeys(VERBS, (0,)), "diff": (0, 3)}
 
 
+def carried(diff: int = 0, mesh: int = 0) -> dict[str, tuple[int, ...]]:
+    """A sound checkpoint with a pickle that would call something: `verify` says so, and what copies it does not."""
+    return {**harmless(), "structure": (3,), "data": (3,), "diff": (diff, 3), "mesh": (mesh,)}
+
+
 def found(*, inspect: int = 0, diff: int = 4, convert: int = 4, structure: int = 3) -> dict[str, tuple[int, ...]]:
     """The headers can be shown; `verify` finds what is wrong, and no conversion takes it."""
     return {

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from corrupt.attacks.opcodes import call, dict_of, list_of, name, number, text, tuple_of
 from corrupt.attacks.pickles import Payload
-from corrupt.attacks.recipe import Case, add, attack, harmless, refused
+from corrupt.attacks.recipe import Case, add, attack, carried, harmless, refused
 from corrupt.attacks.zips import CENTRAL, PAYLOAD, archive, tensor_pickle
 
 PROTO = b"\x80\x02"
@@ -100,8 +100,10 @@ for protocol in range(6):
         "data.pkl is the textbook exploit",
         lambda c, p=protocol: pickle.dumps(Payload(c.shell), p),
     )
-_pickled("exploit-beside", "an object that executes, beside a tensor", lambda c: model((text("x"), _system(c))), BESIDE)
-_pickled("exploit-key", "a call for a key", lambda c: model((_system(c), number(1))), BESIDE)
+_pickled(
+    "exploit-beside", "an object that executes, beside a tensor", lambda c: model((text("x"), _system(c))), carried()
+)
+_pickled("exploit-key", "a call for a key", lambda c: model((_system(c), number(1))), carried())
 _pickled(
     "exploit-holds", "a tensor inside of a call", lambda c: saved((text("w"), call(name("os", "system"), tensor())))
 )
@@ -118,7 +120,7 @@ _pickled(
     lambda c: model(
         (text("x"), call(call(name("builtins", "getattr"), name("os", "x"), text("system")), text(c.shell)))
     ),
-    BESIDE,
+    carried(),
 )
 _pickled("exploit-build-class", "BUILD on a class", model((text("x"), ENVIRON)))
 _pickled(
@@ -226,7 +228,7 @@ _pickled("name-long", "a name of a megabyte", saved((text("w" * (1 << 20)), tens
 _pickled(
     "name-twice", "two tensors of one name", saved((text("a.b"), tensor()), (text("a"), dict_of((text("b"), tensor()))))
 )
-_pickled("empty", "no tensors", saved(), {**refused(), "inspect": (0,), "structure": (0,), "data": (0,), "diff": (3,)})
+_pickled("empty", "no tensors", saved(), {**refused(), "inspect": (0,), "structure": (3,), "data": (3,), "diff": (3,)})
 
 
 @attack("saved-index-traversal", "an index that names a file outside", mesh_verb="shard", words="outside")

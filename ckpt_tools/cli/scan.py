@@ -1,0 +1,70 @@
+"""`ckpt scan`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from ckpt_tools.checks.for_ci import Located, build_sarif, describe_failure
+from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.output import Output, note, print_json, say, waiting
+from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.scan import Scan, describe_scan, find_dangerous, scan_to_json
+from ckpt_tools.options import Option
+from ckpt_tools.text import escape_name, first_few
+
+Format = Annotated[Literal["text", "json", "sarif"], Option("How the result is printed; json is the same as --json.")]
+_MAX_NAMES = 8
+
+
+def run(call: Call[Scan], *, format: Format = "text", output: Output) -> int:  # noqa: A002
+    """Scan, and print what could run."""
+    form = "json" if output.json else format
+    try:
+        with waiting(output, "looking"):
+            result = call()
+    except CkptError as error:
+        if form == "sarif":
+            notices = [(describe_failure(error), "error")]
+            say(json.dumps(build_sarif("ckpt scan", [], notices=notices, was_read=False), indent=1))
+        raise
+    if form == "json":
+        print_json(scan_to_json(result))
+    elif form == "sarif":
+        say(json.dumps(_sarif(result), indent=1))
+    else:
+        _print(result, output)
+    return 0 if result.ok else 3
+
+
+def _print(result: Scan, output: Output) -> None:
+    for each in result.executables:
+        if output.quiet and each.verdict != "dangerous":
+            continue
+        most = None if output.verbose else _MAX_NAMES
+        shown = [name for name, verdict in each.names if verdict == each.verdict or output.verbose]
+        names = (
+            f": {first_few(shown, most or len(shown))}" if shown and (each.verdict != "torch" or most is None) else ""
+        )
+        say(f"{each.verdict}: {escape_name(each.file)} ({each.kind}){names}")
+    if not output.quiet:
+        for missed in result.not_read:
+            note(f"not read: {escape_name(missed.file)} ({missed.nbytes} bytes): {escape_name(missed.why)}")
+        say(f"{escape_name(result.source)}: {describe_scan(result)}")
+
+
+def _sarif(result: Scan) -> dict[str, object]:
+    notices = [(f"not read: {escape_name(each.file)}: {escape_name(each.why)}", "warning") for each in result.not_read]
+    return build_sarif("ckpt scan", list(_located(result)), notices=notices, was_read=True)
+
+
+def _located(result: Scan) -> Iterator[Located]:
+    for each in result.executables:
+        for finding in find_dangerous([each]):
+            yield Located(finding, each.file.partition("!")[0])
+        if each.verdict == "unknown":
+            what = f"{each.kind} that ckpt does not know: {first_few([name for name, _ in each.names], 6) or each.kind}"
+            finding = Finding(code=f"unknown-{each.kind.lower()}", severity="info", where=each.file, what=what)
+            yield Located(finding, each.file.partition("!")[0])
