@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from ckpt_tools.checks.trainer import judge
 from ckpt_tools.conversions.job import Job
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.scan import describe_executable, scan_files, why_not_inert
 from ckpt_tools.text import escape_name, first_few
+
+_STEPS = ("dcp", "step")
+"""Formats that a trainer resumes from."""
 
 
 def make_inert(job: Job, *, keep: bool) -> None:
     """Take out of a job's assets what could run more than torch needs; with `keep`, only say so.
 
     Raises:
-        UnreadableError: An item that would be written calls something dangerous.
+        UnreadableError: An item that would be written calls something dangerous, or what would stay behind is a file
+            that the trainer does not resume without.
     """
     found = {asset.file: why_not_inert(source, asset.source_file, asset.nbytes) for source, asset in job.assets}
     told = [f"{file} ({why})" for file, why in found.items() if why]
@@ -31,5 +36,12 @@ def make_inert(job: Job, *, keep: bool) -> None:
     if told and keep:
         job.notes.append(f"copied pickles and code, which run when they are loaded: {first_few(told, 6)}")
     elif told:
+        left = {asset.source_file: found[asset.file] for _, asset in job.assets if found[asset.file]}
+        if job.target.format in _STEPS and (needed := sorted(left.keys() & judge(job.opened).needed)):
+            raise UnreadableError(
+                f"loading {needed[0]} could run {left[needed[0]]}, and the trainer does not resume without it",
+                where=job.opened.source.root,
+                hint="--keep-pickles copies it; `ckpt gather`, or --for plain, takes the model alone",
+            )
         job.notes.append(f"left out pickles and code: {first_few(told, 6)}; --keep-pickles copies them")
         job.assets = [(source, asset) for source, asset in job.assets if not found[asset.file]]

@@ -246,6 +246,12 @@ def _restore(
     documents = {}
     if origin.index_name is not None and origin.index_text is not None:
         documents[origin.index_name] = origin.index_text.encode()
+        if set(hf.parse_index(documents[origin.index_name], where=MANIFEST_NAME).values()) - sizes.keys():
+            raise UnreadableError(
+                "the index that is to be restored names other files than its headers",
+                where=opened.source.root,
+                hint=f"remove {MANIFEST_NAME} to write files of another arrangement",
+            )
     source = replace(
         model,
         tensors=tuple(map(opened.resolve, opened.ahead(entry for entry in model.tensors if entry.fqn in wanted))),

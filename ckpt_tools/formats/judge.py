@@ -70,6 +70,8 @@ class StepVerdict:
     """It was saved to hold weights alone."""
     has: frozenset[str] = frozenset()
     """What it holds, in words."""
+    needed: frozenset[str] = frozenset()
+    """Files of it without which the trainer stops with an error."""
     said: tuple[Said, ...] = ()
     mixed: tuple[Mixed, ...] = ()
     """Files that cannot be of one step."""
@@ -169,6 +171,7 @@ def _verdict(look: _Look, opened: Opened | None, num_ranks: int | None) -> StepV
         reasons=() if is_weights_only else tuple(reasons),
         is_weights_only=is_weights_only,
         has=frozenset(need.what for need in contract.saved if need.find(look.names)),
+        needed=frozenset(name for need in contract.saved if need.without == "crash" for name in need.find(look.names)),
         said=tuple(look.said),
         mixed=mixed,
     )

@@ -414,14 +414,21 @@ def test_step_beside_files_are_judged_by_verify_inspect_and_reshard(tmp_path, wr
     codes = [each for each in ckpt_tools.verify(step).findings if each.code == "dangerous-pickle"]
     assert {each.where.partition("!")[0] for each in codes} == set(BESIDE)
     assert len(ckpt_tools.inspect(step).identity.executables) == len(BESIDE)
-    done = ckpt_tools.reshard(step, tmp_path / "out", mesh="dp_shard=2")
-    assert not {each.name for each in (tmp_path / "out").iterdir()} & set(BESIDE)
-    (note,) = (note for note in done.notes if "left out pickles" in note)
-    assert "posix.system" in note
-    assert "--keep-pickles" in note
+    with pytest.raises(ckpt_tools.errors.UnreadableError, match="the trainer does not resume without it"):
+        ckpt_tools.reshard(step, tmp_path / "out", mesh="dp_shard=2")
     kept = ckpt_tools.reshard(step, tmp_path / "kept", mesh="dp_shard=2", keep_pickles=True)
     assert {each.name for each in (tmp_path / "kept").iterdir()} >= set(BESIDE)
     assert any("copied pickles and code" in note for note in kept.notes)
+
+
+def test_pickle_that_no_trainer_needs_stays_behind(tmp_path):
+    step = toy_steps.save_accelerate(tmp_path / "step")
+    (step / "mine.pkl").write_bytes(saved(Evil()))
+    done = ckpt_tools.reshard(step, tmp_path / "out", mesh="dp_shard=2")
+    assert not (tmp_path / "out" / "mine.pkl").exists()
+    (note,) = (note for note in done.notes if "left out pickles" in note)
+    assert "posix.system" in note
+    assert "--keep-pickles" in note
 
 
 @pytest.mark.parametrize("name", ["meta.pt", "common.pt", "train_state.pt", "custom.pkl", "x.ckpt"])

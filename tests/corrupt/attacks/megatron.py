@@ -29,7 +29,12 @@ def _common(title: str, tries: str, pickled, codes=None) -> None:
     add(f"megatron-{title}", tries, build, carried() if codes is None else codes)
 
 
-_common("common-exploit", "common.pt calls os.system", lambda case: pickle.dumps({"args": Payload(case.shell)}, 2))
+_common(
+    "common-exploit",
+    "common.pt calls os.system",
+    lambda case: pickle.dumps({"args": Payload(case.shell)}, 2),
+    carried(mesh=4),
+)
 _common(
     "common-args",
     "the arguments in common.pt are a program, and so is one of them",
@@ -38,6 +43,7 @@ _common(
         + dict_of((text("args"), call(name("argparse", "Namespace")) + dict_of((text("a"), shell(case))) + b"b"))
         + b"."
     ),
+    carried(mesh=4),
 )
 _common("common-number", "common.pt is a number", lambda case: PROTO + number(1) + b".", harmless())
 
@@ -47,7 +53,7 @@ def shell(case: Case) -> bytes:
     return call(name("os", "system"), text(case.shell))
 
 
-@attack("megatron-common-bare", "common.pt is a bare pickle that calls os.system", carried())
+@attack("megatron-common-bare", "common.pt is a bare pickle that calls os.system", carried(mesh=4))
 def _bare(case: Case) -> None:
     step(case, common=pickle.dumps(Payload(case.shell), 2))
 
@@ -65,7 +71,7 @@ def _plan_class(case: Case) -> None:
 @attack(
     "megatron-plans-of-anything",
     "plans that are no plans: nobody reads them",
-    {**harmless(), "structure": (3,), "data": (3,)},
+    {**harmless(), "structure": (3,), "data": (3,), "mesh": (4,)},
 )
 def _odd_plans(case: Case) -> None:
     step(case, all_local_plans=dict_of((text("x"), tuple_of(number(1)))), mcore_data=list_of(number(1)))

@@ -9,6 +9,7 @@ destination's parent. It cannot be removed again, and is armed only while a comm
 from __future__ import annotations
 
 import contextlib
+import encodings.cp437  # noqa: F401  by which zipfile reads names
 import io
 import json
 import os
