@@ -16,6 +16,8 @@ MAX_JSON_CONTAINERS = 2_000_000
 """Objects and arrays in one document, three for every tensor of a header. An empty one takes two bytes there and
 sixty in memory."""
 
+_FLOATS = ("Infinity", "-Infinity", "NaN")
+
 
 def parse_json(
     text: bytes,
@@ -34,7 +36,8 @@ def parse_json(
         where: Its file, escaped, for messages.
         max_bytes: Longest text that is read.
         max_containers: Most objects and arrays, brackets inside of strings included.
-        infinite: Take NaN and Infinity for numbers, as Python and transformers write them.
+        infinite: Take NaN and Infinity for numbers, as Python writes them (``Infinity``) and transformers 5 does
+            (``{"__float__": "Infinity"}``).
 
     Raises:
         UnreadableError: Not JSON, a key twice in one object, NaN or Infinity (unless `infinite`), or nested too deep.
@@ -51,7 +54,7 @@ def parse_json(
     try:
         return json.loads(
             text.decode("utf-8"),
-            object_pairs_hook=_unique_object,
+            object_pairs_hook=_decoded_object if infinite else _unique_object,
             parse_constant=None if infinite else _refuse_constant,
             parse_int=_parse_whole if b"-0" in text else None,  # the hook takes time
         )
@@ -67,6 +70,13 @@ def _unique_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(table) != len(pairs):
         raise ValueError("a key occurs twice")
     return table
+
+
+def _decoded_object(pairs: list[tuple[str, object]]) -> object:
+    """Return an object, or the number that transformers 5 writes as one (`PreTrainedConfig._encode_special_floats`)."""
+    if len(pairs) == 1 and pairs[0][0] == "__float__" and pairs[0][1] in _FLOATS:
+        return float(str(pairs[0][1]))
+    return _unique_object(pairs)
 
 
 def _parse_whole(text: str) -> int:

@@ -1,14 +1,16 @@
-"""Buffers that no checkpoint holds: computed by the module that owns them, never left as they were allocated.
+"""What no checkpoint holds: computed by the module that owns it, never left as it was allocated.
 
-A model on the meta device has no values for its non-persistent buffers (`inv_freq`, `position_ids`).
-`to_empty` would give them whatever lies in memory, silently. Here they are filled with poison first, then the
-owner's own initialisation runs, and what is still poison is an error. `check_buffers` finds what others left there.
+A model on the meta device has no values for its non-persistent buffers (`inv_freq`, `position_ids`), nor for the
+parameters that its files may lack. `to_empty` would give them whatever lies in memory, silently. Here they are filled
+with poison first, then the owner's own initialisation runs, and what is still poison is an error. `check_buffers` finds
+what others left there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,61 +48,103 @@ def materialise_buffers(model: nn.Module, device: torch.device | str, *, skip: C
     """
     on_meta = [name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta]
     names = tuple(name for name in on_meta if name not in skip)
+    place(model, compute(model, names), device)
+    return names
+
+
+def compute(model: nn.Module, names: Collection[str], *, seed: int | None = None) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers as their modules initialise them, whole and on the CPU; the model stays as it is.
+
+    As `from_pretrained` does with what a file lacks: the innermost modules first, every one by the `_init_weights` of
+    the model around it, or by a method of its own. What keeps a value and is computed by nobody is left out.
+
+    Args:
+        model: On any device, sharded or not.
+        names: FQNs.
+        seed: Of the values that are drawn; by default that of this process (`torch.initial_seed`).
+
+    Raises:
+        UsageError: What is on the meta device, or a parameter, is computed by nobody.
+    """
     if not names:
-        return ()
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
-    # Two passes with different poison: whatever differs between them, nobody has computed.
-    passes = []
-    for which in (0, 1):
-        for name in names:
-            module, key = owner_of(model, name)
-            buffer = module._buffers[key]  # noqa: SLF001 - setattr would keep it too, this says what is meant
-            if buffer is not None:
-                module._buffers[key] = _poisoned(buffer, device, which)  # noqa: SLF001
-        with torch.no_grad(), _all_marked_but(model, names):
-            for owner in owners:
-                _compute(model, owner, device)
-        passes.append({name: model.get_buffer(name).detach().clone() for name in names})
-    left = [name for name in names if not _is_same(passes[0][name], passes[1][name])]
+        return {}
+    owners = {name for fqn in names for name in around(fqn.rpartition(".")[0])}
+    order = [fqn for fqn in _inside_out(model) if fqn in owners]
+    slots: dict[str, tuple[dict[str, Any], str]] = {}
+    for name in names:
+        module, key = owner_of(model, name)
+        slots[name] = (module._parameters if key in module._parameters else module._buffers, key)  # noqa: SLF001
+    before: dict[str, torch.Tensor] = {name: table[key] for name, (table, key) in slots.items()}
+    is_float = all(one.is_floating_point() for one in before.values())
+    passes: list[dict[str, torch.Tensor]] = []
+    try:
+        # Two passes with different poison: whatever differs between them, nobody has computed. NaN shows it in one.
+        for which in (0,) if is_float else (0, 1):
+            for name, (table, key) in slots.items():
+                fresh = _poisoned(old := before[name], which)
+                table[key] = nn.Parameter(fresh, requires_grad=False) if isinstance(old, nn.Parameter) else fresh
+            with torch.no_grad(), _all_marked_but(model, slots.values()), torch.random.fork_rng(devices=()):
+                torch.manual_seed(torch.initial_seed() if seed is None else seed)
+                for owner in order:
+                    _initialise(model, owner)
+            passes.append({name: table[key].detach() for name, (table, key) in slots.items()})
+    finally:
+        for name, (table, key) in slots.items():
+            table[key] = before[name]
+    made = {name: value for name, value in passes[0].items() if _is_same(value, passes[-1][name])}
+    left = [name for name, old in before.items() if name not in made and (isinstance(old, nn.Parameter) or old.is_meta)]
     if left:
-        for name in left:  # a meta tensor fails loudly, poison does not
-            module, key = owner_of(model, name)
-            module._buffers[key] = passes[0][name].to("meta")  # noqa: SLF001
+        kind = "parameters" if isinstance(before[left[0]], nn.Parameter) else "buffers"
         raise UsageError(
-            f"{len(left)} buffers have no value: the checkpoint does not hold them and their modules do not compute "
+            f"{len(left)} {kind} have no value: the checkpoint does not hold them and their modules do not compute "
             f"them: {first_few(left, 4)}",
             where=f"{type(model.get_submodule(left[0].rpartition('.')[0])).__name__}",
             hint="give the module a method init_buffers() that fills them, or build it off the meta device",
         )
-    return names
+    return made
 
 
-def _poisoned(buffer: torch.Tensor, device: torch.device | str, which: int) -> torch.Tensor:
-    if buffer.is_floating_point() or buffer.is_complex():
-        # The passes differ in this element alone: a NaN equals nothing, itself included.
-        return torch.full_like(buffer, float("nan"), device=device)
-    return torch.full_like(buffer, _POISONS.get(buffer.dtype, _WIDE_INTEGER)[which], device=device)
+def place(model: nn.Module, values: Mapping[str, torch.Tensor], device: torch.device | str) -> None:
+    """Put buffers into the model."""
+    for name, value in values.items():
+        module, key = owner_of(model, name)
+        module._buffers[key] = value.to(device)  # noqa: SLF001 - setattr would keep it too, this says what is meant
+
+
+def _inside_out(module: nn.Module, fqn: str = "") -> Iterator[str]:
+    """Yield the FQNs of all modules, children before their parents."""
+    for key, child in module.named_children():
+        yield from _inside_out(child, f"{fqn}.{key}" if fqn else key)
+    yield fqn
+
+
+def _poisoned(tensor: torch.Tensor, which: int) -> torch.Tensor:
+    shape, dtype = tensor.shape, tensor.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full(shape, float("nan"), dtype=dtype, device="cpu")
+    return torch.full(shape, _POISONS.get(dtype, _WIDE_INTEGER)[which], dtype=dtype, device="cpu")
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool((one == other).all())
 
 
-def _compute(model: nn.Module, owner: str, device: torch.device | str) -> None:
-    """Let the module `owner` compute its buffers, by its own method or by that of the model around it."""
+def _initialise(model: nn.Module, owner: str) -> None:
+    """Let the module `owner` compute its tensors, by its own method or by that of the model around it."""
     module = model.get_submodule(owner)
     recipe = next((getattr(module, name) for name in _RECIPES if callable(getattr(module, name, None))), None)
-    if recipe is not None:
-        with torch.device(device):
+    with torch.device("cpu"):
+        if recipe is not None:
             recipe()
-        return
-    for ancestor in map(model.get_submodule, around(owner)):
-        # Others have a method of this name too, but only transformers' spares what is marked.
-        if is_transformers(ancestor):
-            initialise: Callable[[nn.Module], None] = ancestor._init_weights  # type: ignore[assignment]  # noqa: SLF001
-            with torch.device(device):
-                initialise(module)
             return
+        for ancestor in map(model.get_submodule, around(owner)):
+            # Others have a method of this name too, but only transformers' spares what is marked.
+            if is_transformers(ancestor):
+                initialise: Callable[[nn.Module], None] = ancestor._init_weights  # type: ignore[assignment]  # noqa: SLF001
+                initialise(module)
+                return
+        if callable(reset := getattr(module, "reset_parameters", None)) and module._parameters:  # noqa: SLF001
+            reset()
 
 
 def is_transformers(model: nn.Module) -> bool:
@@ -109,10 +153,10 @@ def is_transformers(model: nn.Module) -> bool:
 
 
 @contextmanager
-def _all_marked_but(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Keep initialisers off the parameters, and off every buffer but those of `names`."""
-    wanted = {id(model.get_buffer(name)) for name in names}
-    tensors = [*model.parameters(), *(buffer for buffer in model.buffers() if id(buffer) not in wanted)]
+def _all_marked_but(model: nn.Module, slots: Iterable[tuple[Mapping[str, torch.Tensor | None], str]]) -> Iterator[None]:
+    """Keep initialisers off all parameters and buffers but those in `slots`."""
+    wanted = {id(table[key]) for table, key in slots}
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in wanted]
     marked = [tensor for tensor in tensors if not getattr(tensor, _FLAG, False)]
     for tensor in marked:
         setattr(tensor, _FLAG, True)

@@ -20,7 +20,7 @@ from ckpt_tools.description.layout import Mesh, Shard
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.table import format_of
-from ckpt_tools.fsdp2.names import match_names, shapes_of
+from ckpt_tools.fsdp2.names import match_names, settle_names, shapes_of
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import ModelConfig
@@ -184,7 +184,16 @@ def _match(
     used = {source for whole in match.found.values() for source in whole.mosaic.sources}
     entries = [entry for entry in plain.tensors if entry.fqn in used]
     reads = _reads(mesh, config.values, opened.checkpoint, entries) if mesh is not None and entries else None
-    return replace(comparison, found=found, left=tuple(original[fqn] for fqn in match.left)), reads
+    told = {name: group for group in comparison.ties for name in group}
+    absent = [
+        name
+        for name, tensor in comparison.tensors.items()
+        if tensor.kind != "transient" and found.keys().isdisjoint({name, *told.get(name, ())})
+    ]
+    names = [name for name in comparison.tensors if name in found or name in absent]
+    contract = settle_names(model, opened.identity.architecture, match, absent, names)
+    left = tuple(original[fqn] for fqn in match.left)
+    return replace(comparison, found=found, left=left, contract=contract), reads
 
 
 def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoint, dict[str, str]]:
