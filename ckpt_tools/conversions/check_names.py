@@ -10,13 +10,29 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from ckpt_tools.conversions.find import is_same
 from ckpt_tools.conversions.job import Job
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.maps import Expected, Held, common_prefix, folded, hold, is_adapter, load_table, origins_of, tied
+from ckpt_tools.maps import (
+    Expected,
+    Held,
+    common_prefix,
+    folded,
+    hold,
+    is_adapter,
+    live_names,
+    load_table,
+    origins_of,
+    tied,
+)
+from ckpt_tools.maps.convert import partner
 from ckpt_tools.maps.misfits import config_misfits
+from ckpt_tools.maps.table import dig
+from ckpt_tools.models.asked import expected_for
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import AssetList, Claim, claim_of
 from ckpt_tools.text import escape_name, first_few
@@ -35,6 +51,41 @@ def ties_in(assets: AssetList) -> Ties:
     return lambda one, other: expected is not None and tied(one, other, expected)
 
 
+def warn_of_ties(tensors: Iterable[TensorEntry], assets: AssetList, opened: Opened) -> tuple[str, ...]:
+    """Say which tensors are one by the config and two in the files, for people.
+
+    Args:
+        tensors: By the names of the hub, or of the live model.
+        assets: With the config.
+        opened: Where the tensors lie.
+    """
+    try:
+        claim = claim_of(assets)
+    except UnreadableError:
+        return ()
+    expected = None if claim is None else load_table().expected(claim.architecture, claim.config)
+    if claim is None or expected is None or not expected.ties:
+        return ()
+    entries = {entry.fqn: entry for entry in tensors}
+    live = live_names(entries, expected)
+    found = {}
+    for tie in expected.ties:
+        for name in live:
+            other = partner(name, tie.target, tie.source, live)
+            if other is not None and not is_same(entries[live[name]], entries[live[other]], opened, tied=True):
+                found[f"{live[name]} and {live[other]}"] = tie.switch
+    said = {
+        switch: "is absent, which means true" if dig(claim.config, switch) is None else "is true"
+        for switch in found.values()
+    }
+    return tuple(
+        f"{names} differ, and {CONFIG_NAME} makes them one tensor ({switch} {said[switch]}): from_pretrained keeps "
+        f"both and warns, but a model that is built from the config loads one in place of the other. Write "
+        f'"{switch}": false into {CONFIG_NAME}'
+        for names, switch in found.items()
+    )
+
+
 def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, is_selection: bool) -> None:
     """Hold the names that a job writes against the architecture that its assets name; the job says what came of it.
 
@@ -50,6 +101,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
         UnreadableError: The config has other sizes than the tensors.
     """
     names = [entry.fqn for entry in job.target.tensors]
+    job.warnings = (*job.warnings, *warn_of_ties(job.source.tensors, job.assets, job.opened))
     try:
         claim = claim_of(job.assets)
     except UnreadableError as error:
@@ -67,7 +119,9 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
     title = escape_name(claim.architecture)
     original = next((one for one in originals if one.source is claim.source), None)
     before = () if original is None or original.origin is None else _names_of(original.origin)
-    expected = load_table().expected(claim.architecture, claim.config)
+    expected = expected_for(
+        claim.architecture, claim.config, lambda one: is_adapter(names) or hold(names, one, claim.config).is_whole
+    )
     if expected is not None:
         held = hold(names, expected, claim.config)
         excused = hold(before, expected, claim.config) if before else Held()
