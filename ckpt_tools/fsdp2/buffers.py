@@ -8,24 +8,22 @@ what others left there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.catalogue import build_finding
-from ckpt_tools.fsdp2.internals import non_persistent_names
 from ckpt_tools.fsdp2.ties import around, owner_of
 from ckpt_tools.text import first_few
 
 _RECIPES = ("init_buffers", "reset_buffers", "_init_buffers", "_reset_buffers")
 """Methods by which modules (re)compute their buffers, by the conventions of several libraries."""
-_FLAG = "_is_hf_initialized"
-"""Transformers' mark on parameters and modules that must not be initialised (again)."""
 _POISONS: dict[torch.dtype, tuple[int, int]] = {torch.bool: (0, 1), torch.uint8: (0xA5, 0x5A), torch.int8: (-91, 90)}
 _WIDE_INTEGER = (-0x5A5A, 0x5A5B)
 _RTOL = 1e-2
@@ -70,27 +68,29 @@ def compute(model: nn.Module, names: Collection[str], *, seed: int | None = None
         return {}
     owners = {name for fqn in names for name in around(fqn.rpartition(".")[0])}
     order = [fqn for fqn in _inside_out(model) if fqn in owners]
+    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]  # noqa: SLF001
+    kept = [dict(table) for table in tables]
     slots: dict[str, tuple[dict[str, Any], str]] = {}
     for name in names:
         module, key = owner_of(model, name)
         slots[name] = (module._parameters if key in module._parameters else module._buffers, key)  # noqa: SLF001
     before: dict[str, torch.Tensor] = {name: table[key] for name, (table, key) in slots.items()}
-    is_float = all(one.is_floating_point() for one in before.values())
     passes: list[dict[str, torch.Tensor]] = []
     try:
+        for table in tables:  # whatever an initialiser does to the others, it does to what has no data
+            table.update({key: _stand_in(tensor, "meta") for key, tensor in table.items() if tensor is not None})
         # Two passes with different poison: whatever differs between them, nobody has computed. NaN shows it in one.
-        for which in (0,) if is_float else (0, 1):
+        for which in (0,) if all(one.is_floating_point() for one in before.values()) else (0, 1):
             for name, (table, key) in slots.items():
-                fresh = _poisoned(old := before[name], which)
-                table[key] = nn.Parameter(fresh, requires_grad=False) if isinstance(old, nn.Parameter) else fresh
-            with torch.no_grad(), _all_marked_but(model, slots.values()), torch.random.fork_rng(devices=()):
+                table[key] = _stand_in(before[name], "cpu", which)
+            with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
                 torch.manual_seed(torch.initial_seed() if seed is None else seed)
                 for owner in order:
                     _initialise(model, owner)
             passes.append({name: table[key].detach() for name, (table, key) in slots.items()})
     finally:
-        for name, (table, key) in slots.items():
-            table[key] = before[name]
+        for table, old in zip(tables, kept, strict=True):
+            table.update(old)
     made = {name: value for name, value in passes[0].items() if _is_same(value, passes[-1][name])}
     left = [name for name, old in before.items() if name not in made and (isinstance(old, nn.Parameter) or old.is_meta)]
     if left:
@@ -118,67 +118,35 @@ def _inside_out(module: nn.Module, fqn: str = "") -> Iterator[str]:
     yield fqn
 
 
-def _poisoned(tensor: torch.Tensor, which: int) -> torch.Tensor:
-    shape, dtype = tensor.shape, tensor.dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.full(shape, float("nan"), dtype=dtype, device="cpu")
-    return torch.full(shape, _POISONS.get(dtype, _WIDE_INTEGER)[which], dtype=dtype, device="cpu")
+def _stand_in(tensor: torch.Tensor, device: str, which: int = 0) -> torch.Tensor:
+    """Return a whole tensor of poison in place of another."""
+    is_exact = not (tensor.is_floating_point() or tensor.is_complex())
+    poison = _POISONS.get(tensor.dtype, _WIDE_INTEGER)[which] if is_exact else float("nan")
+    fresh = torch.full(tensor.shape, poison, dtype=tensor.dtype, device=device)
+    return nn.Parameter(fresh, requires_grad=False) if isinstance(tensor, nn.Parameter) else fresh
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and bool((one == other).all())
+    return not one.is_meta and one.shape == other.shape and bool((one == other).all())
 
 
 def _initialise(model: nn.Module, owner: str) -> None:
     """Let the module `owner` compute its tensors, by its own method or by that of the model around it."""
     module = model.get_submodule(owner)
-    recipe = next((getattr(module, name) for name in _RECIPES if callable(getattr(module, name, None))), None)
-    with torch.device("cpu"):
-        if recipe is not None:
-            recipe()
-            return
-        for ancestor in map(model.get_submodule, around(owner)):
-            # Others have a method of this name too, but only transformers' spares what is marked.
-            if is_transformers(ancestor):
-                initialise: Callable[[nn.Module], None] = ancestor._init_weights  # type: ignore[assignment]  # noqa: SLF001
-                initialise(module)
-                return
-        if callable(reset := getattr(module, "reset_parameters", None)) and module._parameters:  # noqa: SLF001
-            reset()
+    ancestors = (getattr(model.get_submodule(name), "_init_weights", None) for name in around(owner))
+    recipe = next((method for name in _RECIPES if callable(method := getattr(module, name, None))), None)
+    initialise = next(filter(callable, ancestors), None)
+    if recipe is not None:
+        recipe()
+    elif initialise is not None:
+        initialise(module)
+    elif module._parameters and callable(reset := getattr(module, "reset_parameters", None)):  # noqa: SLF001
+        reset()
 
 
 def is_transformers(model: nn.Module) -> bool:
     """Is it a model of transformers? Told by a class's name, since importing transformers takes seconds."""
     return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__)
-
-
-@contextmanager
-def _all_marked_but(model: nn.Module, slots: Iterable[tuple[Mapping[str, torch.Tensor | None], str]]) -> Iterator[None]:
-    """Keep initialisers off all parameters and buffers but those in `slots`."""
-    wanted = {id(table[key]) for table, key in slots}
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in wanted]
-    marked = [tensor for tensor in tensors if not getattr(tensor, _FLAG, False)]
-    for tensor in marked:
-        setattr(tensor, _FLAG, True)
-    try:
-        with _guarded_initialisers():
-            yield
-    finally:
-        for tensor in marked:
-            if hasattr(tensor, _FLAG):
-                delattr(tensor, _FLAG)
-
-
-@contextmanager
-def _guarded_initialisers() -> Iterator[None]:
-    """Make `torch.nn.init` respect the marks, where transformers is there to do so."""
-    try:
-        from transformers.initialization import guard_torch_init_functions
-    except ImportError:
-        yield
-        return
-    with guard_torch_init_functions():
-        yield
 
 
 def check_buffers(model: nn.Module, *, is_fresh: bool) -> Iterator[Finding]:
@@ -189,19 +157,17 @@ def check_buffers(model: nn.Module, *, is_fresh: bool) -> Iterator[Finding]:
         is_fresh: No forward pass has run since the load, so that buffers are as initialised. Then non-persistent ones
             whose owner, or transformers, computes them are computed again, on a copy, and compared.
     """
-    initialisers: dict[str, Callable[[nn.Module], object]] = {}
-    for fqn, module in model.named_modules():
-        initialise = getattr(module, "_init_weights", None)
-        if callable(initialise):
-            initialisers[fqn] = initialise
-        own = next((method for name in _RECIPES if callable(method := getattr(type(module), name, None))), None)
-        nearest = own or next((initialisers[name] for name in around(fqn) if name in initialisers), None)
-        expected = _recompute(module, nearest) if is_fresh else {}
-        for name, buffer in module.named_buffers(recurse=False):
-            where = f"{fqn}.{name}" if fqn else name
-            what = None if buffer.is_meta else _fault_of(buffer, expected.get(name))
-            if what is not None:
-                yield build_finding("garbage-buffer", where, what)
+    saved = set(map(strip_wrappers, model.state_dict(keep_vars=True))) if is_fresh else set()
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    expected: dict[str, torch.Tensor] = {}
+    if is_fresh:
+        with suppress(Exception):  # a stranger's code, which may want the weights that it does not get
+            transient = [name for name, one in buffers.items() if strip_wrappers(name) not in saved and not one.is_meta]
+            expected = compute(model, transient)
+    for name, buffer in buffers.items():
+        what = None if buffer.is_meta else _fault_of(buffer, expected.get(name))
+        if what is not None:
+            yield build_finding("garbage-buffer", name, what)
 
 
 def _fault_of(buffer: torch.Tensor, expected: torch.Tensor | None) -> str | None:
@@ -215,32 +181,3 @@ def _fault_of(buffer: torch.Tensor, expected: torch.Tensor | None) -> str | None
     if not bool(wrong.any()):
         return None
     return f"{int(wrong.sum())} of {buffer.numel()} elements are not what its module computes"
-
-
-def _recompute(module: nn.Module, initialise: Callable[[nn.Module], object] | None) -> dict[str, torch.Tensor]:
-    """Return what `initialise` makes of the module's non-persistent buffers; without those that it leaves alone.
-
-    The module is copied without parameters and children, so that no weight can be touched.
-    """
-    transient = non_persistent_names(module)
-    names = [name for name, buffer in module.named_buffers(recurse=False) if name in transient and not buffer.is_meta]
-    if initialise is None or not names:
-        return {}
-    attempts = []
-    for poison in (0, 1):
-        bare = object.__new__(type(module))  # an FSDP module's own __new__ would run the user's __init__
-        vars(bare).update(vars(module))
-        vars(bare).update(_parameters={}, _modules={}, _buffers={}, _non_persistent_buffers_set=set())
-        vars(bare).pop("_is_hf_initialized", None)
-        for name, buffer in module.named_buffers(recurse=False):
-            fresh = torch.full(buffer.shape, poison, dtype=buffer.dtype, device="cpu")
-            bare.register_buffer(name, fresh)
-        try:
-            with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
-                initialise(bare)
-        except Exception:  # noqa: BLE001 - a stranger's code, which may want the parameters that were left out
-            return {}
-        attempts.append({name: bare.get_buffer(name) for name in names})
-    first, second = attempts
-    # What depends on the poison was not written.
-    return {name: first[name] for name in names if torch.equal(first[name], second[name])}
