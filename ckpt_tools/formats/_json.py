@@ -16,8 +16,6 @@ MAX_JSON_CONTAINERS = 2_000_000
 """Objects and arrays in one document, three for every tensor of a header. An empty one takes two bytes there and
 sixty in memory."""
 
-_FLOATS = ("Infinity", "-Infinity", "NaN")
-
 
 def parse_json(
     text: bytes,
@@ -74,7 +72,7 @@ def _unique_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _decoded_object(pairs: list[tuple[str, object]]) -> object:
     """Return an object, or the number that transformers 5 writes as one (`PreTrainedConfig._encode_special_floats`)."""
-    if len(pairs) == 1 and pairs[0][0] == "__float__" and pairs[0][1] in _FLOATS:
+    if len(pairs) == 1 and pairs[0][0] == "__float__" and pairs[0][1] in ("Infinity", "-Infinity", "NaN"):
         return float(str(pairs[0][1]))
     return _unique_object(pairs)
 

@@ -68,8 +68,10 @@ def compute(model: nn.Module, names: Collection[str], *, seed: int | None = None
         return {}
     owners = {name for fqn in names for name in around(fqn.rpartition(".")[0])}
     order = [fqn for fqn in _inside_out(model) if fqn in owners]
-    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]  # noqa: SLF001
-    kept = [dict(table) for table in tables]
+    kept: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+    for fqn, module in model.named_modules():
+        device = "cpu" if fqn in owners else "meta"
+        kept += [(device, table, dict(table)) for table in (module._parameters, module._buffers)]  # noqa: SLF001
     slots: dict[str, tuple[dict[str, Any], str]] = {}
     for name in names:
         module, key = owner_of(model, name)
@@ -77,8 +79,8 @@ def compute(model: nn.Module, names: Collection[str], *, seed: int | None = None
     before: dict[str, torch.Tensor] = {name: table[key] for name, (table, key) in slots.items()}
     passes: list[dict[str, torch.Tensor]] = []
     try:
-        for table in tables:  # whatever an initialiser does to the others, it does to what has no data
-            table.update({key: _stand_in(tensor, "meta") for key, tensor in table.items() if tensor is not None})
+        for device, table, old in kept:  # whatever an initialiser does to the others, it does to stand-ins
+            table.update({key: _stand_in(tensor, device) for key, tensor in old.items() if tensor is not None})
         # Two passes with different poison: whatever differs between them, nobody has computed. NaN shows it in one.
         for which in (0,) if all(one.is_floating_point() for one in before.values()) else (0, 1):
             for name, (table, key) in slots.items():
@@ -89,7 +91,7 @@ def compute(model: nn.Module, names: Collection[str], *, seed: int | None = None
                     _initialise(model, owner)
             passes.append({name: table[key].detach() for name, (table, key) in slots.items()})
     finally:
-        for table, old in zip(tables, kept, strict=True):
+        for _, table, old in kept:
             table.update(old)
     made = {name: value for name, value in passes[0].items() if _is_same(value, passes[-1][name])}
     left = [name for name, old in before.items() if name not in made and (isinstance(old, nn.Parameter) or old.is_meta)]
@@ -118,12 +120,15 @@ def _inside_out(module: nn.Module, fqn: str = "") -> Iterator[str]:
     yield fqn
 
 
-def _stand_in(tensor: torch.Tensor, device: str, which: int = 0) -> torch.Tensor:
-    """Return a whole tensor of poison in place of another."""
+def _stand_in(tensor: torch.Tensor, device: str, which: int | None = None) -> torch.Tensor:
+    """Return a whole tensor of poison in place of another; of nothing, which transformers leaves alone, for None."""
     is_exact = not (tensor.is_floating_point() or tensor.is_complex())
-    poison = _POISONS.get(tensor.dtype, _WIDE_INTEGER)[which] if is_exact else float("nan")
-    fresh = torch.full(tensor.shape, poison, dtype=tensor.dtype, device=device)
-    return nn.Parameter(fresh, requires_grad=False) if isinstance(tensor, nn.Parameter) else fresh
+    poison = _POISONS.get(tensor.dtype, _WIDE_INTEGER)[which or 0] if is_exact else float("nan")
+    fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    fresh = fresh if which is None else fresh.fill_(poison)
+    fresh = nn.Parameter(fresh, requires_grad=False) if isinstance(tensor, nn.Parameter) else fresh
+    fresh._is_hf_initialized = which is None  # type: ignore[attr-defined]  # noqa: SLF001 - transformers' own mark
+    return fresh
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import add
 from typing import TypeVar
 
 import torch
@@ -201,11 +202,7 @@ def install(
 def complete(
     model: nn.Module, report: LoadReport, *, seed: int, device: torch.device | str | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
-    """Compute what no checkpoint holds, or this one lacks; the model stays as it is, and nobody waits for others.
-
-    Returns:
-        What `assign` takes, what `place` takes, and which buffers nobody computes, for people.
-    """
+    """Compute what the checkpoint lacks: for `assign`, for `place`, and which buffers nobody computes, for people."""
     targets, shared = targets_of(model)
     fqns = plain_fqns(model)
     wanted = {fqns.get(name, name): name for name in report.computed if name not in shared}
@@ -215,15 +212,15 @@ def complete(
     own = {}
     for fqn, name in wanted.items():
         like, whole = targets[name], values.pop(fqn)
-        local = read_parts(like, lambda box, whole=whole: whole[_slices(box)].clone())  # type: ignore[misc]
+
+        def cut(box: Box, whole: torch.Tensor = whole) -> torch.Tensor:
+            return whole[tuple(map(slice, box.offsets, map(add, box.offsets, box.sizes)))].clone()
+
+        local = read_parts(like, cut)
         own[name] = assemble(local.to(device_of(model, device)), like)
     kept = [name for name in transient if name not in values]
     note = f"{len(kept)} buffers keep what they had, no module computes them: {first_few(kept, 4)}" if kept else ""
     return own, values, note
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True))
 
 
 def assign(model: nn.Module, state: Mapping[str, torch.Tensor], tied: Collection[str] = ()) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -180,26 +179,20 @@ def _roots(names: Iterable[str], known: Collection[str]) -> list[str]:
 def settle_names(
     model: nn.Module, architecture: str, match: Match, missing: Collection[str], names: Collection[str]
 ) -> Contract:
-    """Judge the names that only the model has or only the checkpoint, by the model's own classes.
+    """Judge the names that only the model has (`missing`, of `names`) or only the checkpoint, by the model's classes.
 
-    Args:
-        model: Built, on any device.
-        architecture: The class that the checkpoint's config names; empty where none does.
-        match: What was found.
-        missing: Names for which nothing was found, tied ones apart.
-        names: All names of the model.
+    `architecture` is the class that the checkpoint's config names; empty where none does.
     """
     base = getattr(model, "base_model_prefix", "") if is_transformers(model) else ""
     is_other = bool(architecture) and all(kind.__name__ != architecture for kind in type(model).__mro__)
     used = [source for one in match.found.values() for source in one.mosaic.sources]
     lacks_base = bool(used) and not any(f".{base}." in f".{fqn}" for fqn in (*used, *match.left))
-    buffers = {name for name, _ in model.named_buffers()}
-    tails = {fqn: {fqn[at:] for at in (0, *(m.end() for m in re.finditer(r"\.", fqn)))} for fqn in match.left}
-    old = tuple(fqn for fqn in match.left if tails[fqn] & buffers)
+    buffers = [name for name, _ in model.named_buffers()]
+    old = tuple(fqn for fqn in match.left if any(fqn == name or fqn.endswith(f".{name}") for name in buffers))
     found = settle(
         missing,
         [fqn for fqn in match.left if fqn not in old],
-        present=[name for name in names if name not in missing],
+        present=set(names).difference(missing),
         may_miss=_patterns(model, "_keys_to_ignore_on_load_missing"),
         ignored=_patterns(model, "_keys_to_ignore_on_load_unexpected"),
         base=base,

@@ -1,8 +1,7 @@
 """What becomes of the names that only the model has or only the file: the one judgement of every command.
 
-Source: `PreTrainedModel.from_pretrained` of transformers 5.23 (`_adjust_missing_and_unexpected_keys`,
-`_initialize_missing_keys`). It computes what is missing, ignores what is left over, and reports both; here a head that
-starts anew is told from a file that lacks weights.
+Source: `PreTrainedModel.from_pretrained` of transformers 5.23, which computes what is missing and ignores what is left
+over. Here a head that starts anew is told from a file that lacks weights.
 """
 
 from __future__ import annotations
@@ -37,14 +36,10 @@ class Contract:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is to be said even where everything is as it should be."""
-        notes = []
-        if self.anew:
-            what = "a head that the checkpoint does not have starts with new random values, as with from_pretrained"
-            notes.append(f"{what}: {first_few(self.anew, 4)}")
-        if others := [name for name in self.ignored if not _OLD_BUFFERS.search(name)]:
-            what = "tensors of the checkpoint are left out, as from_pretrained does"
-            notes.append(f"{len(others)} {what}: {first_few(others, 4)}")
-        return tuple(notes)
+        others = [name for name in self.ignored if not _OLD_BUFFERS.search(name)]
+        anew = "a head that the checkpoint does not have starts with new random values, as with from_pretrained"
+        both = (self.anew, anew), (others, "not the model's, and left out by from_pretrained")
+        return tuple(f"{what}: {first_few(names, 4)}" for names, what in both if names)
 
 
 def settle(
@@ -57,16 +52,10 @@ def settle(
     base: str,
     is_other: bool,
 ) -> Contract:
-    """Judge the names that only one side has.
+    """Judge the names that only one side has: of the model, whose others are `present`, or of the file (`left`).
 
-    Args:
-        missing: Names of the model for which there is no tensor.
-        left: Names of the file that go nowhere.
-        present: Names of the model for which there is one.
-        may_miss: Regular expressions (`_keys_to_ignore_on_load_missing`).
-        ignored: Regular expressions (`_keys_to_ignore_on_load_unexpected`).
-        base: `base_model_prefix`; empty where the model has none.
-        is_other: The file says that it is of another class: its config names one, or its names lack the prefix.
+    `may_miss` and `ignored` are transformers' `_keys_to_ignore_on_load_missing` and `…_unexpected`, `base` is its
+    `base_model_prefix`. `is_other`: the file's config names another class, or its names lack that prefix.
     """
     computes, ignores = ([re.compile(pattern) for pattern in patterns] for patterns in (may_miss, ignored))
     missing = tuple(missing)

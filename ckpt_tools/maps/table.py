@@ -129,11 +129,8 @@ class Table:
     def _build(
         self, section: Section, config: Config | None, at: tuple[str, str], names: Node, expected: Expected, depth: int
     ) -> bool:
-        """Add the names of one class to `names`, what else it says to `expected`; False when a part is not known.
-
-        `at`: what the names of the part, and the keys of its config, have in front of them.
-        """
-        path, keys = at
+        """Add the names of one class to `names`, what else it says to `expected`; False when a part is not known."""
+        path, keys = at  # what names and keys of the config have in front of them
         for part in section.parts:
             chosen, own = self._chosen(part, config)
             inside = Node()

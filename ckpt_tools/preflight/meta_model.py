@@ -184,13 +184,9 @@ def _match(
     used = {source for whole in match.found.values() for source in whole.mosaic.sources}
     entries = [entry for entry in plain.tensors if entry.fqn in used]
     reads = _reads(mesh, config.values, opened.checkpoint, entries) if mesh is not None and entries else None
-    told = {name: group for group in comparison.ties for name in group}
-    absent = [
-        name
-        for name, tensor in comparison.tensors.items()
-        if tensor.kind != "transient" and found.keys().isdisjoint({name, *told.get(name, ())})
-    ]
-    names = [name for name in comparison.tensors if name in found or name in absent]
+    names = [name for name, tensor in comparison.tensors.items() if name in found or tensor.kind != "transient"]
+    told = {name for group in comparison.ties if not found.keys().isdisjoint(group) for name in group}
+    absent = [name for name in names if name not in found and name not in told]
     contract = settle_names(model, opened.identity.architecture, match, absent, names)
     left = tuple(original[fqn] for fqn in match.left)
     return replace(comparison, found=found, left=left, contract=contract), reads
