@@ -11,10 +11,10 @@ from hub_models import AUTO, Architecture, Observed
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightTransform
 
-from ckpt_tools.fsdp2.architecture import rule_of
 from ckpt_tools.maps import patterns
 from ckpt_tools.maps.patterns import Node, find, is_number, merge, prune
 from ckpt_tools.maps.sections import add_names, parse_section, split
+from ckpt_tools.models.asked import rule_of
 
 _WORTH_SHARING = 4
 """Lines of names; fewer are written out even where another section has them."""

@@ -32,6 +32,7 @@ from ckpt_tools.maps import (
 from ckpt_tools.maps.convert import partner
 from ckpt_tools.maps.misfits import config_misfits
 from ckpt_tools.maps.table import dig
+from ckpt_tools.models.asked import expected_for
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import AssetList, Claim, claim_of
 from ckpt_tools.text import escape_name, first_few
@@ -108,7 +109,9 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
     title = escape_name(claim.architecture)
     original = next((one for one in originals if one.source is claim.source), None)
     before = () if original is None or original.origin is None else _names_of(original.origin)
-    expected = load_table().expected(claim.architecture, claim.config)
+    expected = expected_for(
+        claim.architecture, claim.config, lambda one: is_adapter(names) or hold(names, one, claim.config).is_whole
+    )
     if expected is not None:
         held = hold(names, expected, claim.config)
         excused = hold(before, expected, claim.config) if before else Held()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,13 +13,7 @@ from ckpt_tools.floors import installed_release
 from ckpt_tools.fsdp2.buffers import is_transformers
 from ckpt_tools.maps import Expected, load_table
 from ckpt_tools.maps.renames import Rule
-
-_KINDS = {
-    "WeightRenaming": "rename",
-    "PrefixChange": "rename",
-    "GroupWeightRename": "group",
-    "WeightConverter": "convert",
-}
+from ckpt_tools.models.asked import rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,33 +60,6 @@ def _installed_rules(model: nn.Module) -> list[Rule] | None:
         found = [rule_of(transform) for transform in get_model_conversion_mapping(model)]  # type: ignore[arg-type]
     rules = [rule for rule in found if rule is not None]
     return rules if len(rules) == len(found) else None
-
-
-def rule_of(transform: Any) -> Rule | None:  # noqa: ANN401 - transformers' own WeightTransform
-    """Return one of transformers' renamings or conversions as the table has it; None for a kind that it has not."""
-    name = type(transform).__name__
-    kind = f"shift{transform.offset:+d}" if name == "Inkling2IndexOffsetWeightRename" else _KINDS.get(name)
-    if kind is None:
-        return None
-    return Rule(
-        kind=kind,
-        operations=",".join(map(_operation, getattr(transform, "operations", ()))),
-        sources=tuple(transform.source_patterns),
-        targets=tuple(transform.target_patterns),
-        scope=transform.scope_prefix,
-        base=transform.base_model_prefix or "",
-    )
-
-
-def _operation(operation: object) -> str:
-    """Return an operation with what it is told: ``Chunk(dim=0)``."""
-    told = []
-    for name, value in vars(operation).items():
-        if value is None or value is False or name.endswith("_op"):
-            continue
-        text = "|".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        told.append(f"{name}={text}")
-    return type(operation).__name__ + (f"({';'.join(told)})" if told else "")
 
 
 def _original(kind: type) -> type:

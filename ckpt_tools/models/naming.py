@@ -17,11 +17,13 @@ from ckpt_tools.floors import installed_release
 from ckpt_tools.formats.manifest import MANIFEST_NAME, TensorMap
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.maps.convert import Converted, to_hub, to_live
+from ckpt_tools.maps.hold import hold
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps, parse_key_maps
 from ckpt_tools.maps.laying import lay_out
 from ckpt_tools.maps.mosaic import Mosaic, invert, whole
 from ckpt_tools.maps.patterns import matches
-from ckpt_tools.maps.table import Expected, load_table
+from ckpt_tools.maps.table import Expected
+from ckpt_tools.models.asked import expected_for
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.conventions import (
     CONVENTIONS,
@@ -313,11 +315,12 @@ def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) 
             check_whole(hub, title, config)
         return known, found
     claim = _claim(assets)
-    expected = _expected(claim)
+    hub = _whole(tensors)
+    expected = _expected(claim, lambda one: hold(hub, one, claim.config).is_whole)
     if claim.config.get("quantization_config") is not None:
         raise UsageError("the model is quantised, and what its tensors are in memory is its quantiser's to say")
     known = TensorMap(names="live", architecture=claim.architecture, digest=expected.digest, by=expected.by)
-    return known, to_live(_whole(tensors), expected, claim.config)
+    return known, to_live(hub, expected, claim.config)
 
 
 def _backward(tensors: Sequence[TensorEntry], assets: AssetList, naming: Naming) -> Converted:
@@ -330,10 +333,14 @@ def _backward(tensors: Sequence[TensorEntry], assets: AssetList, naming: Naming)
     known = conventions_of(fqns, claim.architecture, claim.config)
     if any(convention.is_of_class for convention in known):
         return agreed(known, _whole(tensors), claim.config)
-    expected = _expected(claim)  # a class of its own may mean other things by the same model_type
+
+    def fits(expected: Expected) -> bool:
+        return bool(known) or all(matches(expected.names, fqn, expected.counts) for fqn in fqns)
+
+    expected = _expected(claim, fits)  # a class of its own may mean other things by the same model_type
     if known:
         return agreed(known, _whole(tensors), claim.config)
-    if not all(matches(expected.names, fqn, expected.counts) for fqn in fqns):
+    if not fits(expected):
         raise UsageError(f"the names are not those of a live {claim.architecture}")
     return to_hub(_whole(tensors), expected, claim.config)
 
@@ -354,10 +361,12 @@ def _claim(assets: AssetList) -> Claim:
     return claim
 
 
-def _expected(claim: Claim) -> Expected:
-    expected = load_table().expected(claim.architecture, claim.config)
+def _expected(claim: Claim, fits: Callable[[Expected], bool]) -> Expected:
+    expected = expected_for(claim.architecture, claim.config, fits)
     if expected is None:
-        raise UsageError(f"{claim.architecture} is not known to ckpt")
+        raise UsageError(
+            f"{claim.architecture} is not known to ckpt, nor to the transformers that is installed, if any"
+        )
     return expected
 
 
@@ -402,9 +411,11 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
     parts = [f"{changed} of {len(tensors)} tensors are renamed, joined or split"] if changed else []
     if found.aliases and known is not None:
         parts.append(f"tied: {first_few([f'{alias} is {name}' for alias, name in found.aliases.items()], 2)}")
-    installed = installed_release("transformers")
-    if changed and known is not None and known.by and installed and known.by != f"transformers {installed}":
-        parts.append(f"as {known.by} has them, and {installed} is installed")
+    installed = f"transformers {installed_release('transformers')}"
+    if changed and known is not None and known.by not in ("", installed):
+        parts.append(
+            f"as {known.by} has them" + ("" if installed.endswith("None") else f", and {installed} is installed")
+        )
     parts += found.notes
     return Named(
         checkpoint=replace(checkpoint, tensors=tensors),

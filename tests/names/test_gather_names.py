@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import toys
 import transformers
 from names.worlds import config_beside, loading_problems, save_live, tiny
@@ -225,3 +226,21 @@ def test_like_keeps_refusing_what_is_not_proven_to_be_tied(llama, tmp_path, diff
         extra = torch.ones_like(state["model.norm.weight"])
     with pytest.raises(UsageError, match="has 1 that the reference does not have"):
         api.gather(save_live(state | {"other.weight": extra}, tmp_path / "dcp"), tmp_path / "out", like=tmp_path / "hf")
+
+
+def test_configuration_that_the_table_does_not_know_is_asked_of_transformers(tmp_path, capsys) -> None:
+    """BLIP-2 with T5: the table knows it with OPT alone."""
+    tiny = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    text = {"model_type": "t5", "num_layers": 1, "d_model": 32, "d_ff": 64, "num_heads": 4, "d_kv": 8, "vocab_size": 9}
+    config = transformers.Blip2Config(
+        vision_config=tiny | {"image_size": 32, "patch_size": 16},
+        qformer_config=tiny | {"encoder_hidden_size": 32, "vocab_size": 9},
+        text_config=text,
+    )
+    model = transformers.Blip2ForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "hub")
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "run")
+    args = ["gather", str(tmp_path / "run"), str(tmp_path / "out"), "--assets", str(tmp_path / "hub"), "-q"]
+    assert main(args) == 0
+    _, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert {what: names for what, names in info.items() if names} == {}

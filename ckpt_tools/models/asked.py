@@ -1,0 +1,145 @@
+"""What the installed transformers says of names, where the table of names is silent: asked in a child behind walls."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from ckpt_tools.errors import CkptError
+from ckpt_tools.floors import installed_release
+from ckpt_tools.maps.patterns import add
+from ckpt_tools.maps.renames import Rule
+from ckpt_tools.maps.table import Expected, Tie, load_table
+from ckpt_tools.processes.child import Child, Here, build_behind_walls
+from ckpt_tools.walls import check_config
+
+_KINDS = {
+    "WeightRenaming": "rename",
+    "PrefixChange": "rename",
+    "GroupWeightRename": "group",
+    "WeightConverter": "convert",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the child is asked: the text of a config."""
+
+    config: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What it says; see `Expected`."""
+
+    base: str
+    names: tuple[str, ...]
+    ties: tuple[tuple[str, str], ...]
+    rules: tuple[Rule, ...]
+    save_rules: tuple[Rule, ...]
+    ignored: tuple[str, ...]
+    may_miss: tuple[str, ...]
+
+
+def expected_for(architecture: str, config: Mapping[str, object], fits: Callable[[Expected], bool]) -> Expected | None:
+    """Return what a model's tensors are called: by the table, or where that does not fit by transformers.
+
+    Args:
+        architecture: Its class.
+        config: Its config.json.
+        fits: Are the names that are there those of this answer?
+    """
+    known = load_table().expected(architecture, config)
+    if (known is not None and fits(known)) or not config.get("architectures"):
+        return known
+    asked = _ask(architecture, json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
+    return asked if asked is not None and (known is None or fits(asked)) else known
+
+
+@lru_cache(maxsize=8)
+def _ask(architecture: str, config: str) -> Expected | None:
+    """Return what the installed transformers says; None where it does not know the model, or is not there."""
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        return None
+    try:
+        check_config(json.loads(config), "config.json")
+        job = Question(config=config)
+        with Child("ckpt_tools.models.asked:answer", job, Answer, does="asks transformers", walled=True) as child:
+            found = child.result()
+    except CkptError:
+        return None
+    expected = Expected(
+        architecture=architecture,
+        base=found.base,
+        ties=[Tie(target=re.escape(target), source=re.escape(source)) for target, source in found.ties],
+        rules=list(found.rules),
+        save_rules=list(found.save_rules),
+        ignored=list(found.ignored),
+        may_miss=list(found.may_miss),
+        by=f"transformers {installed_release('transformers')}",
+    )
+    for name in found.names:
+        add(expected.names, name, required=True)
+    return expected
+
+
+def answer(job: Question, here: Here) -> Answer:
+    """Build the model on meta, and say what it is made of; what `_ask` calls in a child."""
+    import torch
+    from transformers import conversion_mapping
+
+    from ckpt_tools.models.recipe_of import recipe_of
+
+    recipe = recipe_of(json.loads(job.config), "config.json")
+    build_behind_walls(here, subject=recipe.title, where="config.json", foreign=())
+    with torch.device("meta"):
+        model: Any = recipe.build()
+    mapping: Any = conversion_mapping
+    transforms = mapping.get_model_conversion_mapping(model)
+    legacy = [one.source_patterns for one in mapping.get_checkpoint_conversion_mapping("legacy") or ()]
+    saved = [one for one in transforms if one.source_patterns not in legacy and type(one).__name__ != "PrefixChange"]
+    rules = [rule_of(one) for one in transforms]
+    save_rules = [rule_of(one.reverse_transform()) for one in reversed(saved)]
+    if None in rules or None in save_rules:
+        raise CkptError("transformers has a kind of renaming that ckpt does not know")
+    return Answer(
+        base=model.base_model_prefix or "",
+        names=tuple(model.state_dict()),
+        ties=tuple((model.all_tied_weights_keys or {}).items()),
+        rules=tuple(filter(None, rules)),
+        save_rules=tuple(filter(None, save_rules)),
+        ignored=tuple(model._keys_to_ignore_on_load_unexpected or ()),  # noqa: SLF001 - by these it loads
+        may_miss=tuple(model._keys_to_ignore_on_load_missing or ()),  # noqa: SLF001
+    )
+
+
+def rule_of(transform: Any) -> Rule | None:  # noqa: ANN401 - transformers' own WeightTransform
+    """Return one of transformers' renamings or conversions as the table has it; None for a kind that it has not."""
+    name = type(transform).__name__
+    kind = f"shift{transform.offset:+d}" if name == "Inkling2IndexOffsetWeightRename" else _KINDS.get(name)
+    if kind is None:
+        return None
+    return Rule(
+        kind=kind,
+        operations=",".join(map(_operation, getattr(transform, "operations", ()))),
+        sources=tuple(transform.source_patterns),
+        targets=tuple(transform.target_patterns),
+        scope=transform.scope_prefix,
+        base=transform.base_model_prefix or "",
+    )
+
+
+def _operation(operation: object) -> str:
+    """Return an operation with what it is told: ``Chunk(dim=0)``."""
+    told = []
+    for name, value in vars(operation).items():
+        if value is None or value is False or name.endswith("_op"):
+            continue
+        text = "|".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        told.append(f"{name}={text}")
+    return type(operation).__name__ + (f"({';'.join(told)})" if told else "")
