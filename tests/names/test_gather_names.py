@@ -228,6 +228,7 @@ def test_like_keeps_refusing_what_is_not_proven_to_be_tied(llama, tmp_path, diff
         api.gather(save_live(state | {"other.weight": extra}, tmp_path / "dcp"), tmp_path / "out", like=tmp_path / "hf")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_configuration_that_the_table_does_not_know_is_asked_of_transformers(tmp_path, capsys) -> None:
     """BLIP-2 with T5: the table knows it with OPT alone."""
     tiny = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
