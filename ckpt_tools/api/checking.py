@@ -16,7 +16,6 @@ from ckpt_tools.checks.step import Pair, join, pair_parts, verify_step
 from ckpt_tools.checks.trainer import Purpose
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import OpenedStep, open_like, open_repository, open_step
@@ -207,23 +206,16 @@ def diff(options: DiffOptions) -> Difference:
 def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
     """Compare two models."""
     progress = options.progress
-    left, right = (
-        replace(
-            side,
-            checkpoint=select(
-                side.checkpoint, include=options.include, exclude=options.exclude, beside=beside.checkpoint
-            ),
-        )
-        for side, beside in ((one, other), (other, one))
-    )
-    total = left.checkpoint.total_bytes + right.checkpoint.total_bytes
+    total = one.checkpoint.total_bytes + other.checkpoint.total_bytes
     return diffing.diff(
-        left,
-        right,
+        one,
+        other,
         keys_only=options.keys_only,
         atol=options.atol,
         rtol=options.rtol,
         names=options.names,
+        include=options.include,
+        exclude=options.exclude,
         num_workers=options.num_workers or default_num_workers(options.a, options.b),
         progress=progress(total) if progress is not None and not options.keys_only else None,
         share=None if options.part is None else parse_part(options.part),

@@ -10,7 +10,6 @@ from typing import Annotated
 
 from ckpt_tools.checks.stats import Stats, stats as measure
 from ckpt_tools.checks.step import join, pair_parts
-from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import open_like, open_repository
@@ -96,16 +95,14 @@ def _measure(sides: list[Opened], options: StatsOptions) -> Stats:
     if options.dequantize:
         is_quantised = [True, *map(_is_quantised, sides[1:])]
         sides = [dequantised(s, "f32") if found else s for s, found in zip(sides, is_quantised, strict=True)]
-    chosen = [
-        select(side.checkpoint, include=options.include, exclude=options.exclude, beside=sides[-i - 1].checkpoint)
-        for i, side in enumerate(sides)
-    ]
-    one, *others = (replace(side, checkpoint=only) for side, only in zip(sides, chosen, strict=True))
+    one, *others = sides
     total = one.checkpoint.total_bytes
     result = measure(
         one,
         *others,
         names=options.names,
+        include=options.include,
+        exclude=options.exclude,
         frozen=options.frozen,
         rank=options.rank,
         num_workers=options.num_workers or default_num_workers(options.source, options.against),

@@ -8,6 +8,7 @@ from itertools import product
 
 from ckpt_tools.checks.updates import Updating
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.globs import choose_names
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
@@ -65,6 +66,8 @@ def diff(
     atol: float | None = None,
     rtol: float | None = None,
     names: str = "auto",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     num_workers: int,
     progress: Progress | None = None,
     share: Part | None = None,
@@ -73,23 +76,8 @@ def diff(
 
     Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance, floating-point
     tensors may differ by `atol + rtol * |b|`.
-
-    Args:
-        a: One checkpoint.
-        b: The other.
-        keys_only: Compare names, shapes and dtypes only; reads no tensor.
-        atol: Absolute tolerance; None with `rtol` None means bitwise.
-        rtol: Relative tolerance.
-        names: Library whose names one of them may have; "auto" finds it.
-        num_workers: Threads that read.
-        progress: Called with bytes done, of both sides.
-        share: Whose tensors' bytes are compared, where several processes compare two checkpoints.
-
-    Raises:
-        UnreadableError: One of them is incomplete or damaged.
-        UsageError: The names are not those of `names`, or of several libraries that mean different tensors by them.
     """
-    our_side, their_side = match_names(a, b, names)
+    our_side, their_side = match_names(a, b, names, include, exclude)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
@@ -140,12 +128,26 @@ class Side:
     """What has no place among them, for people."""
 
 
-def match_names(a: Opened, b: Opened, names: str) -> tuple[Side, Side]:
+def match_names(
+    a: Opened, b: Opened, names: str, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> tuple[Side, Side]:
     """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model.
+
+    The globs choose pairs, by the common name or by that of either side.
 
     Raises:
         UsageError: `names` is a library, and neither has its names; or libraries mean different tensors by the names.
     """
+    sides = _match(a, b, names)
+    if not include and not exclude:
+        return sides
+    shown = {fqn: (fqn, *(s.entries[fqn].fqn for s in sides if fqn in s.entries)) for s in sides for fqn in s.entries}
+    kept = choose_names(shown, include, exclude)
+    one, other = (replace(s, entries={fqn: e for fqn, e in s.entries.items() if fqn in kept}) for s in sides)
+    return one, other
+
+
+def _match(a: Opened, b: Opened, names: str) -> tuple[Side, Side]:
     ours, theirs = (_by_names(opened.checkpoint) for opened in (a, b))
     best = _closest(ours, theirs)
     if best[0].entries.keys() == best[1].entries.keys():

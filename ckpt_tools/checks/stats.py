@@ -17,7 +17,7 @@ from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.identity import Identity
-from ckpt_tools.description.transform import find_model, plain_names
+from ckpt_tools.description.transform import find_model, plain_names, select
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
@@ -82,33 +82,23 @@ def stats(
     other: Opened | None = None,
     *,
     names: str = "auto",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     frozen: Sequence[str] = (),
     rank: bool = False,
     num_workers: int,
     progress: Progress | None = None,
 ) -> Stats:
-    """Measure every tensor of an open checkpoint.
-
-    Args:
-        opened: The checkpoint.
-        other: An earlier one of the same model, to measure the update from.
-        names: Library whose names one of them may have; "auto" finds it.
-        frozen: Globs of what was not trained.
-        rank: Also measure the singular values of a sample of every matrix.
-        num_workers: Threads that read.
-        progress: Called with bytes done.
-
-    Raises:
-        UnreadableError: A tensor is incomplete, or its bytes are not those that were written.
-        UsageError: The names of the two cannot be matched, or a glob matches nothing.
-    """
-    named: Mapping[str, TensorEntry] = {entry.fqn: entry for entry in opened.checkpoint.tensors}
+    """Measure every tensor of an open checkpoint, and the update from `other`, an earlier one of the same model."""
+    named: Mapping[str, TensorEntry] = {}
     theirs: Mapping[str, TensorEntry] = {}
     missed: list[str] = []
     if other is not None:
-        ours, side = match_names(opened, other, names)
+        ours, side = match_names(opened, other, names, include, exclude)
         named, theirs = ours.entries, side.entries
         missed += [*ours.left_out, *side.left_out, *_beside(opened, named)]
+    else:
+        named = {entry.fqn: entry for entry in select(opened.checkpoint, include=include, exclude=exclude).tensors}
     for entry in named.values():
         check_complete(entry)
     found = zip(named, opened.ahead(named.values()), strict=True)

@@ -153,7 +153,8 @@ def gathering_job(
         names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
         return _restore(opened, model, names, original, destination, beside, notes, naming)
-    chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
+    shown = _written_names(opened, strip, beside, naming) if include or exclude else {}
+    chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude, also=shown))
     model, names = model_in(chosen, strip, notes)
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
@@ -196,6 +197,16 @@ def gathering_job(
         notes=notes,
         warnings=warnings,
     )
+
+
+def _written_names(opened: Opened, strip: str, assets: AssetList, naming: Naming) -> dict[str, list[str]]:
+    """Return the hub's names of tensors, as far as the whole has them: a choice may be what makes that possible."""
+    found: dict[str, list[str]] = {}
+    with suppress(UsageError, UnreadableError):
+        model, names = model_in(opened, strip, [])
+        for name, own in name_hub(model, assets, naming, opened.resolve).sources.items():
+            found.setdefault(names.get(own, own), []).append(name)
+    return found
 
 
 def _restore(

@@ -227,7 +227,8 @@ def sharding_job(
         prefix = options.prefix + root
         origin = None if origin is None else replace(origin, prefix=prefix, map=named.map)
         notes += [named.note] if named.note else []
-    chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
+    shown = {fqn: (prefix + fqn, source) for fqn, source in named.sources.items()}
+    chosen = select(named.checkpoint, include=options.include, exclude=options.exclude, also=shown)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
     layout = layout or _find_layout(opened, renamed, named, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, opened.ahead(renamed.tensors))))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import BlobEntry, Checkpoint, KeyPath, TensorEntry
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.globs import choose_names
 from ckpt_tools.errors import UsageError
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -26,40 +26,21 @@ def select(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    beside: Checkpoint | None = None,
+    also: Mapping[str, Collection[str]] | None = None,
 ) -> Checkpoint:
-    """Keep the tensors and blobs whose FQN matches some `include` glob (or any, without) and no `exclude`.
-
-    Where the same globs are used on a checkpoint `beside`, it is enough if they leave something of one of the two.
+    """Keep the tensors and blobs whose FQN, or another name that `also` has for it, the globs choose.
 
     Raises:
-        UsageError: An `include` glob matches nothing, or nothing is left.
+        UsageError: A glob matches nothing, or nothing is left.
     """
     if not include and not exclude:
         return checkpoint
-    sides = (checkpoint,) if beside is None else (checkpoint, beside)
-    fqns = [entry.fqn for side in sides for entry in side.tensors]
-    fqns += [blob.fqn for side in sides for blob in side.blobs]
-    for pattern in include:
-        if not any(map(compile_glob(pattern).fullmatch, fqns)):
-            raise UsageError(
-                f"--include {pattern} matches no tensor",
-                hint="`ckpt inspect SRC --tensors` lists the names; ** crosses dots, * does not",
-            )
-    includes = [compile_glob(pattern) for pattern in include]
-    excludes = [compile_glob(pattern) for pattern in exclude]
-
-    def keep(fqn: str) -> bool:
-        return (not includes or any(p.fullmatch(fqn) for p in includes)) and not any(p.fullmatch(fqn) for p in excludes)
-
-    if not any(map(keep, fqns)):
-        raise UsageError(
-            "--include and --exclude leave nothing", hint="* stays inside one dotted component, ** crosses"
-        )
+    own = [*(entry.fqn for entry in checkpoint.tensors), *(blob.fqn for blob in checkpoint.blobs)]
+    kept = choose_names({fqn: (fqn, *(also or {}).get(fqn, ())) for fqn in own}, include, exclude)
     return replace(
         checkpoint,
-        tensors=tuple(entry for entry in checkpoint.tensors if keep(entry.fqn)),
-        blobs=tuple(blob for blob in checkpoint.blobs if keep(blob.fqn)),
+        tensors=tuple(entry for entry in checkpoint.tensors if entry.fqn in kept),
+        blobs=tuple(blob for blob in checkpoint.blobs if blob.fqn in kept),
     )
 
 

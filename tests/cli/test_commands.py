@@ -569,6 +569,20 @@ def test_include_and_exclude_choose_tensors(model: Path, tmp_path: Path, ckpt_js
     assert ckpt_json("inspect", model, "--include", "model.*")["num_tensors"] == 2  # * stays in one component
 
 
+@pytest.mark.parametrize("name", [UP, "model." + UP])
+def test_globs_match_the_names_of_either_side(name: str, model: Path, tmp_path: Path, ckpt_json) -> None:
+    ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=2", "--prefix", "model.")
+    for sides in ((model, tmp_path / "run"), (tmp_path / "run", model)):
+        assert ckpt_json("diff", *sides, "--exclude", name)["num_equal"] == len(MODEL) - 1
+    rows = ckpt_json("stats", tmp_path / "run", "--against", model, "--exclude", name)["tensors"]
+    assert UP not in {row["fqn"].removeprefix("model.") for row in rows}
+    ckpt_json("gather", tmp_path / "run", tmp_path / "back", "--include", name)
+    assert ckpt_json("inspect", tmp_path / "back")["num_tensors"] == 1
+    ckpt_json("shard", model, tmp_path / "part", "--mesh", "dp_shard=2", "--prefix", "model.", "--include", name)
+    assert ckpt_json("inspect", tmp_path / "part")["num_tensors"] == 1
+    assert "nearest" in ckpt_json("diff", model, tmp_path / "run", "--exclude", "ghost.**", code=2)["error"]["hint"]
+
+
 def test_prefix_is_put_there_and_taken_away(model: Path, tmp_path: Path, ckpt_json) -> None:
     ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=2", "--prefix", "app.")
     names = {t["fqn"] for t in ckpt_json("inspect", tmp_path / "run", "--tensors")["tensors"]}
