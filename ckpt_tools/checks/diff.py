@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import isfinite
 
-from ckpt_tools.checks.updates import Updating
+from ckpt_tools.checks.updates import Update, Updating
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.globs import choose_names
 from ckpt_tools.description.identity import Identity
@@ -31,7 +32,7 @@ class Change:
     fqn: str
     what: str
     relative: float | None = None
-    """|A - B| / |B| (2-norms), of floating-point values; None where shapes or dtypes differ, or B is zero."""
+    """|B - A| / |A| (2-norms), of floating-point values; None where shapes or dtypes differ, or A is zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ def diff(
     """Compare two open checkpoints.
 
     Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance, floating-point
-    tensors may differ by `atol + rtol * |b|`.
+    tensors may differ by `atol + rtol * |a|`.
     """
     our_side, their_side = match_names(a, b, names, include, exclude)
     ours, theirs = our_side.entries, their_side.entries
@@ -105,8 +106,12 @@ def diff(
             else:
                 difference = _compare_bytes(*sides)
             if difference is not None:
-                relative = _relative(left[fqn], a.source, right[fqn], b) if left[fqn].dtype.is_float else None
-                changed[fqn] = Change(fqn=fqn, what=difference, relative=relative)
+                update = _update(left[fqn], a, right[fqn], b)
+                if odd := [
+                    side for side, sum_ in zip("AB", (update.theirs, update.ours), strict=True) if not isfinite(sum_)
+                ]:
+                    difference += f"; {' and '.join(odd)} with NaN, Inf or numbers too large to square"
+                changed[fqn] = Change(fqn=fqn, what=difference, relative=update.relative)
     return Difference(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
@@ -224,30 +229,31 @@ def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> st
     return f"values differ in {count} of {x.num_elems} elements, first at {first}"
 
 
-def _relative(x: TensorEntry, xs: Source, y: TensorEntry, other: Opened) -> float | None:
-    """Return how large the change is beside the tensor, in float64; None where that is no number."""
-    if not measures(x.dtype):
-        return None
-    updating = Updating(x, Beside(y, other, Reading()))
-    for block, content in read_blocks(x, xs):
+def _update(x: TensorEntry, one: Opened, y: TensorEntry, other: Opened) -> Update:
+    """Return what lies between `x` and `y`, in float64; nothing where they hold no numbers."""
+    if not (x.dtype.is_float and measures(x.dtype)):
+        return Update(num_elems=x.num_elems)
+    updating = Updating(y, Beside(x, one, Reading()))
+    for block, content in read_blocks(y, other.source):
         updating.see(block, content)
     updating.finish()
-    return updating.update.relative
+    return updating.update
 
 
 def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, atol: float, rtol: float) -> str | None:
     """Compare within a tolerance, in float64; NaNs equal NaNs."""
-    import torch
+    import numpy as np
 
-    dtype = getattr(torch, str(x.dtype.torch_name))
+    from ckpt_tools.moving.arrays import array_of
+
     worst, count = 0.0, 0
     for (_, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
-        one, other = (torch.frombuffer(bytearray(side), dtype=dtype).double() for side in (left, right))
-        close = torch.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
-        if not bool(close.all()):
-            count += int((~close).sum())
-            gap = (one - other).abs()[~close]
-            worst = max(worst, float(gap.nan_to_num(nan=float("inf")).max()))
+        one, other = (array_of(side, x.dtype, (-1,)).astype(np.float64) for side in (left, right))
+        far = ~np.isclose(other, one, rtol=rtol, atol=atol, equal_nan=True)
+        if far.any():
+            count += int(far.sum())
+            with np.errstate(invalid="ignore"):
+                worst = max(worst, float(np.nan_to_num(np.abs(one - other)[far], nan=np.inf, posinf=np.inf).max()))
     if not count:
         return None
     return f"values differ by up to {worst:g} in {count} of {x.num_elems} elements"

@@ -46,7 +46,7 @@ class Update:
 
     @property
     def relative(self) -> float | None:
-        """|A - B| / |B|; None where that is no number, because an element is not or B is zero."""
+        """|new - old| / |old|; None where that is no number, because an element is not or the old one is zero."""
         found = math.sqrt(self.change / self.theirs) if self.theirs > 0 else math.nan
         return found if math.isfinite(found) else None
 
