@@ -9,11 +9,7 @@ from ckpt_tools.text import escape_name, first_few
 
 
 def make_inert(job: Job, *, keep: bool) -> None:
-    """Take out of a job's assets what could run more than torch needs; with `keep`, only say so.
-
-    Raises:
-        UnreadableError: An item that would be written calls something dangerous.
-    """
+    """Take out of a job's assets what could run more than torch needs; with `keep`, only say so."""
     found = {asset.file: why_not_inert(source, asset.source_file, asset.nbytes) for source, asset in job.assets}
     told = [f"{file} ({why})" for file, why in found.items() if why]
     if job.target.blobs:
