@@ -73,21 +73,6 @@ def diff(
 
     Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance, floating-point
     tensors may differ by `atol + rtol * |b|`.
-
-    Args:
-        a: One checkpoint.
-        b: The other.
-        keys_only: Compare names, shapes and dtypes only; reads no tensor.
-        atol: Absolute tolerance; None with `rtol` None means bitwise.
-        rtol: Relative tolerance.
-        names: Library whose names one of them may have; "auto" finds it.
-        num_workers: Threads that read.
-        progress: Called with bytes done, of both sides.
-        share: Whose tensors' bytes are compared, where several processes compare two checkpoints.
-
-    Raises:
-        UnreadableError: One of them is incomplete or damaged.
-        UsageError: The names are not those of `names`, or of several libraries that mean different tensors by them.
     """
     our_side, their_side = match_names(a, b, names)
     ours, theirs = our_side.entries, their_side.entries
@@ -141,11 +126,7 @@ class Side:
 
 
 def match_names(a: Opened, b: Opened, names: str) -> tuple[Side, Side]:
-    """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model.
-
-    Raises:
-        UsageError: `names` is a library, and neither has its names; or libraries mean different tensors by the names.
-    """
+    """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model."""
     ours, theirs = (_by_names(opened.checkpoint) for opened in (a, b))
     best = _closest(ours, theirs)
     if best[0].entries.keys() == best[1].entries.keys():

@@ -87,21 +87,7 @@ def stats(
     num_workers: int,
     progress: Progress | None = None,
 ) -> Stats:
-    """Measure every tensor of an open checkpoint.
-
-    Args:
-        opened: The checkpoint.
-        other: An earlier one of the same model, to measure the update from.
-        names: Library whose names one of them may have; "auto" finds it.
-        frozen: Globs of what was not trained.
-        rank: Also measure the singular values of a sample of every matrix.
-        num_workers: Threads that read.
-        progress: Called with bytes done.
-
-    Raises:
-        UnreadableError: A tensor is incomplete, or its bytes are not those that were written.
-        UsageError: The names of the two cannot be matched, or a glob matches nothing.
-    """
+    """Measure every tensor of an open checkpoint, and its update since `other`, an earlier one of the same model."""
     named: Mapping[str, TensorEntry] = {entry.fqn: entry for entry in opened.checkpoint.tensors}
     theirs: Mapping[str, TensorEntry] = {}
     missed: list[str] = []
