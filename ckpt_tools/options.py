@@ -104,11 +104,7 @@ class Parameter:
         return f"{self.stated.help} ({shown})" if shown and "|" in shown else self.stated.help
 
     def check(self, value: object) -> None:
-        """Refuse a word that it does not take.
-
-        Raises:
-            UsageError: An unknown word.
-        """
+        """Refuse a word that it does not take."""
         if self.words and isinstance(value, str) and value not in self.words:
             raise UsageError(f"{self.flag} must be one of {', '.join(self.words)}, got {value!r}")
 

@@ -139,9 +139,6 @@ def match_names(
     """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model.
 
     The globs choose pairs, by the common name or by that of either side.
-
-    Raises:
-        UsageError: `names` is a library, and neither has its names; or libraries mean different tensors by the names.
     """
     sides = _match(a, b, names)
     if not include and not exclude:

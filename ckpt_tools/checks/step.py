@@ -100,11 +100,7 @@ class Pair:
 
 
 def pair_parts(step: OpenedStep, reference: OpenedStep | Opened) -> tuple[Pair, ...]:
-    """Return what of a step is compared with what of a reference: all that both have, if that is a step too.
-
-    Raises:
-        UsageError: The two steps have no part in common, or the reference is one model and the step has several.
-    """
+    """Return what of a step is compared with what of a reference: all that both have, if that is a step too."""
     parts = {part.directory: opened for part, opened in step.parts}
     if isinstance(reference, OpenedStep):
         theirs = {part.directory: opened for part, opened in reference.parts}
@@ -120,12 +116,7 @@ def pair_parts(step: OpenedStep, reference: OpenedStep | Opened) -> tuple[Pair, 
 
 
 def join(found: Mapping[str, Result], identities: tuple[Identity, ...]) -> Result:
-    """Return the results of several models as one; what has a name gets its model's directory before it.
-
-    Args:
-        found: Directory → what came of the model there.
-        identities: What all are together, on each side.
-    """
+    """Return the results of several models, by directory, as one; what has a name gets its directory before it."""
     first = next(iter(found.values()))
     values: dict[str, Any] = {}
     for field in fields(first):

@@ -33,9 +33,8 @@ def check_structure(
 ) -> tuple[Checkpoint, list[TensorEntry], list[TensorEntry], Lost]:
     """Check everything but the tensors' bytes.
 
-    Returns:
-        The description with raw spans, the tensors whose bytes can be read, of the others the chunks that can be, and
-        what cannot.
+    Return the description with raw spans, the tensors whose bytes can be read, of the others the chunks that can be,
+    and what cannot.
     """
     checkpoint = opened.checkpoint
     resolved: list[TensorEntry] = []

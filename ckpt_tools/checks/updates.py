@@ -100,11 +100,7 @@ class Updating:
                 self._parts.append(part)
 
     def finish(self) -> None:
-        """Add up what was seen: the same sums, whichever block came first.
-
-        Raises:
-            UnreadableError: The other's bytes are not those that were written.
-        """
+        """Add up what was seen: the same sums, whichever block came first."""
         self._beside.finish()
         change, ours, theirs, product = map(_total, zip(*self._parts or [(0.0,) * 4], strict=True))
         self.update = replace(
@@ -121,14 +117,6 @@ def check_updates(updates: Mapping[str, Update], trained: Collection[str], froze
     """Yield what was frozen and changed, and what should have been trained and was not.
 
     Without `frozen` nobody says what should have changed: what did not is only told.
-
-    Args:
-        updates: FQN → how it changed.
-        trained: Of these, the weights that training changes unless they are frozen.
-        frozen: Globs of those that are.
-
-    Raises:
-        UsageError: A glob matches nothing.
     """
     patterns = {glob: compile_glob(glob) for glob in frozen}
     for glob, pattern in patterns.items():

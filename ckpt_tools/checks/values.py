@@ -92,10 +92,7 @@ def report_strange(found: Iterable[Strange], *, hint: str) -> Iterator[Finding]:
 def check_values(opened: Opened, checkpoint: Checkpoint, counts: Mapping[str, Counts]) -> Iterator[Finding]:
     """Yield what is wrong with the values of a checkpoint.
 
-    Args:
-        opened: Where it comes from.
-        checkpoint: What was read, with raw chunks; tensors may have other names than in `opened`.
-        counts: FQN → what its values are like.
+    `checkpoint` has raw chunks; its tensors may have other names than in `opened`.
     """
     model, _ = find_model(checkpoint)
     inside = {entry.fqn for entry in model.tensors}
@@ -123,8 +120,7 @@ def check_values(opened: Opened, checkpoint: Checkpoint, counts: Mapping[str, Co
 def glance(opened: Opened, *, most_bytes: int) -> tuple[list[Finding], str]:
     """Look at the values of a sound checkpoint's smallest model tensors: a run that has diverged shows in any.
 
-    Returns:
-        What is wrong, and what was left out; "" when nothing was.
+    Return what is wrong, and what was left out; "" when nothing was.
     """
     model, _ = find_model(opened.checkpoint)
     chosen: list[TensorEntry] = []

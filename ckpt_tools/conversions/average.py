@@ -39,17 +39,7 @@ def steps_of(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) -> Job:
-    """Return the job that writes the average of what `job` would write and of other checkpoints.
-
-    Args:
-        job: Writes the first.
-        others: The further ones, in their order.
-        steps: One for each of them (`steps_of`).
-
-    Raises:
-        UsageError: They differ in names, shapes or dtypes, or hold packed numbers.
-        UnreadableError: One of them is incomplete.
-    """
+    """Return the job that writes the average of what `job` would write and of others, with one step for each."""
     packed = packed_tensors(job.source)
     packed += [entry for entry in job.source.tensors if entry.dtype.name[0] == "F" and not entry.dtype.is_float]
     if packed:
@@ -93,11 +83,7 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
 
 
 def _paired(job: Job, other: Opened) -> dict[str, TensorEntry]:
-    """Return the tensors of another checkpoint by the names of the job's source.
-
-    Raises:
-        UsageError: They are others.
-    """
+    """Return the tensors of another checkpoint by the names of the job's source."""
     where = other.source.root
     ours, theirs = match_names(replace(job.opened, checkpoint=job.source), other, "auto")
     own = {id(entry) for entry in job.source.tensors}
@@ -138,11 +124,7 @@ class _Averaging:
     is_settled: bool = True
 
     def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
-        """Compute the new elements of a block.
-
-        Raises:
-            UsageError: They have no average, and differ.
-        """
+        """Compute the new elements of a block."""
         if self.entry.dtype.is_float:
             self._average(block, content, result)
             return

@@ -142,11 +142,7 @@ def carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
 
 
 def _asset_warnings(job: Job, asset: Asset, digest: str) -> Iterator[str]:
-    """Say that a file is not what the source's manifest recorded.
-
-    Raises:
-        UnreadableError: Programs read it, and nobody has said that it was changed on purpose.
-    """
+    """Warn of a file that is not what the manifest recorded; raise where programs read it and it is not accepted."""
     manifest = job.opened.manifest
     record = None if manifest is None else manifest.assets.get(asset.source_file)
     if record is None or record.digest == digest:

@@ -15,9 +15,7 @@ _STEPS = ("dcp", "step")
 def make_inert(job: Job, *, keep: bool) -> None:
     """Take out of a job's assets what could run more than torch needs; with `keep`, only say so.
 
-    Raises:
-        UnreadableError: An item that would be written calls something dangerous, or what would stay behind is a file
-            that the trainer does not resume without.
+    An item that calls something dangerous, and a file that the trainer does not resume without, are refused.
     """
     found = {asset.file: why_not_inert(source, asset.source_file, asset.nbytes) for source, asset in job.assets}
     told = [f"{file} ({why})" for file, why in found.items() if why]

@@ -191,12 +191,7 @@ def notes_on(opened: Opened) -> list[str]:
 
 
 def check_claims(job: Job) -> None:
-    """Hold what the source says of files and lengths against its files, before anything is made to measure.
-
-    Raises:
-        UnreadableError: Sets of weights that differ lie together, and nobody has said which is meant.
-        UsageError: A tensor would lose the shape that it has.
-    """
+    """Compare what the source says of files and lengths with its files, before anything is made to measure."""
     check_candidates(job.opened.candidates, job.opened.source.root)
     step = job.opened.step
     if step is not None and step.has_own and not job.parts:
@@ -320,13 +315,7 @@ def check_replaceable(destination: str) -> None:
 def cast_target(checkpoint: Checkpoint, dtype: str, dtype_for: Sequence[str] = ()) -> Checkpoint:
     """Return `checkpoint` with its floating-point tensors (F64, F32, F16, BF16) as `dtype`.
 
-    Args:
-        checkpoint: What is to be written, by its new names.
-        dtype: As what.
-        dtype_for: "GLOB=DTYPE": as what else; the first that matches a tensor decides.
-
-    Raises:
-        UsageError: Not one of `DTYPES`, or a glob that matches no such tensor.
+    `dtype_for` has "GLOB=DTYPE", by the new names; the first that matches a tensor decides.
     """
     if dtype not in DTYPES:
         raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")

@@ -62,9 +62,6 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
     """Apply mesh and rules to the tensors of `checkpoint`.
 
     Optimizer state that no rule names is placed like its parameter.
-
-    Raises:
-        UsageError: No mesh, or an impossible mesh or rule.
     """
     rules = [parse_set(text) for text in options.set]
     mesh = options.mesh
@@ -211,12 +208,7 @@ def sharding_job(
 ) -> Job:
     """Return the job that writes `opened`, cut as `options` say.
 
-    Args:
-        opened: The source.
-        options: What is asked for.
-        named: Its tensors by other names; None keeps those that they have.
-        root: Prefix that the names had without being part of them.
-        layout: Where the tensors go, if that is known already.
+    `named` has its tensors by other names; `root` is a prefix that the names had without being part of them.
     """
     origin, notes = opened.origin, notes_on(opened)
     if named is None:
@@ -272,11 +264,7 @@ def sharding_job(
 
 
 def resharding_job(opened: Opened, options: ShardingOptions, naming: Naming) -> Job:
-    """Return the job that writes `opened`, cut as `options` say, and by the names of `naming` if it asks for some.
-
-    Raises:
-        UsageError: As `sharding_job`; there is other state than weights, which cannot be named again.
-    """
+    """Return the job that writes `opened`, cut as `options` say, and by the names of `naming` if it asks for some."""
     if naming.names == "auto":
         return sharding_job(opened, options)
     notes: list[str] = []

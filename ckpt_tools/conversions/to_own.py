@@ -27,22 +27,10 @@ def own_job(
     only_model: bool = True,
     named: Named | None = None,
 ) -> Job:
-    """Return the job that writes a checkpoint again.
+    """Return the job that writes a checkpoint again; what is neither DCP nor safetensors becomes safetensors.
 
-    What is neither DCP nor safetensors becomes safetensors.
-
-    Args:
-        opened: The checkpoint.
-        destination: Directory to create.
-        dtype: As `--dtype`.
-        dtype_for: As `--dtype-for`.
-        max_shard_size: As of `gather`; not for DCP.
-        only_model: Leave optimizer state and whatever else a trainer keeps out of a DCP checkpoint. Safetensors hold
-            nothing but a model anyway.
-        named: The model by other names (`renamed`).
-
-    Raises:
-        UsageError: A size of files that DCP does not have.
+    `only_model` leaves optimizer state and whatever else a trainer keeps out of a DCP checkpoint. Safetensors hold
+    nothing but a model anyway.
     """
     if named is not None:
         opened = replace(opened, checkpoint=named.checkpoint, origin=None)
@@ -94,11 +82,7 @@ def _of_names(job: Job, named: Named) -> Job:
 
 
 def renamed(opened: Opened, naming: Naming) -> Named:
-    """Return a model by the names of a key map, tied ones each with its bytes.
-
-    Raises:
-        UsageError: The map does not fit, there is other state than weights, or DCP's tensors would be joined or split.
-    """
+    """Return a model by the names of a key map, tied ones each with its bytes."""
     notes: list[str] = []
     if opened.format.loads_by_dcp:
         named, _ = name_again(opened, naming, notes)

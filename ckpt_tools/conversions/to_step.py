@@ -41,16 +41,9 @@ _OF_ONE_MODEL = (
 
 
 def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) -> TrainerLayout:
-    """Return what `--for` writes; the other options must say nothing, or the same.
+    """Return what `--for` writes; `--names` and `--prefix` must be absent, or say the same.
 
-    Args:
-        trainer: Value of `--for`.
-        names: Value of `--names`.
-        prefix: Value of `--prefix`; it may go on where the trainer's ends.
-        source: What is converted, for messages.
-
-    Raises:
-        UsageError: The trainer loads no DCP checkpoint, or an option says something else.
+    A prefix may go on where the trainer's ends. `source` is what is converted, for messages.
     """
     layout = TRAINERS[trainer]
     if layout.refusal:
@@ -69,11 +62,7 @@ def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) ->
 
 
 def starting_job(job: Job, layout: TrainerLayout) -> Job:
-    """Return the job that writes `job`'s checkpoint where the trainer looks for it.
-
-    Raises:
-        UsageError: Its data files are PyTorch's to write.
-    """
+    """Return the job that writes `job`'s checkpoint where the trainer looks for it."""
     job.notes += [layout.start.format(destination=job.destination)] if layout.start else []
     if not layout.part:
         return job
@@ -100,12 +89,7 @@ def outer_job(opened: Opened, destination: str, parts: dict[str, Job], mesh: Mes
 
 
 def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
-    """Return the job that writes a whole step, each part cut as `options` say, and the files beside as they are.
-
-    Raises:
-        UsageError: An option that would leave something out, or change names in one part alone.
-        UnreadableError: A part is not complete, or one that resuming needs is not there.
-    """
+    """Return the job that writes a whole step, each part cut as `options` say, and the files beside as they are."""
     path = step.root.source.root
     refuse_mixed(step.root)
     for _, error in step.broken:
@@ -150,23 +134,14 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
 
 
 def _refuse(verdict: StepVerdict, path: str) -> None:
-    """Refuse to write a step that would not resume as the trainer meant.
-
-    Raises:
-        UnreadableError: A part that resuming needs is not there, or not whole.
-    """
+    """Refuse to write a step that would not resume as the trainer meant."""
     for reason in (each for each in verdict.reasons if each.is_sure):
         what = f"{reason.file}: {reason.what}; {reason.does}"
         raise UnreadableError(what, where=path, hint="restore it; `ckpt gather`, or --for plain, takes the model alone")
 
 
 def repository_job(step: OpenedStep, options: ShardingOptions | GatherOptions, build: Callable[[Opened], Job]) -> Job:
-    """Return the job that writes every model of a repository, each as `build` makes it, and the files beside.
-
-    Raises:
-        UsageError: An option that is for one model.
-        UnreadableError: A model is not complete, or not there.
-    """
+    """Return the job that writes every model of a repository, each as `build` makes it, and the files beside."""
     path = step.root.source.root
     for _, error in step.broken:
         raise error
@@ -206,11 +181,7 @@ def _layout(step: OpenedStep, group: list[Opened], options: ShardingOptions) -> 
 
 
 def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trainer: TrainerName | None) -> Job:
-    """Return the job of `reshard` on one DCP checkpoint: all of it, or for another trainer its model alone.
-
-    Raises:
-        UsageError: As `layout_for`; or the names cannot be brought into those that are wanted.
-    """
+    """Return the job of `reshard` on one DCP checkpoint: all of it, or for another trainer its model alone."""
     verdict = judge(opened)
     own = verdict.trainer if verdict.trainer in ("lightning", "torchtitan") else None
     if trainer is None or (trainer == own and not options.prefix):

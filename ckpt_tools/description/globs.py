@@ -26,9 +26,6 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 
     Matching takes at most O(n²) steps per alternative for an FQN of n characters, however many stars the
     pattern has: FQNs come from files that nobody vouches for.
-
-    Raises:
-        UsageError: Unbalanced braces, or braces that stand for more than `MAX_ALTERNATIVES` patterns.
     """
     alternatives = dict.fromkeys(_expand_braces(pattern))
     return re.compile("|".join(map(_translate, alternatives)), re.DOTALL)

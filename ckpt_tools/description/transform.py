@@ -28,11 +28,7 @@ def select(
     exclude: Sequence[str] = (),
     also: Mapping[str, Collection[str]] | None = None,
 ) -> Checkpoint:
-    """Keep the tensors and blobs whose FQN, or another name that `also` has for it, the globs choose.
-
-    Raises:
-        UsageError: A glob matches nothing, or nothing is left.
-    """
+    """Keep the tensors and blobs whose FQN, or another name that `also` has for it, the globs choose."""
     if not include and not exclude:
         return checkpoint
     own = [*(entry.fqn for entry in checkpoint.tensors), *(blob.fqn for blob in checkpoint.blobs)]
@@ -45,11 +41,7 @@ def select(
 
 
 def rename(checkpoint: Checkpoint, new_name: Callable[[str], str]) -> Checkpoint:
-    """Rename every tensor; one whose name changes no longer lies where it did in its nested state dict.
-
-    Raises:
-        UsageError: Two tensors get the same name.
-    """
+    """Rename every tensor; one whose name changes no longer lies where it did in its nested state dict."""
     names = [new_name(entry.fqn) for entry in checkpoint.tensors]
     tensors = tuple(
         entry if fqn == entry.fqn else replace(entry, fqn=fqn, path=())
@@ -87,16 +79,11 @@ def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
 
 
 def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
-    """Find the model inside what a trainer saved.
+    """Find the model in what a trainer saved; everything else is left out (optimizer, train state, a second copy).
 
-    Leaves everything else out (optimizer, train state, a second copy under another root), and names the root that
-    every model key lies under ("", "model.", "app.model.", …). The nesting that DCP records
-    (`TensorEntry.path`) decides; where it is flat or unknown, a root is only a root when every key has it and what
-    remains still looks like a model's keys.
-
-    Returns:
-        The model's tensors, with their names unchanged, and the prefix that their names have once `strip_wrappers`
-        is done with them.
+    Return its tensors, with their names unchanged, and the root that their names lie under once `strip_wrappers` is
+    done with them ("", "model.", "app.model.", …). The nesting that DCP records (`TensorEntry.path`) decides; where it
+    is flat or unknown, a root is only a root when every key has it and what remains still looks like a model's keys.
     """
     candidates = tuple(entry for entry in checkpoint.tensors if not is_optimizer(entry))
     tensors, root = _descend(candidates)
@@ -152,11 +139,7 @@ def _descend(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[TensorEntry, ...],
 
 
 def strip_prefix(fqns: Iterable[str], prefix: str) -> Callable[[str], str]:
-    """Return the function that removes `prefix` from an FQN.
-
-    Raises:
-        UsageError: Some of `fqns` does not begin with it.
-    """
+    """Return the function that removes `prefix` from an FQN."""
     without = next((fqn for fqn in fqns if not fqn.startswith(prefix)), None)
     if without is not None:
         raise UsageError(

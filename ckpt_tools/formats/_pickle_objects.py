@@ -61,12 +61,7 @@ class Pickled:
 
 
 def parse_objects(data: bytes) -> Pickled:
-    """Read the pickle that `data` begins with.
-
-    Raises:
-        UnreadableError: Not a pickle, or one that does something else than describe objects.
-        LimitError: More than one file may hold.
-    """
+    """Read the pickle that `data` begins with."""
     with collector_paused():
         reader = _ObjectReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
         value = reader.read()
@@ -74,11 +69,7 @@ def parse_objects(data: bytes) -> Pickled:
 
 
 def parse_exactly(data: bytes) -> object:
-    """Read a pickle so that `_pickle_writer.build_pickle` writes one that makes the same: nothing is made simpler.
-
-    Raises:
-        UnreadableError: As `parse_objects`; or it does what that does not write.
-    """
+    """Read a pickle so that `_pickle_writer.build_pickle` writes one that makes the same: nothing is made simpler."""
     with collector_paused():
         reader = _ExactReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
         value = reader.read()

@@ -110,10 +110,6 @@ def parse_metadata(data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS) -> Par
 
     Shapes and boxes come in logical elements: torch's F4 counts pairs, so its last dim doubles. Whether the boxes
     tile their tensor is not looked at here: that is a check of its own.
-
-    Raises:
-        UnreadableError: Not the metadata of a checkpoint that can be read; says which tensor and why.
-        LimitError: Beyond `limits`.
     """
     with collector_paused():
         return _describe(parse_pickle(data, allowed_globals=ALLOWED_GLOBALS, limits=limits))

@@ -31,12 +31,7 @@ HEADER_METADATA = {"format": "pt"}
 
 
 def parse_index(text: bytes, *, where: str) -> dict[str, str]:
-    """Return the weight_map of an index: FQN → file.
-
-    Raises:
-        UnreadableError: Not an index, or one that names a file outside of its directory.
-        LimitError: More than an index may hold.
-    """
+    """Return the weight_map of an index: FQN → file."""
     document = parse_json(text, what="the index", where=where)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -61,11 +56,7 @@ def documents(files: Mapping[str, Sequence[TensorEntry]], name: str = "model" + 
 
 
 def describe(root: str, files: Sequence[File], index: Mapping[str, str] | None) -> Checkpoint:
-    """Describe whole-tensor files; with an index, hold it against the headers.
-
-    Raises:
-        UnreadableError: A tensor in two files, or the index and the headers disagree.
-    """
+    """Describe whole-tensor files; an index must agree with their headers."""
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         for entry in file.header.tensors:
@@ -107,11 +98,7 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
 def arrange(
     tensors: Sequence[TensorEntry], *, max_file_nbytes: int, stem: str = "model", suffix: str = ".safetensors"
 ) -> dict[str, Sequence[TensorEntry]]:
-    """Share `tensors` out over files of at most `max_file_nbytes`, in order, as huggingface_hub does.
-
-    Returns:
-        File name → its tensors, in their order.
-    """
+    """Share `tensors` out over files of at most `max_file_nbytes`, in order, as huggingface_hub does."""
     groups: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in tensors:
@@ -126,11 +113,7 @@ def arrange(
 
 
 def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[str, bytes]]:
-    """Describe the files that hold `files`' tensors, each whole.
-
-    Returns:
-        The destination's description and per file the bytes in front of its data.
-    """
+    """Describe the files that hold `files`' tensors, each whole; with it, per file, the bytes in front of its data."""
     placed: list[TensorEntry] = []
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}

@@ -45,19 +45,10 @@ def open_path(
 ) -> Opened:
     """Open the checkpoint at `path`, a file or a directory, with its identity.
 
-    Args:
-        path: What to open, here or on another machine.
-        format: In place of what would be detected.
-        shapes_from: A checkpoint with the shapes that these files lack (FSDP1's local state dicts).
-        as_part: Take a known part of a model as what it is, and of sets of weights that differ the one that a loader
-            takes; None where nobody can ask for that.
-        weights: Which of several sets of weights in a directory (`Candidate.name`).
-        component: Which model of a repository of several (`Identity.components`).
-
-    Raises:
-        UnreadableError: Not a complete, readable checkpoint, or several that differ.
-        PartError: A known part of a model, without `as_part`.
-        UsageError: There is no format of this name.
+    `shapes_from` is a checkpoint with the shapes that these files lack (FSDP1's local state dicts). `as_part` takes a
+    known part of a model as what it is (else that is a `PartError`), and of sets of weights that differ the one that a
+    loader takes; None where nobody can ask for that. `weights` and `component` choose one of several
+    (`Candidate.name`, `Identity.components`).
     """
     source, file = open_place(path)
     try:
@@ -175,11 +166,7 @@ def _candidates(
 
 
 def check_candidates(candidates: Sequence[Candidate], path: str) -> None:
-    """Refuse sets of weights that lie together and differ, where nobody has said which is meant.
-
-    Raises:
-        UnreadableError: There are some.
-    """
+    """Refuse sets of weights that lie together and differ, where nobody has said which is meant."""
     other = next((each for each in candidates if each.differs == "yes"), None)
     if other is not None:
         taken = next(each for each in candidates if each.is_taken)
@@ -231,11 +218,7 @@ def _choose(source: Source, files: Mapping[str, int], path: str, wanted: Format 
 
 
 def detect(files: Mapping[str, int], *, path: str) -> Format:
-    """Return the format of a directory with these files (relative name → size).
-
-    Raises:
-        UnreadableError: Nothing that ckpt reads; the message names the layout when it is known.
-    """
+    """Return the format of a directory with these files (relative name → size)."""
     found = detect_format(files, is_file=False)
     if found is None:
         raise explain(files, path)

@@ -125,8 +125,7 @@ def explain_parts(files: Iterable[str]) -> Parts | None:
 def parts_of(taken: Iterable[str], files: Iterable[str]) -> Iterator[tuple[NamedPart, str]]:
     """Yield why the `taken` files are not all of a model, to judge by the names of all `files` beside them.
 
-    Yields:
-        What the name says, and in words what is there and what lacks.
+    That is what the name says, and in words what is there and what is missing.
     """
     own: dict[tuple[str, ...], dict[int, str]] = {}
     kinds: dict[tuple[str, ...], NamedPart] = {}

@@ -1,7 +1,4 @@
-"""Directories of a training step that keep the model and the optimizer apart: each a DCP checkpoint of its own.
-
-Whoever opens such a directory gets its model; `open_step` gives every part.
-"""
+"""Directories of a training step that keep the model and the optimizer apart: each a DCP checkpoint of its own."""
 
 from __future__ import annotations
 
@@ -130,9 +127,6 @@ def open_step(path: str, *, as_part: bool = True) -> OpenedStep | None:
     """Open every part of the step, or model of the repository, at `path`; None when it is neither.
 
     With `as_part` false, a known part of a model is refused as by `open_path`.
-
-    Raises:
-        UnreadableError: No part is readable, or one is a link.
     """
     if not is_directory(path):
         return None
@@ -215,12 +209,7 @@ def passed_over(path: str) -> tuple[str, ...]:
 
 
 def open_optimizer(path: str) -> Opened:
-    """Open what holds the optimizer's state: the part of a step, or a checkpoint that has everything in one.
-
-    Raises:
-        UnreadableError: It is not complete, or the step has none.
-        UsageError: The step has several.
-    """
+    """Open what holds the optimizer's state: the part of a step, or a checkpoint that has everything in one."""
     if not is_directory(path):
         return open_path(path)
     with open_source(path) as source:
@@ -240,12 +229,7 @@ def open_optimizer(path: str) -> Opened:
 
 
 def _refuse_links(path: str) -> None:
-    """Refuse a step with directories that are links: what is behind them would be passed over.
-
-    Raises:
-        UnreadableError: It has some.
-        StorageError: It cannot be listed.
-    """
+    """Refuse a step with directories that are links: what is behind them would be passed over."""
     if is_remote(path):
         return
     try:

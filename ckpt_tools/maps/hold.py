@@ -50,13 +50,7 @@ class Held:
 
 
 def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object]) -> Held:
-    """Hold the names of a file, or of a live model, against what an architecture expects.
-
-    Args:
-        names: Those to be written.
-        expected: The architecture's (`Table.expected`).
-        config: The model's config.json.
-    """
+    """Compare the names of a file, or of a live model, with what an architecture expects (`Table.expected`)."""
     given = {name: name for name in names}
     if isinstance(config.get("quantization_config"), Mapping):
         given = {name: _unquantised(name) for name in given}
@@ -97,12 +91,7 @@ def _lost_biases(live: Collection[str], expected: Expected) -> Iterator[str]:
 
 
 def live_names(names: Iterable[str], expected: Expected) -> dict[str, str]:
-    """Return name in the live model → name in a file, for the parameters that are the same tensor in both.
-
-    Args:
-        names: Those of the file.
-        expected: The architecture's (`Table.expected`).
-    """
+    """Return name in the live model → name in a file, for the parameters that are the same tensor in both."""
     plain = [rule for rule in expected.rules if rule.kind != "convert"]
     renamed = rename(names, plain, expected.base, lambda name: matches(expected.names, name, expected.counts))
     return {live: first for live, (first, *more) in renamed.live.items() if not more}

@@ -26,10 +26,6 @@ def place_tensors(
 
     A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it says
     (`--set` before the file's). Scalars are replicated.
-
-    Raises:
-        UsageError: A rule that matches no tensor or speaks of an axis that the mesh lacks, or a cut that is
-            impossible or that PyTorch itself cannot load.
     """
     entries = tuple(tensors)
     _check_axes(rules, mesh)
@@ -68,9 +64,6 @@ def cut_entry(entry: TensorEntry, mesh: Mesh, placements: Mapping[str, Placement
     """Return how `mesh` cuts `entry`, in logical elements.
 
     Torch keeps two F4 elements in one of its own and cuts between those, so the cuts fall on even elements.
-
-    Raises:
-        UsageError: As `cut_tensor`.
     """
     return cut_tensor(entry.shape, mesh, placements, pack=entry.dtype.pack)
 

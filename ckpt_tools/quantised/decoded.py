@@ -49,13 +49,7 @@ _MAX_KEPT_BYTES = 128 << 20
 def dequantised(opened: Opened, dtype: str) -> Opened:
     """Return a checkpoint with plain floats in place of quantised tensors, and a config that says so.
 
-    Args:
-        opened: The checkpoint.
-        dtype: As what `--dtype` wants them; "keep" is what config.json says of the model.
-
-    Raises:
-        UsageError: It is not quantised, or by a scheme that ckpt does not decode.
-        UnreadableError: A part of a tensor is missing.
+    With `dtype` "keep" they are what config.json says of the model.
     """
     found, config = _find(opened)
     floats = BY_NAME[dtype.upper()] if dtype != "keep" else _dtype_in(config or {})
@@ -136,11 +130,7 @@ def is_quantised(opened: Opened) -> bool:
 
 
 def settings_beside(source: Source) -> Mapping[str, object] | None:
-    """Return what config.json in a directory, or another file there, says of how weights are quantised.
-
-    Raises:
-        UnreadableError: It is not a JSON object, or too long.
-    """
+    """Return what config.json in a directory, or another file there, says of how weights are quantised."""
     config = config_beside(source)
     values = {} if config is None else config.values
     settings = values.get(KEY, _mapping(values.get("text_config")).get(KEY))
