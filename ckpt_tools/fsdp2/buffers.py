@@ -140,10 +140,8 @@ def _guarded_initialisers() -> Iterator[None]:
 def check_buffers(model: nn.Module, *, is_fresh: bool) -> Iterator[Finding]:
     """Yield `garbage-buffer` for every buffer with NaN, and for those whose owner computes something else.
 
-    Args:
-        model: With buffers on any device; those on meta are skipped.
-        is_fresh: No forward pass has run since the load, so that buffers are as initialised. Then non-persistent ones
-            whose owner, or transformers, computes them are computed again, on a copy, and compared.
+    With `is_fresh` no forward pass has run since the load: non-persistent buffers are computed again on a copy and
+    compared. Buffers on meta are skipped.
     """
     initialisers: dict[str, Callable[[nn.Module], object]] = {}
     for fqn, module in model.named_modules():
@@ -174,10 +172,7 @@ def _fault_of(buffer: torch.Tensor, expected: torch.Tensor | None) -> str | None
 
 
 def _recompute(module: nn.Module, initialise: Callable[[nn.Module], object] | None) -> dict[str, torch.Tensor]:
-    """Return what `initialise` makes of the module's non-persistent buffers; without those that it leaves alone.
-
-    The module is copied without parameters and children, so that no weight can be touched.
-    """
+    """Return what `initialise` makes of a copy of the module's non-persistent buffers; without what it leaves alone."""
     transient = non_persistent_names(module)
     names = [name for name, buffer in module.named_buffers(recurse=False) if name in transient and not buffer.is_meta]
     if initialise is None or not names:

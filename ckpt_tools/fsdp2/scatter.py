@@ -72,11 +72,7 @@ def rank0_load(model: nn.Module, source: Source | None, *, strict: bool = True) 
 
 
 def _gather_boxes(own: dict[str, Box]) -> list[dict[str, Box]]:
-    """Return every rank's boxes by name.
-
-    Raises:
-        UsageError: Two ranks have other names.
-    """
+    """Return every rank's boxes by name; raise UsageError if two ranks have other names."""
     boxes = gather(own)
     for rank, theirs in enumerate(boxes):
         if list(theirs) != list(boxes[0]):
@@ -118,7 +114,6 @@ class _Sender:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     reader: BoxReader | None
-    """Of a checkpoint."""
 
 
 @contextmanager

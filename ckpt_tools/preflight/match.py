@@ -88,14 +88,10 @@ class CheckpointMatch:
 def check_checkpoint(
     path: str, spec: ParallelSpec, *, model: str | None, resumes: bool = False, cuts: Sequence[str] = ()
 ) -> CheckpointMatch:
-    """Hold a checkpoint against the model, the mesh and the dtypes of a config. Of the weights few are read.
+    """Compare a checkpoint with the model, the mesh and the dtypes of a config; few of its weights are read.
 
-    Args:
-        path: A checkpoint of any format, or an accelerate checkpoint that holds one.
-        spec: What the config asks for.
-        model: A config.json, or its directory; None leaves names and shapes unchecked.
-        resumes: The run goes on from it, so the optimizer's state must be there.
-        cuts: Smaller configs, of which one that runs is looked for where the model is large (`Comparison.trial`).
+    Without a `model` names and shapes stay unchecked; with `resumes` the optimizer's state must be there. `cuts` are
+    smaller configs, of which one that runs is looked for where the model is large (`Comparison.trial`).
     """
     # Where accelerate and verl put the model in what they save.
     inside = (os.path.join(path, child) for child in (MODEL_PART, POLICY_PART))
@@ -267,15 +263,7 @@ def look_at_model(
 ) -> ModelView:
     """Return what is known of a model and of the tensors that a checkpoint has for it.
 
-    Args:
-        model: A config.json, or its directory.
-        checkpoint: To compare names and shapes with.
-        mesh: Of the ranks that read it.
-        cuts: Smaller configs, as in `check_checkpoint`.
-
-    Raises:
-        UnreadableError: The config cannot be read at all.
-        RefusedConfigError: Nothing may be built of it.
+    `cuts` are those of `check_checkpoint`. Raise RefusedConfigError where nothing may be built of the config.
     """
     try:
         with ExitStack() as stack:
