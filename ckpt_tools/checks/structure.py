@@ -13,7 +13,7 @@ from ckpt_tools.checks.manifest import check_frames, check_manifest
 from ckpt_tools.checks.spans import check_spans
 from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
-from ckpt_tools.errors import CkptError, UnreachableError, UnreadableError
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats._json import MAX_JSON_BYTES, MAX_JSON_CONTAINERS
 from ckpt_tools.formats.file_names import is_hf_asset, is_side_file, is_weights
@@ -123,7 +123,7 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
     span = chunk.span
     try:
         head = dcp.read_item(span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
-    except UnreachableError:
+    except StorageError:
         raise
     except CkptError as error:
         where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
@@ -193,7 +193,7 @@ def check_blob(opened: Opened, blob: BlobEntry, findings: list[Finding], *, cont
     """Check an item as far as its zip tells; return whether that was all of it, or what is wrong has been said."""
     try:
         return dcp.check_blob(blob.span, opened.source, content=content)
-    except UnreachableError:
+    except StorageError:
         raise
     except CkptError as error:
         where = error.where or blob.span.file

@@ -47,7 +47,11 @@ def kept_or_discarded(sink: Sink, *, is_part: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, StorageError, MemoryError) as error:
+    except (KeyboardInterrupt, StorageError, MemoryError, OSError) as raised:
+        error = raised
+        if isinstance(raised, OSError):
+            where = raised.filename if isinstance(raised.filename, str) else sink.destination
+            error = StorageError(raised.strerror or str(raised), where=where)
         if isinstance(error, KeyboardInterrupt) and not is_part:
             destination = escape_name(sink.destination)
             error.add_note(f"{destination} is complete" if sink.is_published else "nothing was published")
@@ -56,10 +60,9 @@ def kept_or_discarded(sink: Sink, *, is_part: bool = False) -> Iterator[None]:
             kept = f"what was written is kept in {escape_name(sink.kept_in)}"
             if not is_part:
                 error.add_note(f"{kept}: the same command continues from there")
-        raise
-    except OSError as error:
-        where = error.filename if isinstance(error.filename, str) else sink.destination
-        raise StorageError(error.strerror or str(error), where=where) from error
+        if error is raised:
+            raise
+        raise error from raised
     finally:
         sink.discard()
 
