@@ -271,6 +271,9 @@ class MeshOptions:
         str | None,
         Option("Cut along tp as transformers cuts the architecture that config.json names.", metavar="auto"),
     ] = None
+    assets: Annotated[
+        AnyPath | None, Option("Directory with the config.json for --tp-plan, where SRC has none.", metavar="DIR")
+    ] = None
     tp_uneven: Annotated[
         Literal["refuse", "replicate"],
         Option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
@@ -34,6 +35,7 @@ from ckpt_tools.placement.parse import parse_rules, parse_set
 from ckpt_tools.placement.place import cut_entry, place_tensors
 from ckpt_tools.placement.rule import Rule
 from ckpt_tools.placement.tp_plan import tp_plan_rules
+from ckpt_tools.remote.places import open_source
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import first_few
 
@@ -74,17 +76,21 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
         raise UsageError("no mesh is given", hint="add for example --mesh dp_shard=8")
     if isinstance(mesh, str):
         mesh = parse_mesh(mesh, world_size=options.world_size)
+    if options.assets is not None and options.tp_plan is None:
+        raise UsageError("--assets has the config.json for --tp-plan, which is not given", hint="add --tp-plan auto")
     if options.tp_plan is not None:
         if options.tp_plan != "auto":
             raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
-        config = config_beside(opened.asset_source or opened.source)
+        own = nullcontext(opened.asset_source or opened.source)
+        with own if options.assets is None else open_source(os.fspath(options.assets)) as beside:
+            config = config_beside(beside)
         if config is None:
             raise UsageError(
-                "--tp-plan auto needs the model's config.json beside the weights",
-                where=opened.source.root,
-                hint="copy it there, or write the rules yourself with --rules",
+                "--tp-plan auto needs the model's config.json",
+                where=beside.root,
+                hint="pass --assets DIR with the model's directory, or write the rules yourself with --rules",
             )
-        plan = auto_plan(config.values, os.path.abspath(opened.source.root))
+        plan = auto_plan(config.values, os.path.abspath(beside.root))
         rules += tp_plan_rules(config.values, [entry.fqn for entry in checkpoint.tensors], plan)
     layout = place_tensors(checkpoint.tensors, mesh, rules, uneven=options.tp_uneven)
     like_parameters = _like_parameters(checkpoint.tensors, rules, layout.placements)
@@ -100,11 +106,16 @@ def _notes(layout: Layout) -> tuple[str, ...]:
 
 
 def _warnings(layout: Layout) -> tuple[str, ...]:
-    """Say which parameters stock PyTorch does not load into a model that transformers has cut.
+    """Say that no rule cuts along tp, and which parameters stock PyTorch does not load into what transformers has cut.
 
     Source: PyTorch 2.13, whose `DTensor.__create_chunk_list__` describes a `_StridedShard` by its first offset and its
     size, as if it were one run; transformers 5.23 redistributes these tensors before it saves or loads.
     """
+    if (size := layout.mesh.size("tp")) > 1 and not any(
+        isinstance(placements.get("tp"), Shard) for placements in layout.placements.values()
+    ):
+        text = f"nothing is cut along tp: each of its {size} ranks has every tensor as if there were no tp"
+        return (f"{text}. --tp-plan auto cuts as the model's own plan says; --set and --rules as you say",)
     if not layout.packed:
         return ()
     names = first_few(list(layout.packed), 4)
