@@ -160,9 +160,13 @@ class _Averaging:
                     old = mean[place]
                     new = piece[: len(old)]
                     cast_array(values[place], new)
+                    infinite = np.isinf(old)  # from there no number moves the mean
+                    kept = old[infinite] + new[infinite] if infinite.any() else None
                     np.subtract(new, old, out=new)
                     np.multiply(new, kind(step), out=new)
                     np.add(old, new, out=old)
+                    if kept is not None:
+                        old[infinite] = kept
             cast_array(mean, array_of(result, self.target, (-1,)))
 
     def finish(self) -> None:
