@@ -44,12 +44,13 @@ def verify_step(
         strange = first_few(step.passed_over, 6)
         unchecked.append(Unchecked(what=f"hidden directories, links and special files: {strange}"))
     results = []
+    parts = () if step.root.checkpoint.tensors else step.parts  # of files in one directory it has all
     if not step.step.has_own:
         results.append(verify(step.root, level=level, num_workers=num_workers, purpose=purpose))
     lost = {part.directory for part, _ in step.broken}
     findings += [each for result in results for each in result.findings if each.where not in lost]
     unchecked += [each for result in results for each in result.unchecked]
-    for part, opened in step.parts:
+    for part, opened in parts:
         name = part.directory
         own_purpose = "weights" if name else purpose
         result = verify(opened, level=level, num_workers=num_workers, progress=progress, purpose=own_purpose)
@@ -60,7 +61,7 @@ def verify_step(
         findings += _inside(name, result.findings) if name else result.findings
         unchecked += [replace(each, what=f"{name or HERE}: {each.what}", part=name) for each in result.unchecked]
         results.append(result)
-    names = [*([] if step.step.has_own else [""]), *(part.directory for part, _ in step.parts)]
+    names = [*([] if step.step.has_own else [""]), *(part.directory for part, _ in parts)]
     return Verification(
         level=level,
         identities=(step.identity,),
@@ -105,11 +106,11 @@ def pair_parts(step: OpenedStep, reference: OpenedStep | Opened) -> tuple[Pair, 
     Raises:
         UsageError: The two steps have no part in common, or the reference is one model and the step has several.
     """
-    parts = {part.directory: opened for part, opened in step.parts}
+    parts = {part.name: opened for part, opened in step.parts}
     if isinstance(reference, OpenedStep):
-        theirs = {part.directory: opened for part, opened in reference.parts}
+        theirs = {part.name: opened for part, opened in reference.parts}
     else:
-        theirs = {part.directory: reference for part, _ in step.parts if part.holds == "model"}
+        theirs = {part.name: reference for part, _ in step.parts if part.holds == "model"}
     shared = [name for name in parts if name in theirs]
     if not shared or (not isinstance(reference, OpenedStep) and len(shared) > 1):
         raise UsageError(
@@ -181,7 +182,7 @@ def _check_manifest(step: OpenedStep) -> Iterator[Finding]:
     if manifest is None:
         return
     for part in step.step.parts:
-        if not any(name.startswith(f"{part.directory}/") for name in (*manifest.documents, *manifest.assets)):
+        if not any(name.partition("/")[0] == part.directory for name in (*manifest.documents, *manifest.assets)):
             hint = f"remove it, or remove {MANIFEST_NAME} if a trainer has saved over the step on purpose"
             what = "the manifest of the step does not list this part"
             yield Finding.error("manifest-mismatch", part.directory, what, hint)

@@ -27,6 +27,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse
 from ckpt_tools.formats.part_names import read_part_name
 from ckpt_tools.formats.repositories import choose, files_of, find_repository, without_markers
 from ckpt_tools.formats.safetensors import read_file
+from ckpt_tools.formats.steps import HERE
 from ckpt_tools.formats.table import detect_format, find_format
 from ckpt_tools.remote.places import open_place
 from ckpt_tools.storage.source import Source
@@ -198,7 +199,7 @@ def refuse_part(opened: Opened, path: str, *, can_ask: bool) -> PartError:
     named = next((each for each in map(read_part_name, _names_above(opened)) if each is not None), None)
     ways = ["restore or fetch the rest of the model" if named is None else named.kind.whole]
     if opened.step is not None and opened.step.is_repository:
-        ways = [f"pass one model: {os.path.join(path, opened.step.components[0])}"]
+        ways = [f"pass one model: {os.path.join(path, opened.step.parts[0].directory or HERE)}"]
     ways += ["--as-part takes it as it is"] if can_ask else []
     return PartError(f"a part of a model: {why}", where=path, hint="; ".join(ways))
 
