@@ -228,8 +228,8 @@ def _choose_files(source: Source, files: Mapping[str, int], path: str) -> tuple[
     if not singles and not indexes:
         raise UnreadableError("no safetensors files here", where=path)
     if not indexes and (parts := explain_parts(singles)) is not None:
-        hint = f"restore the index ({parts.stem}{INDEX_SUFFIX}), which loaders look for"
-        raise UnreadableError(f"{parts.what}, and no index", where=path, hint=hint)
+        hint = f"restore the index ({parts[0].series[1]}{INDEX_SUFFIX}), which loaders look for"
+        raise UnreadableError(f"{parts[1]}, and no index", where=path, hint=hint)
     if models := find_models(source, files):
         return None, models
     likeliest = max(singles or indexes, key=lambda name: files[name])

@@ -44,11 +44,8 @@ _WITH_WEIGHTS = ("Transformer", "Dense", "LayerNorm", "LSTM", "CNN", "WordEmbedd
 
 def is_repository(files: Mapping[str, int]) -> bool:
     """May a directory with these files be a repository of several models?"""
-    if PIPELINE_NAME in files or FILES_NAME in files:
-        return any(map(_is_model, files_below(files).values()))
-    return MODULES_NAME in files and any(
-        name[:1].isdigit() and _is_model(at) for name, at in files_below(files).items()
-    )
+    below = {name: at for name, at in files_below(files).items() if MODULES_NAME not in files or name[:1].isdigit()}
+    return not files.keys().isdisjoint(MARKERS) and any(map(_is_model, below.values()))
 
 
 def find_models(source: Source, files: Mapping[str, int]) -> list[str]:

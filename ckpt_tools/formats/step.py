@@ -33,10 +33,7 @@ class StepDirectory(Format):
     """What accelerate's `save_state` and transformers' Trainer write under FSDP with SHARDED_STATE_DICT."""
 
     name = "step"
-    found_by = (
-        "`pytorch_model_fsdp_N/`, `optimizer_N/` in a directory; `model_index.json`, `modules.json`; safetensors files "
-        "without a tensor in common"
-    )
+    found_by = "`pytorch_model_fsdp_N/`, `optimizer_N/`; `model_index.json`, `modules.json`; files of several models"
     about = (
         "a step of accelerate or the Trainer: [training steps](../concepts/formats.md#training-steps); or a repository "
         "of several models: [directories of other tools](../concepts/layouts.md)"
