@@ -56,8 +56,9 @@ def find_models(source: Source, files: Mapping[str, int]) -> list[str]:
     """
     top = {name.partition("/")[0]: size for name, size in files.items()}
     names = sorted((name for name in files if name in top and name.endswith(ONE_FILE.suffix)), key=lambda n: -files[n])
-    is_other = any(is_index(n) or is_side_file(n) or n.startswith(".") or n + ONE_FILE.suffix in names for n in top)
-    if len(names) < 2 or is_other or any(map(read_part_name, names)) or find_sets(files):
+    is_other = any(is_index(name) or name + ONE_FILE.suffix in names for name in top)
+    is_odd = any(is_side_file(name) or read_part_name(name) or name.startswith(".") for name in names)
+    if len(names) < 2 or is_other or is_odd or find_sets(files):
         return []
     seen: set[str] = set()
     kinds: list[set[tuple[str, tuple[int, ...]]]] = []

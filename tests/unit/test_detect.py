@@ -12,12 +12,11 @@ from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.file_names import is_hf_asset, is_weights
-from ckpt_tools.formats.format import Format
 from ckpt_tools.formats.layouts import explain
 from ckpt_tools.formats.table import detect_format
 
 
-def detect(files: dict[str, int], *, path: str) -> Format:
+def detect(files: dict[str, int], *, path: str):
     found = detect_format(files, is_file=False)
     if found is None:
         raise explain(files, path)
