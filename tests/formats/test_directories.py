@@ -1,6 +1,6 @@
 """Directories as other tools leave them: what the real loader loads, and what ckpt does.
 
-0 wrong models with exit 0, 0 healthy ones refused. transformers judges here; what other loaders do was tried with the
+0 wrong models with exit 0; of healthy ones, only one model in two dtypes is refused. transformers judges here; what other loaders do was tried with the
 release that a row names. `python tests/formats/test_directories.py` writes the table in the docs.
 """
 

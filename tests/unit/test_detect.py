@@ -17,8 +17,7 @@ from ckpt_tools.formats.table import detect_format
 
 
 def detect(files: dict[str, int], *, path: str):
-    found = detect_format(files, is_file=False)
-    if found is None:
+    if (found := detect_format(files, is_file=False)) is None:
         raise explain(files, path)
     return found
 
