@@ -1,7 +1,8 @@
 """Directories as other tools leave them: what the real loader loads, and what ckpt does.
 
-0 wrong models with exit 0; of healthy ones, only one model in two dtypes is refused. transformers judges here; what other loaders do was tried with the
-release that a row names. `python tests/formats/test_directories.py` writes the table in the docs.
+0 wrong models with exit 0; of healthy ones, only one model in two dtypes is refused. transformers judges here; what
+other loaders do was tried with the release that a row names. `python tests/formats/test_directories.py` writes the
+table in the docs.
 """
 
 from __future__ import annotations
@@ -493,8 +494,7 @@ def test_directory_is_taken_as_its_loader_takes_it_or_refused(
             command = [str(source), *way] if way[0].startswith("--") else way
             code, state = gathered(command[0], tmp_path / f"picked-{number}", *command[1:])
             dtypes = {tensor.dtype for tensor in state.values()}  # one model in two dtypes: one of them is meant
-            whole = [which for which in ("new", "old") if code == 0 and is_state(state, getattr(models, which))]
-            found += [(which, *dtypes) for which in whole]
+            found += [(each, *dtypes) for each in ("new", "old") if not code and is_state(state, getattr(models, each))]
         assert len(set(found)) == row.picks, (ways, found)
 
 
@@ -538,7 +538,7 @@ KIN = {
     "variant": WEIGHTS | CODEC,
     "average": {f"ema_model.{name}": tensor for name, tensor in WEIGHTS.items()},
     "other half": {name.replace("layers.", "layers.1"): tensor for name, tensor in WEIGHTS.items()},
-    "one name in both": CODEC | {"model.layers.1.q_proj.weight": torch.ones(3)},
+    "one name in both": {"encoder.conv_in.weight": torch.ones(3), "head.bias": torch.ones(2)},
     "nothing": {},
 }
 
@@ -592,11 +592,11 @@ def test_pipeline_with_its_single_file_can_be_pushed(models: Models, tmp_path: P
 
 
 def test_single_step_of_training_is_seen_in_rounded_weights(models: Models, tmp_path: Path, capsys) -> None:
-    """Weights one small step apart, the older ones in bf16: most of them round to the same."""
+    """Weights one small step apart, in bf16: most of them round to the same."""
     newer = {name: tensor * (1 + 1e-4) for name, tensor in models.new.items()}
     source = made(ROWS["single"], tmp_path / "source", models)
     put(source / ST, models.new, torch.bfloat16)
-    put(source / TORCH, newer)
+    put(source / TORCH, newer, torch.bfloat16)
     assert gathered(str(source), tmp_path / "out")[0] == 4
     capsys.readouterr()
 
