@@ -11,8 +11,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.identity import Known
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.formats._zero_files import list_saves
@@ -102,7 +104,7 @@ def option_for(name: str, path: str) -> str:
 
 
 def compare(taken: Opened, other: Opened) -> tuple[Known, str]:
-    """Tell whether two sets of weights differ, from names, shapes, dtypes and bytes here and there.
+    """Tell whether two sets of weights differ, from names, shapes, dtypes and numbers here and there.
 
     Names that only one has say nothing: tied weights and buffers are left out by some, and libraries have their own.
     """
@@ -114,7 +116,7 @@ def compare(taken: Opened, other: Opened) -> tuple[Known, str]:
         one, two = ours[name], theirs[name]
         if one.shape != two.shape:
             return "yes", f"{name!r} is {list(one.shape)}, and {list(two.shape)} there"
-        if one.dtype != two.dtype:
+        if one.dtype != two.dtype and not (one.dtype.is_float and two.dtype.is_float):
             return "yes", f"{name!r} is {one.dtype.name}, and {two.dtype.name} there"
     most = _NUM_FAR_TENSORS if is_remote(taken.source.root) else _NUM_TENSORS
     chosen = shared[:: math.ceil(len(shared) / most)]
@@ -125,19 +127,21 @@ def compare(taken: Opened, other: Opened) -> tuple[Known, str]:
 
 
 def _is_alike(taken: Opened, one: TensorEntry, other: Opened, two: TensorEntry) -> bool:
-    """Are some numbers of a tensor equal, at the begin, in the middle, near the end?"""
+    """Are some numbers of a tensor equal, the finer ones rounded to the coarser, at three places?"""
     for part in (0, 2, 3) if 0 not in one.shape else ():
         place = tuple(size * part // 4 for size in one.shape)
         ours, theirs = _run(one, place), _run(two, place)
         if ours is not None and theirs is not None:
-            nbytes = min(ours[2], theirs[2])
-            if taken.source.read(*ours[:2], nbytes) != other.source.read(*theirs[:2], nbytes):
+            count = min(ours[2], theirs[2])
+            left = taken.source.read(*ours[:2], count * one.dtype.bits // 8)
+            right = other.source.read(*theirs[:2], count * two.dtype.bits // 8)
+            if not (left == right if one.dtype == two.dtype else _is_rounded({one.dtype: left, two.dtype: right})):
                 return False
     return True
 
 
 def _run(entry: TensorEntry, place: tuple[int, ...]) -> tuple[str, int, int] | None:
-    """Return (file, offset, bytes) of what lies in a row from `place` on; None where it cannot be said."""
+    """Return (file, offset, elements) of what lies in a row from `place` on; None where it cannot be said."""
     width = entry.dtype.bits
     for chunk in entry.chunks:
         sizes = chunk.box.sizes
@@ -145,5 +149,19 @@ def _run(entry: TensorEntry, place: tuple[int, ...]) -> tuple[str, int, int] | N
         if chunk.encoding == "raw" and not width % 8 and all(0 <= i < n for i, n in zip(inside, sizes, strict=True)):
             flat = sum(i * math.prod(sizes[dim + 1 :]) for dim, i in enumerate(inside))
             count = min(_RUN, sizes[-1] - inside[-1]) if sizes else 1
-            return chunk.span.file, chunk.span.offset + flat * width // 8, count * width // 8
+            return chunk.span.file, chunk.span.offset + flat * width // 8, count
     return None
+
+
+def _is_rounded(raw: Mapping[DType, bytes]) -> bool:
+    """Are these numbers, by their dtypes, equal, the finer ones rounded to the coarser?"""
+    import ml_dtypes  # only where sets of two dtypes lie together
+    import numpy as np
+
+    kinds: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+    fine, coarse = (
+        np.frombuffer(raw[dtype], kinds[dtype.name])
+        for dtype in sorted(raw, key=lambda each: [*kinds].index(each.name))
+    )
+    with np.errstate(all="ignore"):
+        return np.array_equal(fine.astype(coarse.dtype).astype(np.float64), coarse.astype(np.float64), equal_nan=True)
