@@ -76,7 +76,7 @@ def stats(options: StatsOptions) -> Stats:
             stack.enter_context(step)
             other = None if against is None else open_repository(against) or open_like(against, None)
             if other is None:
-                found = {part.directory: _measure([opened], options) for part, opened in step.parts}
+                found = {part.name: _measure([opened], options) for part, opened in step.parts}
                 return join(found, identities=(step.identity,))
             stack.callback(other.__exit__)
             found = {pair.name: _measure([pair.ours, pair.theirs], options) for pair in pair_parts(step, other)}

@@ -24,7 +24,7 @@ from ckpt_tools.formats.manifest import (
     FileRecord,
     build_manifest,
 )
-from ckpt_tools.formats.opening import open_from
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.moving.execute import Outcome, execute
@@ -251,7 +251,7 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
 def _check_result(sink: Sink, target: Checkpoint) -> None:
     """Open what was written as a user would, and hold it against the plan."""
     with sink.reader() as source:
-        written = open_from(source, path=sink.destination, format=target.format, as_part=True)
+        written = open_path(sink.destination, source=source, format=target.format, as_part=True)
         result = verify(written, level="structure", num_workers=1, purpose="weights")
         found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
     expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}

@@ -17,9 +17,9 @@ from ckpt_tools.description.layout import Mesh, Placement
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
-from ckpt_tools.formats.opening import Opened, check_candidates, detect, read_document
+from ckpt_tools.formats.opening import Opened, check_candidates, read_document
 from ckpt_tools.formats.steps import is_part, note_reading
-from ckpt_tools.formats.table import format_of
+from ckpt_tools.formats.table import detect_format, format_of
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
 from ckpt_tools.models.naming import AssetList
 from ckpt_tools.models.restate import restate_dtype
@@ -301,15 +301,12 @@ def check_replaceable(destination: str) -> None:
     if is_remote(destination) or not os.path.isdir(destination) or not os.listdir(destination):
         return
     with LocalSource(destination) as source:
-        try:
-            files = source.list_files()
-            detect(files, path=destination)
-        except UnreadableError as error:
+        if detect_format(source.list_files(), is_file=False) is None:
             raise UsageError(
                 "--overwrite only replaces checkpoints; this directory is not one",
                 where=destination,
                 hint="remove it yourself if nothing in it is needed",
-            ) from error
+            )
 
 
 def cast_target(checkpoint: Checkpoint, dtype: str, dtype_for: Sequence[str] = ()) -> Checkpoint:

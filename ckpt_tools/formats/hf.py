@@ -21,6 +21,7 @@ from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_weights
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.formats.part_names import explain_parts
+from ckpt_tools.formats.repositories import find_models
 from ckpt_tools.formats.safetensors import File, read_file
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
@@ -145,7 +146,7 @@ class HfDirectory(Format):
 
     def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read the index, if there is one, and the header of every file."""
-        index_name, names = _choose_files(files, path)
+        index_name, names = _choose_files(source, files, path)
         index_text = b"" if index_name is None else read_document(source, index_name, MAX_JSON_BYTES)
         index = None
         if index_name is not None:
@@ -193,7 +194,7 @@ def _without_tensors(source: Source, files: Mapping[str, int]) -> list[File]:
     return found
 
 
-def _choose_files(files: Mapping[str, int], path: str) -> tuple[str | None, list[str]]:
+def _choose_files(source: Source, files: Mapping[str, int], path: str) -> tuple[str | None, list[str]]:
     """Return (index, []) or (None, the only files) of an HF directory."""
     top = [name for name in files if "/" not in name]
     indexes = [name for name in top if name.endswith(INDEX_SUFFIX)]
@@ -210,8 +211,10 @@ def _choose_files(files: Mapping[str, int], path: str) -> tuple[str | None, list
     if not singles and not indexes:
         raise UnreadableError("no safetensors files here", where=path)
     if not indexes and (parts := explain_parts(singles)) is not None:
-        hint = f"restore the index ({parts.stem}{INDEX_SUFFIX}), which loaders look for"
-        raise UnreadableError(f"{parts.what}, and no index", where=path, hint=hint)
+        hint = f"restore the index ({parts[0].series[1]}{INDEX_SUFFIX}), which loaders look for"
+        raise UnreadableError(f"{parts[1]}, and no index", where=path, hint=hint)
+    if models := find_models(source, files):
+        return None, models
     likeliest = max(singles or indexes, key=lambda name: files[name])
     what = f"{len(singles)} safetensors files and {len(indexes)} indexes, and nothing says which belong together"
     hint = f"pass one file: {os.path.join(path, likeliest)}, or restore the index"

@@ -121,15 +121,15 @@ def _judge(
         partial.append("FSDP1's flat parameters (LOCAL_STATE_DICT), whose shapes are not in the files")
     if opened.lost:
         partial.append(f"{len(opened.lost)} of its files are missing: {first_few(opened.lost)}")
-    if partial or (forgotten and not _is_whole(config, names)):
+    architecture = _architecture(config)
+    expected = load_table().expected(architecture, config) if architecture and names else None
+    held = None if expected is None else hold(names, expected, config)
+    if partial or (forgotten and (held is None or not held.is_whole)):
         return "part", tuple(filter(None, (*partial, forgotten)))
     if is_adapter(names):
         return "not known", ("an adapter alone: its base model is not here",)
-    architecture = _architecture(config)
-    expected = load_table().expected(architecture, config) if architecture and names else None
-    if expected is None:
+    if held is None or expected is None:
         return ("yes", (opened.complete,)) if opened.complete else ("not known", ())
-    held = hold(names, expected, config)
     if held.foreign:
         what = f"{len(held.foreign)} of {len(names)} names are not of {architecture}, which {_CONFIG} names"
         return ("yes" if opened.complete else "not known"), tuple(filter(None, (opened.complete, what)))
@@ -162,13 +162,6 @@ def _chosen(opened: Opened) -> str:
     if manifest is None or manifest.tensors.keys() != {entry.fqn for entry in opened.checkpoint.tensors}:
         return ""
     return str(manifest.source.get("chosen", ""))
-
-
-def _is_whole(config: Mapping[str, Any], names: list[str]) -> bool:
-    """Is every weight there that config.json asks for?"""
-    architecture = _architecture(config)
-    expected = load_table().expected(architecture, config) if architecture else None
-    return expected is not None and hold(names, expected, config).is_whole
 
 
 def _of_names(opened: Opened, files: Collection[str]) -> Iterator[tuple[NamedPart, str]]:

@@ -13,7 +13,7 @@ import fnmatch
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint
 from ckpt_tools.formats.file_names import METADATA_NAME, is_hf_asset
@@ -22,6 +22,8 @@ from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.text import first_few
 
 Holds = Literal["model", "optimizer"]
+Library = Literal["diffusers", "sentence-transformers", "files"]
+"""Whose repository of several models it is; "files" where each is one file of a directory."""
 
 MODEL_PART = "pytorch_model_fsdp_0"
 OPTIMIZER_PART = "optimizer_0"
@@ -47,6 +49,7 @@ _TITLES = {
     "verl": "verl's step",
     "diffusers": "a diffusers pipeline",
     "sentence-transformers": "a sentence-transformers model",
+    "files": "a directory",
 }
 _KINDS = (
     ("random_states_*.pkl", "RNG state of a rank"),
@@ -80,13 +83,17 @@ class Part:
     is_saved: bool
     """It has `.metadata`: its save came to an end."""
 
+    @property
+    def name(self) -> str:
+        """What a model of a repository is called, be it a directory or a file."""
+        return self.directory.removesuffix(".safetensors")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """The directory of a step that keeps the model and the optimizer apart."""
 
-    trainer: Literal["accelerate", "trainer", "verl", "diffusers", "sentence-transformers"]
-    """Or the library, of a repository of several models."""
+    trainer: Literal["accelerate", "trainer", "verl"] | Library
     parts: tuple[Part, ...]
     """Models before optimizers."""
     beside: tuple[Asset, ...]
@@ -102,7 +109,7 @@ class Step:
     @property
     def is_repository(self) -> bool:
         """Is it no step, but several models that are used together?"""
-        return self.trainer in ("diffusers", "sentence-transformers")
+        return self.trainer in get_args(Library)
 
     @property
     def has_own(self) -> bool:
@@ -112,7 +119,7 @@ class Step:
     @property
     def components(self) -> tuple[str, ...]:
         """Names of a repository's models, the likeliest to be meant first."""
-        return tuple(part.directory or HERE for part in self.parts) if self.is_repository else ()
+        return tuple(part.name or HERE for part in self.parts) if self.is_repository else ()
 
     @property
     def models(self) -> tuple[Part, ...]:

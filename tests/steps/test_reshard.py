@@ -84,9 +84,9 @@ def test_unknown_files_and_directories_come_along(copy_of, tmp_path) -> None:
     "option", [{"prefix": "app."}, {"include": ["model.**"]}, {"exclude": ["**exp_avg"]}], ids=lambda o: next(iter(o))
 )
 def test_option_that_would_take_a_step_apart_is_refused(saved, tmp_path, option) -> None:
-    with pytest.raises(UsageError, match="this step has 2") as caught:
+    with pytest.raises(UsageError, match="accelerate's step of 2") as caught:
         api.reshard(saved / "accelerate", tmp_path / "out", mesh="dp_shard=2", **option)
-    assert str(caught.value.hint).startswith(f"convert one part: {saved / 'accelerate' / 'pytorch_model_fsdp_0'}")
+    assert str(caught.value.hint).startswith(f"take one: {saved / 'accelerate' / 'pytorch_model_fsdp_0'}")
     assert not os.listdir(tmp_path)
 
 
