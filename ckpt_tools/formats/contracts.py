@@ -20,7 +20,6 @@ SCHEDULE, SCALER = "the learning-rate schedule", "the gradient scaler"
 _SIGNS = {r"\#": r"(0|[1-9]\d{0,5})", r"\*\*": ".*", r"\*": r"\d+", r"\[/\]": "(?:[^/]+/)?", r"\[": "(?:", r"\]": ")?"}
 _SIGNS |= {r"\ ": "|", r"\|": "|"}
 _TITLES = {"trainer": "the Trainer", "deepspeed": "DeepSpeed", "lightning": "Lightning", "megatron": "Megatron"}
-_TITLES["plain"] = "the loop"
 
 
 @cache
@@ -94,7 +93,6 @@ ZERO_OPTIMIZER = "[/][bf16_|fp16_]zero_pp_rank_#_mp_rank_00"
 ZERO_OPTIMIZER = f"{ZERO_OPTIMIZER}_optim_states.pt {ZERO_OPTIMIZER}optim_states.pt"
 _BIN = "optimizer[_#].bin"
 _OF_TRAINER = "trainer_state.json scheduler.pt rng_state[_#].pth training_args.bin"
-_OF_ACCELERATE = f"random_states_#.pkl scheduler[_#].bin {_BIN}"
 _LATEST = Need("the name of the save to go on from", "latest")
 _ANEW = "the optimizer and the learning-rate schedule"
 
@@ -121,7 +119,6 @@ def _of_trainer(model: str, optimizer: str, mark: str = "", *, by_rank: bool = F
 
 def _of_accelerate(model: str, optimizer: str, marks: str = "", *, by_rank: bool = False) -> Contract:
     """What `save_state` saves of a model, with its optimizer in these files."""
-    rng = "the RNG state and step count"
     return _contract(
         "accelerate",
         marks or model,
@@ -130,7 +127,7 @@ def _of_accelerate(model: str, optimizer: str, marks: str = "", *, by_rank: bool
         Need(SCHEDULE, "scheduler[_#].bin", is_sure=False),
         Need("the data loader's state", "sampler[_*].bin dl_state_dict[_*].bin", is_sure=False),
         Need(SCALER, "scaler.pt", is_sure=False),
-        Need(rng, "random_states_#.pkl", rng, by_rank=True, is_lenient=True),
+        Need("the RNG state", "random_states_#.pkl", "the RNG state", by_rank=True, is_lenient=True),
         Need("an object that the script registered", "custom_checkpoint_#.pkl", is_sure=False),
     )
 
@@ -142,7 +139,7 @@ CONTRACTS: tuple[Contract, ...] = (
     _of_trainer(_FULL, _BIN),
     _of_accelerate(_FULL, _BIN),
     _of_trainer(_ZERO, ZERO_OPTIMIZER, by_rank=True),
-    _of_accelerate(_ZERO, ZERO_OPTIMIZER, f"{_ZERO} & {_OF_ACCELERATE}", by_rank=True),
+    _of_accelerate(_ZERO, ZERO_OPTIMIZER, f"{_ZERO} & random_states_#.pkl scheduler[_#].bin {_BIN}", by_rank=True),
     _contract(
         "deepspeed",
         _ZERO,

@@ -35,8 +35,8 @@ PICKLE = re.compile(r".*\.(pt|pth|bin|pkl)", re.ASCII)
 _NAMED = re.compile(r"(?:.*/)?checkpoint[-_](\d{1,18})/?", re.ASCII)
 _OTHERS = {MANIFEST_NAME, METADATA_NAME, "adapter_config.json"}
 """Of these none is in a directory that a trainer had only begun to fill, as far as its name tells."""
-_NUMBERED = re.compile(r"model(_\d+)?\.safetensors", re.ASCII)
-"""accelerate's several models in DDP."""
+_NUMBERED = re.compile(r"model(_\d+)?\.safetensors", re.ASCII)  # accelerate's several models in DDP
+_ARGUMENTS = "training_args.bin"
 _SMALL_BYTES = 1 << 20
 """A pickle that is read whole for a cheap look."""
 _MOST_RANKS = 8
@@ -51,7 +51,6 @@ class Reason:
     file: str
     what: str
     does: str
-    """What the trainer does then."""
     is_sure: bool = True
     """Not so where a save with other settings would be whole."""
 
@@ -61,9 +60,8 @@ class StepVerdict:
     """What is known of a step."""
 
     trainer: str = ""
-    """As contracts have it; "" where nothing tells."""
     resumable: Known = "no"
-    """yes, no, or not known: nothing is missed, and what its trainer needs is not known."""
+    """not known: nothing is missed, and what its trainer needs is not known."""
     reasons: tuple[Reason, ...] = ()
     is_weights_only: bool = False
     has: frozenset[str] = frozenset({MODEL})
@@ -79,7 +77,6 @@ class _Look:
     files: Mapping[str, int]
     is_thorough: bool
     opened: list[tuple[str, Opened]] = field(default_factory=list)
-    """Its DCP checkpoints, each with its directory."""
     said: list[Said] = field(default_factory=list)
     contents: dict[str, Any] = field(default_factory=dict)
     """File → what it holds, of those that are read."""
@@ -98,11 +95,6 @@ class _Look:
                 yield content
                 groups = content.get("param_groups")
                 yield from (each for each in groups if isinstance(each, dict)) if isinstance(groups, list) else ()
-
-    @property
-    def arguments(self) -> Mapping[str, Any]:
-        """The Trainer's arguments, as far as they are known."""
-        return _attributes(self.read("training_args.bin"))
 
 
 def judge_step(
@@ -143,8 +135,7 @@ def judge_step(
             look.said += read_items(each, directory)
     if is_weights_only := _is_weights_only(look, contract, found, is_named=named is not None):
         reasons = [each for each in reasons if _NUMBERED.fullmatch(each.file) and "missing" not in each.what]
-    said = sorted(look.said, key=lambda each: each.file)
-    mixed = tuple(find_mixed(said, contract.trainer, number=int(named[1]) if named else None))
+    mixed = tuple(find_mixed(look.said, contract.trainer, number=int(named[1]) if named else None))
     is_known = contract.trainer not in ("plain", "megatron") and all(each.is_sure for each in reasons)
     is_wrong = is_weights_only or mixed or any(each.is_sure for each in reasons)
     return StepVerdict(
@@ -182,7 +173,7 @@ def _is_weights_only(look: _Look, contract: Contract, found: Found, *, is_named:
         return isinstance(content, dict) and "loops" not in content
     if contract.trainer in ("megatron", "deepspeed") or rest - {"the Trainer's progress", "the loops"}:
         return False
-    if (wanted := look.arguments.get("save_only_model")) is not None:
+    if (wanted := _attributes(look.read(_ARGUMENTS)).get("save_only_model")) is not None:
         return bool(wanted) or not (is_named or rest)
     return bool(rest) or not is_named or MANIFEST_NAME in look.files
 
@@ -190,7 +181,7 @@ def _is_weights_only(look: _Look, contract: Contract, found: Found, *, is_named:
 def _judge(look: _Look, contract: Contract, found: Found, num_ranks: int | None) -> Iterator[Reason]:
     """Yield what cannot be read and what is missing, in the order of saving."""
     for need, names in found.items():
-        for count, name in enumerate(names):
+        for count, name in enumerate(name for name in names if not name.startswith(KEY)):
             if what := _problem(look, contract, need, name, is_read=count < _MOST_RANKS or look.is_thorough):
                 yield Reason(file=name, what=what, does=need.tell(contract.title, is_broken=True))
     own_ranks, is_own = _num_ranks(look, found)
@@ -240,7 +231,7 @@ def _is_needed(look: _Look, contract: Contract, need: Need, found: Found) -> boo
     if need.names == "latest":  # else this is the directory that it would name
         return not is_universal and any("/" in name for name in look.files)
     if need.what == SCALER:
-        return contract.trainer == "trainer" and look.arguments.get("fp16") is True
+        return contract.trainer == "trainer" and _attributes(look.read(_ARGUMENTS)).get("fp16") is True
     if need.what == SCHEDULE and contract.trainer == "trainer" and not need.is_sure:  # else DeepSpeed has its own
         configs = [each.get("ds_config") for each in dicts if each.get("lr_scheduler", 0) is None]
         return any(isinstance(config, dict) and "scheduler" not in config for config in configs)
@@ -259,7 +250,8 @@ def _num_ranks(look: _Look, found: Found) -> tuple[int, bool]:
     manifests = (each.manifest for _, each in look.opened)
     if meshes := [each.mesh.world_size for each in manifests if each is not None and each.mesh is not None]:
         return max(meshes), False
-    if type(number := _attributes(look.arguments.get("distributed_state")).get("num_processes")) is int and number > 0:
+    state = _attributes(look.read(_ARGUMENTS)).get("distributed_state")
+    if type(number := _attributes(state).get("num_processes")) is int and number > 0:
         return min(number, 1 << 20), True
     ranks = [*map(rank_of_file, look.files), 1 if "rng_state_0.pth" in look.files else None]
     ranks += [rank for need, names in found.items() if need.by_rank for rank in names.values()]
@@ -270,8 +262,6 @@ def _num_ranks(look: _Look, found: Found) -> tuple[int, bool]:
 
 def _problem(look: _Look, contract: Contract, need: Need, name: str, *, is_read: bool) -> str:
     """Say why a file cannot be read, "" where it can; keep what it says."""
-    if name.startswith(KEY):
-        return ""
     if name not in look.files:  # a directory of a part
         name = f"{name}/{METADATA_NAME}"
         if name not in look.files:
@@ -285,8 +275,8 @@ def _problem(look: _Look, contract: Contract, need: Need, name: str, *, is_read:
             document = parse_json(text, what="it", where=name, infinite=True)
             if not isinstance(document, dict):
                 return "it is not an object of JSON"
-            step = document.get("global_step")
-            look.said += [Said(GLOBAL, step, name)] if type(step) is int else []
+            if type(step := document.get("global_step")) is int:
+                look.said.append(Said(GLOBAL, step, name))
         elif PICKLE.fullmatch(name) and is_read:
             is_zip = check_archive(look.files[name], partial(look.source.read, name), content=False)
             is_ours = need.what != MODEL or "model_states" in name

@@ -59,8 +59,7 @@ class Said:
         return f"{self.what} {value} in {self.file}"
 
 
-Mixed = tuple[Said, Said]
-"""Two that cannot be of one step."""
+Mixed = tuple[Said, Said]  # that cannot be of one step
 
 
 def read_counts(source: Source, file: TorchFile) -> Iterator[Said]:
@@ -155,7 +154,7 @@ def find_steps(said: Iterable[Said], trainer: str) -> tuple[StepCount, ...]:
 def find_mixed(said: Iterable[Said], trainer: str, *, number: int | None = None) -> Iterator[Mixed]:
     """Yield pairs of files that cannot be of one step; its name's number is no witness alone, for it may be renamed."""
     kinds: dict[str, dict[str, list[Said]]] = {}
-    for each in said:
+    for each in sorted(said, key=lambda each: each.file):
         kinds.setdefault(each.what, {}).setdefault(each.group, []).append(each)
     for group in (group for groups in kinds.values() for group in groups.values()):
         yield from [(group[0], other) for other in group if other.value != group[0].value][:1]

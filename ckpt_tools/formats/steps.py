@@ -190,8 +190,7 @@ def is_part(directory: str) -> bool:
 
 def is_model_part(directory: str) -> bool:
     """Is this what accelerate calls the directory of a model inside of a step?"""
-    found = _PART.fullmatch(directory)
-    return found is not None and _HOLDS[found[1]] == "model"
+    return is_part(directory) and not directory.startswith("optimizer")
 
 
 def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
