@@ -142,7 +142,8 @@ def check_candidates(opened: Opened) -> Iterator[Finding]:
     for each in opened.candidates:
         if each.differs == "yes":
             hint = "pass the one that is meant by its path, or by --from; converting refuses both"
-            tell = Finding.warning if opened.identity.resumable == "yes" else Finding.error  # its trainer has its own
+            has_own = opened.identity.resumable == "yes" and not each.why.startswith("cannot be read")
+            tell = Finding.warning if has_own else Finding.error  # its trainer has its own
             yield tell("several-weights", each.name, f"other weights lie beside it: {each.why}", hint)
         elif not each.is_taken:
             yield Finding.info("several-weights", each.name, f"not what a loader takes here: {each.why}")

@@ -90,7 +90,7 @@ def find_sets(files: Mapping[str, int]) -> list[WeightSet]:
         sets.append(WeightSet(_SHARDED, "hf-sharded", "the ranks' own files, which torch consolidates", ()))
     if live is None and sets and list_saves(files):
         sets.append(WeightSet("deepspeed", "deepspeed", "DeepSpeed resumes from it", ()))
-    return sets
+    return sorted(sets, key=lambda each: files.get(each.name) == 0)
 
 
 def lies_below(each: WeightSet) -> bool:

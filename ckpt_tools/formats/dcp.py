@@ -157,7 +157,6 @@ class Dcp(Format):
             beside=beside,
             single_names=parsed.single_names if manifest is None else 0,
             unshaped=parsed.flattened,
-            saved_as=parsed.saved_as,
             lost=tuple(sorted(used - files.keys())),
             complete="" if used - files.keys() else f"all {len(used)} files of {METADATA_NAME} are there",
         )

@@ -149,8 +149,6 @@ class Opened:
     """What the trainer notes of the model, by its own names for it; empty where it is not known."""
     missing: tuple[tuple[str, str], ...] = ()
     """What its trainer would look for in vain: (name, what is wrong)."""
-    saved_as: str = ""
-    """Name of the directory that a part of a step was saved into, as its metadata says."""
     single_names: int = 0
     """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
     partial: tuple[str, ...] = ()

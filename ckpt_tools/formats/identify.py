@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.identity import Identity, StepCount, Whole
+from ckpt_tools.description.identity import Identity, Whole
 from ckpt_tools.description.infer import block_of, rank_of_file
 from ckpt_tools.description.transform import find_model, strip_wrappers
 from ckpt_tools.errors import CkptError
@@ -63,7 +63,7 @@ def identify(opened: Opened, files: Collection[str], verdict: StepVerdict) -> Id
     return Identity(
         format=checkpoint.format,
         trainer=verdict.trainer if verdict.trainer != "plain" else "",
-        steps=tuple(StepCount(step=step, files=said) for step, said in verdict.steps),
+        steps=verdict.steps,
         resumable="not known" if verdict.is_weights_only and not verdict.trainer else verdict.resumable,
         reasons=(
             *(("weights only, not resumable",) if verdict.is_weights_only and verdict.trainer else ()),

@@ -137,7 +137,8 @@ def _candidates(
                 files = tuple(other.checkpoint.files)
                 differs, what = compare(opened, other)
         except CkptError as error:
-            files, differs, what = each.names, "not known", f"cannot be read: {error.what}"
+            is_empty = each.format == "hf" and not any(map(opened.source.size, each.names))  # and would be taken
+            files, differs, what = each.names, "yes" if is_empty else "not known", f"cannot be read: {error.what}"
         yield Candidate(name=each.name, files=files, is_taken=False, why=what, differs=differs)
 
 

@@ -14,10 +14,11 @@ from ckpt_tools.description.infer import infer_mesh
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
+from ckpt_tools.formats.contracts import OPTIMIZER, describe
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.skeleton import skeleton
-from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part, is_optimizer_file
+from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import config_path
 from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
@@ -230,7 +231,7 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
     for directory in {path, parent} if is_model_part(os.path.basename(path)) else {path}:
         if is_file(os.path.join(directory, OPTIMIZER_PART, METADATA_NAME)):
             return
-        if is_directory(directory) and any(map(is_optimizer_file, _names_in(directory))):
+        if is_directory(directory) and any(describe(name) == OPTIMIZER for name in _names_in(directory)):
             return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start over with these weights as the base model")
