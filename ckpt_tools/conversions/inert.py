@@ -6,10 +6,8 @@ from ckpt_tools.checks.trainer import judge
 from ckpt_tools.conversions.job import Job
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.scan import describe_executable, scan_files, why_not_inert
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.text import escape_name, first_few
-
-_STEPS = ("dcp", "step")
-"""Formats that a trainer resumes from."""
 
 
 def make_inert(job: Job, *, keep: bool) -> None:
@@ -35,7 +33,8 @@ def make_inert(job: Job, *, keep: bool) -> None:
         job.notes.append(f"copied pickles and code, which run when they are loaded: {first_few(told, 6)}")
     elif told:
         left = {asset.source_file: found[asset.file] for _, asset in job.assets if found[asset.file]}
-        if job.target.format in _STEPS and (needed := sorted(left.keys() & judge(job.opened).needed)):
+        target = format_of(job.target)
+        if (target.loads_by_dcp or target.has_parts) and (needed := sorted(left.keys() & judge(job.opened).needed)):
             raise UnreadableError(
                 f"loading {needed[0]} could run {left[needed[0]]}, and the trainer does not resume without it",
                 where=job.opened.source.root,
