@@ -9,6 +9,7 @@ from itertools import product
 from ckpt_tools.checks.updates import Updating
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.identity import Identity
+from ckpt_tools.description.quantised import find_units
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.opening import Opened
@@ -92,6 +93,8 @@ def diff(
     our_side, their_side = match_names(a, b, names)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
+    units = (find_units(replace(entry, fqn=fqn) for fqn, entry in side.items()) for side in (ours, theirs))
+    parts = next(units) | next(units)
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
     left_out: tuple[str, ...] = ()
@@ -112,17 +115,23 @@ def diff(
             if digests[0][fqn] == digests[1][fqn]:
                 continue
             sides = (left[fqn], a.source, right[fqn], b.source)
-            if is_tolerant and left[fqn].dtype.is_float:
+            is_number = left[fqn].dtype.is_float and fqn not in parts
+            if is_tolerant and is_number:
                 difference = _compare_numbers(*sides, atol or 0.0, rtol or 0.0)
             else:
                 difference = _compare_bytes(*sides)
             if difference is not None:
-                relative = _relative(left[fqn], a.source, right[fqn], b) if left[fqn].dtype.is_float else None
+                relative = _relative(left[fqn], a.source, right[fqn], b) if is_number else None
                 changed[fqn] = Change(fqn=fqn, what=difference, relative=relative)
+    rows: dict[str, Change] = {}
+    for change in (changed[fqn] for fqn in ours if fqn in changed):
+        weight = parts.get(change.fqn)
+        what = f"quantised, and its {change.fqn!r} differs: {change.what}"
+        rows.setdefault(weight or change.fqn, replace(change, fqn=weight, what=what) if weight else change)
     return Difference(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
-        changed=tuple(changed[fqn] for fqn in ours if fqn in changed),
+        changed=tuple(rows.values()),
         num_equal=len(shared) - len(changed),
         notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out))),
     )
