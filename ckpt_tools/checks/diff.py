@@ -93,8 +93,7 @@ def diff(
     our_side, their_side = match_names(a, b, names)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
-    units = (find_units(replace(entry, fqn=fqn) for fqn, entry in side.items()) for side in (ours, theirs))
-    parts = next(units) | next(units)
+    parts = {f: w for side in (ours, theirs) for f, w in find_units(replace(e, fqn=n) for n, e in side.items()).items()}
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
     left_out: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from ckpt_tools.checks.diff import match_names
 from ckpt_tools.checks.values import packed_tensors
-from ckpt_tools.conversions.job import Job, check_separate, kept_by
+from ckpt_tools.conversions.job import STATE, Job, check_separate, kept_by
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box
@@ -50,10 +50,10 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
         UsageError: They differ in names, shapes or dtypes, or hold packed numbers.
         UnreadableError: One of them is incomplete.
     """
-    kept = kept_by(job.opened, job.assets)
-    odd = {entry.fqn for entry in packed_tensors(job.source)}
+    odd = {fqn for fqn, why in kept_by(job.opened, job.assets).items() if why != STATE}
+    odd |= {entry.fqn for entry in packed_tensors(job.source)}
     odd |= {e.fqn for e in job.source.tensors if e.dtype.name[0] == "F" and not e.dtype.is_float}
-    if packed := [e.fqn for e in job.source.tensors if e.fqn in odd or job.names.get(e.fqn, e.fqn) in kept]:
+    if packed := [e.fqn for e in job.source.tensors if {e.fqn, job.names.get(e.fqn)} & odd]:
         raise UsageError(
             f"quantised weights have no average: {first_few(packed)}",
             where=job.opened.source.root,

@@ -45,7 +45,7 @@ DTYPES = ("keep", "bf16", "f16", "f32")
 """Values of `--dtype`."""
 _PART = "parts of quantised weights, which --dequantize decodes"
 _UNKNOWN = "perhaps parts of weights: config.json calls the model quantised, and ckpt does not know them"
-_STATE = "not the model's: no option casts optimizer state"
+STATE = "not the model's: no option casts optimizer state"
 """Why a tensor is not cast."""
 _Names = Mapping[str, str]
 _Tensors = Sequence[TensorEntry]
@@ -342,14 +342,13 @@ def is_told(opened: Opened, assets: AssetList) -> bool:
 def kept_by(opened: Opened, assets: AssetList) -> dict[str, str]:
     """Return tensor → why it is cast and averaged with nothing.
 
-    It is no part of the model or part of a quantised weight (`description.quantised`); or a config says that there are
-    such, and it is neither called weight or bias nor known to the architecture, but perhaps a scale or a code book.
+    It is not the model's, or a part of a quantised weight; or, where a config says that there are such, it is neither
+    called weight or bias nor known to the architecture: perhaps a scale or a code book.
     """
     checkpoint = opened.checkpoint
     plain = {entry.fqn: name for name, entry in plain_names(checkpoint).items()}
-    kept = {entry.fqn: _STATE for entry in checkpoint.tensors if entry.fqn not in plain}
-    told = is_told(opened, assets)
-    if told:
+    kept = {entry.fqn: STATE for entry in checkpoint.tensors if entry.fqn not in plain}
+    if told := is_told(opened, assets):
         claim = claim_of(assets)
         known = None if claim is None else load_table().expected(claim.architecture, claim.config)
         packed = {entry.fqn for entry in packed_tensors(checkpoint)}
@@ -363,28 +362,21 @@ def kept_by(opened: Opened, assets: AssetList) -> dict[str, str]:
 def check_whole(
     opened: Opened, assets: AssetList, written: _Tensors, names: _Names, apart: _Tensors = (), has_headers: bool = False
 ) -> None:
-    """Refuse to part a quantised weight, or to name its parts so that they are no longer those of one.
+    """Refuse, with a UsageError, to part a quantised weight, or to name its parts so that they are no longer one's.
 
     `names` has the names in the source of what is written, where they differ, "" for what is joined or a part; `apart`
     are those tensors. torchao's weights also need the headers of their files.
-
-    Raises:
-        UsageError: A weight would be parted.
     """
     told = is_told(opened, assets)
     before = grouped(find_units(opened.checkpoint.tensors, is_told=told))
     own = {entry.fqn: names.get(entry.fqn, entry.fqn) for entry in written}
     touched = {*own.values(), *(entry.fqn for entry in apart)}
-    whole = [{own[name] for name in parts} for parts in grouped(find_units(written, is_told=told)).values()]
+    whole = {frozenset(own[n] for n in parts) for parts in grouped(find_units(written, is_told=told)).values()}
     headed = set() if has_headers else {name for name in touched if name.endswith(NUMBERS)}
-    torn = [w for w, parts in before.items() if parts & touched and (parts not in whole or parts & headed)]
-    if torn:
-        raise UsageError(
-            "a quantised weight is written whole or not at all, and torchao's with the header of its file: "
-            f"this would part {first_few(torn)}",
-            where=opened.source.root,
-            hint=f"choose or rename together {first_few(sorted(before[torn[0]]), 8)}, or `gather --dequantize` before",
-        )
+    if torn := [w for w, parts in before.items() if parts & touched and (parts not in whole or parts & headed)]:
+        what = "a quantised weight is written whole or not at all, and torchao's with the header of its file"
+        hint = f"choose or rename together {first_few(sorted(before[torn[0]]), 8)}, or `gather --dequantize` before"
+        raise UsageError(f"{what}: this would part {first_few(torn)}", where=opened.source.root, hint=hint)
 
 
 def cast_target(

@@ -246,8 +246,7 @@ def sharding_job(
     target, cast = cast_target(opened, source, options.dtype, options.dtype_for, names, opened.own_assets)
     notes += cast
     origin = origin if target is source and chosen is named.checkpoint else None
-    has_headers = origin is not None and not in_safetensors
-    check_whole(opened, opened.own_assets, source.tensors, names, named.apart, has_headers)
+    check_whole(opened, opened.own_assets, source.tensors, names, named.apart, bool(origin and not in_safetensors))
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
     heads: Mapping[str, bytes] = {}
     if in_safetensors:

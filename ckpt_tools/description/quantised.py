@@ -22,8 +22,7 @@ _OF_NAME = re.compile(
     r"|_shape|_zero_point|_g_idx|\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+|SCB"
     r"|weight_format)|(?<=weight)\.(?:shape|scale|data|_data|_scale|_shift))"
 )
-_NO_CODES = ("I64", "BOOL", "C32", "C64", "C128")
-"""Buffers of models have these dtypes."""
+_NO_CODES = ("I64", "BOOL", "C32", "C64", "C128")  # buffers
 
 
 def is_code(entry: TensorEntry) -> bool:
@@ -40,18 +39,18 @@ def weights_of(names: Collection[str]) -> dict[str, str]:
         elif match := _TORCHAO.fullmatch(name) or _OF_NAME.fullmatch(name):
             found[name] = "".join(match.groups())
     groups = grouped(found | {weight: weight for weight in found.values() if weight in names})
-    return {name: weight for weight, parts in groups.items() if len(parts) > 1 for name in parts}
+    return {name: found.get(name, name) for name in names if len(groups.get(found.get(name, name), ())) > 1}
 
 
 def find_units(tensors: Iterable[TensorEntry], *, is_told: bool = False) -> dict[str, str]:
     """Return tensor → name of the quantised weight that it is a part of; `is_told` by a config that there are some."""
     entries = {entry.fqn: entry for entry in tensors}
-    groups = grouped(weights_of(entries)).items()  # bitsandbytes' codes may be stored in any dtype
-    coded = [(w, names) for w, names in groups if any(is_code(entries[n]) or n == f"{w}.absmax" for n in names)]
-    found = {name: weight for weight, names in coded for name in names}
+    weights = weights_of(entries)  # bitsandbytes' codes may be stored in any dtype
+    coded = {weight for n, weight in weights.items() if is_code(entries[n]) or n == f"{weight}.absmax"}
+    found = {name: weight for name, weight in weights.items() if weight in coded}
     if is_told:
         homes = {fqn.rpartition(".")[0] for fqn, entry in entries.items() if is_code(entry) and fqn not in found}
-        for fqn in entries.keys() - found.keys():
+        for fqn in [fqn for fqn in entries if fqn not in found]:
             module, _, leaf = fqn.rpartition(".")
             home = module if module in homes else module.rpartition(".")[0]
             if home in homes and leaf != "bias":
@@ -59,9 +58,9 @@ def find_units(tensors: Iterable[TensorEntry], *, is_told: bool = False) -> dict
     return found
 
 
-def grouped(parts: Mapping[str, str]) -> dict[str, set[str]]:
+def grouped(parts: Mapping[str, str]) -> dict[str, frozenset[str]]:
     """Return weight → its tensors."""
-    found: dict[str, set[str]] = {}
+    found: dict[str, list[str]] = {}
     for name, weight in parts.items():
-        found.setdefault(weight, set()).add(name)
-    return found
+        found.setdefault(weight, []).append(name)
+    return {weight: frozenset(names) for weight, names in found.items()}

@@ -52,8 +52,7 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
     """
     given = {name: name for name in names}
     if isinstance(config.get("quantization_config"), Mapping):
-        weights = weights_of(given).items()
-        given |= {n: weight for n, weight in weights if not matches(expected.names, n, expected.counts)}
+        given |= {n: w for n, w in weights_of(given).items() if not matches(expected.names, n, expected.counts)}
     renamed = rename(
         set(given.values()), expected.rules, expected.base, lambda name: matches(expected.names, name, expected.counts)
     )

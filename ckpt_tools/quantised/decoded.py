@@ -29,7 +29,7 @@ from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.boxes import BytesReader
 from ckpt_tools.quantised import comfyui, torchao
 from ckpt_tools.quantised.bands import Bands
-from ckpt_tools.quantised.scheme import Found, Quantised
+from ckpt_tools.quantised.scheme import Found, Quantised, Tensors
 from ckpt_tools.quantised.table import SCHEMES, find_scheme
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
@@ -60,19 +60,21 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         UsageError: It is not quantised, or by a scheme that ckpt does not decode.
         UnreadableError: A part of a tensor is missing.
     """
-    found, config = _find(opened)
+    checkpoint, root = opened.checkpoint, "" if opened.origin is None else opened.origin.prefix
+    names = plain_names(checkpoint)
+    if all(name.startswith(root) for name in names):
+        names = {name.removeprefix(root): entry for name, entry in names.items()}
+    found, config = _find(opened, {name: replace(entry, fqn=name) for name, entry in names.items()})
     floats = BY_NAME[dtype.upper()] if dtype != "keep" else _dtype_in(config or {})
     if not floats.is_float:
         raise UsageError(f"--dequantize gives floats, not {floats.name}")
-    checkpoint = opened.checkpoint
-    names = _names(opened)
     by_stored = {names[entry.fqn].fqn: one for one in found.tensors for entry in one.stored[:1]}
     dropped = {names[name].fqn for name in (*found.dropped, *(e.fqn for one in found.tensors for e in one.stored))}
     tensors = []
     for entry in checkpoint.tensors:
         one = by_stored.get(entry.fqn)
         if one is not None:
-            tensors.append(_in_place(_entry(one, floats), entry, one.stored[0].fqn))
+            tensors.append(_entry(one, floats, entry))
         elif entry.fqn not in dropped:
             tensors.append(entry)
     if twice := [fqn for fqn, count in Counter(entry.fqn for entry in tensors).items() if count > 1]:
@@ -104,16 +106,15 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         source=VirtualSource(opened.source, files),
         manifest=None,
         origin=None,
-        root=opened.origin.prefix if opened.origin is not None else "",
+        root=root,
         notes=(*opened.notes, what),
     )
 
 
-def _find(opened: Opened) -> tuple[Found, Mapping[str, object] | None]:
+def _find(opened: Opened, tensors: Tensors) -> tuple[Found, Mapping[str, object] | None]:
     """Return what is quantised, by the settings in config.json, and the config; None for a file that needs none."""
     config, settings = config_beside(opened.source), settings_beside(opened.source)
     where = opened.source.root
-    tensors = {name: replace(entry, fqn=name) for name, entry in _names(opened).items()}
     if settings is None and comfyui.is_there(tensors):
         return comfyui.SCHEME.find(tensors, {}, _Reader(opened)), None if config is None else config.values
     if config is None or settings is None:
@@ -128,7 +129,8 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object] | None]:
         raise UsageError(
             f"ckpt does not decode {settings.get('quant_method')!r}", where=where, hint=f"it does: {known}"
         )
-    settings = {**settings, "model_type": config.values.get("model_type"), "header": torchao.header_of(opened)}
+    header = torchao.header_of(opened) if scheme is torchao.SCHEME else None
+    settings = {**settings, "model_type": config.values.get("model_type"), "header": header}
     found = scheme.find(tensors, settings, _Reader(opened))
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
@@ -162,24 +164,13 @@ def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _names(opened: Opened) -> dict[str, TensorEntry]:
-    """Return the model's tensors by the names that a config means, wherever in the checkpoint it lies."""
-    names, root = plain_names(opened.checkpoint), opened.origin.prefix if opened.origin is not None else ""
-    has_root = all(name.startswith(root) for name in names)
-    return {name.removeprefix(root): entry for name, entry in names.items()} if has_root else names
-
-
-def _in_place(made: TensorEntry, stored: TensorEntry, plain: str) -> TensorEntry:
-    """Return a tensor by its name where the model lies, told by that of one that it was stored in."""
-    shared = sum(1 for _ in takewhile(bool, map(str.__eq__, made.fqn, plain)))
-    fqn = stored.fqn.removesuffix(plain[shared:]) + made.fqn[shared:]
+def _entry(one: Quantised, floats: DType, stored: TensorEntry) -> TensorEntry:
+    """Describe what a tensor stands for as floats in a file, in the place of one that it is stored in."""
+    plain = one.stored[0].fqn
+    shared = sum(1 for _ in takewhile(bool, map(str.__eq__, one.fqn, plain)))
+    fqn = stored.fqn.removesuffix(plain[shared:]) + one.fqn[shared:]
     root = "".join(f"{key}." for key in stored.path[:-1])
     path = (*stored.path[:-1], fqn.removeprefix(root)) if stored.path else ()
-    return replace(made, fqn=fqn, path=path)
-
-
-def _entry(one: Quantised, floats: DType) -> TensorEntry:
-    """Describe what a tensor stands for as floats in a file."""
     nbytes = floats.num_bytes(prod(one.shape))
     span = ByteSpan(file=_PREFIX + one.fqn, offset=0, nbytes=nbytes)
     shape, strides = one.shape, None
@@ -189,7 +180,7 @@ def _entry(one: Quantised, floats: DType) -> TensorEntry:
         across = tuple(prod(one.shape[dim + 1 :]) for dim in range(len(outer)))
         strides = (*across, 1, columns)
     chunk = Chunk(box=Box((0,) * len(shape), shape), span=span, strides=strides)
-    return TensorEntry(fqn=one.fqn, dtype=floats, shape=shape, chunks=(chunk,))
+    return TensorEntry(fqn=fqn, dtype=floats, shape=shape, chunks=(chunk,), path=path)
 
 
 def _dtype_in(config: Mapping[str, object]) -> DType:

@@ -49,23 +49,17 @@ def _find(tensors: Tensors, header: Mapping[str, str]) -> Iterator[Quantised]:
         stem = f"{module}{dot}_{leaf}"
         if (data := tensors.get(stem + NUMBERS)) is None:
             continue
-        told = parse_json(text.encode(), what=f"the header's description of {name!r}", where=data.fqn)
-        kind, parts, own = (
-            told.get(k) if isinstance(told, dict) else None for k in ("_type", "_tensor_data_names", "_data")
-        )
+        said = parse_json(text.encode(), what=f"the header's description of {name!r}", where=data.fqn)
+        told = said if isinstance(said, dict) else {}
+        kind, parts, own = map(told.get, ("_type", "_tensor_data_names", "_data"))
         if kind not in _KINDS or not isinstance(parts, list) or not isinstance(own, dict) or "act_pre_scale" in parts:
             what = f"{name!r} is a {kind} of torchao with {parts}, which ckpt does not decode"
             raise UsageError(what, hint=f"it does, but for scales of activations: {', '.join(_KINDS)}")
         stored = {part: beside(tensors, f"{stem}_{part}", of=data.fqn) for part in ("qdata", "scale", *map(str, parts))}
         scale, zero = stored["scale"], stored.get("zero_point", stored["scale"])
-        if (
-            data.dtype.name not in _KINDS[kind]
-            or len(data.shape) != 2
-            or not (zero.dtype.is_float or zero.dtype.name == "I8")
-        ):
-            raise UnreadableError(
-                f"{name!r} is a {kind} of torchao, and {data.fqn!r} {data.dtype.name} {list(data.shape)}"
-            )
+        if data.dtype.name not in _KINDS[kind] or len(data.shape) != 2 or zero.dtype.name == "U8":
+            shown = f"{data.fqn!r} {data.dtype.name} {list(data.shape)}"
+            raise UnreadableError(f"{name!r} is a {kind} of torchao, and {shown}")
         check_shape(zero, scale.shape, of=data)
         grid = grid_of(data, data.shape, scale, [{"block_structure": own.get("block_size")}])
         decode = partial(decode_plain, data, scale, stored.get("zero_point"), grid)
