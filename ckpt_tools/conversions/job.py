@@ -374,9 +374,9 @@ def check_whole(
     whole = {frozenset(own[n] for n in parts) for parts in grouped(find_units(written, is_told=told)).values()}
     headed = set() if has_headers else {name for name in touched if name.endswith(NUMBERS)}
     if torn := [w for w, parts in before.items() if parts & touched and (parts not in whole or parts & headed)]:
-        what = "a quantised weight is written whole or not at all, and torchao's with the header of its file"
-        hint = f"choose or rename together {first_few(sorted(before[torn[0]]), 8)}, or `gather --dequantize` before"
-        raise UsageError(f"{what}: this would part {first_few(torn)}", where=opened.source.root, hint=hint)
+        what = "torchao needs the header of their file, which is not written" if headed else "written in part or apart"
+        hint = f"`gather --dequantize` decodes them; together lie {first_few(sorted(before[torn[0]]), 8)}"
+        raise UsageError(f"quantised weight {first_few(torn)}: {what}", where=opened.source.root, hint=hint)
 
 
 def cast_target(

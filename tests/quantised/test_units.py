@@ -231,7 +231,7 @@ def test_files_of_torchao_keep_their_header_or_are_refused(tmp_path, capsys) -> 
         ["gather", hub, "--to", "torch"],
     ):
         assert main([*command[:2], str(tmp_path / "no"), *command[2:]]) == 2
-        assert "header of its file" in capsys.readouterr().err
+        assert "header of their file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
