@@ -205,7 +205,9 @@ WorldSize = Annotated[int | None, Option("Number of ranks, to infer -1 in --mesh
 Dequantize = Annotated[
     bool, Option("Decode quantised weights, as --dtype says or config.json; without it their bytes stay as they are.")
 ]
-DTypeName = Annotated[str, Option("Cast floating-point tensors.", metavar="keep|bf16|f16|f32")]
+DTypeName = Annotated[
+    str, Option("Cast the model's floating-point tensors, but no quantised ones.", metavar="keep|bf16|f16|f32")
+]
 DTypeFor = Annotated[
     Sequence[str],
     Option(

@@ -10,7 +10,8 @@ from typing import Annotated
 
 from ckpt_tools.checks.stats import Stats, stats as measure
 from ckpt_tools.checks.step import join, pair_parts
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.conversions.job import is_told
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import open_like, open_repository
 from ckpt_tools.formats.steps import note_reading
@@ -29,7 +30,7 @@ from ckpt_tools.options import (
     default_num_workers,
     takes,
 )
-from ckpt_tools.quantised.decoded import dequantised, settings_beside
+from ckpt_tools.quantised.decoded import dequantised
 from ckpt_tools.text import escape_name
 
 
@@ -93,7 +94,7 @@ def _measure(sides: list[Opened], options: StatsOptions) -> Stats:
     notes = [note_reading(side.step) for side in sides if side.step is not None]
     identities = tuple(side.identity for side in sides)
     if options.dequantize:
-        is_quantised = [True, *map(_is_quantised, sides[1:])]
+        is_quantised = [True, *(is_told(side, side.own_assets) for side in sides[1:])]
         sides = [dequantised(s, "f32") if found else s for s, found in zip(sides, is_quantised, strict=True)]
     one, *others = sides
     total = one.checkpoint.total_bytes
@@ -109,14 +110,6 @@ def _measure(sides: list[Opened], options: StatsOptions) -> Stats:
         progress=options.progress(total) if options.progress is not None and total else None,
     )
     missed = result.not_checked
-    if not options.dequantize and _is_quantised(one):
+    if not options.dequantize and is_told(one, one.own_assets):
         missed = ("what quantised weights stand for: the figures are those of their codes (--dequantize)", *missed)
     return replace(result, identities=identities, not_checked=missed, notes=(*map(escape_name, notes), *result.notes))
-
-
-def _is_quantised(opened: Opened) -> bool:
-    """Does a config beside the weights say so? One that cannot be read says nothing."""
-    try:
-        return settings_beside(opened.asset_source or opened.source) is not None
-    except UnreadableError:
-        return False

@@ -11,6 +11,7 @@ from ckpt_tools.checks.updates import Update, Updating
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.globs import choose_names
 from ckpt_tools.description.identity import Identity
+from ckpt_tools.description.quantised import find_units
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.opening import Opened
@@ -81,6 +82,7 @@ def diff(
     our_side, their_side = match_names(a, b, names, include, exclude)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
+    parts = {f: w for side in (ours, theirs) for f, w in find_units(replace(e, fqn=n) for n, e in side.items()).items()}
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
     left_out: tuple[str, ...] = ()
@@ -101,21 +103,27 @@ def diff(
             if digests[0][fqn] == digests[1][fqn]:
                 continue
             sides = (left[fqn], a.source, right[fqn], b.source)
-            if is_tolerant and left[fqn].dtype.is_float:
+            is_number = left[fqn].dtype.is_float and fqn not in parts
+            if is_tolerant and is_number:
                 difference = _compare_numbers(*sides, atol or 0.0, rtol or 0.0)
             else:
                 difference = _compare_bytes(*sides)
             if difference is not None:
-                update = _update(left[fqn], a, right[fqn], b)
+                update = _update(left[fqn], a, right[fqn], b) if is_number else Update(num_elems=left[fqn].num_elems)
                 if odd := [
                     side for side, sum_ in zip("AB", (update.theirs, update.ours), strict=True) if not isfinite(sum_)
                 ]:
                     difference += f"; {' and '.join(odd)} with NaN, Inf or numbers too large to square"
                 changed[fqn] = Change(fqn=fqn, what=difference, relative=update.relative)
+    rows: dict[str, Change] = {}
+    for change in (changed[fqn] for fqn in ours if fqn in changed):
+        weight = parts.get(change.fqn)
+        what = f"quantised, and its {change.fqn!r} differs: {change.what}"
+        rows.setdefault(weight or change.fqn, replace(change, fqn=weight, what=what) if weight else change)
     return Difference(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
-        changed=tuple(changed[fqn] for fqn in ours if fqn in changed),
+        changed=tuple(rows.values()),
         num_equal=len(shared) - len(changed),
         notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out))),
     )
@@ -228,7 +236,7 @@ def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> st
 
 def _update(x: TensorEntry, one: Opened, y: TensorEntry, other: Opened) -> Update:
     """Return what lies between `x` and `y`, in float64; nothing where they hold no numbers."""
-    if not (x.dtype.is_float and measures(x.dtype)):
+    if not measures(x.dtype):
         return Update(num_elems=x.num_elems)
     updating = Updating(y, Beside(x, one, Reading()))
     for block, content in read_blocks(y, other.source):

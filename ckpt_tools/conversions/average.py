@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from ckpt_tools.checks.diff import match_names
 from ckpt_tools.checks.values import packed_tensors
-from ckpt_tools.conversions.job import Job, check_separate
+from ckpt_tools.conversions.job import STATE, Job, check_separate, kept_by
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box
@@ -40,11 +40,12 @@ def steps_of(weights: Sequence[float]) -> tuple[float, ...]:
 
 def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) -> Job:
     """Return the job that writes the average of what `job` would write and of others, with one step for each."""
-    packed = packed_tensors(job.source)
-    packed += [entry for entry in job.source.tensors if entry.dtype.name[0] == "F" and not entry.dtype.is_float]
-    if packed:
+    odd = {fqn for fqn, why in kept_by(job.opened, job.assets).items() if why != STATE}
+    odd |= {entry.fqn for entry in packed_tensors(job.source)}
+    odd |= {e.fqn for e in job.source.tensors if e.dtype.name[0] == "F" and not e.dtype.is_float}
+    if packed := [e.fqn for e in job.source.tensors if {e.fqn, job.names.get(e.fqn)} & odd]:
         raise UsageError(
-            f"quantised weights have no average: {first_few([entry.fqn for entry in packed])}",
+            f"quantised weights have no average: {first_few(packed)}",
             where=job.opened.source.root,
             hint="`ckpt gather SRC DST --dequantize` each of them first",
         )

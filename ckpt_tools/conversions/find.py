@@ -39,7 +39,7 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
         if opened.format.has_views and (root := _only_state_dict(model)):
             notes.append(f"took {escape_name(root)!r} for the model, as the only state dict (--strip-prefix chooses)")
             return model_in(opened, root, notes)
-        recorded = opened.origin.prefix if opened.origin is not None else ""
+        recorded = opened.origin.prefix if opened.origin is not None else opened.root
         if recorded and all(entry.fqn.startswith(recorded) for entry in model.tensors):
             prefix = recorded  # what `shard --prefix` put there need not be guessed
         stripped = strip_prefix((strip_wrappers(entry.fqn) for entry in model.tensors), prefix)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, differences, is_same, model_in
-from ckpt_tools.conversions.job import Job, cast_target, notes_on
+from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -166,7 +166,12 @@ def gathering_job(
     source = replace(
         named.checkpoint, tensors=tuple(map(opened.resolve, opened.ahead(named.checkpoint.tensors))), blobs=()
     )
-    target = cast_target(source, dtype, options.dtype_for)
+    own = {fqn: names.get(own, own) for fqn, own in named.sources.items()}
+    own |= {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources}
+    apart = as_stored(named.apart, names)
+    check_whole(opened, beside, source.tensors, own, apart)
+    target, cast = cast_target(opened, source, dtype, options.dtype_for, own, beside)
+    notes += cast
     heads: dict[str, bytes]
     seals: dict[str, Seal] = {}
     if options.to == "torch":
@@ -191,9 +196,8 @@ def gathering_job(
         documents=documents,
         assets=beside,
         dtype=dtype,
-        names={fqn: names.get(own, own) for fqn, own in named.sources.items()}
-        | {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources},
-        apart=as_stored(named.apart, names),
+        names=own,
+        apart=apart,
         notes=notes,
         warnings=warnings,
     )

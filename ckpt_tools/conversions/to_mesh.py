@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.find import name_again
-from ckpt_tools.conversions.job import Job, cast_target, notes_on
+from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import Layout, Placement, Shard, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
@@ -247,7 +247,10 @@ def sharding_job(
         layout = replace(layout, placements={**layout.placements, **own})
         names |= {alias: names[fqn] for alias, fqn in aliases.items()}
         aliases = {}
-    target = cast_target(source, options.dtype, options.dtype_for)
+    target, cast = cast_target(opened, source, options.dtype, options.dtype_for, names, opened.own_assets)
+    notes += cast
+    origin = origin if target is source and chosen is named.checkpoint else None
+    check_whole(opened, opened.own_assets, source.tensors, names, named.apart, bool(origin and not in_safetensors))
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
     heads: Mapping[str, bytes] = {}
     if in_safetensors:
@@ -266,7 +269,7 @@ def sharding_job(
         names=names,
         aliases=aliases,
         apart=named.apart,
-        origin=origin if target is source and chosen is named.checkpoint else None,
+        origin=origin,
         mesh=layout.mesh,
         placements=layout.placements,
         notes=[*notes, *_notes(layout)],
@@ -281,6 +284,7 @@ def resharding_job(opened: Opened, options: ShardingOptions, naming: Naming) -> 
     notes: list[str] = []
     chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
     if chosen is not opened.checkpoint:
+        check_whole(opened, opened.own_assets, chosen.tensors, {})
         opened = replace(opened, checkpoint=chosen, origin=None)
     named, root = name_again(opened, naming, notes)
     if opened.beside:  # of a step that the result is not

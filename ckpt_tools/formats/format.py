@@ -123,6 +123,8 @@ class Opened:
     """Its manifest, when ckpt wrote it."""
     origin: Origin | None = None
     """The exact headers and index of an HF source."""
+    root: str = ""
+    """Prefix that `shard` put before the names, as it is recorded, where `origin` does not hold any more."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What the header of its one file says beside the tensors (`__metadata__` of safetensors)."""
     left_out: tuple[str, ...] = ()

@@ -6,17 +6,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ckpt_tools.description.quantised import weights_of
 from ckpt_tools.maps.patterns import fold, matches, missing, tree
 from ckpt_tools.maps.renames import rename
 from ckpt_tools.maps.table import Expected
-
-_QUANTISED = re.compile(
-    r"(?P<module>.+)\.(?:weight_scale_inv|weight_scale|weight_scale_2|weight_global_scale|weight_packed|weight_shape"
-    r"|weight_zero_point|weight_g_idx|input_scale|input_global_scale|input_zero_point|output_scale|k_scale|v_scale"
-    r"|qweight|qzeros|scales|g_idx|SCB|weight_format|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map"
-    r"|quant_state\..+|SCB|weight_format|shape|scale|data|_data|_scale))"
-)
-_PACKED = re.compile(r"(?P<name>.+)_(?:blocks|scales|scale_inv|scale|packed|bias_scale)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +46,7 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
     """Compare the names of a file, or of a live model, with what an architecture expects (`Table.expected`)."""
     given = {name: name for name in names}
     if isinstance(config.get("quantization_config"), Mapping):
-        given = {name: _unquantised(name) for name in given}
+        given |= {n: w for n, w in weights_of(given).items() if not matches(expected.names, n, expected.counts)}
     renamed = rename(
         set(given.values()), expected.rules, expected.base, lambda name: matches(expected.names, name, expected.counts)
     )
@@ -112,12 +105,3 @@ def folded(names: Iterable[str], expected: Expected | None) -> tuple[str, ...]:
     if root is None:
         return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
     return tuple(dict.fromkeys(fold(root, name) for name in names))
-
-
-def _unquantised(name: str) -> str:
-    """Return the name of the weight that a tensor of a quantised model belongs to."""
-    if match := _QUANTISED.fullmatch(name):
-        return match["module"] + ".weight"
-    if match := _PACKED.fullmatch(name):
-        return match["name"]
-    return name
