@@ -6,7 +6,6 @@ Nothing here knows an architecture by heart, but for the few values without whic
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
+from ckpt_tools.formats._json import parse_json
 from ckpt_tools.preflight.shrink import cut_depth
 
 AUTO = {
@@ -188,7 +188,7 @@ def _first_build(kind: type[PreTrainedModel]) -> tuple[dict, PreTrainedModel]:
 
 
 def _plain(config: object) -> dict:
-    return json.loads(config.to_json_string(use_diff=False))
+    return parse_json(config.to_json_string(use_diff=False).encode(), what="the config", where=None, infinite=True)
 
 
 def _filled(values: dict, needed: dict) -> dict:

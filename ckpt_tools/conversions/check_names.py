@@ -7,16 +7,31 @@ written that it would load so, unless the model that the names come from was lik
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ckpt_tools.conversions.find import is_same
 from ckpt_tools.conversions.job import Job
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.maps import Expected, Held, common_prefix, folded, hold, is_adapter, load_table, origins_of, tied
+from ckpt_tools.maps import (
+    Expected,
+    Held,
+    common_prefix,
+    folded,
+    hold,
+    is_adapter,
+    live_names,
+    load_table,
+    origins_of,
+    tied,
+)
+from ckpt_tools.maps.convert import partner
 from ckpt_tools.maps.misfits import config_misfits
+from ckpt_tools.maps.table import dig
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import AssetList, Claim, claim_of
 from ckpt_tools.text import escape_name, first_few
@@ -27,12 +42,37 @@ Ties = Callable[[str, str], bool]
 
 def ties_in(assets: AssetList) -> Ties:
     """Return the ties of the architecture that is named among `assets`; none where nothing is known of it."""
+    expected, _ = _expected_in(assets)
+    return lambda one, other: expected is not None and tied(one, other, expected)
+
+
+def _expected_in(assets: AssetList) -> tuple[Expected | None, Mapping[str, object]]:
     try:
         claim = claim_of(assets)
     except UnreadableError:
         claim = None
-    expected = None if claim is None else load_table().expected(claim.architecture, claim.config)
-    return lambda one, other: expected is not None and tied(one, other, expected)
+    return (None, {}) if claim is None else (load_table().expected(claim.architecture, claim.config), claim.config)
+
+
+def warn_of_ties(tensors: Iterable[TensorEntry], assets: AssetList, opened: Opened) -> tuple[str, ...]:
+    """Say which tensors, by names of the hub or of the live model, are one by the config and two in the files."""
+    expected, config = _expected_in(assets)
+    if expected is None or not expected.ties:
+        return ()
+    entries = {entry.fqn: entry for entry in tensors}
+    live = live_names(entries, expected)
+    found = []
+    for tie in expected.ties:
+        for name in live:
+            other = partner(name, tie.target, tie.source, live)
+            if other is not None and not is_same(entries[live[name]], entries[live[other]], opened, tied=True):
+                said = "is absent, which means true" if dig(config, tie.switch) is None else "is true"
+                found.append(
+                    f"{live[name]} and {live[other]} differ, and {CONFIG_NAME} makes them one tensor ({tie.switch} "
+                    f"{said}): from_pretrained keeps both and warns, but a model that is built from the config loads "
+                    f'one in place of the other. Write "{tie.switch}": false into {CONFIG_NAME}'
+                )
+    return tuple(dict.fromkeys(found))
 
 
 def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, is_selection: bool) -> None:
@@ -43,6 +83,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
     the tensors that are left out are missing on purpose.
     """
     names = [entry.fqn for entry in job.target.tensors]
+    job.warnings = (*job.warnings, *warn_of_ties(job.source.tensors, job.assets, job.opened))
     try:
         claim = claim_of(job.assets)
     except UnreadableError as error:
@@ -128,9 +169,10 @@ def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected |
 
 
 def _describe(held: Held, title: str, expected: Expected | None) -> str:
+    fate = "would be filled with random values" if expected is not None else "not known how a loader fills them"
     groups = (
         (held.foreign, "name", f"not of {escape_name(title)}"),
-        ((*held.missing, *held.incomplete), "weight", "missing, which loading would fill with random values"),
+        ((*held.missing, *held.incomplete), "weight", f"missing, {fate}"),
     )
     return " and ".join(
         f"{len(names)} {noun}{' is' if len(names) == 1 else 's are'} {what} "

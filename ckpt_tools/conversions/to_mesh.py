@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+from ckpt_tools.conversions.check_names import warn_of_ties
 from ckpt_tools.conversions.find import name_again
 from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
@@ -273,7 +274,11 @@ def sharding_job(
         mesh=layout.mesh,
         placements=layout.placements,
         notes=[*notes, *_notes(layout)],
-        warnings=(*_warnings(layout), *(_other_in_ranks(named, layout, kept) if options.tp_plan else ())),
+        warnings=(
+            *_warnings(layout),
+            *warn_of_ties(chosen.tensors, opened.assets, opened),
+            *(_other_in_ranks(named, layout, kept) if options.tp_plan else ()),
+        ),
     )
 
 

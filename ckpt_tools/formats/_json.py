@@ -28,7 +28,8 @@ def parse_json(
 ) -> object:
     """Return the value of a JSON text; a key twice in an object is an error, as are NaN and Infinity unless `infinite`.
 
-    `where` is the file, escaped, for messages. Brackets inside of strings count for `max_containers`, too.
+    `where` is the file, escaped, for messages. Brackets inside of strings count for `max_containers`, too. `infinite`
+    takes NaN and Infinity also as transformers 5 writes them (``{"__float__": "Infinity"}``).
     """
     if len(text) > max_bytes:
         raise LimitError(f"{what} has {len(text)} bytes, the limit is {max_bytes}", where=where)
@@ -41,7 +42,7 @@ def parse_json(
     try:
         return json.loads(
             text.decode("utf-8"),
-            object_pairs_hook=_unique_object,
+            object_pairs_hook=_decoded_object if infinite else _unique_object,
             parse_constant=None if infinite else _refuse_constant,
             parse_int=_parse_whole if b"-0" in text else None,  # the hook takes time
         )
@@ -57,6 +58,13 @@ def _unique_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(table) != len(pairs):
         raise ValueError("a key occurs twice")
     return table
+
+
+def _decoded_object(pairs: list[tuple[str, object]]) -> object:
+    """Return an object, or the number that transformers 5 writes as one (`PreTrainedConfig._encode_special_floats`)."""
+    if len(pairs) == 1 and pairs[0][0] == "__float__" and pairs[0][1] in ("Infinity", "-Infinity", "NaN"):
+        return float(str(pairs[0][1]))
+    return _unique_object(pairs)
 
 
 def _parse_whole(text: str) -> int:

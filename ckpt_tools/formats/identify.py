@@ -134,7 +134,8 @@ def _judge(
         what = f"{len(held.foreign)} of {len(names)} names are not of {architecture}, which {_CONFIG} names"
         return ("yes" if opened.complete else "not known"), tuple(filter(None, (opened.complete, what)))
     absent = [*held.missing, *held.incomplete]
-    if lacking := [name for name in absent if ".pooler." not in f".{name}"]:  # many save without (add_pooling_layer)
+    # Many save without a pooler (add_pooling_layer), and a counter of batches starts at 0.
+    if lacking := [n for n in absent if ".pooler." not in f".{n}" and not n.endswith(".num_batches_tracked")]:
         shown = first_few(folded(lacking, expected), 4)
         return "part", (f"{len(lacking)} weights of the {architecture} in {_CONFIG} are not here ({shown})",)
     if misfits := config_misfits(config, zip(names, shapes, strict=True)):

@@ -73,6 +73,8 @@ class TensorMap:
     """Class of the model, by whose rules it was done."""
     digest: str
     """Of these rules: with others there is no certain way back."""
+    by: str = field(default="", compare=False)
+    """Which release's they are ("transformers 5.23.0"); empty for a convention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +263,7 @@ def _map(fields: Any) -> TensorMap | None:  # noqa: ANN401 - JSON, checked field
     if fields is None:
         return None
     words = {word: _utf8(fields[word]) for word in ("names", "architecture")}
-    return TensorMap(**words, digest=_digest(fields["digest"]))
+    return TensorMap(**words, digest=_digest(fields["digest"]), by=_utf8(fields.get("by", "")))
 
 
 def _parse_records(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import add
 from typing import TypeVar
 
 import torch
@@ -15,20 +15,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckpt_tools.description.layout import Box
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import open_optimizer
-from ckpt_tools.fsdp2.agree import together
-from ckpt_tools.fsdp2.buffers import materialise_buffers
+from ckpt_tools.fsdp2.agree import share, together
+from ckpt_tools.fsdp2.buffers import compute, place
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.local import assemble, read_parts
-from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
+from ckpt_tools.fsdp2.names import describe_misfit, match_names, settle_names, shapes_of
 from ckpt_tools.fsdp2.optimizer import read_optimizer
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.restore import Restored
 from ckpt_tools.fsdp2.state import MODEL_KEY, check_names, model_of, models_of, refuse_shared
-from ckpt_tools.fsdp2.ties import plain_fqns, tie, tied_groups
+from ckpt_tools.fsdp2.ties import declared_ties, plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
 from ckpt_tools.text import first_few
 
@@ -40,13 +41,17 @@ class LoadReport:
     """What `load_checkpoint` did on this rank."""
 
     missing: tuple[str, ...]
-    """Names of the model that the checkpoint does not have; they keep what they had (nothing, on meta)."""
+    """Names of the model that nothing fills; they keep what they had (nothing, on meta). None with `strict`."""
     unexpected: tuple[str, ...]
     """Tensors of the checkpoint that the model has no name for."""
     tied: tuple[str, ...]
     """Names that share the parameter of another, and were not read on their own."""
     buffers: tuple[str, ...]
     """Buffers that no checkpoint holds and whose modules computed them."""
+    computed: tuple[str, ...] = ()
+    """Names of the model that the checkpoint lacks, and whose modules computed them, as `from_pretrained` does."""
+    ignored: tuple[str, ...] = ()
+    """Tensors of the checkpoint that `from_pretrained` leaves out, too."""
     loaded_bytes: int
     """Bytes of tensors that this rank has read."""
     state: Mapping[str, object] = field(default_factory=dict)
@@ -54,7 +59,7 @@ class LoadReport:
     unread: tuple[str, ...] = ()
     """What else the checkpoint has beside the model, and nobody asked for."""
     notes: tuple[str, ...] = ()
-    """What became of train state that is not simply as it was saved."""
+    """What is to be known besides: a head that starts anew, tensors left out, train state not as it was saved."""
 
 
 def load_checkpoint(
@@ -83,7 +88,8 @@ def load_checkpoint(
         state: As `save_checkpoint` took it, with objects that are there to be loaded. Modules, optimizers and
             objects are loaded in place, and so are tensors, and dicts, whose entries are replaced; whatever is not
             an object is in the report, too. None asks for a value that is nothing but returned.
-        strict: Every name of the model and of `state` must be there, and every tensor of a model must be wanted.
+        strict: Every name of the model and of `state` must be there, and every tensor of a model must be wanted. What
+            `from_pretrained` computes or leaves out without harm is allowed: see `computed`, `ignored` and `notes`.
         prefix: What the checkpoint's names have in front of the model's; "auto" finds out.
         dtype: Of floating-point parameters; those of the model by default.
         device: Where to; the mesh's device by default (the CPU for an offloaded model).
@@ -121,6 +127,9 @@ def load_checkpoint(
             unexpected=report.unexpected + own.unexpected,
             tied=report.tied + tuple(f"{name}.{fqn}" for fqn in own.tied),
             buffers=report.buffers + tuple(f"{name}.{fqn}" for fqn in own.buffers),
+            computed=report.computed + tuple(f"{name}.{fqn}" for fqn in own.computed),
+            ignored=report.ignored + own.ignored,
+            notes=report.notes + own.notes,
             loaded_bytes=report.loaded_bytes + own.loaded_bytes,
         )
     together(rest.install)
@@ -129,7 +138,7 @@ def load_checkpoint(
         missing=report.missing + rest.missing,
         state=rest.values,
         unread=rest.unread,
-        notes=tuple(rest.notes),
+        notes=(*report.notes, *rest.notes),
     )
 
 
@@ -182,23 +191,47 @@ def install(
     *,
     device: torch.device | str | None = None,
 ) -> LoadReport:
-    """Replace parameters by `state`, share again what was shared, and compute the buffers that are left."""
-    fqns = assign(model, state)
-
-    def fill() -> tuple[str, ...]:
-        left = [fqns.get(name, name) for name in report.missing]  # as everything that is missing
-        return materialise_buffers(model, device_of(model, device), skip=left)
-
-    return replace(report, buffers=together(fill))
+    """Compute what the checkpoint lacks and modules know, replace parameters by all of it, and share again."""
+    seed = share(torch.initial_seed())
+    computed, buffers, note = together(lambda: complete(model, report, device=device, seed=seed))
+    assign(model, {**state, **computed}, report.tied)
+    place(model, buffers, device_of(model, device))
+    return replace(report, buffers=tuple(buffers), notes=tuple(filter(None, (*report.notes, note))))
 
 
-def assign(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Replace parameters by `state`, and share again what was shared; return `plain_fqns`."""
+def complete(
+    model: nn.Module, report: LoadReport, *, seed: int, device: torch.device | str | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    """Compute what the checkpoint lacks: for `assign`, for `place`, and which buffers nobody computes, for people."""
+    targets, shared = targets_of(model)
+    fqns = plain_fqns(model)
+    wanted = {fqns.get(name, name): name for name in report.computed if name not in shared}
+    saved = {fqns.get(name, name) for name in targets}
+    transient = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in saved]
+    values = compute(model, [*wanted, *transient], seed=seed)
+    own = {}
+    for fqn, name in wanted.items():
+        like, whole = targets[name], values.pop(fqn)
+
+        def cut(box: Box, whole: torch.Tensor = whole) -> torch.Tensor:
+            return whole[tuple(map(slice, box.offsets, map(add, box.offsets, box.sizes)))].clone()
+
+        local = read_parts(like, cut)
+        own[name] = assemble(local.to(device_of(model, device)), like)
+    kept = [name for name in transient if name not in values]
+    note = f"{len(kept)} buffers keep what they had, no module computes them: {first_few(kept, 4)}" if kept else ""
+    return own, values, note
+
+
+def assign(model: nn.Module, state: Mapping[str, torch.Tensor], tied: Collection[str] = ()) -> None:
+    """Replace parameters by `state`, and share again what was shared, or is to be (`tied`)."""
     ties = tied_groups(model)
     model.load_state_dict(dict(state), strict=False, assign=True)
     fqns = plain_fqns(model)
-    tie(model, ties, [fqns.get(name, name) for name in state])
-    return fqns
+    for group in declared_ties(model):
+        loaded = [name for name in group if name in state][:1]
+        ties += (tuple(fqns[name] for name in (*loaded, *(name for name in group if name in tied))),)
+    tie(model, tuple(filter(None, ties)), [fqns.get(name, name) for name in state])
 
 
 def device_of(model: nn.Module, device: torch.device | str | None = None) -> torch.device:
@@ -252,11 +285,16 @@ def read_state(
     shared = {name: first for name, first in shared.items() if name in targets and first in targets}
     match = match_names(opened.checkpoint, model, {known[n]: s for n, s in shapes_of(targets).items()}, prefix)
     found = {name: match.found[source] for name, source in known.items() if source in match.found}
+    for group in declared_ties(model):  # what to_empty has taken apart
+        first = next((name for name in group if name in found and name not in shared), None)
+        lost = (name for name in group if name in targets and known[name] not in match.found and name not in shared)
+        shared |= dict.fromkeys(lost, first) if first is not None else {}
     sources = sources_of(targets, shared, found)
-    missing = tuple(name for name in targets if shared.get(name, name) not in sources and not _may_miss(model, name))
-    unexpected = tuple(fqn for fqn in match.left if not _may_be_extra(model, fqn))
-    if strict and (missing or unexpected):
-        raise _strict_error(opened, targets, missing, unexpected)
+    absent = {known[name]: name for name in targets if shared.get(name, name) not in sources}
+    contract = settle_names(model, opened.identity.architecture, match, absent, known.values())
+    missing = tuple(absent[name] for name in contract.missing)
+    if strict and (missing or contract.unexpected):
+        raise _strict_error(opened, targets, missing, contract.unexpected)
     _check_shapes(opened, targets, sources)
     reader = BoxReader(opened)
     place = device_of(model, device)
@@ -269,10 +307,13 @@ def read_state(
     _check_ties(opened, reader, targets, shared, found, state)
     report = LoadReport(
         missing=missing,
-        unexpected=unexpected,
+        unexpected=contract.unexpected,
         tied=tuple(name for name in shared if shared[name] in sources),
         buffers=(),
+        computed=tuple(absent[name] for name in (*contract.computed, *contract.anew)),
+        ignored=contract.ignored,
         loaded_bytes=reader.bytes_read,
+        notes=contract.notes,
     )
     return state, report
 
@@ -317,31 +358,13 @@ def _check_ties(
         tensor = state[first]
         local = local_of(tensor)
         other = read_parts(targets[name], partial(reader.read, found[name], dtype=local.dtype))
-        if not torch.equal(other.to(local.device), local):
+        pair = [one.to("cpu").contiguous().reshape(-1).view(torch.uint8) for one in (other, local)]
+        if not torch.equal(*pair):  # bytes, not values: NaN equals nothing
             raise UsageError(
                 f"the model shares one parameter for {first!r} and {name!r}, and the checkpoint has two that differ",
                 where=opened.source.root,
                 hint="set tie_word_embeddings to false in the model's config, or leave one of the two out",
             )
-
-
-def _may_miss(model: nn.Module, name: str) -> bool:
-    return any(re.search(pattern, name) for pattern in _patterns(model, "_keys_to_ignore_on_load_missing"))
-
-
-def _may_be_extra(model: nn.Module, fqn: str) -> bool:
-    if any(re.search(pattern, fqn) for pattern in _patterns(model, "_keys_to_ignore_on_load_unexpected")):
-        return True
-    # Old checkpoints hold buffers that the model computes by now; some of their modules no longer have them at all.
-    if fqn.endswith((".rotary_emb.inv_freq", ".position_ids", ".masked_bias")):
-        return True
-    return any(fqn == name or fqn.endswith("." + name) for name, _ in model.named_buffers())
-
-
-def _patterns(model: nn.Module, attribute: str) -> Iterable[str]:
-    for module in model.modules():
-        patterns = getattr(module, attribute, None) or ()
-        yield from (patterns,) if isinstance(patterns, str) else patterns
 
 
 def _strict_error(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -14,7 +14,9 @@ from ckpt_tools.description.transform import find_model, is_optimizer, strip_wra
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.fsdp2.architecture import architecture_of
+from ckpt_tools.fsdp2.buffers import is_transformers
 from ckpt_tools.fsdp2.read import Whole, as_whole
+from ckpt_tools.maps.contract import Contract, settle
 from ckpt_tools.maps.convert import convert
 from ckpt_tools.maps.mosaic import whole
 from ckpt_tools.maps.operations import UnknownOperationError
@@ -159,6 +161,37 @@ def _roots(names: Iterable[str], known: Collection[str]) -> list[str]:
         if start is not None:
             found[".".join(parts[:start]) + "."] += 1
     return [root for root, _ in found.most_common(3)]
+
+
+def settle_names(
+    model: nn.Module, architecture: str, match: Match, missing: Collection[str], names: Collection[str]
+) -> Contract:
+    """Judge the names that only the model has (`missing`, of `names`) or only the checkpoint, by the model's classes.
+
+    `architecture` is the class that the checkpoint's config names; empty where none does.
+    """
+    base = getattr(model, "base_model_prefix", "") if is_transformers(model) else ""
+    is_other = bool(architecture) and all(kind.__name__ != architecture for kind in type(model).__mro__)
+    used = [source for one in match.found.values() for source in one.mosaic.sources]
+    lacks_base = bool(used) and not any(f".{base}." in f".{fqn}" for fqn in (*used, *match.left))
+    buffers = [name for name, _ in model.named_buffers()]
+    old = tuple(fqn for fqn in match.left if any(fqn == name or fqn.endswith(f".{name}") for name in buffers))
+    found = settle(
+        missing,
+        [fqn for fqn in match.left if fqn not in old],
+        present=set(names).difference(missing),
+        may_miss=_patterns(model, "_keys_to_ignore_on_load_missing"),
+        ignored=_patterns(model, "_keys_to_ignore_on_load_unexpected"),
+        base=base,
+        is_other=is_other or (any(name.startswith(f"{base}.") for name in names) and lacks_base),
+    )
+    return replace(found, ignored=(*old, *found.ignored))
+
+
+def _patterns(model: nn.Module, attribute: str) -> Iterator[str]:
+    for module in model.modules():
+        patterns = getattr(module, attribute, None) or ()
+        yield from (patterns,) if isinstance(patterns, str) else patterns
 
 
 def describe_misfit(missing: Collection[str], unexpected: Collection[str]) -> str:

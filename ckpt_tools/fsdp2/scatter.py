@@ -18,8 +18,9 @@ from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2.agree import gather, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, install, sources_of, targets_of
 from ckpt_tools.fsdp2.local import assemble, local_box
-from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
+from ckpt_tools.fsdp2.names import Match, describe_misfit, match_names, settle_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
+from ckpt_tools.maps.contract import Contract
 from ckpt_tools.text import first_few
 
 Source = Mapping[str, torch.Tensor] | str | os.PathLike[str]
@@ -52,8 +53,7 @@ def rank0_load(model: nn.Module, source: Source | None, *, strict: bool = True) 
             return stack.enter_context(_opened(model, targets, shared, source, strict=strict))
 
         sender = together(begin)
-        facts = None if sender is None else (list(sender.reads), sender.missing, sender.unexpected)
-        found, missing, unexpected = share(facts or ([], (), ()))
+        found, contract = share(([], Contract()) if sender is None else (list(sender.reads), sender.contract))
         place = device_of(model)
         state: dict[str, torch.Tensor] = {}
         for name in found:
@@ -62,10 +62,13 @@ def rank0_load(model: nn.Module, source: Source | None, *, strict: bool = True) 
             local = _exchange(whole, like.dtype, [by_name[name] for by_name in boxes], place)
             state[name] = assemble(local, like)
     report = LoadReport(
-        missing=missing,
-        unexpected=unexpected,
+        missing=contract.missing,
+        unexpected=contract.unexpected,
         tied=tuple(name for name, first in shared.items() if first in state),
         buffers=(),
+        computed=(*contract.computed, *contract.anew),
+        ignored=contract.ignored,
+        notes=contract.notes,
         loaded_bytes=0 if sender is None or sender.reader is None else sender.reader.bytes_read,
     )
     return install(model, state, report)
@@ -111,8 +114,7 @@ class _Sender:
 
     reads: Mapping[str, Callable[[], torch.Tensor]]
     """Name → what returns the whole tensor, in the model's dtype, on the CPU."""
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    contract: Contract
     reader: BoxReader | None
 
 
@@ -132,7 +134,7 @@ def _opened(
         reader: BoxReader | None = None
         reads: dict[str, Callable[[], torch.Tensor]]
         if isinstance(source, Mapping):
-            unexpected = tuple(name for name in source if name not in targets)
+            match, architecture = Match(left=tuple(name for name in source if name not in targets)), ""
             tensors = sources_of(targets, shared, source)
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             reads = {name: partial(_cast, name, tensor, targets[name].dtype) for name, tensor in tensors.items()}
@@ -140,7 +142,7 @@ def _opened(
             opened = stack.enter_context(open_path(os.fspath(source)))
             reader = BoxReader(opened)
             match = match_names(opened.checkpoint, model, shapes_of(targets), "auto")
-            unexpected = match.left
+            architecture = opened.identity.architecture
             wholes = sources_of(targets, shared, match.found)
             shapes = {name: whole.shape for name, whole in wholes.items()}
             reads = {name: partial(reader.read_whole, whole, targets[name].dtype) for name, whole in wholes.items()}
@@ -149,14 +151,15 @@ def _opened(
                 raise UsageError(
                     f"{name!r} is {list(shapes[name])}, and {list(like.shape)} in the model", where="rank0_load"
                 )
-        missing = tuple(name for name in targets if shared.get(name, name) not in reads)
-        if strict and (missing or unexpected):
+        missing = [name for name in targets if shared.get(name, name) not in reads]
+        contract = settle_names(model, architecture, match, missing, targets)
+        if strict and (contract.missing or contract.unexpected):
             raise UnreadableError(
-                f"the source does not fit the model: {describe_misfit(missing, unexpected)}",
+                f"the source does not fit the model: {describe_misfit(contract.missing, contract.unexpected)}",
                 where="rank0_load",
                 hint="pass strict=False if that is intended",
             )
-        yield _Sender(reads=reads, missing=missing, unexpected=unexpected, reader=reader)
+        yield _Sender(reads=reads, contract=contract, reader=reader)
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

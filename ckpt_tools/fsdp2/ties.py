@@ -22,6 +22,21 @@ def tied_groups(model: nn.Module) -> Ties:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
+def declared_ties(model: nn.Module) -> Ties:
+    """Return the groups of names that transformers ties by the config, the source first, whether they are one or not.
+
+    `to_empty` takes them apart without a word.
+    """
+    groups: dict[str, list[str]] = {}
+    for fqn, module in model.named_modules():
+        ties = vars(module).get("all_tied_weights_keys")  # since transformers 5
+        for target, source in ties.items() if isinstance(ties, dict) else ():
+            one, other = (strip_wrappers(f"{fqn}.{name}" if fqn else name) for name in (source, target))
+            if other not in (group := groups.setdefault(one, [one])):
+                group.append(other)
+    return tuple(map(tuple, groups.values()))
+
+
 def tied_modules(model: nn.Module) -> set[str]:
     """Return the FQNs of the modules that share a parameter of theirs."""
     return {fqn.rpartition(".")[0] for group in tied_groups(model) for fqn in group}

@@ -52,17 +52,14 @@ def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -
     live = {name: tensor for name, tensor in made.items() if has(name)}
     used = {source for tensor in live.values() for source in tensor.sources}
     aliases = dict(_aliases(live, expected))
-    may_miss = [re.compile(pattern) for pattern in expected.may_miss]
-    lacking = [
-        name
-        for name in missing(expected.names, tree([*live, *aliases]), expected.counts)
-        if not any(regex.search(name) for regex in may_miss)
-    ]
+    excused = {*held.contract.computed, *held.contract.anew}
+    lacking = [n for n in missing(expected.names, tree([*live, *aliases]), expected.counts) if n not in excused]
     if lacking:
         raise UsageError(f"a {expected.architecture} has tensors that the file has not: {first_few(lacking, 4)}")
     return Converted(
         mosaics=live | {name: tensor for name, tensor in tensors.items() if name not in used and name not in aliases},
         aliases=aliases,
+        notes=held.contract.notes,
     )
 
 
@@ -124,7 +121,7 @@ def _aliases(live: Mapping[str, Mosaic], expected: Expected) -> Iterator[tuple[s
     for tie in expected.ties:
         for wanted, there in ((tie.target, tie.source), (tie.source, tie.target)):
             for name in dict.fromkeys((*_names_like(wanted, expected), *absent)):
-                if name not in live and (other := _partner(name, wanted, there, live)) is not None:
+                if name not in live and (other := partner(name, wanted, there, live)) is not None:
                     yield name, other
 
 
@@ -132,12 +129,12 @@ def _tied(tensors: Mapping[str, Mosaic], expected: Expected) -> Iterator[tuple[s
     """Yield (name that saving leaves out, name under which the tensor is saved)."""
     for tie in expected.ties:
         for name in tensors:
-            other = _partner(name, tie.target, tie.source, tensors)
+            other = partner(name, tie.target, tie.source, tensors)
             if other is not None and other != name:
                 yield name, other
 
 
-def _partner(name: str, pattern: str, other: str, there: Mapping[str, Mosaic]) -> str | None:
+def partner(name: str, pattern: str, other: str, there: Iterable[str]) -> str | None:
     """Return the name beside a tied one, when both are of one shape."""
     match = re.match(pattern, name)
     if match is None:

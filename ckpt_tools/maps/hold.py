@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.description.quantised import weights_of
+from ckpt_tools.maps.contract import Contract, settle
 from ckpt_tools.maps.patterns import fold, matches, missing, tree
 from ckpt_tools.maps.renames import rename
 from ckpt_tools.maps.table import Expected
@@ -22,6 +23,9 @@ class Held:
     """Names of the file that the architecture does not have."""
     incomplete: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Live name → what is not there of the several tensors that it is put together from."""
+
+    contract: Contract = field(default_factory=Contract)
+    """Of all names that only one side has, those that do no harm included."""
 
     @property
     def is_whole(self) -> bool:
@@ -50,23 +54,30 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
     renamed = rename(
         set(given.values()), expected.rules, expected.base, lambda name: matches(expected.names, name, expected.counts)
     )
-    ignored = [re.compile(pattern) for pattern in expected.ignored]
-    outside = {name for name in renamed.foreign if not any(regex.search(name) for regex in ignored)}
-    may_miss = [re.compile(pattern) for pattern in expected.may_miss]
     ties = [(re.compile(tie.target), re.compile(tie.source)) for tie in expected.ties]
     absent = []
     found = (*missing(expected.names, tree(renamed.live), expected.counts), *_lost_biases(renamed.live, expected))
     for name in dict.fromkeys(found):
-        if any(regex.search(name) for regex in may_miss):
-            continue
         partners = [source for target, source in ties if target.match(name)]
         partners += [target for target, source in ties if source.match(name)]
         if not any(partner.match(live) for partner in partners for live in renamed.live):
             absent.append(name)
+    root = f"{expected.base}."
+    contract = settle(
+        absent,
+        renamed.foreign,
+        present=renamed.live,
+        may_miss=expected.may_miss,
+        ignored=expected.ignored,
+        base=expected.base,
+        is_other=any(name.startswith(root) for name in renamed.live) and not any(f".{root}" in f".{n}" for n in given),
+    )
+    outside = set(contract.unexpected)
     return Held(
-        missing=tuple(absent),
+        missing=contract.missing,
         foreign=tuple(name for name, plain in given.items() if plain in outside),
         incomplete=renamed.incomplete,
+        contract=contract,
     )
 
 

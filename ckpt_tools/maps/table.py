@@ -27,6 +27,8 @@ class Tie:
 
     target: str
     source: str
+    switch: str = "tie_word_embeddings"
+    """The config's key that says so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class Expected:
     """What saving does, in its order."""
     ignored: list[str] = field(default_factory=list)
     may_miss: list[str] = field(default_factory=list)
+    by: str = ""
+    """Whose names they are: a release of transformers."""
 
     @property
     def digest(self) -> str:
@@ -99,8 +103,8 @@ class Table:
         section = self._section(architecture)
         if section is None:
             return None
-        expected = Expected(architecture=architecture, base=section.base)
-        if not self._build(section, config, "", expected.names, expected, 0):
+        expected = Expected(architecture=architecture, base=section.base, by=self.source)
+        if not self._build(section, config, ("", ""), expected.names, expected, 0):
             return None
         wanted = [*self._rules(section, config, 0), (None, _LEGACY)]
         expected.rules = [
@@ -123,15 +127,17 @@ class Table:
         return self._parsed[architecture]
 
     def _build(
-        self, section: Section, config: Config | None, path: str, names: Node, expected: Expected, depth: int
+        self, section: Section, config: Config | None, at: tuple[str, str], names: Node, expected: Expected, depth: int
     ) -> bool:
         """Add the names of one class to `names`, what else it says to `expected`; False when a part is not known."""
+        path, keys = at  # what names and keys of the config have in front of them
         for part in section.parts:
             chosen, own = self._chosen(part, config)
             inside = Node()
             if chosen is None or depth == _MAX_DEPTH:
                 return False
-            if not self._build(chosen, own, f"{path}{part.path}.", inside, expected, depth + 1):
+            below = f"{path}{part.path}.", keys + (f"{part.config}." if part.config else "")
+            if not self._build(chosen, own, below, inside, expected, depth + 1):
                 return False
             merge(find(names, part.path), inside, optional=part.is_optional)
         for pattern in section.without:
@@ -148,7 +154,8 @@ class Table:
             value = dig(config, tie.switch)
             if tie.default if value is None else bool(value):
                 prefix = re.escape(path + tie.scope)
-                expected.ties.append(Tie(target=prefix + tie.target, source=prefix + tie.source))
+                found = Tie(target=prefix + tie.target, source=prefix + tie.source, switch=keys + tie.switch)
+                expected.ties.append(found)
         expected.ignored += section.ignored
         expected.may_miss += section.may_miss
         return True

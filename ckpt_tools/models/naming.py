@@ -13,6 +13,7 @@ from typing import Self
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.floors import installed_release
 from ckpt_tools.formats.manifest import MANIFEST_NAME, TensorMap
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.maps.convert import Converted, to_hub, to_live
@@ -280,7 +281,7 @@ def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) 
     expected = _expected(claim)
     if claim.config.get("quantization_config") is not None:
         raise UsageError("the model is quantised, and what its tensors are in memory is its quantiser's to say")
-    known = TensorMap(names="live", architecture=claim.architecture, digest=expected.digest)
+    known = TensorMap(names="live", architecture=claim.architecture, digest=expected.digest, by=expected.by)
     return known, to_live(_whole(tensors), expected, claim.config)
 
 
@@ -366,6 +367,9 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
     parts = [f"{changed} of {len(tensors)} tensors are renamed, joined or split"] if changed else []
     if found.aliases and known is not None:
         parts.append(f"tied: {first_few([f'{alias} is {name}' for alias, name in found.aliases.items()], 2)}")
+    installed = installed_release("transformers")
+    if changed and known is not None and known.by and installed and known.by != f"transformers {installed}":
+        parts.append(f"as {known.by} has them, and {installed} is installed")
     parts += found.notes
     return Named(
         checkpoint=replace(checkpoint, tensors=tensors),

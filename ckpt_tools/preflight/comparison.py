@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_tools.description.layout import Mesh
+from ckpt_tools.maps.contract import Contract
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.reads import Reads
 
@@ -59,6 +60,8 @@ class Comparison:
     found: Mapping[str, FoundTensor] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     """FQNs of the checkpoint that the model does not have."""
+    contract: Contract = field(default_factory=Contract)
+    """What loading makes of names that only one side has."""
     adapters: tuple[str, ...] = ()
     """FQNs of adapters' factors."""
     refused: tuple[str, str | None] | None = None

@@ -17,7 +17,7 @@ from ckpt_tools.description.layout import Mesh, Shard
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.table import format_of
-from ckpt_tools.fsdp2.names import match_names, shapes_of
+from ckpt_tools.fsdp2.names import match_names, settle_names, shapes_of
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import ModelConfig
@@ -176,7 +176,12 @@ def _match(
     used = {source for whole in match.found.values() for source in whole.mosaic.sources}
     entries = [entry for entry in plain.tensors if entry.fqn in used]
     reads = _reads(mesh, config.values, opened.checkpoint, entries) if mesh is not None and entries else None
-    return replace(comparison, found=found, left=tuple(original[fqn] for fqn in match.left)), reads
+    names = [name for name, tensor in comparison.tensors.items() if name in found or tensor.kind != "transient"]
+    told = {name for group in comparison.ties if not found.keys().isdisjoint(group) for name in group}
+    absent = [name for name in names if name not in found and name not in told]
+    contract = settle_names(model, opened.identity.architecture, match, absent, names)
+    left = tuple(original[fqn] for fqn in match.left)
+    return replace(comparison, found=found, left=left, contract=contract), reads
 
 
 def _without_peft(checkpoint: Checkpoint, adapters: set[str]) -> tuple[Checkpoint, dict[str, str]]:

@@ -221,7 +221,8 @@ def _check_live(comparison: Comparison, where: str, mesh: str) -> Iterator[Findi
 
 
 def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Iterator[Finding]:
-    absent = [name for name, t in comparison.tensors.items() if name not in comparison.found and t.kind != "transient"]
+    saved = (name for name, tensor in comparison.tensors.items() if tensor.kind != "transient")
+    absent = [name for name in saved if name not in comparison.found and name not in comparison.contract.computed]
     tied = {name: group for group in comparison.ties for name in group}
     told = [name for name in absent if name in tied and any(other in comparison.found for other in tied[name])]
     for name in told:
@@ -243,7 +244,7 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
     if not missing:
         return
     output = any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing)
-    if is_head and not by_dcp and not output:
+    if not by_dcp and ((is_head and not output) or set(missing) <= set(comparison.contract.anew)):
         yield Finding.warning(
             "checkpoint-missing-key",
             where,

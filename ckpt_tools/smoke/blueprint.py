@@ -36,6 +36,8 @@ _ADAPTERS: Mapping[str, Mapping[str, object]] = {
     "boft": {"peft_type": "BOFT", "boft_block_size": 4, **_RANDOM},
 }
 """Kind → PEFT's configuration."""
+SEED = 0
+"""Of weights that are drawn: all of them, or a head that the checkpoint lacks."""
 _BUDGET = 0.7
 """Part of the free memory, and of the free disk, that a run may take."""
 _STATES = 4
@@ -83,6 +85,7 @@ class Blueprint:
 
     def load(self, model: nn.Module) -> LoadReport:
         """Load the base model's checkpoint. Collective."""
+        torch.manual_seed(SEED)  # a head that it lacks starts as the reference's does
         if not self.setting.options.lora:
             return load_checkpoint(model, self.source, strict=False)
         if self.setting.options.quantize is not None:
@@ -127,7 +130,7 @@ def write_random(recipe: Recipe, directory: str) -> None:
     """Initialise the model of `recipe` on the CPU, from a fixed seed, and write it to `directory`/model.safetensors."""
     from safetensors.torch import save_file
 
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     model = recipe.build()
     shared = {name for group in tied_groups(model) for name in group[1:]}
     state = {

@@ -125,6 +125,7 @@ def load(run: Run) -> str:
     title = ""
     if run.rank == 0:
         _report_names(run, report)
+        run.note(*report.notes)
         if not report.missing and run.setting.options.source is not None:
             naming = judge_names(run.model, run.blueprint)
             title = f"; {naming.title}"

@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_map_only
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.fsdp2 import materialise_buffers, parameter_groups
-from ckpt_tools.fsdp2.load import assign, read_state
+from ckpt_tools.fsdp2 import parameter_groups
+from ckpt_tools.fsdp2.buffers import place
+from ckpt_tools.fsdp2.load import assign, complete, read_state
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe, stopped
 from ckpt_tools.models.recipe import Batch, Recipe, call, find_loss, loss_of
 from ckpt_tools.smoke import draws
-from ckpt_tools.smoke.blueprint import Blueprint
+from ckpt_tools.smoke.blueprint import SEED, Blueprint
 
 LEARNING_RATE = 1e-3
 """Of every smoke run."""
@@ -133,6 +134,7 @@ def on_device(batch: Batch, device: torch.device, dtype: torch.dtype | None) -> 
 def _load(model: nn.Module, source: str, device: torch.device) -> None:
     """Read a whole checkpoint into an unsharded model, without talking to other ranks."""
     with open_path(source, as_part=True) as opened:
-        state, _ = read_state(model, opened, strict=False, device=device)
-    assign(model, state)
-    materialise_buffers(model, device)
+        state, report = read_state(model, opened, strict=False, device=device)
+    computed, buffers, _ = complete(model, report, device=device, seed=SEED)
+    assign(model, {**state, **computed}, report.tied)
+    place(model, buffers, device)

@@ -241,15 +241,29 @@ def test_buffers_of_a_transformers_model_leave_its_parameters_alone():
     assert materialise_buffers(model, "cpu") == ()
 
 
-def test_base_model_files_load_into_a_model_with_a_head_and_say_what_is_missing(tmp_path):
+def test_head_that_the_files_of_a_base_model_lack_starts_as_from_pretrained_starts_it(tmp_path):
     full = models.build("llama", "cpu")
     full.model.save_pretrained(tmp_path)
     model = models.build("llama")
-    with pytest.raises(UnreadableError, match=r"1 missing: lm_head.weight"):
-        load_checkpoint(model, tmp_path)
-    report = load_checkpoint(model, tmp_path, strict=False)
-    assert report.missing == ("lm_head.weight",)
-    assert torch.equal(model.model.norm.weight, full.model.norm.weight)
+    torch.manual_seed(5)
+    report = load_checkpoint(model, tmp_path)
+    assert (report.missing, report.computed) == ((), ("lm_head.weight",))
+    assert "a head that the checkpoint does not have starts with new random values" in report.notes[0]
+    torch.manual_seed(5)
+    assert_equal(model, type(full).from_pretrained(tmp_path))
+
+
+def test_head_that_the_files_of_its_own_class_lack_is_missing(tmp_path):
+    full = models.build("llama", "cpu")
+    full.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state["lm_head.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    for strange in (False, True):
+        with pytest.raises(CkptError, match=r"lm_head\.weight"):
+            load_checkpoint(models.build("llama"), tmp_path)
+        if not strange:  # nor is it a head of another class when nothing says so
+            (tmp_path / "config.json").unlink()
 
 
 @pytest.fixture

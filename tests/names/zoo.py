@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from ckpt_tools.formats._json import parse_json
 from ckpt_tools.preflight.shrink import cut_depth
 
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification")
@@ -41,10 +41,21 @@ _SIZES: dict[str, object] = {
 
 def names() -> list[str]:
     """Return the classes with a head."""
-    found = [
-        name for name in sorted(dir(transformers)) if name.endswith(_HEADS) and not name.startswith(("Auto", "Rag"))
+    return [name for name in all_names() if name.endswith(_HEADS)]
+
+
+def all_names() -> list[str]:
+    """Return every model class."""
+    found = [name for name in sorted(dir(transformers)) if not name.startswith(("Auto", "Rag", "PreTrained"))]
+    kinds = {name: getattr(transformers, name, None) for name in found}
+    return [
+        name
+        for name, kind in kinds.items()
+        if isinstance(kind, type)
+        and issubclass(kind, transformers.PreTrainedModel)
+        and kind.config_class is not None
+        and not name.endswith("PreTrainedModel")
     ]
-    return [name for name in found if isinstance(getattr(transformers, name, None), type)]
 
 
 def part(at: int, slices: int, *, whole: bool, of: int) -> list[str]:
@@ -56,7 +67,8 @@ def small_config(name: str) -> dict[str, Any] | None:
     """Return the content of a config.json, None where nothing small builds."""
     kind = getattr(transformers, name)
     try:
-        plain = json.loads(kind.config_class().to_json_string(use_diff=False))
+        text = kind.config_class().to_json_string(use_diff=False)
+        plain = parse_json(text.encode(), what="the config", where=None, infinite=True)
         cut = cut_depth(plain)
     except Exception:  # every class checks its config in its own way
         return None
