@@ -30,9 +30,8 @@ _THROUGH = re.compile(
     r"|__\w+__)(?:\..*)?|eval|exec|execfile|system|popen|Popen|import_module|check_output|check_call|getoutput)"
 )
 """Names that lead through a module or an object to something else: `torch.serialization.os.system`."""
-_GETATTR = frozenset({"builtins.getattr", "__builtin__.getattr"})
-_PARTIAL = "functools.partial"
-"""Both are as dangerous as what they are given: enums and nested classes need the first below protocol 4."""
+_WRAPPERS = frozenset({"builtins.getattr", "__builtin__.getattr", "functools.partial"})
+"""What is as dangerous as what it is given: enums and nested classes need `getattr` below protocol 4."""
 _OPENERS = frozenset({"torch.storage._load_from_bytes"})
 """What loads a pickle in bytes, which is harmless where the bytes can be looked at."""
 
@@ -72,25 +71,16 @@ _ARGUMENTS: Mapping[str, Callable[[bytes], Any]] = {
 """Opcode → what reads its argument."""
 
 
-class _Opcode(NamedTuple):
-    """What `pickletools` knows of an opcode."""
+def _opcode(op: pickletools.OpcodeInfo) -> tuple[str, int, int, bool, bool, Callable[[bytes], Any] | None]:
+    """Return its name, bytes of its argument (negative as `pickletools` has it), and what it does to the stack.
 
-    name: str
-    kind: int
-    """Bytes of its argument; negative as `pickletools` has it."""
-    takes: int
-    """Values that it takes off the stack, besides those down to a mark."""
-    to_mark: bool
-    puts: bool
-    read: Callable[[bytes], Any] | None
-
-
-def _opcode(op: pickletools.OpcodeInfo) -> _Opcode:
+    That is: how many values it takes, besides those down to a mark; whether it takes those; whether it puts one there.
+    """
     to_mark, changes = pickletools.markobject in op.stack_before, op.name in _CHANGES
     takes = op.stack_before.index(pickletools.markobject) if to_mark else len(op.stack_before)
-    kind = 0 if op.arg is None else op.arg.n
+    nbytes = 0 if op.arg is None else op.arg.n
     puts = bool(op.stack_after) and not changes
-    return _Opcode(op.name, kind, takes - changes, to_mark, puts, _ARGUMENTS.get(op.name))
+    return op.name, nbytes, takes - changes, to_mark, puts, _ARGUMENTS.get(op.name)
 
 
 _OPCODES = {op.code.encode("latin-1"): _opcode(op) for op in pickletools.opcodes}
@@ -168,7 +158,7 @@ def walk(file: BinaryIO, size: int, start: int = 0) -> Walk:
     found = Walk(end=start)
     stack: list[Any] = []
     memo: dict[int, Any] = {}
-    for (name, _, takes, to_mark, puts, _), at, nbytes, content in _opcodes(file, size, found):
+    for name, takes, to_mark, puts, at, nbytes, content in _opcodes(file, size, found):
         if name in _PUTS:
             memo[len(memo) if content is None else content] = stack[-1] if stack else None
             continue
@@ -213,8 +203,8 @@ def _value(found: Walk, name: str, items: tuple[Any, ...], content: Any) -> obje
         case "INST", _:
             found.names[content] += 1
             return _call(found, _Name(content), items)
-        case "OBJ", (function, *args):
-            return _call(found, function, tuple(args))
+        case "OBJ", (function, *_):
+            return _call(found, function, items[1:])
         case (("EXT1" | "EXT2" | "EXT4"), _):
             return _Name(f"copyreg.extension_{content}")
         case "DUP", (below,):
@@ -222,19 +212,19 @@ def _value(found: Walk, name: str, items: tuple[Any, ...], content: Any) -> obje
     return _MARK if name == "MARK" else None
 
 
-def _opcodes(file: BinaryIO, size: int, found: Walk) -> Iterator[tuple[_Opcode, int, int, Any]]:
+def _opcodes(file: BinaryIO, size: int, found: Walk) -> Iterator[tuple[Any, ...]]:
     """Yield every opcode, where its argument begins and how long it is, and its text or number where that is short."""
     at = file.seek(found.end)
     while op := _OPCODES.get(file.read(1)):
-        name, kind, *_, read = op
+        name, kind, *effect, read = op
         content = b""
         at += 1
         if kind == _LINE:
             lines = 2 if name in ("GLOBAL", "INST") else 1
             content = b"".join(file.readline(_MAX_LINE_BYTES) for _ in range(lines))
+            nbytes, end = len(content) - 1, at + len(content)
             if content.count(b"\n") < lines:
                 return
-            nbytes, end = len(content) - 1, at + len(content)
         else:
             width = _WIDTHS.get(kind, 0)
             nbytes = int.from_bytes(file.read(width), "little") if width else kind
@@ -254,7 +244,7 @@ def _opcodes(file: BinaryIO, size: int, found: Walk) -> Iterator[tuple[_Opcode, 
         if name == "STOP":
             found.is_whole = True
             return
-        yield op, end - nbytes, nbytes, told
+        yield name, *effect, end - nbytes, nbytes, told
 
 
 def _call(found: Walk, function: object, args: object) -> object:
@@ -264,17 +254,13 @@ def _call(found: Walk, function: object, args: object) -> object:
     if isinstance(function, _Made):
         found.names[function] += 1
         return None
-    first, second, *_ = (*(args if isinstance(args, tuple) else ()), None, None)
-    if function in _GETATTR:
-        if type(first) is not _Name or type(second) is not str or second.startswith("_"):
+    first, second = (*(args if isinstance(args, tuple) else ()), None, None)[:2]
+    if function in _WRAPPERS:
+        is_plain = function == "functools.partial" or (type(second) is str and not second.startswith("_"))
+        if type(first) is not _Name or not is_plain:
             return None
         found.names[function] -= 1
-        return _Name(f"{first}.{second}")
-    if function == _PARTIAL:
-        if type(first) is not _Name:
-            return None
-        found.names[function] -= 1
-        return first
+        return first if function == "functools.partial" else _Name(f"{first}.{second}")
     if function == "_codecs.encode" and type(first) in (str, Span):
         found.spans[first.encode("latin-1", "replace") if isinstance(first, str) else first] = None
         return Span(0, 0)

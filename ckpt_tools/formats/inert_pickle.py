@@ -103,11 +103,6 @@ def parse_pickle(
         return Reader(data, allowed_globals, limits, persistent_ids).read()
 
 
-def _match_nothing(_position: int, _stack: list[Any], _memo: list[Any]) -> int:
-    """Leave everything to the general loop."""
-    return 0
-
-
 @dataclass(slots=True)
 class Reader:
     """One run over one pickle; what `_pickle_objects` reads in another way are methods."""
@@ -288,7 +283,7 @@ class Reader:
         limits = self.limits
         # The fast path does not look at limits, so it serves only where they allow all that it reads.
         is_wide = limits.max_string_bytes >= 255 and limits.max_int_bytes >= 8 and limits.max_depth >= 16
-        match_object = ObjectRuns(data).match if is_wide and self.has_runs else _match_nothing
+        match_object = ObjectRuns(data).match if is_wide and self.has_runs else None
         memo: list[Any] = []
         stack: list[Any] = []
         outer: list[list[Any]] = []  # the stacks below each MARK
@@ -309,7 +304,7 @@ class Reader:
                         stack.append(memo[_U32(data, i)[0]])
                         i += 4
                     elif op == 0x29:  # EMPTY_TUPLE
-                        if data[i] == 0x81 and (end := match_object(i, stack, memo)):
+                        if data[i] == 0x81 and match_object and (end := match_object(i, stack, memo)):
                             i = end
                         else:
                             stack.append(())
@@ -319,9 +314,9 @@ class Reader:
                     elif op == 0x28:  # MARK
                         outer.append(stack)
                         stack = []
-                    elif op == 0x81:  # NEWOBJ
+                    elif op in (0x81, 0x52):  # NEWOBJ, REDUCE
                         args = stack.pop()
-                        stack[-1] = self._call(stack[-1], args, "NEWOBJ")
+                        stack[-1] = self._call(stack[-1], args, "NEWOBJ" if op == 0x81 else "REDUCE")
                     elif op == 0x62:  # BUILD
                         state = stack.pop()
                         self._build(stack[-1], state)
@@ -332,9 +327,6 @@ class Reader:
                         value: Any = {} if op == 0x7D else []
                         depths[id(value)] = -1
                         stack.append(value)
-                    elif op == 0x52:  # REDUCE
-                        args = stack.pop()
-                        stack[-1] = self._call(stack[-1], args, "REDUCE")
                     elif 0x85 <= op <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
                         items = [stack.pop() for _ in range(op - 0x84)]
                         stack.append(self._tuple(tuple(items[::-1])))

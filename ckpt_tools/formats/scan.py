@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ckpt_tools.description.checkpoint import BlobEntry, Finding
 from ckpt_tools.errors import CkptError
@@ -69,10 +68,9 @@ _COMPRESSED: Mapping[bytes, Callable[[], Any]] = {
     b"\x1f\x8b": lambda: zlib.decompressobj(31),
     b"BZh": bz2.BZ2Decompressor,
     b"\xfd7zXZ": lzma.LZMADecompressor,
+    **dict.fromkeys((b"x\x01", b"x\x9c", b"x\xda"), zlib.decompressobj),  # joblib's files
 }
 """First bytes of a compressed file → what unpacks it."""
-_ZLIB = (b"x\x01", b"x\x9c", b"x\xda")
-"""First bytes of zlib's, by which joblib's files alone are told."""
 _METHODS: Mapping[int, Callable[[], Any]] = {8: lambda: zlib.decompressobj(-15), 12: bz2.BZ2Decompressor}
 """Of an entry of a zip."""
 _UNKNOWN_ARCHIVES = ((b"7z\xbc\xaf", "a 7z archive"), (b"Rar!", "a rar archive"), (b"\x28\xb5\x2f\xfd", "zstd"))
@@ -136,12 +134,13 @@ class _View(NamedTuple):
     """(offset, nbytes) → exactly these bytes."""
 
     def part(self, start: int, nbytes: int) -> _View:
-        """Return some of its bytes."""
+        """Return some of its bytes, as many as there are."""
+        nbytes = max(min(nbytes, self.size - start), 0)
         return self._replace(size=nbytes, read=lambda offset, count: self.read(start + offset, count))
 
-    def open(self) -> BinaryIO:
+    def open(self) -> io.BufferedReader:
         """Return it as a file."""
-        return io.BufferedReader(_File(self), _BUFFER_BYTES)  # type: ignore[return-value]
+        return io.BufferedReader(_File(self), _BUFFER_BYTES)
 
 
 class _File(io.RawIOBase):
@@ -160,7 +159,7 @@ class _File(io.RawIOBase):
         self._at = offset + (0, self._at, self._view.size)[whence]
         return self._at
 
-    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = max(min(len(buffer), self._most, self._view.size - self._at), 0)
         buffer[:count] = self._view.read(self._at, count)
         self._at, self._most = self._at + count, _BUFFER_BYTES
@@ -184,13 +183,12 @@ def scan_files(
     views = [_file_view(source, name, files[name]) for name in taken]
     seen: set[bytes] = set()  # most items are one of a few settings
     for blob in blobs:
-        size = files.get(blob.span.file, 0)
-        nbytes = max(min(blob.span.nbytes, size - blob.span.offset), 0)
-        view = _file_view(source, blob.span.file, size).part(blob.span.offset, nbytes)
+        view = _file_view(source, blob.span.file, files.get(blob.span.file, 0))
+        view = view.part(blob.span.offset, blob.span.nbytes)
         view = view._replace(name=f"{view.name}!{blob.fqn}")
         with suppress(CkptError):  # the scanner says so
-            if 0 < nbytes <= _MAX_SMALL_BYTES:
-                content = view.read(0, nbytes)
+            if 0 < view.size <= _MAX_SMALL_BYTES:
+                content = view.read(0, view.size)
                 if content in seen:
                     continue
                 seen.add(content)
@@ -273,8 +271,6 @@ class _Scanner:
         head = view.read(0, min(view.size, _HEAD_BYTES))
         kind = next((what for magic, what in _UNKNOWN_ARCHIVES if head.startswith(magic)), None)
         make = next((make for magic, make in _COMPRESSED.items() if head.startswith(magic)), None)
-        if make is None and head[:2] in _ZLIB and name.endswith(_PICKLES):
-            make = zlib.decompressobj
         if _is_pickle(head):
             self._pickles(view, head, depth)
         if name.endswith(_KERAS):
@@ -347,9 +343,8 @@ class _Scanner:
         start = 8 + width + length
         if start > view.size:
             self.miss(view, "a numpy array that breaks off")
-        elif re.search(
-            rb"[oO\\]", view.read(8 + width, min(length, _MAX_CONFIG_BYTES)).replace(b"fortran_order", b"")
-        ):  # any way to say "O"
+        elif re.search(rb"[oO\\]", view.read(8 + width, min(length, _MAX_CONFIG_BYTES)).replace(b"fortran_order", b"")):
+            # any way to say "O"
             inner = view.part(start, view.size - start)
             self._pickles(inner, inner.read(0, min(inner.size, 2)), depth)
 
@@ -376,7 +371,7 @@ class _Scanner:
             with tarfile.open(fileobj=view.open(), mode="r:") as archive:
                 for member in archive:
                     if member.isreg():
-                        inner = view.part(member.offset_data, max(min(member.size, view.size - member.offset_data), 0))
+                        inner = view.part(member.offset_data, member.size)
                         self.look(inner._replace(name=f"{view.name}!{member.name}"), depth + 1)
         except (tarfile.TarError, ValueError, EOFError) as error:
             self.miss(view, f"a tar that cannot be read: {error}")
@@ -397,7 +392,7 @@ class _Scanner:
             if (root in roots and number.isdecimal()) or (is_script and "/code/" in name) or header[:4] != b"PK\3\4":
                 continue  # a storage; TorchScript's own code; where no reader finds anything
             start = place + 30 + sum(struct.unpack_from("<HH", header, 26))
-            inner = view.part(start, max(min(nbytes, view.size - start), 0))._replace(name=f"{view.name}!{name}")
+            inner = view.part(start, nbytes)._replace(name=f"{view.name}!{name}")
             if method in _METHODS:
                 self.look(_view_of(inner.name, self._unpack(inner, _METHODS[method])), depth + 1)
             elif method:
@@ -535,6 +530,7 @@ def with_executables(opened: Opened) -> tuple[Opened, tuple[Finding, ...]]:
         with open_source(os.path.dirname(source.root.rstrip("/"))) as root:
             scans.append(scan_files(root, {asset.file: asset.nbytes for asset in opened.step.beside}))
     found = sorted((each for scan in scans for each in scan.executables), key=lambda each: VERDICTS.index(each.verdict))
-    told = (f"{each.verdict}: {each.file}: {describe_executable(each)}" for each in found if each.verdict != "torch")
-    identity = replace(opened.identity, executables=tuple(islice(told, _MAX_TOLD)))
+    told = [f"{each.verdict}: {each.file}: {describe_executable(each)}" for each in found if each.verdict != "torch"]
+    told += [f"not read: {each.file}: {each.why}" for scan in scans for each in scan.not_read if each.could_run]
+    identity = replace(opened.identity, executables=tuple(told[:_MAX_TOLD]))
     return replace(opened, identity=identity), tuple(find_dangerous(found))
