@@ -303,6 +303,12 @@ class Reader:
                     elif op == 0x6A:  # LONG_BINGET
                         stack.append(memo[_U32(data, i)[0]])
                         i += 4
+                    elif op == 0x71:  # BINPUT
+                        self._put(data[i], memo, stack[-1])
+                        i += 1
+                    elif op == 0x72:  # LONG_BINPUT
+                        self._put(_U32(data, i)[0], memo, stack[-1])
+                        i += 4
                     elif op == 0x29:  # EMPTY_TUPLE
                         if data[i] == 0x81 and match_object and (end := match_object(i, stack, memo)):
                             i = end
@@ -341,12 +347,6 @@ class Reader:
                         i += width + length
                     elif op in _CONSTANTS:
                         stack.append(_CONSTANTS[op])
-                    elif op == 0x71:  # BINPUT
-                        self._put(data[i], memo, stack[-1])
-                        i += 1
-                    elif op == 0x72:  # LONG_BINPUT
-                        self._put(_U32(data, i)[0], memo, stack[-1])
-                        i += 4
                     elif op == 0x74:  # TUPLE
                         items, stack = stack, outer.pop()
                         stack.append(self._tuple(tuple(items)))

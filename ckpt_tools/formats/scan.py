@@ -453,7 +453,7 @@ def _zip_entries(view: _View) -> Iterator[tuple[str, int, int, int]]:
             name = directory[position + 46 : extra_at].decode("utf-8", "replace")
             extra = directory[extra_at : extra_at + extra_n]
             if extra[:2] == b"\1\0":
-                wide = iter(struct.unpack_from(f"<{(len(extra) - 4) // 8}Q", extra.ljust(4), 4))
+                wide = iter(struct.unpack_from(f"<{max(len(extra) - 4, 0) // 8}Q", extra.ljust(4), 4))
                 _, nbytes, place = (next(wide, n) if n == 0xFFFFFFFF else n for n in (full, nbytes, place))
             position = extra_at + extra_n + comment_n
             for shift in dict.fromkeys((max(end - total - offset, 0), 0)):

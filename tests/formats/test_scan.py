@@ -205,6 +205,7 @@ CARRIERS = {
     "names that are no text": ("x.pkl", b"\x80\4K\1K\2\x93)R."),
     "names that a call makes": ("x.pkl", b"\x80\4cmine\nname\n)R\x8c\4exec\x93)R."),
     "names with escapes": ("x.pkl", b"V\\u006fs\nS'sys\\x74em'\n\x93)R."),
+    "a memo index that ends early": ("x.pkl", b"Vtorch\np0\n0Vshutil\np0\0\n0Vrmtree\np1\n0g0\ng1\n\x93(tR."),
     "memo of nothing": ("x.pkl", b"\x80\4h\x09\x8c\6system\x93)R."),
 }
 
