@@ -13,11 +13,11 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.scan import DANGERS
+from ckpt_tools.formats.scan import DANGER
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.storage.sink import Sink
 
-OF_SOURCE = ("part-of-a-model", "hollow", "damaged-asset", *DANGERS)
+OF_SOURCE = ("part-of-a-model", "hollow", "damaged-asset", DANGER)
 """Codes of findings about what was written that its source has as well, and that was said of it."""
 
 

@@ -15,7 +15,7 @@ from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
 from ckpt_tools.formats.hf_sharded import SHARDED_FILE
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path, read_file
-from ckpt_tools.formats.scan import DANGERS
+from ckpt_tools.formats.scan import DANGER
 from ckpt_tools.formats.step import may_be_repository
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import CONFIG_NAME
@@ -190,7 +190,7 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int,
     if missing:
         return 0
     result = verify(opened, level="values", num_workers=num_workers, purpose="weights")
-    if errors := [finding for finding in result.errors if finding.code not in (*VALUE_CODES, *DANGERS)]:
+    if errors := [finding for finding in result.errors if finding.code not in (*VALUE_CODES, DANGER)]:
         raise _not_whole(errors, root)
     notes += [f"{each.code}: {each.where}: {each.what}" for each in result.findings if each.code in VALUE_CODES]
     notes.append(opened.identity.title)
