@@ -21,14 +21,8 @@ TESTED_TORCH = ("2.10", "2.15")
 def refuse_older(library: str, what: str, oldest: tuple[int, ...] | None = None) -> None:
     """Refuse a release that is too old, before it fails in a way that would be blamed on the user's model.
 
-    Args:
-        library: As the package index names it. One that is not installed, or whose release cannot be read, passes:
-            its import has an error of its own.
-        what: What needs it.
-        oldest: The release that `what` needs; that of `FLOORS` by default.
-
-    Raises:
-        UsageError: The installed release is older.
+    A library that is not installed, or whose release cannot be read, passes: its import has an error of its own.
+    `oldest` is the release of `FLOORS` by default.
     """
     oldest = oldest or FLOORS[library]
     installed = installed_release(library)

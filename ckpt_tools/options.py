@@ -104,11 +104,7 @@ class Parameter:
         return f"{self.stated.help} ({shown})" if shown and "|" in shown else self.stated.help
 
     def check(self, value: object) -> None:
-        """Refuse a word that it does not take.
-
-        Raises:
-            UsageError: An unknown word.
-        """
+        """Refuse a word that it does not take."""
         if self.words and isinstance(value, str) and value not in self.words:
             raise UsageError(f"{self.flag} must be one of {', '.join(self.words)}, got {value!r}")
 
@@ -209,7 +205,9 @@ WorldSize = Annotated[int | None, Option("Number of ranks, to infer -1 in --mesh
 Dequantize = Annotated[
     bool, Option("Decode quantised weights, as --dtype says or config.json; without it their bytes stay as they are.")
 ]
-DTypeName = Annotated[str, Option("Cast floating-point tensors.", metavar="keep|bf16|f16|f32")]
+DTypeName = Annotated[
+    str, Option("Cast the model's floating-point tensors, but no quantised ones.", metavar="keep|bf16|f16|f32")
+]
 DTypeFor = Annotated[
     Sequence[str],
     Option(
@@ -274,6 +272,9 @@ class MeshOptions:
     tp_plan: Annotated[
         str | None,
         Option("Cut along tp as transformers cuts the architecture that config.json names.", metavar="auto"),
+    ] = None
+    assets: Annotated[
+        AnyPath | None, Option("Directory with the config.json for --tp-plan, where SRC has none.", metavar="DIR")
     ] = None
     tp_uneven: Annotated[
         Literal["refuse", "replicate"],

@@ -19,11 +19,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_size(text: str) -> int:
-    """Return the number of bytes that `text` stands for ("5GB", "512 MiB", "1000").
-
-    Raises:
-        UsageError: The text is not a positive size.
-    """
+    """Return the number of bytes that `text` stands for ("5GB", "512 MiB", "1000")."""
     match = _SIZE.fullmatch(text)
     scale = (_DECIMAL | _BINARY).get(match[2].upper()) if match else None
     if match is None or scale is None or (num_bytes := int(float(match[1]) * scale)) <= 0:
@@ -32,11 +28,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_count(text: str) -> int:
-    """Return the number of parameters that `text` stands for ("7B", "6738415616").
-
-    Raises:
-        UsageError: The text is not a number.
-    """
+    """Return the number of parameters that `text` stands for ("7B", "6738415616")."""
     match = _COUNT.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text!r} is not a number of parameters", hint="write for example 7B or 6738415616")

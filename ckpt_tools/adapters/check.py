@@ -65,7 +65,6 @@ class LoraCheck:
     alphas: Mapping[float, int] = field(default_factory=dict)
     """Alpha → modules."""
     num_modules: int = 0
-    """Adapted modules."""
     targets: tuple[str, ...] = ()
     """Their paths, numbers as *."""
     convention: str | None = None

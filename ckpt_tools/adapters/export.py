@@ -75,7 +75,6 @@ class Export:
     """What an export did, or would do."""
 
     conversion: Conversion
-    """Files, bytes, seconds."""
     config: Mapping[str, Sourced[object]]
     """The configuration, every value with its source; what is known of it for targets that have none."""
     findings: tuple[Finding, ...]
@@ -99,7 +98,6 @@ class _Run:
 
     options: ExportOptions
     architecture: ModelFamily | None
-    """The model family that the user names."""
     read: OpenedAdapter
     reader: TensorReader
     model: BaseModel | None

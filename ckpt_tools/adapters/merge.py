@@ -63,19 +63,9 @@ class AdapterRefusedError(CkptError):
 def merging_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num_workers: int) -> Iterator[Job]:
     """Yield the job that writes a base with adapters merged into it.
 
-    A base of safetensors files gives safetensors files, under the base's file names unless `dtype` or
-    `max_shard_size` ask for others. A DCP checkpoint gives one with the same chunks on the same ranks; optimizer
-    state, which belongs to other weights, is left out.
-
-    Args:
-        options: As the user gave them.
-        adapters: By their paths, in their order.
-        num_workers: Threads that will run it.
-
-    Raises:
-        UsageError: A module that does not fit the base, an alpha that is not known, a scale that is not defined; the
-            adapter's source has other frozen weights than the base; or adapters that have no sum.
-        AdapterRefusedError: An adapter is broken.
+    A base of safetensors files gives safetensors files, under the base's file names unless `dtype` or `max_shard_size`
+    ask for others. A DCP checkpoint gives one with the same chunks on the same ranks; optimizer state, which belongs to
+    other weights, is left out. Raise AdapterRefusedError for a broken adapter.
     """
     combining = Combining.of(options)
     with ExitStack() as stack:

@@ -30,11 +30,7 @@ _ENCODERS = {"te": (1,), "te1": (1,), "te2": (2,), "te3": (3, 2)}
 
 @contextmanager
 def pipeline_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num_workers: int) -> Iterator[Job]:
-    """Yield the job that writes a pipeline with adapters merged into its components; the rest as for `merging_job`.
-
-    Raises:
-        UsageError: A component that the pipeline does not have.
-    """
+    """Yield the job that writes a pipeline with adapters merged into its components; otherwise as `merging_job`."""
     path, destination = os.fspath(options.base), os.fspath(options.destination)
     trained = os.path.basename(component_of(path)[0])
     with ExitStack() as stack:

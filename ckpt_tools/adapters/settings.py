@@ -35,11 +35,7 @@ Settings = Mapping[str, Sourced[object]]
 
 
 def add_settings(adapter: Adapter[TensorEntry], sidecars: Sidecars, read_scalar: ReadScalar) -> Adapter[TensorEntry]:
-    """Add what sidecars, headers and scalar tensors say; what nothing says stays None.
-
-    Raises:
-        UnreadableError: A setting of an impossible type.
-    """
+    """Add what sidecars, headers and scalar tensors say; what nothing says stays None."""
     components = {module.path.partition(".")[0] for module in adapter.modules} & sidecars.components.keys()
     settings: Settings = sidecars.peft
     if len(components) == 1 and not settings:
@@ -204,11 +200,7 @@ def _alpha_beside(
 
 
 def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
-    """Return the adapter with an alpha in every module that needs one: the user's, else the one that was found.
-
-    Raises:
-        UsageError: An alpha is needed and nothing says it, or none is needed.
-    """
+    """Return the adapter with an alpha in every module that needs one: the user's, else the one that was found."""
     scaled = [module for module in adapter.modules if family_of(module).is_scaled]
     if alpha is not None and not scaled:
         raise UsageError("--alpha needs a LoRA, a LoHa or a LoKr, and this adapter has none", hint="leave it out")

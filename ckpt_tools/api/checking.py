@@ -16,7 +16,6 @@ from ckpt_tools.checks.step import Pair, join, pair_parts, verify_step
 from ckpt_tools.checks.trainer import Purpose
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import OpenedStep, open_like, open_repository, open_step
@@ -94,57 +93,43 @@ def verify(options: VerifyOptions) -> Verification:
         step = open_step(os.fspath(options.source)) if is_step else None
         if step is not None and share is not None:
             raise UsageError("--part takes a checkpoint, not a step", hint="name the directory of its model")
-        if step is not None:
-            return _verify_step(stack.enter_context(step), options)
-        source, given = os.fspath(options.source), options.shapes_from
-        component = options.component
-        opened = stack.enter_context(
-            open_path(source, format=options.format, shapes_from=given, as_part=True, component=component)
-        )
-        reference = None if against is None else stack.enter_context(open_like(os.fspath(against), component))
-        total = opened.checkpoint.total_bytes if level != "structure" else 0
-        if reference is not None:
-            total += opened.checkpoint.total_bytes + reference.checkpoint.total_bytes
-        receiver = progress(total) if progress is not None and total else None
-        result = verifying.verify(
-            opened, level=level, num_workers=workers, progress=receiver, share=share, purpose=options.purpose
-        )
-        if reference is None or not result.ok:
-            return result
-        difference = diffing.diff(
-            opened, reference, names=options.names, num_workers=workers, progress=receiver, share=share
-        )
-        findings = _findings_of(difference, os.fspath(against or ""))
-        result = replace(result, identities=(opened.identity, reference.identity))
-        return verifying.with_findings(result, findings, not_compared=difference.notes)
-
-
-def _verify_step(step: OpenedStep, options: VerifyOptions) -> Verification:
-    """Check every part of a step, and hold those that the reference has as well against it."""
-    workers = options.num_workers or default_num_workers(options.source, options.against)
-    with ExitStack() as stack:
         pairs: tuple[Pair, ...] = ()
-        if options.against is not None:
-            against = os.fspath(options.against)
-            other = open_step(against)
-            reference = open_path(against, as_part=True) if other is None else other
-            stack.callback(reference.__exit__)
-            pairs = pair_parts(step, reference)
-        total = step.total_bytes if options.level != "structure" else 0
+        if step is not None:
+            stack.enter_context(step)
+            total = step.total_bytes
+            if against is not None:
+                other = open_step(os.fspath(against)) or open_path(os.fspath(against), as_part=True)
+                stack.callback(other.__exit__)
+                pairs = pair_parts(step, other)
+        else:
+            source, given, component = os.fspath(options.source), options.shapes_from, options.component
+            opened = open_path(source, format=options.format, shapes_from=given, as_part=True, component=component)
+            total = stack.enter_context(opened).checkpoint.total_bytes
+            if against is not None:
+                pairs = (Pair("", opened, stack.enter_context(open_like(os.fspath(against), component))),)
+        total = total if level != "structure" else 0
         total += sum(side.checkpoint.total_bytes for pair in pairs for side in (pair.ours, pair.theirs))
-        progress = options.progress(total) if options.progress is not None and total else None
-        result = verify_step(step, level=options.level, num_workers=workers, progress=progress, purpose=options.purpose)
-        if options.against is None or not result.ok:
+        receiver = progress(total) if progress is not None and total else None
+        purpose = options.purpose
+        result = (
+            verifying.verify(opened, level=level, num_workers=workers, progress=receiver, share=share, purpose=purpose)
+            if step is None
+            else verify_step(step, level=level, num_workers=workers, progress=receiver, purpose=purpose)
+        )
+        if not pairs or not result.ok:
             return result
         findings: list[Finding] = []
         left_out: list[str] = []
         for pair in pairs:
             difference = diffing.diff(
-                pair.ours, pair.theirs, names=options.names, num_workers=workers, progress=progress
+                pair.ours, pair.theirs, names=options.names, num_workers=workers, progress=receiver, share=share
             )
             left_out += difference.notes
-            findings += _findings_of(difference, f"{os.fspath(options.against)} ({pair.name})")
-        return verifying.with_findings(result, findings, parts=[pair.name for pair in pairs], not_compared=left_out)
+            findings += _findings_of(difference, os.fspath(against or "") + (f" ({pair.name})" if pair.name else ""))
+        if step is None:
+            result = replace(result, identities=(pairs[0].ours.identity, pairs[0].theirs.identity))
+        parts = [pair.name for pair in pairs] if step is not None and len(pairs) < len(step.parts) else None
+        return verifying.with_findings(result, findings, parts=parts, not_compared=left_out)
 
 
 def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
@@ -207,23 +192,16 @@ def diff(options: DiffOptions) -> Difference:
 def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
     """Compare two models."""
     progress = options.progress
-    left, right = (
-        replace(
-            side,
-            checkpoint=select(
-                side.checkpoint, include=options.include, exclude=options.exclude, beside=beside.checkpoint
-            ),
-        )
-        for side, beside in ((one, other), (other, one))
-    )
-    total = left.checkpoint.total_bytes + right.checkpoint.total_bytes
+    total = one.checkpoint.total_bytes + other.checkpoint.total_bytes
     return diffing.diff(
-        left,
-        right,
+        one,
+        other,
         keys_only=options.keys_only,
         atol=options.atol,
         rtol=options.rtol,
         names=options.names,
+        include=options.include,
+        exclude=options.exclude,
         num_workers=options.num_workers or default_num_workers(options.a, options.b),
         progress=progress(total) if progress is not None and not options.keys_only else None,
         share=None if options.part is None else parse_part(options.part),

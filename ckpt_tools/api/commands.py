@@ -34,11 +34,9 @@ def build_command(options: Hashable) -> str:
 
 
 def parse_command(text: str, stated: Mapping[str, Sequence[Parameter]]) -> tuple[str, Mapping[str, Any]] | None:
-    """Return the verb and its options; None where the text is none of a command.
+    """Return the verb and its options; None where the text is no command.
 
-    Args:
-        text: What `build_command` returned, or anything.
-        stated: Verb → the options that it takes.
+    `stated` has for every verb the options that it takes.
     """
     try:
         verb, given = json.loads(text)

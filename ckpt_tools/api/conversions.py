@@ -179,7 +179,7 @@ def reshard(options: ReshardOptions) -> Conversion:
                 if options.serialization == "safetensors":
                     what = f"{step.step.title} is resumed from --serialization torch, not safetensors"
                     raise UsageError(what, hint="--for plain writes the model alone")
-                return _run(step_job(step, options, naming), options)
+                return _run(step_job(step, options), options)
         opened = stack.enter_context(_open(options))
         if options.trainer == "verl" and is_of_verl(opened):
             return _run(ranks_job(opened, options, stack), options)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 from ckpt_tools.checks.stats import Stats, stats as measure
 from ckpt_tools.checks.step import join, pair_parts
-from ckpt_tools.description.transform import select
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.conversions.job import is_told
+from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import open_like, open_repository
 from ckpt_tools.formats.steps import note_reading
@@ -30,7 +30,7 @@ from ckpt_tools.options import (
     default_num_workers,
     takes,
 )
-from ckpt_tools.quantised.decoded import dequantised, settings_beside
+from ckpt_tools.quantised.decoded import dequantised
 from ckpt_tools.text import escape_name
 
 
@@ -77,7 +77,7 @@ def stats(options: StatsOptions) -> Stats:
             stack.enter_context(step)
             other = None if against is None else open_repository(against) or open_like(against, None)
             if other is None:
-                found = {part.directory: _measure([opened], options) for part, opened in step.parts}
+                found = {part.name: _measure([opened], options) for part, opened in step.parts}
                 return join(found, identities=(step.identity,))
             stack.callback(other.__exit__)
             found = {pair.name: _measure([pair.ours, pair.theirs], options) for pair in pair_parts(step, other)}
@@ -94,32 +94,22 @@ def _measure(sides: list[Opened], options: StatsOptions) -> Stats:
     notes = [note_reading(side.step) for side in sides if side.step is not None]
     identities = tuple(side.identity for side in sides)
     if options.dequantize:
-        is_quantised = [True, *map(_is_quantised, sides[1:])]
+        is_quantised = [True, *(is_told(side, side.own_assets) for side in sides[1:])]
         sides = [dequantised(s, "f32") if found else s for s, found in zip(sides, is_quantised, strict=True)]
-    chosen = [
-        select(side.checkpoint, include=options.include, exclude=options.exclude, beside=sides[-i - 1].checkpoint)
-        for i, side in enumerate(sides)
-    ]
-    one, *others = (replace(side, checkpoint=only) for side, only in zip(sides, chosen, strict=True))
+    one, *others = sides
     total = one.checkpoint.total_bytes
     result = measure(
         one,
         *others,
         names=options.names,
+        include=options.include,
+        exclude=options.exclude,
         frozen=options.frozen,
         rank=options.rank,
         num_workers=options.num_workers or default_num_workers(options.source, options.against),
         progress=options.progress(total) if options.progress is not None and total else None,
     )
     missed = result.not_checked
-    if not options.dequantize and _is_quantised(one):
+    if not options.dequantize and is_told(one, one.own_assets):
         missed = ("what quantised weights stand for: the figures are those of their codes (--dequantize)", *missed)
     return replace(result, identities=identities, not_checked=missed, notes=(*map(escape_name, notes), *result.notes))
-
-
-def _is_quantised(opened: Opened) -> bool:
-    """Does a config beside the weights say so? One that cannot be read says nothing."""
-    try:
-        return settings_beside(opened.asset_source or opened.source) is not None
-    except UnreadableError:
-        return False

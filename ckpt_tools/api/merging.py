@@ -66,11 +66,7 @@ def _read(path: str, options: MergeOptions) -> AbstractContextManager[OpenedAdap
 
 
 def _weights(options: MergeOptions, paths: Sequence[str]) -> list[float]:
-    """Return what multiplies each adapter's change.
-
-    Raises:
-        UsageError: Not a number for each of them, or an adapter that is given twice.
-    """
+    """Return what multiplies each adapter's change."""
     if not paths:
         raise UsageError("no adapter is given", hint="ckpt merge-lora BASE ADAPTER DST")
     places = list(map(os.path.realpath, paths))

@@ -49,22 +49,11 @@ def convert_on_ray(
     num_parts: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Conversion:
-    """Run all parts of a conversion as tasks, and wait for them.
+    """Run all parts of a conversion (`shard`, `gather` or `reshard`) as tasks, and wait for them.
 
-    Args:
-        function: `shard`, `gather` or `reshard`.
-        given: Its options, without `part` and `progress`.
-        on: "ray" for the cluster that RAY_ADDRESS names or this machine belongs to, or ray://HOST:PORT.
-        num_parts: Into how many parts; by default one for every two CPUs of the cluster.
-        say: Told how many parts are done.
-
-    Returns:
-        What the part that published returned, with the bytes that all have read.
-
-    Raises:
-        UsageError: Ray is missing, or there is no such cluster.
-        StorageError: A part was lost too often.
-        CkptError: What a part has raised.
+    `on` is "ray" for the cluster that RAY_ADDRESS names or this machine belongs to, or ray://HOST:PORT. By default
+    there is one part for every two CPUs of the cluster. Return what the part that published returned, with the bytes
+    that all have read.
     """
     ray = _find_ray()
     if on != "ray" and not on.startswith("ray://"):

@@ -11,7 +11,6 @@ from ckpt_tools.formats.share_record import MAX_PARTS
 from ckpt_tools.moving.split import Part
 
 PartsFrom = Literal["auto", "none", "torchrun", "slurm", "k8s", "mpi"]
-"""Values of `--parts`."""
 
 _STARTERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "torchrun": (("RANK", "WORLD_SIZE"),),
@@ -26,11 +25,7 @@ _FIRST = {"SLURM_ARRAY_TASK_ID": "SLURM_ARRAY_TASK_MIN"}
 
 
 def parse_part(text: str) -> Part:
-    """Parse "3/16".
-
-    Raises:
-        UsageError: Anything else, or an index that the count does not have.
-    """
+    """Parse "3/16": an index from 0 on, and how many parts there are."""
     index, slash, count = text.partition("/")
     if not (slash and _is_number(index) and _is_number(count)) or not int(index) < int(count) <= MAX_PARTS:
         raise UsageError(
@@ -44,9 +39,6 @@ def find_part(environ: Mapping[str, str], parts: PartsFrom) -> Part | None:
 
     `auto` asks torchrun alone, and only where it has started this very process: a command that a rank starts inherits
     its variables, as one in an interactive shell has those of a scheduler, and nobody starts the other parts.
-
-    Raises:
-        UsageError: They are not set, or are not an index and a count.
     """
     if parts == "none" or (parts == "auto" and not (_OF_TORCHRUN in environ and _is_started_by_torchrun())):
         return None

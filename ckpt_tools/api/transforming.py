@@ -12,7 +12,7 @@ from typing import Annotated
 from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.conversions.average import averaging_job, steps_of
 from ckpt_tools.conversions.check_names import check_names
-from ckpt_tools.conversions.job import Conversion, Job, choose
+from ckpt_tools.conversions.job import Conversion, Job, check_whole, choose
 from ckpt_tools.conversions.layers import first_layers
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_own import own_job, renamed
@@ -167,6 +167,7 @@ def extract(options: ExtractOptions) -> Conversion:
             chosen, assets, note = first_layers(opened, options.layers)
             notes = [note]
         chosen = select(chosen, include=options.include, exclude=options.exclude)
+        check_whole(opened, opened.own_assets, chosen.tensors, {})
         part = replace(opened, checkpoint=chosen, origin=None)
         job = _own(part, options.destination, options, only_model=options.layers is not None)
         choose(job, include=options.include, exclude=options.exclude, as_part=options.as_part)

@@ -18,12 +18,7 @@ from ckpt_tools.storage.source import LocalSource
 
 
 def accept(directory: str, files: Sequence[str]) -> None:
-    """Record these files of a directory as they are now, with the date and both digests.
-
-    Raises:
-        UsageError: There is no manifest here, or a file is not one beside the weights.
-        UnreadableError: There is no such file.
-    """
+    """Record these files, which lie beside the weights, as they are now, with the date and both digests."""
     path = os.path.join(directory, MANIFEST_NAME)
     if not os.path.isfile(path):
         hint = "leave --accept out: where nothing is recorded, no file counts as changed"

@@ -56,10 +56,7 @@ def gathered(
 def strangers(figures: Mapping[str, float], groups: Mapping[str, T], fewest_bits: float) -> Iterator[tuple[str, float]]:
     """Yield the tensors whose figure is far from that of the others in their group, with the others' median.
 
-    Args:
-        figures: FQN → a figure; those that are not positive are passed over.
-        groups: FQN → what it shares with those that are like it.
-        fewest_bits: Powers of two from the median within which nothing is strange.
+    Figures that are not positive are skipped. Within `fewest_bits` powers of two of the median nothing is strange.
     """
     members: dict[T, dict[str, float]] = {}
     for fqn, figure in figures.items():

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import isfinite
 
-from ckpt_tools.checks.updates import Updating
+from ckpt_tools.checks.updates import Update, Updating
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.globs import choose_names
 from ckpt_tools.description.identity import Identity
+from ckpt_tools.description.quantised import find_units
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.opening import Opened
@@ -30,7 +33,7 @@ class Change:
     fqn: str
     what: str
     relative: float | None = None
-    """|A - B| / |B| (2-norms), of floating-point values; None where shapes or dtypes differ, or B is zero."""
+    """|B - A| / |A| (2-norms), of floating-point values; None where shapes or dtypes differ, or A is zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,8 @@ def diff(
     atol: float | None = None,
     rtol: float | None = None,
     names: str = "auto",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     num_workers: int,
     progress: Progress | None = None,
     share: Part | None = None,
@@ -72,26 +77,12 @@ def diff(
     """Compare two open checkpoints.
 
     Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance, floating-point
-    tensors may differ by `atol + rtol * |b|`.
-
-    Args:
-        a: One checkpoint.
-        b: The other.
-        keys_only: Compare names, shapes and dtypes only; reads no tensor.
-        atol: Absolute tolerance; None with `rtol` None means bitwise.
-        rtol: Relative tolerance.
-        names: Library whose names one of them may have; "auto" finds it.
-        num_workers: Threads that read.
-        progress: Called with bytes done, of both sides.
-        share: Whose tensors' bytes are compared, where several processes compare two checkpoints.
-
-    Raises:
-        UnreadableError: One of them is incomplete or damaged.
-        UsageError: The names are not those of `names`, or of several libraries that mean different tensors by them.
+    tensors may differ by `atol + rtol * |a|`.
     """
-    our_side, their_side = match_names(a, b, names)
+    our_side, their_side = match_names(a, b, names, include, exclude)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
+    parts = {f: w for side in (ours, theirs) for f, w in find_units(replace(e, fqn=n) for n, e in side.items()).items()}
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
     left_out: tuple[str, ...] = ()
@@ -112,17 +103,27 @@ def diff(
             if digests[0][fqn] == digests[1][fqn]:
                 continue
             sides = (left[fqn], a.source, right[fqn], b.source)
-            if is_tolerant and left[fqn].dtype.is_float:
+            is_number = left[fqn].dtype.is_float and fqn not in parts
+            if is_tolerant and is_number:
                 difference = _compare_numbers(*sides, atol or 0.0, rtol or 0.0)
             else:
                 difference = _compare_bytes(*sides)
             if difference is not None:
-                relative = _relative(left[fqn], a.source, right[fqn], b) if left[fqn].dtype.is_float else None
-                changed[fqn] = Change(fqn=fqn, what=difference, relative=relative)
+                update = _update(left[fqn], a, right[fqn], b) if is_number else Update(num_elems=left[fqn].num_elems)
+                if odd := [
+                    side for side, sum_ in zip("AB", (update.theirs, update.ours), strict=True) if not isfinite(sum_)
+                ]:
+                    difference += f"; {' and '.join(odd)} with NaN, Inf or numbers too large to square"
+                changed[fqn] = Change(fqn=fqn, what=difference, relative=update.relative)
+    rows: dict[str, Change] = {}
+    for change in (changed[fqn] for fqn in ours if fqn in changed):
+        weight = parts.get(change.fqn)
+        what = f"quantised, and its {change.fqn!r} differs: {change.what}"
+        rows.setdefault(weight or change.fqn, replace(change, fqn=weight, what=what) if weight else change)
     return Difference(
         only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
-        changed=tuple(changed[fqn] for fqn in ours if fqn in changed),
+        changed=tuple(rows.values()),
         num_equal=len(shared) - len(changed),
         notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out))),
     )
@@ -140,12 +141,23 @@ class Side:
     """What has no place among them, for people."""
 
 
-def match_names(a: Opened, b: Opened, names: str) -> tuple[Side, Side]:
+def match_names(
+    a: Opened, b: Opened, names: str, include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> tuple[Side, Side]:
     """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model.
 
-    Raises:
-        UsageError: `names` is a library, and neither has its names; or libraries mean different tensors by the names.
+    The globs choose pairs, by the common name or by that of either side.
     """
+    sides = _match(a, b, names)
+    if not include and not exclude:
+        return sides
+    shown = {fqn: (fqn, *(s.entries[fqn].fqn for s in sides if fqn in s.entries)) for s in sides for fqn in s.entries}
+    kept = choose_names(shown, include, exclude)
+    one, other = (replace(s, entries={fqn: e for fqn, e in s.entries.items() if fqn in kept}) for s in sides)
+    return one, other
+
+
+def _match(a: Opened, b: Opened, names: str) -> tuple[Side, Side]:
     ours, theirs = (_by_names(opened.checkpoint) for opened in (a, b))
     best = _closest(ours, theirs)
     if best[0].entries.keys() == best[1].entries.keys():
@@ -222,30 +234,31 @@ def _compare_bytes(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source) -> st
     return f"values differ in {count} of {x.num_elems} elements, first at {first}"
 
 
-def _relative(x: TensorEntry, xs: Source, y: TensorEntry, other: Opened) -> float | None:
-    """Return how large the change is beside the tensor, in float64; None where that is no number."""
+def _update(x: TensorEntry, one: Opened, y: TensorEntry, other: Opened) -> Update:
+    """Return what lies between `x` and `y`, in float64; nothing where they hold no numbers."""
     if not measures(x.dtype):
-        return None
-    updating = Updating(x, Beside(y, other, Reading()))
-    for block, content in read_blocks(x, xs):
+        return Update(num_elems=x.num_elems)
+    updating = Updating(y, Beside(x, one, Reading()))
+    for block, content in read_blocks(y, other.source):
         updating.see(block, content)
     updating.finish()
-    return updating.update.relative
+    return updating.update
 
 
 def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, atol: float, rtol: float) -> str | None:
     """Compare within a tolerance, in float64; NaNs equal NaNs."""
-    import torch
+    import numpy as np
 
-    dtype = getattr(torch, str(x.dtype.torch_name))
+    from ckpt_tools.moving.arrays import array_of
+
     worst, count = 0.0, 0
     for (_, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):
-        one, other = (torch.frombuffer(bytearray(side), dtype=dtype).double() for side in (left, right))
-        close = torch.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
-        if not bool(close.all()):
-            count += int((~close).sum())
-            gap = (one - other).abs()[~close]
-            worst = max(worst, float(gap.nan_to_num(nan=float("inf")).max()))
+        one, other = (array_of(side, x.dtype, (-1,)).astype(np.float64) for side in (left, right))
+        far = ~np.isclose(other, one, rtol=rtol, atol=atol, equal_nan=True)
+        if far.any():
+            count += int(far.sum())
+            with np.errstate(invalid="ignore"):
+                worst = max(worst, float(np.nan_to_num(np.abs(one - other)[far], nan=np.inf, posinf=np.inf).max()))
     if not count:
         return None
     return f"values differ by up to {worst:g} in {count} of {x.num_elems} elements"

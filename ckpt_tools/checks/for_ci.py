@@ -38,12 +38,7 @@ def build_sarif(
 ) -> dict[str, object]:
     """Return findings as a SARIF log of one run.
 
-    Args:
-        command: What found them.
-        located: The findings.
-        notices: (text, level) of what else is to be said.
-        was_read: Could the command look at what it was given?
-        describe: Code of a finding → title and reason, where there are any.
+    `notices` are (text, level); `describe` returns the title and the reason of a finding's code.
     """
     codes = list(dict.fromkeys(each.finding.code for each in located))
     rules = []

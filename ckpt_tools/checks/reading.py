@@ -34,13 +34,8 @@ def account(
 ) -> tuple[tuple[Extent, ...], tuple[Extent, ...]]:
     """Return what was read beside the headers of data files, and what was not.
 
-    Args:
-        opened: The checkpoint.
-        readable: Its tensors with the chunks that can be read.
-        scanned: Those whose bytes were read, of each set of replicas the first; none at level structure.
-        blobs: The other items that were read.
-        lost: What cannot be read.
-        proven: Files beside them whose own sums hold.
+    `scanned` has the first of each set of replicas, and nothing at level structure; `proven` are files whose own sums
+    hold.
     """
     done = {chunk.span for entry in scanned for chunk in firsts(entry)}
     read, left = Counter[str](), lost.copy()

@@ -33,9 +33,7 @@ class Spectrum:
 def measure_spectrum(entry: TensorEntry, source: Source) -> Spectrum | None:
     """Measure a matrix; None for what is none, is zero, or has elements that are not finite in the sample.
 
-    Args:
-        entry: The tensor, its chunks raw, of a type that has figures (`moments.measures`).
-        source: Where its bytes are.
+    The chunks of `entry` are raw, and its type has figures (`moments.measures`).
     """
     import numpy as np
 

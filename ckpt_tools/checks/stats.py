@@ -17,7 +17,8 @@ from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.identity import Identity
-from ckpt_tools.description.transform import find_model, plain_names
+from ckpt_tools.description.quantised import find_units
+from ckpt_tools.description.transform import find_model, plain_names, select
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
@@ -82,46 +83,38 @@ def stats(
     other: Opened | None = None,
     *,
     names: str = "auto",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     frozen: Sequence[str] = (),
     rank: bool = False,
     num_workers: int,
     progress: Progress | None = None,
 ) -> Stats:
-    """Measure every tensor of an open checkpoint.
-
-    Args:
-        opened: The checkpoint.
-        other: An earlier one of the same model, to measure the update from.
-        names: Library whose names one of them may have; "auto" finds it.
-        frozen: Globs of what was not trained.
-        rank: Also measure the singular values of a sample of every matrix.
-        num_workers: Threads that read.
-        progress: Called with bytes done.
-
-    Raises:
-        UnreadableError: A tensor is incomplete, or its bytes are not those that were written.
-        UsageError: The names of the two cannot be matched, or a glob matches nothing.
-    """
-    named: Mapping[str, TensorEntry] = {entry.fqn: entry for entry in opened.checkpoint.tensors}
+    """Measure every tensor of an open checkpoint, and the update from `other`, an earlier one of the same model."""
+    named: Mapping[str, TensorEntry] = {}
     theirs: Mapping[str, TensorEntry] = {}
     missed: list[str] = []
     if other is not None:
-        ours, side = match_names(opened, other, names)
+        ours, side = match_names(opened, other, names, include, exclude)
         named, theirs = ours.entries, side.entries
         missed += [*ours.left_out, *side.left_out, *_beside(opened, named)]
+    else:
+        named = {entry.fqn: entry for entry in select(opened.checkpoint, include=include, exclude=exclude).tensors}
     for entry in named.values():
         check_complete(entry)
     found = zip(named, opened.ahead(named.values()), strict=True)
     entries = tuple(replace(opened.resolve(entry), fqn=fqn) for fqn, entry in found)
     checkpoint = replace(opened.checkpoint, tensors=entries)
     packed = {entry.fqn for entry in packed_tensors(checkpoint)}
+    parts = find_units(entries)
     tallies = {e.fqn: Tally(e) for e in entries if measures(e.dtype) and e.fqn not in packed}
+    shown = tallies.keys() - parts.keys()
     updating: dict[str, Updating] = {}
     if other is not None:
         reading, own = Reading(), {id(entry) for entry in other.checkpoint.tensors}
         for entry in entries:
             beside = theirs.get(entry.fqn)
-            if beside is None or entry.fqn not in tallies or not measures(beside.dtype):
+            if beside is None or entry.fqn not in shown or not measures(beside.dtype):
                 continue
             if beside.shape != entry.shape:
                 missed.append(f"{entry.fqn!r}: {list(entry.shape)} here, {list(beside.shape)} in the other")
@@ -139,14 +132,14 @@ def stats(
             fqn=entry.fqn,
             dtype=entry.dtype.name,
             shape=entry.shape,
-            moments=tallies[entry.fqn].moments if entry.fqn in tallies else None,
+            moments=tallies[entry.fqn].moments if entry.fqn in shown else None,
             counts=counts.get(entry.fqn, Counts()),
             update=updating[entry.fqn].update if entry.fqn in updating else None,
-            spectrum=measure_spectrum(entry, opened.source) if rank and entry.fqn in tallies else None,
+            spectrum=measure_spectrum(entry, opened.source) if rank and entry.fqn in shown else None,
         )
         for entry in entries
     )
-    model = {entry.fqn: entry for entry in find_model(checkpoint)[0].tensors}
+    model = {entry.fqn: entry for entry in find_model(checkpoint)[0].tensors if entry.fqn not in parts}
     judged = [row for row in rows if row.fqn in model and len(row.shape) > 1 and is_weight(model[row.fqn])]
     findings = [*check_values(opened, checkpoint, counts), *_constant(judged), *_outliers(judged)]
     if other is not None:
@@ -154,7 +147,9 @@ def stats(
         findings += check_updates({fqn: each.update for fqn, each in updating.items()}, trained, frozen)
     if cast := [fqn for fqn, each in updating.items() if each.is_cast]:
         missed.append(f"what rounding alone changed of {len(cast)} tensors of another dtype: {first_few(cast)}")
-    if unseen := unseen_values(checkpoint):
+    if weights := dict.fromkeys(parts.values()):
+        missed.append(f"{len(weights)} quantised weights (--dequantize measures them): {first_few(weights)}")
+    if unseen := [fqn for fqn in unseen_values(checkpoint) if fqn not in parts]:
         missed.append(f"the values of {len(unseen)} tensors of packed or complex numbers: {first_few(unseen)}")
     return Stats(
         tensors=rows,

@@ -44,23 +44,22 @@ def verify_step(
         strange = first_few(step.passed_over, 6)
         unchecked.append(Unchecked(what=f"hidden directories, links and special files: {strange}"))
     results = []
-    if not step.step.has_own:
-        results.append(verify(step.root, level=level, num_workers=num_workers, purpose=purpose))
+    rows = [] if step.step.has_own else [("", step.root)]
+    if not step.root.checkpoint.tensors:  # of files in one directory it has all
+        rows += [(part.directory, opened) for part, opened in step.parts]
+    names = [name for name, _ in rows]
     lost = {part.directory for part, _ in step.broken}
-    findings += [each for result in results for each in result.findings if each.where not in lost]
-    unchecked += [each for result in results for each in result.unchecked]
-    for part, opened in step.parts:
-        name = part.directory
+    for name, opened in rows:
         own_purpose = "weights" if name else purpose
         result = verify(opened, level=level, num_workers=num_workers, progress=progress, purpose=own_purpose)
-        if not name:  # the others lie in its directory
-            others = {other.directory for other, _ in step.parts}
-            own = tuple(each for each in result.not_read if each.file.partition("/")[0] not in others)
+        if name:
+            findings += _inside(name, result.findings)
+        else:  # the others lie in its directory
+            findings += [each for each in result.findings if each.where not in lost]
+            own = tuple(each for each in result.not_read if each.file.partition("/")[0] not in names)
             result = replace(result, not_read=own)
-        findings += _inside(name, result.findings) if name else result.findings
-        unchecked += [replace(each, what=f"{name or HERE}: {each.what}", part=name) for each in result.unchecked]
+        unchecked += [replace(u, what=f"{name}: {u.what}", part=name) if name else u for u in result.unchecked]
         results.append(result)
-    names = [*([] if step.step.has_own else [""]), *(part.directory for part, _ in step.parts)]
     return Verification(
         level=level,
         identities=(step.identity,),
@@ -74,11 +73,7 @@ def verify_step(
             for name, result in zip(names, results, strict=True)
             for fqn, seen in result.counts.items()
         },
-        files=tuple(
-            f"{name}/{file}" if name else file
-            for name, result in zip(names, results, strict=True)
-            for file in result.files
-        ),
+        files=tuple(os.path.join(n, file) for n, result in zip(names, results, strict=True) for file in result.files),
         read=_in_parts(names, (result.read for result in results)),
         not_read=_in_parts(names, (result.not_read for result in results)),
     )
@@ -87,10 +82,10 @@ def verify_step(
 def _in_parts(names: Iterable[str], extents: Iterable[Iterable[Extent]]) -> tuple[Extent, ...]:
     """Return what was read of the parts' files, or was not, by their names in the step."""
     found = zip(names, extents, strict=True)
-    return tuple(replace(e, file=f"{name}/{e.file}" if name else e.file) for name, files in found for e in files)
+    return tuple(replace(e, file=os.path.join(name, e.file)) for name, files in found for e in files)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pair:
     """A part of a step, and what it is compared with."""
 
@@ -100,16 +95,12 @@ class Pair:
 
 
 def pair_parts(step: OpenedStep, reference: OpenedStep | Opened) -> tuple[Pair, ...]:
-    """Return what of a step is compared with what of a reference: all that both have, if that is a step too.
-
-    Raises:
-        UsageError: The two steps have no part in common, or the reference is one model and the step has several.
-    """
-    parts = {part.directory: opened for part, opened in step.parts}
+    """Return what of a step is compared with what of a reference: all that both have, if that is a step too."""
+    parts = {part.name: opened for part, opened in step.parts}
     if isinstance(reference, OpenedStep):
-        theirs = {part.directory: opened for part, opened in reference.parts}
+        theirs = {part.name: opened for part, opened in reference.parts}
     else:
-        theirs = {part.directory: reference for part, _ in step.parts if part.holds == "model"}
+        theirs = {part.name: reference for part, _ in step.parts if part.holds == "model"}
     shared = [name for name in parts if name in theirs]
     if not shared or (not isinstance(reference, OpenedStep) and len(shared) > 1):
         raise UsageError(
@@ -120,12 +111,7 @@ def pair_parts(step: OpenedStep, reference: OpenedStep | Opened) -> tuple[Pair, 
 
 
 def join(found: Mapping[str, Result], identities: tuple[Identity, ...]) -> Result:
-    """Return the results of several models as one; what has a name gets its model's directory before it.
-
-    Args:
-        found: Directory → what came of the model there.
-        identities: What all are together, on each side.
-    """
+    """Return the results of several models, by directory, as one; what has a name gets its directory before it."""
     first = next(iter(found.values()))
     values: dict[str, Any] = {}
     for field in fields(first):
@@ -181,7 +167,7 @@ def _check_manifest(step: OpenedStep) -> Iterator[Finding]:
     if manifest is None:
         return
     for part in step.step.parts:
-        if not any(name.startswith(f"{part.directory}/") for name in (*manifest.documents, *manifest.assets)):
+        if not any(name.partition("/")[0] == part.directory for name in (*manifest.documents, *manifest.assets)):
             hint = f"remove it, or remove {MANIFEST_NAME} if a trainer has saved over the step on purpose"
             what = "the manifest of the step does not list this part"
             yield Finding.error("manifest-mismatch", part.directory, what, hint)

@@ -13,7 +13,7 @@ from ckpt_tools.checks.manifest import check_frames, check_manifest
 from ckpt_tools.checks.spans import check_spans
 from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.tiling import check_tiling
-from ckpt_tools.errors import CkptError, UnreachableError, UnreadableError
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError
 from ckpt_tools.formats import dcp
 from ckpt_tools.formats._json import MAX_JSON_BYTES, MAX_JSON_CONTAINERS
 from ckpt_tools.formats.file_names import is_hf_asset, is_side_file, is_weights
@@ -33,9 +33,8 @@ def check_structure(
 ) -> tuple[Checkpoint, list[TensorEntry], list[TensorEntry], Lost]:
     """Check everything but the tensors' bytes.
 
-    Returns:
-        The description with raw spans, the tensors whose bytes can be read, of the others the chunks that can be, and
-        what cannot.
+    Return the description with raw spans, the tensors whose bytes can be read, of the others the chunks that can be,
+    and what cannot.
     """
     checkpoint = opened.checkpoint
     resolved: list[TensorEntry] = []
@@ -124,7 +123,7 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
     span = chunk.span
     try:
         head = dcp.read_item(span, entry.dtype, chunk.box.sizes, opened.source, thorough=True)
-    except UnreachableError:
+    except StorageError:
         raise
     except CkptError as error:
         where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
@@ -143,7 +142,8 @@ def check_candidates(opened: Opened) -> Iterator[Finding]:
     for each in opened.candidates:
         if each.differs == "yes":
             hint = "pass the one that is meant by its path, or by --from; converting refuses both"
-            tell = Finding.warning if opened.identity.resumable == "yes" else Finding.error  # its trainer has its own
+            has_own = opened.identity.resumable == "yes" and not each.why.startswith("cannot be read")
+            tell = Finding.warning if has_own else Finding.error  # its trainer has its own
             yield tell("several-weights", each.name, f"other weights lie beside it: {each.why}", hint)
         elif not each.is_taken:
             yield Finding.info("several-weights", each.name, f"not what a loader takes here: {each.why}")
@@ -194,7 +194,7 @@ def check_blob(opened: Opened, blob: BlobEntry, findings: list[Finding], *, cont
     """Check an item as far as its zip tells; return whether that was all of it, or what is wrong has been said."""
     try:
         return dcp.check_blob(blob.span, opened.source, content=content)
-    except UnreachableError:
+    except StorageError:
         raise
     except CkptError as error:
         where = error.where or blob.span.file

@@ -20,7 +20,6 @@ from ckpt_tools.text import escape_name
 
 Purpose = Literal["resume", "weights"]
 _WEIGHTS = "restore it; --for weights checks the weights alone"
-_ONE_STEP = "restore the files of one save: a trainer that resumes from it mixes two"
 
 
 def judge(opened: Opened) -> StepVerdict:
@@ -68,24 +67,20 @@ def check_beside(opened: Opened) -> tuple[list[Finding], set[str]]:
 
 
 def check_trainer(opened: Opened, purpose: Purpose | None) -> Iterator[Finding]:
-    """Yield what the trainer would look for in vain, and what is of another step.
-
-    Args:
-        opened: The checkpoint or the step.
-        purpose: What it is to be good for; None for what its trainer meant it for.
-    """
+    """Yield what the trainer would look for in vain, and what is of another step; by default as it was saved to be."""
     verdict = judge(opened)
     for one, other in verdict.mixed:
-        what = f"not of one step: {one}, {other}"
-        yield Finding.error("mixed-steps", one.file, what, _ONE_STEP)
+        hint = "restore the files of one save: a trainer that resumes from it mixes two"
+        yield Finding.error("mixed-steps", one.file, f"not of one step: {one}, {other}", hint)
     if purpose == "weights":
         return
     for reason in verdict.reasons:
         if opened.broken and reason.file.rpartition("/")[2].startswith("optim"):
             continue  # which is said already
         what = f"{reason.what}: {reason.does}"
-        make = Finding.error if reason.is_sure else Finding.warning
-        yield make("not-resumable" if reason.is_sure else "may-not-resume", escape_name(reason.file), what, _WEIGHTS)
+        is_error = reason.is_sure or (purpose == "resume" and "stops" in reason.does)
+        make = Finding.error if is_error else Finding.warning
+        yield make("not-resumable" if is_error else "may-not-resume", escape_name(reason.file), what, _WEIGHTS)
     if verdict.is_weights_only and (opened.format.has_parts or purpose):
         make = Finding.info if purpose is None else Finding.error
         code = "weights-only" if purpose is None else "not-resumable"

@@ -46,7 +46,7 @@ class Update:
 
     @property
     def relative(self) -> float | None:
-        """|A - B| / |B|; None where that is no number, because an element is not or B is zero."""
+        """|new - old| / |old|; None where that is no number, because an element is not or the old one is zero."""
         found = math.sqrt(self.change / self.theirs) if self.theirs > 0 else math.nan
         return found if math.isfinite(found) else None
 
@@ -100,11 +100,7 @@ class Updating:
                 self._parts.append(part)
 
     def finish(self) -> None:
-        """Add up what was seen: the same sums, whichever block came first.
-
-        Raises:
-            UnreadableError: The other's bytes are not those that were written.
-        """
+        """Add up what was seen: the same sums, whichever block came first."""
         self._beside.finish()
         change, ours, theirs, product = map(_total, zip(*self._parts or [(0.0,) * 4], strict=True))
         self.update = replace(
@@ -121,14 +117,6 @@ def check_updates(updates: Mapping[str, Update], trained: Collection[str], froze
     """Yield what was frozen and changed, and what should have been trained and was not.
 
     Without `frozen` nobody says what should have changed: what did not is only told.
-
-    Args:
-        updates: FQN → how it changed.
-        trained: Of these, the weights that training changes unless they are frozen.
-        frozen: Globs of those that are.
-
-    Raises:
-        UsageError: A glob matches nothing.
     """
     patterns = {glob: compile_glob(glob) for glob in frozen}
     for glob, pattern in patterns.items():

@@ -32,8 +32,6 @@ VALUE_CODES = (NOT_FINITE, ALL_ZERO)
 _MOST = 8
 """Findings of a code; a run that diverged has hundreds of such tensors."""
 _MOST_GLANCES = 1000
-_PARTS = re.compile(r"(.+)\.(?:absmax|quant_map|quant_state\..+)")
-"""What bitsandbytes keeps beside packed 4-bit weights, which may be stored in any dtype."""
 _PACKED_LEAVES = ("W_q", "weight_packed", "qdata")
 _MIN_PACKED = 256
 _INFINITE = re.compile(r"\w*mask\w*|alibi\w*|min_vals?|max_vals?", re.IGNORECASE)
@@ -92,10 +90,7 @@ def report_strange(found: Iterable[Strange], *, hint: str) -> Iterator[Finding]:
 def check_values(opened: Opened, checkpoint: Checkpoint, counts: Mapping[str, Counts]) -> Iterator[Finding]:
     """Yield what is wrong with the values of a checkpoint.
 
-    Args:
-        opened: Where it comes from.
-        checkpoint: What was read, with raw chunks; tensors may have other names than in `opened`.
-        counts: FQN → what its values are like.
+    `checkpoint` has raw chunks; its tensors may have other names than in `opened`.
     """
     model, _ = find_model(checkpoint)
     inside = {entry.fqn for entry in model.tensors}
@@ -123,8 +118,7 @@ def check_values(opened: Opened, checkpoint: Checkpoint, counts: Mapping[str, Co
 def glance(opened: Opened, *, most_bytes: int) -> tuple[list[Finding], str]:
     """Look at the values of a sound checkpoint's smallest model tensors: a run that has diverged shows in any.
 
-    Returns:
-        What is wrong, and what was left out; "" when nothing was.
+    Return what is wrong, and what was left out; "" when nothing was.
     """
     model, _ = find_model(opened.checkpoint)
     chosen: list[TensorEntry] = []
@@ -153,11 +147,11 @@ def may_be_infinite(fqn: str, *, is_model: bool, shape: Sequence[int]) -> bool:
 
 def packed_tensors(checkpoint: Checkpoint) -> list[TensorEntry]:
     """Return the tensors whose elements are no numbers of their dtype, but several packed ones each."""
-    packed = {match[1] for entry in checkpoint.tensors if (match := _PARTS.fullmatch(entry.fqn)) is not None}
+    names = {entry.fqn for entry in checkpoint.tensors}
     return [
         entry
         for entry in checkpoint.tensors
-        if entry.fqn in packed
+        if not names.isdisjoint((f"{entry.fqn}.absmax", f"{entry.fqn}.quant_map"))
         or entry.fqn.rpartition(".")[2] in _PACKED_LEAVES
         # What FSDP saves of a 4-bit layer when nothing carries its quant state: bitsandbytes' shape.
         or (entry.dtype.is_float and len(entry.shape) == 2 and entry.shape[1] == 1 and entry.shape[0] >= _MIN_PACKED)

@@ -258,14 +258,15 @@ def with_findings(
     result: Verification,
     findings: Sequence[Finding],
     *,
-    parts: Collection[str] = ("",),
+    parts: Collection[str] | None = None,
     not_compared: Iterable[str] = (),
 ) -> Verification:
     """Return `result` with more findings; what was compared bit for bit no longer counts as unchecked.
 
-    Of a step these are only some `parts`. What was `not_compared` stays unchecked.
+    Of a step these may be only some `parts`. What was `not_compared` stays unchecked.
     """
-    unchecked = tuple(each for each in result.unchecked if not (each.copy_tells and each.part in parts))
+    is_told = [each.copy_tells and (parts is None or each.part in parts) for each in result.unchecked]
+    unchecked = tuple(each for each, told in zip(result.unchecked, is_told, strict=True) if not told)
     unchecked += tuple(Unchecked(what=f"against the reference: {what}") for what in dict.fromkeys(not_compared))
     return replace(result, findings=(*result.findings, *findings), unchecked=unchecked)
 

@@ -40,15 +40,7 @@ def render(
     tensors: Sequence[TensorEntry] | None = None,
     grids: Sequence[TensorEntry] = (),
 ) -> None:
-    """Write `summary` for people.
-
-    Args:
-        summary: What to show.
-        screen: Where to.
-        by: The one table to show below the header; None shows the usual ones.
-        tensors: Tensors to list, in place of the tables.
-        grids: Tensors to show chunk by chunk, in place of everything else.
-    """
+    """Write `summary` for people: one table (`by`), `tensors`, or `grids` chunk by chunk; else the usual tables."""
     if grids:
         for number, tensor in enumerate(grids):
             if number:

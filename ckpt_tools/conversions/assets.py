@@ -14,7 +14,6 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.file_names import is_hf_asset, is_weights
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.naming import AssetList
 from ckpt_tools.remote.places import is_directory, open_source
 from ckpt_tools.storage.journal import JOURNAL_NAME
@@ -49,8 +48,7 @@ def choose_assets(owners: Sequence[tuple[str, AssetList]]) -> tuple[AssetList, l
             found.setdefault(_set_of(asset.file), {})[asset.file] = source, asset
         for kind, files in found.items():
             own = chosen.get(kind)
-            if own is None or (kind == CONFIG_NAME and not _names_model(own) and _names_model(files)):
-                notes += [] if own is None else [f"{kind}: {owner}; {whose[kind]} names no model"]
+            if own is None:
                 chosen[kind], whose[kind] = files, owner
                 continue
             differ = [name for name in files if name in own and not _is_same(own[name], files[name])]
@@ -102,14 +100,6 @@ def model_beside(path: str, stack: ExitStack) -> tuple[AssetList, Opened | None]
 
 def _set_of(name: str) -> str:
     return next((kind for kind, pattern in _SETS.items() if pattern.fullmatch(name)), name)
-
-
-def _names_model(files: _Files) -> bool:
-    """Is a config.json a model's? Trainers leave others of that name. One that cannot be read is not passed over."""
-    with suppress(UnreadableError):
-        config = config_in(files[CONFIG_NAME][0], files[CONFIG_NAME][1].source_file)
-        return config.architecture is not None or "model_type" in config.values
-    return True
 
 
 def _is_same(one: tuple[Source, Asset], other: tuple[Source, Asset]) -> bool:

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from ckpt_tools.checks.diff import match_names
 from ckpt_tools.checks.values import packed_tensors
-from ckpt_tools.conversions.job import Job, check_separate
+from ckpt_tools.conversions.job import STATE, Job, check_separate, kept_by
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box
@@ -39,22 +39,13 @@ def steps_of(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) -> Job:
-    """Return the job that writes the average of what `job` would write and of other checkpoints.
-
-    Args:
-        job: Writes the first.
-        others: The further ones, in their order.
-        steps: One for each of them (`steps_of`).
-
-    Raises:
-        UsageError: They differ in names, shapes or dtypes, or hold packed numbers.
-        UnreadableError: One of them is incomplete.
-    """
-    packed = packed_tensors(job.source)
-    packed += [entry for entry in job.source.tensors if entry.dtype.name[0] == "F" and not entry.dtype.is_float]
-    if packed:
+    """Return the job that writes the average of what `job` would write and of others, with one step for each."""
+    odd = {fqn for fqn, why in kept_by(job.opened, job.assets).items() if why != STATE}
+    odd |= {entry.fqn for entry in packed_tensors(job.source)}
+    odd |= {e.fqn for e in job.source.tensors if e.dtype.name[0] == "F" and not e.dtype.is_float}
+    if packed := [e.fqn for e in job.source.tensors if {e.fqn, job.names.get(e.fqn)} & odd]:
         raise UsageError(
-            f"quantised weights have no average: {first_few([entry.fqn for entry in packed])}",
+            f"quantised weights have no average: {first_few(packed)}",
             where=job.opened.source.root,
             hint="`ckpt gather SRC DST --dequantize` each of them first",
         )
@@ -93,11 +84,7 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
 
 
 def _paired(job: Job, other: Opened) -> dict[str, TensorEntry]:
-    """Return the tensors of another checkpoint by the names of the job's source.
-
-    Raises:
-        UsageError: They are others.
-    """
+    """Return the tensors of another checkpoint by the names of the job's source."""
     where = other.source.root
     ours, theirs = match_names(replace(job.opened, checkpoint=job.source), other, "auto")
     own = {id(entry) for entry in job.source.tensors}
@@ -138,11 +125,7 @@ class _Averaging:
     is_settled: bool = True
 
     def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
-        """Compute the new elements of a block.
-
-        Raises:
-            UsageError: They have no average, and differ.
-        """
+        """Compute the new elements of a block."""
         if self.entry.dtype.is_float:
             self._average(block, content, result)
             return
@@ -178,9 +161,13 @@ class _Averaging:
                     old = mean[place]
                     new = piece[: len(old)]
                     cast_array(values[place], new)
+                    infinite = np.isinf(old)  # from there no number moves the mean
+                    kept = old[infinite] + new[infinite] if infinite.any() else None
                     np.subtract(new, old, out=new)
                     np.multiply(new, kind(step), out=new)
                     np.add(old, new, out=old)
+                    if kept is not None:
+                        old[infinite] = kept
             cast_array(mean, array_of(result, self.target, (-1,)))
 
     def finish(self) -> None:

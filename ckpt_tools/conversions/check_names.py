@@ -77,18 +77,11 @@ def warn_of_ties(tensors: Iterable[TensorEntry], assets: AssetList, opened: Open
 
 
 def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, is_selection: bool) -> None:
-    """Hold the names that a job writes against the architecture that its assets name; the job says what came of it.
+    """Compare the names that a job writes with the architecture that its assets name; the job says what came of it.
 
-    Args:
-        job: Ready to run.
-        originals: The models whose files may be among the job's assets. What is odd in the names of the one that the
-            config comes from may stay so; where ckpt does not know the architecture, its names are what counts.
-        allow_foreign: Warn instead of raising.
-        is_selection: The user has chosen which tensors are written: those left out are missing on purpose.
-
-    Raises:
-        UsageError: They would be loaded as random weights, or not at all.
-        UnreadableError: The config has other sizes than the tensors.
+    `originals` are the models whose files may be among the assets. What is odd in the names of the one that the config
+    comes from may stay so; where ckpt does not know the architecture, its names are what counts. With `is_selection`,
+    the tensors that are left out are missing on purpose.
     """
     names = [entry.fqn for entry in job.target.tensors]
     job.warnings = (*job.warnings, *warn_of_ties(job.source.tensors, job.assets, job.opened))

@@ -34,9 +34,7 @@ class Place:
     shares: Sequence[range]
     """Per part the positions of its files."""
     files: Sequence[str]
-    """Every file of the plan."""
     fingerprint: str
-    """Of the conversion."""
 
     @property
     def num_busy(self) -> int:
@@ -97,11 +95,7 @@ def add_progress(job: Job, bytes_kept: int) -> None:
 
 
 def commit(job: Job, place: Place, sink: SharedSink, start: float, *, read: int) -> Conversion:
-    """Publish when every part is there; else say which are missing, and leave.
-
-    Raises:
-        CkptError: Two parts do not fit together, or something is not what the source's manifest records.
-    """
+    """Publish when every part is there; else say which are missing, and leave."""
     waiting = place.missing(place.parse(sink.records_there()))
     if waiting and place.is_published(job.destination):  # by the same command, run twice at once
         job.notes.append("another run of this command has published it")
@@ -147,12 +141,7 @@ def _merge_or_withdraw(job: Job, records: Sequence[ShareRecord], sink: SharedSin
 
 
 def merge(job: Job, records: Sequence[ShareRecord]) -> Outcome:
-    """Return what one process would have found; the order of the records makes no difference.
-
-    Raises:
-        CkptError: A block that nobody has read, or that two have read differently.
-        UnreadableError: Something is not what the source's writer recorded of it.
-    """
+    """Return what one process would have found; the order of the records makes no difference."""
     outcome = Outcome()
     names = [record_name(record.index, record.count, record.number) for record in records]
     for record in records:

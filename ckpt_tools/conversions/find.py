@@ -29,10 +29,6 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
     """Return the model's tensors under their plain names, and {plain name: name in the source}.
 
     `strip` is what `--strip-prefix` says; what is left out is added to `notes`.
-
-    Raises:
-        UsageError: No tensor has the prefix that is to be stripped.
-        UnreadableError: There is no model.
     """
     checkpoint = opened.checkpoint
     if strip == "none" or (strip == "auto" and not opened.format.is_training):
@@ -43,7 +39,7 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
         if opened.format.has_views and (root := _only_state_dict(model)):
             notes.append(f"took {escape_name(root)!r} for the model, as the only state dict (--strip-prefix chooses)")
             return model_in(opened, root, notes)
-        recorded = opened.origin.prefix if opened.origin is not None else ""
+        recorded = opened.origin.prefix if opened.origin is not None else opened.root
         if recorded and all(entry.fqn.startswith(recorded) for entry in model.tensors):
             prefix = recorded  # what `shard --prefix` put there need not be guessed
         stripped = strip_prefix((strip_wrappers(entry.fqn) for entry in model.tensors), prefix)
@@ -78,11 +74,7 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
 
 
 def _only_state_dict(model: Checkpoint) -> str:
-    """Return the keys of a state dict that lies under no trainer's key; "" where there is none.
-
-    Raises:
-        UsageError: There are several.
-    """
+    """Return the keys of a state dict that lies under no trainer's key; "" where there is none."""
     paths = [entry.path for entry in model.tensors]
     depth = sum(takewhile(bool, (len(set(keys)) == 1 for keys in zip(*paths, strict=False))))
     dotted = {path[: depth + 1] for path in paths if len(path) > depth + 1 and "." in str(path[-1])}
@@ -113,18 +105,10 @@ def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
 
 
 def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named, str]:
-    """Return a sharded model's tensors by other names, and the prefix that its own have.
+    """Return a sharded model's tensors by other names, and the prefix that their own have.
 
     The way leads over the hub's names: by the map that the manifest records, else by what the names say themselves.
-
-    Args:
-        opened: The source.
-        naming: Which names.
-        notes: What is decided is added here.
-
-    Raises:
-        UsageError: It is not certain what the names are, there is no place for one of them, or other state than the
-            model's weights would lose its names.
+    What is decided is added to `notes`.
     """
     model, names = model_in(opened, "auto", notes)
     checkpoint = opened.checkpoint
@@ -181,11 +165,7 @@ def as_stored(apart: Iterable[TensorEntry], names: Mapping[str, str]) -> tuple[T
 
 
 def check_left_out(named: Named, model: Checkpoint, opened: Opened) -> None:
-    """Refuse to leave out a name of tied weights, or a copy, when its bytes are others.
-
-    Raises:
-        UsageError: They are: the model was trained with two tensors where its config says one.
-    """
+    """Refuse to leave out a name of tied weights, or a copy, whose bytes are others: two tensors were trained."""
     entries = {entry.fqn: entry for entry in model.tensors}
     for alias, name in named.aliases.items():
         if not is_same(entries[alias], entries[name], opened, tied=True):
@@ -201,9 +181,6 @@ def differences(named: Named, opened: Opened, assets: AssetList, notes: list[str
     """Say where config.json is not what the trainer notes of the model that was named anew; errors as `check_settings`.
 
     That nothing was noted, so that config.json is believed, is added to `notes`.
-
-    Raises:
-        UsageError: The tensors are not what the names say.
     """
     claim = claim_of(assets) if named.apart and opened.format.keeps_order else None
     if claim is None:
@@ -231,11 +208,7 @@ def _run_config(opened: Opened) -> dict[str, object]:
 
 
 def check_copies(named: Named, opened: Opened) -> None:
-    """Refuse to leave out a copy of rows whose bytes are others.
-
-    Raises:
-        UsageError: They are.
-    """
+    """Refuse to leave out a copy of rows whose bytes are others."""
     for one, other in named.copies:
         if one.num_elems and not is_same(one, other, opened, tied=True):
             names = first_few(dict.fromkeys([one.fqn, other.fqn]))

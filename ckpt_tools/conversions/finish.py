@@ -24,7 +24,7 @@ from ckpt_tools.formats.manifest import (
     FileRecord,
     build_manifest,
 )
-from ckpt_tools.formats.opening import open_from
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.moving.execute import Outcome, execute
@@ -47,7 +47,11 @@ def kept_or_discarded(sink: Sink, *, is_part: bool = False) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, StorageError, MemoryError) as error:
+    except (KeyboardInterrupt, StorageError, MemoryError, OSError) as raised:
+        error = raised
+        if isinstance(raised, OSError):
+            where = raised.filename if isinstance(raised.filename, str) else sink.destination
+            error = StorageError(raised.strerror or str(raised), where=where)
         if isinstance(error, KeyboardInterrupt) and not is_part:
             destination = escape_name(sink.destination)
             error.add_note(f"{destination} is complete" if sink.is_published else "nothing was published")
@@ -56,10 +60,9 @@ def kept_or_discarded(sink: Sink, *, is_part: bool = False) -> Iterator[None]:
             kept = f"what was written is kept in {escape_name(sink.kept_in)}"
             if not is_part:
                 error.add_note(f"{kept}: the same command continues from there")
-        raise
-    except OSError as error:
-        where = error.filename if isinstance(error.filename, str) else sink.destination
-        raise StorageError(error.strerror or str(error), where=where) from error
+        if error is raised:
+            raise
+        raise error from raised
     finally:
         sink.discard()
 
@@ -142,11 +145,7 @@ def carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
 
 
 def _asset_warnings(job: Job, asset: Asset, digest: str) -> Iterator[str]:
-    """Say that a file is not what the source's manifest recorded.
-
-    Raises:
-        UnreadableError: Programs read it, and nobody has said that it was changed on purpose.
-    """
+    """Warn of a file that is not what the manifest recorded; raise where programs read it and it is not accepted."""
     manifest = job.opened.manifest
     record = None if manifest is None else manifest.assets.get(asset.source_file)
     if record is None or record.digest == digest:
@@ -252,7 +251,7 @@ def _check_digests(job: Job, outcome: Outcome) -> int:
 def _check_result(sink: Sink, target: Checkpoint) -> None:
     """Open what was written as a user would, and hold it against the plan."""
     with sink.reader() as source:
-        written = open_from(source, path=sink.destination, format=target.format, as_part=True)
+        written = open_path(sink.destination, source=source, format=target.format, as_part=True)
         result = verify(written, level="structure", num_workers=1, purpose="weights")
         found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
     expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}

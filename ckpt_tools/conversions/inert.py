@@ -6,18 +6,14 @@ from ckpt_tools.checks.trainer import judge
 from ckpt_tools.conversions.job import Job
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.scan import describe_executable, scan_files, why_not_inert
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.text import escape_name, first_few
-
-_STEPS = ("dcp", "step")
-"""Formats that a trainer resumes from."""
 
 
 def make_inert(job: Job, *, keep: bool) -> None:
     """Take out of a job's assets what could run more than torch needs; with `keep`, only say so.
 
-    Raises:
-        UnreadableError: An item that would be written calls something dangerous, or what would stay behind is a file
-            that the trainer does not resume without.
+    An item that calls something dangerous, and a file that the trainer does not resume without, are refused.
     """
     found = {asset.file: why_not_inert(source, asset.source_file, asset.nbytes) for source, asset in job.assets}
     told = [f"{file} ({why})" for file, why in found.items() if why]
@@ -37,7 +33,8 @@ def make_inert(job: Job, *, keep: bool) -> None:
         job.notes.append(f"copied pickles and code, which run when they are loaded: {first_few(told, 6)}")
     elif told:
         left = {asset.source_file: found[asset.file] for _, asset in job.assets if found[asset.file]}
-        if job.target.format in _STEPS and (needed := sorted(left.keys() & judge(job.opened).needed)):
+        target = format_of(job.target)
+        if (target.loads_by_dcp or target.has_parts) and (needed := sorted(left.keys() & judge(job.opened).needed)):
             raise UnreadableError(
                 f"loading {needed[0]} could run {left[needed[0]]}, and the trainer does not resume without it",
                 where=job.opened.source.root,

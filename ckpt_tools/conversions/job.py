@@ -9,25 +9,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools._version import __version__
+from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.layout import Mesh, Placement
+from ckpt_tools.description.quantised import find_units, grouped
+from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
-from ckpt_tools.formats.opening import Opened, check_candidates, detect, read_document
+from ckpt_tools.formats.opening import Opened, check_candidates, read_document
 from ckpt_tools.formats.steps import is_part, note_reading
-from ckpt_tools.formats.table import format_of
+from ckpt_tools.formats.table import detect_format, format_of
+from ckpt_tools.maps.patterns import matches
+from ckpt_tools.maps.table import load_table
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
-from ckpt_tools.models.naming import AssetList
+from ckpt_tools.models.naming import AssetList, claim_of
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.execute import Progress
 from ckpt_tools.moving.plan import Seal, check_names
 from ckpt_tools.moving.read import Edit
 from ckpt_tools.moving.split import Part
+from ckpt_tools.quantised.decoded import settings_beside
+from ckpt_tools.quantised.torchao import NUMBERS
 from ckpt_tools.remote.places import is_remote, local
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import LocalSource, short_file
@@ -36,6 +43,12 @@ from ckpt_tools.text import first_few
 
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Values of `--dtype`."""
+_PART = "parts of quantised weights, which --dequantize decodes"
+_UNKNOWN = "perhaps parts of weights: config.json calls the model quantised, and ckpt does not know them"
+STATE = "not the model's: no option casts optimizer state"
+"""Why a tensor is not cast."""
+_Names = Mapping[str, str]
+_Tensors = Sequence[TensorEntry]
 PART_NOTE = "one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there"
 
 
@@ -191,12 +204,7 @@ def notes_on(opened: Opened) -> list[str]:
 
 
 def check_claims(job: Job) -> None:
-    """Hold what the source says of files and lengths against its files, before anything is made to measure.
-
-    Raises:
-        UnreadableError: Sets of weights that differ lie together, and nobody has said which is meant.
-        UsageError: A tensor would lose the shape that it has.
-    """
+    """Compare what the source says of files and lengths with its files, before anything is made to measure."""
     check_candidates(job.opened.candidates, job.opened.source.root)
     step = job.opened.step
     if step is not None and step.has_own and not job.parts:
@@ -306,46 +314,95 @@ def check_replaceable(destination: str) -> None:
     if is_remote(destination) or not os.path.isdir(destination) or not os.listdir(destination):
         return
     with LocalSource(destination) as source:
-        try:
-            files = source.list_files()
-            detect(files, path=destination)
-        except UnreadableError as error:
+        if detect_format(source.list_files(), is_file=False) is None:
             raise UsageError(
                 "--overwrite only replaces checkpoints; this directory is not one",
                 where=destination,
                 hint="remove it yourself if nothing in it is needed",
-            ) from error
+            )
 
 
-def cast_target(checkpoint: Checkpoint, dtype: str, dtype_for: Sequence[str] = ()) -> Checkpoint:
-    """Return `checkpoint` with its floating-point tensors (F64, F32, F16, BF16) as `dtype`.
+def is_told(opened: Opened, assets: AssetList) -> bool:
+    """Does the config that goes with a checkpoint, or lies beside it, say that weights are quantised?"""
+    sources = [source for source, asset in assets if asset.file == CONFIG_NAME]
+    try:
+        return any(map(settings_beside, (*sources, opened.asset_source or opened.source)))
+    except UnreadableError:  # which others say
+        return False
 
-    Args:
-        checkpoint: What is to be written, by its new names.
-        dtype: As what.
-        dtype_for: "GLOB=DTYPE": as what else; the first that matches a tensor decides.
 
-    Raises:
-        UsageError: Not one of `DTYPES`, or a glob that matches no such tensor.
+def kept_by(opened: Opened, assets: AssetList) -> dict[str, str]:
+    """Return tensor → why it is cast and averaged with nothing.
+
+    It is not the model's, or a part of a quantised weight; or, where a config says that there are such, it is neither
+    called weight or bias nor known to the architecture: perhaps a scale or a code book.
+    """
+    checkpoint = opened.checkpoint
+    plain = {entry.fqn: name for name, entry in plain_names(checkpoint).items()}
+    kept = {entry.fqn: STATE for entry in checkpoint.tensors if entry.fqn not in plain}
+    if told := is_told(opened, assets):
+        claim = claim_of(assets)
+        known = None if claim is None else load_table().expected(claim.architecture, claim.config)
+        packed = {entry.fqn for entry in packed_tensors(checkpoint)}
+        for fqn, name in plain.items():
+            is_known = known is not None and matches(known.names, name, known.counts)
+            if fqn in packed or not (is_known or name.endswith(("weight", "bias"))):
+                kept[fqn] = _UNKNOWN
+    return kept | dict.fromkeys(find_units(checkpoint.tensors, is_told=told), _PART)
+
+
+def check_whole(
+    opened: Opened, assets: AssetList, written: _Tensors, names: _Names, apart: _Tensors = (), has_headers: bool = False
+) -> None:
+    """Refuse, with a UsageError, to part a quantised weight, or to name its parts so that they are no longer one's.
+
+    `names` has the names in the source of what is written, where they differ, "" for what is joined or a part; `apart`
+    are those tensors. torchao's weights also need the headers of their files.
+    """
+    told = is_told(opened, assets)
+    before = grouped(find_units(opened.checkpoint.tensors, is_told=told))
+    own = {entry.fqn: names.get(entry.fqn, entry.fqn) for entry in written}
+    touched = {*own.values(), *(entry.fqn for entry in apart)}
+    whole = {frozenset(own[n] for n in parts) for parts in grouped(find_units(written, is_told=told)).values()}
+    headed = set() if has_headers else {name for name in touched if name.endswith(NUMBERS)}
+    if torn := [w for w, parts in before.items() if parts & touched and (parts not in whole or parts & headed)]:
+        what = "torchao needs the header of their file, which is not written" if headed else "written in part or apart"
+        hint = f"`gather --dequantize` decodes them; together lie {first_few(sorted(before[torn[0]]), 8)}"
+        raise UsageError(f"quantised weight {first_few(torn)}: {what}", where=opened.source.root, hint=hint)
+
+
+def cast_target(
+    opened: Opened, checkpoint: Checkpoint, dtype: str, dtype_for: Sequence[str], names: _Names, assets: AssetList
+) -> tuple[Checkpoint, list[str]]:
+    """Return `checkpoint` with the model's plain floating-point tensors (F64, F32, F16, BF16) as `dtype`, and notes.
+
+    `dtype_for` are "GLOB=DTYPE", of which the first that matches decides; `names` are as of `check_whole`.
     """
     if dtype not in DTYPES:
         raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
     rules = [_parse_dtype_for(text) for text in dtype_for]
-    floats = [entry.fqn for entry in checkpoint.tensors if entry.dtype.is_float]
+    if dtype == "keep" and not rules:
+        return checkpoint, []
+    kept = kept_by(opened, assets)
+    floats = {e.fqn: kept.get(names.get(e.fqn, e.fqn), "") for e in checkpoint.tensors if e.dtype.is_float}
     for text, (pattern, _) in zip(dtype_for, rules, strict=True):
-        if not any(map(pattern.fullmatch, floats)):
+        matched = [why for fqn, why in floats.items() if pattern.fullmatch(fqn)]
+        if all(matched):
             raise UsageError(
-                f"--dtype-for {text} matches no floating-point tensor that is written",
+                f"--dtype-for {text} matches no floating-point tensor that is {matched[0] if matched else 'written'}",
                 hint="`ckpt inspect SRC --tensors` lists the names; ** crosses dots, * does not",
             )
-    if dtype == "keep" and not rules:
-        return checkpoint
-
-    def cast(entry: TensorEntry) -> TensorEntry:
+    left: dict[str, list[str]] = {}
+    tensors = []
+    for entry in checkpoint.tensors:
         name = next((name for pattern, name in rules if pattern.fullmatch(entry.fqn)), dtype)
-        return replace(entry, dtype=BY_NAME[name.upper()]) if entry.dtype.is_float and name != "keep" else entry
-
-    return replace(checkpoint, tensors=tuple(map(cast, checkpoint.tensors)))
+        is_cast = entry.dtype.is_float and name not in ("keep", entry.dtype.name.lower())
+        if is_cast and (why := floats[entry.fqn]):
+            left.setdefault(why, []).append(entry.fqn)
+            is_cast = False
+        tensors.append(replace(entry, dtype=BY_NAME[name.upper()]) if is_cast else entry)
+    notes = [f"not cast: {len(fqns)} tensors, {why}: {first_few(fqns)}" for why, fqns in left.items()]
+    return replace(checkpoint, tensors=tuple(tensors)), notes
 
 
 def _parse_dtype_for(text: str) -> tuple[re.Pattern[str], str]:

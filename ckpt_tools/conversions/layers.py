@@ -27,11 +27,6 @@ def first_layers(opened: Opened, num_layers: int) -> tuple[Checkpoint, AssetList
     """Return what the first layers of a model need, its files with a config for them, and what was done, for people.
 
     Everything outside of the layers stays.
-
-    Raises:
-        UsageError: There is no config of an architecture that ckpt knows, it has fewer layers or several stacks of
-            them, or the names are not its own.
-        UnreadableError: The config is not a JSON object.
     """
     where, assets = opened.source.root, opened.own_assets
     claim = claim_of(assets)

@@ -13,19 +13,16 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.scan import DANGERS
+from ckpt_tools.formats.scan import DANGER
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.storage.sink import Sink
 
-OF_SOURCE = ("part-of-a-model", "hollow", "damaged-asset", *DANGERS)
+OF_SOURCE = ("part-of-a-model", "hollow", "damaged-asset", DANGER)
 """Codes of findings about what was written that its source has as well, and that was said of it."""
 
 
 def can_adopt(path: str, *, num_workers: int) -> bool:
-    """Is there a part that an interrupted run of the same job had finished, every byte as it was written?
-
-    One that is not is removed.
-    """
+    """Had an interrupted run of the same job finished the part, every byte as it was written? Else remove it."""
     if not os.path.lexists(path):
         return False
     try:
@@ -54,11 +51,7 @@ def record_parts(sink: Sink, names: Collection[str]) -> Iterator[tuple[str, File
 
 
 def check_step(directory: str, names: Iterable[str]) -> None:
-    """Open a step as a user would, and hold it against what was to be written.
-
-    Raises:
-        CkptError: It is something else.
-    """
+    """Open a step as a user would, and compare it with what was to be written."""
     opened = open_step(directory)
     if opened is None:  # one of files of ranks, whose parts were looked at one by one
         with open_path(directory, as_part=True) as whole:

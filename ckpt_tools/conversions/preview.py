@@ -19,12 +19,7 @@ _MAX_ITEMS = 1 << 17
 
 
 def preview(job: Job, plan: Plan) -> tuple[int, list[str]]:
-    """Return the memory that it takes beside buffers, and what else, in words; nothing for one process and a disk.
-
-    Raises:
-        UsageError: The job cannot be cut into parts.
-        DestinationExistsError: It could not begin.
-    """
+    """Return the memory that it takes beside buffers, and what else, in words; nothing for one process and a disk."""
     part = job.part or Part(index=0, count=1)
     if part.count == 1 and not is_remote(job.destination):
         return 0, []

@@ -45,11 +45,7 @@ _BASE_BYTES = 64 << 20
 
 
 def run(job: Job, *, dry_run: bool) -> Conversion:
-    """Plan, and unless `dry_run` execute, check and publish.
-
-    Raises:
-        CkptError: Anything that went wrong; the destination is then as it was.
-    """
+    """Plan, and unless `dry_run` execute, check and publish; after an error the destination is as it was."""
     start = time.monotonic()
     check_separate(job.opened, job.destination)
     if is_remote(job.destination):

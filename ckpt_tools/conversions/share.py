@@ -29,13 +29,7 @@ _MAX_ITEMS_IN_KEY = 1 << 20
 
 
 def run_share(job: Job, part: Part, start: float) -> Conversion:
-    """Write a part, and publish when it was the last one.
-
-    Raises:
-        UsageError: The job cannot be cut.
-        DestinationExistsError: The destination, or the work of another conversion, is there.
-        CkptError: Anything that went wrong; what other parts have done is as it was.
-    """
+    """Write a part, and publish when it was the last one; after an error, what other parts have done is as it was."""
     check_can_be_cut(job)
     check_claims(job)
     make_inert(job, keep=job.keep_pickles)

@@ -30,14 +30,7 @@ _EXPERTS = re.compile(r"\.experts\.|moe\.\w+\.weight$")
 def quantised_job(job: Job, *, keep: Sequence[str], max_file_nbytes: int, num_workers: int) -> Job:
     """Return the job that writes what `job` would, quantised as transformers' `FineGrainedFP8Config` does it.
 
-    Args:
-        job: Writes an HF directory, by the hub's names.
-        keep: Globs of tensors that stay as they are.
-        max_file_nbytes: Largest file.
-        num_workers: Threads that will run it.
-
-    Raises:
-        UsageError: It is quantised already, has no config.json, or none of its tensors is one to quantise.
+    `job` writes an HF directory by the hub's names; tensors that a glob of `keep` matches stay as they are.
     """
     targets = {entry.fqn: entry for entry in job.target.tensors}
     sources = [entry for entry in job.source.tensors if entry.fqn in targets]
@@ -109,12 +102,7 @@ def _source_of_config(assets: AssetList) -> Source | None:
 
 
 def _settings_before(job: Job, tensors: Sequence[TensorEntry]) -> Mapping[str, object] | None:
-    """Return the `quantization_config` of a release that the weights were trained from, if there is one.
-
-    Raises:
-        UsageError: No config, or weights that are still quantised.
-        UnreadableError: The config is not a JSON object.
-    """
+    """Return the `quantization_config` of a release that the weights were trained from, if there is one."""
     source, where = _source_of_config(job.assets), job.opened.source.root
     if source is None:
         what = f"--quantize needs the model's {CONFIG_NAME}, which tells loaders how the weights are quantised"

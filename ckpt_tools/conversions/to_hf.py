@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, differences, is_same, model_in
-from ckpt_tools.conversions.job import Job, cast_target, notes_on
+from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -153,7 +153,8 @@ def gathering_job(
         names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
         return _restore(opened, model, names, original, destination, beside, notes, naming)
-    chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
+    shown = _written_names(opened, strip, beside, naming) if include or exclude else {}
+    chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude, also=shown))
     model, names = model_in(chosen, strip, notes)
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
@@ -165,7 +166,12 @@ def gathering_job(
     source = replace(
         named.checkpoint, tensors=tuple(map(opened.resolve, opened.ahead(named.checkpoint.tensors))), blobs=()
     )
-    target = cast_target(source, dtype, options.dtype_for)
+    own = {fqn: names.get(own, own) for fqn, own in named.sources.items()}
+    own |= {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources}
+    apart = as_stored(named.apart, names)
+    check_whole(opened, beside, source.tensors, own, apart)
+    target, cast = cast_target(opened, source, dtype, options.dtype_for, own, beside)
+    notes += cast
     heads: dict[str, bytes]
     seals: dict[str, Seal] = {}
     if options.to == "torch":
@@ -190,12 +196,21 @@ def gathering_job(
         documents=documents,
         assets=beside,
         dtype=dtype,
-        names={fqn: names.get(own, own) for fqn, own in named.sources.items()}
-        | {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources},
-        apart=as_stored(named.apart, names),
+        names=own,
+        apart=apart,
         notes=notes,
         warnings=warnings,
     )
+
+
+def _written_names(opened: Opened, strip: str, assets: AssetList, naming: Naming) -> dict[str, list[str]]:
+    """Return the hub's names of tensors, as far as the whole has them: a choice may be what makes that possible."""
+    found: dict[str, list[str]] = {}
+    with suppress(UsageError, UnreadableError):
+        model, names = model_in(opened, strip, [])
+        for name, own in name_hub(model, assets, naming, opened.resolve).sources.items():
+            found.setdefault(names.get(own, own), []).append(name)
+    return found
 
 
 def _restore(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import warn_of_ties
 from ckpt_tools.conversions.find import name_again
-from ckpt_tools.conversions.job import Job, cast_target, notes_on
+from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.layout import Layout, Placement, Shard, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
@@ -35,6 +36,7 @@ from ckpt_tools.placement.parse import parse_rules, parse_set
 from ckpt_tools.placement.place import cut_entry, place_tensors
 from ckpt_tools.placement.rule import Rule
 from ckpt_tools.placement.tp_plan import tp_plan_rules
+from ckpt_tools.remote.places import open_source
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import first_few
 
@@ -63,9 +65,6 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
     """Apply mesh and rules to the tensors of `checkpoint`.
 
     Optimizer state that no rule names is placed like its parameter.
-
-    Raises:
-        UsageError: No mesh, or an impossible mesh or rule.
     """
     rules = [parse_set(text) for text in options.set]
     mesh = options.mesh
@@ -78,17 +77,21 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
         raise UsageError("no mesh is given", hint="add for example --mesh dp_shard=8")
     if isinstance(mesh, str):
         mesh = parse_mesh(mesh, world_size=options.world_size)
+    if options.assets is not None and options.tp_plan is None:
+        raise UsageError("--assets has the config.json for --tp-plan, which is not given", hint="add --tp-plan auto")
     if options.tp_plan is not None:
         if options.tp_plan != "auto":
             raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
-        config = config_beside(opened.asset_source or opened.source)
+        own = nullcontext(opened.asset_source or opened.source)
+        with own if options.assets is None else open_source(os.fspath(options.assets)) as beside:
+            config = config_beside(beside)
         if config is None:
             raise UsageError(
-                "--tp-plan auto needs the model's config.json beside the weights",
-                where=opened.source.root,
-                hint="copy it there, or write the rules yourself with --rules",
+                "--tp-plan auto needs the model's config.json",
+                where=beside.root,
+                hint="pass --assets DIR with the model's directory, or write the rules yourself with --rules",
             )
-        plan = auto_plan(config.values, os.path.abspath(opened.source.root))
+        plan = auto_plan(config.values, os.path.abspath(beside.root))
         rules += tp_plan_rules(config.values, [entry.fqn for entry in checkpoint.tensors], plan)
     layout = place_tensors(checkpoint.tensors, mesh, rules, uneven=options.tp_uneven)
     like_parameters = _like_parameters(checkpoint.tensors, rules, layout.placements)
@@ -104,11 +107,16 @@ def _notes(layout: Layout) -> tuple[str, ...]:
 
 
 def _warnings(layout: Layout) -> tuple[str, ...]:
-    """Say which parameters stock PyTorch does not load into a model that transformers has cut.
+    """Say that no rule cuts along tp, and which parameters stock PyTorch does not load into what transformers has cut.
 
     Source: PyTorch 2.13, whose `DTensor.__create_chunk_list__` describes a `_StridedShard` by its first offset and its
     size, as if it were one run; transformers 5.23 redistributes these tensors before it saves or loads.
     """
+    if (size := layout.mesh.size("tp")) > 1 and not any(
+        isinstance(placements.get("tp"), Shard) for placements in layout.placements.values()
+    ):
+        text = f"nothing is cut along tp: each of its {size} ranks has every tensor as if there were no tp"
+        return (f"{text}. --tp-plan auto cuts as the model's own plan says; --set and --rules as you say",)
     if not layout.packed:
         return ()
     names = first_few(list(layout.packed), 4)
@@ -212,12 +220,7 @@ def sharding_job(
 ) -> Job:
     """Return the job that writes `opened`, cut as `options` say.
 
-    Args:
-        opened: The source.
-        options: What is asked for.
-        named: Its tensors by other names; None keeps those that they have.
-        root: Prefix that the names had without being part of them.
-        layout: Where the tensors go, if that is known already.
+    `named` has its tensors by other names; `root` is a prefix that the names had without being part of them.
     """
     origin, notes = opened.origin, notes_on(opened)
     if named is None:
@@ -228,7 +231,8 @@ def sharding_job(
         prefix = options.prefix + root
         origin = None if origin is None else replace(origin, prefix=prefix, map=named.map)
         notes += [named.note] if named.note else []
-    chosen = select(named.checkpoint, include=options.include, exclude=options.exclude)
+    shown = {fqn: (prefix + fqn, source) for fqn, source in named.sources.items()}
+    chosen = select(named.checkpoint, include=options.include, exclude=options.exclude, also=shown)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
     layout = layout or _find_layout(opened, renamed, named, options)
     source = replace(renamed, tensors=tuple(map(opened.resolve, opened.ahead(renamed.tensors))))
@@ -244,7 +248,10 @@ def sharding_job(
         layout = replace(layout, placements={**layout.placements, **own})
         names |= {alias: names[fqn] for alias, fqn in aliases.items()}
         aliases = {}
-    target = cast_target(source, options.dtype, options.dtype_for)
+    target, cast = cast_target(opened, source, options.dtype, options.dtype_for, names, opened.own_assets)
+    notes += cast
+    origin = origin if target is source and chosen is named.checkpoint else None
+    check_whole(opened, opened.own_assets, source.tensors, names, named.apart, bool(origin and not in_safetensors))
     cells = {entry.fqn: cut_entry(entry, layout.mesh, layout.placements[entry.fqn]).cells for entry in target.tensors}
     heads: Mapping[str, bytes] = {}
     if in_safetensors:
@@ -263,7 +270,7 @@ def sharding_job(
         names=names,
         aliases=aliases,
         apart=named.apart,
-        origin=origin if target is source and chosen is named.checkpoint else None,
+        origin=origin,
         mesh=layout.mesh,
         placements=layout.placements,
         notes=[*notes, *_notes(layout)],
@@ -276,16 +283,13 @@ def sharding_job(
 
 
 def resharding_job(opened: Opened, options: ShardingOptions, naming: Naming) -> Job:
-    """Return the job that writes `opened`, cut as `options` say, and by the names of `naming` if it asks for some.
-
-    Raises:
-        UsageError: As `sharding_job`; there is other state than weights, which cannot be named again.
-    """
+    """Return the job that writes `opened`, cut as `options` say, and by the names of `naming` if it asks for some."""
     if naming.names == "auto":
         return sharding_job(opened, options)
     notes: list[str] = []
     chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
     if chosen is not opened.checkpoint:
+        check_whole(opened, opened.own_assets, chosen.tensors, {})
         opened = replace(opened, checkpoint=chosen, origin=None)
     named, root = name_again(opened, naming, notes)
     if opened.beside:  # of a step that the result is not

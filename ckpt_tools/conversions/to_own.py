@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt_tools.conversions.find import model_in, name_again
-from ckpt_tools.conversions.job import Job, cast_target, notes_on
+from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint
 from ckpt_tools.description.transform import find_model, is_optimizer
@@ -27,24 +27,14 @@ def own_job(
     only_model: bool = True,
     named: Named | None = None,
 ) -> Job:
-    """Return the job that writes a checkpoint again.
+    """Return the job that writes a checkpoint again; what is neither DCP nor safetensors becomes safetensors.
 
-    What is neither DCP nor safetensors becomes safetensors.
-
-    Args:
-        opened: The checkpoint.
-        destination: Directory to create.
-        dtype: As `--dtype`.
-        dtype_for: As `--dtype-for`.
-        max_shard_size: As of `gather`; not for DCP.
-        only_model: Leave optimizer state and whatever else a trainer keeps out of a DCP checkpoint. Safetensors hold
-            nothing but a model anyway.
-        named: The model by other names (`renamed`).
-
-    Raises:
-        UsageError: A size of files that DCP does not have.
+    `only_model` leaves optimizer state and whatever else a trainer keeps out of a DCP checkpoint. Safetensors hold
+    nothing but a model anyway.
     """
     if named is not None:
+        own = {entry.fqn: named.sources.get(entry.fqn, "") for entry in named.checkpoint.tensors}
+        check_whole(opened, opened.own_assets, named.checkpoint.tensors, own, named.apart)
         opened = replace(opened, checkpoint=named.checkpoint, origin=None)
     if not opened.format.loads_by_dcp:
         gather = GatherOptions(
@@ -65,7 +55,7 @@ def own_job(
         )
     chosen = replace(find_model(opened.checkpoint)[0], blobs=()) if only_model else opened.checkpoint
     source_checkpoint = replace(chosen, tensors=tuple(map(opened.resolve, chosen.tensors)))
-    target = cast_target(source_checkpoint, dtype, dtype_for)
+    target, cast = cast_target(opened, source_checkpoint, dtype, dtype_for, {}, opened.own_assets)
     cells = {entry.fqn: kept_cells(entry) for entry in target.tensors}
     kept = {entry.fqn for entry in source_checkpoint.tensors}
     placements = opened.checkpoint.placements or {}
@@ -78,7 +68,7 @@ def own_job(
         dtype=dtype,
         mesh=opened.checkpoint.mesh,
         placements={fqn: placed for fqn, placed in placements.items() if fqn in kept},
-        notes=[*notes_on(opened), *(_omitted(opened.checkpoint, kept) if only_model else ())],
+        notes=[*notes_on(opened), *cast, *(_omitted(opened.checkpoint, kept) if only_model else ())],
     )
     return job if named is None else _of_names(job, named)
 
@@ -94,11 +84,7 @@ def _of_names(job: Job, named: Named) -> Job:
 
 
 def renamed(opened: Opened, naming: Naming) -> Named:
-    """Return a model by the names of a key map, tied ones each with its bytes.
-
-    Raises:
-        UsageError: The map does not fit, there is other state than weights, or DCP's tensors would be joined or split.
-    """
+    """Return a model by the names of a key map, tied ones each with its bytes."""
     notes: list[str] = []
     if opened.format.loads_by_dcp:
         named, _ = name_again(opened, naming, notes)

@@ -35,12 +35,7 @@ def is_of_verl(opened: Opened) -> bool:
 
 
 def ranks_job(opened: Opened, options: ShardingOptions, stack: ExitStack) -> Job:
-    """Return the job that writes files of ranks for another mesh, of one model or of every model of a step.
-
-    Raises:
-        UsageError: An option that would change more than the mesh, or a mesh that verl does not make.
-        UnreadableError: A part is not whole, or says of its mesh what cannot be written for another.
-    """
+    """Return the job that writes files of ranks for another mesh, of one model or of every model of a step."""
     mesh, destination = _mesh(options), os.fspath(options.destination)
     if opened.step is None:
         return _job(opened, mesh, destination)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ckpt_tools.checks.trainer import judge, judge_path, refuse_mixed
 from ckpt_tools.conversions.find import model_in, name_again
@@ -14,10 +16,12 @@ from ckpt_tools.conversions.to_mesh import ShardingOptions, find_layout, reshard
 from ckpt_tools.description.checkpoint import Checkpoint
 from ckpt_tools.description.layout import Layout, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats import step as steps_format
+from ckpt_tools.formats import hf, step as steps_format
 from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.formats.judge import StepVerdict
+from ckpt_tools.formats.manifest import TensorRecord
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.repositories import FILES_NAME
 from ckpt_tools.formats.step import OpenedStep
 from ckpt_tools.formats.steps import (
     TRAINERS,
@@ -38,19 +42,14 @@ _OF_ONE_MODEL = (
     *("keep_precision", "shapes_from", "rules", "set", "tp_plan"),
 )
 """Options that say something of one model's names, files or shape."""
+_OF_FILES = ("max_shard_size", "to", "quantize", "dequantize", "names")
+"""Options of `gather` under which a model would not be one file in a directory of others, or not of the bytes there."""
 
 
 def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) -> TrainerLayout:
-    """Return what `--for` writes; the other options must say nothing, or the same.
+    """Return what `--for` writes; `--names` and `--prefix` must be absent, or say the same.
 
-    Args:
-        trainer: Value of `--for`.
-        names: Value of `--names`.
-        prefix: Value of `--prefix`; it may go on where the trainer's ends.
-        source: What is converted, for messages.
-
-    Raises:
-        UsageError: The trainer loads no DCP checkpoint, or an option says something else.
+    A prefix may go on where the trainer's ends. `source` is what is converted, for messages.
     """
     layout = TRAINERS[trainer]
     if layout.refusal:
@@ -69,11 +68,7 @@ def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) ->
 
 
 def starting_job(job: Job, layout: TrainerLayout) -> Job:
-    """Return the job that writes `job`'s checkpoint where the trainer looks for it.
-
-    Raises:
-        UsageError: Its data files are PyTorch's to write.
-    """
+    """Return the job that writes `job`'s checkpoint where the trainer looks for it."""
     job.notes += [layout.start.format(destination=job.destination)] if layout.start else []
     if not layout.part:
         return job
@@ -99,13 +94,8 @@ def outer_job(opened: Opened, destination: str, parts: dict[str, Job], mesh: Mes
     )
 
 
-def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
-    """Return the job that writes a whole step, each part cut as `options` say, and the files beside as they are.
-
-    Raises:
-        UsageError: An option that would leave something out, or change names in one part alone.
-        UnreadableError: A part is not complete, or one that resuming needs is not there.
-    """
+def step_job(step: OpenedStep, options: ShardingOptions) -> Job:
+    """Return the job that writes a whole step, each part cut as `options` say, and the files beside as they are."""
     path = step.root.source.root
     refuse_mixed(step.root)
     for _, error in step.broken:
@@ -117,17 +107,7 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
             hint="save with DCP (accelerate's use_dcp=True)",
         )
     _refuse(judge(step.root), path)
-    single: Sequence[tuple[str, object]] = (
-        ("--prefix", options.prefix),
-        ("--include", options.include),
-        ("--exclude", options.exclude),
-        ("--dtype-for", options.dtype_for),
-        ("--map" if naming.own else "--names", naming.names != "auto"),
-    )
-    for flag, value in single:
-        if value:
-            what = f"{flag} applies to one checkpoint; this step has {len(step.parts)}"
-            raise UsageError(what, where=path, hint=f"convert one part: {_give(step)}")
+    _refuse_options(step, options, ("prefix", "include", "exclude", "dtype_for", "map", "names"))
     parts: dict[str, Job] = {}
     mesh: Mesh | None = None
     for index in sorted({part.index for part, _ in step.parts}):
@@ -150,38 +130,31 @@ def step_job(step: OpenedStep, options: ShardingOptions, naming: Naming) -> Job:
 
 
 def _refuse(verdict: StepVerdict, path: str) -> None:
-    """Refuse to write a step that would not resume as the trainer meant.
-
-    Raises:
-        UnreadableError: A part that resuming needs is not there, or not whole.
-    """
+    """Refuse to write a step that would not resume as the trainer meant."""
     for reason in (each for each in verdict.reasons if each.is_sure):
         what = f"{reason.file}: {reason.what}; {reason.does}"
         raise UnreadableError(what, where=path, hint="restore it; `ckpt gather`, or --for plain, takes the model alone")
 
 
 def repository_job(step: OpenedStep, options: ShardingOptions | GatherOptions, build: Callable[[Opened], Job]) -> Job:
-    """Return the job that writes every model of a repository, each as `build` makes it, and the files beside.
-
-    Raises:
-        UsageError: An option that is for one model.
-        UnreadableError: A model is not complete, or not there.
-    """
+    """Return the job that writes every model of a repository, each as `build` makes it, and the files beside."""
     path = step.root.source.root
     for _, error in step.broken:
         raise error
     if step.step.lacking:
         what = f"{step.step.title} without the weights of {first_few(step.step.lacking, 6)}"
         raise UnreadableError(what, where=path, hint=f"restore them, or take one model: {_give(step)}")
-    for field in _OF_ONE_MODEL:
-        value = getattr(options, field, None)
-        if value not in (None, (), [], "", "auto"):
-            flag = {"trainer": "--for"}.get(field, "--" + field.replace("_", "-"))
-            what = f"{flag} applies to one model; this is {step.step.title} of {len(step.parts)}"
-            raise UsageError(what, where=path, hint=f"take one: {_give(step)}")
-    jobs = {part.directory: build(opened) for part, opened in step.parts}
-    outer = jobs.pop("", None) or outer_job(step.root, os.fspath(options.destination), {}, None)
-    outer.parts, outer.opened = jobs, replace(outer.opened, identity=step.identity)
+    into_files = step.step.trainer == "files" and isinstance(options, GatherOptions)
+    _refuse_options(step, options, (*_OF_ONE_MODEL, *(_OF_FILES if into_files else ())))
+    jobs: dict[str, Job] = {part.name: build(opened) for part, opened in step.parts}
+    if into_files:
+        outer = _files_job(step, jobs, os.fspath(options.destination))
+    else:
+        outer = jobs.pop("") if "" in jobs else outer_job(step.root, os.fspath(options.destination), {}, None)
+        outer.parts = jobs
+        if step.step.trainer == "files":
+            outer.documents = {FILES_NAME: json.dumps([*jobs]).encode()}
+    outer.opened, outer.dtype = replace(outer.opened, identity=step.identity), options.dtype
     own = {asset.file for _, asset in outer.assets}
     beside = [asset for asset in step.step.beside if not is_weights(asset.file) and asset.file not in own]
     outer.assets = [*outer.assets, *((step.root.source, asset) for asset in beside)]
@@ -189,6 +162,61 @@ def repository_job(step: OpenedStep, options: ShardingOptions | GatherOptions, b
         outer.notes.append(f"left out, as weights in another format or of another model: {first_few(left_out)}")
     outer.notes.insert(0, f"{step.step.title} of {len(step.parts)} models: {first_few(step.step.components, 12)}")
     return outer
+
+
+def _files_job(step: OpenedStep, jobs: Mapping[str, Job], destination: str) -> Job:
+    """Return the job that makes of every model the one file that it was, all in one directory.
+
+    Raises:
+        UsageError: Two models have a tensor of the same name.
+    """
+    outer = outer_job(step.root, destination, {}, None)
+    checkpoint, records = outer.source, dict[str, TensorRecord]()
+    outer.target = replace(outer.target, format=hf.FORMAT.name)
+    for part, model in step.parts:
+        job, file = jobs[part.name], part.name + hf.FORMAT.suffix
+        target, heads = job.target, job.heads
+        if len(heads) > 1:
+            target, heads = hf.place({file: target.tensors})
+        inside = partial(os.path.join, "" if part.directory == file else part.directory)
+        if both := outer.names.keys() & job.names.keys():
+            what = f"two models have a tensor of this name: {first_few(both)}"
+            raise UsageError(what, where=step.root.source.root, hint=f"take one: {_give(step)}")
+        checkpoint, outer.source = _join(checkpoint, model.checkpoint, inside), _join(outer.source, job.source, inside)
+        outer.target = _join(outer.target, target, dict.fromkeys(target.files, file).__getitem__)
+        outer.heads = {**outer.heads, file: next(iter(heads.values()))}
+        outer.names = {**outer.names, **job.names}
+        outer.notes += [f"{part.name}: {note}" for note in job.notes]
+        outer.notes += [f"{part.name}: left out, {asset.file}" for _, asset in job.assets]
+        outer.warnings, outer.not_checked = (*outer.warnings, *job.warnings), (*outer.not_checked, *job.not_checked)
+        records |= {} if model.manifest is None else model.manifest.tensors
+    manifest = next((each.manifest for each in (step.root, *(model for _, model in step.parts)) if each.manifest), None)
+    manifest = manifest and replace(manifest, tensors=records)
+    outer.opened = replace(step.root, checkpoint=checkpoint, manifest=manifest)
+    return outer
+
+
+def _join(whole: Checkpoint, part: Checkpoint, rename: Callable[[str], str]) -> Checkpoint:
+    """Return a description with what another one has, its files by other names."""
+    moved = (
+        replace(e, chunks=tuple(replace(c, span=replace(c.span, file=rename(c.span.file))) for c in e.chunks))
+        for e in part.tensors
+    )
+    files = {rename(file): size for file, size in part.files.items()}
+    return replace(whole, tensors=(*whole.tensors, *moved), files={**whole.files, **files})
+
+
+def _refuse_options(step: OpenedStep, options: ShardingOptions | GatherOptions, fields: Sequence[str]) -> None:
+    """Refuse options that are for one checkpoint.
+
+    Raises:
+        UsageError: One of them is given.
+    """
+    for field in fields:
+        if getattr(options, field, None) not in (None, (), [], "", "auto", False, "safetensors"):
+            flag = {"trainer": "--for"}.get(field, "--" + field.replace("_", "-"))
+            what = f"{flag} applies to one checkpoint; this is {step.step.title} of {len(step.parts)}"
+            raise UsageError(what, where=step.root.source.root, hint=f"take one: {_give(step)}")
 
 
 def _give(step: OpenedStep) -> str:
@@ -206,11 +234,7 @@ def _layout(step: OpenedStep, group: list[Opened], options: ShardingOptions) -> 
 
 
 def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trainer: TrainerName | None) -> Job:
-    """Return the job of `reshard` on one DCP checkpoint: all of it, or for another trainer its model alone.
-
-    Raises:
-        UsageError: As `layout_for`; or the names cannot be brought into those that are wanted.
-    """
+    """Return the job of `reshard` on one DCP checkpoint: all of it, or for another trainer its model alone."""
     verdict = judge(opened)
     own = verdict.trainer if verdict.trainer in ("lightning", "torchtitan") else None
     if trainer is None or (trainer == own and not options.prefix):

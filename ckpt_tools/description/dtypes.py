@@ -29,11 +29,7 @@ class DType:
     """Logical elements in one torch element (2 for F4: torch shapes count bytes)."""
 
     def num_bytes(self, num_elems: int) -> int:
-        """Bytes of `num_elems` logical elements; sub-byte types must fill whole bytes.
-
-        Raises:
-            ValueError: The elements end inside a byte.
-        """
+        """Bytes of `num_elems` logical elements; sub-byte types must fill whole bytes."""
         num_bits = num_elems * self.bits
         if num_bits % 8:
             raise ValueError(f"{num_elems} elements of {self.name} end inside a byte")
@@ -79,7 +75,6 @@ _TABLE = (
 )
 
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _TABLE}
-"""Every known dtype by its safetensors-style name."""
 BY_TORCH_NAME: dict[str, DType] = {dtype.torch_name: dtype for dtype in _TABLE if dtype.torch_name}
 """Every dtype that torch has, by the name of the attribute of `torch`."""
 BY_TORCH_STORAGE: dict[str, DType] = {d.torch_storage: d for d in _TABLE if d.torch_storage}

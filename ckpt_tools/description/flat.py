@@ -13,11 +13,6 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 
     Every box is contiguous too: it follows the one before it in the run. A tensor of n dims has at most 2n - 1 of them;
     none for an empty run.
-
-    Args:
-        shape: Of the tensor, in elements.
-        start: First element of the run, `0 <= start`.
-        stop: Where the run ends, `stop <= prod(shape)`.
     """
     if start >= stop:
         return

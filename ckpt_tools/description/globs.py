@@ -7,7 +7,9 @@ would understand differently should not.
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 from ckpt_tools.errors import UsageError
@@ -24,12 +26,54 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 
     Matching takes at most O(n²) steps per alternative for an FQN of n characters, however many stars the
     pattern has: FQNs come from files that nobody vouches for.
-
-    Raises:
-        UsageError: Unbalanced braces, or braces that stand for more than `MAX_ALTERNATIVES` patterns.
     """
     alternatives = dict.fromkeys(_expand_braces(pattern))
     return re.compile("|".join(map(_translate, alternatives)), re.DOTALL)
+
+
+def choose_names(
+    names: Mapping[str, Collection[str]], include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> set[str]:
+    """Return the keys of what some `include` glob matches (all, without one), and no `exclude`.
+
+    A pattern matches a tensor by any of the `names` that it is shown under.
+
+    Raises:
+        UsageError: A pattern matches nothing, or nothing is left.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
+    for option, patterns in (("--include", include), ("--exclude", exclude)):
+        for pattern in patterns:
+            matcher = compile_glob(pattern)
+            found[option, pattern] = {key for key, own in names.items() if any(map(matcher.fullmatch, own))}
+            if not found[option, pattern]:
+                every = list(dict.fromkeys(name for own in names.values() for name in own))
+                raise UsageError(f"{option} {pattern} matches no tensor", hint=nearest_names(pattern, every))
+    kept = set().union(*(found["--include", pattern] for pattern in include)) if include else {*names}
+    kept -= set().union(*(found["--exclude", pattern] for pattern in exclude))
+    if (include or exclude) and not kept:
+        given = " and ".join(["--include"] * bool(include) + ["--exclude"] * bool(exclude))
+        raise UsageError(
+            f"{given} leave{'' if ' ' in given else 's'} nothing",
+            hint="* stays inside one dotted component, ** crosses dots",
+        )
+    return kept
+
+
+def nearest_names(pattern: str, fqns: Sequence[str]) -> str:
+    """Return a hint with the FQNs that look most like `pattern`."""
+    if not fqns:
+        return "the checkpoint has no tensors"
+    # Layers look alike: compare with one of each kind.
+    kinds = {re.sub(r"\d+", "*", fqn): fqn for fqn in reversed(fqns)}
+    # What `**` stands for says nothing: compare what the pattern spells out with as many components of the names.
+    spelled = pattern.rpartition("**")[2].lstrip(".")
+    count = len(spelled.split("."))
+    tails: dict[str, str] = {}
+    for kind, fqn in kinds.items():
+        tails.setdefault(".".join(kind.split(".")[-count:]) if "**" in pattern else kind, fqn)
+    near = difflib.get_close_matches(spelled if "**" in pattern else pattern, tails, n=3, cutoff=0.0)
+    return f"the nearest names are {', '.join(tails[tail] for tail in near)}"
 
 
 def _expand_braces(pattern: str) -> list[str]:

@@ -171,11 +171,7 @@ def parse_mesh(text: str, *, world_size: int | None = None) -> Mesh:
 
 
 def parse_placement(text: str) -> Placement:
-    """Parse "S(0)", "Shard(0)", "R" or "Replicate()".
-
-    Raises:
-        UsageError: Anything else.
-    """
+    """Parse "S(0)", "Shard(0)", "R" or "Replicate()"."""
     name, _, rest = text.strip().partition("(")
     if name in ("S", "Shard") and rest.endswith(")") and rest[:-1].isdecimal():
         return Shard(int(rest[:-1]))
@@ -271,10 +267,6 @@ def cut_tensor(shape: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Plac
     Axes that `placements` does not name replicate. Grids are cached: tensors of one shape share one.
     The shape counts logical elements, of which torch keeps `pack` in one of its own along the last dim (`DType.pack`):
     that dim is a multiple of it, and is cut at multiples of it.
-
-    Raises:
-        UsageError: A placement names a dim that the tensor does not have, or the last dim is no
-            multiple of `pack`.
     """
     for axis, placement in placements.items():
         if isinstance(placement, Shard) and not 0 <= placement.dim < len(shape):
@@ -362,13 +354,9 @@ class Blocks:
 
 
 def split_blocks(shape: tuple[int, ...], element_bits: int, *, block_bytes: int, granule: int = 1) -> Blocks:
-    """Return the canonical blocks of a tensor.
+    """Return the canonical blocks of a tensor: of at most `block_bytes`, which one granule of elements may exceed.
 
-    Args:
-        shape: Global shape, in elements.
-        element_bits: Bits per element.
-        block_bytes: Upper bound of a block (one granule of elements may exceed it).
-        granule: Elements along the last dim that fill whole bytes (sub-byte types).
+    A granule is the elements along the last dim that fill whole bytes (sub-byte types).
     """
     inner_bits = element_bits
     for dim in reversed(range(len(shape))):

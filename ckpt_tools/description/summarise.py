@@ -334,9 +334,6 @@ def overlay(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
     Tensors that the layout does not name are replicated. Spans tell the file and the length alone (their
     offset is 0), and tensors that are cut alike share their chunks: 1000 tensors × 4096 ranks stay small.
-
-    Raises:
-        UsageError: A placement cuts a dim that the tensor does not have.
     """
     files: dict[str, int] = {}
     shared: dict[tuple[object, ...], tuple[Chunk, ...]] = {}

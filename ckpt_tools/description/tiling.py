@@ -21,7 +21,6 @@ class TilingProblem:
     kind: Literal["missing", "overlap", "outside", "num-dims"]
     """A part without a box, with two boxes, outside of the shape, or a box of another number of dims."""
     box: Box
-    """The part concerned."""
 
     def describe(self, shape: Sequence[int]) -> str:
         """Say it in words, naming the first dim that is not whole."""

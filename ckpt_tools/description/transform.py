@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import BlobEntry, Checkpoint, KeyPath, TensorEntry
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.globs import choose_names
 from ckpt_tools.errors import UsageError
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -26,49 +26,22 @@ def select(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    beside: Checkpoint | None = None,
+    also: Mapping[str, Collection[str]] | None = None,
 ) -> Checkpoint:
-    """Keep the tensors and blobs whose FQN matches some `include` glob (or any, without) and no `exclude`.
-
-    Where the same globs are used on a checkpoint `beside`, it is enough if they leave something of one of the two.
-
-    Raises:
-        UsageError: An `include` glob matches nothing, or nothing is left.
-    """
+    """Keep the tensors and blobs whose FQN, or another name that `also` has for it, the globs choose."""
     if not include and not exclude:
         return checkpoint
-    sides = (checkpoint,) if beside is None else (checkpoint, beside)
-    fqns = [entry.fqn for side in sides for entry in side.tensors]
-    fqns += [blob.fqn for side in sides for blob in side.blobs]
-    for pattern in include:
-        if not any(map(compile_glob(pattern).fullmatch, fqns)):
-            raise UsageError(
-                f"--include {pattern} matches no tensor",
-                hint="`ckpt inspect SRC --tensors` lists the names; ** crosses dots, * does not",
-            )
-    includes = [compile_glob(pattern) for pattern in include]
-    excludes = [compile_glob(pattern) for pattern in exclude]
-
-    def keep(fqn: str) -> bool:
-        return (not includes or any(p.fullmatch(fqn) for p in includes)) and not any(p.fullmatch(fqn) for p in excludes)
-
-    if not any(map(keep, fqns)):
-        raise UsageError(
-            "--include and --exclude leave nothing", hint="* stays inside one dotted component, ** crosses"
-        )
+    own = [*(entry.fqn for entry in checkpoint.tensors), *(blob.fqn for blob in checkpoint.blobs)]
+    kept = choose_names({fqn: (fqn, *(also or {}).get(fqn, ())) for fqn in own}, include, exclude)
     return replace(
         checkpoint,
-        tensors=tuple(entry for entry in checkpoint.tensors if keep(entry.fqn)),
-        blobs=tuple(blob for blob in checkpoint.blobs if keep(blob.fqn)),
+        tensors=tuple(entry for entry in checkpoint.tensors if entry.fqn in kept),
+        blobs=tuple(blob for blob in checkpoint.blobs if blob.fqn in kept),
     )
 
 
 def rename(checkpoint: Checkpoint, new_name: Callable[[str], str]) -> Checkpoint:
-    """Rename every tensor; one whose name changes no longer lies where it did in its nested state dict.
-
-    Raises:
-        UsageError: Two tensors get the same name.
-    """
+    """Rename every tensor; one whose name changes no longer lies where it did in its nested state dict."""
     names = [new_name(entry.fqn) for entry in checkpoint.tensors]
     tensors = tuple(
         entry if fqn == entry.fqn else replace(entry, fqn=fqn, path=())
@@ -106,16 +79,11 @@ def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
 
 
 def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
-    """Find the model inside what a trainer saved.
+    """Find the model in what a trainer saved; everything else is left out (optimizer, train state, a second copy).
 
-    Leaves everything else out (optimizer, train state, a second copy under another root), and names the root that
-    every model key lies under ("", "model.", "app.model.", …). The nesting that DCP records
-    (`TensorEntry.path`) decides; where it is flat or unknown, a root is only a root when every key has it and what
-    remains still looks like a model's keys.
-
-    Returns:
-        The model's tensors, with their names unchanged, and the prefix that their names have once `strip_wrappers`
-        is done with them.
+    Return its tensors, with their names unchanged, and the root that their names lie under once `strip_wrappers` is
+    done with them ("", "model.", "app.model.", …). The nesting that DCP records (`TensorEntry.path`) decides; where it
+    is flat or unknown, a root is only a root when every key has it and what remains still looks like a model's keys.
     """
     candidates = tuple(entry for entry in checkpoint.tensors if not is_optimizer(entry))
     tensors, root = _descend(candidates)
@@ -171,11 +139,7 @@ def _descend(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[TensorEntry, ...],
 
 
 def strip_prefix(fqns: Iterable[str], prefix: str) -> Callable[[str], str]:
-    """Return the function that removes `prefix` from an FQN.
-
-    Raises:
-        UsageError: Some of `fqns` does not begin with it.
-    """
+    """Return the function that removes `prefix` from an FQN."""
     without = next((fqn for fqn in fqns if not fqn.startswith(prefix)), None)
     if without is not None:
         raise UsageError(

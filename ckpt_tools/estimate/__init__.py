@@ -1,8 +1,4 @@
-"""How much memory a training run takes on one rank, before a GPU is booked.
-
-`run_estimate` starts a process that imports torch and tracks a model that is never allocated; the caller stays light.
-Where there is no config, a formula answers from a few figures. Importing this package imports no torch.
-"""
+"""How much memory a training run takes on one rank, before a GPU is booked. Importing this package imports no torch."""
 
 from __future__ import annotations
 

@@ -72,7 +72,6 @@ class Case(Training):
     strategy: str = "full_shard"
     """One of `STRATEGIES`, or hybrid_shard_zero2: hybrid_shard whose parameters stay after forward."""
     mesh: Mesh = _DEFAULT_MESH
-    """All ranks."""
     activation_checkpointing: bool = False
     """Blocks run again in backward instead of keeping their activations."""
     lora: int | None = None

@@ -63,11 +63,7 @@ def _judged(
 def judge(
     case: Case, memory: Memory, margin: Margin, gpu_memory: int, *, is_tracked: bool, has_experts: bool = False
 ) -> tuple[bool | None, str | None]:
-    """Say whether a case fits.
-
-    Returns:
-        True or False where the estimate decides, else None and the reason.
-    """
+    """Return whether a case fits; None and the reason where the estimate does not decide."""
     fits = memory.peak + margin.total <= gpu_memory
     is_doubtful = case.offload and (case.quantize is not None or not is_tracked)
     if fits and is_doubtful and memory.peak * OFFLOAD_UNDERESTIMATE + margin.total > gpu_memory:
@@ -104,10 +100,7 @@ def judge(
 def propose(
     figures: Figures, options: EstimateOptions, cases: tuple[CaseEstimate, ...], track: Track
 ) -> tuple[Proposal, ...]:
-    """Try changes, the cheapest first, until one fits; nothing to do when something fits already.
-
-    Every proposal is computed: tracked, or by the formula where that is all there is or says that it is hopeless.
-    """
+    """Try changes, the cheapest first, until one fits, tracked or by the formula; none where something fits already."""
     if options.gpu_bytes is None or any(case.fits for case in cases):
         return ()
     start = min(cases, key=lambda case: case.needed).case

@@ -74,9 +74,6 @@ def figures_from_counts(*, params: int, layers: int, hidden: int, vocab: int | N
 
     Every block has four h × h matrices for attention and three for the gated feed-forward network, which get what is
     left; embeddings and output layer are two V × h matrices.
-
-    Raises:
-        UsageError: The parts come to more than the whole.
     """
     rows = DEFAULT_VOCAB if vocab is None else vocab
     root = 2 * rows * hidden + hidden
@@ -105,9 +102,6 @@ def figures_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Figures,
 
     Blocks are the members of the outermost numbered lists (`layers.0.`, `transformer_blocks.0.`) in which at least
     two members look alike. A weight with two dims is a linear layer's, (out, in).
-
-    Raises:
-        UsageError: There is no such list.
     """
     members: dict[tuple[str, int], dict[str, tuple[int, ...]]] = defaultdict(dict)
     for name, shape in shapes.items():

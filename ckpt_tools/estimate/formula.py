@@ -69,11 +69,7 @@ STEP_COPIES = 2
 
 
 def estimate(figures: Figures, case: Case) -> Memory:
-    """Return the memory of one rank.
-
-    Returns:
-        Bytes; `at_peak` adds up to `peak`.
-    """
+    """Return the memory of one rank in bytes."""
     stages = stages_of(figures.num_blocks, case)
     return max((_stage(_part(figures, stage, case), case, stage) for stage in stages), key=lambda found: found.peak)
 

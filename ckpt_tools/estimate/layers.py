@@ -61,11 +61,7 @@ def _kind(layer: nn.Module) -> Hashable:
 
 
 def keep_layers(model: nn.Module, kept: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Leave out all layers but those in `kept`, by list.
-
-    Returns:
-        FQN of every layer that is left → the FQN that it had.
-    """
+    """Leave out all layers but those in `kept`, by list; return the FQN of every layer left → the FQN that it had."""
     before: dict[str, str] = {}
     for name, indices in kept.items():
         modules = list(model.get_submodule(name).children())
@@ -90,11 +86,7 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def cut_stage(model: nn.Module, stage: Stage) -> None:
-    """Leave out embedding and output where a stage of a pipeline has none.
-
-    Raises:
-        UntrackedError: The model says of neither where it is.
-    """
+    """Leave out embedding and output where a stage has none; raise UntrackedError if the model does not name them."""
     if not stage.has_embedding:
         embedding = _call(model, "get_input_embeddings")
         _replace(model, embedding)

@@ -73,12 +73,7 @@ class Step:
 
 
 def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int) -> Step:
-    """Return how a case's step runs on a stage; prepares the model for it.
-
-    Raises:
-        UntrackedError: Only decoders of transformers can be cut like this.
-        UsageError: The tokens of a sample cannot be cut evenly.
-    """
+    """Return how a case's step runs on a stage and prepare the model; raise UntrackedError if it cannot be cut."""
     special = case.sequence_parallel or case.loss_parallel or case.fused_loss or case.mesh.size("pp") > 1
     if not special:
         return Step(batch=batch, run=_plain_step)
@@ -145,15 +140,9 @@ def _passed_on(model: nn.Module, batch: Batch, between: Callable[[], None]) -> N
 
 
 def measure(model: nn.Module, case: Case, step: Step, labels: Mapping[str, str]) -> Trace:
-    """Train a sharded model two steps on the CPU; tell the second's moments: by then the optimizer has its state.
+    """Train a sharded model two steps on the CPU and return the second's moments: by then the optimizer has its state.
 
-    Works with real tensors and ranks as well as with fake ones.
-
-    Args:
-        model: As `model.shard` leaves it.
-        case: How it is trained.
-        step: What `step_of` returned, its batch where the model is.
-        labels: Name of a block → what its moments are called.
+    Tensors and ranks may be real or fake. `labels` maps the name of a block to what its moments are called.
     """
     optimizer = optimizer_of(model, case)
     _fill_state(optimizer)
@@ -216,11 +205,7 @@ def _synchronise(model: Any, *, is_last: bool) -> None:  # noqa: ANN401 - FSDP's
 def total(base: Trace, longer: Sequence[tuple[int, Trace]], case: Case, stage: Stage) -> Memory:
     """Return what all layers take: every moment grows by as much for each layer that was left out.
 
-    Args:
-        base: Of few layers.
-        longer: For every row of layers how many times one was left out, and a run with one more.
-        case: How it is trained.
-        stage: Of the pipeline.
+    `longer` has, for every row of layers, how many times one was left out and a run with one more.
     """
 
     def grown(select: Callable[[Trace], Bytes], group: str) -> int:

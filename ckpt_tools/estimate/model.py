@@ -27,13 +27,7 @@ from ckpt_tools.models.recipe import BATCH_SIZE, Batch, Recipe
 
 
 def build(recipe: Recipe, case: Case, prepare: Callable[[nn.Module], None] | None = None) -> nn.Module:
-    """Return the model on meta, in the dtypes that its parameters have between steps, adapters added.
-
-    Args:
-        recipe: Of the model.
-        case: How it is trained.
-        prepare: Changes the model before adapters are added.
-    """
+    """Return the model on meta, in its dtypes between steps, with adapters; `prepare` runs before these are added."""
     with torch.device("meta"):
         model = recipe.build()
     if prepare is not None:

@@ -37,7 +37,6 @@ DEFAULT_LORA_RANK = 16
 MAX_COUNT = 10**15
 """Parameters, tokens or layers; more are a slip of the keyboard."""
 MAX_WORLD_SIZE = 10**6
-"""Ranks."""
 SIZES_HINT = "name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096"
 """What says how large a model is."""
 
@@ -74,11 +73,7 @@ class _ModelAndRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions(Training, _ModelAndRanks):
-    """The options of `ckpt estimate`.
-
-    Raises:
-        UsageError: A value that no run could have.
-    """
+    """The options of `ckpt estimate`."""
 
     activation_checkpointing: Annotated[
         bool | Literal["both"],
@@ -169,11 +164,7 @@ class EstimateOptions(Training, _ModelAndRanks):
 
 
 def _check_case(case: Case) -> None:
-    """Refuse what contradicts itself.
-
-    Raises:
-        UsageError: An option without the axis that it is about, or two that exclude each other.
-    """
+    """Refuse what contradicts itself."""
     tp, pp = case.mesh.size("tp"), case.mesh.size("pp")
     needs = (
         ("--sequence-parallel", case.sequence_parallel, tp > 1, "tp"),
@@ -232,11 +223,7 @@ def _check_world(world: int) -> None:
 
 
 def parse_strategy(text: str) -> str:
-    """Return one of `STRATEGIES`, or hybrid_shard_zero2, for any spelling of it.
-
-    Raises:
-        UsageError: No strategy.
-    """
+    """Return one of `STRATEGIES`, or hybrid_shard_zero2, for any spelling of it."""
     key = text.strip().lower().replace("-", "_").removeprefix("shardingstrategy.")
     name = ALIASES.get(key, key)
     if name not in (*STRATEGIES, "hybrid_shard_zero2"):
@@ -247,11 +234,7 @@ def parse_strategy(text: str) -> str:
 
 
 def cases_of(options: EstimateOptions) -> tuple[Case, ...]:
-    """Return every combination that is asked for, strategies first.
-
-    Raises:
-        UsageError: A mesh that is none, or that the one strategy named cannot have.
-    """
+    """Return every combination that is asked for, strategies first."""
     world = options.world_size
     if world is not None:
         _check_world(world)
@@ -304,16 +287,9 @@ def _tail(given: Mesh | None) -> tuple[tuple[str, int], ...]:
 
 
 def mesh_for(strategy: str, given: Mesh | None, world: int, *, strict: bool) -> Mesh:
-    """Return the mesh on which `strategy` uses all ranks.
+    """Return the mesh on which `strategy` uses all `world` ranks.
 
-    Args:
-        strategy: As `parse_strategy` returns it.
-        given: The user's; its data-parallel axes are put together anew where the strategy needs others.
-        world: Number of ranks.
-        strict: Refuse instead of putting them together anew.
-
-    Raises:
-        UsageError: The strategy cannot use these ranks.
+    Data-parallel axes of `given` are put together anew where the strategy needs others, or refused with `strict`.
     """
     wanted = ("dp_replicate", "dp_shard") if strategy.startswith("hybrid") else ("dp_shard",)
     if strategy == "no_shard":

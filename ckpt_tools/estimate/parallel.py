@@ -51,12 +51,7 @@ def needs_own_plan(model: nn.Module, case: Case) -> bool:
 
 
 def cut_layers(model: nn.Module, mesh: DeviceMesh, case: Case) -> None:
-    """Cut linear layers and embeddings along tp, as the model's own plan says, and what passes between them.
-
-    Raises:
-        UntrackedError: The model has no plan.
-        UsageError: A layer that cannot be cut evenly.
-    """
+    """Cut linear layers, embeddings and what passes between them along tp; raise UntrackedError without a tp plan."""
     tp = mesh[TP_AXIS]
     plan = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
@@ -156,11 +151,8 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def cut_experts(model: nn.Module, mesh: DeviceMesh, case: Case, policy: Policy) -> None:
     """Leave each rank its experts, and make them units of their own over the ranks that have the same ones.
 
-    Without expert parallelism tp cuts every expert, and its tokens are gathered.
-
-    Raises:
-        UntrackedError: Experts of an unknown form.
-        UsageError: The number of experts does not divide.
+    Without expert parallelism tp cuts every expert, and its tokens are gathered. Raise UntrackedError for experts of an
+    unknown form.
     """
     ranks, tp = case.num_expert_ranks, case.mesh.size("tp")
     if ranks * tp == 1:

@@ -14,7 +14,6 @@ class Stage:
 
     rank: int
     first: int
-    """Its first layer."""
     count: int
     """Its layers: of all of its stages together, where a schedule gives it several."""
     has_embedding: bool = True
@@ -28,9 +27,6 @@ def stages_of(num_layers: int, case: Case) -> tuple[Stage, ...]:
 
     Layers are dealt out as torchtitan does (`generate_llm_fqn_per_model_part`): embedding and output weigh as much as a
     layer each, and what is left over goes to the first stages.
-
-    Raises:
-        UsageError: There are fewer layers than stages.
     """
     num = case.mesh.size("pp")
     if num == 1:

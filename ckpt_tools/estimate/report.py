@@ -120,7 +120,6 @@ class Proposal:
     what: str
     """The change, in words and options."""
     estimate: CaseEstimate
-    """What it comes to."""
 
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
@@ -134,7 +133,6 @@ class Estimate:
     model: str
     """What was estimated, and where its sizes come from."""
     params: int
-    """Parameters of the model."""
     cases: tuple[CaseEstimate, ...]
     """Every way that was asked for."""
     gpu_memory: int | None = None

@@ -22,7 +22,6 @@ from ckpt_tools.remote.places import exists, is_directory, is_file
 from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.child:estimate"
-"""What runs in a process of its own."""
 _NO_CONFIG = "there is no config.json, so there is nothing to run"
 
 
@@ -31,10 +30,6 @@ def run_estimate(options: EstimateOptions) -> Estimate:
 
     With a config.json, two training steps run in a process of their own, on tensors without data, and PyTorch's own
     tracker counts; the formula stands beside it. Otherwise the formula alone answers.
-
-    Raises:
-        UsageError: A model that cannot be built, or an impossible mesh.
-        UnreadableError: A checkpoint without a config that cannot be described.
     """
     start = time.perf_counter()
     which = ""
@@ -62,12 +57,7 @@ def start_estimate(options: EstimateOptions) -> Iterator[Child[Estimate]]:
 
 
 def by_formula(options: EstimateOptions) -> Estimate:
-    """Return what the formula says, from figures or from a checkpoint's headers.
-
-    Raises:
-        UsageError: Neither figures nor a checkpoint with blocks.
-        UnreadableError: The checkpoint cannot be described.
-    """
+    """Return what the formula says, from figures or from a checkpoint's headers."""
     title, figures, notes = _find_figures(options)
     return replace(estimate_of(options, title, figures, lambda _: _NO_CONFIG), notes=notes)
 
@@ -91,11 +81,7 @@ def with_assumptions(result: Estimate) -> tuple[str, ...]:
 
 
 def config_of(options: EstimateOptions) -> str | None:
-    """Return the path of the config.json that `options.model` means, None when there is none.
-
-    Raises:
-        UsageError: There is nothing at all, or something that cannot be read.
-    """
+    """Return the path of the config.json that `options.model` names, or None."""
     path = options.path
     if path is None:
         return None
@@ -115,12 +101,7 @@ def _names_architecture(path: str) -> bool:
 
 
 def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...]]:
-    """Return what is estimated, its figures, and what they leave open: without a config.
-
-    Raises:
-        UsageError: Neither figures nor a checkpoint with blocks.
-        UnreadableError: The checkpoint cannot be described.
-    """
+    """Return the name, the figures and what they leave open, of a model without a config."""
     if options.path is None:
         if options.num_params is None or options.layers is None or options.hidden is None:
             raise UsageError("the size of the model is not given", hint="--params, --layers and --hidden")

@@ -27,11 +27,7 @@ class Slim:
 def slim(kinds: Sequence[Hashable]) -> Slim:
     """Choose the layers to run: the fewest that show every kind, and what one more of the most frequent adds.
 
-    Args:
-        kinds: What each layer is; equal ones take the same memory.
-
-    Returns:
-        All layers, with nothing left out, where running fewer twice would not be cheaper.
+    Equal `kinds` take the same memory. All layers run, and none is left out, where running fewer twice is not cheaper.
     """
     everything = tuple(range(len(kinds)))
     best, cost = Slim(everything, everything, 0), len(kinds)

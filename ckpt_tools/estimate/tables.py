@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "f16": 2, "f32": 4}
-"""Bytes of an element by the names that options take."""
 NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
 """Per weight: an 8-bit scale for 64 weights, and an f32 scale for 256 of those (double quantisation)."""
 

@@ -36,9 +36,6 @@ def build_metadata(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -
 
     Stock torch (2.6 and later) unpickles them to the equivalent `Metadata`. There is no `StorageMeta`: it would carry
     the path of the checkpoint, and torch makes an empty one on reading. Shapes and boxes are in logical elements.
-
-    Raises:
-        UsageError: A dtype or a shape that torch does not have, or two entries of one name.
     """
     names = [*(entry.fqn for entry in tensors), *(entry.fqn for entry in blobs)]
     if len(set(names)) != len(names):

@@ -25,9 +25,6 @@ def parse_paths(planner_data: object, names: Collection[object]) -> Mapping[str,
 
     A planner of somebody else may keep anything here. It is torch's when it has the keys of any of these names.
     torch before 2.6 also kept the keys of objects that it did not save, so there may be more of them than names.
-
-    Raises:
-        UnreadableError: A name and its keys disagree, or one has none.
     """
     if type(planner_data) is not dict:
         return {}

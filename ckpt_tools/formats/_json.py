@@ -26,20 +26,10 @@ def parse_json(
     max_containers: int = MAX_JSON_CONTAINERS,
     infinite: bool = False,
 ) -> object:
-    """Return what a JSON text says.
+    """Return the value of a JSON text; a key twice in an object is an error, as are NaN and Infinity unless `infinite`.
 
-    Args:
-        text: UTF-8.
-        what: The document, for messages ("the index").
-        where: Its file, escaped, for messages.
-        max_bytes: Longest text that is read.
-        max_containers: Most objects and arrays, brackets inside of strings included.
-        infinite: Take NaN and Infinity for numbers, as Python writes them (``Infinity``) and transformers 5 does
-            (``{"__float__": "Infinity"}``).
-
-    Raises:
-        UnreadableError: Not JSON, a key twice in one object, NaN or Infinity (unless `infinite`), or nested too deep.
-        LimitError: Longer than `max_bytes`, or more than `max_containers`.
+    `where` is the file, escaped, for messages. Brackets inside of strings count for `max_containers`, too. `infinite`
+    takes NaN and Infinity also as transformers 5 writes them (``{"__float__": "Infinity"}``).
     """
     if len(text) > max_bytes:
         raise LimitError(f"{what} has {len(text)} bytes, the limit is {max_bytes}", where=where)

@@ -11,22 +11,18 @@ import codecs
 import os
 import pickletools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
-Read = Callable[[int, int], bytes]
-"""(offset, nbytes) → exactly these bytes."""
 Verdict = Literal["dangerous", "unknown", "torch"]
 VERDICTS: tuple[Verdict, ...] = ("dangerous", "unknown", "torch")
 """The worst first."""
 
 COMPUTED = "a name that the pickle computes"
 _MAX_NAME_BYTES = 4096
-_WINDOW = 1 << 20
-"""Bytes that are read at once; of the beginning, fewer."""
-_FIRST_WINDOW = 1 << 12
 _MAX_LINE_BYTES = 64 << 20
 
 _THROUGH = re.compile(
@@ -34,41 +30,72 @@ _THROUGH = re.compile(
     r"|__\w+__)(?:\..*)?|eval|exec|execfile|system|popen|Popen|import_module|check_output|check_call|getoutput)"
 )
 """Names that lead through a module or an object to something else: `torch.serialization.os.system`."""
-_GETATTR = frozenset({"builtins.getattr", "__builtin__.getattr"})
-_WRAPPERS = _GETATTR | {"functools.partial"}
-"""What is as dangerous as what it is given: enums and nested classes need the first below protocol 4."""
-
+_WRAPPERS = frozenset({"builtins.getattr", "__builtin__.getattr", "functools.partial"})
+"""What is as dangerous as what it is given: enums and nested classes need `getattr` below protocol 4."""
 _OPENERS = frozenset({"torch.storage._load_from_bytes"})
 """What loads a pickle in bytes, which is harmless where the bytes can be looked at."""
 
 _LINE = pickletools.UP_TO_NEWLINE
-_ARGUMENTS = {ord(op.code): (op.name, 0 if op.arg is None else op.arg.n) for op in pickletools.opcodes}
-"""Opcode → its name, and bytes of its argument; negative as `pickletools` has it."""
-_PREFIXES = {
+_WIDTHS = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-_TEXTS = frozenset(name for name, _ in _ARGUMENTS.values() if "STRING" in name or "UNICODE" in name) | {
-    "GLOBAL",
-    "INST",
+"""Kind of an argument that has a length → bytes of the length."""
+_CHANGES = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD", "READONLY_BUFFER"})
+"""Opcodes that leave the lowest value that they take where it was."""
+_PUTS = frozenset({"MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"})
+_GETS = frozenset({"GET", "BINGET", "LONG_BINGET"})
+_BYTES = frozenset({"BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"})
+_MARK = object()
+
+
+_TEXTS: Mapping[str, Callable[[bytes], str]] = {
+    "STRING": lambda line: codecs.escape_decode(line.strip()[1:-1])[0].decode("latin-1"),
+    "UNICODE": lambda line: line.decode("raw-unicode-escape"),
+    **dict.fromkeys(
+        ("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"), lambda content: content.decode("utf-8", "surrogatepass")
+    ),
+    **dict.fromkeys(("BINSTRING", "SHORT_BINSTRING"), lambda content: content.decode("latin-1")),
 }
-_POPS = {"APPEND": 1, "SETITEM": 2, "BUILD": 1, "POP": 1}
-_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_CALLS = {"REDUCE": 2, "NEWOBJ": 2, "NEWOBJ_EX": 3}
-"""Opcode → how many values it takes off the stack."""
-_TO_MARK = frozenset(
-    {"APPENDS", "SETITEMS", "ADDITEMS", "POP_MARK", "LIST", "DICT", "FROZENSET", "TUPLE", "INST", "OBJ"}
-)
-_NOTHING = frozenset({"PROTO", "FRAME", "READONLY_BUFFER"})
+_ARGUMENTS: Mapping[str, Callable[[bytes], Any]] = {
+    **_TEXTS,
+    **dict.fromkeys(("GLOBAL", "INST"), lambda lines: lines.decode().replace("\n", ".", 1)),
+    **dict.fromkeys(("PUT", "GET"), lambda line: int(line.partition(b"\0")[0])),  # all that C's unpickler looks at
+    **dict.fromkeys(
+        ("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "EXT1", "EXT2", "EXT4"),
+        lambda content: int.from_bytes(content, "little"),
+    ),
+}
+"""Opcode → what reads its argument."""
 
 
-class _Name(NamedTuple):
-    """Something importable, or what calling it makes."""
+def _opcode(op: pickletools.OpcodeInfo) -> tuple[str, int, int, bool, bool, Callable[[bytes], Any] | None]:
+    """Return its name, bytes of its argument (negative as `pickletools` has it), and what it does to the stack.
 
-    name: str
-    is_made: bool = False
+    That is: how many values it takes, besides those down to a mark; whether it takes those; whether it puts one there.
+    """
+    to_mark, changes = pickletools.markobject in op.stack_before, op.name in _CHANGES
+    takes = op.stack_before.index(pickletools.markobject) if to_mark else len(op.stack_before)
+    nbytes = 0 if op.arg is None else op.arg.n
+    puts = bool(op.stack_after) and not changes
+    return op.name, nbytes, takes - changes, to_mark, puts, _ARGUMENTS.get(op.name)
+
+
+_OPCODES = {op.code.encode("latin-1"): _opcode(op) for op in pickletools.opcodes}
+
+
+class _Name(str):
+    """Something importable."""
+
+    __slots__ = ()
+
+
+class _Made(_Name):
+    """What calling something importable makes."""
+
+    __slots__ = ()
 
 
 class Span(NamedTuple):
@@ -87,41 +114,32 @@ class Walk:
     end: int
     """Where it ends, or breaks."""
     is_whole: bool = False
-    names: dict[str, bool] = field(default_factory=dict)
-    """What is named → is it called?"""
+    names: Counter[str] = field(default_factory=Counter)
+    """What is named, and how often; of `getattr` and `partial`, only what is not used in a way that can be told."""
     spans: dict[Span | bytes, None] = field(default_factory=dict)
     """Values of bytes, where they lie or as they are."""
-    loose: set[str] = field(default_factory=set)
-    """Wrappers that are given something dangerous, or what cannot be told."""
-    used: set[str] = field(default_factory=set)
-    """Wrappers that are called."""
 
 
 @cache
-def _table() -> tuple[frozenset[str], frozenset[str], re.Pattern[str], re.Pattern[str]]:
-    """Return the plain names of both sections, and their patterns."""
+def _table() -> tuple[frozenset[str], re.Pattern[str], frozenset[str], re.Pattern[str]]:
+    """Return the plain names and the pattern of the others: of what is dangerous, and of what is harmless."""
     with open(os.path.join(os.path.dirname(__file__), "_pickle_names.txt"), encoding="utf-8") as file:
-        text = file.read()
-    plain: list[frozenset[str]] = []
-    patterns: list[re.Pattern[str]] = []
-    for section in text.split("\n[")[1:]:
-        names = [name for line in section.splitlines()[1:] if not line.startswith("#") for name in line.split()]
-        below = ".*" if not plain else r"(?:.*\.)?_*[A-Z][^.]*"
-        found = (
-            re.escape(name[:-1]) + below if name.endswith(".*") else re.escape(name).replace(r"\*\*", ".*")
-            for name in names
-            if "*" in name
-        )
-        joined = "|".join(each.replace(r"\*", "[^.]*") for each in found)
-        plain.append(frozenset(name for name in names if "*" not in name))
-        patterns.append(re.compile(joined))
-    return plain[0], plain[1], patterns[0], patterns[1]
+        dangerous, harmless = file.read().split("\n[")[1:]
+    return *_section(dangerous, ".*"), *_section(harmless, r"(?:.*\.)?_*[A-Z][^.]*")
+
+
+def _section(text: str, below: str) -> tuple[frozenset[str], re.Pattern[str]]:
+    names = [name for line in text.splitlines()[1:] if not line.startswith("#") for name in line.split()]
+    escaped = (re.escape(name) for name in names if "*" in name)
+    patterns = (re.sub(r"\\\.\\\*$", lambda _: rf"\.{below}", each).replace(r"\*\*", ".*") for each in escaped)
+    joined = "|".join(each.replace(r"\*", "[^.]*") for each in patterns)
+    return frozenset(name for name in names if "*" not in name), re.compile(joined)
 
 
 @cache
 def judge(name: str) -> Verdict:
     """Say what a name may do: run or load something, no more than torch needs, or that nobody knows."""
-    dangerous, harmless, worse, better = _table()
+    dangerous, worse, harmless, better = _table()
     if name in harmless:
         return "torch"
     if name in dangerous or name == COMPUTED or worse.fullmatch(name) or _THROUGH.fullmatch(name):
@@ -129,204 +147,123 @@ def judge(name: str) -> Verdict:
     return "torch" if better.fullmatch(name) else "unknown"
 
 
-def walk(read: Read, size: int, start: int = 0) -> Walk:
+def walk(file: BinaryIO, size: int, start: int = 0) -> Walk:
     """Follow the pickle that begins at `start` to its end, or to where it breaks.
 
     Args:
-        read: Reads the file.
+        file: Holds the pickle; it is read forwards.
         size: Its length.
         start: First byte.
     """
     found = Walk(end=start)
     stack: list[Any] = []
-    marks: list[int] = []
     memo: dict[int, Any] = {}
-    for name, at, nbytes, content in _opcodes(read, size, found):
-        if name == "MEMOIZE" or name.endswith("PUT"):
+    for name, takes, to_mark, puts, at, nbytes, content in _opcodes(file, size, found):
+        if name in _PUTS:
             memo[len(memo) if content is None else content] = stack[-1] if stack else None
-        elif name == "MARK":
-            marks.append(len(stack))
-        elif name in _TO_MARK:
-            items = _take(stack, len(stack) - (marks.pop() if marks else 0))
-            if name in ("LIST", "DICT", "FROZENSET", "TUPLE"):
-                stack.append(items if name == "TUPLE" else None)
-            elif name == "INST":
-                stack.append(_call(found, _named(found, content), items))
-            elif name == "OBJ":
-                stack.append(_call(found, items[0] if items else None, items[1:]))
-        elif name in _POPS:
-            if name == "POP" and marks and marks[-1] == len(stack):
-                marks.pop()
-            else:
-                _take(stack, _POPS[name])
-        elif name in _TUPLES:
-            stack.append(_take(stack, _TUPLES[name]))
-        elif name in _CALLS:
-            function, args, *_ = (*_take(stack, _CALLS[name]), None, None)
-            stack.append(_call(found, function, args))
-        elif name not in _NOTHING:
-            stack.append(_value(found, name, stack, memo, at, nbytes, content))
-    for name in found.used - found.loose:
-        del found.names[name]
+            continue
+        items: list[Any] = []
+        if to_mark:
+            while stack and (item := stack.pop()) is not _MARK:
+                items.append(item)
+            items.reverse()
+        elif takes:
+            items = stack[-takes:]
+            del stack[-takes:]
+        if not puts:
+            continue
+        if name in _GETS:
+            value = memo.get(content)
+        elif name in _TEXTS:
+            value = Span(at, nbytes, "UNICODE" in name) if content is None else content
+        elif name in _BYTES:
+            value = Span(at, nbytes)
+            found.spans[value] = None
+        else:
+            value = _value(found, name, tuple(items), content)
+        if type(value) is _Name:
+            found.names[value] += 1
+        stack += [value] * (2 if name == "DUP" else 1)
+    found.names = +found.names
     return found
 
 
-def _value(
-    found: Walk,
-    name: str,
-    stack: list[Any],
-    memo: Mapping[int, Any],
-    at: int,
-    nbytes: int,
-    content: Any,  # noqa: ANN401 - a text or a number, by opcode
-) -> object:
-    """Return what an opcode puts on the stack; None for what no name can be made of."""
-    if name.endswith("GET"):
-        return memo.get(content)
-    if name == "GLOBAL":
-        return _named(found, content)
-    if name == "STACK_GLOBAL":
-        both = _take(stack, 2)
-        is_plain = len(both) == 2 and all(isinstance(each, str) for each in both)
-        return _named(found, "\n".join(both) if is_plain else COMPUTED)
-    if name.startswith("EXT"):
-        return _named(found, f"copyreg.extension_{content}")
-    if name in ("BINPERSID", "DUP"):
-        (below,) = _take(stack, 1) or (None,)
-        stack += [below] * (name == "DUP")
-        return below if name == "DUP" else None
-    if "UNICODE" in name or "STRING" in name:
-        return content if content is not None else Span(at, nbytes, is_text="UNICODE" in name)
-    if nbytes and "BYTE" in name:
-        found.spans[span := Span(at, nbytes)] = None
-        return span
-    return None
+def _value(found: Walk, name: str, items: tuple[Any, ...], content: Any) -> object:  # noqa: ANN401
+    """Return what an opcode puts on the stack, made of what it took; None for what no name can be made of."""
+    match name, items:
+        case (("EMPTY_TUPLE" | "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3"), _):
+            return items
+        case (("REDUCE" | "NEWOBJ" | "NEWOBJ_EX"), (function, args, *_)):
+            return _call(found, function, args)
+        case "STACK_GLOBAL", _:
+            is_plain = len(items) == 2 and all(type(each) is str for each in items)
+            return _Name(".".join(items) if is_plain else COMPUTED)
+        case "GLOBAL", _:
+            return _Name(content)
+        case "INST", _:
+            found.names[content] += 1
+            return _call(found, _Name(content), items)
+        case "OBJ", (function, *_):
+            return _call(found, function, items[1:])
+        case (("EXT1" | "EXT2" | "EXT4"), _):
+            return _Name(f"copyreg.extension_{content}")
+        case "DUP", (below,):
+            return below
+    return _MARK if name == "MARK" else None
 
 
-def _opcodes(read: Read, size: int, found: Walk) -> Iterator[tuple[str, int, int, Any]]:
-    """Yield every opcode: name, where its argument begins and how long it is, and its text where that is short."""
-    base, buffer, at = found.end, b"", found.end
-    while at < size:
-        if at + 10 > base + len(buffer) and base + len(buffer) < size:
-            window = _WINDOW if buffer else _FIRST_WINDOW
-            base, buffer = at, read(at, min(window, size - at))
-        name, kind = _ARGUMENTS.get(buffer[at - base], ("", 0))
-        start, nbytes, end = at + 1, kind, at + 1 + kind
+def _opcodes(file: BinaryIO, size: int, found: Walk) -> Iterator[tuple[Any, ...]]:
+    """Yield every opcode, where its argument begins and how long it is, and its text or number where that is short."""
+    at = file.seek(found.end)
+    while op := _OPCODES.get(file.read(1)):
+        name, kind, *effect, read = op
+        content = b""
+        at += 1
         if kind == _LINE:
-            base, buffer, end = _line_end(read, size, base, buffer, start, 1 + (name in ("GLOBAL", "INST")))
-            start, nbytes = at + 1, end - at - 2
-        elif kind < 0:
-            width = _PREFIXES[kind]
-            nbytes = int.from_bytes(buffer[start - base : start - base + width], "little")
-            start += width
-            end = start + nbytes
-        if not name or end > size or end < start:
-            return
-        content: Any = None
-        if name in _INDICES:
-            content = _INDICES[name](buffer[start - base : start - base + nbytes])
-        elif name in _TEXTS and (nbytes <= _MAX_NAME_BYTES or kind == _LINE):
-            if end > base + len(buffer):
-                base, buffer = at, read(at, max(end - at, min(_WINDOW, size - at)))
-            content = _text(name, buffer[start - base : start - base + nbytes])
-            if content is None:
+            lines = 2 if name in ("GLOBAL", "INST") else 1
+            content = b"".join(file.readline(_MAX_LINE_BYTES) for _ in range(lines))
+            nbytes, end = len(content) - 1, at + len(content)
+            if content.count(b"\n") < lines:
                 return
+        else:
+            width = _WIDTHS.get(kind, 0)
+            nbytes = int.from_bytes(file.read(width), "little") if width else kind
+            at += width
+            end = at + nbytes
+            if end > size:
+                return
+            if nbytes <= _MAX_NAME_BYTES:
+                content = file.read(nbytes)
+            else:
+                file.seek(end)
+        try:
+            told = read(content[:nbytes]) if read and content else None
+        except (ValueError, Warning):  # of escapes, where warnings are errors
+            return
         found.end = at = end
         if name == "STOP":
             found.is_whole = True
             return
-        yield name, start, nbytes, content
-
-
-def _line_end(read: Read, size: int, base: int, buffer: bytes, start: int, lines: int) -> tuple[int, bytes, int]:
-    """Return where some lines end, past the last newline (0: nowhere), and the buffer that they are in."""
-    wanted = _WINDOW
-    while True:
-        end = start - base
-        for _ in range(lines):
-            end = buffer.find(b"\n", end) + 1
-            if not end:
-                break
-        if end:
-            return base, buffer, base + end
-        if base == start and len(buffer) >= min(_MAX_LINE_BYTES, size - start):
-            return base, buffer, 0
-        base, buffer = start, read(start, min(wanted, size - start))
-        wanted *= 8
-
-
-def _text(name: str, content: bytes) -> str | None:
-    """Return the text of an argument; None where unpickling breaks on it."""
-    try:
-        if name == "STRING":
-            return codecs.escape_decode(content.strip()[1:-1])[0].decode("latin-1")
-        if name == "UNICODE":
-            return content.decode("raw-unicode-escape")
-        return content.decode(
-            "latin-1" if "STRING" in name else "utf-8", "surrogatepass" if "UNICODE" in name else "strict"
-        )
-    except (ValueError, Warning):  # of escapes, where warnings are errors
-        return None
-
-
-def _line_index(content: bytes) -> int:
-    try:
-        return int(content)
-    except ValueError:
-        return -1  # unpickling breaks on it
-
-
-def _raw_index(content: bytes) -> int:
-    return int.from_bytes(content, "little")
-
-
-_INDICES = dict.fromkeys(("PUT", "GET"), _line_index) | dict.fromkeys(
-    ("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "EXT1", "EXT2", "EXT4"), _raw_index
-)
-"""Opcode → what reads the number that it has."""
-
-
-def _take(stack: list[Any], count: int) -> tuple[Any, ...]:
-    """Take the last values off the stack, or as many as there are."""
-    items = tuple(stack[max(len(stack) - count, 0) :])
-    del stack[len(stack) - len(items) :]
-    return items
-
-
-def _named(found: Walk, name: str | None) -> _Name:
-    name = (name or "").replace("\n", ".", 1)
-    found.names.setdefault(name, False)
-    return _Name(name)
+        yield name, *effect, end - nbytes, nbytes, told
 
 
 def _call(found: Walk, function: object, args: object) -> object:
     """Note a call, and return what stands for its result."""
-    given = args if isinstance(args, tuple) else ()
-    found.loose.update(each.name for each in given if isinstance(each, _Name) and each.name in _WRAPPERS)
     if not isinstance(function, _Name):
         return None
-    name = function.name
-    if function.is_made:
-        found.names[f"{name}()"] = True
+    if isinstance(function, _Made):
+        found.names[function] += 1
         return None
-    if name in _WRAPPERS:
-        match given:
-            case (_Name(target, False), str(attribute), *_) if name in _GETATTR and not attribute.startswith("_"):
-                inner = f"{target}.{attribute}"
-            case (_Name(target, False), *_) if name not in _GETATTR:
-                inner = target
-            case _:
-                inner = COMPUTED
-        if judge(inner) == "dangerous":
-            found.loose.add(name)
-        found.used.add(name)
-        if inner != COMPUTED:
-            found.names.setdefault(inner, False)
-        return _Name(inner)
-    found.names[name] = True
-    if name == "_codecs.encode" and given and isinstance(given[0], str | Span):
-        found.spans[given[0].encode("latin-1", "replace") if isinstance(given[0], str) else given[0]] = None
+    first, second = (*(args if isinstance(args, tuple) else ()), None, None)[:2]
+    if function in _WRAPPERS:
+        is_plain = function == "functools.partial" or (type(second) is str and not second.startswith("_"))
+        if type(first) is not _Name or not is_plain:
+            return None
+        found.names[function] -= 1
+        return first if function == "functools.partial" else _Name(f"{first}.{second}")
+    if function == "_codecs.encode" and type(first) in (str, Span):
+        found.spans[first.encode("latin-1", "replace") if isinstance(first, str) else first] = None
         return Span(0, 0)
-    if name in _OPENERS and not (given and isinstance(given[0], Span)):
-        found.names[COMPUTED] = True
-    return _Name(name, is_made=True)
+    if function in _OPENERS and type(first) is not Span:
+        found.names[COMPUTED] += 1
+    return _Made(f"{function}()")

@@ -13,10 +13,9 @@ other, and whoever walks the result decides by names what means something. It di
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_values import (
@@ -29,7 +28,7 @@ from ckpt_tools.formats._pickle_values import (
     describe,
     refused_opcode,
 )
-from ckpt_tools.formats.inert_pickle import KEY_TYPES, Reader
+from ckpt_tools.formats.inert_pickle import KEY_TYPES, SIZED, Reader, Sized
 
 MAX_PICKLE_BYTES = 256 << 20
 """Longest pickle: 91,000 tensors (DeepSeek-V3, expert by expert) have 20 MB."""
@@ -61,12 +60,7 @@ class Pickled:
 
 
 def parse_objects(data: bytes) -> Pickled:
-    """Read the pickle that `data` begins with.
-
-    Raises:
-        UnreadableError: Not a pickle, or one that does something else than describe objects.
-        LimitError: More than one file may hold.
-    """
+    """Read the pickle that `data` begins with."""
     with collector_paused():
         reader = _ObjectReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
         value = reader.read()
@@ -74,11 +68,7 @@ def parse_objects(data: bytes) -> Pickled:
 
 
 def parse_exactly(data: bytes) -> object:
-    """Read a pickle so that `_pickle_writer.build_pickle` writes one that makes the same: nothing is made simpler.
-
-    Raises:
-        UnreadableError: As `parse_objects`; or it does what that does not write.
-    """
+    """Read a pickle so that `_pickle_writer.build_pickle` writes one that makes the same: nothing is made simpler."""
     with collector_paused():
         reader = _ExactReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
         value = reader.read()
@@ -93,6 +83,12 @@ class _ObjectReader(Reader):
 
     end: int = 0
     storages: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    sized: ClassVar[Sized] = {
+        **SIZED,
+        0x55: (*SIZED[0x8C][:2], "_text_of_python_2"),  # SHORT_BINSTRING
+        0x54: (*SIZED[0x8B][:2], "_text_of_python_2"),  # BINSTRING
+        0x96: (*SIZED[0x8E][:2], "_bytes"),  # BYTEARRAY8
+    }
 
     def _seal(self, values: Iterable[object]) -> int:  # noqa: ARG002
         return 0
@@ -175,18 +171,6 @@ class _ObjectReader(Reader):
             return content
 
     def _other(self, op: int, position: int, stack: list[Any], outer: list[list[Any]]) -> int:
-        data = self.data
-        if op == 0x55:  # SHORT_BINSTRING
-            stack.append(self._text_of_python_2(position + 1, data[position]))
-            return position + 1 + data[position]
-        if op == 0x54:  # BINSTRING
-            (length,) = struct.unpack_from("<i", data, position)
-            stack.append(self._text_of_python_2(position + 4, length))
-            return position + 4 + int(length)
-        if op == 0x96:  # BYTEARRAY8
-            (length,) = struct.unpack_from("<Q", data, position)
-            stack.append(self._bytes(position + 8, length))
-            return position + 8 + int(length)
         if op == 0x30 and stack:  # POP
             stack.pop()
         elif op == 0x8F:  # EMPTY_SET
@@ -217,6 +201,7 @@ class _ExactReader(_ObjectReader):
     """One run over one pickle that will be written again."""
 
     __slots__ = ()
+    sized: ClassVar[Sized] = {op: how for op, how in _ObjectReader.sized.items() if op != 0x96}
 
     def _extend(self, target: object, items: list[object], what: str) -> None:
         if type(target) is Record and not what.startswith("SETITEM"):
@@ -238,6 +223,6 @@ class _ExactReader(_ObjectReader):
         record.state = state
 
     def _other(self, op: int, position: int, stack: list[Any], outer: list[list[Any]]) -> int:
-        if op in (0x8F, 0x90, 0x91, 0x92, 0x96):  # sets and others, which protocol 2 makes by calls
+        if op in (0x8F, 0x90, 0x91, 0x92):  # sets and others, which protocol 2 makes by calls
             raise refused_opcode(op, position - 1)
         return super()._other(op, position, stack, outer)

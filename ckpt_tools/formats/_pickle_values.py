@@ -65,7 +65,6 @@ class PickleLimits:
     max_bytes: int = 1 << 30
     max_opcodes: int = 400_000_000
     max_depth: int = 64
-    """Containers inside containers."""
     max_string_bytes: int = 1 << 20
     """Length of one string, bytes object or name, in bytes."""
     max_int_bytes: int = 8

@@ -30,9 +30,6 @@ def build_pickle(value: object) -> bytes:
     """Return the pickle of a value that is made of what `parse_pickle` returns.
 
     An object that is met twice is one object for whoever reads it.
-
-    Raises:
-        UnreadableError: Something else is in it, or a tuple that contains itself.
     """
     out = bytearray(b"\x80\x02")
     memo: dict[object, int] = {}

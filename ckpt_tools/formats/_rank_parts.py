@@ -33,13 +33,7 @@ def assemble(
 ) -> tuple[TensorEntry, ...]:
     """Fit the parts of all ranks together.
 
-    Args:
-        states: Rank → what its file holds.
-        path: The directory as the user named it.
-        owners: FQN → ranks that have a part of it; by default all.
-
-    Raises:
-        UnreadableError: The files cannot be of one model and one save.
+    `owners` has for every FQN the ranks that have a part of it; by default all.
     """
     leader = min(states)
     pieces: dict[str, dict[int, Piece]] = {}
@@ -87,11 +81,7 @@ def misfit(path: str, what: str) -> UnreadableError:
 def missing_ranks(
     states: Mapping[int, State], ranks: Ranks, tensors: Iterable[TensorEntry], path: str
 ) -> tuple[str, ...]:
-    """Say which ranks' files are not here, where the others have replicas of all that they hold.
-
-    Raises:
-        UnreadableError: They have not; or a file says that there are more ranks than the names do.
-    """
+    """Say which ranks' files are not here, where the others have replicas of all that they hold."""
     highest = max((piece.highest for state in states.values() for piece in state.pieces), default=0)
     if ranks.world_size and max(highest, *states) >= ranks.world_size:
         raise misfit(path, f"rank {max(highest, *states)} is named, in files of a world of {ranks.world_size} ranks")
@@ -110,11 +100,7 @@ def missing_ranks(
 
 
 def keep_one(entry: TensorEntry, reader: Reader) -> TensorEntry:
-    """Hold what several ranks have of a tensor against each other, and return it with one of each.
-
-    Raises:
-        UnreadableError: They differ, and nothing says which one counts.
-    """
+    """Compare what several ranks have of a tensor, and return it with one of each."""
     firsts: dict[object, Chunk] = {}
     for chunk in entry.chunks:
         first = firsts.setdefault(chunk.box, chunk)

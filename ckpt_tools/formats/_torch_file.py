@@ -61,13 +61,7 @@ def is_torch_file(head: bytes) -> bool:
 def read_torch_file(source: Source, name: str, *, exactly: bool = False) -> TorchFile:
     """Read the pickle of a file and find its storages; no tensor is read.
 
-    Args:
-        source: The directory.
-        name: The file.
-        exactly: Read the pickle so that it can be written again (`parse_exactly`); of a zip alone.
-
-    Raises:
-        UnreadableError: Not what `torch.save` wrote, damaged, or more than a file may hold.
+    With `exactly`, the pickle of a zip is read so that it can be written again (`parse_exactly`).
     """
     try:
         is_zip = source.read(name, 0, min(source.size(name), len(_ZIP))) == _ZIP

@@ -67,11 +67,7 @@ def show_path(path: KeyPath) -> str:
 
 
 def read_piece(file: TorchFile, path: KeyPath, value: Record, boxes: dict[tuple[int, ...], Box]) -> Piece:
-    """Return what a call that rebuilds a tensor stands for; `boxes` has those of the shapes seen so far.
-
-    Raises:
-        UnreadableError: A kind of tensor that is not read, or one that its storage does not hold.
-    """
+    """Return what a call that rebuilds a tensor stands for; `boxes` has those of the shapes seen so far."""
     try:
         if value.name == _SUBCLASS and len(value.args) == 4 and _is_global(value.args[0], _WRAPPER):
             return _wrapped(file, path, value)
@@ -239,11 +235,7 @@ def _axis_sizes(axis: object) -> tuple[int, ...] | None:
 
 
 def box_in(piece: Piece, sizes: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
-    """Return what a place in another mesh of as many dims holds of a DTensor that is cut in the same way.
-
-    Raises:
-        UnreadableError: It is no DTensor, or cut in a way that such a mesh does not have.
-    """
+    """Return what a place in another mesh of as many dims holds of a DTensor that is cut in the same way."""
     match piece.layout:
         case (tuple(own), tuple(cuts)) if len(own) == len(sizes) == len(cuts):
             return Box(*cell(piece.shape, sizes, cuts, coordinate))
@@ -268,9 +260,6 @@ def cell(
 
     Mesh dims cut a tensor dim in their order, except for a strided one, which cuts inside what the next dims of
     `split_factor` ranks together have cut: FSDP cuts inside the tensor-parallel parts.
-
-    Raises:
-        UnreadableError: No such dim, or a factor that the mesh does not have.
     """
     offsets, lengths = [0] * len(shape), list(shape)
     for dim in range(len(shape)):

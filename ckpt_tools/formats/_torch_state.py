@@ -14,11 +14,9 @@ from ckpt_tools.formats._torch_file import TorchFile
 from ckpt_tools.formats._torch_pieces import Piece, read_piece, show_path
 
 MAX_TENSORS = 1 << 20
-"""Tensors in one file."""
 MAX_VALUES = 1 << 22
 """Keys and items that are looked at: a container may be in the file many times, in many others."""
 MAX_DEPTH = 64
-"""Containers inside containers."""
 MAX_SHARED = 256
 """Bytes of all tensors for each byte of a storage, at most: tensors may share one, and a view costs nothing."""
 REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
@@ -49,12 +47,7 @@ def settings_of(value: object) -> dict[str, object]:
 
 
 def describe_state(file: TorchFile) -> State:
-    """Find every tensor of a file that keys and indices lead to.
-
-    Raises:
-        UnreadableError: A tensor of a kind that is not read, one that its storage does not hold, or two of one name.
-        LimitError: More than `MAX_TENSORS`.
-    """
+    """Find every tensor of a file that keys and indices lead to."""
     state = State()
     boxes: dict[tuple[int, ...], Box] = {}
     names: set[str] = set()

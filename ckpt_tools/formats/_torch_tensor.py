@@ -68,11 +68,7 @@ class PickledTensor:
 
 @lru_cache(maxsize=4096)
 def parse_tensor_pickle(data: bytes) -> PickledTensor:
-    """Read `data.pkl`; cached, for the chunks of a checkpoint have few distinct ones.
-
-    Raises:
-        UnreadableError: Not one plain dense tensor.
-    """
+    """Read `data.pkl`; cached, for the chunks of a checkpoint have few distinct ones."""
     try:
         value = parse_pickle(data, allowed_globals=_ALLOWED_GLOBALS, limits=_LIMITS, persistent_ids=True)
     except LimitError:
@@ -102,11 +98,7 @@ PLAIN_HINT = (
 
 
 def rebuild_tensor(value: object) -> PickledTensor:
-    """Return the dense tensor that a pickled call would make, a parameter or not.
-
-    Raises:
-        UnreadableError: It would make something else.
-    """
+    """Return the dense tensor that a pickled call would make, a parameter or not."""
     value = _unwrap(value)
     if type(value) is not Record or value.name not in (_V1, DENSE, _V3) or value.state is not None:
         name = value.name if isinstance(value, Record | GlobalName) else type(value).__name__

@@ -96,11 +96,7 @@ class ItemFrame:
 
 @lru_cache(maxsize=4096)
 def item_frame(dtype: DType, sizes: tuple[int, ...]) -> ItemFrame:
-    """Return the frame of an item with a row-major tensor of `sizes` logical elements.
-
-    Raises:
-        UsageError: A dtype that torch does not have, or sizes that end inside a byte.
-    """
+    """Return the frame of an item with a row-major tensor of `sizes` logical elements."""
     frame = archive_frame(build_pickle(plain_tensor("0", dtype, sizes)), [dtype.num_bytes(math.prod(sizes))])
     (start,), (length,) = frame.starts, frame.lengths
     ((_, after),) = frame.seal([0])
@@ -109,12 +105,10 @@ def item_frame(dtype: DType, sizes: tuple[int, ...]) -> ItemFrame:
 
 
 def archive_frame(pickled: bytes, lengths: Sequence[int], known: Sequence[bytes] = ()) -> ArchiveFrame:
-    """Return the frame of an archive.
+    """Return the frame of an archive, whose `data.pkl` (`pickled`) names the storages "0", "1" and so on.
 
-    Args:
-        pickled: Its `data.pkl`, which names the storages "0", "1", …
-        lengths: Bytes of each storage that is a payload, in this order.
-        known: Content of the storages that come before those: a part of the frame.
+    `lengths` are the bytes of each storage that is a payload; `known` is the content of those before, a part of the
+    frame.
     """
     names = {
         "archive/data.pkl": pickled,
@@ -200,11 +194,7 @@ def _end(*, num_entries: int, nbytes: int, start: int) -> bytes:
 
 
 def plain_tensor(key: str, dtype: DType, sizes: tuple[int, ...]) -> Record:
-    """Return the call that rebuilds a row-major tensor of `sizes` logical elements, alone in the storage `key`.
-
-    Raises:
-        UsageError: A dtype that torch does not have, or sizes that end inside a byte.
-    """
+    """Return the call that rebuilds a row-major tensor of `sizes` logical elements, alone in the storage `key`."""
     if dtype.torch_name is None:
         raise UsageError(f"{dtype.name} cannot be stored: torch has no such dtype")
     if dtype.pack > 1:

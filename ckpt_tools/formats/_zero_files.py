@@ -92,11 +92,7 @@ def list_saves(files: Mapping[str, int]) -> dict[str, Save]:
 
 
 def find_save(source: Source, files: Mapping[str, int], path: str) -> Save:
-    """Return the save that `latest` names, or the only one.
-
-    Raises:
-        UnreadableError: There is none, nothing says which, or it is cut in ways that are not read.
-    """
+    """Return the save that `latest` names, or the only one."""
     saves = list_saves(files)
     shown = first_few([each.rstrip("/") for each in sorted(saves)])
     save = next(iter(saves.values())) if len(saves) == 1 else None
@@ -135,11 +131,7 @@ def integer_of(file: TorchFile, key: str, default: int) -> int:
 
 
 def check_number(file: TorchFile, key: str, wanted: int, hint: str) -> None:
-    """Refuse a file that says another number.
-
-    Raises:
-        UnreadableError: It does.
-    """
+    """Refuse a file that says another number."""
     if (said := integer_of(file, key, wanted)) != wanted:
         raise UnreadableError(f"{key} is {said}, here are files of {wanted}", where=file.name, hint=hint)
 
@@ -159,11 +151,7 @@ def read_pieces(file: TorchFile, key: str) -> dict[str, Piece]:
 
 
 def plain_entry(piece: Piece, path: KeyPath) -> TensorEntry:
-    """Return a tensor that is whole in one file.
-
-    Raises:
-        UnreadableError: It is a part.
-    """
+    """Return a tensor that is whole in one file."""
     return replace(whole_tensor(piece, where=piece.chunks[0].span.file), fqn=".".join(map(str, path)), path=path)
 
 

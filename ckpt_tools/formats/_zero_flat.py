@@ -94,11 +94,7 @@ class Rank:
 
 
 def read_rank(file: TorchFile) -> Rank:
-    """Read what the optimizer's file of a rank says.
-
-    Raises:
-        UnreadableError: It is none of ZeRO's.
-    """
+    """Read what the optimizer's file of a rank says."""
     content = file.value if isinstance(file.value, dict) else {}
     state = content.get("optimizer_state_dict")
     if not isinstance(state, dict):
@@ -172,11 +168,7 @@ def _addresses(mapping: object, file: TorchFile) -> dict[str, tuple[int, int]]:
 
 
 def read_shapes(value: object, where: str) -> list[Shapes]:
-    """Return the shapes of every group's parameters, in their order.
-
-    Raises:
-        UnreadableError: They are not written as DeepSpeed does.
-    """
+    """Return the shapes of every group's parameters, in their order."""
     groups: list[Shapes] = []
     for group in value if isinstance(value, list) else [None]:
         if not isinstance(group, dict):
@@ -196,11 +188,7 @@ def read_shapes(value: object, where: str) -> list[Shapes]:
 
 
 def find_runs(ranks: Sequence[Rank], groups: Sequence[Shapes]) -> dict[str, list[Run]]:
-    """Return where the elements of every trained parameter lie, in their order.
-
-    Raises:
-        UnreadableError: The ranks' vectors do not hold exactly these parameters.
-    """
+    """Return where the elements of every trained parameter lie, in their order."""
     shapes = {name: shape for each in groups for name, shape in each.items()}
     if len(shapes) != sum(map(len, groups)):
         raise UnreadableError("a parameter is in two groups", where=ranks[0].file)
@@ -289,11 +277,7 @@ def _take(ends: Sequence[int], position: int, count: int) -> Iterator[tuple[int,
 
 
 def build_entry(path: KeyPath, shape: tuple[int, ...], runs: Sequence[Run], flats: Flats, dtype: DType) -> TensorEntry:
-    """Return the tensor that lies so in vectors of this rank and group; `dtype` where it has no elements.
-
-    Raises:
-        UnreadableError: One is missing, too short or of another dtype.
-    """
+    """Return the tensor that lies so in vectors of this rank and group; `dtype` where it has no elements."""
     fqn = ".".join(map(str, path))
     chunks = []
     for run in runs:

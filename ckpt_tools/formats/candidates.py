@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.identity import Known
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.formats._zero_files import list_saves
@@ -47,7 +48,6 @@ _NUM_TENSORS, _NUM_FAR_TENSORS = 2000, 8
 """Most tensors of which some numbers are compared, on this machine and on another."""
 _RUN = 32
 """Elements that are compared at a place."""
-_FINEST = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def find_sets(files: Mapping[str, int]) -> list[WeightSet]:
         sets.append(WeightSet(_SHARDED, "hf-sharded", "the ranks' own files, which torch consolidates", ()))
     if live is None and sets and list_saves(files):
         sets.append(WeightSet("deepspeed", "deepspeed", "DeepSpeed resumes from it", ()))
-    return sets
+    return sorted(sets, key=lambda each: files.get(each.name) == 0)
 
 
 def lies_below(each: WeightSet) -> bool:
@@ -118,9 +118,6 @@ def compare(taken: Opened, other: Opened) -> tuple[Known, str]:
             return "yes", f"{name!r} is {list(one.shape)}, and {list(two.shape)} there"
         if one.dtype != two.dtype and not (one.dtype.is_float and two.dtype.is_float):
             return "yes", f"{name!r} is {one.dtype.name}, and {two.dtype.name} there"
-    folded_ours, folded_theirs = _folded(ours), _folded(theirs)
-    if len(ours) != len(theirs) and folded_ours == folded_theirs:
-        return "yes", f"it has {len(theirs)} tensors of the same kinds, not {len(ours)}"
     most = _NUM_FAR_TENSORS if is_remote(taken.source.root) else _NUM_TENSORS
     chosen = shared[:: math.ceil(len(shared) / most)]
     for name in chosen:
@@ -129,27 +126,17 @@ def compare(taken: Opened, other: Opened) -> tuple[Known, str]:
     return "no", f"equal wherever it was compared ({len(chosen)} tensors)"
 
 
-def _folded(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(re.sub(r"\d+", "*", name) for name in names)
-
-
 def _is_alike(taken: Opened, one: TensorEntry, other: Opened, two: TensorEntry) -> bool:
-    """Are some numbers of a tensor equal, the finer ones rounded to the coarser?"""
-    if 0 in one.shape:
-        return True
-    for part in (0, 2, 3):  # at the begin, in the middle, near the end
+    """Are some numbers of a tensor equal, the finer ones rounded to the coarser, at three places?"""
+    for part in (0, 2, 3) if 0 not in one.shape else ():
         place = tuple(size * part // 4 for size in one.shape)
-        runs = [run for entry in (one, two) if (run := _run(entry, place)) is not None]
-        if len(runs) < 2:
-            continue
-        nbytes = [min(run[2] for run in runs) * entry.dtype.bits // 8 for entry in (one, two)]
-        sides = zip((taken, other), runs, nbytes, strict=True)
-        ours, theirs = (side.source.read(run[0], run[1], size) for side, run, size in sides)
-        if one.dtype == two.dtype:
-            if ours != theirs:
+        ours, theirs = _run(one, place), _run(two, place)
+        if ours is not None and theirs is not None:
+            count = min(ours[2], theirs[2])
+            left = taken.source.read(*ours[:2], count * one.dtype.bits // 8)
+            right = other.source.read(*theirs[:2], count * two.dtype.bits // 8)
+            if not (left == right if one.dtype == two.dtype else _is_rounded({one.dtype: left, two.dtype: right})):
                 return False
-        elif not _is_rounded({one.dtype.name: ours, two.dtype.name: theirs}):
-            return False
     return True
 
 
@@ -161,28 +148,20 @@ def _run(entry: TensorEntry, place: tuple[int, ...]) -> tuple[str, int, int] | N
         inside = tuple(p - o for p, o in zip(place, chunk.box.offsets, strict=True))
         if chunk.encoding == "raw" and not width % 8 and all(0 <= i < n for i, n in zip(inside, sizes, strict=True)):
             flat = sum(i * math.prod(sizes[dim + 1 :]) for dim, i in enumerate(inside))
-            return (
-                chunk.span.file,
-                chunk.span.offset + flat * width // 8,
-                min(_RUN, sizes[-1] - inside[-1]) if sizes else 1,
-            )
+            count = min(_RUN, sizes[-1] - inside[-1]) if sizes else 1
+            return chunk.span.file, chunk.span.offset + flat * width // 8, count
     return None
 
 
-def _is_rounded(raw: Mapping[str, bytes]) -> bool:
+def _is_rounded(raw: Mapping[DType, bytes]) -> bool:
     """Are these numbers, by their dtypes, equal, the finer ones rounded to the coarser?"""
-    import numpy as np  # only where sets of two dtypes lie together
+    import ml_dtypes  # only where sets of two dtypes lie together
+    import numpy as np
 
-    fine, coarse = sorted(raw, key=_FINEST.index)
-    wide = {
-        name: (np.frombuffer(text, "<u2").astype("<u4") << 16).view("<f4")
-        if name == "BF16"
-        else np.frombuffer(text, f"<f{BY_NAME[name].bits // 8}")
-        for name, text in raw.items()
-    }
-    rounded = wide[fine]
-    if coarse == "BF16":
-        bits = rounded.astype("<f4").view("<u4")
-        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view("<f4")
+    kinds: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+    fine, coarse = (
+        np.frombuffer(raw[dtype], kinds[dtype.name])
+        for dtype in sorted(raw, key=lambda each: [*kinds].index(each.name))
+    )
     with np.errstate(all="ignore"):
-        return np.array_equal(rounded.astype(wide[coarse].dtype), wide[coarse], equal_nan=True)
+        return np.array_equal(fine.astype(coarse.dtype).astype(np.float64), coarse.astype(np.float64), equal_nan=True)

@@ -11,12 +11,22 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
 
-Without = Literal["crash", "restarts", "ignores"]
-"""The trainer stops with an error; goes on and begins a part of its state anew; does not read the file."""
 KEY = "key:"
 """Before the first key of a DCP checkpoint, where contracts name one beside files."""
+MODEL, OPTIMIZER = "the model", "the optimizer's state"
+SCHEDULE, SCALER = "the learning-rate schedule", "the gradient scaler"
+_SIGNS = {r"\#": r"(0|[1-9]\d{0,5})", r"\*\*": ".*", r"\*": r"\d+", r"\[/\]": "(?:[^/]+/)?", r"\[": "(?:", r"\]": ")?"}
+_SIGNS |= {r"\ ": "|", r"\|": "|"}
+_TITLES = {"trainer": "the Trainer", "deepspeed": "DeepSpeed", "lightning": "Lightning", "megatron": "Megatron"}
+
+
+@cache
+def _pattern(names: str) -> re.Pattern[str]:
+    """Return what matches one of `names`: # is a number that counts, * another, ** anything, [a|b] may be left out."""
+    signs = "|".join(map(re.escape, _SIGNS))
+    return re.compile(re.sub(signs, lambda found: _SIGNS[found[0]], re.escape(names)), re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,197 +34,178 @@ class Need:
     """A part of a step."""
 
     what: str
-    name: str
-    """Regular expression of its files, or of `KEY` and the first key of its items; group 1 is the rank, if any."""
-    without: Without
-    """What the trainer does where the file is missing."""
-    broken: Without = "crash"
-    """What it does with a file that cannot be read."""
+    names: str
+    """Of its files, or `KEY` and the first key of its items, as `_pattern` has them; the first is shown to people."""
+    anew: str = ""
+    """What the trainer begins anew without it; "" where it stops with an error."""
     is_sure: bool = True
     """Every full save has it. Else saves of some settings do: the other saves of a run tell."""
-    is_weights: bool = False
     by_rank: bool = False
-    """Every rank has one."""
-    anew: str = ""
-    """What begins anew without it, where that is more than itself."""
+    """Every rank has one; else numbers are of several models, optimizers, … of a script, from 0 on."""
+    is_lenient: bool = False
+    """The trainer takes a file that cannot be read for one that is missing; else it stops."""
 
-    def find(self, names: Collection[str]) -> dict[str, int | None]:
-        """Return those of the files and keys that are it, each with its rank."""
-        pattern = re.compile(self.name, re.ASCII)
-        found = ((name, pattern.fullmatch(name)) for name in sorted(names))
-        return {name: int(each[1]) if each.re.groups and each[1] else None for name, each in found if each}
-
-    def file(self, rank: int | None = None) -> str:
+    def file(self, number: int | None = None) -> str:
         """Return the name of the file that would be it, for people."""
-        shown = self.name if rank is None else self.name.replace(r"(\d+)", str(rank))
-        while (simpler := re.sub(r"\(\?[:!][^()]*\)\??", "", shown)) != shown:
-            shown = simpler
-        shown = shown.split("|")[0 if rank is not None else -1]
-        shown = shown.replace(r"\d+", "0").replace("_?", "_").replace("\\", "").removesuffix("/.metadata")
-        return shown.removeprefix(KEY).removesuffix(".*")
+        shown = self.names.partition(" ")[0]
+        shown = re.sub(r"\[([^]]*)\]", lambda found: found[1] if number is not None and "#" in found[1] else "", shown)
+        return shown.replace("#", str(number or 0)).replace("**", "").replace("*", "0").removeprefix(KEY)
 
     def tell(self, title: str, *, is_broken: bool = False) -> str:
         """Say what the trainer does without it."""
-        match self.broken if is_broken else self.without:
-            case "crash":
-                return f"{title} stops with an error on resuming"
-            case "restarts":
-                return f"{title} resumes and begins {self.anew or self.what} anew"
-        return f"{title} does not read it"
+        goes_on = self.anew and (self.is_lenient or not is_broken)
+        return f"{title} resumes and begins {self.anew} anew" if goes_on else f"{title} stops with an error on resuming"
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """What a full save has, in the order of saving."""
+    """What a full save has."""
 
     trainer: str
-    title: str
-    """For people, as the subject of a sentence."""
+    marks: str
+    """A step of it has a match of each of them; "&" stands between them."""
     saved: tuple[Need, ...]
-    marks: tuple[str, ...]
-    """Regular expressions of names: a step of it has a match of each of them."""
+    """In the order of saving; a name is of the first that it matches."""
+
+    @property
+    def title(self) -> str:
+        """For people, as the subject of a sentence."""
+        return _TITLES.get(self.trainer, self.trainer)
+
+    def sort(self, names: Collection[str]) -> dict[Need, dict[str, int | None]]:
+        """Return which of these names are there of each need, each with its number."""
+        found: dict[Need, dict[str, int | None]] = {need: {} for need in self.saved}
+        for name in sorted(names):
+            for need in self.saved:
+                if match := _pattern(need.names).fullmatch(name):
+                    found[need][name] = int(match[match.lastindex]) if match.lastindex else None
+                    break
+        return found
 
 
-_RANKED = r"pytorch_model_fsdp_\d+_rank(\d+)\.bin"
-_PARTS = r"pytorch_model_fsdp_\d+/\.metadata|pytorch_model_fsdp_\d+"
-_OPTIMIZER_PARTS = r"optimizer_\d+/\.metadata|optimizer_\d+_rank\d+\.bin|optimizer_\d+"
-_ANY_PART = rf"{_PARTS}|optimizer_\d+/\.metadata|optimizer_\d+"
-_FULL = r"pytorch_model_fsdp(?:_\d+)?\.bin"
-_HF = r"(?:[^/]+/)?(?:(?:pytorch_)?model|adapter_model)(?:-\d+-of-\d+)?(?:\.bin|\.safetensors)(?:\.index\.json)?"
-_ANY = r"(?:.+/)?[\w.-]+\.safetensors|(?:.+/)?pytorch_model[\w-]*\.bin|model.safetensors"
-_ZERO = r"(?:[^/]+/)?zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt|(?:[^/]+/)?mp_rank_00_model_states\.pt"
-ZERO_OPTIMIZER = r"(?:[^/]+/)?(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_?optim_states\.pt"
-_BIN = r"optimizer(?:_\d+)?\.bin"
-_OF_TRAINER = r"trainer_state\.json|scheduler\.pt|rng_state(_\d+)?\.pth|training_args\.bin"
-_OF_ACCELERATE = r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|optimizer(_\d+)?\.bin"
-_OPTIMIZER = "the optimizer's state"
-_SCHEDULE = "the learning-rate schedule"
-_BOTH = "the optimizer and the learning-rate schedule"
+_PARTS, _OPTIMIZER_PARTS = "pytorch_model_fsdp_#", "optimizer_# optimizer_*_rank*.bin"
+_RANKED, _FULL = "pytorch_model_fsdp_*_rank#.bin", "pytorch_model_fsdp[_#].bin"
+_HF = "[/][pytorch_|adapter_]model[-*-of-*]"
+_HF = f"{_HF}.safetensors[.index.json] {_HF}.bin[.index.json]"
+_ANY = "model[_#].safetensors pytorch_model[_#].bin **.safetensors [**/]pytorch_model**.bin"
+_ZERO = "[/][zero_pp_rank_#_]mp_rank_00_model_states.pt"
+ZERO_OPTIMIZER = "[/][bf16_|fp16_]zero_pp_rank_#_mp_rank_00"
+ZERO_OPTIMIZER = f"{ZERO_OPTIMIZER}_optim_states.pt {ZERO_OPTIMIZER}optim_states.pt"
+_BIN = "optimizer[_#].bin"
+_OF_TRAINER = "trainer_state.json scheduler.pt rng_state[_#].pth training_args.bin"
+_LATEST = Need("the name of the save to go on from", "latest")
+_ANEW = "the optimizer and the learning-rate schedule"
 
 
-def _model(name: str, *, by_rank: bool = False) -> Need:
-    return Need("the model", name, "crash", is_weights=True, by_rank=by_rank)
+def _contract(trainer: str, marks: str, *saved: Need) -> Contract:
+    return Contract(trainer, marks, saved)
 
 
-def _of_trainer(model: Need, optimizer: str, mark: str = "", *, by_rank: bool = False) -> Contract:
+def _of_trainer(model: str, optimizer: str, mark: str = "", *, by_rank: bool = False) -> Contract:
     """What the Trainer saves of a model, with its optimizer so: it loads optimizer and schedule, or neither."""
-    saved = (
-        model,
-        Need("the config", r"config\.json", "ignores", is_sure=False),
-        Need(_OPTIMIZER, optimizer, "crash" if by_rank else "restarts", by_rank=by_rank, anew=_BOTH),
-        Need(_SCHEDULE, r"scheduler\.pt", "restarts", anew=_BOTH, is_sure=optimizer != ZERO_OPTIMIZER),
-        Need("the gradient scaler", r"scaler\.pt", "restarts", is_sure=False),
-        Need("the RNG state", r"rng_state_(\d+)\.pth|rng_state\.pth", "restarts", by_rank=True),
-        Need("the Trainer's progress", r"trainer_state\.json", "crash"),
-        *([Need("the name of the save to go on from", r"latest", "crash")] if by_rank else []),
+    return _contract(
+        "trainer",
+        f"{mark or model} & {_OF_TRAINER}",
+        Need(MODEL, model, by_rank=by_rank),
+        Need("the config", "config.json", is_sure=False),
+        Need(OPTIMIZER, optimizer, "" if by_rank else _ANEW, by_rank=by_rank),
+        Need(SCHEDULE, "scheduler.pt", "" if by_rank else _ANEW, is_sure=not by_rank),
+        Need(SCALER, "scaler.pt", SCALER, is_sure=False),
+        Need("the RNG state", "rng_state[_#].pth", "the RNG state", by_rank=True),
+        Need("the Trainer's progress", "trainer_state.json"),
+        *([_LATEST] if by_rank else []),
     )
-    return Contract("trainer", "the Trainer", saved, (mark or model.name, _OF_TRAINER))
 
 
-def _of_accelerate(model: Need, optimizer: str, *marks: str, by_rank: bool = False) -> Contract:
+def _of_accelerate(model: str, optimizer: str, marks: str = "", *, by_rank: bool = False) -> Contract:
     """What `save_state` saves of a model, with its optimizer in these files."""
-    saved = (
-        model,
-        Need(_OPTIMIZER, optimizer, "crash", by_rank=by_rank),
-        Need(_SCHEDULE, r"scheduler(?:_\d+)?\.bin", "crash", is_sure=False),
-        Need("the data loader's sampler", r"sampler(?:_\d+)?\.bin", "crash", is_sure=False),
-        Need("the data loader's state", r"dl_state_dict(?:_\d+)?\.bin", "restarts", is_sure=False),
-        Need("the gradient scaler", r"scaler\.pt", "crash", is_sure=False),
-        Need("the RNG state and step count", r"random_states_(\d+)\.pkl", "restarts", "restarts", by_rank=True),
-        Need("an object that the script registered", r"custom_checkpoint_\d+\.pkl", "crash", is_sure=False),
+    return _contract(
+        "accelerate",
+        marks or model,
+        Need(MODEL, model, by_rank=by_rank),
+        Need(OPTIMIZER, optimizer, by_rank=by_rank),
+        Need(SCHEDULE, "scheduler[_#].bin", is_sure=False),
+        Need("the data loader's state", "sampler[_*].bin dl_state_dict[_*].bin", is_sure=False),
+        Need(SCALER, "scaler.pt", is_sure=False),
+        Need("the RNG state", "random_states_#.pkl", "the RNG state", by_rank=True, is_lenient=True),
+        Need("an object that the script registered", "custom_checkpoint_#.pkl", is_sure=False),
     )
-    return Contract("accelerate", "accelerate", saved, marks or (model.name,))
 
 
-def _of_verl(kind: str, what: str, *, is_weights: bool = False) -> Need:
-    name = rf"(?:\w+/)?{kind}_world_size_\d+_rank_(\d+)\.pt"
-    return Need(what, name, "crash", is_weights=is_weights, is_sure=is_weights, by_rank=True)
-
-
-_RANKED_OPTIMIZER = r"optimizer_\d+_rank(\d+)\.bin"
-_OWN = rf"{KEY}optim\w*"
-_TITAN = rf"{KEY}(?!(?:optimizer|lr_scheduler|train_state|dataloader)$).*"
 CONTRACTS: tuple[Contract, ...] = (
-    _of_trainer(_model(_PARTS), _OPTIMIZER_PARTS, _ANY_PART),
-    _of_accelerate(_model(_PARTS), _OPTIMIZER_PARTS, _ANY_PART),
-    _of_accelerate(_model(_RANKED, by_rank=True), _RANKED_OPTIMIZER, by_rank=True),
-    _of_trainer(_model(_FULL), _BIN),
-    _of_accelerate(_model(_FULL), _BIN),
-    _of_trainer(_model(_ZERO, by_rank=True), ZERO_OPTIMIZER, by_rank=True),
-    _of_accelerate(_model(_ZERO, by_rank=True), ZERO_OPTIMIZER, _ZERO, _OF_ACCELERATE, by_rank=True),
-    Contract(
+    _of_trainer(_PARTS, _OPTIMIZER_PARTS, f"{_PARTS} optimizer_#"),
+    _of_accelerate(_PARTS, _OPTIMIZER_PARTS, f"{_PARTS} optimizer_#"),
+    _of_accelerate(_RANKED, "optimizer_*_rank#.bin", by_rank=True),
+    _of_trainer(_FULL, _BIN),
+    _of_accelerate(_FULL, _BIN),
+    _of_trainer(_ZERO, ZERO_OPTIMIZER, by_rank=True),
+    _of_accelerate(_ZERO, ZERO_OPTIMIZER, f"{_ZERO} & random_states_#.pkl scheduler[_#].bin {_BIN}", by_rank=True),
+    _contract(
         "deepspeed",
-        "DeepSpeed",
-        (
-            _model(_ZERO, by_rank=True),
-            Need(_OPTIMIZER, ZERO_OPTIMIZER, "crash", by_rank=True),
-            Need("the name of the save to go on from", r"latest", "restarts", anew="everything"),
-        ),
-        (_ZERO,),
+        _ZERO,
+        Need(MODEL, _ZERO, by_rank=True),
+        Need(OPTIMIZER, ZERO_OPTIMIZER, by_rank=True),
+        Need(_LATEST.what, _LATEST.names, "everything"),
     ),
-    _of_trainer(_model(_HF), r"optimizer\.pt"),
-    _of_accelerate(_model(_ANY), _BIN, r"random_states_\d+\.pkl|optimizer(_\d+)?\.bin"),
-    Contract(
+    _of_trainer(_HF, "optimizer.pt"),
+    _of_accelerate(_ANY, _BIN, f"random_states_#.pkl {_BIN}"),
+    _of_accelerate(_ANY, _BIN, "model.safetensors & model_#.safetensors"),
+    _contract(
         "verl",
-        "verl",
-        (
-            _of_verl("model", "the model", is_weights=True),
-            _of_verl("optim", _OPTIMIZER),
-            _of_verl("extra_state", "the schedule and the RNG state"),
-            Need("the data loader's state", r"data\.pt", "restarts", is_sure=False),
-        ),
-        (r"(\w+/)?model_world_size_\d+_rank_\d+\.pt",),
+        "[/]model_world_size_*_rank_#.pt",
+        Need(MODEL, "[/]model_world_size_*_rank_#.pt", by_rank=True),
+        Need(OPTIMIZER, "[/]optim_world_size_*_rank_#.pt", is_sure=False, by_rank=True),
+        Need("the schedule and the RNG state", "[/]extra_state_world_size_*_rank_#.pt", is_sure=False, by_rank=True),
+        Need("the data loader's state", "data.pt", "the data loader's state", is_sure=False),
     ),
-    Contract(
+    _contract(
         "lightning",
-        "Lightning",
-        (
-            _model(f"{KEY}state_dict"),
-            Need(_OPTIMIZER, rf"{KEY}optimizer_\d+", "crash"),
-            Need("loops, callbacks and schedules", r"meta\.pt", "crash"),
-        ),
-        (f"{KEY}state_dict", rf"{KEY}optimizer_\d+|meta\.pt"),
+        "key:state_dict & key:optimizer_* meta.pt",
+        Need(MODEL, "key:state_dict"),
+        Need(OPTIMIZER, "key:optimizer_*"),
+        Need("loops, callbacks and schedules", "meta.pt"),
     ),
-    Contract(
+    _contract(
         "lightning",
-        "Lightning",
-        (
-            _model(f"{KEY}state_dict"),
-            Need(_OPTIMIZER, f"{KEY}optimizer_states", "crash"),
-            Need(_SCHEDULE, f"{KEY}lr_schedulers", "crash"),
-            Need("the loops", f"{KEY}loops", "crash"),
-        ),
-        (f"{KEY}pytorch-lightning_version",),
+        "key:pytorch-lightning_version",
+        Need(MODEL, "key:state_dict"),
+        Need(OPTIMIZER, "key:optimizer_states"),
+        Need(SCHEDULE, "key:lr_schedulers"),
+        Need("the loops", "key:loops"),
     ),
-    Contract(
+    _contract(
         "torchtitan",
-        "torchtitan",
-        (
-            _model(_TITAN),
-            Need(_OPTIMIZER, f"{KEY}optimizer", "crash"),
-            Need(_SCHEDULE, f"{KEY}lr_scheduler", "crash"),
-            Need("the data loader's state", f"{KEY}dataloader", "crash", is_sure=False),
-            Need("torchtitan's progress", f"{KEY}train_state", "crash"),
-        ),
-        (f"{KEY}lr_scheduler|{KEY}train_state", rf"{KEY}[^.]+\..+"),  # the model's own keys lie at the root
+        "key:lr_scheduler key:train_state & key:**.**",  # the model's own keys lie at the root
+        Need(OPTIMIZER, "key:optimizer"),
+        Need(SCHEDULE, "key:lr_scheduler"),
+        Need("the data loader's state", "key:dataloader", is_sure=False),
+        Need("torchtitan's progress", "key:train_state"),
+        Need(MODEL, "key:**"),
     ),
-    Contract(
+    _contract(
         "megatron",
-        "Megatron",
-        (_model(r"\.metadata"), Need("the trainer's arguments and progress", r"common\.pt", "crash", is_sure=False)),
-        (r"\.metadata", r"metadata\.json"),
+        ".metadata & metadata.json",
+        Need(MODEL, ".metadata"),
+        Need("the trainer's arguments and progress", "common.pt", is_sure=False),
     ),
-    Contract(
-        "plain", "the loop", (_model(rf"{KEY}(?!optim).*"), Need(_OPTIMIZER, _OWN, "crash", is_sure=False)), (_OWN,)
+    _contract(
+        "plain", "key:optim**", Need(OPTIMIZER, "key:optim**", is_sure=False), Need(MODEL, "key:**", is_sure=False)
     ),
 )
 """The first one whose marks are all there is a step's."""
 
 
+def describe(name: str) -> str:
+    """Say what a trainer keeps in a file of this name; "" for what is not known."""
+    needs = (need for contract in CONTRACTS for need in contract.saved)
+    rest = "the Trainer's arguments" if name == "training_args.bin" else ""
+    return next((need.what for need in needs if _any(need.names, [name])), rest)
+
+
 def find_contract(names: Collection[str]) -> Contract | None:
     """Return whose step a directory with these files, and `KEY` with the first keys of its items, is."""
-    return next((each for each in CONTRACTS if all(_any(mark, names) for mark in each.marks)), None)
+    return next((each for each in CONTRACTS if all(_any(mark, names) for mark in each.marks.split(" & "))), None)
 
 
-def _any(pattern: str, names: Collection[str]) -> bool:
-    return any(map(re.compile(pattern, re.ASCII).fullmatch, names))
+def _any(names: str, there: Collection[str]) -> bool:
+    return any(map(_pattern(names).fullmatch, there))

@@ -31,11 +31,7 @@ METADATA_LIMITS = DEFAULT_LIMITS
 def read_item(
     span: ByteSpan, dtype: DType, sizes: tuple[int, ...], reader: Reader, *, thorough: bool = False
 ) -> ItemHead:
-    """Read what an item says of itself; of one that holds what it should, as ckpt writes it, nothing need be parsed.
-
-    Raises:
-        UnreadableError: Not the zip of one tensor.
-    """
+    """Read what an item says of itself; of one that holds what it should, as ckpt writes it, nothing need be parsed."""
     read = _reads(span, reader)
     try:
         return parse_own_item(span.nbytes, dtype, sizes, read) or parse_item(span.nbytes, read, thorough=thorough)
@@ -161,7 +157,6 @@ class Dcp(Format):
             beside=beside,
             single_names=parsed.single_names if manifest is None else 0,
             unshaped=parsed.flattened,
-            saved_as=parsed.saved_as,
             lost=tuple(sorted(used - files.keys())),
             complete="" if used - files.keys() else f"all {len(used)} files of {METADATA_NAME} are there",
         )

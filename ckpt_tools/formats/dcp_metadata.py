@@ -101,8 +101,6 @@ class ParsedMetadata:
     flattened: frozenset[str] = frozenset()
     """Tensors that Megatron stored as [blocks of every dim…, elements of a block], and not in the shape that they have:
     state of its distributed optimizer until 0.15."""
-    saved_as: str = ""
-    """Name of the directory that the one it was saved into lay in; "" where it is not said."""
 
 
 def parse_metadata(data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS) -> ParsedMetadata:
@@ -110,10 +108,6 @@ def parse_metadata(data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS) -> Par
 
     Shapes and boxes come in logical elements: torch's F4 counts pairs, so its last dim doubles. Whether the boxes
     tile their tensor is not looked at here: that is a check of its own.
-
-    Raises:
-        UnreadableError: Not the metadata of a checkpoint that can be read; says which tensor and why.
-        LimitError: Beyond `limits`.
     """
     with collector_paused():
         return _describe(parse_pickle(data, allowed_globals=ALLOWED_GLOBALS, limits=limits))
@@ -160,14 +154,7 @@ def _describe(metadata: object) -> ParsedMetadata:
         blobs=tuple(blobs),
         single_names=single_names,
         flattened=_flattened(fields.get("mcore_data")),
-        saved_as=_saved_as(fields.get("storage_meta")),
     )
-
-
-def _saved_as(meta: object) -> str:
-    path = meta.state.get("checkpoint_id") if type(meta) is Record and type(meta.state) is dict else None
-    parts = path.args if type(path) is Record else (path,)
-    return "/".join(each for each in parts if type(each) is str).rstrip("/").rpartition("/")[0].rpartition("/")[2]
 
 
 def _flattened(mcore_data: object) -> frozenset[str]:

@@ -41,15 +41,7 @@ def place(tensors: Sequence[TensorEntry], cells: Mapping[str, Cells], blobs: Seq
     """Describe the files that hold `tensors` cut into `cells`: one per rank, items in the tensors' order.
 
     Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file, carried along as they are. The
-    tensors' own chunks are not looked at; every chunk's span in the result is its item.
-
-    Args:
-        tensors: What to hold.
-        cells: FQN → its boxes, in logical elements.
-        blobs: Items that are not tensors.
-
-    Raises:
-        UsageError: A dtype that DCP cannot hold.
+    tensors' own chunks are not looked at; every chunk's span in the result is its item. Cells are in logical elements.
     """
     names = _FileNames()
     position = 0

@@ -229,11 +229,7 @@ def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> 
 
 
 def _model(models: Sequence[TorchFile], found: _Found, *, is_stage_3: bool) -> Iterator[TensorEntry]:
-    """Yield the model's tensors in its own order: fp32 where there is that, else as the model's file has them.
-
-    Raises:
-        UnreadableError: A tensor is nowhere.
-    """
+    """Yield the model's tensors in its own order: fp32 where there is that, else as the model's file has them."""
     entries = {}
     for name, shape in found.shapes.items():
         dtype = found.flats[0, name].dtype if (0, name) in found.flats else _F32
@@ -269,11 +265,7 @@ def _options(found: _Found) -> Iterator[tuple[KeyPath, object]]:
 
 
 def _optimizer(found: _Found, source: Source, file: str, numbers: bytearray) -> Iterator[TensorEntry]:
-    """Yield the optimizer's state of every parameter, named as FSDP2 has it; adds to what `file` has.
-
-    Raises:
-        UnreadableError: It is not there on all ranks, or its numbers differ between them.
-    """
+    """Yield the optimizer's state of every parameter, named as FSDP2 has it; adds to what `file` has."""
     ranks = list(enumerate(found.ranks))
     for key in dict.fromkeys(key for rank in found.ranks for key in rank.states):
         flats: Flats = {(n, group): flat for n, rank in ranks for group, flat in rank.states.get(key, {}).items()}

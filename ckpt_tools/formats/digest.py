@@ -11,7 +11,6 @@ from ckpt_tools.description.layout import split_blocks
 from ckpt_tools.formats.manifest import BLOCK_BYTES
 
 BLOCK_DIGEST_BYTES = 16
-"""Size of one block's digest."""
 
 
 def digest_block(content: bytes | memoryview) -> bytes:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 
 INDEX_SUFFIX = ".safetensors.index.json"
-"""End of the name of an HF index."""
 METADATA_NAME = ".metadata"
 """The file that makes a directory a DCP checkpoint; written last."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

@@ -31,11 +31,7 @@ _Run = tuple[str, int, int]
 
 
 def read_rows(states: Mapping[int, State], path: str) -> dict[str, TensorEntry]:
-    """Return the rows that the files of a local state dict have parts of; {} where they are another kind.
-
-    Raises:
-        UnreadableError: The parts are not of one save.
-    """
+    """Return the rows that the files of a local state dict have parts of; {} where they are another kind."""
     rows = {rank: State(pieces=[piece for piece in state.pieces if _is_row(piece)]) for rank, state in states.items()}
     return {entry.fqn: entry for entry in assemble(rows, path)}
 
@@ -43,17 +39,7 @@ def read_rows(states: Mapping[int, State], path: str) -> dict[str, TensorEntry]:
 def unflatten(
     states: Mapping[int, State], rows: Mapping[str, TensorEntry], shapes: Shapes | None, path: str
 ) -> tuple[TensorEntry, ...]:
-    """Return the tensors of a local state dict.
-
-    Args:
-        states: Rank → what its file holds.
-        rows: As `read_rows` returned them, with a part for every element.
-        shapes: Of the same model.
-        path: The directory as the user named it.
-
-    Raises:
-        UnreadableError: No shapes, others than the rows have room for, or files that are not of one save.
-    """
+    """Return the tensors of a local state dict; its rows have a part for every element."""
     if shapes is None:
         raise UnreadableError(
             "a local state dict of FSDP1: flat pieces of parameters, without their shapes",
@@ -98,11 +84,7 @@ def _misfit(what: str, said: str, shapes: Shapes) -> UnreadableError:
 
 
 def _named_runs(states: Mapping[int, State], path: str) -> dict[str, _Run]:
-    """Return where every parameter lies that ranks name pieces of: views into their parts of the rows.
-
-    Raises:
-        UnreadableError: The pieces of one do not follow each other.
-    """
+    """Return where every parameter lies that ranks name pieces of: views into their parts of the rows."""
     found: dict[str, set[_Run]] = {}
     for state in states.values():
         parts = [(piece.fqn, chunk) for piece in state.pieces if _is_row(piece) for chunk in piece.chunks]
@@ -129,11 +111,7 @@ def _named_runs(states: Mapping[int, State], path: str) -> dict[str, _Run]:
 def _ordered_runs(
     rows: Mapping[str, TensorEntry], buffers: Collection[str], shapes: Shapes
 ) -> Iterator[tuple[str, _Run]]:
-    """Yield where every parameter lies by the order of the model's: those of a unit are in its row.
-
-    Raises:
-        UnreadableError: The order is not known, or they are not as long as the row.
-    """
+    """Yield where every parameter lies by the order of the model's: those of a unit are in its row."""
     units = {fqn: strip_wrappers(fqn[: fqn.rfind(".") + 1]) for fqn in rows}
     for fqn, unit in units.items():
         inner = tuple(other for other in units.values() if other != unit and other.startswith(unit))
@@ -167,11 +145,7 @@ def _cut(row: TensorEntry, shape: tuple[int, ...], start: int) -> Iterator[Chunk
 
 
 def _check_filled(row: TensorEntry, runs: Iterable[tuple[int, int]], num_ranks: int, path: str) -> None:
-    """Check that parameters fill a row, but for what aligns them and makes the row's parts equally long.
-
-    Raises:
-        UnreadableError: They do not.
-    """
+    """Check that parameters fill a row, but for what aligns them and makes the row's parts equally long."""
     gap = _ALIGNMENT_BYTES // row.dtype.num_bytes(1)
     position = 0
     for start, stop in (*runs, (row.shape[0], row.shape[0])):

@@ -78,32 +78,18 @@ class Format(Protocol):
         """Is this what a directory with these files (relative name → size) holds? For `is_file`: what this file is?"""
 
     def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
-        """Read the headers and describe what is there.
+        """Read the headers and describe what is there; `path` is as the user named it, for messages.
 
-        Args:
-            source: The directory; that of the file for a format with `is_file`.
-            files: Relative name → size of every file of the directory; the one file with `is_file`.
-            path: The path as the user named it, for messages.
-            manifest: The manifest in the directory; whether it is still of this checkpoint is not known.
-
-        Raises:
-            UnreadableError: Not a complete, readable checkpoint of this format.
+        `files` has the size of every file of the directory `source` by its relative name; for a format with `is_file`,
+        of the one file. Whether the manifest in the directory is still of this checkpoint is not known.
         """
 
     def shaped(self, shapes: Shapes) -> Format:  # noqa: ARG002
-        """Return the format for files that need the shapes of another checkpoint.
-
-        Raises:
-            UsageError: Its files have their own.
-        """
+        """Return the format for files that need another checkpoint's shapes; others raise `UsageError`."""
         raise UsageError(f"--shapes-from is for files of ranks, and this is {self.name}", hint="leave it out")
 
     def resolve(self, entry: TensorEntry, reader: Reader) -> TensorEntry:  # noqa: ARG002
-        """Return `entry` with every chunk's span on its raw bytes; reads the headers of items, where there are any.
-
-        Raises:
-            UnreadableError: An item is malformed or is not what the description says.
-        """
+        """Return `entry` with every chunk's span on its raw bytes; reads the headers of items, where there are any."""
         return entry
 
     def heads(self, entry: TensorEntry) -> Iterable[tuple[str, int, int]]:  # noqa: ARG002
@@ -121,10 +107,7 @@ class Format(Protocol):
     def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:  # noqa: ARG002
         """Return per data file the digest of what lies around the payloads in it; {} when the format has no frames.
 
-        Args:
-            target: The destination, as it was planned.
-            reader: Reads its files.
-            marker: The marker, when somebody else wrote the files and framed the payloads in their own way.
+        `marker` is given when somebody else wrote the files and framed the payloads in their own way.
         """
         return {}
 
@@ -140,6 +123,8 @@ class Opened:
     """Its manifest, when ckpt wrote it."""
     origin: Origin | None = None
     """The exact headers and index of an HF source."""
+    root: str = ""
+    """Prefix that `shard` put before the names, as it is recorded, where `origin` does not hold any more."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What the header of its one file says beside the tensors (`__metadata__` of safetensors)."""
     left_out: tuple[str, ...] = ()
@@ -166,8 +151,6 @@ class Opened:
     """What the trainer notes of the model, by its own names for it; empty where it is not known."""
     missing: tuple[tuple[str, str], ...] = ()
     """What its trainer would look for in vain: (name, what is wrong)."""
-    saved_as: str = ""
-    """Name of the directory that a part of a step was saved into, as its metadata says."""
     single_names: int = 0
     """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
     partial: tuple[str, ...] = ()
@@ -225,11 +208,7 @@ class Opened:
 
 
 def read_document(source: Source, name: str, limit: int) -> bytes:
-    """Read a small file whole.
-
-    Raises:
-        LimitError: It has more than `limit` bytes.
-    """
+    """Read a small file whole; raise `LimitError` when it has more than `limit` bytes."""
     nbytes = source.size(name)
     if nbytes > limit:
         raise LimitError(f"{nbytes} bytes, the limit is {limit}", where=name)

@@ -35,11 +35,7 @@ def digest_frames(
 ) -> dict[str, str]:
     """Return per file the digest of the bytes that belong to no payload and to no blob.
 
-    Args:
-        files: Name → size in bytes of the files to look at.
-        payloads: Where the raw bytes of tensors lie; those in other files are passed over.
-        blobs: Items whose bytes have a digest of their own.
-        reader: Reads the files.
+    `files` has the sizes in bytes of those to look at; payloads in other files are skipped.
     """
     # Two arrays per file: a large checkpoint has millions of items.
     spans = {name: (array("Q"), array("Q")) for name in files}

@@ -21,6 +21,7 @@ from ckpt_tools.formats.file_names import INDEX_SUFFIX, is_weights
 from ckpt_tools.formats.format import Format, Opened, read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.formats.part_names import explain_parts
+from ckpt_tools.formats.repositories import find_models
 from ckpt_tools.formats.safetensors import File, read_file
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
@@ -31,12 +32,7 @@ HEADER_METADATA = {"format": "pt"}
 
 
 def parse_index(text: bytes, *, where: str) -> dict[str, str]:
-    """Return the weight_map of an index: FQN → file.
-
-    Raises:
-        UnreadableError: Not an index, or one that names a file outside of its directory.
-        LimitError: More than an index may hold.
-    """
+    """Return the weight_map of an index: FQN → file."""
     document = parse_json(text, what="the index", where=where)
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -61,11 +57,7 @@ def documents(files: Mapping[str, Sequence[TensorEntry]], name: str = "model" + 
 
 
 def describe(root: str, files: Sequence[File], index: Mapping[str, str] | None) -> Checkpoint:
-    """Describe whole-tensor files; with an index, hold it against the headers.
-
-    Raises:
-        UnreadableError: A tensor in two files, or the index and the headers disagree.
-    """
+    """Describe whole-tensor files; an index must agree with their headers."""
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         for entry in file.header.tensors:
@@ -107,11 +99,7 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
 def arrange(
     tensors: Sequence[TensorEntry], *, max_file_nbytes: int, stem: str = "model", suffix: str = ".safetensors"
 ) -> dict[str, Sequence[TensorEntry]]:
-    """Share `tensors` out over files of at most `max_file_nbytes`, in order, as huggingface_hub does.
-
-    Returns:
-        File name → its tensors, in their order.
-    """
+    """Share `tensors` out over files of at most `max_file_nbytes`, in order, as huggingface_hub does."""
     groups: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in tensors:
@@ -126,11 +114,7 @@ def arrange(
 
 
 def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[str, bytes]]:
-    """Describe the files that hold `files`' tensors, each whole.
-
-    Returns:
-        The destination's description and per file the bytes in front of its data.
-    """
+    """Describe the files that hold `files`' tensors, each whole; with it, per file, the bytes in front of its data."""
     placed: list[TensorEntry] = []
     headers: dict[str, bytes] = {}
     sizes: dict[str, int] = {}
@@ -162,7 +146,7 @@ class HfDirectory(Format):
 
     def open(self, source: Source, files: Mapping[str, int], *, path: str, manifest: Manifest | None) -> Opened:
         """Read the index, if there is one, and the header of every file."""
-        index_name, names = _choose_files(files, path)
+        index_name, names = _choose_files(source, files, path)
         index_text = b"" if index_name is None else read_document(source, index_name, MAX_JSON_BYTES)
         index = None
         if index_name is not None:
@@ -210,7 +194,7 @@ def _without_tensors(source: Source, files: Mapping[str, int]) -> list[File]:
     return found
 
 
-def _choose_files(files: Mapping[str, int], path: str) -> tuple[str | None, list[str]]:
+def _choose_files(source: Source, files: Mapping[str, int], path: str) -> tuple[str | None, list[str]]:
     """Return (index, []) or (None, the only files) of an HF directory."""
     top = [name for name in files if "/" not in name]
     indexes = [name for name in top if name.endswith(INDEX_SUFFIX)]
@@ -227,8 +211,10 @@ def _choose_files(files: Mapping[str, int], path: str) -> tuple[str | None, list
     if not singles and not indexes:
         raise UnreadableError("no safetensors files here", where=path)
     if not indexes and (parts := explain_parts(singles)) is not None:
-        hint = f"restore the index ({parts.stem}{INDEX_SUFFIX}), which loaders look for"
-        raise UnreadableError(f"{parts.what}, and no index", where=path, hint=hint)
+        hint = f"restore the index ({parts[0].series[1]}{INDEX_SUFFIX}), which loaders look for"
+        raise UnreadableError(f"{parts[1]}, and no index", where=path, hint=hint)
+    if models := find_models(source, files):
+        return None, models
     likeliest = max(singles or indexes, key=lambda name: files[name])
     what = f"{len(singles)} safetensors files and {len(indexes)} indexes, and nothing says which belong together"
     hint = f"pass one file: {os.path.join(path, likeliest)}, or restore the index"

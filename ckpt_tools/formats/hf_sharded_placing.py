@@ -34,16 +34,8 @@ def place_sharded(
 ) -> tuple[Checkpoint, dict[str, bytes]]:
     """Describe the files that hold `tensors` cut into `cells`: one per rank that holds something.
 
-    Args:
-        tensors: What to hold.
-        cells: FQN → its boxes, in logical elements; at most one of each rank.
-        blobs: Items that are not tensors, which these files cannot hold.
-
-    Returns:
-        The destination's description and per file the bytes in front of its data.
-
-    Raises:
-        UsageError: Something that safetensors cannot hold, or that torch's reader could not load.
+    Also return, per file, the bytes in front of its data. Cells are in logical elements, at most one of each rank
+    for a tensor. Blobs are refused: these files cannot hold them.
     """
     if names := [blob.fqn for blob in blobs]:
         raise UsageError(

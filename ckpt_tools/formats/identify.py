@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.identity import Identity, StepCount, Whole
+from ckpt_tools.description.identity import Identity, Whole
 from ckpt_tools.description.infer import block_of, rank_of_file
 from ckpt_tools.description.transform import find_model, strip_wrappers
 from ckpt_tools.errors import CkptError
@@ -63,7 +63,7 @@ def identify(opened: Opened, files: Collection[str], verdict: StepVerdict) -> Id
     return Identity(
         format=checkpoint.format,
         trainer=verdict.trainer if verdict.trainer != "plain" else "",
-        steps=tuple(StepCount(step=step, files=said) for step, said in verdict.steps),
+        steps=verdict.steps,
         resumable="not known" if verdict.is_weights_only and not verdict.trainer else verdict.resumable,
         reasons=(
             *(("weights only, not resumable",) if verdict.is_weights_only and verdict.trainer else ()),
@@ -121,15 +121,15 @@ def _judge(
         partial.append("FSDP1's flat parameters (LOCAL_STATE_DICT), whose shapes are not in the files")
     if opened.lost:
         partial.append(f"{len(opened.lost)} of its files are missing: {first_few(opened.lost)}")
-    if partial or (forgotten and not _is_whole(config, names)):
+    architecture = _architecture(config)
+    expected = load_table().expected(architecture, config) if architecture and names else None
+    held = None if expected is None else hold(names, expected, config)
+    if partial or (forgotten and (held is None or not held.is_whole)):
         return "part", tuple(filter(None, (*partial, forgotten)))
     if is_adapter(names):
         return "not known", ("an adapter alone: its base model is not here",)
-    architecture = _architecture(config)
-    expected = load_table().expected(architecture, config) if architecture and names else None
-    if expected is None:
+    if held is None or expected is None:
         return ("yes", (opened.complete,)) if opened.complete else ("not known", ())
-    held = hold(names, expected, config)
     if held.foreign:
         what = f"{len(held.foreign)} of {len(names)} names are not of {architecture}, which {_CONFIG} names"
         return ("yes" if opened.complete else "not known"), tuple(filter(None, (opened.complete, what)))
@@ -163,13 +163,6 @@ def _chosen(opened: Opened) -> str:
     if manifest is None or manifest.tensors.keys() != {entry.fqn for entry in opened.checkpoint.tensors}:
         return ""
     return str(manifest.source.get("chosen", ""))
-
-
-def _is_whole(config: Mapping[str, Any], names: list[str]) -> bool:
-    """Is every weight there that config.json asks for?"""
-    architecture = _architecture(config)
-    expected = load_table().expected(architecture, config) if architecture else None
-    return expected is not None and hold(names, expected, config).is_whole
 
 
 def _of_names(opened: Opened, files: Collection[str]) -> Iterator[tuple[NamedPart, str]]:

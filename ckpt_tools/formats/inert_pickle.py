@@ -17,10 +17,10 @@ Source: CPython `Lib/pickle.py` and `Modules/_pickle.c` (protocols 2 to 5).
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, repeat
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_runs import ObjectRuns
@@ -53,6 +53,25 @@ _OPCODES_PER_CHECK = 1 << 14
 _FREE_CONTAINERS = 1 << 12
 """Containers and objects that any pickle may have, however short."""
 
+Sized = Mapping[int, tuple[Callable[..., Any], int, str]]
+_U8, _U16, _U32, _U64 = (struct.Struct(each).unpack_from for each in ("<B", "<H", "<I", "<Q"))
+_I32 = struct.Struct("<i").unpack_from
+_NUMBERS = {0x4D: (_U16, 2), 0x4A: (_I32, 4), 0x47: (struct.Struct(">d").unpack_from, 8)}
+"""BININT2, BININT and BINFLOAT → what reads the number, and its width."""
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
+"""NONE, NEWTRUE, NEWFALSE."""
+SIZED: Sized = {
+    0x8C: (_U8, 1, "_text"),  # SHORT_BINUNICODE
+    0x58: (_U32, 4, "_text"),  # BINUNICODE
+    0x8D: (_U64, 8, "_text"),  # BINUNICODE8
+    0x43: (_U8, 1, "_bytes"),  # SHORT_BINBYTES
+    0x42: (_U32, 4, "_bytes"),  # BINBYTES
+    0x8E: (_U64, 8, "_bytes"),  # BINBYTES8
+    0x8A: (_U8, 1, "_long"),  # LONG1
+    0x8B: (_I32, 4, "_long"),  # LONG4
+}
+"""Opcode → what reads the length of its argument, the length's width, and the method that reads the argument."""
+
 KEY_TYPES = frozenset({str, int, bool, float, bytes, type(None), GlobalName, Record})
 
 
@@ -84,11 +103,6 @@ def parse_pickle(
         return Reader(data, allowed_globals, limits, persistent_ids).read()
 
 
-def _match_nothing(_position: int, _stack: list[Any], _memo: list[Any]) -> int:
-    """Leave everything to the general loop."""
-    return 0
-
-
 @dataclass(slots=True)
 class Reader:
     """One run over one pickle; what `_pickle_objects` reads in another way are methods."""
@@ -104,6 +118,7 @@ class Reader:
     """Records made by the general loop; those of the fast path take many bytes each."""
     has_runs: bool = True
     """Look for what `ObjectRuns` matches."""
+    sized: ClassVar[Sized] = SIZED
 
     def _seal(self, values: Iterable[object]) -> int:
         """Close `values` against changes, for they become part of something; return the greatest depth."""
@@ -268,15 +283,11 @@ class Reader:
         limits = self.limits
         # The fast path does not look at limits, so it serves only where they allow all that it reads.
         is_wide = limits.max_string_bytes >= 255 and limits.max_int_bytes >= 8 and limits.max_depth >= 16
-        match_object = ObjectRuns(data).match if is_wide and self.has_runs else _match_nothing
+        match_object = ObjectRuns(data).match if is_wide and self.has_runs else None
         memo: list[Any] = []
         stack: list[Any] = []
         outer: list[list[Any]] = []  # the stacks below each MARK
-        u16 = struct.Struct("<H").unpack_from
-        u32 = struct.Struct("<I").unpack_from
-        i32 = struct.Struct("<i").unpack_from
-        u64 = struct.Struct("<Q").unpack_from
-        f64 = struct.Struct(">d").unpack_from
+        sized = {op: (unpack, width, getattr(self, make)) for op, (unpack, width, make) in self.sized.items()}
         i = 2
         try:
             for num_opcodes in count(0, _OPCODES_PER_CHECK):
@@ -290,10 +301,16 @@ class Reader:
                         stack.append(memo[data[i]])
                         i += 1
                     elif op == 0x6A:  # LONG_BINGET
-                        stack.append(memo[u32(data, i)[0]])
+                        stack.append(memo[_U32(data, i)[0]])
+                        i += 4
+                    elif op == 0x71:  # BINPUT
+                        self._put(data[i], memo, stack[-1])
+                        i += 1
+                    elif op == 0x72:  # LONG_BINPUT
+                        self._put(_U32(data, i)[0], memo, stack[-1])
                         i += 4
                     elif op == 0x29:  # EMPTY_TUPLE
-                        if data[i] == 0x81 and (end := match_object(i, stack, memo)):
+                        if data[i] == 0x81 and match_object and (end := match_object(i, stack, memo)):
                             i = end
                         else:
                             stack.append(())
@@ -303,63 +320,36 @@ class Reader:
                     elif op == 0x28:  # MARK
                         outer.append(stack)
                         stack = []
-                    elif op == 0x85:  # TUPLE1
-                        stack[-1] = self._tuple((stack[-1],))
-                    elif op == 0x81:  # NEWOBJ
+                    elif op in (0x81, 0x52):  # NEWOBJ, REDUCE
                         args = stack.pop()
-                        stack[-1] = self._call(stack[-1], args, "NEWOBJ")
+                        stack[-1] = self._call(stack[-1], args, "NEWOBJ" if op == 0x81 else "REDUCE")
                     elif op == 0x62:  # BUILD
                         state = stack.pop()
                         self._build(stack[-1], state)
                     elif op == 0x75:  # SETITEMS
                         items, stack = stack, outer.pop()
                         self._update(stack[-1], items, "SETITEMS")
-                    elif op == 0x7D:  # EMPTY_DICT
-                        value: Any = {}
+                    elif op in (0x7D, 0x5D):  # EMPTY_DICT, EMPTY_LIST
+                        value: Any = {} if op == 0x7D else []
                         depths[id(value)] = -1
                         stack.append(value)
-                    elif op == 0x52:  # REDUCE
-                        args = stack.pop()
-                        stack[-1] = self._call(stack[-1], args, "REDUCE")
-                    elif op == 0x86:  # TUPLE2
-                        last = stack.pop()
-                        stack[-1] = self._tuple((stack[-1], last))
-                    elif op == 0x4D:  # BININT2
-                        stack.append(u16(data, i)[0])
-                        i += 2
-                    elif op == 0x4A:  # BININT
-                        stack.append(i32(data, i)[0])
-                        i += 4
-                    elif op == 0x8C:  # SHORT_BINUNICODE
-                        end = i + 1 + data[i]
-                        stack.append(self._text(i + 1, data[i]))
-                        i = end
-                    elif op == 0x71:  # BINPUT
-                        self._put(data[i], memo, stack[-1])
-                        i += 1
-                    elif op == 0x72:  # LONG_BINPUT
-                        self._put(u32(data, i)[0], memo, stack[-1])
-                        i += 4
-                    elif op == 0x8A:  # LONG1
-                        stack.append(self._long(i + 1, data[i]))
-                        i += 1 + data[i]
-                    elif op == 0x4E:  # NONE
-                        stack.append(None)
-                    elif op == 0x89:  # NEWFALSE
-                        stack.append(False)
-                    elif op == 0x88:  # NEWTRUE
-                        stack.append(True)
+                    elif 0x85 <= op <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
+                        items = [stack.pop() for _ in range(op - 0x84)]
+                        stack.append(self._tuple(tuple(items[::-1])))
+                    elif op in _NUMBERS:
+                        unpack, width = _NUMBERS[op]
+                        stack.append(unpack(data, i)[0])
+                        i += width
+                    elif op in sized:
+                        unpack, width, make = sized[op]
+                        length = unpack(data, i)[0]
+                        stack.append(make(i + width, length))
+                        i += width + length
+                    elif op in _CONSTANTS:
+                        stack.append(_CONSTANTS[op])
                     elif op == 0x74:  # TUPLE
                         items, stack = stack, outer.pop()
                         stack.append(self._tuple(tuple(items)))
-                    elif op == 0x87:  # TUPLE3
-                        last = stack.pop()
-                        middle = stack.pop()
-                        stack[-1] = self._tuple((stack[-1], middle, last))
-                    elif op == 0x5D:  # EMPTY_LIST
-                        value = []
-                        depths[id(value)] = -1
-                        stack.append(value)
                     elif op == 0x65:  # APPENDS
                         items, stack = stack, outer.pop()
                         self._extend(stack[-1], items, "APPENDS")
@@ -371,7 +361,7 @@ class Reader:
                         key = stack.pop()
                         self._update(stack[-1], [key, value], "SETITEM")
                     elif op == 0x95:  # FRAME
-                        if u64(data, i)[0] > len(data) - i - 8:
+                        if _U64(data, i)[0] > len(data) - i - 8:
                             raise UnreadableError("the pickle ends early: a frame reaches past its end")
                         i += 8
                     elif op == 0x93:  # STACK_GLOBAL
@@ -382,32 +372,6 @@ class Reader:
                         i = data.index(b"\n", i) + 1
                         stack.append(self._global(module, self._line(i)))
                         i = data.index(b"\n", i) + 1
-                    elif op == 0x58:  # BINUNICODE
-                        length = u32(data, i)[0]
-                        stack.append(self._text(i + 4, length))
-                        i += 4 + length
-                    elif op == 0x47:  # BINFLOAT
-                        stack.append(f64(data, i)[0])
-                        i += 8
-                    elif op == 0x43:  # SHORT_BINBYTES
-                        stack.append(self._bytes(i + 1, data[i]))
-                        i += 1 + data[i]
-                    elif op == 0x42:  # BINBYTES
-                        length = u32(data, i)[0]
-                        stack.append(self._bytes(i + 4, length))
-                        i += 4 + length
-                    elif op == 0x8D:  # BINUNICODE8
-                        length = u64(data, i)[0]
-                        stack.append(self._text(i + 8, length))
-                        i += 8 + length
-                    elif op == 0x8E:  # BINBYTES8
-                        length = u64(data, i)[0]
-                        stack.append(self._bytes(i + 8, length))
-                        i += 8 + length
-                    elif op == 0x8B:  # LONG4
-                        length = i32(data, i)[0]
-                        stack.append(self._long(i + 4, length))
-                        i += 4 + length
                     elif op == 0x51 and self.persistent_ids:  # BINPERSID
                         stack[-1] = self._persistent(stack[-1])
                     elif op == 0x2E:  # STOP

@@ -82,7 +82,7 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
         return known
     saved = [name for name in files if name.endswith(_PICKLED) and not is_side_file(os.path.basename(name))]
     if (parts := explain_parts(saved)) is not None:
-        return ForeignLayoutError(f"{parts.what}, which ckpt does not join", where=path, hint=parts.whole)
+        return ForeignLayoutError(f"{parts[1]}, which ckpt does not join", where=path, hint=parts[0].kind.whole)
     weights = [name for name in top if name.endswith(_PICKLED) and not is_side_file(name)]
     if weights:
         return _pickled(weights, path)

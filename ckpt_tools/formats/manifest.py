@@ -23,7 +23,6 @@ from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.file_names import INDEX_SUFFIX
 
 MANIFEST_NAME = "ckpt_manifest.json"
-"""Its name in the root of a checkpoint."""
 SCHEMA_VERSION = 1
 """Raised when a reader of the old version would misunderstand."""
 MAX_MANIFEST_BYTES = 512 << 20
@@ -170,12 +169,7 @@ def _records(records: Mapping[str, FileRecord]) -> dict[str, dict[str, object]]:
 
 
 def parse_manifest(text: bytes) -> Manifest:
-    """Parse a manifest.
-
-    Raises:
-        UnreadableError: Damaged, malformed, of a newer schema, or built with another digest.
-        LimitError: More than a manifest may hold.
-    """
+    """Parse a manifest."""
     body, _, last = text.rpartition(_CHECKSUM)
     if last != f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode():
         raise UnreadableError(

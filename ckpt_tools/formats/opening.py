@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from ckpt_tools.description.identity import Candidate
@@ -27,11 +28,12 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse
 from ckpt_tools.formats.part_names import read_part_name
 from ckpt_tools.formats.repositories import choose, files_of, find_repository, without_markers
 from ckpt_tools.formats.safetensors import read_file
+from ckpt_tools.formats.steps import HERE
 from ckpt_tools.formats.table import detect_format, find_format
 from ckpt_tools.remote.places import open_place
 from ckpt_tools.storage.source import Source
 
-__all__ = ["Opened", "detect", "open_from", "open_path", "read_document", "read_file"]
+__all__ = ["Opened", "open_path", "read_document", "read_file"]
 
 
 def open_path(
@@ -42,103 +44,68 @@ def open_path(
     as_part: bool | None = None,
     weights: str | None = None,
     component: str | None = None,
+    source: Source | None = None,
 ) -> Opened:
     """Open the checkpoint at `path`, a file or a directory, with its identity.
 
-    Args:
-        path: What to open, here or on another machine.
-        format: In place of what would be detected.
-        shapes_from: A checkpoint with the shapes that these files lack (FSDP1's local state dicts).
-        as_part: Take a known part of a model as what it is, and of sets of weights that differ the one that a loader
-            takes; None where nobody can ask for that.
-        weights: Which of several sets of weights in a directory (`Candidate.name`).
-        component: Which model of a repository of several (`Identity.components`).
-
-    Raises:
-        UnreadableError: Not a complete, readable checkpoint, or several that differ.
-        PartError: A known part of a model, without `as_part`.
-        UsageError: There is no format of this name.
+    `shapes_from` is a checkpoint with the shapes that these files lack (FSDP1's local state dicts). `as_part` takes a
+    known part of a model as what it is (else that is a `PartError`), and of sets of weights that differ the one that a
+    loader takes; None where nobody can ask for that. `weights` and `component` choose one of several
+    (`Candidate.name`, `Identity.components`). `source` is the directory where it is open already; it stays the
+    caller's to close when this fails.
     """
-    source, file = open_place(path)
-    try:
-        return open_from(
-            source,
-            path=path,
-            file=file,
-            format=format,
-            shapes_from=shapes_from,
-            as_part=as_part,
-            weights=weights,
-            component=component,
-        )
-    except BaseException:
-        source.close()
-        raise
-
-
-def open_from(
-    source: Source,
-    *,
-    path: str,
-    file: str | None = None,
-    format: str | None = None,  # noqa: A002 - the option's name
-    shapes_from: str | os.PathLike[str] | None = None,
-    as_part: bool | None = None,
-    weights: str | None = None,
-    component: str | None = None,
-) -> Opened:
-    """Open the checkpoint in an open directory, or the `file` there that is one; the rest is as for `open_path`.
-
-    The directory stays the caller's to close when this fails.
-    """
-    wanted = None if format is None else find_format(format)
-    if file is not None and _is_one_of_several(source, file):
-        path, file, weights = os.path.dirname(path) or ".", None, file
-    files = source.list_files() if file is None else {file: source.size(file)}
-    is_whole = file is None and (wanted is None or component is not None)
-    step = find_repository(source, files) if is_whole else None
-    if component is not None:
-        step, part = choose(step, component, path)
-        if part.directory:
-            below = os.path.join(path, part.directory)
-            opened = open_path(below, format=format, shapes_from=shapes_from, as_part=as_part)
-            source.close()
-            return opened
-        files, step = files_of(step, files), None
-    if step is not None:
-        wanted = find_format("step")
-    sets = find_sets(files) if file is None and step is None else []
-    ours = [each for each in sets if each.name == weights] or [
-        each for each in sets if wanted is None or wanted.name.startswith(each.format)
-    ]
-    if ours and len(sets) > 1:
-        rest = {name for each in sets if each is not ours[0] for name in each.names}
-        files = {name: size for name, size in files.items() if name not in rest}
-        wanted = wanted if wanted is not None and weights is None else find_format(ours[0].format)
-    told = files if file is not None else without_markers(files)
-    found = _choose(source, told, path, wanted, is_file=file is not None)
-    if shapes_from is not None:
-        with open_path(os.fspath(shapes_from), as_part=True) as like:
-            shapes = Shapes.of(like.checkpoint, os.fspath(shapes_from), is_ordered=like.format.has_views)
-        found = found.shaped(shapes)
-    manifest = None
-    if MANIFEST_NAME in files and file is None:
-        manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
-    verdict = judge_step(source, files) if found.has_parts else None  # whose parts have sources of their own
-    opened = found.open(source, files, path=path, manifest=manifest)
-    opened = replace(opened, notes=(*source.notes, *opened.notes)) if source.notes else opened
-    if ours and len(sets) > 1:
-        lying = tuple(_candidates(opened, sets, ours, path, component, is_named=weights is not None))
-        own = {name for each in lying for name in each.files}
-        opened = replace(opened, candidates=lying, left_out=tuple(n for n in opened.left_out if n not in own))
-    beside = files if file is None or read_part_name(file) is None else source.list_files()
-    opened = replace(opened, identity=identify(opened, beside, verdict or judge_step(source, files, opened)))
-    if not as_part:
-        check_candidates(opened.candidates, path)
-    identity = opened.identity
-    if identity.whole == "part" and not (as_part or identity.chosen or opened.lost):  # a lost file is damage
-        raise refuse_part(opened, path, can_ask=as_part is not None)
-    return opened
+    with ExitStack() as stack:
+        file = None
+        if source is None:
+            source, file = open_place(path)
+            stack.callback(source.close)
+        wanted = None if format is None else find_format(format)
+        if file is not None and _is_one_of_several(source, file):
+            path, file, weights = os.path.dirname(path) or ".", None, file
+        files = source.list_files() if file is None else {file: source.size(file)}
+        is_whole = file is None and (wanted is None or component is not None)
+        step = find_repository(source, files) if is_whole else None
+        if component is not None:
+            step, part = choose(step, component, path)
+            if part.directory:
+                below = os.path.join(path, part.directory)
+                return open_path(below, format=format, shapes_from=shapes_from, as_part=as_part)
+            files, step = files_of(step, files), None
+        if step is not None:
+            wanted = find_format("step")
+        sets = find_sets(files) if file is None and step is None else []
+        ours = [each for each in sets if each.name == weights] or [
+            each for each in sets if wanted is None or wanted.name.startswith(each.format)
+        ]
+        if ours and len(sets) > 1:
+            rest = {name for each in sets if each is not ours[0] for name in each.names}
+            files = {name: size for name, size in files.items() if name not in rest}
+            wanted = wanted if wanted is not None and weights is None else find_format(ours[0].format)
+        told = files if file is not None else without_markers(files)
+        found = _choose(source, told, path, wanted, is_file=file is not None)
+        if shapes_from is not None:
+            with open_path(os.fspath(shapes_from), as_part=True) as like:
+                shapes = Shapes.of(like.checkpoint, os.fspath(shapes_from), is_ordered=like.format.has_views)
+            found = found.shaped(shapes)
+        manifest = None
+        if MANIFEST_NAME in files and file is None:
+            manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+        verdict = judge_step(source, files) if found.has_parts else None  # whose parts have sources of their own
+        opened = found.open(source, files, path=path, manifest=manifest)
+        opened = replace(opened, notes=(*source.notes, *opened.notes)) if source.notes else opened
+        if ours and len(sets) > 1:
+            lying = tuple(_candidates(opened, sets, ours, path, component, is_named=weights is not None))
+            own = {name for each in lying for name in each.files}
+            opened = replace(opened, candidates=lying, left_out=tuple(n for n in opened.left_out if n not in own))
+        beside = files if file is None or read_part_name(file) is None else source.list_files()
+        opened = replace(opened, identity=identify(opened, beside, verdict or judge_step(source, files, opened)))
+        if not as_part:
+            check_candidates(opened.candidates, path)
+        identity = opened.identity
+        if identity.whole == "part" and not (as_part or identity.chosen or opened.lost):  # a lost file is damage
+            raise refuse_part(opened, path, can_ask=as_part is not None)
+        stack.pop_all()
+        return opened
 
 
 def _is_one_of_several(source: Source, file: str) -> bool:
@@ -170,16 +137,13 @@ def _candidates(
                 files = tuple(other.checkpoint.files)
                 differs, what = compare(opened, other)
         except CkptError as error:
-            files, differs, what = each.names, "not known", f"cannot be read: {error.what}"
+            is_empty = each.format == "hf" and not any(map(opened.source.size, each.names))  # and would be taken
+            files, differs, what = each.names, "yes" if is_empty else "not known", f"cannot be read: {error.what}"
         yield Candidate(name=each.name, files=files, is_taken=False, why=what, differs=differs)
 
 
 def check_candidates(candidates: Sequence[Candidate], path: str) -> None:
-    """Refuse sets of weights that lie together and differ, where nobody has said which is meant.
-
-    Raises:
-        UnreadableError: There are some.
-    """
+    """Refuse sets of weights that lie together and differ, where nobody has said which is meant."""
     other = next((each for each in candidates if each.differs == "yes"), None)
     if other is not None:
         taken = next(each for each in candidates if each.is_taken)
@@ -198,7 +162,7 @@ def refuse_part(opened: Opened, path: str, *, can_ask: bool) -> PartError:
     named = next((each for each in map(read_part_name, _names_above(opened)) if each is not None), None)
     ways = ["restore or fetch the rest of the model" if named is None else named.kind.whole]
     if opened.step is not None and opened.step.is_repository:
-        ways = [f"pass one model: {os.path.join(path, opened.step.components[0])}"]
+        ways = [f"pass one model: {os.path.join(path, opened.step.parts[0].directory or HERE)}"]
     ways += ["--as-part takes it as it is"] if can_ask else []
     return PartError(f"a part of a model: {why}", where=path, hint="; ".join(ways))
 
@@ -228,15 +192,3 @@ def _choose(source: Source, files: Mapping[str, int], path: str, wanted: Format 
     if is_torch_file(head):
         return find_format("torch")
     raise explain_file(path, head)
-
-
-def detect(files: Mapping[str, int], *, path: str) -> Format:
-    """Return the format of a directory with these files (relative name → size).
-
-    Raises:
-        UnreadableError: Nothing that ckpt reads; the message names the layout when it is known.
-    """
-    found = detect_format(files, is_file=False)
-    if found is None:
-        raise explain(files, path)
-    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -74,12 +75,7 @@ class NamedPart:
     index: int
     count: int | None
     series: tuple[str, ...]
-    """What all parts of one model have in common."""
-
-    @property
-    def is_certain(self) -> bool:
-        """Does the name alone say that there are others?"""
-        return self.index > self.kind.first or (self.count or 0) > 1
+    """What all parts of one model have in common: the directory, the stem of the names, …"""
 
 
 def read_part_name(path: str) -> NamedPart | None:
@@ -98,35 +94,21 @@ def read_part_name(path: str) -> NamedPart | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Files that are the parts of one model."""
-
-    what: str
-    whole: str
-    """How to make the whole of them."""
-    stem: str
-
-
-def explain_parts(files: Iterable[str]) -> Parts | None:
-    """Return what a directory with these files holds, where they are the parts of one model."""
+def explain_parts(files: Iterable[str]) -> tuple[NamedPart, str] | None:
+    """Return what the names of these files say, and in words what they are, where they are parts of one model."""
     found = {name: named for name in files if (named := read_part_name(name)) is not None}
-    series: dict[tuple[str, ...], list[str]] = {}
-    for name, named in found.items():
-        series.setdefault(named.series, []).append(name)
-    names = max(series.values(), key=len, default=[])
-    if len(names) < 2:
+    series = Counter(named.series for named in found.values())
+    if max(series.values(), default=0) < 2:
         return None
-    kind = found[names[0]].kind
-    what = f"{len(names)} files, each {kind.what}: {first_few(sorted(names))}"
-    return Parts(what, kind.whole, found[names[0]].series[1])
+    names = [name for name, named in found.items() if named.series == series.most_common(1)[0][0]]
+    named = found[names[0]]
+    return named, f"{len(names)} files, each {named.kind.what}: {first_few(sorted(names))}"
 
 
 def parts_of(taken: Iterable[str], files: Iterable[str]) -> Iterator[tuple[NamedPart, str]]:
     """Yield why the `taken` files are not all of a model, to judge by the names of all `files` beside them.
 
-    Yields:
-        What the name says, and in words what is there and what lacks.
+    That is what the name says, and in words what is there and what is missing.
     """
     own: dict[tuple[str, ...], dict[int, str]] = {}
     kinds: dict[tuple[str, ...], NamedPart] = {}

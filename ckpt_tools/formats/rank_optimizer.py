@@ -61,13 +61,7 @@ def read_optimizer(
 ) -> RankOptimizer:
     """Read the state of the optimizer whose files lie beside a model's, if there are any.
 
-    Args:
-        source: The directory.
-        files: What is in it.
-        ranks: The model's files.
-        model: Its tensors, in their order.
-        layouts: FQN → `Piece.layout` of each.
-        path: The directory as the user named it.
+    `model` has the tensors in their order, `layouts` the `Piece.layout` of each.
     """
     own = {rank: name for rank, file in ranks.files.items() if (name := _file_of(file)) in files}
     if not own:
@@ -131,11 +125,7 @@ def _file_of(model: str) -> str:
 
 
 def _name(value: object, state: State, model: Mapping[str, _Kind]) -> dict[int, str]:
-    """Return the names of parameters that have numbers; {} where they have names.
-
-    Raises:
-        UnreadableError: Nothing says which parameter a number is.
-    """
+    """Return the names of parameters that have numbers; {} where they have names."""
     if not isinstance(value, dict) or (
         value and not any(str(key).startswith(("state", "param_groups")) for key in value)
     ):
@@ -166,11 +156,7 @@ def _numbers(group: dict[str, object]) -> list[int]:
 
 
 def _in_order(wanted: Sequence[Sequence[_Kind]], model: Mapping[str, _Kind]) -> list[str]:
-    """Return the parameters that some state is of, in the model's order, if there is one way to choose them.
-
-    Raises:
-        UnreadableError: There is none, or several: the first places that will do are not the last ones.
-    """
+    """Return the parameters that some state is of, in the model's order, if there is one way to choose them."""
     first = _earliest(wanted, list(model.items()))
     last = _earliest(wanted[::-1], list(model.items())[::-1])
     if first is None or last is None:
@@ -215,11 +201,7 @@ def _is_nested(value: object) -> bool:
 
 
 def plain_values(leaves: Mapping[KeyPath, tuple[KeyPath, object]], state: State) -> dict[KeyPath, object]:
-    """Return what is no tensor, by its keys in the checkpoint.
-
-    Raises:
-        UnreadableError: An object, or a tensor where DCP makes none an item of its own.
-    """
+    """Return what is no tensor, by its keys in the checkpoint."""
     tensors = {piece.path for piece in state.pieces}
     found = {out: value for raw, (out, value) in leaves.items() if raw not in tensors}
     odd = next((out for out, value in found.items() if not _is_plain(value)), None)

@@ -65,18 +65,10 @@ def places_of(tensors: Iterable[TensorEntry]) -> dict[Place, list[str]]:
 def plan_rank_file(
     source: Source, pattern: str, name: str, *, rank: int, sizes: tuple[int, ...], places: Mapping[Place, Sequence[str]]
 ) -> RankFile:
-    """Return what the file of a rank of another mesh holds.
+    """Return what the file `name` of a rank of another mesh holds; what is not said otherwise stays as in `pattern`.
 
-    Args:
-        source: Directory of the files that there are.
-        pattern: One of them; what is not said otherwise stays as it is there.
-        name: Of the file to write.
-        rank: Whose it is.
-        sizes: Lengths of the mesh's dims.
-        places: Of what is there (`places_of`).
-
-    Raises:
-        UnreadableError: Something in it depends on the mesh in a way that is not known.
+    `sizes` are the lengths of the mesh's dims, `places` those of what is there (`places_of`). What depends on the mesh
+    in a way that is not known is an `UnreadableError`.
     """
     file = read_torch_file(source, pattern, exactly=True)
     try:

@@ -61,11 +61,7 @@ class File:
 
 
 def parse_length(first: bytes, *, where: str, file_nbytes: int | None = None) -> int:
-    """Return the header's length from the first 8 bytes of a file, of that size where it is known.
-
-    Raises:
-        UnreadableError: The file is too short or the length is not credible.
-    """
+    """Return the header's length from the first 8 bytes of a file, of that size where it is known."""
     if len(first) < LENGTH_BYTES:
         raise UnreadableError(f"a safetensors file has at least 8 bytes, this has {len(first)}", where=where)
     length = int.from_bytes(first, "little")
@@ -85,12 +81,7 @@ def parse_length(first: bytes, *, where: str, file_nbytes: int | None = None) ->
 
 
 def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
-    """Parse a header, for spans in `file`; its data are held against the file's size, when there is a file yet.
-
-    Raises:
-        UnreadableError: Malformed, overlapping, with holes, or not as long as the file.
-        LimitError: More than a header may hold.
-    """
+    """Parse a header, for spans in `file`; its data must fill the file, when there is a file yet."""
     document = parse_json(text, what="the header", where=file, max_bytes=MAX_HEADER_BYTES)
     if not isinstance(document, dict):
         raise UnreadableError("the header is not a JSON object", where=file)
@@ -164,14 +155,7 @@ def _is_sizes(value: object) -> bool:
 def build_header(
     tensors: Iterable[TensorEntry], *, metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, tuple[int, ...]]:
-    """Build the length field and header of a file that holds `tensors` one after the other.
-
-    Returns:
-        The bytes in front of the data, and per tensor its first byte in the file.
-
-    Raises:
-        UsageError: A dtype or a name that safetensors cannot hold.
-    """
+    """Return length field and header of a file that holds `tensors` in a row, and where in it each of them begins."""
     document: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
     starts = []
     position = 0
@@ -207,11 +191,7 @@ def data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
 
 
 def read_file(source: Source, name: str) -> File:
-    """Read and parse the header of one safetensors file.
-
-    Raises:
-        UnreadableError: Not a safetensors file, or a damaged one.
-    """
+    """Read and parse the header of one safetensors file."""
     path = os.path.join(source.root, name)
     nbytes = source.size(name)
     try:

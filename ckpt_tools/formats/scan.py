@@ -17,25 +17,27 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from ckpt_tools.description.checkpoint import BlobEntry, Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats._pickle_names import VERDICTS, Read, Span, Verdict, judge, walk
+from ckpt_tools.formats._pickle_names import VERDICTS, Span, Verdict, judge, walk
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import passed_over
 from ckpt_tools.remote.places import is_remote, open_place, open_source
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
-DANGERS = ("dangerous-pickle", "dangerous-code")
-"""Codes of findings."""
-Kind = Literal["pickle", "code", "auto_map", "TorchScript", "Keras"]
+DANGER = "dangerous-pickle"
+"""Code of findings."""
+Kind = Literal["pickle", "code", "auto_map", "TorchScript"]
 
 _HEAD_BYTES = 512
+_FIRST_BYTES = 1 << 12
+"""Of a pickle that are read first; many files are none."""
+_BUFFER_BYTES = 1 << 20
 _MAX_LISTED_DEPTH = 16
 """Directories below the root."""
 _MAX_DEPTH = 4
@@ -52,30 +54,23 @@ _MAX_SEARCHED_BYTES = 64 << 20
 _MAX_CONFIG_BYTES = 4 << 20
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """torch's magic number as a pickle: five pickles, and then what is no pickle."""
-_NAMED = re.compile(rb"c([\w.]{2,99})\n([\w.]{2,99})\n|\x8c.([\w.]{2,99})\x94?\x8c.([\w.]{2,99})\x94?\x93", re.DOTALL)
-"""Opcodes that name something, where they are searched for."""
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pyx", ".ptx", ".cubin")
 _CODE_HEADS = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".dat", ".data", ".mar")
 """Names of pickles, also of those that do not begin as protocols 2 to 5 do."""
 _CONFIG = re.compile(r"(?:.*/)?(?:[\w-]*config|model_index)\.json", re.ASCII)
 _TEXTS = (".json", ".txt", ".md", ".jinja", ".model", ".gitattributes")
-_KERAS = {
-    ".h5": rb'"class_name":\s*"Lambda"',
-    ".hdf5": rb'"class_name":\s*"Lambda"',
-    ".keras": rb'"class_name":\s*"Lambda"',
-    ".json": rb'"class_name":\s*"Lambda"',
-    ".pb": rb'"class_name":\s*"Lambda"|(?:ReadFile|WriteFile|PyFunc)\b',
-}
-"""End of a name → what in it runs code or touches files when Keras or TensorFlow loads it."""
+_KERAS = (".h5", ".hdf5", ".keras", ".pb")
+_KERAS_LAYER = re.compile(rb'"class_name":\s*"Lambda"')
+"""What runs code when Keras loads a model from JSON."""
+_NOT_KERAS = "ckpt does not look into Keras and TensorFlow files, which can hold code"
 _COMPRESSED: Mapping[bytes, Callable[[], Any]] = {
     b"\x1f\x8b": lambda: zlib.decompressobj(31),
     b"BZh": bz2.BZ2Decompressor,
     b"\xfd7zXZ": lzma.LZMADecompressor,
+    **dict.fromkeys((b"x\x01", b"x\x9c", b"x\xda"), zlib.decompressobj),  # joblib's files
 }
 """First bytes of a compressed file → what unpacks it."""
-_ZLIB = (b"x\x01", b"x\x9c", b"x\xda")
-"""First bytes of zlib's, by which joblib's files alone are told."""
 _METHODS: Mapping[int, Callable[[], Any]] = {8: lambda: zlib.decompressobj(-15), 12: bz2.BZ2Decompressor}
 """Of an entry of a zip."""
 _UNKNOWN_ARCHIVES = ((b"7z\xbc\xaf", "a 7z archive"), (b"Rar!", "a rar archive"), (b"\x28\xb5\x2f\xfd", "zstd"))
@@ -135,11 +130,40 @@ class _View(NamedTuple):
 
     name: str
     size: int
-    read: Read
+    read: Callable[[int, int], bytes]
+    """(offset, nbytes) → exactly these bytes."""
 
     def part(self, start: int, nbytes: int) -> _View:
-        """Return some of its bytes."""
+        """Return some of its bytes, as many as there are."""
+        nbytes = max(min(nbytes, self.size - start), 0)
         return self._replace(size=nbytes, read=lambda offset, count: self.read(start + offset, count))
+
+    def open(self) -> io.BufferedReader:
+        """Return it as a file."""
+        return io.BufferedReader(_File(self), _BUFFER_BYTES)
+
+
+class _File(io.RawIOBase):
+    """The bytes of a view as a file, of which little is read at first."""
+
+    def __init__(self, view: _View) -> None:
+        self._view, self._at, self._most = view, 0, _FIRST_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._view.size)[whence]
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = max(min(len(buffer), self._most, self._view.size - self._at), 0)
+        buffer[:count] = self._view.read(self._at, count)
+        self._at, self._most = self._at + count, _BUFFER_BYTES
+        return count
 
 
 def _view_of(name: str, content: bytes) -> _View:
@@ -160,19 +184,20 @@ def scan_files(
     seen: set[bytes] = set()  # most items are one of a few settings
     for blob in blobs:
         view = _file_view(source, blob.span.file, files.get(blob.span.file, 0))
-        nbytes = max(min(blob.span.nbytes, view.size - blob.span.offset), 0)
-        view = view.part(blob.span.offset, nbytes)._replace(name=f"{view.name}!{blob.fqn}")
-        content = b""
-        with suppress(CkptError):
-            content = view.read(0, nbytes) if 0 < nbytes <= _MAX_SMALL_BYTES else b""
-        if content not in seen:
-            views.append(_view_of(view.name, content) if content else view)
-        seen.update([content] if content else [])
+        view = view.part(blob.span.offset, blob.span.nbytes)
+        view = view._replace(name=f"{view.name}!{blob.fqn}")
+        with suppress(CkptError):  # the scanner says so
+            if 0 < view.size <= _MAX_SMALL_BYTES:
+                content = view.read(0, view.size)
+                if content in seen:
+                    continue
+                seen.add(content)
+                view = _view_of(view.name, content)
+        views.append(view)
     for view in views:
         scanner.unpacked = 0
         scanner.look(view)
-    order = {verdict: index for index, verdict in enumerate(VERDICTS)}
-    found = sorted(scanner.found, key=lambda each: (order[each.verdict], each.file))
+    found = sorted(scanner.found, key=lambda each: (VERDICTS.index(each.verdict), each.file))
     return Scan(source=source.root, num_files=len(views), executables=tuple(found), not_read=tuple(scanner.not_read))
 
 
@@ -183,10 +208,11 @@ def describe_executable(each: Executable) -> str:
 
 def why_not_inert(source: Source, file: str, nbytes: int) -> str:
     """Say what in a file could run more than torch needs; "" when there is nothing."""
+    if _CONFIG.fullmatch(file.lower()):
+        return ""
     scan = scan_files(source, {file: nbytes})
     could_run = (describe_executable(each) for each in scan.executables if each.verdict != "torch")
-    missed = (each.why for each in scan.not_read if each.could_run)
-    return "" if _CONFIG.fullmatch(file.lower()) else next(could_run, next(missed, ""))
+    return next(could_run, next((each.why for each in scan.not_read if each.could_run), ""))
 
 
 def find_dangerous(executables: Iterable[Executable]) -> Iterator[Finding]:
@@ -195,7 +221,7 @@ def find_dangerous(executables: Iterable[Executable]) -> Iterator[Finding]:
         if each.verdict == "dangerous":
             names = [name for name, verdict in each.names if verdict == "dangerous"]
             yield Finding.error(
-                code=DANGERS[each.kind != "pickle"],
+                code=DANGER,
                 where=each.file,
                 what=f"loading it would call {first_few(names, 6)}",
                 hint="do not load it: ask its author for safetensors, or remove the file",
@@ -245,10 +271,10 @@ class _Scanner:
         head = view.read(0, min(view.size, _HEAD_BYTES))
         kind = next((what for magic, what in _UNKNOWN_ARCHIVES if head.startswith(magic)), None)
         make = next((make for magic, make in _COMPRESSED.items() if head.startswith(magic)), None)
-        if make is None and head[:2] in _ZLIB and name.endswith(_PICKLES):
-            make = zlib.decompressobj
         if _is_pickle(head):
             self._pickles(view, head, depth)
+        if name.endswith(_KERAS):
+            self.miss(view, _NOT_KERAS)
         if head.startswith(_CODE_HEADS):
             self.add(view, "code", verdict="unknown")
         elif kind is not None:
@@ -263,10 +289,8 @@ class _Scanner:
             self._zip(view, depth)
         elif name.endswith(_CODE):
             self.add(view, "code", verdict="unknown")
-        elif _CONFIG.fullmatch(name):
-            self._config(view)
-        elif pattern := next((each for end, each in _KERAS.items() if name.endswith(end)), None):
-            self._search(view, pattern)
+        elif name.endswith(".json"):
+            self._json(view)
         elif name.endswith((*_PICKLES, ".zip")) and any(_zip_entries(view)):  # with something before it
             self._zip(view, depth)
         elif not _is_pickle(head):
@@ -279,29 +303,23 @@ class _Scanner:
         most = 5 if _LEGACY in head[:24] else _MAX_PICKLES
         names: set[str] = set()
         at = count = 0
+        file = view.open()
         while at < view.size and count < most:
-            found = walk(view.read, view.size, at)
-            is_alarm = any(judge(name) == "dangerous" for name in found.names)
-            if found.is_whole or is_alarm or (count == 0 and is_certain):
+            found = walk(file, view.size, at)
+            if found.is_whole or _has_alarm(found.names) or (count == 0 and is_certain):
                 names.update(found.names)
                 for span in found.spans:
                     self._inside(view, span, depth)
             if not found.is_whole:
                 break
             at, count = found.end, count + 1
-        if names or ((is_certain or is_named) and count):
-            is_alarm = any(judge(name) == "dangerous" for name in names)
-            if is_certain or is_named or is_alarm:
-                self.add(view, "pickle", names)
+        if _has_alarm(names) or ((is_certain or is_named) and (names or count)):
+            self.add(view, "pickle", names)
         if count == _MAX_PICKLES:
             self.miss(view, f"more than {_MAX_PICKLES} pickles in a row")
-        if "joblib.numpy_pickle.NumpyArrayWrapper" in names and at < view.size:  # arrays between the opcodes
-            rest = view.read(at, min(view.size - at, _MAX_SEARCHED_BYTES))
-            told = {b".".join(filter(None, each)).decode() for each in _NAMED.findall(rest)}
-            if alarms := [name for name in told if judge(name) == "dangerous"]:
-                self.add(view, "pickle", alarms)
+        has_arrays = "joblib.numpy_pickle.NumpyArrayWrapper" in names  # joblib writes them between the opcodes
         if is_certain and not count:
-            self.miss(view, "a pickle that breaks off; what comes before is listed", could_run=False)
+            self.miss(view, "a pickle that breaks off; what comes before is listed", could_run=has_arrays)
         elif not count and not names and is_named and depth == 0:
             self.miss(view, "no kind of file that ckpt knows", could_run=False)
 
@@ -311,13 +329,12 @@ class _Scanner:
         if isinstance(span, Span) and span.is_text and span.nbytes <= _MAX_SEARCHED_BYTES:
             text = inner.read(0, span.nbytes).decode(errors="replace")
             inner = _view_of(view.name, text.encode("latin-1", "replace"))
+        inner = inner._replace(name=f"{view.name}!bytes")
         head = inner.read(0, min(inner.size, 2))
         if head in (b"PK", b"\x1f\x8b") or _is_pickle(head):
-            self.look(inner._replace(name=f"{view.name}!bytes"), depth + 1)
-        elif 4 < inner.size < _MAX_CONFIG_BYTES:
-            names = walk(inner.read, inner.size).names
-            if any(judge(name) == "dangerous" for name in names):
-                self.add(inner._replace(name=f"{view.name}!bytes"), "pickle", names)
+            self.look(inner, depth + 1)
+        elif 4 < inner.size < _MAX_CONFIG_BYTES and _has_alarm(names := walk(inner.open(), inner.size).names):
+            self.add(inner, "pickle", names)
 
     def _array(self, view: _View, head: bytes, depth: int) -> None:
         """Look at a numpy array: of objects, it is a pickle."""
@@ -326,9 +343,8 @@ class _Scanner:
         start = 8 + width + length
         if start > view.size:
             self.miss(view, "a numpy array that breaks off")
-        elif re.search(
-            rb"[oO\\]", view.read(8 + width, min(length, _MAX_CONFIG_BYTES)).replace(b"fortran_order", b"")
-        ):  # any way to say "O"
+        elif re.search(rb"[oO\\]", view.read(8 + width, min(length, _MAX_CONFIG_BYTES)).replace(b"fortran_order", b"")):
+            # any way to say "O"
             inner = view.part(start, view.size - start)
             self._pickles(inner, inner.read(0, min(inner.size, 2)), depth)
 
@@ -352,10 +368,10 @@ class _Scanner:
         import tarfile
 
         try:
-            with tarfile.open(fileobj=_File(view), mode="r:") as archive:
+            with tarfile.open(fileobj=view.open(), mode="r:") as archive:
                 for member in archive:
                     if member.isreg():
-                        inner = view.part(member.offset_data, max(min(member.size, view.size - member.offset_data), 0))
+                        inner = view.part(member.offset_data, member.size)
                         self.look(inner._replace(name=f"{view.name}!{member.name}"), depth + 1)
         except (tarfile.TarError, ValueError, EOFError) as error:
             self.miss(view, f"a tar that cannot be read: {error}")
@@ -363,59 +379,45 @@ class _Scanner:
     def _zip(self, view: _View, depth: int) -> None:
         """Look at every file of a zip, whatever its flags, sums and local names say."""
         entries = list(_zip_entries(view))
-        names = {entry.name for entry in entries}
+        names = {name for name, *_ in entries}
         roots = {name.rpartition("data.pkl")[0] for name in names if name.endswith("data.pkl")}
         is_script = any("/code/" in name or name.endswith("constants.pkl") for name in names)
         if is_script:
             self.add(view, "TorchScript", verdict="unknown")
         if not entries:
             self.miss(view, "a zip without a directory that can be read")
-        for entry in dict.fromkeys(entries):
-            root, _, number = entry.name.rpartition("data/")
-            if (root in roots and number.isdecimal()) or (is_script and "/code/" in entry.name):
-                continue  # a storage; TorchScript's own code
-            inner = self._entry(view, entry)
-            if inner is not None:
+        for name, method, nbytes, place in dict.fromkeys(entries):
+            root, _, number = name.rpartition("data/")
+            header = view.read(place, 30) if place + 30 <= view.size else b""
+            if (root in roots and number.isdecimal()) or (is_script and "/code/" in name) or header[:4] != b"PK\3\4":
+                continue  # a storage; TorchScript's own code; where no reader finds anything
+            start = place + 30 + sum(struct.unpack_from("<HH", header, 26))
+            inner = view.part(start, nbytes)._replace(name=f"{view.name}!{name}")
+            if method in _METHODS:
+                self.look(_view_of(inner.name, self._unpack(inner, _METHODS[method])), depth + 1)
+            elif method:
+                self.miss(inner, f"compressed by method {method}, or encrypted")
+            else:
                 self.look(inner, depth + 1)
 
-    def _entry(self, view: _View, entry: _Entry) -> _View | None:
-        name = f"{view.name}!{entry.name}"
-        header = view.read(entry.offset, 30) if entry.offset + 30 <= view.size else b""
-        if not header.startswith(b"PK\3\4"):
-            return None  # no reader finds it
-        start = entry.offset + 30 + sum(struct.unpack_from("<HH", header, 26))
-        inner = view.part(start, min(entry.nbytes, view.size - start))._replace(name=name)
-        if entry.method == 0 or inner.size <= 0:
-            return inner
-        if entry.method not in _METHODS:
-            self.miss(inner, f"compressed by method {entry.method}, or encrypted")
-            return None
-        return _view_of(name, self._unpack(inner, _METHODS[entry.method]))
-
-    def _config(self, view: _View) -> None:
+    def _json(self, view: _View) -> None:
         """Look for the code that a config names."""
         if view.size > _MAX_CONFIG_BYTES:
-            return
-        try:
-            document = parse_json(view.read(0, view.size), what="config", where=view.name, infinite=True)
-        except CkptError as error:
-            self.miss(view, str(error))
-            return
-        if not isinstance(document, dict):
-            return
-        named = [
-            value for key in ("auto_map", "custom_pipelines", "custom_code") for value in _texts(document.get(key))
-        ]
-        if named:
-            self.add(view, "auto_map", sorted(set(named)), verdict="unknown")
-        self._search(view, _KERAS[".json"])
-
-    def _search(self, view: _View, pattern: bytes) -> None:
-        if view.name.endswith(".json") and view.size > _MAX_CONFIG_BYTES:
             return  # a tokenizer
-        if found := re.search(pattern, view.read(0, min(view.size, _MAX_SEARCHED_BYTES))):
-            what = found[0].decode("latin-1")
-            self.add(view, "Keras", ["Keras Lambda" if "Lambda" in what else f"TensorFlow {what}"], verdict="dangerous")
+        content = view.read(0, view.size)
+        if _KERAS_LAYER.search(content):
+            self.miss(view, _NOT_KERAS)
+        if not _CONFIG.fullmatch(view.name.lower()):
+            return
+        document = parse_json(content, what="config", where=view.name, infinite=True)
+        if isinstance(document, dict):
+            values = (document.get(key) for key in ("auto_map", "custom_pipelines", "custom_code"))
+            if named := {each for value in values for each in _texts(value)}:
+                self.add(view, "auto_map", named, verdict="unknown")
+
+
+def _has_alarm(names: Iterable[str]) -> bool:
+    return any(judge(name) == "dangerous" for name in names)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -426,80 +428,36 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(each)
 
 
-class _File(io.RawIOBase):
-    """Bytes as a file."""
+def _zip_entries(view: _View) -> Iterator[tuple[str, int, int, int]]:
+    """Yield name, method, length and place of what a zip's directory lists, wherever a reader may look for it.
 
-    def __init__(self, view: _View) -> None:
-        self._view = view
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._view.size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
-        count = max(min(len(buffer), self._view.size - self._at), 0)
-        buffer[:count] = self._view.read(self._at, count)
-        self._at += count
-        return count
-
-
-class _Entry(NamedTuple):
-    """A file of a zip."""
-
-    name: str
-    method: int
-    nbytes: int
-    offset: int
-    """Of its local header."""
-
-
-def _zip_entries(view: _View) -> Iterator[_Entry]:
-    """Yield what a zip's directory lists, wherever a reader may look for it and for what it lists.
-
-    Offsets are from the beginning of the file, or from that of the archive in it. Nothing else is believed.
+    Places are from the beginning of the file, or from that of the archive in it. Nothing else is believed.
     """
     before = max(view.size - 65557, 0)
     tail = view.read(before, view.size - before) if view.size >= 22 else b""
     at = len(tail) - 22 if tail[-22:-18] == b"PK\5\6" else tail.rfind(b"PK\5\6")
     if not 0 <= at <= len(tail) - 22:
         return
-    nbytes, offset = struct.unpack_from("<II", tail, at + 12)
+    total, offset = struct.unpack_from("<II", tail, at + 12)
     if tail[at - 20 : at - 16] == b"PK\6\7" and (long := tail.rfind(b"PK\6\6", 0, at)) >= 0 and at - long >= 76:
-        nbytes, offset = struct.unpack_from("<QQ", tail, long + 40)
+        total, offset = struct.unpack_from("<QQ", tail, long + 40)
         at = long
     end = before + at
-    for start in dict.fromkeys((max(end - nbytes, 0), min(offset, end))):
-        directory = view.read(start, min(nbytes, end - start, _MAX_UNPACKED_BYTES))
+    for start in dict.fromkeys((max(end - total, 0), min(offset, end))):
+        directory = view.read(start, min(total, end - start, _MAX_UNPACKED_BYTES))
         position = 0
         while directory[position : position + 4] == b"PK\1\2" and position + 46 <= len(directory):
-            entry, length = _parse_entry(directory, position)
-            position += length
-            for shift in dict.fromkeys((max(end - nbytes - offset, 0), 0)):
-                yield entry._replace(offset=entry.offset + shift)
-
-
-def _parse_entry(directory: bytes, at: int) -> tuple[_Entry, int]:
-    """Return an entry of a directory, and its length."""
-    (method,) = struct.unpack_from("<H", directory, at + 10)
-    packed, full, name_n, extra_n, comment_n = struct.unpack_from("<IIHHH", directory, at + 20)
-    (place,) = struct.unpack_from("<I", directory, at + 42)
-    name = directory[at + 46 : at + 46 + name_n].decode("utf-8", "replace")
-    extra = directory[at + 46 + name_n : at + 46 + name_n + extra_n]
-    sizes = [full, packed, place]
-    if extra[:2] == b"\1\0" and 0xFFFFFFFF in sizes:
-        long = iter(struct.unpack_from(f"<{(len(extra) - 4) // 8}Q", extra, 4))
-        sizes = [next(long, value) if value == 0xFFFFFFFF else value for value in sizes]
-    return _Entry(name, method, sizes[1], sizes[2]), 46 + name_n + extra_n + comment_n
+            header = struct.unpack_from("<10xH8xIIHHH8xI", directory, position)
+            method, nbytes, full, name_n, extra_n, comment_n, place = header
+            extra_at = position + 46 + name_n
+            name = directory[position + 46 : extra_at].decode("utf-8", "replace")
+            extra = directory[extra_at : extra_at + extra_n]
+            if extra[:2] == b"\1\0":
+                wide = iter(struct.unpack_from(f"<{max(len(extra) - 4, 0) // 8}Q", extra.ljust(4), 4))
+                _, nbytes, place = (next(wide, n) if n == 0xFFFFFFFF else n for n in (full, nbytes, place))
+            position = extra_at + extra_n + comment_n
+            for shift in dict.fromkeys((max(end - total - offset, 0), 0)):
+                yield name, method, nbytes, place + shift
 
 
 def scan_place(path: str) -> Scan:
@@ -549,12 +507,7 @@ def scan_to_json(scan: Scan) -> dict[str, object]:
         "verdict": scan.verdict,
         "files": scan.num_files,
         "executables": [
-            {
-                "file": each.file,
-                "kind": each.kind,
-                "verdict": each.verdict,
-                "names": [{"name": name, "verdict": verdict} for name, verdict in each.names],
-            }
+            asdict(each) | {"names": [{"name": name, "verdict": verdict} for name, verdict in each.names]}
             for each in scan.executables
         ],
         "not_read": [each._asdict() for each in scan.not_read],
@@ -577,6 +530,7 @@ def with_executables(opened: Opened) -> tuple[Opened, tuple[Finding, ...]]:
         with open_source(os.path.dirname(source.root.rstrip("/"))) as root:
             scans.append(scan_files(root, {asset.file: asset.nbytes for asset in opened.step.beside}))
     found = sorted((each for scan in scans for each in scan.executables), key=lambda each: VERDICTS.index(each.verdict))
-    told = (f"{each.verdict}: {each.file}: {describe_executable(each)}" for each in found if each.verdict != "torch")
-    identity = replace(opened.identity, executables=tuple(islice(told, _MAX_TOLD)))
+    told = [f"{each.verdict}: {each.file}: {describe_executable(each)}" for each in found if each.verdict != "torch"]
+    told += [f"not read: {each.file}: {each.why}" for scan in scans for each in scan.not_read if each.could_run]
+    identity = replace(opened.identity, executables=tuple(told[:_MAX_TOLD]))
     return replace(opened, identity=identity), tuple(find_dangerous(found))

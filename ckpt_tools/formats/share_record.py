@@ -66,7 +66,6 @@ class ShareRecord:
     """What one pass of one share did."""
 
     fingerprint: str
-    """Of the conversion."""
     index: int
     count: int
     number: int = 0
@@ -112,12 +111,7 @@ def _part_row(part: TensorPart) -> list[object]:
 
 
 def parse_record(text: bytes, *, where: str) -> ShareRecord:
-    """Parse a record.
-
-    Raises:
-        UnreadableError: Damaged, malformed, or of another schema.
-        LimitError: More than a record may hold.
-    """
+    """Parse a record."""
     body, _, last = text.rpartition(_CHECKSUM)
     if last != f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode():
         raise UnreadableError(f"{_WHAT} is damaged: its checksum differs", where=where)

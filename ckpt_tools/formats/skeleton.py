@@ -28,12 +28,8 @@ _BLOCK_BYTES = 4 << 20
 def skeleton(path: str, *, whole: bool = False) -> Iterator[str]:
     """Lend a path on this machine in place of `path`, which it is where that is local.
 
-    Args:
-        path: A file or directory, anywhere.
-        whole: Copy every byte, tensors too; hidden directories are left out all the same.
-
-    Raises:
-        CkptError: It cannot be read; or what is done meanwhile, with `path` in place of the lent one.
+    With `whole`, every byte is copied, tensors too; hidden directories are left out all the same. Errors meanwhile name
+    `path` in place of the lent one.
     """
     if not is_remote(path):
         yield path

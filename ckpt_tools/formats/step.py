@@ -1,7 +1,4 @@
-"""Directories of a training step that keep the model and the optimizer apart: each a DCP checkpoint of its own.
-
-Whoever opens such a directory gets its model; `open_step` gives every part.
-"""
+"""Directories of a training step that keep the model and the optimizer apart: each a DCP checkpoint of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ class StepDirectory(Format):
     """What accelerate's `save_state` and transformers' Trainer write under FSDP with SHARDED_STATE_DICT."""
 
     name = "step"
-    found_by = "`pytorch_model_fsdp_N/`, `optimizer_N/` in a directory; `model_index.json`, `modules.json`"
+    found_by = "`pytorch_model_fsdp_N/`, `optimizer_N/`; `model_index.json`, `modules.json`; files of several models"
     about = (
         "a step of accelerate or the Trainer: [training steps](../concepts/formats.md#training-steps); or a repository "
         "of several models: [directories of other tools](../concepts/layouts.md)"
@@ -83,7 +80,8 @@ class OpenedStep:
 
     step: Step
     root: Opened
-    """The directory itself: no tensors, the files beside the parts, and what a manifest of ckpt's says of all."""
+    """The directory itself: the files beside the parts, and what a manifest of ckpt's says of all. It has tensors where
+    the models are files in it: those of all."""
     parts: tuple[tuple[Part, Opened], ...]
     broken: tuple[tuple[Part, UnreadableError], ...]
     """The parts that are not complete, readable checkpoints."""
@@ -100,7 +98,7 @@ class OpenedStep:
     @property
     def models(self) -> tuple[tuple[str, Opened], ...]:
         """Directory of every model, and the model."""
-        return tuple((part.directory, opened) for part, opened in self.parts if part.holds == "model")
+        return tuple((part.name, opened) for part, opened in self.parts if part.holds == "model")
 
     @property
     def identity(self) -> Identity:
@@ -130,9 +128,6 @@ def open_step(path: str, *, as_part: bool = True) -> OpenedStep | None:
     """Open every part of the step, or model of the repository, at `path`; None when it is neither.
 
     With `as_part` false, a known part of a model is refused as by `open_path`.
-
-    Raises:
-        UnreadableError: No part is readable, or one is a link.
     """
     if not is_directory(path):
         return None
@@ -143,14 +138,17 @@ def open_step(path: str, *, as_part: bool = True) -> OpenedStep | None:
         if step is None:
             return None
         _refuse_links(path)
-        manifest = None
+        manifest = whole = None
         if MANIFEST_NAME in files:
             manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+        if any(part.name != part.directory for part in step.parts):
+            whole = stack.enter_context(open_path(path, format="hf", as_part=True))
         parts, broken = [], []
         for part in step.parts:
             try:
                 if step.is_repository:
-                    opened = open_path(path, component=part.directory or HERE, as_part=as_part)
+                    opened = open_path(path, component=part.name or HERE, as_part=as_part)
+                    opened = opened if whole is None else replace(opened, manifest=manifest)
                 else:
                     kind = Dcp.name if part.is_saved else None
                     opened = open_path(os.path.join(path, part.directory), format=kind, as_part=as_part)
@@ -163,7 +161,7 @@ def open_step(path: str, *, as_part: bool = True) -> OpenedStep | None:
         if not parts:
             raise broken[0][1]
         stack.pop_all()
-        root = Opened(
+        root = whole or Opened(
             format=FORMAT,
             checkpoint=Checkpoint(root=source.root, format=FORMAT.name, tensors=()),
             source=source,
@@ -181,12 +179,11 @@ def open_repository(path: str, *, as_part: bool = True) -> OpenedStep | None:
 
 def may_be_repository(path: str) -> bool:
     """Is there what says that there are several models?"""
-    if not is_remote(path):
-        return any(os.path.exists(os.path.join(local(path), name)) for name in MARKERS)
     if not is_directory(path):
         return False
     with open_source(path) as source:
-        return not source.list_files(max_depth=0).keys().isdisjoint(MARKERS)
+        names = source.list_files(max_depth=0)
+    return not names.keys().isdisjoint(MARKERS) or sum(name.endswith(".safetensors") for name in names) > 1
 
 
 def open_like(path: str, component: str | None) -> Opened:
@@ -215,12 +212,7 @@ def passed_over(path: str) -> tuple[str, ...]:
 
 
 def open_optimizer(path: str) -> Opened:
-    """Open what holds the optimizer's state: the part of a step, or a checkpoint that has everything in one.
-
-    Raises:
-        UnreadableError: It is not complete, or the step has none.
-        UsageError: The step has several.
-    """
+    """Open what holds the optimizer's state: the part of a step, or a checkpoint that has everything in one."""
     if not is_directory(path):
         return open_path(path)
     with open_source(path) as source:
@@ -240,12 +232,7 @@ def open_optimizer(path: str) -> Opened:
 
 
 def _refuse_links(path: str) -> None:
-    """Refuse a step with directories that are links: what is behind them would be passed over.
-
-    Raises:
-        UnreadableError: It has some.
-        StorageError: It cannot be listed.
-    """
+    """Refuse a step with directories that are links: what is behind them would be passed over."""
     if is_remote(path):
         return
     try:

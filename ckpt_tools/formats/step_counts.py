@@ -1,8 +1,8 @@
 """How many steps of training each file of a step says that there were, and which files cannot be of one step.
 
 Adam's `step`, a trainer's `global_step`, a schedule's `last_epoch` count different things: unused parameters have fewer
-of Adam's, accelerate's schedules take a step for every process, verl's one for several of Adam's. So equals are
-compared with equals, and others by what the trainer's own code makes of them.
+of Adam's, accelerate's schedules take a step for every process, verl's one for several of Adam's, and what a gradient
+scaler skips only some count. So equals are compared with equals, and others by what the trainer's code makes of them.
 
 Source: torch 2.13 `optim/lr_scheduler.py`; transformers 5.23 `trainer.py`; accelerate 1.15 `scheduler.py`; deepspeed
 0.19.8 `runtime/engine.py`.
@@ -13,21 +13,24 @@ from __future__ import annotations
 import operator
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from ckpt_tools.description.checkpoint import ByteSpan, TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.identity import StepCount
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._pickle_values import Record
 from ckpt_tools.formats._torch_file import TorchFile
-from ckpt_tools.formats._torch_pieces import read_piece
+from ckpt_tools.formats._torch_pieces import Piece, read_piece
 from ckpt_tools.formats.format import Opened
 from ckpt_tools.formats.torch_value import parse_value
 from ckpt_tools.storage.source import Source
 
-T = TypeVar("T")
-Kind = Literal["adam", "global", "schedule", "count", "rates", "scale"]
+ADAM, SCHEDULE = "the optimizer counts step", "the schedule is at step"
+GLOBAL, ENGINE, LOOP = "the trainer counts step", "DeepSpeed counts step", "the loop counts step"
+RATES, GIVEN = "the optimizer's learning rates are", "the schedule's learning rates are"
 _NUMBERS = {"F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}
 _MOST_READ = 24
 """Numbers that are read of one file."""
@@ -36,66 +39,59 @@ _MAX_ITEM_BYTES = 1 << 16
 _LAZY = re.compile(r"experts?[._]", re.ASCII)
 """Parameters that may well have had fewer steps than the others."""
 _RANK = re.compile(r"(rank_?|random_states_)\d+|(__)\d+_\d+", re.ASCII)
-_WORDS: Mapping[Kind, str] = {
-    "adam": "the optimizer counts step",
-    "global": "the trainer counts step",
-    "schedule": "the schedule is at step",
-    "count": "the loop counts step",
-    "rates": "the learning rates are",
-    "scale": "a gradient scaler is",
-}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Said:
     """What a file says."""
 
-    kind: Kind
+    what: str
     value: float | tuple[float, ...]
     file: str
-    of: str = ""
-    """Which of several in the file."""
 
     @property
     def group(self) -> str:
         """The same for files that differ by their rank."""
-        return _RANK.sub(r"\1\2*", self.file) + self.of
+        return _RANK.sub(r"\1\2*", self.file)
 
     def __str__(self) -> str:
         value = self.value if isinstance(self.value, tuple) else f"{self.value:g}"
-        return f"{_WORDS[self.kind]} {value} in {self.file}"
+        return f"{self.what} {value} in {self.file}"
 
 
-Mixed = tuple[Said, Said]
-"""Two that cannot be of one step."""
+Mixed = tuple[Said, Said]  # that cannot be of one step
 
 
 def read_counts(source: Source, file: TorchFile) -> Iterator[Said]:
     """Yield what a file of `torch.save` says: schedules, progress, and the numbers of an optimizer's state."""
     adam: list[object] = []
     for path, found in _dicts(file.value, ()):
-        if type(found.get("last_epoch")) is int and "num_bad_epochs" not in found:
-            yield Said(kind="schedule", value=found["last_epoch"], file=file.name)
-            yield from _rates(found.get("_last_lr"), file.name)
-        for key in ("global_step", "global_steps"):
-            if type(found.get(key)) is int and not path:
-                skipped = found.get("skipped_steps")
-                value = found[key] - (skipped if type(skipped) is int else 0)
-                yield Said(kind="global", value=value, file=file.name)
-        if type(found.get("step")) is int and "random_state" in found:
-            yield Said(kind="count", value=found["step"], file=file.name)
-        if "growth_factor" in found:
-            yield Said(kind="scale", value=0, file=file.name)
-        if path[-2:-1] == ("state",) and "step" in found:
+        skips = any(
+            "growth_factor" in each for each in found.values() if isinstance(each, dict)
+        )  # steps that it counts
+        progress = {} if path or skips else found
+        counts = {
+            SCHEDULE: None if "num_bad_epochs" in found else found.get("last_epoch"),
+            GLOBAL: progress.get("global_step"),
+            ENGINE: progress.get("global_steps"),
+            LOOP: found.get("step") if "random_state" in found else None,
+        }
+        for what, count in counts.items():
+            if type(count) is int:
+                skipped = found.get("skipped_steps") if what == ENGINE else 0
+                yield Said(what, count - (skipped if type(skipped) is int else 0), file.name)
+        groups = found.get("param_groups") if "state" in found else None
+        taken = [each.get("lr") for each in groups if isinstance(each, dict)] if isinstance(groups, list) else []
+        for what, rates in ((RATES, taken), (GIVEN, found.get("_last_lr") if type(counts[SCHEDULE]) is int else [])):
+            if isinstance(rates, list) and rates and all(type(each) in (int, float) for each in rates):
+                yield Said(what, tuple(map(float, rates)), file.name)
+        if path[-2:-1] in (("state",), ("param_groups",)) and "step" in found:
             adam.append(found["step"])
-        if path[-2:-1] == ("param_groups",) and "step" in found:
-            adam.append(found["step"])
-        groups = found.get("param_groups")
-        if isinstance(groups, list) and "state" in found:
-            yield from _rates([each.get("lr") for each in groups if isinstance(each, dict)], file.name)
-    numbers = [number for each in _some(adam) if (number := _number(source, file, each)) is not None]
+    numbers = [float(each) for each in adam if isinstance(each, int | float)]
+    pieces = (read_piece(file, (), each, {}) for each in adam[:: 1 + len(adam) // _MOST_READ] if type(each) is Record)
+    numbers += [number for each in pieces if each and each.chunks and (number := _read(source, each)) is not None]
     if numbers:
-        yield Said(kind="adam", value=max(numbers), file=file.name)
+        yield Said(ADAM, max(numbers), file.name)
 
 
 def _dicts(value: object, path: tuple[object, ...]) -> Iterator[tuple[tuple[object, ...], dict[str, Any]]]:
@@ -108,29 +104,9 @@ def _dicts(value: object, path: tuple[object, ...]) -> Iterator[tuple[tuple[obje
                 yield from _dicts(inner, (*path, key))
 
 
-def _rates(value: object, file: str) -> Iterator[Said]:
-    if isinstance(value, list) and value and all(type(each) in (int, float) for each in value):
-        yield Said(kind="rates", value=tuple(map(float, value)), file=file)
-
-
-def _some(items: list[T]) -> list[T]:
-    """Return some of them, from everywhere."""
-    return items[:: -(-len(items) // _MOST_READ)] if items else items
-
-
-def _number(source: Source, file: TorchFile, value: object) -> float | None:
-    if type(value) in (int, float):
-        return float(value)  # type: ignore[arg-type]
-    try:
-        piece = read_piece(file, (), value, {}) if type(value) is Record else None
-    except UnreadableError:
-        return None
-    return None if piece is None or len(piece.chunks) != 1 else _read(source, piece.dtype.name, piece.chunks[0].span)
-
-
-def _read(source: Source, dtype: str, span: ByteSpan) -> float | None:
-    """Return the one number of a dtype that lies there."""
-    form = _NUMBERS.get(dtype)
+def _read(source: Source, entry: Piece | TensorEntry) -> float | None:
+    """Return the one number that a tensor holds."""
+    form, span = _NUMBERS.get(entry.dtype.name), entry.chunks[0].span
     if form is None or span.nbytes != struct.calcsize(form):
         return None
     value = struct.unpack(form, source.read(span.file, span.offset, span.nbytes))[0]
@@ -138,81 +114,76 @@ def _read(source: Source, dtype: str, span: ByteSpan) -> float | None:
 
 
 def read_items(opened: Opened, directory: str = "") -> Iterator[Said]:
-    """Yield what the items of a DCP checkpoint say; of a file whose parameters have had different steps, nothing.
-
-    Args:
-        opened: The checkpoint.
-        directory: Where it lies in the step, with its slash.
-    """
-    checkpoint = opened.checkpoint
-    held: dict[tuple[str, str], list[TensorEntry]] = {}
-    for entry in checkpoint.tensors:
+    """Yield what the items of a DCP checkpoint say; of a file whose parameters have had different steps, nothing."""
+    held: dict[str, list[TensorEntry]] = {}
+    for entry in opened.checkpoint.tensors:
         if entry.fqn.endswith(".step") and entry.num_elems == 1 and entry.chunks and not _LAZY.search(entry.fqn):
-            held.setdefault((str(entry.path[:1]), entry.chunks[0].span.file), []).append(entry)
-    for (root, file), entries in held.items():
-        chosen = [opened.resolve(entry) for entry in _some(entries)]
-        found = {_read(opened.source, entry.dtype.name, entry.chunks[0].span) for entry in chosen}
+            held.setdefault(entry.chunks[0].span.file, []).append(entry)
+    for file, entries in held.items():
+        chosen = [opened.resolve(entry) for entry in entries[:: 1 + len(entries) // _MOST_READ]]
+        found = {_read(opened.source, entry) for entry in chosen}
         if len(found) == 1 and (len(chosen) > 1 or len(held) == 1) and (value := found.pop()) is not None:
-            yield Said(kind="adam", value=value, file=directory + file, of=root)
+            yield Said(ADAM, value, directory + file)
     rates: list[float] = []
-    for blob in checkpoint.blobs:
-        keys = blob.fqn.split(".")
-        is_number = keys[-1] in ("last_epoch", "lr") or keys == ["train_state", "step"]
-        if not is_number or blob.span.nbytes > _MAX_ITEM_BYTES or len(rates) > _MOST_READ:
+    for blob in opened.checkpoint.blobs:
+        what = {"last_epoch": SCHEDULE, "lr": RATES}.get(blob.fqn.rpartition(".")[2], "")
+        what = GLOBAL if blob.fqn == "train_state.step" else what
+        if not what or blob.span.nbytes > _MAX_ITEM_BYTES or len(rates) > _MOST_READ:
             continue
-        try:
+        with suppress(UnreadableError):
             content = opened.source.read(blob.span.file, blob.span.offset, blob.span.nbytes)
-            held_value = parse_value(content, where=blob.fqn)
-        except UnreadableError:
-            continue
-        if keys[-1] == "lr" and isinstance(held_value, int | float):
-            rates.append(float(held_value))
-        elif type(held_value) is int:
-            kind: Kind = "schedule" if keys[-1] == "last_epoch" else "global"
-            yield Said(kind=kind, value=held_value, file=f"{directory}{blob.span.file} ({blob.fqn})")
-    yield from _rates(rates, f"{directory}.metadata")
+            number = parse_value(content, where=blob.fqn)
+            if what == RATES and isinstance(number, int | float):
+                rates.append(float(number))
+            elif type(number) is int:
+                yield Said(what, number, f"{directory}{blob.span.file} ({blob.fqn})")
+    if rates:
+        yield Said(RATES, tuple(rates), f"{directory}.metadata")
+
+
+def find_steps(said: Iterable[Said], trainer: str) -> tuple[StepCount, ...]:
+    """Return the counts of the trainer's steps, and the files that say them."""
+    kinds = (GLOBAL, ENGINE, ADAM, *((SCHEDULE,) if trainer in ("trainer", "torchtitan") else ()))
+    found: dict[int, dict[str, None]] = {}
+    for each in said:
+        if each.what in kinds and isinstance(each.value, int | float):
+            found.setdefault(int(each.value), {})[each.file] = None
+    return tuple(StepCount(step=step, files=tuple(files)) for step, files in sorted(found.items()))
 
 
 def find_mixed(said: Iterable[Said], trainer: str, *, number: int | None = None) -> Iterator[Mixed]:
-    """Yield pairs of files that cannot be of one step.
-
-    Args:
-        said: What all of its files say.
-        trainer: Whose step it is, as contracts have it.
-        number: What the name of its directory says; it is no witness alone, for a directory may be renamed.
-    """
+    """Yield pairs of files that cannot be of one step; its name's number is no witness alone, for it may be renamed."""
     kinds: dict[str, dict[str, list[Said]]] = {}
-    for each in said:
-        kinds.setdefault(each.kind, {}).setdefault(each.group, []).append(each)
-    for groups in kinds.values():
-        for group in groups.values():
-            other = next((each for each in group if each.value != group[0].value), None)
-            if other is not None:
-                yield group[0], other
-    if trainer == "lightning" and "scale" in kinds:  # steps that a gradient scaler skips are counted
-        kinds.pop("global", None)
-    alone = {kind: next(iter(groups.values()))[0] for kind, groups in kinds.items() if len(groups) == 1}
-    for trainers, first, second, is_wrong in _RULES:
+    for each in sorted(said, key=lambda each: each.file):
+        kinds.setdefault(each.what, {}).setdefault(each.group, []).append(each)
+    for group in (group for groups in kinds.values() for group in groups.values()):
+        yield from [(group[0], other) for other in group if other.value != group[0].value][:1]
+    firsts = {kind: [group[0] for group in groups.values()] for kind, groups in kinds.items()}
+    alone = {kind: each[0] for kind, each in firsts.items() if len(each) == 1}
+    for first, second, trainers, is_wrong in _RULES:
         one, two = alone.get(first), alone.get(second)
         if trainer in trainers and one and two and is_wrong(one.value, two.value):
             yield one, two
             return
-    rates = [group[0] for group in kinds.get("rates", {}).values()]
-    lengths = {len(each.value) for each in rates if isinstance(each.value, tuple)}
-    differ = len(rates) == 2 and len(lengths) == 1 and rates[0].value != rates[1].value
-    if trainer in ("trainer", "accelerate") and differ:  # a schedule keeps the rates that it has given its optimizer
-        yield rates[0], rates[1]
-        return
-    total, schedule = alone.get("global"), alone.get("schedule")
-    if trainer == "trainer" and total and schedule and number == schedule.value != total.value:
-        yield schedule, total
+    for given in firsts.get(GIVEN, []) if trainer in ("trainer", "accelerate") else ():
+        taken = [each for each in firsts.get(RATES, []) if len(each.value) == len(given.value)]  # type: ignore[arg-type]
+        if taken and given.value not in [each.value for each in taken]:  # a schedule keeps the rates that it has given
+            yield given, taken[0]
+            return
+    total = alone.get(GLOBAL)
+    for other in (alone[kind] for kind in (SCHEDULE, ENGINE) if kind in alone) if trainer == "trainer" else ():
+        if total and number == other.value != total.value:
+            yield other, total
+            return
 
 
 _COUNTING = ("trainer", "deepspeed", "torchtitan", "lightning")
-_RULES: tuple[tuple[tuple[str, ...], Kind, Kind, Callable[[Any, Any], bool]], ...] = (
-    (("trainer",), "adam", "schedule", operator.ne),  # loaded together or not at all; a skipped step is none of either
-    (_COUNTING, "adam", "global", operator.gt),  # the state of an optimizer may have begun anew, and not run ahead
-    (("trainer",), "schedule", "global", operator.gt),
-    (("lightning", "torchtitan"), "adam", "global", operator.ne),  # which load all or nothing
+_RULES: tuple[tuple[str, str, tuple[str, ...], Callable[[Any, Any], bool]], ...] = (
+    (ADAM, SCHEDULE, ("trainer",), operator.ne),  # loaded together or not at all; a skipped step is none of either
+    (ADAM, GLOBAL, _COUNTING, operator.gt),  # the state of an optimizer may have begun anew, and not run ahead
+    (ADAM, ENGINE, _COUNTING, operator.gt),
+    (ADAM, GLOBAL, ("lightning", "torchtitan"), operator.ne),  # which load all or nothing
+    (SCHEDULE, GLOBAL, ("trainer",), operator.gt),
+    (ENGINE, GLOBAL, ("trainer",), operator.gt),
 )
-"""(trainers, one count, another, when they cannot be of one step)"""
+"""(one count, another, trainers, when they cannot be of one step)"""

@@ -9,19 +9,21 @@ Source: accelerate 1.15 `utils/fsdp_utils.py`, `checkpointing.py`; transformers 
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint
+from ckpt_tools.formats.contracts import describe
 from ckpt_tools.formats.file_names import METADATA_NAME, is_hf_asset
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.text import first_few
 
 Holds = Literal["model", "optimizer"]
+Library = Literal["diffusers", "sentence-transformers", "files"]
+"""Whose repository of several models it is; "files" where each is one file of a directory."""
 
 MODEL_PART = "pytorch_model_fsdp_0"
 OPTIMIZER_PART = "optimizer_0"
@@ -34,9 +36,6 @@ POLICY_PART = "actor"
 ROLES = (POLICY_PART, "policy", "critic", "ref")
 """Directories of the models in a step of verl's or SkyRL's, the one that is trained for its own sake first."""
 _PART = re.compile(r"(pytorch_model_fsdp|optimizer)_(0|[1-9]\d{0,5})", re.ASCII)
-_OPTIMIZER_FILE = re.compile(
-    r"optimizer(_\d+)?(_rank\d+)?\.(bin|pt)|optimizer\.safetensors|optim_world_size_\d+_rank_\d+\.pt", re.ASCII
-)
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)\w*_rank\d+\.bin", re.ASCII)
 _HOLDS: Mapping[str, Holds] = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
 PROGRESS_FILE = "trainer_state.json"
@@ -47,22 +46,8 @@ _TITLES = {
     "verl": "verl's step",
     "diffusers": "a diffusers pipeline",
     "sentence-transformers": "a sentence-transformers model",
+    "files": "a directory",
 }
-_KINDS = (
-    ("random_states_*.pkl", "RNG state of a rank"),
-    ("rng_state*.pth", "RNG state of a rank"),
-    ("scheduler*.bin", "learning-rate scheduler"),
-    ("scheduler.pt", "learning-rate scheduler"),
-    ("sampler*.bin", "sampler of a data loader"),
-    ("dl_state_dict*.bin", "state of a data loader"),
-    ("scaler.pt", "gradient scaler"),
-    ("optimizer*.bin", "pickled state of an optimizer"),
-    ("custom_checkpoint_*.pkl", "an object that the script registered"),
-    (PROGRESS_FILE, "progress of the Trainer"),
-    ("training_args.bin", "arguments of the Trainer"),
-    (META_FILE, "Lightning's loops, callbacks and schedulers"),
-)
-"""Name of a file beside the parts → what it is."""
 _LOADER = re.compile(r"dataloader\.dp_rank_\d+", re.ASCII)
 
 
@@ -80,13 +65,17 @@ class Part:
     is_saved: bool
     """It has `.metadata`: its save came to an end."""
 
+    @property
+    def name(self) -> str:
+        """What a model of a repository is called, be it a directory or a file."""
+        return self.directory.removesuffix(".safetensors")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """The directory of a step that keeps the model and the optimizer apart."""
 
-    trainer: Literal["accelerate", "trainer", "verl", "diffusers", "sentence-transformers"]
-    """Or the library, of a repository of several models."""
+    trainer: Literal["accelerate", "trainer", "verl"] | Library
     parts: tuple[Part, ...]
     """Models before optimizers."""
     beside: tuple[Asset, ...]
@@ -102,7 +91,7 @@ class Step:
     @property
     def is_repository(self) -> bool:
         """Is it no step, but several models that are used together?"""
-        return self.trainer in ("diffusers", "sentence-transformers")
+        return self.trainer in get_args(Library)
 
     @property
     def has_own(self) -> bool:
@@ -112,7 +101,7 @@ class Step:
     @property
     def components(self) -> tuple[str, ...]:
         """Names of a repository's models, the likeliest to be meant first."""
-        return tuple(part.directory or HERE for part in self.parts) if self.is_repository else ()
+        return tuple(part.name or HERE for part in self.parts) if self.is_repository else ()
 
     @property
     def models(self) -> tuple[Part, ...]:
@@ -206,20 +195,9 @@ def is_part(directory: str) -> bool:
     return _PART.fullmatch(directory) is not None
 
 
-def is_optimizer_file(name: str) -> bool:
-    """Does a trainer put an optimizer's state, or a rank's part of it, into a file of this name beside the model?"""
-    return _OPTIMIZER_FILE.fullmatch(name) is not None
-
-
 def is_model_part(directory: str) -> bool:
     """Is this what accelerate calls the directory of a model inside of a step?"""
-    found = _PART.fullmatch(directory)
-    return found is not None and _HOLDS[found[1]] == "model"
-
-
-def describe_file(name: str) -> str:
-    """Say what a trainer keeps in a file of this name beside the parts; "" for what is not known."""
-    return next((what for pattern, what in _KINDS if fnmatch.fnmatchcase(name, pattern)), "")
+    return is_part(directory) and not directory.startswith("optimizer")
 
 
 def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
@@ -237,7 +215,7 @@ def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
     for pattern, assets in rows.items():
         one = len(assets) == 1
         name = assets[0].file if one else f"{pattern} ({len(assets)} files)"
-        yield name, sum(asset.nbytes for asset in assets), describe_file(assets[0].file)
+        yield name, sum(asset.nbytes for asset in assets), describe(assets[0].file)
 
 
 def note_reading(step: Step) -> str:

@@ -31,11 +31,7 @@ imported when they are needed, so that the names alone cost nothing."""
 
 
 def find_format(name: str) -> Format:
-    """Return the format of this name.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return the format of this name."""
     if name not in FORMATS:
         raise UsageError(f"{name!r} is not a format", hint=f"--from takes {', '.join(FORMATS)}")
     found: Format = import_module(f"{__package__}.{FORMATS[name]}").FORMAT

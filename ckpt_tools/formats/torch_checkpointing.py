@@ -42,7 +42,6 @@ from ckpt_tools.text import first_few
 _METADATA = "metadata.pkl"
 _VERSION = "2.0"
 _MAX_RANKS = 1 << 16
-"""Ranks of a checkpoint."""
 _TORCH = "TorchSerialization"
 _SAFETENSORS = "SafetensorsSerialization"
 _OF_RANK_0 = re.compile(r"(?:.*[^0-9])?0\.(pt|safetensors)")
@@ -71,7 +70,6 @@ class _Item:
     placed: Mapping[str, Mapping[int, _Placed]] = field(default_factory=dict)
     """FQN in it → rank → where its part is; {} for an item without a resharder."""
     keys: Mapping[str, KeyPath] = field(default_factory=dict)
-    """FQN → keys."""
 
 
 _Part = tuple[State, dict[KeyPath, object], tuple[tuple[ByteSpan, int], ...]]
@@ -167,11 +165,7 @@ FORMAT = TorchCheckpointing()
 
 
 def _read(source: Source, item: _Item, rank: int) -> _Part | None:
-    """Read what a rank has of an item; None for tensors that nothing says the places of.
-
-    Raises:
-        UnreadableError: The file is damaged, or has something else than `metadata.pkl` says.
-    """
+    """Read what a rank has of an item; None for tensors that nothing says the places of."""
     name, kind = item.files[rank]
     if kind == _SAFETENSORS:
         tensors = read_file(source, name).header.tensors
@@ -222,11 +216,7 @@ def _piece(item: _Item, rank: int, entry: TensorEntry, name: str) -> Piece:
 
 
 def _fit(item: _Item, states: Mapping[int, State], path: str) -> tuple[tuple[TensorEntry, ...], tuple[str, ...]]:
-    """Return an item's tensors, and what is to be said of files that are not here.
-
-    Raises:
-        UnreadableError: They do not fit together, or something is nowhere.
-    """
+    """Return an item's tensors, and what is to be said of files that are not here."""
     if not states:
         raise UnreadableError(f"no file of item {item.key!r} is here: {item.files[0][0]}", where=path)
     stored = assemble(states, path, item.placed or None)

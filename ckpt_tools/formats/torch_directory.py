@@ -109,11 +109,7 @@ class TorchDirectory(Format):
 def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[str, ArchiveFrame]]:
     """Describe the files that hold `files`' tensors, each whole, as `torch.save` of a dict writes them.
 
-    Returns:
-        The destination's description, and per file what lies around the tensors.
-
-    Raises:
-        UsageError: A dtype that torch does not have.
+    Also return, per file, what lies around the tensors.
     """
     placed: list[TensorEntry] = []
     frames: dict[str, ArchiveFrame] = {}

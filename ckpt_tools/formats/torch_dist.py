@@ -90,11 +90,7 @@ def _backend(source: Source) -> tuple[object, object] | None:
 
 
 def _settings(source: Source, files: Mapping[str, int]) -> dict[str, object]:
-    """Return the plain values of Megatron-LM's command line; its pickle is not run.
-
-    Raises:
-        UnreadableError: The file is not there, or not what `torch.save` wrote.
-    """
+    """Return the plain values of Megatron-LM's command line; its pickle is not run."""
     if _COMMON_NAME not in files:
         raise UnreadableError("no such file")
     common = read_torch_file(source, _COMMON_NAME).value

@@ -26,11 +26,7 @@ _SHOWN = 4
 
 
 def read_state(source: Source, name: str) -> tuple[TorchFile, State]:
-    """Read what a file of `torch.save` holds.
-
-    Raises:
-        UnreadableError: It is something else, damaged, or holds tensors of a kind that is not read.
-    """
+    """Read what a file of `torch.save` holds."""
     path = os.path.join(source.root, name)
     head = source.read(name, 0, min(source.size(name), HEAD_BYTES))
     if not is_torch_file(head):
@@ -51,11 +47,7 @@ def read_state(source: Source, name: str) -> tuple[TorchFile, State]:
 
 
 def whole_tensor(piece: Piece, *, where: str) -> TensorEntry:
-    """Return the tensor of a file that stands alone.
-
-    Raises:
-        UnreadableError: The file has a part of it only.
-    """
+    """Return the tensor of a file that stands alone."""
     if sum(chunk.box.num_elems for chunk in piece.chunks) != math.prod(piece.shape):
         raise UnreadableError(
             f"tensor {piece.fqn!r} is one rank's part of a tensor of shape {list(piece.shape)}",

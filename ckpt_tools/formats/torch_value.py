@@ -35,9 +35,6 @@ def parse_value(content: bytes, *, where: str) -> object:
     """Return the value of a `torch.save` zip that holds plain values alone.
 
     That is an int, str, bool, None, float, bytes, or tuples, lists and dicts of them.
-
-    Raises:
-        UnreadableError: Not such an item, or it holds anything else (objects, tensors).
     """
     if len(content) > MAX_VALUE_BYTES:
         raise LimitError(f"{len(content)} bytes, the limit is {MAX_VALUE_BYTES}", where=where)

@@ -122,15 +122,10 @@ def item_ends(item_nbytes: int) -> tuple[tuple[int, int], ...]:
 
 
 def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemHead:
-    """Read the head of one tensor item.
+    """Read the head of one tensor item, an archive of `item_nbytes`.
 
-    Args:
-        item_nbytes: Length of the archive.
-        read: Returns (offset, nbytes) of it; called twice for what torch and ckpt write, once when it is small.
-        thorough: Look at every entry, also at those that only torch reads, and hold its content against its CRC-32.
-
-    Raises:
-        UnreadableError: Not the zip of exactly one dense, little-endian tensor; says what it is instead.
+    `read` returns (offset, nbytes) of it: it is called twice for what torch and ckpt write, once when that is small.
+    `thorough` looks at every entry, also at those that only torch reads, and checks its content against its CRC-32.
     """
     item = _Item(item_nbytes, read)
     entries, bounds = _parse_directory(item)
@@ -174,18 +169,10 @@ def parse_own_item(item_nbytes: int, dtype: DType, sizes: tuple[int, ...], read:
 
 
 def check_archive(nbytes: int, read: Read, *, content: bool = True) -> bool:
-    """Hold every record of any `torch.save` zip against its CRC-32, whatever it holds; nothing is unpickled.
+    """Check every record of any `torch.save` zip against its CRC-32, whatever it holds; nothing is unpickled.
 
-    Args:
-        nbytes: Length of the zip.
-        read: Returns (offset, nbytes) of it; memory is bounded by the directory and one piece.
-        content: Without, only its directory is read: does it begin and end here?
-
-    Returns:
-        True when all that was asked holds; False when some records have no CRC-32, or when this is no zip at all.
-
-    Raises:
-        UnreadableError: A record is damaged, or the zip contradicts itself.
+    Return False when some records have no CRC-32, or when this is no zip at all. Without `content`, only its directory
+    is read. Memory is bounded by the directory and one piece.
     """
     begins = nbytes >= 4 and read(0, 4) == b"PK\3\4"
     ends = nbytes >= END.size and read(nbytes - END.size, 4) == b"PK\5\6"
@@ -222,15 +209,7 @@ class Record(NamedTuple):
 
 
 def parse_archive(nbytes: int, read: Read) -> dict[str, Record]:
-    """Return every record of a `torch.save` zip, by its name below the folder that all of them lie in.
-
-    Args:
-        nbytes: Length of the zip.
-        read: Returns (offset, nbytes) of it.
-
-    Raises:
-        UnreadableError: Malformed, compressed, or its records overlap.
-    """
+    """Return every record of a `torch.save` zip, by its name below the folder that all of them lie in."""
     item = _Item(nbytes, read)
     entries, bounds = _parse_directory(
         item, max_entries=_MAX_STORAGES, max_directory_bytes=_MAX_STORAGES_DIRECTORY_BYTES

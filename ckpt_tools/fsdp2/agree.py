@@ -40,11 +40,8 @@ def this_rank() -> int:
 def together(step: Callable[[], T]) -> T:
     """Run `step` on this rank and return its result when no rank failed.
 
-    Collective. `step` must not itself wait for other ranks at a point that a failure would keep them from.
-
-    Raises:
-        CkptError: This rank's own error, or that of the lowest rank that failed.
-        BaseException: This rank's own, of any other kind.
+    Collective. `step` must not itself wait for other ranks at a point that a failure would keep them from. Raise this
+    rank's own error, or as a CkptError that of the lowest rank that failed.
     """
     own: BaseException | None = None
     result: T | None = None
@@ -75,11 +72,7 @@ def share(value: T) -> T:
 
 
 def from_rank0(step: Callable[[], T]) -> T:
-    """Run `step` on rank 0 alone, and return its result (a small, plain value) on every rank. Collective.
-
-    Raises:
-        CkptError: As `together`.
-    """
+    """Run `step` on rank 0 alone, and return its result (a small, plain value) on every rank. Collective."""
     return share(together(lambda: None if this_rank() else step()))  # type: ignore[return-value]
 
 

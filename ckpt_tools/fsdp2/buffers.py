@@ -157,10 +157,8 @@ def is_transformers(model: nn.Module) -> bool:
 def check_buffers(model: nn.Module, *, is_fresh: bool) -> Iterator[Finding]:
     """Yield `garbage-buffer` for every buffer with NaN, and for those whose owner computes something else.
 
-    Args:
-        model: With buffers on any device; those on meta are skipped.
-        is_fresh: No forward pass has run since the load, so that buffers are as initialised. Then non-persistent ones
-            whose owner, or transformers, computes them are computed again, on a copy, and compared.
+    With `is_fresh` no forward pass has run since the load: non-persistent buffers are computed again on a copy and
+    compared. Buffers on meta are skipped.
     """
     saved = set(map(strip_wrappers, model.state_dict(keep_vars=True))) if is_fresh else set()
     buffers = dict(model.named_buffers(remove_duplicate=False))

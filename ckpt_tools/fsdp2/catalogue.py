@@ -1,8 +1,4 @@
-"""Every way in which FSDP2 is known to break: how it shows, why, and what to change.
-
-The table is data: diagnoses.toml. `diagnose` turns exceptions into these, `audit` and `compare_ranks` find the silent
-ones, docs/reference/diagnoses.md shows them.
-"""
+"""Every way in which FSDP2 is known to break: how it shows, why, and what to change. The data is diagnoses.toml."""
 
 from __future__ import annotations
 

@@ -37,11 +37,7 @@ class Answers:
     __slots__ = ()
 
     def __new__(cls, *_: object, **options: object) -> Self:
-        """Look at the names of the options.
-
-        Raises:
-            UsageError: One is FSDP1's.
-        """
+        """Refuse FSDP1's options with what to do instead."""
         for name in options:
             if name in INSTEAD:
                 raise UsageError(f"{name} is not an option of FSDP2", where=cls.__name__, hint=INSTEAD[name])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, ParamSpec, TypeVar, cast
@@ -151,6 +152,20 @@ def read_states(model: nn.Module) -> tuple[State, ...]:
             )
         )
     return tuple(states)
+
+
+@contextmanager
+def restored_settings(model: nn.Module) -> Iterator[None]:
+    """Give back what was set of gradients and of resharding after backward, once a block is done."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    held = [group for state in states for group in _raw_groups(state)] + [state._state_ctx for state in states]
+    settings = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "is_last_backward")
+    before = [(each, name, getattr(each, name)) for each in held for name in settings if hasattr(each, name)]
+    try:
+        yield
+    finally:
+        for each, name, value in before:
+            setattr(each, name, value)
 
 
 def _raw_groups(state: object) -> Sequence[object]:

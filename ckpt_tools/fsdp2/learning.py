@@ -80,8 +80,7 @@ def _trainable(model: nn.Module, params: Sequence[ManagedParam]) -> list[tuple[s
 def _untied_once(params: Sequence[ManagedParam], stale: list[torch.Tensor]) -> list[tuple[str, str]]:
     """Return tied names (and what they are tied to) that explain all stale parameters, or none.
 
-    The first gather puts one parameter under every tied name, so that one that was untied by a load is in nobody's
-    hands but the optimizer's.
+    The first gather puts one parameter under every tied name, so only the optimizer still has one that a load untied.
     """
     explained = []
     left = [(fqn, param) for param in params for fqn, _ in param.shared]

@@ -38,10 +38,7 @@ def local_boxes(tensor: torch.Tensor) -> tuple[int, tuple[Box, ...]]:
 
     There are several where transformers' tensor parallelism gives every rank a part of each of the matrices that lie
     side by side in a tensor, and where FSDP cuts a dim that tp has cut unevenly. Where a dim is cut, PyTorch itself is
-    asked: its own cut of that dim's indices.
-
-    Raises:
-        CkptError: The boxes are not what the rank has, or follow each other along two dims.
+    asked: its own cut of that dim's indices. Raise CkptError for boxes along two dims.
     """
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
@@ -64,11 +61,7 @@ def local_boxes(tensor: torch.Tensor) -> tuple[int, tuple[Box, ...]]:
 
 
 def read_parts(tensor: torch.Tensor, read: Callable[[Box], torch.Tensor]) -> torch.Tensor:
-    """Return what this rank holds of a tensor, put together from what `read` returns for each of its boxes.
-
-    Raises:
-        CkptError: As `local_boxes`.
-    """
+    """Return what this rank holds of a tensor, put together from what `read` returns for each of its boxes."""
     dim, boxes = local_boxes(tensor)
     parts = [read(box) for box in boxes]
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
@@ -98,11 +91,7 @@ def placements_of(tensor: object) -> dict[str, Placement]:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Return torch's type for a checkpoint's elements.
-
-    Raises:
-        UnreadableError: It has none.
-    """
+    """Return torch's type for a checkpoint's elements; raise UnreadableError if torch has none."""
     found = getattr(torch, dtype.torch_name or "", None)
     if not isinstance(found, torch.dtype):
         raise UnreadableError(f"torch has no type for {dtype.name} elements")

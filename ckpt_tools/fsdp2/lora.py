@@ -103,11 +103,7 @@ def add_lora(
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """Return the FQNs of the linear layers that get adapters: all but the output layer and layers that share weights.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return the FQNs of the linear layers that get adapters: all but the output layer and those that share weights."""
     output, shared = output_layer(model), tied_modules(model)
     linears = ((name, module) for name, module in model.named_modules() if type(module) is nn.Linear)
     found = [name for name, module in linears if module is not output and name not in shared and name]
@@ -223,10 +219,7 @@ def _fill_indices(module: nn.Module) -> None:
 
 
 def base_name(fqn: str) -> str | None:
-    """Return what a name in an adapted model was before the adapters; None for the adapters' own parameters.
-
-    Both copies of a module that is trained whole (`modules_to_save`) come from the base model's one.
-    """
+    """Return a parameter's name in the base model (also for `modules_to_save`), or None for the adapters' own."""
     name = _ADAPTER_PARTS.sub("", fqn)
     return None if is_factor(name) else name
 

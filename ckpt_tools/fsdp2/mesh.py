@@ -12,7 +12,6 @@ from ckpt_tools.errors import UsageError
 FSDP_AXES = ("dp_replicate", FSDP_AXIS)
 """The axes that `fully_shard` gets."""
 TP_AXIS = "tp"
-"""The axis that tensor-parallel styles cut along."""
 
 
 def build_device_mesh(mesh: Mesh | str, device_type: str | None = None) -> DeviceMesh:

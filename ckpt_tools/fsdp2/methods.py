@@ -27,17 +27,10 @@ class DoubleWrapError(UsageError):
 def find_methods(
     model: nn.Module, methods: Methods, units: Collection[str], kept: Collection[str] = ()
 ) -> dict[str, tuple[str, ...]]:
-    """Return FQN → methods to register, after checking that each can be.
+    """Return FQN → methods to register, after checking that each can be; `units` are FQNs, "" is the root.
 
-    Args:
-        model: The root.
-        methods: See `Methods`.
-        units: FQNs of the modules that are (or will be) FSDP units; "" is the root.
-        kept: Those of them whose parameters stay gathered after forward: there one entry may run inside another.
-
-    Raises:
-        UsageError: No such module or method, a module that is no unit (there the registration would silently do
-            nothing), or a method that releases the parameters while another entry runs (`double-wrap`).
+    A method of a module that is no unit is refused: its registration would silently do nothing. `kept` are units whose
+    parameters stay gathered after forward, where one entry may run inside another.
     """
     table: Mapping[str | type, Sequence[str]] = methods if isinstance(methods, Mapping) else {"": methods}
     found: dict[str, tuple[str, ...]] = {}

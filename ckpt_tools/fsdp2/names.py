@@ -55,19 +55,10 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...] 
 
 
 def match_names(checkpoint: Checkpoint, model: nn.Module, names: Shapes, prefix: str) -> Match:
-    """Find the tensor for every name of the model.
+    """Find the tensor for every name of the model; `prefix` "auto" finds what the file's names begin with or lack.
 
     A file of the hub is what `from_pretrained` and `ckpt shard` take it for: its names go through the maps of the
     model's class. What `dcp.load` reads has the model's own names, unless these maps find more of them.
-
-    Args:
-        checkpoint: What was opened.
-        model: Built, on any device; the maps are those of its class, when it is one of transformers.
-        names: FQNs of the model's state dict.
-        prefix: What the checkpoint's names have in front of the model's; "auto" finds it, or what they lack.
-
-    Raises:
-        UsageError: No tensor begins with `prefix`, two tensors claim one name, or the map needs what is not there.
     """
     plain = _plain(checkpoint, prefix)
     candidates = [plain]
@@ -117,11 +108,7 @@ def _same(plain: Mapping[str, TensorEntry], names: Shapes) -> Match:
 
 
 def _mapped(plain: Mapping[str, TensorEntry], model: nn.Module, names: Shapes, *, is_needed: bool) -> Match | None:
-    """Return what the map of the model's class makes of the tensors; None when there is none.
-
-    Raises:
-        UsageError: The map cannot be followed, and without it the checkpoint does not fit (`is_needed`).
-    """
+    """Return what the map of the model's class makes of the tensors, or None; where it `is_needed` it must succeed."""
     known = architecture_of(model)
     if known is None:
         return None

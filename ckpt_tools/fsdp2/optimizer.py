@@ -178,11 +178,7 @@ class _Stored:
         return any(name in members for members in self._members.values())
 
     def options(self, names: Sequence[str]) -> dict[str, object]:
-        """Return the options that the groups of these parameters had.
-
-        Raises:
-            UsageError: They differ.
-        """
+        """Return the options that the groups of these parameters had; raise UsageError if they differ."""
         found: dict[str, object] | None = None
         reader = BoxReader(self._opened)
         for number, members in self._members.items():

@@ -133,12 +133,7 @@ class Policy(Answers):
     def kwargs(self, mesh: DeviceMesh, *, root: bool = False) -> dict[str, object]:
         """Return the keyword arguments for `fully_shard` (for `replicate` with no_shard).
 
-        Args:
-            mesh: The part of the mesh for FSDP (`fsdp_mesh`).
-            root: For the root, whose parameters are kept after forward unless `reshard_root`.
-
-        Raises:
-            UsageError: The mesh does not suit the strategy.
+        `mesh` is what `fsdp_mesh` returns; the `root` keeps its parameters after forward unless `reshard_root`.
         """
         self.check_mesh(mesh)
         # Pinning needs an accelerator.

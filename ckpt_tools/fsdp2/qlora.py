@@ -252,13 +252,7 @@ def _match(
 def _choose(
     views: Sequence[tuple[nn.Module, Names]], path: str, prefix: str
 ) -> tuple[nn.Module, Names, dict[str, int]]:
-    """Return the view in which the checkpoint has the quant state of every layer, and the lengths of the texts.
-
-    No lengths when it has none of any layer: it is not quantised.
-
-    Raises:
-        UnreadableError: It is, but not every layer, or not in this way.
-    """
+    """Return the view in which the checkpoint has each layer's quant state, and text lengths ({} if not quantised)."""
     best: tuple[nn.Module, Names, dict[str, int]] | None = None
     for root, names in views:
         layers = _layers_of(root, names)

@@ -168,11 +168,7 @@ def _check_parts(parts: dict[str, torch.Tensor], facts: Quantised, where: str) -
 
 
 def parse_text(text: bytes, facts: Quantised, where: str) -> None:
-    """Check the JSON text of a quant state against its layer, before bitsandbytes believes it.
-
-    Raises:
-        UnreadableError: Not such a text, or one of another layer.
-    """
+    """Check the JSON text of a quant state against its layer, before bitsandbytes believes it."""
     try:
         values = json.loads(text[:MAX_TEXT_BYTES])
     except (ValueError, RecursionError) as error:

@@ -26,7 +26,6 @@ class Whole:
     """A tensor to read: one of the checkpoint's, or parts of several put together."""
 
     fqn: str
-    """Its name, for messages."""
     mosaic: Mosaic
     """How it is put together."""
     entries: Mapping[str, TensorEntry]
@@ -68,12 +67,7 @@ class BoxReader:
         return self._bytes.bytes_read
 
     def read(self, whole: Whole, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """Return the elements of `box` as a contiguous tensor on the CPU, cast to `dtype`.
-
-        Raises:
-            UnreadableError: The bytes are damaged, missing, or of a type that torch lacks.
-            UsageError: A cast that is not between floating-point types.
-        """
+        """Return the elements of `box` as a contiguous CPU tensor; a cast to `dtype` is between floats only."""
         wanted = _dtype_of(dtype)
         if whole.dtype is not wanted and not (whole.dtype.is_float and wanted.is_float):
             raise UsageError(

@@ -23,12 +23,7 @@ _Items = Mapping[KeyPath, Item]
 
 
 class Restored:
-    """What was read of a checkpoint beside the model.
-
-    Args:
-        opened: The checkpoint.
-        wanted: Name → what is to be loaded.
-    """
+    """What was read of a checkpoint beside the model; `wanted` are the names to load."""
 
     def __init__(self, opened: Opened, wanted: Mapping[str, object]) -> None:
         self.modules: dict[str, tuple[nn.Module, dict[str, torch.Tensor], Any]] = {}
@@ -134,11 +129,7 @@ class Restored:
 
 
 def _compare(like: object, found: object, name: str) -> list[str]:
-    """Return the names that a given value has and the checkpoint's has not.
-
-    Raises:
-        UsageError: A tensor cannot take what the checkpoint has for it.
-    """
+    """Return the names that a given value has and the checkpoint's has not; raise UsageError if tensors differ."""
     if isinstance(like, Mapping) and isinstance(found, Mapping):
         lacking = [f"{name}.{key}" for key in like if key not in found]
         both = [key for key in like if key in found]

@@ -46,7 +46,34 @@ State = dict[str, Any]
 _COPIES = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
-_last: Future[None] | None = None
+
+
+class _Saving(Future[None]):
+    """A save in the background, which knows whether somebody has asked how it ended."""
+
+    is_asked = False
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the end, and raise what went wrong."""
+        self.is_asked = True
+        super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end, and return what went wrong."""
+        self.is_asked = True
+        return super().exception(timeout)
+
+    def run(self, finish: Callable[[], None]) -> None:
+        """Do the work of it."""
+        try:
+            finish()
+        except BaseException as error:  # noqa: BLE001 - raised to whoever asks
+            self.set_exception(error)
+        else:
+            self.set_result(None)
+
+
+_last: _Saving | None = None
 """The save that runs in the background, or the last one that did."""
 _groups: list[dist.ProcessGroup | None] = [None, None]
 """The default group, and the group of all its ranks for saves in the background."""
@@ -99,6 +126,7 @@ def async_save_checkpoint(
 
     Collective. Training may go on at once, and the next save waits for this one. Call `result()` of what is returned
     before anything relies on the checkpoint, and before the process group is destroyed: it raises what went wrong.
+    Where no rank asks, the next save raises it.
 
     Args:
         model: This and the others are those of `save_checkpoint`.
@@ -120,7 +148,8 @@ def async_save_checkpoint(
         _groups[:] = dist.group.WORLD, dist.new_group(backend="gloo")
     finish = _prepare(model, optimizer, path, state or {}, overwrite, trainable_only, copies=True)
     executor = ThreadPoolExecutor(1, "ckpt-save", initializer=talk_over, initargs=(_groups[1],))
-    _last = executor.submit(finish)
+    _last = _Saving()
+    executor.submit(_last.run, finish)
     executor.shutdown(wait=False)
     return _last
 
@@ -138,6 +167,9 @@ def _prepare(
     """Take the destination, and every value as it is now (`copies`: in host memory). Collective, as what it returns."""
     if _last is not None:
         wait([_last])
+        is_asked, error = _last.is_asked, _last.exception()
+        if error is not None and not any(gather(is_asked)):
+            raise error
     destination = os.fspath(path)
     staging: Staging | None = None
 

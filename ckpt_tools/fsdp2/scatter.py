@@ -75,11 +75,7 @@ def rank0_load(model: nn.Module, source: Source | None, *, strict: bool = True) 
 
 
 def _gather_boxes(own: dict[str, Box]) -> list[dict[str, Box]]:
-    """Return every rank's boxes by name.
-
-    Raises:
-        UsageError: Two ranks have other names.
-    """
+    """Return every rank's boxes by name; raise UsageError if two ranks have other names."""
     boxes = gather(own)
     for rank, theirs in enumerate(boxes):
         if list(theirs) != list(boxes[0]):
@@ -120,7 +116,6 @@ class _Sender:
     """Name → what returns the whole tensor, in the model's dtype, on the CPU."""
     contract: Contract
     reader: BoxReader | None
-    """Of a checkpoint."""
 
 
 @contextmanager

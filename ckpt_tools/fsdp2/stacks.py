@@ -149,10 +149,7 @@ def _is_method(module: nn.Module, code: CodeType) -> bool:
 
 
 def named_tensors(line: Line) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the failing expression of a line names: `self.other.weight`, not what calls return.
-
-    Only names, attributes and constant subscripts are looked up; nothing is called.
-    """
+    """Yield the tensors that the failing expression of a line names: `self.other.weight`, not what calls return."""
     expression = _expression(line)
     if expression is None:
         return

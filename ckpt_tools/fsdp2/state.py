@@ -29,9 +29,7 @@ from ckpt_tools.fsdp2.agree import gather, share, this_rank, together, world_siz
 from ckpt_tools.text import first_few
 
 MODEL_KEY = "model"
-"""Under which the model lies in the checkpoint."""
 OPTIMIZER_KEY = "optimizer"
-"""Under which the optimizer lies."""
 
 T = TypeVar("T")
 
@@ -58,11 +56,7 @@ class PerRank:
 
 
 def check_names(state: Mapping[str, object]) -> None:
-    """Refuse names that cannot be keys beside the model.
-
-    Raises:
-        UsageError: One is taken, empty, or has a dot.
-    """
+    """Refuse names that cannot be keys beside the model: taken, empty, or with a dot."""
     for name in state:
         if not isinstance(name, str) or not name or "." in name or name in (MODEL_KEY, OPTIMIZER_KEY):
             raise UsageError(
@@ -78,11 +72,7 @@ def models_of(model: nn.Module, state: Mapping[str, object]) -> dict[str, nn.Mod
 
 
 def refuse_shared(models: Mapping[str, nn.Module]) -> None:
-    """Refuse models that share a parameter in modules of their own: a load would give each another one.
-
-    Raises:
-        UsageError: Two do.
-    """
+    """Refuse models that share a parameter in modules of their own: a load would give each another one."""
     holders: dict[int, tuple[str, set[int]]] = {}
     for name, model in models.items():
         own: dict[int, set[int]] = {}
@@ -97,11 +87,7 @@ def refuse_shared(models: Mapping[str, nn.Module]) -> None:
 
 
 def model_of(optimizer: Optimizer, name: str, models: Mapping[str, nn.Module]) -> nn.Module:
-    """Return the model whose parameters an optimizer has.
-
-    Raises:
-        UsageError: No model has all of them.
-    """
+    """Return the model that has all parameters of an optimizer; raise UsageError if none has."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in models.values():
         if own <= {id(p) for p in model.parameters()}:
@@ -116,8 +102,7 @@ def model_of(optimizer: Optimizer, name: str, models: Mapping[str, nn.Module]) -
 def leaves(value: object, path: KeyPath, *, wants_text: bool = False) -> Iterator[tuple[KeyPath, object]]:
     """Yield the keys of everything that DCP stores as one item, and the item; of an empty dict the dict.
 
-    Raises:
-        UsageError: With `wants_text`, a key is not text: it would come back as text.
+    With `wants_text` raise UsageError for a key that is not text: it would come back as text.
     """
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
@@ -142,11 +127,7 @@ def fqn_of(path: Iterable[str | int]) -> str:
 
 
 def collect(state: Mapping[str, object]) -> dict[str, Any]:
-    """Return what is stored of everything that is neither a module nor an optimizer. Collective.
-
-    Raises:
-        UsageError: Something that could not be read back, or a value that differs between ranks.
-    """
+    """Return what is stored beside modules and optimizers; refuse values that differ between ranks. Collective."""
     taken: dict[str, Any] = {}
 
     def take() -> dict[str, dict[str, str]]:
@@ -169,11 +150,7 @@ def collect(state: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _digests(value: object, name: str, *, wants_text: bool) -> dict[str, str]:
-    """Return name → digest of every leaf; that of a DTensor, which every rank has a part of, says nothing.
-
-    Raises:
-        UsageError: One could not be read back.
-    """
+    """Return name → digest of every leaf; that of a DTensor, which every rank has a part of, says nothing."""
     found: dict[str, str] = {}
     for path, leaf in leaves(value, (name,), wants_text=wants_text):
         fqn = fqn_of(path)
@@ -208,11 +185,7 @@ def _digest(leaf: object, fqn: str) -> str:
 
 
 def _check_equal(digests: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse what differs between ranks: DCP would keep one rank's.
-
-    Raises:
-        UsageError: Something does.
-    """
+    """Refuse what differs between ranks: DCP would keep one rank's."""
     theirs = gather({name: digest_bytes(repr(found).encode()) for name, found in digests.items()})
     names = sorted({name for each in theirs for name in each if each.get(name) != theirs[0].get(name)})
     names += sorted({name for name in theirs[0] for each in theirs if name not in each} - set(names))
@@ -232,17 +205,10 @@ def _check_equal(digests: Mapping[str, Mapping[str, str]]) -> None:
 def rebuild(
     items: Mapping[KeyPath, T], like: object, read: Callable[[T, object], object], notes: list[str], name: str
 ) -> Any:  # noqa: ANN401 - whatever was saved
-    """Return the value whose leaves are `items`, by the keys that remain.
+    """Return the value whose leaves are `items`, by the keys that remain: texts, or numbers for places in a list.
 
-    Args:
-        items: Keys → item. Keys are text, the numbers among them are places in a list.
-        like: A value of the same form where there is one: its dicts say their class and what their keys were.
-        read: From an item and what stands in its place to the leaf.
-        notes: What cannot be known is added here.
-        name: What all of it is called, for messages.
-
-    Raises:
-        UnreadableError: Keys that no value has.
+    `like` has the same form: its dicts give their class and keys. `read` makes a leaf of an item and what stands in its
+    place; what cannot be known goes to `notes`. Raise UnreadableError for keys that no value has.
     """
     if list(items) == [()]:
         return read(items[()], like)

@@ -23,11 +23,7 @@ _MEANT = (nn.Linear, nn.Embedding)
 
 
 def find_styles(model: nn.Module, plan: TpPlan | str) -> dict[str, str | ParallelStyle]:
-    """Return module FQN → style for every module that `plan` names; "auto" takes the plan of the model itself.
-
-    Raises:
-        UsageError: No plan, a key that matches no module, or a style that is not supported.
-    """
+    """Return module FQN → style for every module that `plan` names; "auto" takes the plan of the model itself."""
     if isinstance(plan, str):
         if plan != "auto":
             raise UsageError(f"{plan!r} is not a plan", hint='use "auto", or a mapping of module names to styles')
@@ -87,11 +83,7 @@ _BUILD: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def apply_styles(model: nn.Module, styles: Mapping[str, str | ParallelStyle], mesh: DeviceMesh) -> None:
-    """Cut the modules along `mesh`, and share again what was shared.
-
-    Raises:
-        UsageError: A module that cannot be cut evenly, or whose attention heads would be torn apart.
-    """
+    """Cut the modules along `mesh`, and share again what was shared; refuse uneven cuts and torn attention heads."""
     ties = tied_groups(model)
     for name, style in styles.items():  # all of them first: a model that is cut in part is of no use
         if isinstance(style, str):

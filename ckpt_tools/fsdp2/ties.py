@@ -74,11 +74,7 @@ def around(fqn: str) -> Iterator[str]:
 
 
 def find_parameters(model: nn.Module, globs: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the FQNs of parameters that match a glob, or lie in a module that does, with or without wrappers.
-
-    Raises:
-        UsageError: A glob that matches nothing.
-    """
+    """Return the FQNs of parameters that match a glob, or lie in a module that does, with or without wrappers."""
     names: list[str] = []
     for pattern in globs:
         glob = compile_glob(pattern)
@@ -97,11 +93,7 @@ def _names(fqn: str) -> Iterator[str]:
 
 
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
-    """Return the module that holds the parameter or buffer `fqn`, and its name there.
-
-    Raises:
-        AttributeError: There is none.
-    """
+    """Return the module that holds the parameter or buffer `fqn`, and its name there, or raise AttributeError."""
     path, _, name = fqn.rpartition(".")
     return model.get_submodule(path), name
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2.internals import restored_settings
 from ckpt_tools.fsdp2.ties import find_parameters
 
 
@@ -99,18 +100,13 @@ def accumulate(model: nn.Module, is_last: bool, *, keep_unsharded: bool = False)
     if not units:
         raise UsageError("the model has no FSDP units", hint="call shard_model first")
 
-    def average(value: bool) -> None:
+    with restored_settings(model):
         for unit in units:
-            unit.set_requires_gradient_sync(value)
-            unit.set_is_last_backward(value)
-            if keep_unsharded:
-                unit.set_reshard_after_backward(value)
-
-    average(is_last)
-    try:
+            unit.set_requires_gradient_sync(is_last)
+            unit.set_is_last_backward(is_last)
+            if keep_unsharded and not is_last:
+                unit.set_reshard_after_backward(False)
         yield
-    finally:
-        average(True)
 
 
 def outermost_units(model: nn.Module) -> list[FSDPModule]:

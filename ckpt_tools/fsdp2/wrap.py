@@ -167,11 +167,7 @@ def _turn_off_caches(model: nn.Module) -> None:
 
 
 def refuse_sharded(model: nn.Module, *, why: str = "", hint: str) -> None:
-    """Refuse a model in which something is sharded.
-
-    Raises:
-        UsageError: Something is.
-    """
+    """Refuse a model in which something is sharded."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise UsageError(f"the model is sharded already{why}", where=name or type(model).__name__, hint=hint)
@@ -192,11 +188,7 @@ def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
 
 
 def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
-    """Return what FSDP does not manage: what `globs` name, and parameters of no dim or no element, which it refuses.
-
-    Raises:
-        UsageError: One is trainable: nobody would average its gradient. Or a glob matches nothing.
-    """
+    """Return what FSDP does not manage: `globs`, and parameters of no dim or no element; refuse what is trainable."""
     chosen = set(find_parameters(model, globs, "Policy.ignored"))
     found = []
     for fqn, parameter in model.named_parameters():

@@ -22,11 +22,7 @@ class LightningTending(Callback):
         self._has_saved = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401, ARG002 - the library's
-        """Begin.
-
-        Raises:
-            UsageError: Nobody says where the checkpoints go.
-        """
+        """Begin; raise `UsageError` where nothing says where the checkpoints go."""
         places = [each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
         given = {**({"directory": places[0]} if places else {}), **self._settings}
         if "directory" not in given:

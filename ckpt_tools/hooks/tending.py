@@ -113,8 +113,7 @@ class Tending:
     def saved(self, name: str = "") -> None:
         """Tell that a save has begun or ended; returns at once.
 
-        Args:
-            name: Of the checkpoint's file or directory; needed where the save may not have begun to write.
+        `name` is the checkpoint's file or directory; it is needed where the save may not have begun to write.
         """
         if not self._acts:
             return
@@ -129,8 +128,7 @@ class Tending:
     def check(self) -> None:
         """Warn of, or raise, what was found since the last call; returns at once.
 
-        Raises:
-            BadCheckpointError: A checkpoint is bad, and `on_finding` is "raise".
+        `BadCheckpointError` is raised only where `on_finding` is "raise".
         """
         with self._change:
             answers, self._answers = self._answers, []
@@ -155,11 +153,7 @@ class Tending:
     def close(self, *, wait: bool = True) -> None:
         """End: look at the folder a last time, export the adapter, and tell what was found.
 
-        Args:
-            wait: False ends what is under way.
-
-        Raises:
-            BadCheckpointError: As `check`.
+        Without `wait`, what is under way is ended. `BadCheckpointError` is raised as by `check`.
         """
         if not self._acts or self._ends:
             return

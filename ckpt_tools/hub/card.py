@@ -110,11 +110,7 @@ class CardFacts:
         return CardFacts(**pairs)
 
     def check(self) -> None:
-        """Refuse what is no hub id; the hub itself judges the rest before anything is sent.
-
-        Raises:
-            UsageError: A base model or a dataset is none.
-        """
+        """Refuse a base model or dataset that is no hub id; the hub itself judges the rest before anything is sent."""
         if self.base_model is not None and hub_id_of(self.base_model) != self.base_model:
             raise UsageError(f"{self.base_model!r} is not a hub id", hint="--base-model takes ORG/NAME")
         for named in self.datasets:
@@ -147,11 +143,7 @@ def front_keys(facts: CardFacts) -> dict[str, object]:
 
 
 def facts_in(text: str) -> CardFacts:
-    """Return what a card that is there says, which stays so: its sections must not contradict it.
-
-    Raises:
-        UnreadableError: Its front matter is no YAML mapping.
-    """
+    """Return what an existing card says; it stays so, and the card's sections must not contradict it."""
     known = {key: value for key, value in read_front_matter(text).items() if isinstance(value, str) and value}
     base, relation, library = (known.get(key) for key in ("base_model", "base_model_relation", "library_name"))
     return CardFacts(

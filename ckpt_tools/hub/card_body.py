@@ -26,16 +26,8 @@ def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, aske
     """Return the text of the card.
 
     An existing text gets the keys that its front matter lacks, and what ckpt wrote between its own comments
-    (`<!-- ckpt:load -->` … `<!-- /ckpt:load -->`) is written anew. The rest stays as it is, to the letter.
-
-    Args:
-        facts: All that is known.
-        repo: namespace/name.
-        existing: The card that is there.
-        asked: What was asked for in so many words: joins lists that the card has.
-
-    Raises:
-        UnreadableError: The front matter of `existing` is no YAML mapping, which the hub would refuse too.
+    (`<!-- ckpt:load -->` … `<!-- /ckpt:load -->`) is written anew. The rest stays as it is, to the letter. What was
+    `asked` for in so many words joins the lists that the card has.
     """
     keys, parts = front_keys(facts), sections(facts, repo)
     if existing is None or not existing.strip():

@@ -15,7 +15,7 @@ from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
 from ckpt_tools.formats.hf_sharded import SHARDED_FILE
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path, read_file
-from ckpt_tools.formats.scan import DANGERS
+from ckpt_tools.formats.scan import DANGER
 from ckpt_tools.formats.step import may_be_repository
 from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import CONFIG_NAME
@@ -46,11 +46,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def check_adapters(source: Source, chosen: Iterable[str]) -> dict[str, LoraCheck]:
-    """Return weights → what `ckpt check-lora` finds, of every adapter that a loader could take as it is.
-
-    Raises:
-        AdapterRefusedError: The loaders of its own format would not take it, or it changes nothing.
-    """
+    """Return weights → what check-lora finds of each adapter; raise AdapterRefusedError if its loaders refuse it."""
     from ckpt_tools.adapters.check import check_lora
     from ckpt_tools.adapters.merge import AdapterRefusedError
 
@@ -85,17 +81,11 @@ def _has_factors(source: Source, name: str, last: str) -> bool:
 def check_directory(
     source: Source, chosen: Mapping[str, int], *, num_workers: int
 ) -> tuple[Kind, dict[str, LoraCheck], list[str]]:
-    """Check that every checkpoint in the directory is complete, and that no part of one is left out.
+    """Check that every checkpoint in the directory is complete; return its kind, its adapters and notes.
 
     It is checked as `ckpt verify --level values` does; what is strange about values is noted, and does not refuse.
-
-    Returns:
-        What the directory holds, what check-lora finds of its adapters, and what the user should know before others do.
-
-    Raises:
-        AdapterRefusedError: The loaders of an adapter's own format would not take it, or it changes nothing.
-        UnreadableError: A file is truncated, missing or damaged.
-        UsageError: An adapter without its config, or a choice of files that tears a checkpoint apart.
+    Raise AdapterRefusedError for an adapter as `check_adapters` does, and UsageError for a choice of files that tears a
+    checkpoint apart.
     """
     top = {path for path in chosen if "/" not in path}
     _check_adapter(source, top)
@@ -200,7 +190,7 @@ def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int,
     if missing:
         return 0
     result = verify(opened, level="values", num_workers=num_workers, purpose="weights")
-    if errors := [finding for finding in result.errors if finding.code not in (*VALUE_CODES, *DANGERS)]:
+    if errors := [finding for finding in result.errors if finding.code not in (*VALUE_CODES, DANGER)]:
         raise _not_whole(errors, root)
     notes += [f"{each.code}: {each.where}: {each.what}" for each in result.findings if each.code in VALUE_CODES]
     notes.append(opened.identity.title)

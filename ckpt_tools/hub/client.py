@@ -29,7 +29,6 @@ WAITS_S = (1.0, 2.0, 4.0, 8.0)
 MAX_CONNECTS = 3
 """Tries to reach a hub that does not even take the connection."""
 BLOCK_BYTES = 1 << 20
-"""Read at a time."""
 ASK_FILES = 256
 """Files in one question about how they will be kept; the hub's own limit."""
 SAMPLE_BYTES = 512
@@ -37,17 +36,7 @@ SAMPLE_BYTES = 512
 
 
 class Hub:
-    """Requests about one repository at one revision.
-
-    Args:
-        account: Where to go, and as whom.
-        repo: name or namespace/name; a name alone is one of the token's user.
-        revision: Branch; main by default.
-        say: Told about retries.
-
-    Raises:
-        UsageError: A name that no repository can have.
-    """
+    """Requests about one repository at one revision; a `repo` without namespace is one of the token's user."""
 
     def __init__(self, account: Account, repo: str, *, revision: str | None, say: Say) -> None:
         from huggingface_hub import HfApi
@@ -95,11 +84,7 @@ class Hub:
         namespace_only: bool = False,
         may_repeat: Callable[[Failure], bool] = lambda _: True,
     ) -> T:
-        """Do what talks to the hub, again when that may help.
-
-        Raises:
-            HubError: It failed for good.
-        """
+        """Run a request, again where that may help; raise HubError when it failed for good."""
         for attempt, pause_s in enumerate((*WAITS_S, None), start=1):
             bound_session()
             try:
@@ -157,13 +142,7 @@ class Hub:
         )
 
     def ask(self, source: Source, files: Sequence[LocalFile], *, create_pr: bool) -> dict[str, Answer]:
-        """Ask how the hub will keep `files`; nothing is stored.
-
-        Args:
-            source: Where they are.
-            files: What is to come.
-            create_pr: They are to come by a pull request, which takes fewer rights.
-        """
+        """Ask how the hub will keep `files`; nothing is stored. A pull request (`create_pr`) takes fewer rights."""
         doing = "asking how the files will be kept"
         found: dict[str, Answer] = {}
         for start in range(0, len(files), ASK_FILES):
@@ -180,11 +159,7 @@ class Hub:
         return found
 
     def validate_card(self, text: str) -> None:
-        """Ask whether the hub takes a model card, which its commits are refused for.
-
-        Raises:
-            HubError: It does not, with the hub's reasons.
-        """
+        """Raise HubError with the hub's reasons if it does not take a model card: it would refuse the commit."""
 
         def post() -> Any:  # noqa: ANN401 - whatever JSON it is
             url = f"{self.account.endpoint}/api/validate-yaml"

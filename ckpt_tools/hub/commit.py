@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 MAX_COMMIT_TRIES = 5
-"""Of one commit, after answers that may be overcome."""
+"""Tries of one commit, after answers that may be overcome."""
 _OID = re.compile(r"[0-9a-f]{40}", re.ASCII)
 
 
@@ -35,9 +35,7 @@ class Committed:
 
     oid: str
     pull_request: str | None
-    """Where to find the pull request."""
     notes: tuple[str, ...] = ()
-    """What the hub remarked."""
 
 
 def upload(
@@ -49,12 +47,7 @@ def upload(
     create_pr: bool,
     num_workers: int,
 ) -> list[CommitOperationAdd]:
-    """Upload the large files, and return what the commit adds; nobody sees any of it before the commit.
-
-    Raises:
-        CkptError: A file changed since the plan was made; nothing was committed.
-        HubError: An upload failed for good.
-    """
+    """Upload the large files, and return what the commit adds; nobody sees any of it before the commit."""
     from huggingface_hub import CommitOperationAdd
 
     sending = [plan for plan in planned if plan.state in ("new", "changed")]
@@ -128,10 +121,8 @@ def commit(
     """Make the commit, if the revision still is what the plan was made on.
 
     An answer can get lost after the hub has committed, so after a failure the repository is looked at before anything
-    is sent again. A pull request, which cannot be told from an earlier one, is not asked for twice.
-
-    Raises:
-        HubError: Somebody else committed meanwhile, the hub refused, or nobody knows what became of it.
+    is sent again. A pull request, which cannot be told from an earlier one, is not asked for twice. Raise HubError if
+    somebody else committed meanwhile, the hub refused, or the outcome is not known.
     """
     doing = "opening the pull request" if create_pr else "committing"
     for attempt in range(1, MAX_COMMIT_TRIES + 1):
@@ -211,12 +202,9 @@ def check_arrival(
     read_back: Sequence[str],
     progress: Progress | None,
 ) -> tuple[tuple[Finding, ...], int]:
-    """Compare what the hub has at a commit with what was here.
+    """Compare what the hub has at a commit with what was here; return findings and the number of bytes read.
 
     The hub's own word is taken for the names and digests of all files; of those in `read_back` every byte is read.
-
-    Returns:
-        The findings, and the number of bytes that were read.
     """
     findings = []
     remote = Hub(hub.account, hub.repo, revision=oid, say=hub.say).look()

@@ -54,18 +54,7 @@ def facts_of(
     *,
     base_model: str | None = None,
 ) -> CardFacts:
-    """Return what the files in a directory say.
-
-    Args:
-        source: The directory.
-        chosen: What is to be pushed of it.
-        kind: What it holds.
-        adapters: Weights → what check-lora found.
-        base_model: Hub id of the base, where the user says it.
-
-    Raises:
-        UnreadableError: A config is not what it should be.
-    """
+    """Return what the files in a directory say; `chosen` are those to be pushed."""
     if kind != "weights":  # beside and below a model lie others; below an adapter its earlier steps
         adapters = {name: check for name, check in adapters.items() if kind == "peft" and "/" not in name}
     headers = {name: _metadata(source, name) for name in adapters}
@@ -138,12 +127,7 @@ def rows_of(name: str, value: object, origin: str) -> tuple[Row, ...]:
 
 
 def base_model_of(text: str | None, *, root: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return the base model's hub id, and what to tell the user when there is none.
-
-    Args:
-        text: As a config has it: a hub id, or a path on the machine that trained.
-        root: Directory of the config, to which the path may be relative.
-    """
+    """Return the base's hub id, or None and notes where `text` is a local path, perhaps relative to `root`."""
     if text is None:
         return None, ("the base model is not known: the card does not name it",)
     found = hub_id_of(text)

@@ -46,18 +46,8 @@ def list_directory(
 
     Hidden files are left out, since they are a tool's own (journals, caches, .env, .git) and not the model's; the
     `.metadata` of a DCP checkpoint is its index and goes along. So are what may hold secrets and a trainer's pickled
-    state, unless `include` asks for them. Links are followed inside of the directory alone.
-
-    Args:
-        source: The directory.
-        include: Globs of the files to push; all by default. A glob without a slash is held against the name alone,
-            in every directory; `*` stays inside one component, `**` crosses.
-        exclude: Globs of the files to leave out.
-        keep_pickles: Take what could run more than torch needs as well.
-
-    Raises:
-        UsageError: A glob that matches nothing, nothing left, or a name that the hub cannot hold.
-        UnreadableError: A link that leads out of the directory.
+    state, unless `include` asks for them. Links are followed inside of the directory alone. A glob without a slash
+    matches the name alone, in every directory; `*` stays inside one component, `**` crosses.
     """
     left_out: list[tuple[str, str]] = []
     found: dict[str, int] = {}
@@ -183,11 +173,7 @@ def file_of_bytes(path: str, content: bytes) -> LocalFile:
 
 
 def read_whole(source: Source, file: LocalFile) -> bytes:
-    """Return a file that is kept inside of git, as it was when it was digested.
-
-    Raises:
-        CkptError: It holds something else by now.
-    """
+    """Return a file that is kept inside of git; raise CkptError if it changed since it was digested."""
     content = file.read(source, 0, file.nbytes)
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise changed(file.path)
@@ -204,11 +190,7 @@ def changed(path: str) -> CkptError:
 
 
 def check_is_text(source: Source, file: LocalFile) -> None:
-    """Refuse a model card that is no UTF-8: the hub's client reads it before it sends anything, and breaks off.
-
-    Raises:
-        UnreadableError: It is none.
-    """
+    """Refuse a model card that is not UTF-8: the hub's client reads it before it sends anything, and breaks off."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start in range(0, file.nbytes, _BLOCK_BYTES):

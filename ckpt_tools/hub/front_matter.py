@@ -42,11 +42,7 @@ def dump(keys: dict[str, object]) -> str:
 
 
 def read_front_matter(text: str) -> dict[str, object]:
-    """Return the keys of a README's front matter; none if it has none.
-
-    Raises:
-        UnreadableError: It is not a YAML mapping.
-    """
+    """Return the keys of a README's front matter; none if it has none."""
     match = _FRONT.match(text)
     if match is None:
         return {}
@@ -75,11 +71,7 @@ def newline_of(text: str) -> str:
 
 
 def extend(existing: str, keys: dict[str, object]) -> str:
-    """Return the card with the keys that its front matter lacks; unchanged where that takes no more lines.
-
-    Raises:
-        UnreadableError: Its front matter is not a YAML mapping.
-    """
+    """Return the card with the keys that its front matter lacks; unchanged where that takes no more lines."""
     known = read_front_matter(existing)
     newline = newline_of(existing)
     added = dump({key: value for key, value in keys.items() if key not in known}).replace("\n", newline)
@@ -94,9 +86,9 @@ def extend(existing: str, keys: dict[str, object]) -> str:
 
 
 def unite(existing: str, lists: dict[str, list[object]]) -> str:
-    """Return the card with what `lists` has beyond the lists of its front matter, behind what stands there.
+    """Return the card with what `lists` has beyond the lists of its front matter appended to these.
 
-    Keys that are not there, or no lists, stay as they are; so does everything where YAML's own marks do not tell the
+    Keys that are missing or hold no list stay as they are; so does everything where YAML's own marks do not tell the
     lines of a list from the others (aliases, braces).
     """
     for key, values in lists.items():
@@ -137,11 +129,7 @@ def local_bases(text: str) -> tuple[str, ...]:
 
 
 def refuse_local_base(text: str) -> None:
-    """Refuse a card that names its base model by a path, as PEFT writes it: the hub takes ids alone.
-
-    Raises:
-        UnreadableError: It does.
-    """
+    """Refuse a card that names its base model by a path, as PEFT writes it: the hub takes ids alone."""
     if local_bases(text):
         raise _local_base(text)
 
@@ -155,11 +143,7 @@ def _local_base(text: str) -> UnreadableError:
 
 
 def name_base(text: str, base_model: str | None) -> str:
-    """Put a hub id where a card has a local path as its base model; the rest stays as it is, to the letter.
-
-    Raises:
-        UnreadableError: There is such a path, and no id for it or no plain line that has it.
-    """
+    """Put a hub id where a card has a local path as its base model; the rest stays as it is, to the letter."""
     bases = local_bases(text)
     if not bases:
         return text

@@ -56,8 +56,7 @@ class _GoneError(HubError):
 def send_parts(hub: Hub, source: Source, files: Sequence[LocalFile], *, create_pr: bool, num_workers: int) -> None:
     """Send every large file that the hub takes in parts and does not have; the client then finds it there.
 
-    Raises:
-        HubError: A part or the end was refused, or the hub is away; what has arrived is kept for the next run.
+    Raise HubError when the hub refuses or is away; what has arrived is kept for the next run.
     """
     for file in files:
         if file.nbytes < RESUMED_BYTES or file.content is not None:

@@ -94,13 +94,7 @@ class Push:
         self._planned: tuple[PlannedFile, ...]
 
     def run(self) -> PushResult:
-        """Push, or plan to.
-
-        Raises:
-            UsageError: Options that contradict each other, or invalid names.
-            UnreadableError: The directory holds something incomplete.
-            HubError: The hub refused, or is away.
-        """
+        """Push, or with `dry_run` return what would be pushed."""
         options = self._options
         if options.create_pr and options.revision not in (None, "main"):
             raise UsageError("a pull request is made against main", hint="leave --revision out, or --create-pr")

@@ -37,17 +37,9 @@ _NEGATIVE = re.compile(r"\n(?:Negative prompt: |Steps: \d)")
 
 
 def add_gallery(directory: str, root: str, local: dict[str, LocalFile]) -> tuple[tuple[Sample, ...], tuple[str, ...]]:
-    """Return the gallery, and what to tell the user; what lies elsewhere is added to `local` as `images/NAME`.
+    """Return the gallery and notes for the user; samples from outside `root` are added to `local` as `images/NAME`.
 
     Of files whose names bear a step, the last step of each index counts.
-
-    Args:
-        directory: What `--samples` names.
-        root: The directory that is pushed.
-        local: What is pushed of it.
-
-    Raises:
-        UsageError: Nothing there that a gallery shows, or another file of the same name.
     """
     if not os.path.isdir(directory):
         raise UsageError("--samples must be a directory", where=directory)

@@ -25,7 +25,6 @@ from ckpt_tools.units import format_size
 MAX_SEARCHED_BYTES = 1 << 30
 """Larger files that are no weights are not searched, and named in the notes."""
 BLOCK_BYTES = 8 << 20
-"""Searched at a time."""
 OVERLAP_BYTES = 8 << 10
 """Of two blocks that follow each other; longer than any pattern."""
 _MAX_NAMED = 5
@@ -54,19 +53,7 @@ class Secret:
 
 
 def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None) -> tuple[str, ...]:
-    """Refuse to send a file that has an access token in it, this user's or anybody's.
-
-    Args:
-        source: Where the files are.
-        files: What is to be sent.
-        token: This user's own, which is looked for whatever it looks like.
-
-    Returns:
-        A note for each file that was too large to be searched.
-
-    Raises:
-        UsageError: A file has one.
-    """
+    """Refuse to send a file with an access token, also the user's `token`; return notes on files too large for it."""
     notes: list[str] = []
     found: list[Secret] = []
     for file in files:
@@ -108,11 +95,7 @@ def find_secrets(
 ) -> tuple[Secret, ...]:
     """Return everything in a text that looks like a secret, in the order of the lines, once for each line and kind.
 
-    Args:
-        path: Name for the report.
-        read: Gives (offset, bytes) of the text.
-        nbytes: Length of the text.
-        token: A value that is one whatever it looks like.
+    `read` returns the bytes at (offset, length) of the text; `token` counts as a secret whatever it looks like.
     """
     found: dict[tuple[int, str], Secret] = {}
     lines = offset = 0
@@ -199,9 +182,9 @@ def is_placeholder(value: bytes) -> bool:
 
 
 def is_random(value: bytes) -> bool:
-    """Does it look drawn at random, unlike names and paths?
+    """Return True if a value looks random, unlike names and paths.
 
-    Judged by its longest piece between `_`, `-` and `/`: long, with digits, and changing between lower case, upper case
+    Its longest piece between `_`, `-` and `/` decides: long, with digits, and changing between lower case, upper case
     and digits at least at every fifth character (random ones: two of five in the worst alphabet, base 36).
     """
     if _UUID.fullmatch(value):

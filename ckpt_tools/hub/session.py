@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import httpx2
 
 Say = Callable[[str], None]
-"""Told what takes long, for people."""
 
 SILENCE_TIMEOUT_S = 300.0
 """Without a byte in either direction; a large commit takes the hub a minute. The client's own default is for ever."""
@@ -65,11 +64,7 @@ def to_failure(error: BaseException, token: str | None) -> Failure:
 
 
 def bound_session() -> None:
-    """Give the client's connections an end to waiting; it replaces them after some errors, so before every request.
-
-    Raises:
-        HubError: The proxy or the certificates that are set cannot be used.
-    """
+    """Bound the waiting of the client's connections; call it before every request, since the client replaces them."""
     import httpx2
 
     session = _get_session()

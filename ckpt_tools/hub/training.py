@@ -80,13 +80,7 @@ _WORD = re.compile(r"[A-Za-z][\w .+-]{0,39}|\(?\d{1,5}, ?\d{1,5}\)?|\d{1,5}x\d{1
 def training_facts(
     source: Source, names: Collection[str], headers: Iterable[Mapping[str, str]] = ()
 ) -> tuple[Row, ...]:
-    """Return (fact, value, where it stands), each fact once: what was done before what was asked for.
-
-    Args:
-        source: Where the files are.
-        names: Those that may be read.
-        headers: Metadata of the weights' safetensors headers.
-    """
+    """Return (fact, value, where it stands), each fact once: what was done before what was asked for."""
     found: dict[str, Row] = {}
 
     def take(document: object, paths: Paths, origin: str) -> None:

@@ -37,11 +37,7 @@ def uses_xet() -> bool:
 
 
 def offers_xet(hub: Hub, *, create_pr: bool) -> bool:
-    """Does this hub have Xet?
-
-    Raises:
-        HubError: The token may not write here, or the hub is away.
-    """
+    """Return True if this hub has Xet; raise HubError if the token may not write here or the hub is away."""
 
     def get() -> bool:
         response = hub.request("GET", "xet-write-token", create_pr=create_pr)

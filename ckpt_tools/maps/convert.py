@@ -39,16 +39,7 @@ class Converted:
 
 
 def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -> Converted:
-    """Return what loading makes of a file's tensors.
-
-    Args:
-        tensors: Name in the file → it, whole.
-        expected: The architecture's (`Table.expected`).
-        config: The model's config.json.
-
-    Raises:
-        UsageError: Not everything has a place in the model, or the model has not got everything.
-    """
+    """Return what loading makes of a file's tensors, each whole; raise `UsageError` unless they are the whole model."""
     held = hold(tensors, expected, config)
     if not held.is_whole:
         lacking = [*held.foreign, *held.missing, *held.incomplete]
@@ -73,16 +64,7 @@ def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -
 
 
 def to_hub(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -> Converted:
-    """Return what saving makes of a live model's tensors; of those that are tied, one stays.
-
-    Args:
-        tensors: Name in the model → it, whole.
-        expected: The architecture's.
-        config: The model's config.json.
-
-    Raises:
-        UsageError: An operation is not known, or the tensors are not as it needs them.
-    """
+    """Return what saving makes of a live model's tensors; of those that are tied, one stays."""
     aliases = dict(_tied(tensors, expected))
     kept = {name: tensor for name, tensor in tensors.items() if name not in aliases}
     made = _run(routes_back(kept, expected.save_rules), kept, config)
@@ -102,15 +84,7 @@ def convert(
 ) -> dict[str, Mosaic]:
     """Return everything that loading makes of tensors; those that go nowhere are left out.
 
-    Args:
-        tensors: Name in the file → it, whole.
-        expected: The architecture's.
-        has: Does the live model have this name?
-        config: The model's config.json.
-        shapes: Live name → shape, where a model is built: some operations need them.
-
-    Raises:
-        UsageError: An operation is not known, the tensors are not as it needs them, or two have one name.
+    `has` says whether the live model has a name; some operations need its `shapes`.
     """
     found = routes(tensors, expected.rules, expected.base, has)
     return _run((route for route in found if has(route.new)), tensors, config, shapes)

@@ -6,18 +6,11 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from ckpt_tools.description.quantised import weights_of
 from ckpt_tools.maps.contract import Contract, settle
 from ckpt_tools.maps.patterns import fold, matches, missing, tree
 from ckpt_tools.maps.renames import rename
 from ckpt_tools.maps.table import Expected
-
-_QUANTISED = re.compile(
-    r"(?P<module>.+)\.(?:weight_scale_inv|weight_scale|weight_scale_2|weight_global_scale|weight_packed|weight_shape"
-    r"|weight_zero_point|weight_g_idx|input_scale|input_global_scale|input_zero_point|output_scale|k_scale|v_scale"
-    r"|qweight|qzeros|scales|g_idx|SCB|weight_format|weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map"
-    r"|quant_state\..+|SCB|weight_format|shape|scale|data|_data|_scale))"
-)
-_PACKED = re.compile(r"(?P<name>.+)_(?:blocks|scales|scale_inv|scale|packed|bias_scale)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +47,10 @@ class Held:
 
 
 def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object]) -> Held:
-    """Hold the names of a file, or of a live model, against what an architecture expects.
-
-    Args:
-        names: Those to be written.
-        expected: The architecture's (`Table.expected`).
-        config: The model's config.json.
-    """
+    """Compare the names of a file, or of a live model, with what an architecture expects (`Table.expected`)."""
     given = {name: name for name in names}
     if isinstance(config.get("quantization_config"), Mapping):
-        given = {name: _unquantised(name) for name in given}
+        given |= {n: w for n, w in weights_of(given).items() if not matches(expected.names, n, expected.counts)}
     renamed = rename(
         set(given.values()), expected.rules, expected.base, lambda name: matches(expected.names, name, expected.counts)
     )
@@ -108,12 +95,7 @@ def _lost_biases(live: Collection[str], expected: Expected) -> Iterator[str]:
 
 
 def live_names(names: Iterable[str], expected: Expected) -> dict[str, str]:
-    """Return name in the live model → name in a file, for the parameters that are the same tensor in both.
-
-    Args:
-        names: Those of the file.
-        expected: The architecture's (`Table.expected`).
-    """
+    """Return name in the live model → name in a file, for the parameters that are the same tensor in both."""
     plain = [rule for rule in expected.rules if rule.kind != "convert"]
     renamed = rename(names, plain, expected.base, lambda name: matches(expected.names, name, expected.counts))
     return {live: first for live, (first, *more) in renamed.live.items() if not more}
@@ -134,12 +116,3 @@ def folded(names: Iterable[str], expected: Expected | None) -> tuple[str, ...]:
     if root is None:
         return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
     return tuple(dict.fromkeys(fold(root, name) for name in names))
-
-
-def _unquantised(name: str) -> str:
-    """Return the name of the weight that a tensor of a quantised model belongs to."""
-    if match := _QUANTISED.fullmatch(name):
-        return match["module"] + ".weight"
-    if match := _PACKED.fullmatch(name):
-        return match["name"]
-    return name

@@ -98,11 +98,7 @@ class KeyMap:
         return blake2b(told.encode(), digest_size=16).hexdigest()
 
     def forward(self, tensors: Mapping[str, Mosaic], config: Config) -> Converted:
-        """Return the hub's tensors as the other side's, and further names of these.
-
-        Raises:
-            UsageError: A name has no line, a line lacks a name, or a size is not known.
-        """
+        """Return the hub's tensors as the other side's, and further names of these."""
         lines = self.section.written
         found, made = self._sort(tensors, [(line, line.hub) for line in lines], config)
         self._check_counts(found, config)
@@ -129,11 +125,7 @@ class KeyMap:
         return Converted(mosaics=made, aliases=aliases, notes=tuple(notes))
 
     def backward(self, tensors: Mapping[str, Mosaic], config: Config) -> Converted:
-        """Return the other side's tensors as the hub's, and which of their names are tied and left out.
-
-        Raises:
-            UsageError: As `forward`.
-        """
+        """Return the other side's tensors as the hub's, and which of their names are tied and left out."""
         skipped = Patterns([(name, None) for name in self.section.skipped])
         left_out = [name for name in tensors if skipped.knows(name)]
         wanted = {name: tensor for name, tensor in tensors.items() if name not in left_out}
@@ -177,11 +169,7 @@ class KeyMap:
         return all(every.knows(name) for name in names)
 
     def _check_counts(self, found: Mapping[Line, Mapping[Numbers, object]], config: Config) -> None:
-        """Refuse a hub's model that is not whole: layers that are lacking, or experts in some of them.
-
-        Raises:
-            UsageError: Numbers of names are not those that config.json says, or it does not say.
-        """
+        """Refuse a hub's model that is not whole: layers that are lacking, or experts in some of them."""
         there: dict[tuple[tuple[str, ...], str, Numbers], set[int]] = defaultdict(set)
         for line, items in found.items():
             for sign, keys in () if shift_of(line.hub[0]) else self.section.counts:
@@ -210,11 +198,7 @@ class KeyMap:
     def _sort(
         self, tensors: Mapping[str, Mosaic], sides: Sequence[tuple[T, tuple[str, ...]]], config: Config
     ) -> tuple[dict[T, dict[Numbers, list[Mosaic]]], dict[str, Mosaic]]:
-        """Return {side: {numbers in its names: tensors, in the order of the side's names}}, and what a `drop` names.
-
-        Raises:
-            UsageError: A name is on no side, or some of a side's names are lacking.
-        """
+        """Return {side: {numbers in its names: tensors, in the order of the side's names}}, and what a `drop` names."""
         patterns = Patterns([(name, (side, names)) for side, names in sides for name in names])
         lost = [name for one in self.section.lost for name in one.names]
         kept_as_is = Patterns([(name, None) for name in (*self.section.dropped, *lost)])
@@ -258,11 +242,7 @@ class _told:  # noqa: N801 - a context, like those of contextlib
 
 
 def _spelling(line: Line, numbers: Numbers, tensors: Mapping[str, Mosaic], config: Config) -> Spelling:
-    """Return how a line is written: the first way whose condition the hub's tensors meet.
-
-    Raises:
-        UsageError: None is.
-    """
+    """Return how a line is written: the first way whose condition the hub's tensors meet."""
     for one in line.may_be_written:
         if not one.beside or _hub_name(one.beside, line, numbers, config) in tensors:
             return one
@@ -282,16 +262,7 @@ def _hub_name(pattern: str, line: Line, numbers: Numbers, config: Config) -> str
 
 
 def _stacked(pattern: str, signs: str, column: Mapping[Numbers, Mosaic]) -> dict[str, Mosaic]:
-    """Return tensors by the names of a pattern; what it has no sign for is stacked.
-
-    Args:
-        pattern: Of the other side.
-        signs: Of the line.
-        column: {numbers: tensor}.
-
-    Raises:
-        UsageError: A number is lacking, or the tensors are not alike.
-    """
+    """Return tensors by the names of a pattern; what it has no sign for is stacked."""
     own = signs_of(pattern)
     if own == signs:
         return {fill(pattern, signs, numbers): tensor for numbers, tensor in column.items()}
@@ -338,11 +309,7 @@ def _unstacked(
 
 
 def parse_key_maps(text: str, *, where: str) -> dict[str, KeyMap]:
-    """Parse a file of maps: `model_type`, class of models or "*" → map.
-
-    Raises:
-        UsageError: A line that has no meaning, or one name in two lines.
-    """
+    """Parse a file of maps: `model_type`, class of models or "*" → map."""
     title = f"the map {os.path.basename(where)}"
     return {
         name: KeyMap(title=title if name == "*" else f"{title} [{name}]", section=section)

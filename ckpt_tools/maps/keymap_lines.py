@@ -157,11 +157,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def parse_sections(text: str, *, where: str) -> dict[str, Section]:
-    """Parse a file of maps: name of the section → what it says.
-
-    Raises:
-        UsageError: A line that has no meaning, or a name in two lines.
-    """
+    """Parse a file of maps: name of the section → what it says."""
     found: dict[str, Section] = {}
     titles: tuple[str, ...] = ()
     draft: _Draft | None = None

@@ -65,14 +65,7 @@ class _Operation:
 
 
 def build_step(operation: str, sizes: Sequence[str], *, before: int, others: int) -> Step | None:
-    """Return an operation as it is written; None for one that does not exist or takes other numbers.
-
-    Args:
-        operation: Its name.
-        sizes: Its arguments.
-        before: Tensors that go in.
-        others: Tensors that the other side has.
-    """
+    """Return an operation for `before` tensors that go in and `others` on the other side; None if there is none."""
     found = _OPERATIONS.get(operation)
     if found is None:
         return None
@@ -91,12 +84,7 @@ def build_step(operation: str, sizes: Sequence[str], *, before: int, others: int
 
 
 def apply(steps: Sequence[Step], tensors: list[Mosaic], config: Config) -> list[Mosaic]:
-    """Return what steps make of the hub's tensors.
-
-    Raises:
-        UsageError: A size is not known.
-        ValueError: The tensors are not as a step needs them.
-    """
+    """Return what steps make of the hub's tensors; raise `ValueError` where these are not as a step needs them."""
     for step in steps:
         tensors = _OPERATIONS[step.operation].forward(tensors, step.after, *_sizes(step, config))
     return tensors
@@ -118,11 +106,7 @@ def undo(steps: Sequence[Step], tensors: list[Mosaic], config: Config) -> Undone
 
 
 def size_of(text: str, config: Config) -> int:
-    """Return the number that a size stands for.
-
-    Raises:
-        UsageError: config.json does not say.
-    """
+    """Return the number that a size stands for: a product of numbers and keys of config.json."""
     product = 1
     for factor in text.split("*"):
         value = int(factor) if factor.isdecimal() else look_up(factor, config)

@@ -16,13 +16,7 @@ from ckpt_tools.maps.mosaic import STACKED, Mosaic, Piece, resized, row_major, w
 def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> TensorEntry:
     """Return the entry of a tensor: the chunks of what it is made of, seen through its pieces.
 
-    Args:
-        fqn: Its name.
-        mosaic: How it is put together.
-        sources: FQN → entry, with raw chunks; replicas count once.
-
-    Raises:
-        ValueError: A tensor of less than a byte per element is not taken whole.
+    `sources` have raw chunks; replicas count once. A tensor of less than a byte per element must be taken whole.
     """
     entry = sources[mosaic.pieces[0].source] if mosaic.pieces else None
     if entry is not None and mosaic.is_only(entry.shape):

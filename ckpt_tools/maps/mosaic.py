@@ -3,7 +3,7 @@
 A mosaic says of every element of a tensor which element of which other tensor it is: the tensor is tiled by pieces,
 and a piece is a box whose dims walk along dims of the other tensor. Renaming, stacking, cutting, joining, reordering
 axes and interleaving are all of that kind; none of them computes. So bytes are moved as they lie, and the way back
-needs no second table: it is the same pieces, seen from the other side.
+needs no second table: it is the same pieces, seen from the other side. What tensors do not allow is a `ValueError`.
 """
 
 from __future__ import annotations
@@ -72,11 +72,7 @@ def whole(fqn: str, dtype: DType, shape: tuple[int, ...]) -> Mosaic:
 
 
 def stack(parts: Sequence[Mosaic], dim: int) -> Mosaic:
-    """Return the tensors on top of each other along a new dim, as `torch.stack` does.
-
-    Raises:
-        ValueError: They differ in shape or dtype.
-    """
+    """Return the tensors on top of each other along a new dim, as `torch.stack` does."""
     first = parts[0]
     if any(part.shape != first.shape or part.dtype is not first.dtype for part in parts):
         raise ValueError("tensors that are stacked differ in shape or dtype")
@@ -90,11 +86,7 @@ def stack(parts: Sequence[Mosaic], dim: int) -> Mosaic:
 
 
 def join(parts: Sequence[Mosaic], dim: int) -> Mosaic:
-    """Return the tensors one after another along a dim, as `torch.cat` does.
-
-    Raises:
-        ValueError: They differ in another dim, or in dtype, or have no such dim.
-    """
+    """Return the tensors one after another along a dim, as `torch.cat` does."""
     first = parts[0]
     pieces: list[Piece] = []
     length = 0
@@ -107,11 +99,7 @@ def join(parts: Sequence[Mosaic], dim: int) -> Mosaic:
 
 
 def part_of(tensor: Mosaic, dim: int, start: int, length: int) -> Mosaic:
-    """Return elements [start, start + length) along one dim.
-
-    Raises:
-        ValueError: There are not as many.
-    """
+    """Return elements [start, start + length) along one dim."""
     if dim >= len(tensor.shape) or start < 0 or start + length > tensor.shape[dim]:
         raise ValueError("a tensor that is cut is too short")
     window = Box(resized((0,) * len(tensor.shape), dim, start), resized(tensor.shape, dim, length))
@@ -124,22 +112,14 @@ def part_of(tensor: Mosaic, dim: int, start: int, length: int) -> Mosaic:
 
 
 def crop(tensor: Mosaic, box: Box) -> Mosaic:
-    """Return the elements of a box.
-
-    Raises:
-        ValueError: It does not lie inside the tensor.
-    """
+    """Return the elements of a box."""
     for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = part_of(tensor, dim, start, length)
     return tensor
 
 
 def chunk(tensor: Mosaic, dim: int, count: int) -> list[Mosaic]:
-    """Return `count` equal parts along one dim.
-
-    Raises:
-        ValueError: They would not be equal: `torch.chunk` would give other parts than the names say.
-    """
+    """Return `count` equal parts along one dim; unequal ones, as `torch.chunk` gives them, are refused."""
     if dim >= len(tensor.shape) or tensor.shape[dim] % count:
         raise ValueError(f"a tensor cannot be cut into {count} equal parts")
     length = tensor.shape[dim] // count
@@ -179,9 +159,6 @@ def regroup(tensor: Mosaic, dim: int, groups: int, outer: int, inner: int) -> Mo
 
     That is ``view(groups, outer, inner).transpose(1, 2).reshape(-1)`` along the dim, as rotary embeddings and
     interleaved halves need it.
-
-    Raises:
-        ValueError: The dim is not as long.
     """
     if dim >= len(tensor.shape) or tensor.shape[dim] != groups * outer * inner:
         raise ValueError(f"a dim is not {groups} x {outer} x {inner} long")
@@ -192,11 +169,7 @@ def regroup(tensor: Mosaic, dim: int, groups: int, outer: int, inner: int) -> Mo
 
 
 def flatten(tensor: Mosaic, dim: int, count: int) -> Mosaic:
-    """Return the tensor with `count` dims from `dim` on as one, in row-major order.
-
-    Raises:
-        ValueError: There are not as many dims, or it would take too many pieces.
-    """
+    """Return the tensor with `count` dims from `dim` on as one, in row-major order."""
     sizes = tensor.shape[dim : dim + count]
     if len(sizes) < count:
         raise ValueError(f"a tensor has no {count} dims from {dim} on")
@@ -220,11 +193,7 @@ def flatten(tensor: Mosaic, dim: int, count: int) -> Mosaic:
 
 
 def unflatten(tensor: Mosaic, dim: int, sizes: Sequence[int]) -> Mosaic:
-    """Return the tensor with one dim as several, in row-major order.
-
-    Raises:
-        ValueError: The dim is not as long, or it would take too many pieces.
-    """
+    """Return the tensor with one dim as several, in row-major order."""
     if dim >= len(tensor.shape) or tensor.shape[dim] != math.prod(sizes):
         raise ValueError(f"a dim is not {' x '.join(map(str, sizes))} long")
     run = _running(sizes)
@@ -285,12 +254,8 @@ def invert(
 ) -> tuple[dict[str, Mosaic], list[tuple[Mosaic, Mosaic]]]:
     """Return the sources as mosaics of what was made of them, and pairs of mosaics that must be equal for that.
 
-    Args:
-        mosaics: FQN → how it is put together.
-        sources: FQN → shape of everything that they are made of.
-
-    Raises:
-        ValueError: An element of a source was left out, or stands in two places: there is no way back.
+    `sources` has the shape of everything that they are made of. Where an element was left out, or stands in two places,
+    there is no way back, and a `ValueError` is raised.
     """
     pieces: dict[str, dict[Box, Piece]] = defaultdict(dict)
     dtypes = {}

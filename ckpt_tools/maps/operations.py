@@ -38,18 +38,10 @@ class _Model:
 def run(
     operations: str, groups: Groups, targets: Sequence[str], config: Config, shapes: Shapes | None = None
 ) -> dict[str, Mosaic]:
-    """Do operations, one after another.
+    """Do operations, one after another, as the table writes them.
 
-    Args:
-        operations: As the table writes them.
-        groups: Source pattern → its tensors.
-        targets: Full names of the results; with ``*`` for a number where a list comes out.
-        config: The model's config.json.
-        shapes: Of the live model, where one is built: some operations need them.
-
-    Raises:
-        UnknownOperationError: One of them is not known.
-        ValueError: The tensors are not as the operations need them.
+    `groups` has the tensors of each source pattern; a target has ``*`` for a number where a list comes out. Some
+    operations need the `shapes` of the live model. Tensors that are not as the operations need them are a `ValueError`.
     """
     model = _Model(config=config, shapes=shapes or {})
     for name, arguments in _OPERATION.findall(operations):
@@ -128,11 +120,7 @@ def _transpose_by_shape(tensor: Mosaic, dim0: int, dim1: int, live: tuple[int, .
 
 
 def _live_shape(name: str, model: _Model) -> tuple[int, ...]:
-    """Return the shape of a tensor of the live model: its own, else (rows, columns) or rows by config.json.
-
-    Raises:
-        UnknownOperationError: There is neither.
-    """
+    """Return the shape of a tensor of the live model: its own, else (rows, columns) or rows by config.json."""
     if name in model.shapes:
         return model.shapes[name]
     inner = model.config.get("text_config")

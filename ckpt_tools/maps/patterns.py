@@ -167,11 +167,7 @@ def tree(names: Iterable[str]) -> Tree:
 def missing(root: Node, found: Tree, counts: Mapping[str, int]) -> Iterator[str]:
     """Yield the required names that are not there; of a list without any element, its pattern.
 
-    Args:
-        root: The patterns.
-        found: The names that are there.
-        counts: Path of a numbered component (with ``*``, as "model.layers.*") → how many there are, where it is
-            certain.
+    `counts` has, by the path of a numbered component (as "model.layers.*"), how many there are, where it is certain.
     """
     yield from _missing(root, found, counts, "", "")
 

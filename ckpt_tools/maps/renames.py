@@ -106,11 +106,8 @@ class Route:
 def routes(names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable[[str], bool]) -> Iterator[Route]:
     """Yield where loading puts every name, in natural order: first renamings, then at most one conversion.
 
-    Args:
-        names: Those of the file.
-        rules: In the order in which transformers applies them.
-        base: The model's base prefix, which names may have or lack.
-        has: Does the live model have this name? Where a name goes that it has not, is yielded all the same.
+    `rules` are in the order in which transformers applies them. Names may have or lack the prefix `base`. Where a name
+    goes that the live model has not (`has`), is yielded all the same.
     """
     renamings = [_compile(rule) for rule in rules if rule.kind != "convert"]
     converters = [_compile(rule) for rule in rules if rule.kind == "convert"]
@@ -126,12 +123,7 @@ def routes(names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable
 
 
 def routes_back(names: Iterable[str], rules: Sequence[Rule]) -> Iterator[Route]:
-    """Yield where saving puts every name of a live model: at most one conversion; `renamed` does the rest.
-
-    Args:
-        names: Those of the model.
-        rules: What saving does, in its order.
-    """
+    """Yield where saving puts every name of a live model: at most one conversion; `renamed` does the rest."""
     converters = [_compile(rule) for rule in rules if rule.kind == "convert"]
     for name in sorted(names, key=_natural):
         yield _converted(name, name, converters)

@@ -86,11 +86,7 @@ class Section:
 
 
 def parse_section(lines: Iterable[str]) -> Section:
-    """Parse the lines of one class.
-
-    Raises:
-        ValueError: A line that has no meaning.
-    """
+    """Parse the lines of one class; raise `ValueError` for a line that has no meaning."""
     section = Section()
     for line in lines:
         match line.split():

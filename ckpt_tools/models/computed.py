@@ -12,9 +12,7 @@ from torch import nn
 def adopt_computed(model: nn.Module, build: Callable[[], nn.Module]) -> tuple[str, ...]:
     """Take non-persistent buffers and plain tensors from a second build of the model; return their names.
 
-    Args:
-        model: Built on meta.
-        build: Builds it again; only its parameters go to meta this time.
+    `model` was built on meta; of the second build only the parameters go to meta.
     """
     wanted = [(fqn, module, key) for fqn, module in model.named_modules() for key in _computed_keys(module)]
     if not wanted:

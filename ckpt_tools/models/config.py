@@ -20,7 +20,6 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
 CONFIG_NAME = "config.json"
-"""Its name beside the weights."""
 MAX_CONFIG_BYTES = 16 << 20
 """Longer ones are no configs of models: real ones have some kilobytes, a megabyte with many labels."""
 
@@ -50,9 +49,6 @@ def component_of(path: str) -> tuple[str, str]:
     """Return the directory of the component that is trained, for that of a diffusers pipeline, and which it is.
 
     Any other path is returned as it is, with nothing to say.
-
-    Raises:
-        UsageError: The pipeline has no such component here.
     """
     if not is_file(os.path.join(path, PIPELINE_NAME)):
         return path, ""
@@ -72,37 +68,20 @@ def component_of(path: str) -> tuple[str, str]:
 
 
 def read_config(model: str, *, hint: str | None = None) -> ModelConfig:
-    """Read the config.json that a user names.
-
-    Args:
-        model: The file, or the directory that holds it.
-        hint: What to do when it is not there.
-
-    Raises:
-        UsageError: There is no such file.
-        UnreadableError: It is not a JSON object, or too long.
-    """
+    """Read the config.json that a user names: the file, or the directory that holds it."""
     path = config_path(model)
     text = read_named(path, what="the model's config", max_bytes=MAX_CONFIG_BYTES, refusal=UsageError, hint=hint)
     return parse_config(text, where=path)
 
 
 def config_in(source: Source, name: str = CONFIG_NAME) -> ModelConfig:
-    """Read the config.json of a directory that is open.
-
-    Raises:
-        UnreadableError: There is none, or it is not a JSON object, or too long.
-    """
+    """Read the config.json of a directory that is open; raise `UnreadableError` when there is none."""
     where = os.path.join(source.root, name)
     return parse_config(read_document(source, name, MAX_CONFIG_BYTES), where=where)
 
 
 def config_beside(source: Source, name: str = CONFIG_NAME) -> ModelConfig | None:
-    """Read the config.json of a directory that is open; None when there is none.
-
-    Raises:
-        UnreadableError: It is not a JSON object, or too long.
-    """
+    """Read the config.json of a directory that is open; None when there is none."""
     try:
         return config_in(source, name)
     except UnreadableError as error:
@@ -112,11 +91,7 @@ def config_beside(source: Source, name: str = CONFIG_NAME) -> ModelConfig | None
 
 
 def parse_config(text: bytes, *, where: str) -> ModelConfig:
-    """Return what the text of a config.json says.
-
-    Raises:
-        UnreadableError: It is not a JSON object.
-    """
+    """Return what the text of a config.json says."""
     name = os.path.basename(where)
     values = parse_json(text, what=name, where=where, infinite=True)
     if not isinstance(values, dict):

@@ -67,9 +67,6 @@ class ConfigRecipe(Recipe):
         """Return the model as the config says, without cache, and without dropout unless it is kept; behind walls only.
 
         Layers are never dropped: ranks that skip different ones would wait for each other.
-
-        Raises:
-            UsageError: The class refuses the config, or it takes more memory than the walls leave.
         """
         demand_walls()
         try:
@@ -103,11 +100,7 @@ class ConfigRecipe(Recipe):
                 values[key] = type(value)(0)  # configs are strict about the type
 
     def batch(self, model: nn.Module, seed: int) -> Batch:
-        """Return the batch of a seed.
-
-        Raises:
-            UsageError: ckpt does not know what to feed this model.
-        """
+        """Return the batch of a seed."""
         try:
             return super().batch(model, seed)
         except UsageError:

@@ -54,12 +54,7 @@ def conventions_of(names: Collection[str], architecture: str, config: _Config) -
 
 
 def agreed(known: Sequence[Convention], tensors: Mapping[str, Mosaic], config: _Config) -> Converted:
-    """Return what conventions make of tensors for the hub.
-
-    Raises:
-        UnclearNamesError: They do not make the same.
-        UsageError: A tensor is lacking, or not as they need it.
-    """
+    """Return what conventions make of tensors for the hub; raise `UnclearNamesError` where they disagree."""
     first, *others = (convention.key_map.backward(tensors, config) for convention in known)
     if any(other.mosaics != first.mosaics or other.aliases != first.aliases for other in others):
         names = [convention.name for convention in known]
@@ -71,11 +66,7 @@ def agreed(known: Sequence[Convention], tensors: Mapping[str, Mosaic], config: _
 
 
 def refuse_lost(found: Converted, *, where: str) -> None:
-    """Refuse what the hub has no place for.
-
-    Raises:
-        UnclearNamesError: There is some: without it, the model may compute something else.
-    """
+    """Refuse what the hub has no place for: without it, the model may compute something else."""
     if found.lost:
         glob = shlex.quote("**" + re.sub(r"\d+", "*", found.lost[0]))
         raise UnclearNamesError(
@@ -106,11 +97,7 @@ _OTHERS = {
 
 
 def check_settings(settings: _Config, config: _Config) -> tuple[str, ...]:
-    """Hold config.json against what Megatron noted of the model; return where the result would compute otherwise.
-
-    Raises:
-        UsageError: Rows would be taken apart that belong together, or it takes arithmetic.
-    """
+    """Compare config.json with what Megatron noted of the model; return where the result would compute otherwise."""
     for name, what in _OTHERWISE.items():
         if settings.get(name) is True:
             raise UsageError(
@@ -137,11 +124,7 @@ def check_settings(settings: _Config, config: _Config) -> tuple[str, ...]:
 
 
 def check_whole(hub: Collection[str], architecture: str, config: _Config) -> None:
-    """Refuse a file in which tensors are lacking, where the architecture is known: a library's model lacks them, too.
-
-    Raises:
-        UsageError: Some are.
-    """
+    """Refuse a file in which tensors are lacking, where the architecture is known: a library's model lacks them too."""
     expected = load_table().expected(architecture, config)
     held = Held() if expected is None else hold(hub, expected, config)
     if lacking := [*held.missing, *held.incomplete]:

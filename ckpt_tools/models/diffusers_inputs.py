@@ -53,10 +53,7 @@ class Wanted:
 def draw(kind: type[nn.Module], model: nn.Module, wanted: Wanted) -> dict[str, Any] | str:
     """Return what forward takes, from torch's random state; or the parameter of which nothing is known.
 
-    Args:
-        kind: The model's class, which a sharded model is a subclass of.
-        model: Whose config tells the sizes.
-        wanted: How large.
+    `kind` is the model's class, which a sharded model is a subclass of.
     """
     drawing = _Drawing(kind.__name__, model, wanted)
     batch: dict[str, Any] = {}

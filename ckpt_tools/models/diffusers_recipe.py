@@ -62,11 +62,7 @@ class DiffusersRecipe(ConfigRecipe):
         return self.draw(model, Wanted(samples=samples, latents=tokens - text, text=text))
 
     def draw(self, model: nn.Module, wanted: Wanted) -> Batch:
-        """Draw what forward takes, on the default device.
-
-        Raises:
-            UsageError: Nothing is known of a parameter that forward needs.
-        """
+        """Draw what forward takes, on the default device."""
         found = draw(self._class, model, wanted)
         if isinstance(found, str):
             raise UsageError(

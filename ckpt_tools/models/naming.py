@@ -58,11 +58,7 @@ class Claim:
 
 
 def claim_of(assets: AssetList) -> Claim | None:
-    """Return what the config.json among `assets` names; None when nothing does.
-
-    Raises:
-        UnreadableError: It is not a JSON object, or too long.
-    """
+    """Return what the config.json among `assets` names; None when nothing does."""
     found = next(((source, asset) for source, asset in assets if asset.file == CONFIG_NAME), None)
     if found is None:
         return None
@@ -109,11 +105,7 @@ class Naming:
 
     @classmethod
     def of(cls, names: str, path: AnyPath | None) -> Self:
-        """Return what `--names` and `--map` say together.
-
-        Raises:
-            UsageError: Both say something, or the file is no map.
-        """
+        """Return what `--names` and `--map` say together."""
         if path is None:
             return cls(names=names)
         if names != "auto":
@@ -132,11 +124,7 @@ class Naming:
 
 
 def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve: Resolve) -> Named:
-    """Return a file's tensors by the names of the live model, or of a convention.
-
-    Raises:
-        UsageError: `names` asks for them, and it is not certain what they are.
-    """
+    """Return a file's tensors by the names of the live model, or of a convention."""
     plain = Named.as_it_is(checkpoint)
     names = naming.names
     if names == "hub":
@@ -157,11 +145,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
 
 
 def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve: Resolve) -> Named:
-    """Return a live model's tensors by the names of its files, of tied ones only one.
-
-    Raises:
-        UsageError: `names` is "hub", and it is not certain what they are.
-    """
+    """Return a live model's tensors by the names of its files, of tied ones only one."""
     plain = Named.as_it_is(checkpoint)
     if naming.names == "live":
         return plain
@@ -188,14 +172,7 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
 def name_known(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: Resolve) -> Named | None:
     """Return a library's tensors by the hub's names, with what the hub has no place for; None where they are not one's.
 
-    Args:
-        checkpoint: What it saved.
-        assets: Files that belong to the model.
-        names: The library; "auto" is any.
-        resolve: Returns a tensor with raw chunks.
-
-    Raises:
-        UnclearNamesError: Libraries have these names for different tensors.
+    Raise `UnclearNamesError` where libraries have these names for different tensors.
     """
     claim = claim_of(assets)
     if claim is None or not checkpoint.tensors:
@@ -219,9 +196,6 @@ def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
 
     A tensor-parallel rank has a part of each of them (PyTorch's `_StridedShard`), which PyTorch 2.13 describes as one
     run. What a trainer made of that the chunks do not show: rows of one matrix may stand in the place of another's.
-
-    Raises:
-        UsageError: Some are cut so.
     """
     entries = {entry.fqn: entry for entry in checkpoint.tensors}
     cut = []
@@ -254,16 +228,7 @@ def name_back(
 ) -> Named:
     """Return live tensors as those of the files that they came from: the same map, turned around.
 
-    Args:
-        checkpoint: By the names of the live model.
-        headers: What the files hold.
-        assets: Files beside them, with the model's config.
-        recorded: What the manifest says of the map; None for a reference.
-        naming: For the user's own map, if that is what was recorded.
-        resolve: Returns a tensor with raw chunks.
-
-    Raises:
-        UsageError: They are not what the map made of those files, or it is another map.
+    `headers` are what the files hold; `recorded` is what the manifest says of the map, None for a reference.
     """
     if recorded is not None and recorded.names == "map" and not naming.own:
         raise UsageError("the names were made by a map of your own", hint="name it again: --map FILE")

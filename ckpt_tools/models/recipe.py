@@ -144,11 +144,7 @@ class ModuleRecipe(Recipe):
 
 
 def find_callable(spec: str) -> Any:  # noqa: ANN401 - anything callable
-    """Import "pkg.mod:callable"; the current directory is looked at last.
-
-    Raises:
-        UsageError: There is no such module or callable.
-    """
+    """Import "pkg.mod:callable"; the current directory is looked at last."""
     name, _, path = spec.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -199,14 +195,8 @@ def call(model: nn.Module, batch: Batch) -> object:
 def find_loss(output: object, named: str | None = None) -> str | None:
     """Return where the loss is in what forward returned: a dotted name, "" for all of it, None when there is none.
 
-    A field `loss` is the loss, and so is the only scalar that has a gradient.
-
-    Args:
-        output: Of a forward pass with gradients.
-        named: Where the user says it is ("1", "losses.total").
-
-    Raises:
-        UnclearLossError: It is not where the user says, or there are scalars and nothing says which one it is.
+    A field `loss` is the loss, and so is the only scalar that has a gradient. `named` is where the user says it is
+    ("1", "losses.total"). Several scalars of which nothing says which one it is are an `UnclearLossError`.
     """
     if named is not None:
         found = _part(output, named)
@@ -251,11 +241,7 @@ def _part(value: object, path: str) -> object:
 
 
 def loss_of(output: object, at: str | None) -> torch.Tensor:
-    """Return the loss at a place that `find_loss` found; for None the mean square of the floating-point tensors.
-
-    Raises:
-        UsageError: There is no such tensor, or none that has a gradient.
-    """
+    """Return the loss at a place that `find_loss` found; for None the mean square of the floating-point tensors."""
     if at is not None:
         loss = _part(output, at)
         if not isinstance(loss, torch.Tensor):

@@ -11,15 +11,6 @@ from ckpt_tools.models.hf_recipe import HfRecipe
 
 
 def recipe_of(config: Mapping[str, Any], where: str, *, otherwise: str | None = None) -> ConfigRecipe:
-    """Return how to build the model of a config.json.
-
-    Args:
-        config: Its content.
-        where: Where it came from, for messages.
-        otherwise: What to do instead, for hints, where there is no `--factory`.
-
-    Raises:
-        UsageError: Its library is not there, or has no such model; or the config is refused.
-    """
+    """Return how to build the model of a config.json; `otherwise` is the hint where there is no `--factory`."""
     is_diffusers = "_class_name" in config and not config.get("architectures")
     return (DiffusersRecipe if is_diffusers else HfRecipe)(config, where, otherwise=otherwise)

@@ -57,9 +57,6 @@ def restate_dtype(text: bytes, dtype: DType) -> Restated | None:
     """Return a config with `dtype` wherever it and its sub-configs name that of the weights; None when it says so.
 
     Everything else stays as it is, order and white space included, and so do values that name no type of `--dtype`.
-
-    Raises:
-        UnreadableError: Not JSON.
     """
     try:
         document = text.decode()

@@ -34,11 +34,7 @@ def dtype_of(array: Array) -> DType:
 
 
 def array_of(content: memoryview, dtype: DType, shape: tuple[int, ...]) -> Array:
-    """Return row-major bytes as an array, in the same memory.
-
-    Raises:
-        TypeError: Elements that no array has.
-    """
+    """Return row-major bytes as an array, in the same memory; raise `TypeError` for elements that no array has."""
     kind = numpy_dtype(dtype)
     if kind is None:
         raise TypeError(f"no array has elements of {dtype.name}")

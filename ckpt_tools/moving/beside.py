@@ -28,11 +28,7 @@ class Beside:
     """Reads one tensor, from any thread; what is recorded of its bytes is checked once all blocks were read."""
 
     def __init__(self, entry: TensorEntry, opened: Opened, reading: Reading, recorded: str = "") -> None:
-        """Take a tensor of `opened`; `recorded` is its name in the manifest, where it is one tensor there.
-
-        Raises:
-            UnreadableError: It is not complete.
-        """
+        """Take a tensor of `opened`; `recorded` is its name in the manifest, where it is one tensor there."""
         check_complete(entry)
         self.entry = opened.resolve(entry)
         self._opened = opened
@@ -62,11 +58,7 @@ class Beside:
         return content
 
     def finish(self) -> None:
-        """Hold what was read against CRC-32s and digests, where there are any and all was read.
-
-        Raises:
-            UnreadableError: The bytes are not those that were written.
-        """
+        """Compare what was read with CRC-32s and digests, where there are any and all was read."""
         entry = self.entry
         for chunk, _ in self._chunks.overlaps(Box((0,) * len(entry.shape), entry.shape)):
             self._checksums.check(entry, chunk, self._opened.source)

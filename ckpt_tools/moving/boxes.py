@@ -1,7 +1,4 @@
-"""Read boxes of tensors out of an open checkpoint, of any layout, and no byte more.
-
-A box has offsets and sizes in elements of the global tensor.
-"""
+"""Read boxes of tensors out of an open checkpoint, of any layout, and no byte more."""
 
 from __future__ import annotations
 
@@ -35,11 +32,7 @@ class BytesReader:
         """Chunks whose CRC-32 was held against their writer's."""
 
     def read(self, entry: TensorEntry) -> memoryview:
-        """Return a whole tensor, in its own dtype.
-
-        Raises:
-            UnreadableError: Incomplete, truncated or damaged.
-        """
+        """Return a whole tensor, in its own dtype."""
         box = Box((0,) * len(entry.shape), entry.shape)
         entry = self._restrict(entry, box)
         content = memoryview(bytearray(entry.nbytes))
@@ -47,12 +40,7 @@ class BytesReader:
         return content
 
     def read_into(self, entry: TensorEntry, box: Box, dtype: DType, memory: memoryview) -> None:
-        """Fill `memory` with the elements of `box` as `dtype`.
-
-        Raises:
-            UnreadableError: The bytes are damaged or missing.
-            UsageError: A cast that is not between floating-point types.
-        """
+        """Fill `memory` with the elements of `box` as `dtype`; only floating-point types are cast."""
         self._fill(self._restrict(entry, box), box, dtype, memory)
 
     def _fill(self, entry: TensorEntry, box: Box, dtype: DType, memory: memoryview) -> None:

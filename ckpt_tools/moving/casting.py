@@ -90,12 +90,8 @@ def _narrow(wide: Array, half: Array, spare: Array) -> None:
     """Write into `half` patterns of float16, as uint16, for those of float32, as uint32.
 
     Beside a power of two whose last bit is float16's step, the processor rounds an element to that step. What the sum
-    has more than the power of two, as an integer, is the number of steps.
-
-    Args:
-        wide: Elements.
-        half: As many.
-        spare: Room for three times as many, and as often `_SUBNORMAL`: numpy compares with an array many at a time.
+    has more than the power of two, as an integer, is the number of steps. `spare` has room for three times as many
+    elements, and as often `_SUBNORMAL`: numpy compares with an array many at a time.
     """
     import numpy as np
 

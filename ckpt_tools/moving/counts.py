@@ -117,15 +117,10 @@ def has_values(dtype: DType) -> bool:
 
 
 def count_values(content: memoryview, dtype: DType, *, start: int = 0) -> Counts | None:
-    """Count what the elements are like.
+    """Count what the elements are like; None for a type that `has_values` knows nothing of.
 
-    Args:
-        content: Their bytes; row-major, when `first_bad` shall mean something.
-        dtype: Their type; of integers and booleans only zeros are counted.
-        start: Position of the first of them in the tensor.
-
-    Returns:
-        The counts; None for a type that `has_values` knows nothing of.
+    Of integers and booleans only zeros are counted. `content` is row-major, when `first_bad` shall mean something; its
+    first element has the position `start` in the tensor.
     """
     pattern = _pattern_of(dtype)
     if pattern is None:

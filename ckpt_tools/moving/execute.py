@@ -389,9 +389,6 @@ def execute(
 
     Memory: two buffers of one block for every worker, a tile where tensors are stored in another order
     (`Plan.peak_bytes`), and the plan itself.
-
-    Raises:
-        CkptError: The first thing that went wrong in any worker.
     """
     head_bytes = 0
     for file in files:

@@ -21,12 +21,7 @@ def has_frames(plan: FilePlan) -> bool:
 
 
 def digest_planned_frames(plan: FilePlan, crcs: Mapping[int, int]) -> str:
-    """Return the digest of every byte of a file that belongs to no payload.
-
-    Args:
-        plan: The file, as it was written.
-        crcs: Where a payload begins → its CRC-32.
-    """
+    """Return the digest of every byte of a file that belongs to no payload; `crcs` are by where a payload begins."""
     state = xxhash.xxh3_128()
     position = 0
     for start, piece, nbytes in sorted(_pieces(plan, crcs), key=lambda each: each[:1] + each[2:]):

@@ -201,9 +201,7 @@ def _values_of(dtype: DType) -> tuple[Array, Array]:
 def _bins_of(values: Array, counts: Array | None = None) -> Array:
     """Return how many finite elements lie in every bin, to judge by the exponents of what float32 makes of them.
 
-    Args:
-        values: Some elements.
-        counts: How often each is there; once, without.
+    `counts` says how often each of them is there; once, without.
     """
     import numpy as np
 

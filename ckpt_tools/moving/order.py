@@ -14,9 +14,6 @@ Copies = Sequence[tuple[str, Copy]]
 def front_to_back(groups: Sequence[Copies]) -> list[int]:
     """Return the order in which every file is written from its beginning, as near to the given one as that allows.
 
-    Args:
-        groups: The copies of each tensor, with their files.
-
     Files that have two tensors in opposite orders cannot both have theirs: the first tensor that waits goes ahead.
     """
     files: dict[str, list[tuple[int, int]]] = {}

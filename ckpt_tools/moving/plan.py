@@ -45,7 +45,6 @@ class Copy(NamedTuple):
     """One box of one tensor, to be written at one place. A tuple: a plan has millions, and they are made faster."""
 
     source: TensorEntry
-    """The tensor."""
     dtype: DType
     """Element type to write; casts when it is not the source's."""
     box: Box
@@ -68,9 +67,7 @@ class FilePlan:
     file: str
     """Name relative to the destination."""
     nbytes: int
-    """Its size."""
     copies: tuple[Copy, ...]
-    """What goes in."""
     head: bytes = b""
     """Fixed bytes at the beginning (a safetensors header)."""
     seal: Seal | None = None
@@ -136,11 +133,7 @@ def group_by_tensor(files: Iterable[FilePlan]) -> list[tuple[TensorEntry, list[t
 
 
 def blocks_of(entry: TensorEntry, dtype: DType) -> Blocks:
-    """Return the canonical blocks of a tensor that is written as `dtype`: the units of work and of digests.
-
-    Raises:
-        UsageError: A sub-byte tensor whose rows end inside a byte.
-    """
+    """Return the canonical blocks of a tensor that is written as `dtype`: the units of work and of digests."""
     blocks = split_blocks(entry.shape, dtype.bits, block_bytes=BLOCK_BYTES, granule=dtype.granule)
     if dtype.granule > 1 and blocks.dim >= 0 and entry.shape[-1] % dtype.granule:
         raise UsageError(f"tensor {entry.fqn!r}: rows of {entry.shape[-1]} {dtype.name} elements end inside a byte")
@@ -181,13 +174,9 @@ def plan_copies(
     heads: Mapping[str, bytes] | None = None,
     seals: Mapping[str, Seal] | None = None,
 ) -> tuple[FilePlan, ...]:
-    """Plan every chunk of `destination` out of `source`.
+    """Plan every chunk of `destination` out of `source`, whose chunks are raw.
 
-    Args:
-        source: Chunks must be raw (see `Opened.resolve`).
-        destination: Tensors with the source's FQNs and shapes; dtypes may differ (casts).
-        heads: File → fixed bytes at its beginning.
-        seals: File → what closes it.
+    FQNs and shapes are the same in both; dtypes may differ (casts). `heads` are fixed bytes at the beginning of a file.
     """
     heads, seals = heads or {}, seals or {}
     copies: dict[str, list[Copy]] = {file: [] for file in destination.files}

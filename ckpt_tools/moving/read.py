@@ -49,13 +49,7 @@ class Buffers:
         return memoryview(self._memory[which])[shift : shift + nbytes]
 
     def tile(self, chunk: Chunk, ahead: Box, itemsize: int) -> tuple[StridedPart, memoryview] | None:
-        """Return what is there of a chunk for these blocks; None where nothing is, yet.
-
-        Args:
-            chunk: The chunk.
-            ahead: The blocks, the same object for all of them.
-            itemsize: Bytes of an element.
-        """
+        """Return what is there of a chunk for the blocks `ahead`, always one object; None where nothing is, yet."""
         if ahead is not self._ahead:
             self._ahead, self._tiles, self._used = ahead, {}, 0
             self.get(2, MAX_WASTE * ahead.num_elems * itemsize)
@@ -72,15 +66,9 @@ class Buffers:
         self._used += strided.nbytes
 
     def align(self, run: memoryview, at: int, offset: int) -> memoryview:
-        """Return the bytes of `run` in memory that suits writing them at `offset` of a file.
+        """Return the bytes of `run`, or a copy in buffer 1, in memory that suits writing them at `offset` of a file.
 
-        Args:
-            run: Bytes of buffer 0.
-            at: Where they begin in it.
-            offset: Where they will begin in the file.
-
-        Returns:
-            `run` itself, or a copy of it in buffer 1.
+        `run` begins at `at` in buffer 0.
         """
         if len(run) < _WORTH_ALIGNING_BYTES or offset % 32 == 0 or (offset - at) % ALIGNMENT == 0:
             return run
@@ -99,12 +87,10 @@ class Edit(Protocol):
         """Has everything been seen that must be? Until then no block of an interrupted run is kept."""
 
     def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
-        """Compute the new elements of `block`.
+        """Compute the new elements of a canonical block.
 
-        Args:
-            block: A canonical block.
-            content: Its row-major bytes in the source's dtype.
-            result: Takes those in the destination's dtype; the same memory as `content` when both are as long.
+        `content` has its row-major bytes in the source's dtype; `result` takes those in the destination's dtype, in the
+        same memory when both are as long.
         """
 
     def finish(self) -> None:
@@ -154,12 +140,9 @@ class Checksums:
         return self._parts.get(id(chunk), [])
 
     def check(self, entry: TensorEntry, chunk: Chunk, source: Source) -> bool:
-        """Return whether a chunk's bytes were held against a CRC-32: not when none is known, or a part was not read.
+        """Return whether a chunk's bytes were compared with a CRC-32: not when none is known, or a part was not read.
 
         A chunk with strides is read once more, in the order of its bytes.
-
-        Raises:
-            UnreadableError: They are not what was written.
         """
         if chunk.crc32 is None:
             return False
@@ -194,23 +177,12 @@ def read_block(
     *,
     ahead: Box | None = None,
 ) -> tuple[memoryview, list[Read], int]:
-    """Read `block` of `entry` as `dtype`.
+    """Read `block` of `entry`, whose chunks are raw, as `dtype`.
 
-    Args:
-        entry: The tensor; its chunks are raw.
-        chunks: Index of its chunks.
-        dtype: What the result is cast to, when it is not the tensor's.
-        block: A box; of a canonical block, any row-major chunk holds one run.
-        source: Where the bytes are.
-        buffers: Memory for the result, which is valid until their next use.
-        ahead: This block and those that will be read next with the same buffers: what they need of a chunk that is
-            stored in another order is read at once.
-
-    Returns:
-        The row-major bytes, the runs that were read in the order of the chunks, and the bytes read.
-
-    Raises:
-        CkptError: The source cannot be read.
+    Of a canonical block, any row-major chunk holds one run. `ahead` is this block and those that will be read next with
+    the same buffers: what they need of a chunk that is stored in another order is read at once. Return the row-major
+    bytes, which are valid until the next use of the buffers, the runs that were read in the order of the chunks, and
+    the bytes read.
     """
     own = entry.dtype
     content = buffers.get(0, own.num_bytes(block.num_elems))
@@ -246,14 +218,9 @@ def read_block(
 
 
 def edit_block(edit: Edit, block: Box, content: memoryview, dtype: DType, buffers: Buffers) -> memoryview:
-    """Return the new row-major bytes of `block` as `dtype`, in the memory of `content`, which is overwritten.
+    """Return the new row-major bytes of a canonical block as `dtype`, in the memory of `content`, which is overwritten.
 
-    Args:
-        edit: What to do.
-        block: A canonical block.
-        content: Its bytes, in buffer 0.
-        dtype: What to make of them.
-        buffers: Memory for the result, which is valid until their next use.
+    `content` is buffer 0; the result is valid until the next use of the buffers.
     """
     nbytes = dtype.num_bytes(block.num_elems)
     if nbytes == len(content):

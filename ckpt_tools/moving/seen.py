@@ -51,14 +51,9 @@ class Seen:
         self._checksums.add(reads)
 
     def add_parts(self, index: int, block: Box, targets: Iterable[Box], held: Box, content: memoryview) -> None:
-        """Remember what was written of a block of which other shares write parts, so that all can be held together.
+        """Remember what was written of a block of which other shares write parts, so that all can be compared together.
 
-        Args:
-            index: The block's.
-            block: The block.
-            targets: What was written of it.
-            held: What was read of it: the block, or one run of it.
-            content: Its bytes.
+        `targets` was written of it; `held` was read of it: the block, or one run of it.
         """
         if held == block and index in self._digests:
             self._crcs[index] = isal_zlib.crc32(content)
@@ -73,11 +68,7 @@ class Seen:
                 runs.add((start, nbytes, isal_zlib.crc32(run)))
 
     def check_sources(self, chunks: BoxIndex[Chunk], source: Source) -> int:
-        """Hold what was read of every source chunk against the CRC-32 of its writer; return how many were.
-
-        Raises:
-            UnreadableError: One is not what was written.
-        """
+        """Compare what was read of every source chunk with the CRC-32 of its writer; return how many were compared."""
         every = Box((0,) * len(self._entry.shape), self._entry.shape)
         return sum(self._checksums.check(self._entry, chunk, source) for chunk, _ in chunks.overlaps(every))
 
@@ -112,12 +103,7 @@ class Seen:
     def merge(self, parts: Sequence[tuple[str, TensorPart]], chunks: BoxIndex[Chunk]) -> int:
         """Take over what shares saw, each with its name for messages; the order makes no difference.
 
-        Returns:
-            Blocks of which several shares wrote parts that could not be held against the digest.
-
-        Raises:
-            CkptError: A block that no share owns or two disagree about; bytes that were written of a block are not
-                those that its digest stands for.
+        Return the number of blocks of which several shares wrote parts that could not be compared with the digest.
         """
         every = Box((0,) * len(self._entry.shape), self._entry.shape)
         by_offsets = {chunk.box.offsets: chunk for chunk, _ in chunks.overlaps(every)}

@@ -24,16 +24,11 @@ class Part:
 
 
 def split(sizes: Sequence[int], count: int, *, align: int = 1) -> tuple[range, ...]:
-    """Cut files into `count` contiguous runs of about as many bytes; some may be empty.
+    """Cut files into `count` contiguous runs of about as many bytes, some of them empty; return the positions in each.
 
-    Args:
-        sizes: Bytes of every file, in the plan's order.
-        count: Number of runs.
-        align: Runs begin at multiples of it: ranks that hold parts of the same rows stay together.
-
-    Returns:
-        Per run the positions of its files. The i-th begins at the first file before which i/count of all bytes lie,
-        so that it differs from an equal share by the largest group of `align` files at most.
+    Runs begin at multiples of `align`: ranks that hold parts of the same rows stay together. The i-th begins at the
+    first file before which i/count of all bytes lie, so that it differs from an equal share by the largest group of
+    `align` files at most.
     """
     total = sum(sizes)
     before = [0, *accumulate(sizes)]
@@ -84,12 +79,8 @@ def boxes_before(target: TensorEntry, files: Collection[str]) -> tuple[Box, ...]
 def owned_blocks(blocks: Blocks, mine: Iterable[Box], before: Iterable[Box]) -> frozenset[int]:
     """Return which blocks of a tensor a share owns: it reads them whole, and records their digests.
 
-    A block belongs to the share that holds its first element; where several do, to the first of them.
-
-    Args:
-        blocks: The tensor's canonical blocks.
-        mine: The tensor's boxes in the files of the share.
-        before: Its boxes in files of earlier shares, as far as these hold the same elements.
+    A block belongs to the share that holds its first element; where several do, to the first of them. `before` are the
+    tensor's boxes in files of earlier shares, as far as these hold the same elements.
     """
     own, earlier = (BoxIndex((None, box) for box in boxes) for boxes in (mine, before))
 

@@ -108,14 +108,7 @@ class StridedPart:
             yield self._start + skip, self.run_bytes
 
     def scatter(self, runs: memoryview, target: memoryview, target_box: Box, *, part: Box | None = None) -> None:
-        """Move what is in the concatenated runs to the row-major bytes of `target_box` (in elements).
-
-        Args:
-            runs: Their bytes.
-            target: Takes them.
-            target_box: What lies in `target`.
-            part: What to move; None for all.
-        """
+        """Move the concatenated runs, or just `part`, to the row-major bytes of `target_box` (in elements)."""
         import numpy as np
 
         part = self.part if part is None else part

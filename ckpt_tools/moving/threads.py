@@ -33,11 +33,7 @@ def one_thread_each() -> None:
 
 
 def make_room_for_numpy() -> None:
-    """See that numpy finds the address space that it takes when it is imported: its OpenBLAS ends the process else.
-
-    Raises:
-        MemoryError: There is too little.
-    """
+    """Raise `MemoryError` where numpy would not find the address space for its import: OpenBLAS ends the process."""
     if "numpy" not in sys.modules:
         try:
             mmap.mmap(-1, _NUMPY_BYTES).close()
@@ -69,11 +65,7 @@ class Crew(Generic[U]):
         """A plain flag: an interrupt in the middle of setting an Event would leave everybody waiting for ever."""
 
     def run(self, num_workers: int) -> None:
-        """Work until nothing is left; raise the first error of any thread.
-
-        Raises:
-            StorageError: The system gives no thread at all.
-        """
+        """Work until nothing is left; raise the first error of any thread."""
         threads: list[threading.Thread] = []
         self._all_started = num_workers == 1  # who is alone takes it from nobody
         self._window = _WINDOW * num_workers

@@ -11,7 +11,6 @@ from ckpt_tools.processes.child import Child, Here, build_behind_walls
 from ckpt_tools.walls import check_config
 
 RESOLVE = "ckpt_tools.placement.auto_plan:resolve"
-"""What runs in the child."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +29,7 @@ class Answer:
 
 
 def auto_plan(config: Mapping[str, object], directory: str) -> TpPlan | None:
-    """Return the plan that transformers has for the model of a config.json, None where it is not installed.
-
-    Raises:
-        UsageError: Transformers does not know the model, or has no plan for it; or the config is refused.
-    """
+    """Return the plan that transformers has for the model of a config.json, None where it is not installed."""
     check_config(config, directory)
     check_quantization(config)
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:

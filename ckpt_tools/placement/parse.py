@@ -20,9 +20,6 @@ def parse_rules(text: str, *, where: str, world_size: int | None = None) -> Rule
 
     It is YAML: `version: 1`, an optional `mesh` (axis → ranks; -1 needs `world_size`), and `rules`, each with `match`
     and either `place` (axis → placement) or `style`.
-
-    Raises:
-        UsageError: Not YAML, not version 1, an unknown or missing key, a value that cannot be meant.
     """
     try:
         document = load_yaml(text)
@@ -42,11 +39,7 @@ def parse_rules(text: str, *, where: str, world_size: int | None = None) -> Rule
 
 
 def parse_set(text: str) -> Rule:
-    """Parse `GLOB=axis:S(d)[,axis:R]`; `GLOB=` leaves the tensor to FSDP alone.
-
-    Raises:
-        UsageError: The text has no `=`, or names an unknown axis or placement.
-    """
+    """Parse `GLOB=axis:S(d)[,axis:R]`; `GLOB=` leaves the tensor to FSDP alone."""
     origin = f"--set {text!r}"
     # The last "=": a placement has none.
     match, equals, places = text.rpartition("=")

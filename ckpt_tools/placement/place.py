@@ -5,13 +5,12 @@ Shape legend: L is the length of a tensor dim as torch counts it, N the number o
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.globs import nearest_names
 from ckpt_tools.description.layout import FSDP_AXIS, Grid, Layout, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement.rule import Rule
@@ -27,10 +26,6 @@ def place_tensors(
 
     A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it says
     (`--set` before the file's). Scalars are replicated.
-
-    Raises:
-        UsageError: A rule that matches no tensor or speaks of an axis that the mesh lacks, or a cut that is
-            impossible or that PyTorch itself cannot load.
     """
     entries = tuple(tensors)
     _check_axes(rules, mesh)
@@ -60,7 +55,7 @@ def place_tensors(
             raise UsageError(
                 f"the rule {rule.match!r} matches no tensor",
                 where=rule.origin,
-                hint=rule.hint or _nearest(rule.match, [entry.fqn for entry in entries]),
+                hint=rule.hint or nearest_names(rule.match, [entry.fqn for entry in entries]),
             )
     return Layout(mesh=mesh, placements=result, packed=tuple(packed), kept_whole=kept_whole)
 
@@ -69,9 +64,6 @@ def cut_entry(entry: TensorEntry, mesh: Mesh, placements: Mapping[str, Placement
     """Return how `mesh` cuts `entry`, in logical elements.
 
     Torch keeps two F4 elements in one of its own and cuts between those, so the cuts fall on even elements.
-
-    Raises:
-        UsageError: As `cut_tensor`.
     """
     return cut_tensor(entry.shape, mesh, placements, pack=entry.dtype.pack)
 
@@ -188,19 +180,3 @@ def _check_bytes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], wher
 
 def _describe(entry: TensorEntry) -> str:
     return f"tensor {entry.fqn!r} of dtype {entry.dtype.name} and shape {list(entry.shape)}"
-
-
-def _nearest(pattern: str, fqns: Sequence[str]) -> str:
-    """Return a hint with the FQNs that look most like `pattern`."""
-    if not fqns:
-        return "the checkpoint has no tensors"
-    # Layers look alike: compare with one of each kind.
-    kinds = {re.sub(r"\d+", "*", fqn): fqn for fqn in reversed(fqns)}
-    # What `**` stands for says nothing: compare what the pattern spells out with as many components of the names.
-    spelled = pattern.rpartition("**")[2].lstrip(".")
-    count = len(spelled.split("."))
-    tails: dict[str, str] = {}
-    for kind, fqn in kinds.items():
-        tails.setdefault(".".join(kind.split(".")[-count:]) if "**" in pattern else kind, fqn)
-    near = difflib.get_close_matches(spelled if "**" in pattern else pattern, tails, n=3, cutoff=0.0)
-    return f"the nearest names are {', '.join(tails[tail] for tail in near)}"

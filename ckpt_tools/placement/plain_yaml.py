@@ -30,10 +30,7 @@ def load_yaml(text: str, *, full: bool = False) -> object:
 
     Dates stay the text that they are, and so do fractions in other notations. `full` takes what PyYAML's own loader
     takes and files of rules do not need: numbers in every notation (`100_000`, `2.0e-5`), and mappings merged with
-    `<<`.
-
-    Raises:
-        ValueError: Not YAML, or more than a file of rules needs; the message says what, in one line or several.
+    `<<`. The message of a `ValueError` has one line or several.
     """
     try:
         composer = _Composer(text)  # looks at every character

@@ -67,9 +67,6 @@ def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: Tp
     matches nothing is an error when the rules are applied.
 
     The plan is what `find_tp_plan` has found; None takes the built-in one.
-
-    Raises:
-        UsageError: No plan is known, the plan uses a style that is not supported, or its names do not occur.
     """
     check_quantization(config)
     plan = found or _built_in_plan(config)
@@ -96,11 +93,7 @@ def _no_plan(what: str, architecture: str | None = None) -> UsageError:
 
 
 def check_quantization(config: Mapping[str, object]) -> None:
-    """Refuse a model whose weights are packed.
-
-    Raises:
-        UsageError: A plan would cut other dims than it means.
-    """
+    """Refuse a model whose weights are packed: a plan would cut other dims than it means."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return
@@ -133,9 +126,6 @@ def find_tp_plan(config: Mapping[str, object]) -> TpPlan | None:
 
     The model is built on torch's meta device: names and plan, no weights. That takes into account what the
     class attributes alone do not show: nested models, the embedding, tied weights.
-
-    Raises:
-        UsageError: Transformers does not know the model, or has no plan for it; or the config is refused.
     """
     demand_walls()
     check_config(config, "config.json")

@@ -55,13 +55,9 @@ class Fold:
 
 
 def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[str, ...]]:
-    """Return a mesh of at most `max_ranks` ranks with the same kinds of axes, as far as the ranks allow.
+    """Return a mesh of at most `max_ranks` ranks with the same kinds of axes, and what became of every changed axis.
 
-    Axes for data and tensor parallelism are kept with two ranks each, `dp_shard` before `tp` before
-    `dp_replicate`; others are left out.
-
-    Returns:
-        The mesh, and what became of every axis that is not as it was.
+    Data and tensor parallelism keep two ranks each, `dp_shard` before `tp` before `dp_replicate`; others are left out.
     """
     sizes = dict(mesh.axes)
     shard = sizes.get(FSDP_AXIS, 1)
@@ -95,14 +91,7 @@ def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[st
 
 
 def fold_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Sequence[str] = ()) -> Fold:
-    """Return the smoke run that comes nearest to a spec on this machine.
-
-    Args:
-        spec: What the config asks for.
-        model: The config.json to try, or its directory.
-        source: Weights to start from; None for random ones.
-        blocks: Classes that a smoke run wraps, where that is known.
-    """
+    """Return the smoke run that comes nearest to a spec on this machine; without a `source` weights are random."""
     if spec.engine in _NOT_TRIED:
         return Fold(options=None, notes=(), why_not=_NOT_TRIED[spec.engine])
     notes: list[str] = []
@@ -212,12 +201,7 @@ def _quantize(spec: ParallelSpec, lora: bool, notes: list[str]) -> str | None:
 
 
 def write_cuts(model: str, directory: str) -> tuple[str, ...]:
-    """Write cut-down configs of a model, the smallest first, and return their directories.
-
-    Raises:
-        UsageError: The config cannot be read.
-        UnreadableError: It is not a JSON object.
-    """
+    """Write cut-down configs of a model, the smallest first, and return their directories."""
     config = read_config(model).values
     paths = []
     for name, cut in (("narrow", shrink_config(config)), ("shallow", cut_depth(config))):

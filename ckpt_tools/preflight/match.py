@@ -14,10 +14,11 @@ from ckpt_tools.description.infer import infer_mesh
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
+from ckpt_tools.formats.contracts import OPTIMIZER, describe
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.skeleton import skeleton
-from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part, is_optimizer_file
+from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import config_path
 from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
@@ -88,14 +89,10 @@ class CheckpointMatch:
 def check_checkpoint(
     path: str, spec: ParallelSpec, *, model: str | None, resumes: bool = False, cuts: Sequence[str] = ()
 ) -> CheckpointMatch:
-    """Hold a checkpoint against the model, the mesh and the dtypes of a config. Of the weights few are read.
+    """Compare a checkpoint with the model, the mesh and the dtypes of a config; few of its weights are read.
 
-    Args:
-        path: A checkpoint of any format, or an accelerate checkpoint that holds one.
-        spec: What the config asks for.
-        model: A config.json, or its directory; None leaves names and shapes unchecked.
-        resumes: The run goes on from it, so the optimizer's state must be there.
-        cuts: Smaller configs, of which one that runs is looked for where the model is large (`Comparison.trial`).
+    Without a `model` names and shapes stay unchecked; with `resumes` the optimizer's state must be there. `cuts` are
+    smaller configs, of which one that runs is looked for where the model is large (`Comparison.trial`).
     """
     # Where accelerate and verl put the model in what they save.
     inside = (os.path.join(path, child) for child in (MODEL_PART, POLICY_PART))
@@ -234,7 +231,7 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
     for directory in {path, parent} if is_model_part(os.path.basename(path)) else {path}:
         if is_file(os.path.join(directory, OPTIMIZER_PART, METADATA_NAME)):
             return
-        if is_directory(directory) and any(map(is_optimizer_file, _names_in(directory))):
+        if is_directory(directory) and any(describe(name) == OPTIMIZER for name in _names_in(directory)):
             return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start over with these weights as the base model")
@@ -267,15 +264,7 @@ def look_at_model(
 ) -> ModelView:
     """Return what is known of a model and of the tensors that a checkpoint has for it.
 
-    Args:
-        model: A config.json, or its directory.
-        checkpoint: To compare names and shapes with.
-        mesh: Of the ranks that read it.
-        cuts: Smaller configs, as in `check_checkpoint`.
-
-    Raises:
-        UnreadableError: The config cannot be read at all.
-        RefusedConfigError: Nothing may be built of it.
+    `cuts` are those of `check_checkpoint`. Raise RefusedConfigError where nothing may be built of the config.
     """
     try:
         with ExitStack() as stack:

@@ -105,14 +105,9 @@ def ask(
     max_positions: int | None = None,
     savers: Sequence[str] = (),
 ) -> MemoryQuestion:
-    """Return what to estimate for a spec.
+    """Return what to estimate for a spec; `savers` is what `savers_of` found, `gpu_memory` is in bytes.
 
-    Args:
-        spec: What the config asks for.
-        savers: What `savers_of` found.
-        model: A config.json, its directory, or a checkpoint whose headers tell the sizes.
-        gpu_memory: Bytes of a device.
-        max_positions: Longest sample of the model, for where the config does not say how long they are.
+    `model` may be a checkpoint whose headers tell the sizes; `max_positions` counts where the config gives no length.
     """
     whole, why_not = spec.mesh, _why_not(spec)
     if whole is None or why_not:

@@ -66,7 +66,7 @@ def check_mesh(
     )
     hint = None
     if format_of(checkpoint).loads_by_dcp and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
-        plan = " --tp-plan auto" if mesh.size("tp") > 1 else ""
+        plan = f" --tp-plan auto --assets {spec.model or 'MODEL'}" if mesh.size("tp") > 1 else ""
         hint = f"loads faster after: ckpt reshard {where} NEW --mesh {mesh}{plan}"
     yield Finding.info("checkpoint-mesh", where, what, hint)
 

@@ -1,7 +1,4 @@
-"""The model on the meta device, beside the names of a checkpoint. Imports torch: for a process of its own.
-
-`compare` is what `match.look_at_model` calls in a child.
-"""
+"""The model on the meta device, beside the names of a checkpoint. Imports torch: for a process of its own."""
 
 from __future__ import annotations
 
@@ -49,12 +46,7 @@ EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 
 
 def compare(look: Look, here: Here) -> ModelView:
-    """Describe the model of a config.json, and hold a checkpoint's names against it.
-
-    Raises:
-        UnreadableError: No config, or the checkpoint cannot be opened.
-        RefusedConfigError: Nothing may be built of the config.
-    """
+    """Describe the model of a config.json, and match a checkpoint's names with it; see `checked_config`."""
     paths = [path for path in (look.config, look.checkpoint) if path is not None]
     with ExitStack() as stack:
         config = checked_config(look.config)

@@ -110,12 +110,7 @@ class ModelFacts:
 
 
 def read_facts(model: str) -> ModelFacts:
-    """Read what a model's config and the headers of its weights say; `match.look_at_model` builds it for more.
-
-    Raises:
-        UnreadableError: No config.json, or it is not a JSON object.
-        RefusedConfigError: Nothing may be built of it.
-    """
+    """Read what a model's config and the headers of its weights say; `match.look_at_model` builds it for more."""
     config = checked_config(model)
     directory, name = os.path.split(config.where)
     shapes = _stored_shapes(directory) if name == CONFIG_NAME else {}
@@ -125,9 +120,7 @@ def read_facts(model: str) -> ModelFacts:
 def checked_config(model: str) -> ModelConfig:
     """Read the config.json that `model` names, or holds; links that lead out of its directory are not followed.
 
-    Raises:
-        UnreadableError: No config.json, or it is not a JSON object.
-        RefusedConfigError: Nothing may be built of it.
+    Raise RefusedConfigError where nothing may be built of it.
     """
     directory, name = os.path.split(config_path(absolute(model)))
     with open_source(directory) as source:

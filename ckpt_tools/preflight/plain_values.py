@@ -34,10 +34,7 @@ def join_path(*parts: str | int) -> str:
 
 
 def find_value(values: object, path: str, missing: object = None) -> object:
-    """Return what lies at a key path, or `missing`.
-
-    A key that itself has dots (`ds.zero_stage`) is found before the nested one.
-    """
+    """Return what lies at a key path, or `missing`; a key with dots of its own (`ds.zero_stage`) goes first."""
     if isinstance(values, Mapping) and path in values:
         return values[path]
     node = values

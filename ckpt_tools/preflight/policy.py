@@ -54,15 +54,10 @@ def read_sharding(
 ) -> Sharding:
     """Return the policy, mesh and blocks that a launcher's options stand for.
 
-    Args:
-        config: accelerate's `FullyShardedDataParallelPlugin` or its keyword arguments; the path of a config that
-            `preflight` reads, or its keys and values; the text of a command line (OpenRLHF).
-        world_size: Number of ranks.
-        mesh: Where the options do not say it, or another one: "dp_replicate=2,dp_shard=4".
-        model: Where options name modules to ignore: the model that has them.
-
-    Raises:
-        UsageError: No FSDP in there, or an option that cannot be followed.
+    `config` is accelerate's `FullyShardedDataParallelPlugin` or its keyword arguments; the path of a config that
+    `preflight` reads, or its keys and values; or the text of a command line (OpenRLHF). `mesh`
+    ("dp_replicate=2,dp_shard=4") goes before the options. `model` is needed where they name modules to ignore. Raise
+    UsageError for options without FSDP, or that cannot be followed.
     """
     plugin = _plugin(config)
     read = understand(_document(config, plugin), world_size=world_size)

@@ -51,14 +51,10 @@ def count_reads(
     whole_items: bool,
     max_ranks: int = MAX_RANKS,
 ) -> tuple[RankReads, ...]:
-    """Return what every rank of `mesh` reads of `tensors`.
+    """Return what every rank of `mesh` reads of `tensors`, for at most `max_ranks` ranks, spread evenly.
 
-    Args:
-        tensors: As the checkpoint stores them.
-        mesh: Of the ranks that read.
-        placements: FQN → axis → placement on `mesh`; a tensor that is not named is replicated.
-        whole_items: A chunk is read whole, whatever part of it is needed (DCP).
-        max_ranks: Count for so many ranks at most, spread evenly.
+    `placements` is FQN → axis → placement; a tensor that is not named is replicated. With `whole_items` a chunk is read
+    whole, whatever part of it is needed (DCP).
     """
     size = mesh.world_size
     ranks = range(size) if size <= max_ranks else [i * size // max_ranks for i in range(max_ranks)]

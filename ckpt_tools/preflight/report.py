@@ -50,7 +50,6 @@ class PreflightReport:
     checks: tuple[CheckResult, ...]
     """One per name of `CHECKS`, and "host" where it was asked for."""
     findings: tuple[Finding, ...]
-    """Of all checks."""
     options: Options | None = None
     """How much of the config is understood; None where it was not read."""
     estimate: Estimate | None = None

@@ -40,12 +40,7 @@ from ckpt_tools.units import format_size
 
 
 def preflight(options: PreflightOptions) -> PreflightReport:
-    """Check a trainer's config against the model, the checkpoint and the machines, and say what is wrong.
-
-    Raises:
-        UsageError: The config is nobody's, or what was passed is not there.
-        UnreadableError: The config cannot be read.
-    """
+    """Check a trainer's config against the model, the checkpoint and the machines, and say what is wrong."""
     for name in options.only:
         if name not in CHECKS:
             raise UsageError(f"--only must be one of {', '.join(CHECKS)}, got {name!r}")
@@ -155,11 +150,7 @@ def _not_read(paths: tuple[str, ...], framework: str, why_not: str) -> Preflight
 
 
 def _machine_alone(options: PreflightOptions) -> PreflightReport:
-    """Check this machine without a config.
-
-    Raises:
-        UsageError: That was not asked for.
-    """
+    """Check this machine without a config; raise UsageError if that was not asked for."""
     if not options.host:
         raise UsageError("there is no CONFIG", hint="name the trainer's config; only --host does without one")
     flight = Flight(options)

@@ -31,12 +31,8 @@ class Sources:
 def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, checkpoint: str | None) -> Sources:
     """Find the model's directory and the checkpoint.
 
-    A path of the config counts from the working directory, as for the trainer, then from the config's own. A hub id
-    is looked up in the local cache; nothing is downloaded.
-
-    Raises:
-        UsageError: What was passed is not there, or is no model.
-        UnreadableError: The model's config.json is not a JSON object.
+    A path of the config counts from the working directory, as for the trainer, then from the config's own. A hub id is
+    looked up in the local cache; nothing is downloaded.
     """
     if checkpoint is not None and not exists(checkpoint):
         raise UsageError("there is no such checkpoint", where=checkpoint, hint="--checkpoint takes a path")

@@ -21,10 +21,10 @@ def nearest(key: str, names: Collection[str]) -> str | None:
 
 
 def is_typo(key: str, name: str) -> bool:
-    """Is `key` a slip of the pen for `name`, and no other name of its own?
+    """Return True if `key` is a slip of the pen for `name`, and no other name of its own.
 
     The same words in the same order, of which some have a letter too many, too few, changed or swapped, or end
-    otherwise (`checkpoint`, `checkpointing`). Digits tell names apart: `load_in_8bit` is none of `load_in_4bit`.
+    otherwise (`checkpoint`, `checkpointing`). Digits tell names apart: `load_in_8bit` is not `load_in_4bit`.
     """
     if len(key) > _MAX_NAME or key == name or _NUMBERS.findall(key) != _NUMBERS.findall(name):
         return False

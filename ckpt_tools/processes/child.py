@@ -162,14 +162,9 @@ class Child(Generic[A]):
             self._private.cleanup()
 
     def result(self, timeout_s: float | None = TIMEOUT_S, *, on_wait: Callable[[], None] | None = None) -> A:
-        """Wait for what the function returns.
+        """Wait for what the function returns, or raise what it raised.
 
-        Args:
-            timeout_s: Seconds from now; None waits for ever.
-            on_wait: Called often meanwhile, and once after the end.
-
-        Raises:
-            CkptError: What the function raised, or that the process took longer, or ended without an answer.
+        With `timeout_s` None it waits for ever. `on_wait` is called often meanwhile, and once after the end.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         has_ended = False
@@ -323,13 +318,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def read_answer(directory: str, kind: type[A]) -> A:
-    """Return what the child of a directory has answered.
-
-    Raises:
-        CkptError: What the function raised.
-        FileNotFoundError: There is no answer.
-        ValueError: It is not one of this type.
-    """
+    """Return what the child of a directory has answered, or raise what it raised; `FileNotFoundError` before that."""
     with open(os.path.join(directory, _RESULT_NAME), encoding="utf-8") as file:
         answer = json.load(file)
     if "error" in answer:
@@ -341,9 +330,7 @@ def read_answer(directory: str, kind: type[A]) -> A:
 def describe_end(returncode: int, relief: str) -> tuple[str, str | None]:
     """Return how a process has ended, and what to do about it.
 
-    Args:
-        returncode: Exit status, or the number of a signal, negative.
-        relief: What to do when the machine runs out of memory.
+    `returncode` is an exit status, or the negative number of a signal; `relief` is the advice where memory ran out.
     """
     if returncode >= 0:
         return f"ended with exit status {returncode}", None

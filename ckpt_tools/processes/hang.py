@@ -72,14 +72,7 @@ def own_place(frames: tuple[Place, ...]) -> Place | None:
 def describe_hang(
     logs: Mapping[int, RankLog], stacks: Mapping[int, tuple[Place, ...]], hanging: Mapping[int, bool], timeout_s: float
 ) -> Hang:
-    """Say where ranks did not go on.
-
-    Args:
-        logs: What every rank has reported.
-        stacks: Rank → frames of its main thread, innermost first.
-        hanging: Rank → it was still running.
-        timeout_s: How long they had.
-    """
+    """Say where ranks did not go on; `stacks` are the frames of their main threads, innermost first."""
     parts = []
     culprits = []
     for rank, is_running in hanging.items():

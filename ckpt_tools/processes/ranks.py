@@ -40,12 +40,8 @@ class Outcome:
     ) -> None:
         """Take how ranks have ended: findings about those that have not told what is wrong themselves.
 
-        A rank that gloo has aborted because another one was gone is none.
-
-        Args:
-            ended: Rank → exit status, or the number of a signal, negative; None when nobody knows.
-            relief: What to do when the machine runs out of memory.
-            tail: Returns the last line that a rank has printed.
+        `ended` has exit statuses or negative numbers of signals; None when nobody knows. A rank that gloo has aborted
+        because another one was gone is no finding. `tail` returns the last line that a rank has printed.
         """
         silent = {
             rank: code
@@ -129,9 +125,7 @@ class World:
     def watch(self, here: Here, *, timeout_s: float | None) -> Outcome:
         """Wait until all ranks have ended, or one has failed and the others had their grace, or nobody goes on.
 
-        Args:
-            here: Of this process, which ends with its parent.
-            timeout_s: Seconds without any event before the ranks count as hanging; None waits for ever.
+        Ranks count as hanging after `timeout_s` seconds without any event; None waits for ever.
         """
         outcome = Outcome(logs=self._read_logs())
         last_count, last_event = -1, time.monotonic()

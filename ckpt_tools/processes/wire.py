@@ -32,11 +32,7 @@ def dumps(value: object) -> str:
 
 
 def loads(kind: type[T], text: str) -> T:
-    """Return the value of type `kind` that `dumps` wrote.
-
-    Raises:
-        ValueError: It is of another type.
-    """
+    """Return the value of type `kind` that `dumps` wrote; raise `ValueError` for one of another type."""
     found: T = build(kind, json.loads(text))
     return found
 
@@ -61,11 +57,7 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def build(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any type, and what it makes of parsed JSON
-    """Return the value of type `kind` that parsed JSON stands for.
-
-    Raises:
-        ValueError: It stands for none.
-    """
+    """Return the value of type `kind` that parsed JSON stands for; raise `ValueError` where it stands for none."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin in (Any, object) or (origin is typing.Literal and value in inner):
         return value

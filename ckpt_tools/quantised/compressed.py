@@ -90,7 +90,7 @@ def _plain(
     entry = beside(tensors, name, of=scale.fqn)
     if entry.dtype.name not in ("F8_E4M3", "I8") or len(entry.shape) != 2:
         raise UnreadableError(f"{name!r} is {entry.dtype.name} {list(entry.shape)}, with a scale of its own")
-    grid = _grid(entry, entry.shape, scale, weights)
+    grid = grid_of(entry, entry.shape, scale, weights)
     stored = [entry, scale]
     if zero is not None:
         check_shape(zero, scale.shape, of=entry)
@@ -126,7 +126,7 @@ def _packed(
     if len(fitting) != 1:
         what = f"{packed.fqn!r} is {list(packed.shape)}, and {told.fqn!r} says {list(shape)}"
         raise UnreadableError(f"{what}: not in {' or '.join(map(str, _PACKED_BITS))} bits as the config says")
-    grid = _grid(packed, shape, scale, weights)
+    grid = grid_of(packed, shape, scale, weights)
     stored = [packed, told, scale]
     if zero is not None:
         if grid[0] != 1 or zero.dtype.name != "I32":
@@ -168,7 +168,7 @@ def _decode_packed(
     return values
 
 
-def _grid(entry: TensorEntry, shape: tuple[int, ...], scale: TensorEntry, weights: _Weights) -> _Grid:
+def grid_of(entry: TensorEntry, shape: tuple[int, ...], scale: TensorEntry, weights: _Weights) -> _Grid:
     """Return rows and columns that share a scale: what fits, and the config says."""
     rows, columns = shape
     if scale.num_elems == 1:

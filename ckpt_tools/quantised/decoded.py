@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,16 @@ from ckpt_tools.description.checkpoint import Asset, ByteSpan, Chunk, TensorEntr
 from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME, DType
 from ckpt_tools.description.flat import flat_boxes
 from ckpt_tools.description.layout import Box
+from ckpt_tools.description.quantised import find_units, is_code
+from ckpt_tools.description.transform import is_optimizer, plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import CONFIG_NAME, config_beside
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.boxes import BytesReader
-from ckpt_tools.quantised import comfyui
+from ckpt_tools.quantised import comfyui, torchao
 from ckpt_tools.quantised.bands import Bands
-from ckpt_tools.quantised.scheme import Found, Quantised
+from ckpt_tools.quantised.scheme import Found, Quantised, Tensors
 from ckpt_tools.quantised.table import SCHEMES, find_scheme
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
@@ -49,31 +52,31 @@ _MAX_KEPT_BYTES = 128 << 20
 def dequantised(opened: Opened, dtype: str) -> Opened:
     """Return a checkpoint with plain floats in place of quantised tensors, and a config that says so.
 
-    Args:
-        opened: The checkpoint.
-        dtype: As what `--dtype` wants them; "keep" is what config.json says of the model.
-
-    Raises:
-        UsageError: It is not quantised, or by a scheme that ckpt does not decode.
-        UnreadableError: A part of a tensor is missing.
+    With `dtype` "keep" they are what config.json says of the model.
     """
-    found, config = _find(opened)
+    checkpoint, root = opened.checkpoint, "" if opened.origin is None else opened.origin.prefix
+    names = plain_names(checkpoint)
+    if all(name.startswith(root) for name in names):
+        names = {name.removeprefix(root): entry for name, entry in names.items()}
+    found, config = _find(opened, {name: replace(entry, fqn=name) for name, entry in names.items()})
     floats = BY_NAME[dtype.upper()] if dtype != "keep" else _dtype_in(config or {})
     if not floats.is_float:
         raise UsageError(f"--dequantize gives floats, not {floats.name}")
-    by_stored = {entry.fqn: one for one in found.tensors for entry in one.stored[:1]}
-    dropped = {entry.fqn for one in found.tensors for entry in one.stored} | set(found.dropped)
-    checkpoint = opened.checkpoint
+    by_stored = {names[entry.fqn].fqn: one for one in found.tensors for entry in one.stored[:1]}
+    dropped = {names[name].fqn for name in (*found.dropped, *(e.fqn for one in found.tensors for e in one.stored))}
     tensors = []
     for entry in checkpoint.tensors:
         one = by_stored.get(entry.fqn)
         if one is not None:
-            tensors.append(_entry(one, floats))
+            tensors.append(_entry(one, floats, entry))
         elif entry.fqn not in dropped:
             tensors.append(entry)
-    plain = {entry.fqn for entry in checkpoint.tensors} - dropped
-    if twice := sorted(plain & {one.fqn for one in found.tensors}):
+    if twice := [fqn for fqn, count in Counter(entry.fqn for entry in tensors).items() if count > 1]:
         raise UsageError(f"{first_few(twice)}: there quantised and as it is")
+    beside = {entry.fqn for entry in checkpoint.tensors} - {entry.fqn for entry in names.values()}
+    if left := find_units(e for e in tensors if e.fqn in beside and not is_optimizer(e)):
+        what = f"quantised weights that are not the model's, and would not be decoded: {first_few(left)}"
+        raise UsageError(what, where=checkpoint.root, hint="`ckpt gather --strip-prefix PFX` takes one model")
     decoder = _Decoder(opened, floats)
     files = {_PREFIX + one.fqn: decoder.file(one) for one in found.tensors}
     restated = b"" if config is None else _restated(config, floats)
@@ -97,15 +100,15 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         source=VirtualSource(opened.source, files),
         manifest=None,
         origin=None,
+        root=root,
         notes=(*opened.notes, what),
     )
 
 
-def _find(opened: Opened) -> tuple[Found, Mapping[str, object] | None]:
+def _find(opened: Opened, tensors: Tensors) -> tuple[Found, Mapping[str, object] | None]:
     """Return what is quantised, by the settings in config.json, and the config; None for a file that needs none."""
     config, settings = config_beside(opened.source), settings_beside(opened.source)
     where = opened.source.root
-    tensors = {entry.fqn: entry for entry in opened.checkpoint.tensors}
     if settings is None and comfyui.is_there(tensors):
         return comfyui.SCHEME.find(tensors, {}, _Reader(opened)), None if config is None else config.values
     if config is None or settings is None:
@@ -120,7 +123,8 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object] | None]:
         raise UsageError(
             f"ckpt does not decode {settings.get('quant_method')!r}", where=where, hint=f"it does: {known}"
         )
-    settings = {**settings, "model_type": config.values.get("model_type")}
+    header = torchao.header_of(opened) if scheme is torchao.SCHEME else None
+    settings = {**settings, "model_type": config.values.get("model_type"), "header": header}
     found = scheme.find(tensors, settings, _Reader(opened))
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
@@ -128,19 +132,15 @@ def _find(opened: Opened) -> tuple[Found, Mapping[str, object] | None]:
 
 
 def is_quantised(opened: Opened) -> bool:
-    """Are there tensors that may be quantised, and a config that says so, or 8-bit floats, which need none?"""
-    plain = ("I64", "BOOL")  # buffers of models
-    has_packed = any(not e.dtype.is_float and e.dtype.name not in plain for e in opened.checkpoint.tensors)
-    by_itself = comfyui.is_there({entry.fqn: entry for entry in opened.checkpoint.tensors})
-    return has_packed and (by_itself or settings_beside(opened.source) is not None)
+    """Are there quantised weights, or tensors that may be and a config that says so, or 8-bit floats by themselves?"""
+    tensors = opened.checkpoint.tensors
+    if find_units(tensors) or comfyui.is_there({entry.fqn: entry for entry in tensors}):
+        return True
+    return any(map(is_code, tensors)) and settings_beside(opened.source) is not None
 
 
 def settings_beside(source: Source) -> Mapping[str, object] | None:
-    """Return what config.json in a directory, or another file there, says of how weights are quantised.
-
-    Raises:
-        UnreadableError: It is not a JSON object, or too long.
-    """
+    """Return what config.json in a directory, or another file there, says of how weights are quantised."""
     config = config_beside(source)
     values = {} if config is None else config.values
     settings = values.get(KEY, _mapping(values.get("text_config")).get(KEY))
@@ -154,8 +154,13 @@ def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _entry(one: Quantised, floats: DType) -> TensorEntry:
-    """Describe what a tensor stands for as floats in a file."""
+def _entry(one: Quantised, floats: DType, stored: TensorEntry) -> TensorEntry:
+    """Describe what a tensor stands for as floats in a file, in the place of one that it is stored in."""
+    plain = one.stored[0].fqn
+    shared = sum(1 for _ in takewhile(bool, map(str.__eq__, one.fqn, plain)))
+    fqn = stored.fqn.removesuffix(plain[shared:]) + one.fqn[shared:]
+    root = "".join(f"{key}." for key in stored.path[:-1])
+    path = (*stored.path[:-1], fqn.removeprefix(root)) if stored.path else ()
     nbytes = floats.num_bytes(prod(one.shape))
     span = ByteSpan(file=_PREFIX + one.fqn, offset=0, nbytes=nbytes)
     shape, strides = one.shape, None
@@ -165,7 +170,7 @@ def _entry(one: Quantised, floats: DType) -> TensorEntry:
         across = tuple(prod(one.shape[dim + 1 :]) for dim in range(len(outer)))
         strides = (*across, 1, columns)
     chunk = Chunk(box=Box((0,) * len(shape), shape), span=span, strides=strides)
-    return TensorEntry(fqn=one.fqn, dtype=floats, shape=shape, chunks=(chunk,))
+    return TensorEntry(fqn=fqn, dtype=floats, shape=shape, chunks=(chunk,), path=path)
 
 
 def _dtype_in(config: Mapping[str, object]) -> DType:

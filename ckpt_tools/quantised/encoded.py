@@ -120,14 +120,9 @@ class Encoder:
 
 
 def encode_strip(values: Array, numbers: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Encode blocks that lie side by side.
+    """Encode blocks that lie side by side, floats [128, n × 128], into the bytes of `numbers`.
 
-    Args:
-        values: Floats [128, n × 128].
-        numbers: Takes the bytes of their 8-bit floats.
-
-    Returns:
-        What each block's numbers must be multiplied by; not finite where its values are not.
+    Return what each block's numbers must be multiplied by; that is not finite where its values are not.
     """
     import numpy as np
 
@@ -151,11 +146,7 @@ def round_magnitudes(values: NDArray[np.float32], numbers: NDArray[np.uint8]) ->
 
     Five times as fast as ml_dtypes, and other threads run meanwhile: a number's byte is the sum of two, one of which
     counts steps of 2^-9 up to 2^-6, the smallest normal number, and the other the steps from there on, which are those
-    of a float32 with three bits of mantissa.
-
-    Args:
-        values: Overwritten.
-        numbers: Takes the bytes.
+    of a float32 with three bits of mantissa. `values` are overwritten; `numbers` takes the bytes.
     """
     import numpy as np
 

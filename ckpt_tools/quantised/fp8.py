@@ -94,13 +94,8 @@ def over_blocks(
 ) -> None:
     """Change elements of a matrix, or of several, by what their block has, in place.
 
-    Args:
-        operation: Of an element, and what belongs to its block.
-        values: Elements from `first` on, in row-major order.
-        grid: Returns what belongs to the blocks of a row of blocks.
-        shape: Of the whole.
-        block: Rows and columns of a block.
-        first: The first element's number.
+    `values` are the elements from number `first` on, in row-major order; `shape` is of the whole. `grid` returns what
+    belongs to the blocks of a row of blocks.
     """
     import numpy as np
 
@@ -132,10 +127,7 @@ def _groups(first: int, count: int, rows: int, columns: int, height: int) -> Ite
 
 
 def as_float32(content: Bytes, dtype: DType) -> F32:
-    """Return stored floats as float32, which holds them exactly; U8 are exponents, as F8_E8M0 are.
-
-    Memory of its own, to be changed.
-    """
+    """Return stored floats as float32 in memory of their own, exactly; U8 are exponents, as F8_E8M0 are."""
     import numpy as np
 
     from ckpt_tools.moving.arrays import array_of

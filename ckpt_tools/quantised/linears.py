@@ -65,13 +65,6 @@ def choose(tensors: Sequence[TensorEntry], keep: Iterable[str]) -> Chosen:
 
     Only whole blocks: kernels take inputs by 128, vLLM joins layers at multiples of 128 rows, and transformers 5.23
     decodes blocks that are smaller at the end with the scales of others. It does not quantise such matrices either.
-
-    Args:
-        tensors: All, by the hub's names.
-        keep: Globs of names that stay.
-
-    Raises:
-        UsageError: A glob matches nothing.
     """
     matched: set[str] = set()
     for pattern in keep:

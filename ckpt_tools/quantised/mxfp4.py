@@ -53,16 +53,9 @@ def _quantised(fqn: str, blocks: TensorEntry, tensors: Tensors) -> Quantised:
 
 
 def fp4(fqn: str, packed: TensorEntry, scale: TensorEntry, whole: _Whole | None) -> Quantised:
-    """Return a weight that is stored as U8 [..., columns / 2].
+    """Return a weight that is stored as U8 [..., columns / 2], with a scale for each group of a row.
 
-    Args:
-        fqn: Its name.
-        packed: Its elements.
-        scale: A scale for each group of a row.
-        whole: What scales are to be multiplied by, or (True) divided: one number, or one for each matrix.
-
-    Raises:
-        UnreadableError: They do not belong together.
+    `whole` is what scales are to be multiplied by, or (True) divided: one number, or one for each matrix.
     """
     *outer, half = packed.shape
     group = _GROUP if whole is None else _GROUP // 2

@@ -78,19 +78,7 @@ Unpack = Callable[[Layer, ReadRun, int, int], "tuple[F32, F32]"]
 
 
 def find_layers(what: str, tensors: Tensors, settings: Settings, parse: Parse, unpack: Unpack) -> Found:
-    """Return what is stored so.
-
-    Args:
-        what: The scheme, for people.
-        tensors: All of the checkpoint.
-        settings: What config.json says; `extra_config` has what differs by layer.
-        parse: Checks what belongs to a layer.
-        unpack: Decodes its integers.
-
-    Raises:
-        UnreadableError: A part is missing, or no part of a layer.
-        UsageError: Settings that ckpt does not decode.
-    """
+    """Return what is stored so; `extra_config` in the settings of config.json has what differs by layer."""
     for key in _NOT_UNDONE:
         refuse(settings, key, None, False)
     extra = settings.get("extra_config")
@@ -119,12 +107,7 @@ def find_layers(what: str, tensors: Tensors, settings: Settings, parse: Parse, u
 
 
 def group_size(settings: Settings, num_inputs: int, weight: TensorEntry, scales: TensorEntry) -> int:
-    """Return how many inputs share a scale, as the settings say.
-
-    Raises:
-        UnreadableError: There are not so many scales.
-        UsageError: They do not say.
-    """
+    """Return how many inputs share a scale, as the settings say."""
     size = settings.get("group_size", settings.get("q_group_size"))
     if type(size) is not int or size < -1 or not size:
         raise UsageError(f"quantization_config has group_size {size!r}, and should have a positive number or -1")

@@ -25,11 +25,7 @@ def as_in_model(found: Iterable[Quantised], settings: Settings) -> tuple[Quantis
 
 
 def beside(tensors: Tensors, fqn: str, *, of: str) -> TensorEntry:
-    """Return a tensor that another one needs.
-
-    Raises:
-        UnreadableError: It is not there.
-    """
+    """Return a tensor that another one needs."""
     found = tensors.get(fqn)
     if found is None:
         raise UnreadableError(
@@ -39,22 +35,14 @@ def beside(tensors: Tensors, fqn: str, *, of: str) -> TensorEntry:
 
 
 def check_shape(entry: TensorEntry, shape: tuple[int, ...], *, of: TensorEntry) -> None:
-    """Refuse a tensor of another shape than the one it belongs to needs.
-
-    Raises:
-        UnreadableError: It is.
-    """
+    """Refuse a tensor of another shape than the one it belongs to needs."""
     if entry.shape != shape:
         what = f"{entry.fqn!r} is {list(entry.shape)}, {of.fqn!r} of {list(of.shape)} needs {list(shape)}"
         raise UnreadableError(what, hint=OTHER_CONFIG)
 
 
 def refuse(settings: Settings, key: str, *known: object) -> None:
-    """Refuse a setting that is not known to decode.
-
-    Raises:
-        UsageError: It is another one.
-    """
+    """Refuse a setting that is not known to decode."""
     value = settings.get(key)
     if value not in known:
         raise UsageError(f"quantization_config has {key} {value!r}, which ckpt does not decode")

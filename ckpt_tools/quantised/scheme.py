@@ -50,7 +50,6 @@ class Quantised:
     shape: tuple[int, ...]
     """Of what `decode` gives."""
     stored: tuple[TensorEntry, ...]
-    """The tensors that it is stored in."""
     decode: Decode
     is_turned: bool = False
     """Does the model have the last two dims in each other's place?"""

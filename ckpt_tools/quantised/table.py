@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ckpt_tools.quantised import awq, bnb, comfyui, compressed, fp8, gptq, modelopt, mxfp4
+from ckpt_tools.quantised import awq, bnb, comfyui, compressed, fp8, gptq, modelopt, mxfp4, torchao
 from ckpt_tools.quantised.scheme import Scheme
 
 SCHEMES: tuple[Scheme, ...] = (
     *(fp8.SCHEME, mxfp4.SCHEME, bnb.SCHEME, compressed.SCHEME),
-    *(gptq.SCHEME, gptq.AUTO_ROUND, awq.SCHEME, modelopt.SCHEME, comfyui.SCHEME),
+    *(gptq.SCHEME, gptq.AUTO_ROUND, awq.SCHEME, modelopt.SCHEME, torchao.SCHEME, comfyui.SCHEME),
 )
 
 

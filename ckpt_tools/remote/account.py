@@ -41,12 +41,7 @@ def hub_directory(variable: str) -> str:
 
 
 def find_account(*, endpoint: str | None = None, token: str | None = None) -> Account:
-    """Return the hub's address and the token: the arguments, else the environment, else what `hf auth login` stored.
-
-    Raises:
-        UsageError: The address is not a URL, or the token contains invalid characters.
-        HubError: The stored token cannot be read.
-    """
+    """Return the hub's address and the token: the arguments, else the environment, else what `hf auth login` stored."""
     from huggingface_hub import get_token
 
     address = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
@@ -67,11 +62,7 @@ def find_account(*, endpoint: str | None = None, token: str | None = None) -> Ac
 
 
 def find_pusher(*, endpoint: str | None = None, token: str | None = None) -> Account:
-    """Return what `find_account` does, for whoever needs a token.
-
-    Raises:
-        HubError: HF_HUB_OFFLINE is set, or nobody is logged in. Else as `find_account`.
-    """
+    """Return what `find_account` does, for whoever needs a token."""
     if is_offline():
         raise HubError(
             "offline mode is on: nothing is uploaded", where="HF_HUB_OFFLINE", hint="unset HF_HUB_OFFLINE to push"

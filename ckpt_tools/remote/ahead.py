@@ -50,18 +50,10 @@ def fetch_joined(
     max_bytes: int,
     workers: int,
 ) -> None:
-    """Fetch ranges, and keep just them.
+    """Fetch ranges, in any order, and keep just them; for `max_gap` and `max_bytes` see `join`.
 
-    Args:
-        ranges: In any order.
-        fetch: Fills a buffer with the bytes of a file that begin at an offset; called from several threads.
-        keep: Is given the bytes of a file from an offset on; called from several threads.
-        max_gap: See `join`.
-        max_bytes: See `join`.
-        workers: Requests at once.
-
-    Raises:
-        CkptError: What `fetch` raised first; the rest is left.
+    `fetch` fills a buffer with the bytes of a file that begin at an offset, and `keep` is given those from an offset
+    on; both are called from several threads. What `fetch` raised first is raised, and the rest is left.
     """
 
     def work(joined: Joined) -> None:

@@ -11,11 +11,7 @@ from ckpt_tools.storage.joined import MAX_CLAIM_BYTES, Claim
 
 
 def find_claim(bucket: Bucket, key: str) -> Claim | None:
-    """Return the claim that is there, if any.
-
-    Raises:
-        StorageError: There is something else.
-    """
+    """Return the claim that is there, if any."""
     try:
         _, content = bucket.get_whole(key, max_bytes=MAX_CLAIM_BYTES)
     except MissingObjectError:
@@ -26,16 +22,7 @@ def find_claim(bucket: Bucket, key: str) -> Claim | None:
 def take_claim(bucket: Bucket, key: str, mine: Claim, destination: str, *, conditional: bool) -> tuple[Claim, bool]:
     """Make the claim where there is none; return the one that is there, and whether the store keeps conditions.
 
-    Args:
-        bucket: Where it lies.
-        key: Of the claim.
-        mine: What to claim.
-        destination: For messages.
-        conditional: Ask for conditions; else nothing is known of them.
-
-    Raises:
-        DestinationExistsError: Somebody else is building something here, or the same in another number of parts.
-        StorageError: The store cannot be reached.
+    Without `conditional`, the store is not asked for conditions, and nothing is known of them.
     """
     found = find_claim(bucket, key)
     if found is None:

@@ -80,11 +80,7 @@ def is_hub_url(path: str) -> bool:
 
 
 def parse(path: str) -> Address:
-    """Return what `hf://…`, or the web address of a page of the hub, names.
-
-    Raises:
-        UsageError: No model's repository.
-    """
+    """Return what `hf://…`, or the web address of a page of the hub, names."""
     from huggingface_hub.errors import HfUriError
 
     asked = path

@@ -103,12 +103,7 @@ class ObjectSink(SharedSink):
         return find_claim(self._bucket, self._key(_CLAIM))
 
     def join(self, fingerprint: str, num_parts: int) -> None:
-        """Look at what is there, and claim the prefix; see `SharedSink`.
-
-        Raises:
-            DestinationExistsError: Something is there that is not of this conversion.
-            StorageError: The store cannot be reached, or would let two writers win.
-        """
+        """Look at what is there, and claim the prefix; see `SharedSink`."""
         there = self._look()
         mine = Claim.new(fingerprint, num_parts, self.command)
         needs = self._settings.needs_conditions
@@ -165,11 +160,7 @@ class ObjectSink(SharedSink):
     # Files
 
     def create(self, file: str, nbytes: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
-        """Begin an object; nothing is sent yet.
-
-        Raises:
-            UnreadableError: Its name, which comes from the source, leads out of the prefix.
-        """
+        """Begin an object; nothing is sent yet."""
         if not is_plain_path(file) or file.startswith(_WORK):
             raise UnreadableError("a file name leads out of the destination", where=file)
         upload = Upload(self._bucket, self._key(file), nbytes, spare=self._spare_parts, gaps=gaps)
@@ -280,12 +271,7 @@ class ObjectSink(SharedSink):
         return VirtualSource(below, {name: VirtualFile.of(content)}, listed=True)
 
     def publish(self) -> None:
-        """Put the marker, and remove what is known beside the checkpoint.
-
-        Raises:
-            DestinationExistsError: Somebody else has published something here.
-            StorageError: The store refuses; without the marker, whatever is there is no checkpoint.
-        """
+        """Put the marker, without which nothing here is a checkpoint, and remove what is known beside it."""
         there = self._list()
         for name, upload in self._uploads.items():
             self._check_there(name, there.get(name), upload.nbytes, upload.stored)

@@ -71,11 +71,7 @@ def _version(stored: StoredObject) -> Mapping[str, object]:
 
 
 def open_place(path: str) -> tuple[ObjectSource, str | None]:
-    """Open a prefix, or the object that `path` names; see `places.open_place`.
-
-    Raises:
-        UnreadableError: There is neither, or only what an unfinished write left.
-    """
+    """Open a prefix, or the object that `path` names; see `places.open_place`."""
     bucket = Bucket(path)
     source = ObjectSource(bucket)
     try:

@@ -48,11 +48,7 @@ class PartStream:
         return self._held + len(self._part)
 
     def add(self, offset: int, pieces: Iterable[memoryview | bytes]) -> int:
-        """Add `pieces`, one after the other, from `offset` on; return their bytes. They are the caller's again.
-
-        Raises:
-            CkptError: Bytes that are there already, or beyond the file's end.
-        """
+        """Add `pieces`, one after the other, from `offset` on; return their bytes. They are the caller's again."""
         start = offset
         self._catch_up()  # the file may begin with a gap
         for piece in pieces:
@@ -71,11 +67,7 @@ class PartStream:
         return offset - start
 
     def close(self) -> None:
-        """Emit the last part.
-
-        Raises:
-            CkptError: Some bytes were never added.
-        """
+        """Emit the last part; raise `CkptError` where bytes were never added."""
         self._catch_up()
         if self.position != self.nbytes:
             raise CkptError(f"nothing was written from byte {self.position} of {self.nbytes} on")

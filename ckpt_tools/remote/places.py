@@ -48,8 +48,7 @@ class _Writer(Protocol):
 def set_storage(options: Iterable[str]) -> None:
     """Set options of stores (`KEY=VALUE`, by obstore's names) for everything that this process opens from now on.
 
-    Raises:
-        UsageError: Not of this form. Values can be secret and are not shown, here or anywhere.
+    Values can be secret and are not shown, here or anywhere.
     """
     pairs = [each.partition("=") for each in options]
     if any(not key or not equals for key, equals, _ in pairs):
@@ -81,11 +80,7 @@ def absolute(path: str) -> str:
 
 
 def local(path: str) -> str:
-    """Return a path of this machine without `file://`; for a repository in the hub's cache that of its main snapshot.
-
-    Raises:
-        UsageError: It names a host.
-    """
+    """Return a path of this machine without `file://`; for a repository in the hub's cache, of its main snapshot."""
     if not path.lower().startswith("file://"):
         return _snapshot(path)
     rest = path[len("file://") :]
@@ -113,16 +108,7 @@ def _snapshot(path: str) -> str:
 
 
 def open_place(path: str) -> tuple[Source, str | None]:
-    """Open what is at `path`.
-
-    Returns:
-        The directory, and the name of the file in it that the path names; None where it names the directory.
-
-    Raises:
-        UnreadableError: There is nothing.
-        UsageError: A scheme that ckpt does not read.
-        StorageError: It cannot be reached.
-    """
+    """Open what is at `path`: the directory, and the name of the file in it; None where `path` is the directory."""
     scheme = scheme_of(path)
     if scheme is not None:
         return cast("_Reader", _module(scheme, _READERS, path, "reads")).open_place(path)
@@ -197,12 +183,7 @@ def read_named(
 
 
 def open_sink(destination: str, *, overwrite: bool) -> Sink:
-    """Open a directory for writing that appears whole or not at all; see `Staging`.
-
-    Raises:
-        DestinationExistsError: It exists, and `overwrite` is false.
-        UsageError: A scheme that ckpt does not write.
-    """
+    """Open a directory for writing that appears whole or not at all; see `Staging`."""
     scheme = scheme_of(destination)
     if scheme is None:
         return Staging(local(destination), overwrite=overwrite)

@@ -49,11 +49,7 @@ def scrub(text: str, token: str | None) -> str:
 
 
 def next_address(url: str, start: str, location: str, *, began_inside: bool) -> str:
-    """Return where a redirect leads; `began_inside`: what the user named is on the inner network.
-
-    Raises:
-        RefusalError: Nowhere that a stranger may send this machine.
-    """
+    """Return where a redirect leads; `began_inside`: what the user named is on the inner network."""
     import httpx2
 
     try:

@@ -75,17 +75,11 @@ class RemoteSource(Source):
     def _fetch(self, file: str, facts: RemoteFile, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `file` from `offset` on by one request; from any thread.
 
-        Raises:
-            CkptError: They cannot be had, or are not of the version that `facts` names: see `changed`.
+        Bytes that are not of the version that `facts` names are an error: see `changed`.
         """
 
     def files(self) -> Mapping[str, RemoteFile]:
-        """Return every file, in order, those in hidden directories too.
-
-        Raises:
-            UnreadableError: A name leads out of the place or is not a plain relative one.
-            LimitError: There are more than ckpt looks at.
-        """
+        """Return every file, in order, those in hidden directories too."""
         with self._lock:
             if self._listed is None:
                 found: dict[str, RemoteFile] = {}

@@ -77,11 +77,7 @@ class MissingObjectError(UnreadableError):
 
 
 def split(path: str) -> tuple[str, str, str]:
-    """Return scheme, bucket and key (without slashes around it) of `s3://bucket/key`.
-
-    Raises:
-        UsageError: There is no bucket in it, or its key has an empty or a relative part.
-    """
+    """Return scheme, bucket and key (without slashes around it) of `s3://bucket/key`."""
     scheme, _, rest = path.partition("://")
     bucket, _, key = rest.partition("/")
     scheme, key = scheme.lower(), key.strip("/")
@@ -140,11 +136,7 @@ class Bucket:
     def get(self, key: str, start: int, nbytes: int, *, etag: str | None = None) -> tuple[StoredObject, memoryview]:
         """Return an object as it is now, and `nbytes` > 0 of it from `start` on: fewer where it ends before.
 
-        Args:
-            key: Its key.
-            start: Its first byte that is wanted.
-            nbytes: How many.
-            etag: That of the object that is meant. It is asked for, and compared for stores that ignore the condition.
+        `etag` is that of the object that is meant. It is asked for, and compared for stores that ignore the condition.
         """
         options: dict[str, Any] = {"range": (start, start + nbytes)}
         if etag is not None and not etag.startswith("W/"):  # a weak one never matches
@@ -161,11 +153,7 @@ class Bucket:
             return found, content
 
     def get_whole(self, key: str, *, max_bytes: int) -> tuple[StoredObject, bytes]:
-        """Return a small object and its content.
-
-        Raises:
-            UnreadableError: It has more than `max_bytes`.
-        """
+        """Return a small object and its content."""
         with self.telling(key, "GET"):
             result = self.obstore.get(self.store, key)
             found = _stored(result.meta)

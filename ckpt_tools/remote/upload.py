@@ -79,11 +79,7 @@ class Upload:
             self._writer.write(part)
 
     def close(self, checked: Checked) -> None:
-        """Let the object appear, and hold what is there against what was sent.
-
-        Raises:
-            StorageError: The store refuses, or has something else.
-        """
+        """Let the object appear, and compare what is there with what was sent."""
         with self._lock, sending(self._bucket, self.key):
             self._stream.close()
             if self._writer is not None:

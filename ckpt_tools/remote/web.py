@@ -78,17 +78,8 @@ class Web:
     def fill(self, url: str, offset: int, buffer: memoryview, *, nbytes: int, what: str, linked: str = "") -> None:
         """Fill `buffer` with the bytes from `offset` on; goes on at the byte where an answer ends early.
 
-        Args:
-            url: Address of the file.
-            offset: Within it.
-            buffer: Not empty.
-            nbytes: Size that the file must have.
-            what: What messages call it.
-            linked: Object id that the hub must name when it leads to another host.
-
-        Raises:
-            ChangedError: The file is another one than at first.
-            CkptError: What `explain` says.
+        `nbytes` is the size that the file must have; `linked` is the object id that the hub must name when it leads to
+        another host. A file that is another one than at first is a `ChangedError`.
         """
         done = 0
 

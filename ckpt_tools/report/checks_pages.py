@@ -199,7 +199,7 @@ def _changed_sections(difference: Difference) -> Iterator[Section]:
     if any(change.relative is not None for change in changed):
         parts += by_layer(
             sized,
-            caption="Relative change |A − B| / |B| by layer and kind of weight",
+            caption="Relative change |B − A| / |A| by layer and kind of weight",
             legend="Colours are logarithmic. ≠: different without such a number. Empty: equal, or no such tensor.",
         )
     ordered = sorted(changed, key=lambda change: -sized[change.fqn].weight)

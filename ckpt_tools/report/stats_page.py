@@ -43,7 +43,7 @@ def stats_page(result: Stats, source: str, against: str | None = None) -> Page:
     }
     logarithmic = "Colours are logarithmic. Empty: "
     if updates:
-        caption = "Relative update |A − B| / |B| by layer and kind of weight"
+        caption = "Relative update |new − old| / |old| by layer and kind of weight"
         parts = by_layer(
             updates,
             caption=caption,

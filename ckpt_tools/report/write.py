@@ -13,12 +13,7 @@ from ckpt_tools.text import escape_name
 
 
 def check_place(path: str) -> None:
-    """See that a report may be written at `path`.
-
-    Raises:
-        DestinationExistsError: Something is there that is not a report of ckpt's.
-        StorageError: There is no such directory.
-    """
+    """Check that a report may be written at `path`: nothing is there, or a report of ckpt's."""
     directory = os.path.dirname(path) or "."
     if not os.path.isdir(directory):
         raise StorageError("there is no such directory for the report", where=directory, hint="create it first")
@@ -35,12 +30,7 @@ def check_place(path: str) -> None:
 
 
 def write_page(page: Page, path: str) -> None:
-    """Write a page, in place of an earlier report.
-
-    Raises:
-        DestinationExistsError: Something is there that is not a report of ckpt's.
-        StorageError: The system could not write it.
-    """
+    """Write a page, in place of an earlier report."""
     check_place(path)
     content = build_html(page)
     try:

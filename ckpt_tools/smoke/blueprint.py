@@ -151,15 +151,7 @@ class Fit:
 
 
 def find_fit(setting: Setting, *, num_copies: int, is_local: bool, free_bytes: int, workdir: str) -> Fit:
-    """Decide how deep the model can be.
-
-    Args:
-        setting: Its recipe is measured on meta.
-        num_copies: How many ranks share the memory, for what they do not share among themselves.
-        is_local: All ranks use this machine's memory.
-        free_bytes: Memory that rank 0's device has.
-        workdir: Where the checkpoint is saved.
-    """
+    """Decide how deep the model can be; with `is_local` all ranks use this machine's memory."""
     policy = setting.policy.strategy
     copies = setting.mesh.world_size if policy == "no_shard" else setting.mesh.size("dp_replicate")
     sharded = copies if is_local else copies / max(1, num_copies)

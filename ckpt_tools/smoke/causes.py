@@ -61,13 +61,7 @@ def of_ranks(reported: Iterable[Sequence[Finding]]) -> list[Finding]:
 
 
 def causes(findings: Sequence[Finding], *, has_lost_rank: bool) -> list[Finding]:
-    """Leave out what only follows from something else.
-
-    Args:
-        findings: In their order.
-        has_lost_rank: A rank was ended from outside or has crashed: the others had nobody to talk to any more. Where
-            it was aborted, the ranks had parted before.
-    """
+    """Leave out what only follows from something else; once a rank is lost, the others had nobody to talk to."""
     echoes = [code for code in _ECHOES if code != ("rank-died" if has_lost_rank else "rank-skip")]
     codes = [finding.code for finding in findings if finding.severity == "error"]
     if all(code in echoes for code in codes):

@@ -135,11 +135,7 @@ def _wanted(model: nn.Module, blueprint: Blueprint) -> dict[str, tuple[int, ...]
 
 
 def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Finding], int, int]:
-    """Compare every shard of this rank with the bytes of the checkpoint at the place where it belongs.
-
-    Returns:
-        Findings, tensors compared, bytes compared.
-    """
+    """Compare this rank's shards with the checkpoint's bytes; return findings, and how many tensors and bytes."""
     targets, shared = targets_of(model)
     names = {name: blueprint.base_name(name) for name in targets}
     inner = model.get_base_model() if blueprint.setting.options.lora else model  # type: ignore[operator]
@@ -209,13 +205,7 @@ def whole_gradients(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | None
 def compare_gradients(
     model: nn.Module, reference: Mapping[str, torch.Tensor] | None, tolerance: float
 ) -> GradientErrors:
-    """Compare gradients with the reference's. Collective; only the rank that has a reference finds anything.
-
-    Args:
-        model: After backward.
-        reference: Name → gradient; None on ranks that have none.
-        tolerance: Largest relative error (see `GRADIENT_FLOOR`).
-    """
+    """Compare gradients with the reference's. Collective; only the rank that has a reference finds anything."""
     largest = 0.0
     if reference:
         largest = max(float(gradient.abs().max()) for gradient in reference.values() if gradient.numel())

@@ -24,12 +24,7 @@ Buffers = Mapping[str, torch.Tensor]
 
 
 def seed(index: int, step: int) -> None:
-    """Seed torch (CPU and GPUs), Python and NumPy for one pass over a batch.
-
-    Args:
-        index: Data-parallel index whose batch it is.
-        step: Which step, from 0.
-    """
+    """Seed torch (CPU and GPUs), Python and NumPy for one pass over the batch of data-parallel index `index`."""
     value = _SEED + index + _STEPS * step
     torch.manual_seed(value)
     random.seed(value)

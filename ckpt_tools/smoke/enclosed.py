@@ -25,14 +25,10 @@ _EXIT = 3
 def enclose(
     setting: Setting, journal: Journal, *, scratch: str, device: torch.device, saved: Saved | None = None
 ) -> None:
-    """Raise the walls around this process, for the rest of its life: a breach is its last event.
+    """Put this process in a sandbox for the rest of its life; a breach is its last event.
 
-    Args:
-        setting: What is run; a factory is the user's own code, and has no walls.
-        journal: Of this rank.
-        scratch: Directory of the run.
-        device: On GPUs Python's own walls stand alone: their drivers and NCCL need devices, files and sockets.
-        saved: What another world has saved, and is read again.
+    A factory is the user's own code and has no sandbox. On GPUs only Python's own walls stand: drivers and NCCL need
+    devices, files and sockets.
     """
     if not isinstance(setting.recipe, ConfigRecipe):
         return

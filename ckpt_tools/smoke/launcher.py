@@ -1,7 +1,4 @@
-"""The process between the caller and the ranks: imports torch once, forks the ranks, watches them, and reports.
-
-`launch` is what `start.run_local` calls in a child.
-"""
+"""The process between the caller and the ranks: imports torch once, forks the ranks, watches them, and reports."""
 
 from __future__ import annotations
 

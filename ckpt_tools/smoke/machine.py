@@ -17,11 +17,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def choose_device(wanted: str, *, num_local: int, local_rank: int) -> torch.device:
-    """Return where a rank computes; "auto" takes GPUs when there is one for every rank of this machine.
-
-    Raises:
-        UsageError: GPUs are wanted and there are too few.
-    """
+    """Return where a rank computes; "auto" takes GPUs when there is one for every rank of this machine."""
     count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if count >= num_local:
         return torch.device("cuda", local_rank)

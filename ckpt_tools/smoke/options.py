@@ -14,26 +14,17 @@ from ckpt_tools.options import AnyPath, Argument, MeshText, Option
 from ckpt_tools.units import parse_size
 
 DEVICES = ("auto", "cpu", "cuda")
-"""Where the ranks compute."""
 AXES = ("dp_replicate", "dp_shard", "tp")
-"""Axes that a mesh may have."""
 DTYPES = ("keep", "bf16", "f16", "f32")
 """Names of dtypes; "keep" is that of the parameters."""
 QUANTIZATIONS = ("nf4",)
-"""Ways to quantise the frozen weights."""
 ADAPTERS = ("lora", "dora", "loha", "lokr", "oft", "boft")
-"""Kinds of adapters that `--lora` can train."""
 DEFAULT_RANKS = 2
-"""Ranks when neither the mesh nor torchrun says how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmokeOptions:
-    """The options of `ckpt smoke`.
-
-    Raises:
-        UsageError: A value that no run could have.
-    """
+    """The options of `ckpt smoke`."""
 
     source: Annotated[
         AnyPath | None,
@@ -174,12 +165,7 @@ class SmokeOptions:
         return parse_size(self.memory) if isinstance(self.memory, str) else self.memory
 
     def read_model(self) -> ModelConfig | None:
-        """Read the config that `model` names.
-
-        Raises:
-            UsageError: There is no such file.
-            UnreadableError: It is not a JSON object, or too long.
-        """
+        """Read the config that `model` names."""
         hint = "--model takes a config.json, or the directory that holds one"
         return None if self.model is None else read_config(os.fspath(self.model), hint=hint)
 

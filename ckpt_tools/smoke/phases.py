@@ -310,10 +310,7 @@ def _measure(run: Run) -> None:
 
 
 def evaluate(run: Run, model: nn.Module) -> float:
-    """Return the loss of one batch that every rank sees: the same number whatever the mesh. Collective.
-
-    The model's buffers are left as they were: a forward pass in training moves them.
-    """
+    """Return the loss of one batch, the same on every rank and mesh; leave buffers as they are. Collective."""
     batch = on_device(batch_of(run, 0), run.device, None)
     buffers = draws.take_buffers(model)
     draws.seed(0, 0)

@@ -42,7 +42,6 @@ FIRST = (
     ("save", phases.save),
     ("reload-same-world", reload.same_world),
 )
-"""What the ranks of the mesh do."""
 
 
 def run_rank(
@@ -58,22 +57,10 @@ def run_rank(
     store: Store | None = None,
     saved: Saved | None = None,
 ) -> bool:
-    """Run one rank in this process; what happens is in its journal.
+    """Run one rank in this process, write what happens to its journal, and return True when every phase succeeded.
 
-    Args:
-        setting: What to run.
-        rank: This rank.
-        num_local: Ranks on this machine.
-        local_rank: Which of them this is.
-        directory: Private, seen by all ranks.
-        scratch: Private to the run; walls leave this process nothing else to write to. None: the process is the user's.
-        journal: Takes the events.
-        rendezvous: File for the process group.
-        store: Instead of it, where there is one (torchrun).
-        saved: What another world has saved: reload it, and do nothing else.
-
-    Returns:
-        True when every phase succeeded.
+    With `saved` the rank only reloads what another world has saved. Without `scratch` the process is the user's and has
+    no sandbox. The process group meets by the file `rendezvous` or by torchrun's `store`.
     """
     journal.phase("start")
     num_threads = torch.get_num_threads()

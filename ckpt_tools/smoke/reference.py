@@ -33,14 +33,9 @@ def make_optimizer(model: nn.Module, *, foreach: bool | None = None) -> torch.op
 class Reference:
     """The unsharded model on one rank. Not collective.
 
-    Mixed precision is imitated: a copy of the model computes with cast parameters, and its gradients are averaged
-    over the ranks' batches in float32 and cast to the parameters' own dtype. Every rank's batch meets the buffers that
-    this rank has by then (running statistics, power iterations), and draws the random numbers that the rank draws.
-
-    Args:
-        blueprint: How to build it.
-        device: Where it computes.
-        loss_at: Where the loss is in what forward returns (`find_loss`).
+    Mixed precision is imitated: a copy of the model computes with cast parameters, and its gradients are averaged over
+    the ranks' batches in float32 and cast to the parameters' own dtype. Every rank's batch meets the buffers that this
+    rank has by then (running statistics, power iterations), and draws the random numbers that the rank draws.
     """
 
     def __init__(self, blueprint: Blueprint, device: torch.device, loss_at: str | None) -> None:

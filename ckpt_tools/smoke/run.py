@@ -60,7 +60,6 @@ class Run:
     """Closed when the rank ends."""
     device_mesh: DeviceMesh
     is_local: bool
-    """All ranks are on this machine."""
     blueprint: Blueprint = field(init=False)
     """What phase build decided."""
     model: nn.Module = field(init=False)
@@ -122,12 +121,7 @@ class Run:
             self.journal.fact(name, value)
 
     def phase(self, name: str, function: Callable[[Run], str]) -> None:
-        """Run one phase on every rank; it is over when all ranks have ended it.
-
-        Raises:
-            Stopped: Something is wrong on some rank, and has been reported.
-            CkptError: The options or the source cannot be meant.
-        """
+        """Run one phase on every rank until all have ended it; raise Stopped if something is wrong on some rank."""
         self.journal.phase(name)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

@@ -63,16 +63,7 @@ class Setting:
 
 
 def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
-    """Decide everything that does not depend on the machine.
-
-    Args:
-        options: What the user said.
-        world_size: Number of processes that are there already (torchrun).
-
-    Raises:
-        UsageError: A mesh, strategy or model that cannot be.
-        UnreadableError: The source is not a checkpoint.
-    """
+    """Decide everything that does not depend on the machine; `world_size` is torchrun's."""
     refuse_absent(options)
     precision = Precision(param_dtype=DTYPES.get(options.param_dtype), reduce_dtype=DTYPES.get(options.reduce_dtype))
     policy = None if options.strategy is None else parse_policy(options.strategy, precision=precision)
@@ -149,11 +140,7 @@ def _other_mesh(mesh: Mesh) -> Mesh:
 
 
 def find_recipe(options: SmokeOptions) -> Recipe:
-    """Return how to build the model.
-
-    Raises:
-        UsageError: Nothing says it, or says it so that it cannot be built.
-    """
+    """Return how to build the model."""
     if options.factory is not None:
         return ModuleRecipe(options.factory)
     if (named := options.read_model()) is not None:

@@ -32,7 +32,6 @@ from ckpt_tools.units import format_size
 DATA_LIMIT_BYTES = 2 << 30
 """Checkpoints up to this size are read whole to find damage; of larger ones only the structure is checked."""
 LAUNCH = "ckpt_tools.smoke.launcher:launch"
-"""What runs in the process between this one and the ranks."""
 
 
 def run_smoke(
@@ -41,25 +40,12 @@ def run_smoke(
     on_phase: OnPhase | None = None,
     on_abandoned: Callable[[SmokeReport], None] | None = None,
 ) -> SmokeReport:
-    """Try a model with a checkpoint, a mesh and a strategy, and say what is wrong.
+    """Try a model with a checkpoint, a mesh and a strategy, and return what is wrong.
 
-    Starts one process per rank on this machine; none of them outlives the call, nor the calling process. Under
-    torchrun the processes that are there are the ranks, and every one makes the same call.
-
-    Args:
-        options: What to try.
-        on_phase: Told when a phase begins and ends on rank 0.
-        on_abandoned: Only under torchrun: given the report when ranks hang or have died, in a fork of rank 0. The ranks
-            then end with exit status 3, since nothing else ends a thread that waits in a collective. By default the
-            findings go to stderr.
-
-    Returns:
-        The report; under torchrun `is_primary` says which rank's is to be shown.
-
-    Raises:
-        UsageError: Options, mesh or model that cannot be, or a torch that is too old.
-        UnreadableError: The source is not a complete checkpoint.
-        CkptError: The ranks could not be started.
+    One process per rank starts on this machine; none outlives the call or the calling process. Under torchrun the
+    processes that are there are the ranks, every one makes the same call, and `is_primary` of the report tells whose is
+    shown. When ranks hang or have died there, `on_abandoned` gets the report in a fork of rank 0 (by default its
+    findings go to stderr), and the ranks end with exit status 3.
     """
     refuse_older("torch", "smoke")
     source, model = map(_component, (options.source, options.model))
@@ -166,11 +152,7 @@ def _print_findings(report: SmokeReport) -> None:
 
 
 class SourceCheck:
-    """Verifies the source in a thread of its own, while the ranks start.
-
-    Raises:
-        UnreadableError: It is no checkpoint at all.
-    """
+    """Verifies the source in a thread of its own, while the ranks start."""
 
     def __init__(self, options: SmokeOptions) -> None:
         self._findings: tuple[Finding, ...] = ()
@@ -211,11 +193,7 @@ class SourceCheck:
 
 
 def run_local(job: Launch, *, on_phase: OnPhase | None = None) -> Launched:
-    """Run the launcher, which watches the ranks, and return what it found.
-
-    Raises:
-        CkptError: What it raised, or that it ended without a word.
-    """
+    """Run the launcher, which watches the ranks, and return what it found; raise CkptError if it failed."""
     relief = "try fewer ranks, or --memory"
     told = [0, 0]
 

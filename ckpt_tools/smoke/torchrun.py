@@ -47,20 +47,7 @@ _LINGER_S = 20.0
 def run_in_torchrun(
     options: SmokeOptions, *, witness: Witness | None, on_phase: OnPhase | None, run_local: RunLocal
 ) -> SmokeReport:
-    """Be one of torchrun's ranks.
-
-    Args:
-        options: The same on every rank.
-        witness: On rank 0; it reports when some rank hangs or has died.
-        on_phase: Told about this rank's phases.
-        run_local: Runs the world of another size.
-
-    Returns:
-        The report; `is_primary` on rank 0.
-
-    Raises:
-        CkptError: Options or a source that cannot be meant.
-    """
+    """Be one of torchrun's ranks; `witness`, on rank 0, reports when some rank hangs or has died."""
     if dist.is_initialized():
         raise UsageError(
             "there is a process group already", hint="run smoke before it is made, or after it is destroyed"

@@ -84,13 +84,7 @@ class Origin:
 
 
 def explain_loss(model: nn.Module, what: str, again: Callable[[], object]) -> Finding:
-    """Return the finding that a loss is not finite, with where that began. Collective.
-
-    Args:
-        model: What computed it.
-        what: Which loss, and its value.
-        again: Computes it once more.
-    """
+    """Return the finding that a loss is not finite and where that began; `again` recomputes the loss. Collective."""
     mine = _find_origin(model, again)
     origins = [(each, rank) for rank, each in enumerate(gather(mine)) if each is not None]
     if not origins:

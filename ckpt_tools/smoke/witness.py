@@ -47,12 +47,7 @@ def register(directory: str, rank: int) -> None:
 
 
 class Witness:
-    """Its handle in rank 0, which makes it while nothing has started a thread.
-
-    Args:
-        world_size: Number of ranks.
-        speak: Called in the witness when it has to report.
-    """
+    """The witness's handle in rank 0, made while nothing has started a thread; `speak` is called in the witness."""
 
     def __init__(self, world_size: int, speak: Speak) -> None:
         self._lock = threading.Lock()
@@ -77,10 +72,9 @@ class Witness:
         return self._tell(_DONE)
 
     def ask(self, *, is_stopped: bool) -> bool:
-        """Let the witness report, and wait until it has; return False when it was dismissed, or asked, before.
+        """Let the witness report and wait for it; return False when it was dismissed or asked before.
 
-        Args:
-            is_stopped: By torchrun: because some rank has failed, or because somebody has stopped torchrun itself.
+        `is_stopped`: torchrun ends the ranks, because one has failed or because somebody has stopped torchrun itself.
         """
         return self._tell(_STOPPED if is_stopped else _HELP)
 

@@ -45,14 +45,8 @@ def open_directory(path: str) -> int:
 def open_beneath(directory: int, path: str, file: str, flags: int) -> int:
     """Open `file` for reading, beneath a directory and through no link.
 
-    Args:
-        directory: Its descriptor.
-        path: Its path, for audit hooks only.
-        file: Relative name without links: what `os.path.realpath` gave.
-        flags: As of `os.open`; O_CLOEXEC is added.
-
-    Raises:
-        OSError: ELOOP when there is a link in it, EXDEV when it leads out; otherwise as of `os.open`.
+    `path` is for audit hooks only; `file` is what `os.path.realpath` gave; O_CLOEXEC is added to `flags`. The `OSError`
+    is ELOOP when there is a link in it, EXDEV when it leads out.
     """
     # What Python's own `open` reports (PEP 578) must not go unseen because the call is made by hand.
     sys.audit("open", os.path.join(path, file), None, flags | os.O_NOFOLLOW)

@@ -16,7 +16,6 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
 from ckpt_tools.storage.joined import CLAIM_NAME, MAX_CLAIM_BYTES, SHARED_DIRECTORY, Claim
 
 STAGING_PREFIX = ".ckpt-tmp-"
-"""Staging directories begin with this."""
 NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 """What flock answers on file systems without locks."""
 _PATIENCE_S = 2.0
@@ -31,14 +30,8 @@ def staging_path(destination: str) -> str:
 def claim_directory(destination: str) -> tuple[str, int]:
     """Make or take over the staging directory of `destination`, and lock it.
 
-    Returns:
-        Its path, and the descriptor that holds the lock until it is closed. On file systems without locks the
-        path is of this run alone.
-
-    Raises:
-        DestinationExistsError: Another run is working in it.
-        StorageError: It cannot be made or opened.
-        CkptError: Something else has its name.
+    Return its path, and the descriptor that holds the lock until it is closed. On file systems without locks the path
+    is of this run alone.
     """
     path = staging_path(destination)
     try:
@@ -69,11 +62,7 @@ def claim_directory(destination: str) -> tuple[str, int]:
 def lock_directory(path: str) -> int | None:
     """Lock a checkpoint that is about to change places with its staging directory, so that none claims it there.
 
-    Returns:
-        The descriptor that holds the lock; None where there are no locks.
-
-    Raises:
-        DestinationExistsError: It stays locked by somebody else.
+    Return the descriptor that holds the lock; None where there are no locks.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     deadline = time.monotonic() + _PATIENCE_S

@@ -23,7 +23,6 @@ class Claim:
     """Who began to build here, and what."""
 
     fingerprint: str
-    """Of the conversion."""
     num_parts: int
     version: str = __version__
     host: str = ""
@@ -50,11 +49,7 @@ class Claim:
 
     @classmethod
     def parse(cls, content: bytes, *, where: str) -> Claim:
-        """Return the claim that a document states.
-
-        Raises:
-            StorageError: It states none.
-        """
+        """Return the claim that a document states."""
         try:
             if len(content) > MAX_CLAIM_BYTES:
                 raise ValueError  # noqa: TRY301 - one way to be no claim

@@ -14,7 +14,6 @@ import zlib
 from dataclasses import dataclass
 
 JOURNAL_NAME = ".ckpt-journal"
-"""Its name in the staging directory."""
 MAX_JOURNAL_BYTES = 1 << 28
 """A larger one is not read (2²⁸ bytes are some three million blocks, 12 TB)."""
 MAX_LINE_BYTES = 1 << 20

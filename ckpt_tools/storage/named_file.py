@@ -22,18 +22,8 @@ def read_named_file(
 ) -> bytes:
     """Return the content of a regular file; links are followed.
 
-    Args:
-        path: As the user wrote it.
-        what: What should be there, for messages ("the config").
-        max_bytes: Longest file that is read.
-        refusal: What is raised when there is no such file, or something else: a pipe would have to be waited for, and
-            opening a device can do something.
-        hint: What to do then.
-
-    Raises:
-        CkptError: `refusal`: not a path, nothing there, or no regular file.
-        LimitError: Longer than `max_bytes`.
-        StorageError: The system could not read it.
+    `refusal` is raised when there is no such file, or something else: a pipe would have to be waited for, and opening a
+    device can do something. `hint` is what to do then.
     """
     try:
         _check_regular(os.stat(path), what, path, refusal, hint)

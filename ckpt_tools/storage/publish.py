@@ -29,22 +29,11 @@ class NotDurableError(StorageError):
 
 
 def move_into_place(directory: str, held: int, destination: str, parent: int, *, overwrite: bool) -> str | None:
-    """Rename `directory` to `destination` and make that durable.
+    """Rename `directory`, whose own entries are durable, to `destination`, and make that durable.
 
-    Args:
-        directory: The finished directory, its own entries durable.
-        held: Its descriptor, which holds its lock.
-        destination: In the same directory.
-        parent: Descriptor of that; opened before, so that no rename is done that could not be made durable.
-        overwrite: Replace an existing directory, and remove it afterwards.
-
-    Returns:
-        Where the old one is, when it could not be removed.
-
-    Raises:
-        DestinationExistsError: The destination is there.
-        NotDurableError: It is in place, but see its message.
-        OSError: Anything else; both are then as they were.
+    `held` is its descriptor, which holds its lock. `parent` is opened before, so that no rename is done that could not
+    be made durable. Return where the old one is, when it could not be removed. On a `NotDurableError` the destination
+    is in place; on an `OSError` both are as they were.
     """
     if os.path.lexists(destination):
         if not overwrite:
@@ -70,11 +59,7 @@ def put_back(directory: str, destination: str) -> None:
 
 
 def replace_file(path: str, content: bytes, part: str) -> None:
-    """Replace a small file durably, whole or not at all, by way of `part`, a new file in its directory.
-
-    Raises:
-        StorageError: The system could not write it.
-    """
+    """Replace a small file durably, whole or not at all, by way of `part`, a new file in its directory."""
     try:
         with open(part, "xb") as stream:
             stream.write(content)

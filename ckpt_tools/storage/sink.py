@@ -60,11 +60,8 @@ class Sink(ABC):
     def create(self, file: str, nbytes: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
         """Make `file` with `nbytes`, to be filled by `write`.
 
-        Args:
-            file: Its name.
-            nbytes: Its size.
-            gaps: (offset, bytes) of what is never written, in order: zeros. Drawn from only where files are sent
-                front to back, which cannot wait until `sync` to learn of them.
+        `gaps` are (offset, bytes) of what is never written, in order: zeros. They are drawn from only where files are
+        sent front to back, which cannot wait until `sync` to learn of them.
         """
 
     @abstractmethod
@@ -132,8 +129,7 @@ class SharedSink(Sink):
     def join(self, fingerprint: str, num_parts: int) -> None:
         """Take part in building what has this `fingerprint`, in so many parts; make the place when nobody has.
 
-        Raises:
-            DestinationExistsError: Another conversion, or the same one in another number of parts, is under way here.
+        Another conversion under way here, or the same one in another number of parts, is a `DestinationExistsError`.
         """
 
     @abstractmethod
@@ -147,9 +143,6 @@ class SharedSink(Sink):
         """Return the memory that writing files of these sizes takes beside buffers, and what else it would take.
 
         Nothing is written.
-
-        Raises:
-            DestinationExistsError: It could not begin.
         """
         del sizes
         return 0, ()

@@ -25,7 +25,6 @@ T = TypeVar("T")
 MAX_OPEN_FILES = 256
 """Descriptors that one cache keeps open; least recently used ones are closed first."""
 MAX_FILES = 1_000_000
-"""Files that a directory may hold."""
 MAX_LISTED_DEPTH = 3
 """Directories below the root in which files are looked for."""
 OPEN_FILES_HINT = "raise the limit of open files: ulimit -n 4096"
@@ -113,10 +112,7 @@ class Source(ABC):
 
     @abstractmethod
     def list_files(self, *, max_depth: int = MAX_LISTED_DEPTH, max_files: int = MAX_FILES) -> dict[str, int]:
-        """Return {relative name: size in bytes} of the files down to `max_depth` directories, in order.
-
-        Hidden directories are left out.
-        """
+        """Return {relative name: size in bytes} down to `max_depth` directories, in order; hidden ones are left out."""
 
     @abstractmethod
     def size(self, file: str) -> int:
@@ -126,9 +122,8 @@ class Source(ABC):
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `file` that begin at `offset`; from any thread.
 
-        Raises:
-            UnreadableError: The file ends before.
-            CkptError: It cannot be read, or has changed since it was first looked at.
+        A file that ends before is an `UnreadableError`, one that has changed since it was first looked at a
+        `CkptError`.
         """
 
     @abstractmethod
@@ -223,11 +218,7 @@ class LocalSource(Source):
         return dict(sorted(found.items()))
 
     def path(self, file: str) -> str:
-        """Return the real path of `file`.
-
-        Raises:
-            UnreadableError: It leads out of the root (other than into the hub cache's own blobs).
-        """
+        """Return the real path of `file`, which must not lead out of the root, but for the hub cache's own blobs."""
         if not is_plain_path(file):
             raise UnreadableError("a file name leads out of the checkpoint or is not a plain relative name", where=file)
         try:

@@ -133,11 +133,7 @@ class Staging(Sink):
         return path
 
     def create(self, file: str, nbytes: int, gaps: Iterable[tuple[int, int]] = ()) -> None:
-        """Create `file` with `nbytes` of allocated space; one that is continued is kept when it has that size.
-
-        Raises:
-            UnreadableError: Its name, which comes from the source, leads out of the directory.
-        """
+        """Create `file` with `nbytes` of allocated space; one that is continued is kept when it has that size."""
         del gaps  # are zeros from the beginning
         if os.path.isabs(file) or ".." in file.split("/") or "\0" in file:
             raise UnreadableError("a file name leads out of the destination", where=file)
@@ -262,11 +258,8 @@ class Staging(Sink):
     def publish(self) -> None:
         """Make the destination appear, whole and durable. Stop signals wait until that is done, or has failed.
 
-        An old checkpoint that cannot be removed is no failure: see `left_behind`.
-
-        Raises:
-            DestinationExistsError: Somebody else created it meanwhile.
-            StorageError: The system refuses; the destination is as it was, unless the message says otherwise.
+        An old checkpoint that cannot be removed is no failure: see `left_behind`. After an error the destination is as
+        it was, unless the message says otherwise.
         """
         self._descriptors.close()
         with hold_signals():

@@ -114,11 +114,7 @@ class Folder(ABC):
 
     @abstractmethod
     def lock(self) -> AbstractContextManager[None]:
-        """Let one process tend the folder at a time, where that can be had.
-
-        Raises:
-            BusyError: Another one does.
-        """
+        """Let one process tend the folder at a time, where that can be had; raise `BusyError` for another."""
 
     @abstractmethod
     def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
@@ -142,12 +138,7 @@ class Folder(ABC):
 
 
 def open_folder(path: str) -> Folder:
-    """Open a run's folder, which need not hold anything yet.
-
-    Raises:
-        UsageError: Nothing can be removed where it is.
-        UnreadableError: There is no directory.
-    """
+    """Open a run's folder, which need not hold anything yet."""
     if not is_remote(path):
         from ckpt_tools.tending.disk import DiskFolder
 
@@ -164,11 +155,8 @@ def gather_saved(
 ) -> tuple[tuple[Saved, ...], tuple[str, ...]]:
     """Put what lies in a folder together to checkpoints.
 
-    Args:
-        items: Name → is it a directory, its files relative to the folder, what is odd about it.
-
-    Returns:
-        The checkpoints by series and step, and the names that are none.
+    An item has: whether it is a directory, its files relative to the folder, and what is odd about it. Return the
+    checkpoints by series and step, and the names that are none.
     """
     found: dict[str, list[str]] = {}
     places: dict[str, Place] = {}

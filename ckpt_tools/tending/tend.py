@@ -111,12 +111,7 @@ class Tender:
         """Name → its stamp, and since when it is so, by a clock that does not jump."""
 
     def once(self, *, wait: bool = True) -> Tended:
-        """Tend the folder; with `wait`, new checkpoints get the time that they must stay unchanged.
-
-        Raises:
-            BusyError: Another process tends it.
-            StorageError: It cannot be listed or written.
-        """
+        """Tend the folder; with `wait`, new checkpoints get the time that they must stay unchanged."""
         if self._settings.dry_run:
             return self._pass(wait=False)
         if not self._seen and not self._look().saved:  # nothing is written where no run is

@@ -1,7 +1,4 @@
-"""Walls around the building of models whose config.json comes from a stranger (see docs/decisions/0009).
-
-`check_config` refuses names and numbers before anything is built; `behind_walls` and `raise_walls` hold what is built.
-"""
+"""Walls around the building of models whose config.json comes from a stranger (see docs/decisions/0009)."""
 
 from ckpt_tools.walls.audit import Breach, Walls, aside, behind_walls, demand_walls
 from ckpt_tools.walls.config import check_config

@@ -143,11 +143,7 @@ def behind_walls(walls: Walls) -> Iterator[None]:
 
 
 def demand_walls() -> None:
-    """Raise when there are none: models of strangers' configs are built behind walls only.
-
-    Raises:
-        RuntimeError: There are no walls.
-    """
+    """Raise when there are none: models of strangers' configs are built behind walls only."""
     if _standing is None:
         raise RuntimeError("a model is built from a config.json without walls around it")
 

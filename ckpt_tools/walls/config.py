@@ -28,11 +28,7 @@ _MAX_EXPERT_LAYERS = 1_000_000
 
 
 def check_config(config: Mapping[str, object], where: str) -> None:
-    """Refuse a config that names what a loader would load, or whose numbers are absurd.
-
-    Raises:
-        RefusedConfigError: Which key is refused, and why.
-    """
+    """Refuse a config that names what a loader would load, or whose numbers are absurd."""
     for path, part in _parts(config, where):
         for key, why in _find_loaders(part):
             raise RefusedConfigError(

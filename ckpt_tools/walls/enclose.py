@@ -26,13 +26,8 @@ class Limits:
 def raise_walls(walls: Walls, limits: Limits, *, kernel: bool = True) -> tuple[str, ...]:
     """Confine this process for the rest of its life; it works in the scratch directory from here on.
 
-    Args:
-        walls: Where they stand.
-        limits: Of memory and time.
-        kernel: Hold compiled code, too, where this machine can.
-
-    Returns:
-        The walls that stand beside Python's own: "landlock", "seccomp".
+    With `kernel`, compiled code is confined, too, where this machine can. Return the walls that stand beside Python's
+    own: "landlock", "seccomp".
     """
     os.chdir(walls.scratch)
     _limit(limits)

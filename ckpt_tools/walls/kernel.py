@@ -48,8 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def confine(*, readable: Iterable[str], writable: Iterable[str]) -> tuple[str, ...]:
     """Confine this process: it reads and writes what is named, and opens no socket and no program.
 
-    Returns:
-        Which walls stand: "landlock", "seccomp".
+    Return which walls stand: "landlock", "seccomp".
     """
     if sys.platform != "linux" or _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return ()

@@ -57,6 +57,17 @@ def same(path, expected) -> None:
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_infinity_and_a_number_are_infinity(tmp_path, dtype) -> None:
+    inf, nan = float("inf"), float("nan")
+    rows = [[inf, 1.0, inf, inf, nan, -inf], [1.0, inf, inf, -inf, 1.0, 2.0], [2.0, 2.0, inf, 1.0, inf, 3.0]]
+    sources = [write(tmp_path / str(i), {"w": torch.tensor(row, dtype=dtype)}) for i, row in enumerate(rows)]
+    assert main(["average", *sources, str(tmp_path / "out")]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")["w"]
+    assert found.tolist()[:3] + found.tolist()[5:] == [inf, inf, inf, -inf]
+    assert found[3:5].isnan().all()
+
+
 @pytest.fixture
 def three(tmp_path):
     models = [model(seed) for seed in range(3)]

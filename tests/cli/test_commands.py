@@ -532,6 +532,35 @@ def test_world_size_infers_an_axis(model: Path, tmp_path: Path, ckpt_json) -> No
     assert ckpt_json("inspect", tmp_path / "run")["mesh"] == {"dp_shard": 4, "tp": 2}
 
 
+def test_tp_without_rules_is_warned_of(model: Path, tmp_path: Path, ckpt_json) -> None:
+    (warning,) = ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=2,tp=2")["warnings"]
+    assert "nothing is cut along tp" in warning
+    assert "--tp-plan auto" in warning
+    cut = ckpt_json("shard", model, tmp_path / "cut", "--mesh", "tp=2", "--set", f"{UP}=tp:S(0)")
+    assert cut["warnings"] == []
+
+
+def test_plan_of_a_step_takes_the_config_of_its_model(tmp_path: Path, ckpt_json) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 8}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, **sizes}
+    cut = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    matrices = [f"model.layers.0.{name}.weight" for name in cut] + ["model.embed_tokens.weight", "lm_head.weight"]
+    norms = [
+        f"model.{name}.weight" for name in ("norm", "layers.0.input_layernorm", "layers.0.post_attention_layernorm")
+    ]
+    tensors = {name: tensor("F32", 8, 8) for name in matrices} | {name: tensor("F32", 8) for name in norms}
+    base = write_model(tmp_path / "base", tensors, assets={"config.json": json.dumps(config).encode()})
+    ckpt_json("shard", base, tmp_path / "run", "--mesh", "dp_shard=2")
+    for name in ("config.json", "ckpt_manifest.json"):  # as a trainer leaves it
+        (tmp_path / "run" / name).unlink()
+    plan = ("--mesh", "tp=2", "--tp-plan", "auto")
+    assert "--assets" in ckpt_json("reshard", tmp_path / "run", tmp_path / "cut", *plan, code=2)["error"]["hint"]
+    ckpt_json("reshard", tmp_path / "run", tmp_path / "cut", *plan, "--assets", base)
+    placed = {t["fqn"]: t["placements"]["tp"] for t in ckpt_json("inspect", tmp_path / "cut", "--tensors")["tensors"]}
+    assert (placed[matrices[0]], placed[matrices[3]], placed[norms[0]]) == ("S(0)", "S(1)", "R")
+    assert ckpt_json("reshard", tmp_path / "run", tmp_path / "x", "--mesh", "tp=2", "--assets", base, code=2)
+
+
 def test_mesh_aliases_are_understood(model: Path, tmp_path: Path, ckpt_json) -> None:
     ckpt_json("shard", model, tmp_path / "run", "--mesh", "ddp=2,fsdp=2")
     assert ckpt_json("inspect", tmp_path / "run")["mesh"] == {"dp_replicate": 2, "dp_shard": 2}
@@ -567,6 +596,20 @@ def test_include_and_exclude_choose_tensors(model: Path, tmp_path: Path, ckpt_js
     tensors = ckpt_json("inspect", tmp_path / "run", "--tensors")["tensors"]
     assert {t["fqn"] for t in tensors} == {UP, "model.step"}
     assert ckpt_json("inspect", model, "--include", "model.*")["num_tensors"] == 2  # * stays in one component
+
+
+@pytest.mark.parametrize("name", [UP, "model." + UP])
+def test_globs_match_the_names_of_either_side(name: str, model: Path, tmp_path: Path, ckpt_json) -> None:
+    ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=2", "--prefix", "model.")
+    for sides in ((model, tmp_path / "run"), (tmp_path / "run", model)):
+        assert ckpt_json("diff", *sides, "--exclude", name)["num_equal"] == len(MODEL) - 1
+    rows = ckpt_json("stats", tmp_path / "run", "--against", model, "--exclude", name)["tensors"]
+    assert UP not in {row["fqn"].removeprefix("model.") for row in rows}
+    ckpt_json("gather", tmp_path / "run", tmp_path / "back", "--include", name)
+    assert ckpt_json("inspect", tmp_path / "back")["num_tensors"] == 1
+    ckpt_json("shard", model, tmp_path / "part", "--mesh", "dp_shard=2", "--prefix", "model.", "--include", name)
+    assert ckpt_json("inspect", tmp_path / "part")["num_tensors"] == 1
+    assert "nearest" in ckpt_json("diff", model, tmp_path / "run", "--exclude", "ghost.**", code=2)["error"]["hint"]
 
 
 def test_prefix_is_put_there_and_taken_away(model: Path, tmp_path: Path, ckpt_json) -> None:

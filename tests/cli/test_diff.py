@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def steps(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_changes_are_gathered_by_place_with_their_sizes(steps, capsys, dtype) -> None:
-    args = ["diff", str(steps / f"after-{dtype}.safetensors"), str(steps / f"before-{dtype}.safetensors")]
+    args = ["diff", str(steps / f"before-{dtype}.safetensors"), str(steps / f"after-{dtype}.safetensors")]
     assert main(args) == 3
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "~ layers.*.mlp.weight: 30 differ, by 0.01 of their size (most 0.5)"
@@ -61,4 +63,25 @@ def test_size_of_a_change_is_in_the_document(tmp_path, capsys) -> None:
     save_file(other, tmp_path / "b.safetensors")
     assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--json"]) == 3
     changed = json.loads(capsys.readouterr().out)["changed"]
-    assert {change["fqn"]: change["relative"] for change in changed} == {"w": 0.5, "zero": None, "nan": None, "n": None}
+    assert {change["fqn"]: change["relative"] for change in changed} == {
+        "w": pytest.approx(1 / 3),
+        "zero": 1.0,
+        "nan": None,
+        "n": None,
+    }
+    assert next(change for change in changed if change["fqn"] == "nan")["what"].endswith(
+        "; A with NaN, Inf or numbers too large to square"
+    )
+
+
+@pytest.mark.parametrize(("rtol", "code"), [(0.34, 0), (0.3, 3)])
+def test_tolerance_is_of_the_first_one_and_needs_no_torch(rtol: float, code: int, tmp_path) -> None:
+    for name, value in (("a", 3.0), ("b", 2.0)):
+        tensors = {
+            kind: torch.tensor([value, float("nan"), float("inf")], dtype=getattr(torch, kind))
+            for kind in ("float32", "bfloat16")
+        }
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    script = "import sys; sys.modules['torch'] = None; from ckpt_tools.cli import main; sys.exit(main(sys.argv[1:]))"
+    argv = ["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--rtol", str(rtol)]
+    assert subprocess.run([sys.executable, "-c", script, *argv], capture_output=True).returncode == code

@@ -15,7 +15,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 from corrupt.every_byte import DOCUMENT
@@ -191,7 +191,6 @@ def sweep(path: Path, step: int = 1) -> tuple[Counter[str], list[str]]:
 
 def _changed(one: ParsedMetadata, other: ParsedMetadata) -> str:
     """Say what ckpt reads differently: "" for nothing, "names", or all that it is."""
-    one, other = (replace(parsed, saved_as="") for parsed in (one, other))  # where a save was made proves nothing
     if one == other:
         return ""
     left, right = (_without_names(parsed) for parsed in (one, other))

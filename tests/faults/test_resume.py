@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -118,6 +119,22 @@ def test_resume_after_a_kill_at_any_write_continues(runs, case):
     assert continued >= 12
     # The last kill came in the documents: all was kept.
     assert max(kept) >= 0.99 * NBYTES
+
+
+def test_error_at_opening_a_staged_file_keeps_what_was_written(shard, case):
+    kept = 0
+    for nth in range(1, 100):
+        directory = case / str(nth)
+        directory.mkdir()
+        result = shard.run(directory, below=directory, only="open", nth=nth, error=errno.EIO)
+        if not result.hit:
+            break
+        if result.code:
+            is_kept = "the same command continues from there" in result.err and len(staging_left(directory)) == 1
+            assert is_kept or not kept, result  # once something was written, all of it is kept
+            kept += is_kept
+            shard.completes(directory)
+    assert kept >= 15
 
 
 @pytest.mark.full

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli import main
+from ckpt_tools.formats.repositories import find_models
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.storage.source import LocalSource
 
@@ -149,6 +150,7 @@ def put_cache(path: Path, models: Models) -> None:
     (path / "refs" / "main").write_text("0123abc")
 
 
+CODEC = {"encoder.conv_in.weight": torch.ones(4, 3, 3, 3), "decoder.conv_in.bias": torch.full((5,), 0.1)}
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 ST, TORCH, HF = "model.safetensors", "pytorch_model.bin", "transformers 5.23"
 
@@ -378,11 +380,21 @@ ROWS = {
         halves("checkpoint-shard0.pt", "checkpoint-shard1.pt"), "fairscale", "new", "fairscale",
     ),
     "bagel": Row(
-        "BAGEL", "`ema.safetensors`, `ae.safetensors`",
-        both(one("ema.safetensors"), one("ae.safetensors", "old")), "BAGEL", "new", "2 safetensors files",
+        "BAGEL", "`ema.safetensors`, `model.bf16.safetensors` of the same names",
+        both(one("ema.safetensors"), one("model.bf16.safetensors", "old")), "BAGEL", "new", "2 safetensors files",
+    ),
+    "ltx": Row(
+        "Lightricks", "`ltx-video-2b.safetensors`, `ltx-video-2b-distilled.safetensors`",
+        both(one("ltx-video-2b.safetensors"), one("ltx-video-2b-distilled.safetensors", "old")),
+        "ComfyUI", "new", "2 safetensors files",
     ),
 }
 REPOSITORIES = {
+    "bagel": Row(
+        "BAGEL", "`ema.safetensors`, `ae.safetensors`, `config.json`, `llm_config.json`",
+        both(one("ema.safetensors"), lambda p, _: put(p / "ae.safetensors", CODEC), raw("llm_config.json", b"{}")),
+        "BAGEL", "new",
+    ),
     "diffusers": Row(
         "diffusers", "`model_index.json`, `unet/`, `vae/`, `scheduler/`",
         pipeline, "diffusers 0.42", "new",
@@ -506,9 +518,9 @@ def test_repository_goes_there_and_back_whole_or_is_refused(name: str, models: M
         file.relative_to(back) for file in back.rglob("*") if file.name != "ckpt_manifest.json" and file.is_file()
     } == files
     assert all((back / file).read_bytes() == (source / file).read_bytes() for file in files)
-    one = {"diffusers": "vae", "sentences": "2_Dense"}[name]
+    one = {"diffusers": "vae", "sentences": "2_Dense", "bagel": "ae"}[name]
     assert main(["gather", str(cut), str(tmp_path / "one"), "--component", one]) == 0
-    assert main(["diff", str(tmp_path / "one"), str(source / one)]) == 0
+    assert main(["diff", str(tmp_path / "one"), f"{source / one}{'.safetensors' * (name == 'bagel')}"]) == 0
     weights = next((cut / one).glob("__0_*.distcp"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     assert main(["verify", str(cut)]) == 3
@@ -517,6 +529,46 @@ def test_repository_goes_there_and_back_whole_or_is_refused(name: str, models: M
     shutil.rmtree(cut / one)
     assert main(["gather", str(cut), str(tmp_path / "less")]) == 4
     assert one in capsys.readouterr().err
+
+
+WEIGHTS = {f"model.layers.{i}.{part}_proj.weight": torch.ones(8, 8 * i) for i in (1, 2) for part in "qkv"}
+KIN = {
+    "variant": WEIGHTS | CODEC,
+    "average": {f"ema_model.{name}": tensor for name, tensor in WEIGHTS.items()},
+    "other half": {name.replace("layers.", "layers.1"): tensor for name, tensor in WEIGHTS.items()},
+    "one name in both": {"encoder.conv_in.weight": torch.ones(3), "head.bias": torch.ones(2)},
+    "nothing": {},
+}
+
+
+@pytest.mark.parametrize("kin", KIN)
+def test_files_of_one_model_are_no_components(kin: str, tmp_path: Path) -> None:
+    put(tmp_path / "a.safetensors", WEIGHTS)
+    put(tmp_path / "b.safetensors", CODEC)
+    with LocalSource(str(tmp_path)) as source:
+        assert find_models(source, source.list_files()) == ["a.safetensors", "b.safetensors"]
+        assert find_models(source, {**source.list_files(), ".gitattributes": 1, "vae/ae.safetensors": 9}) != []
+        for name in ("optimizer.safetensors", "b-00001-of-00002.safetensors", "a", "b.safetensors.index.json", TORCH):
+            assert find_models(source, {**source.list_files(), name: 1}) == []
+    put(tmp_path / "c.safetensors", KIN[kin])
+    with LocalSource(str(tmp_path)) as source:
+        assert find_models(source, source.list_files()) == []
+    assert main(["shard", str(tmp_path), str(tmp_path / "out"), "--mesh", "dp_shard=2"]) == 4
+
+
+def test_models_in_one_directory_are_listed_cast_and_checked(models: Models, tmp_path: Path, capsys) -> None:
+    source, out = made(REPOSITORIES["bagel"], tmp_path / "source", models), tmp_path / "out"
+    assert main(["inspect", str(source), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["identity"]["components"] == ["ema", "ae"]
+    assert main(["gather", str(source), str(out), "--max-shard-size", "1GB"]) == 2
+    _, state = gathered(str(source), out, "--dtype", "bf16")
+    assert state.keys() == models.new.keys() | CODEC.keys()
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert main(["verify", str(out)]) == 0
+    content = (out / "ae.safetensors").read_bytes()
+    (out / "ae.safetensors").write_bytes(content[:-1] + b"!")
+    assert main(["verify", str(out)]) == 3
+    assert main(["shard", str(out), str(tmp_path / "cut"), "--mesh", "dp_shard=2"]) == 4
 
 
 def test_component_of_what_has_none_is_a_usage_error(models: Models, tmp_path: Path, capsys) -> None:

@@ -11,7 +11,7 @@ from fsdp2.ranks import run_ranks
 from fsdp2.threads import Frozen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Partial
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.checkpoint import checkpoint
@@ -51,6 +51,24 @@ def accumulated(mesh):
 
     optimizer = _adam(net.parameters())
     return _train(net, [optimizer], run)
+
+
+def settings_come_back_after_accumulation(mesh):
+    net = shard(Net(), mesh)
+    net.set_reshard_after_backward(False)
+    net.set_requires_all_reduce(False)
+
+    def settings():
+        states = [module._get_fsdp_state() for module in net.modules() if isinstance(module, FSDPModule)]
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        return [(g.reshard_after_backward, g.reduce_grads, g.all_reduce_grads) for g in groups]
+
+    for number in range(2):
+        with accumulate(net, number == 1, keep_unsharded=True):
+            assert {each[0] for each in settings()} == {False}
+            step(net)
+        assert set(settings()) == {(False, True, False)}
+    return []
 
 
 def two_optimizers(mesh):
@@ -251,6 +269,7 @@ HEALTHY = (
     all_reduce_left_to_the_last_micro_batch,
     another_models_optimizer_stands_still,
     accumulated,
+    settings_come_back_after_accumulation,
     two_optimizers,
     optimizer_in_backward,
     unused_parts,

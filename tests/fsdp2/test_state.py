@@ -6,6 +6,7 @@ import random
 import re
 import resource
 from collections import Counter, OrderedDict
+from concurrent.futures import wait
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from ckpt_tools.fsdp2 import (
     load_checkpoint,
     load_optimizer,
     parameter_groups,
+    save as saving,
     save_checkpoint,
 )
 
@@ -434,6 +436,23 @@ def test_async_save_keeps_what_was_there_when_it_was_called(tmp_path):
     assert api.verify(tmp_path / "later").ok
     with pytest.raises(DestinationExistsError):
         async_save_checkpoint(run.actor, None, tmp_path / "later")
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_failed_async_save_is_raised_by_the_next_one_unless_somebody_asked(tmp_path, monkeypatch, is_asked: bool):
+    run = Run()
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "_publish", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        save = async_save_checkpoint(run.actor, None, tmp_path / "lost")
+        if is_asked:
+            with pytest.raises(OSError, match="disk full"):
+                save.result(timeout=60)
+        wait([save])
+    if not is_asked:
+        with pytest.raises(OSError, match="disk full"):
+            save_checkpoint(run.actor, None, tmp_path / "next")
+    save_checkpoint(run.actor, None, tmp_path / "next")
+    assert [each.name for each in tmp_path.iterdir()] == ["next"]
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")

@@ -215,7 +215,6 @@ def _check_metadata(data: bytes) -> bool:
     again = parse_metadata(build_metadata(parsed.tensors, parsed.blobs))
     assert replace(again, single_names=0) == replace(
         parsed,
-        saved_as="",
         tensors=tuple(replace(e, path=e.path or (e.fqn,)) for e in parsed.tensors),
         blobs=tuple(replace(b, path=b.path or (b.fqn,)) for b in parsed.blobs),
         single_names=0,  # how often a name stands in the file is not what the file says

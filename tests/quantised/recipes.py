@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 SAMPLES = Path(__file__).parent / "samples"
 
 
-def save(name: str, library: str, tensors: dict, wanted: dict, settings: dict) -> None:
+def save(name: str, library: str, tensors: dict, wanted: dict, settings: dict, header: dict | None = None) -> None:
     """Write a sample: a checkpoint, what its tensors stand for (`wanted.…`), and its `quantization_config`."""
-    about = {"quantization_config": json.dumps(settings), "library": library}
+    about = {"quantization_config": json.dumps(settings), "library": library} | (header or {})
     own = {f"wanted.{fqn}": tensor.contiguous() for fqn, tensor in wanted.items()}
     save_file(tensors | own, SAMPLES / f"{name}.safetensors", metadata=about)
 
@@ -68,6 +68,32 @@ def compressed() -> None:
         name = case.replace(" ", "_")
         about = f"compressed-tensors {version('compressed-tensors')}"
         save(name, about, {f"a.{part}": tensor for part, tensor in stored.items()}, {"a.weight": wanted}, own)
+
+
+def torchao() -> None:
+    """Rows, groups with zero points, 8-bit floats; the last layer in 4 bits."""
+    made, flat = (
+        import_module("torchao.quantization"),
+        import_module("torchao.prototype.safetensors.safetensors_support"),
+    )
+    torch.manual_seed(1)
+    layers = {
+        "a": made.Int8WeightOnlyConfig(),
+        "b": made.Int8WeightOnlyConfig(granularity=made.PerGroup(32)),
+        "c": made.Float8WeightOnlyConfig(),
+        "d": made.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4,
+            granularity=made.PerGroup(16),
+            mapping_type=made.quant_primitives.MappingType.ASYMMETRIC,
+        ),
+    }
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(64, 32, bias=name == "a") for name in layers}).bfloat16()
+    for name, config in layers.items():
+        made.quantize_(model[name], config)
+    tensors, header = flat.flatten_tensor_state_dict({n: t.detach() for n, t in model.state_dict().items()})
+    wanted = {fqn: model.get_parameter(fqn) for fqn in model.state_dict()}
+    wanted = {fqn: t.detach().clone() if fqn.endswith("bias") else t.dequantize() for fqn, t in wanted.items()}
+    save("torchao", f"torchao {version('torchao')}", tensors, wanted, {"quant_method": "torchao"}, header)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,11 @@ def opened(sample: Path, directory: Path) -> dict[str, torch.Tensor]:
     """Write the checkpoint of a sample; return what it stands for."""
     tensors = load_file(sample)
     with safe_open(sample, "pt") as file:
-        settings = json.loads(file.metadata()["quantization_config"])
+        header = file.metadata()
+        settings = json.loads(header["quantization_config"])
     directory.mkdir()
     stored = {fqn: tensor for fqn, tensor in tensors.items() if not fqn.startswith("wanted.")}
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, directory / "model.safetensors", metadata=header | {"format": "pt"})
     (directory / "config.json").write_text(json.dumps({"quantization_config": settings}))
     return {fqn.removeprefix("wanted."): tensor for fqn, tensor in tensors.items() if fqn not in stored}
 

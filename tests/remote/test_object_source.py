@@ -23,7 +23,7 @@ from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
-from ckpt_tools.formats.opening import open_from
+from ckpt_tools.formats.opening import open_path
 from ckpt_tools.remote import source as remote_source, store as remote_store
 from ckpt_tools.remote.ahead import Range, join
 from ckpt_tools.remote.places import open_place
@@ -485,9 +485,9 @@ def test_ends_of_many_items_take_few_requests(tmp_path: Path) -> None:
     run = shard_model(tmp_path, "dp_shard=1", tensors)
     with LocalSource(str(run)) as local:
         source = _Counting(local)
-        with open_from(source, path="counting://") as opened:
+        with open_path("counting://", source=source) as opened:
             source.asked.clear()
             resolved = opened.resolved()
         assert len(source.asked) <= 4
-        with open_from(local, path=str(run)) as opened:
+        with open_path(str(run), source=local) as opened:
             assert opened.resolved().tensors == resolved.tensors

@@ -222,8 +222,7 @@ MODEL = json.dumps({"model_type": "llama"})
             {"tokenizer.model": "1"},
             ["tokenizer.json: left out, the other; the tokenizer is the own"],
         ),
-        # a trainer's settings, by the name of a model's
-        ({"config.json": "{}"}, {"config.json": MODEL}, {"config.json": MODEL}, ["config.json: the other; the own"]),
+        ({"config.json": "{}"}, {"config.json": MODEL}, {"config.json": "{}"}, ["config.json: the own; the other"]),
         ({"config.json": MODEL}, {"config.json": "{}"}, {"config.json": MODEL}, ["config.json: the own; the other"]),
         (
             {"preprocessor_config.json": "1"},

@@ -80,7 +80,7 @@ def test_whole_step_is_resumable(way, tmp_path) -> None:
     step = MAKERS[way](tmp_path / "checkpoint-2")
     verdict = judge_path(str(step))
     assert (verdict.resumable, verdict.reasons, verdict.mixed) == ("yes", (), ())
-    assert 2 in [step for step, _ in verdict.steps] or way == "verl"
+    assert 2 in [each.step for each in verdict.steps] or way == "verl"
     assert main(["verify", str(step), "--for", "resume", "-q"]) == 0
 
 
@@ -184,6 +184,29 @@ def test_unused_experts_and_skipped_steps_are_of_one_step(tmp_path) -> None:
     torch.save({"scale": 1.0}, step / "scaler.pt")
     assert judge_path(str(step)).resumable == "yes"
     assert judge_path(str(step.rename(tmp_path / "best"))).resumable == "yes"
+
+
+def save_two(path: Path, models: int, params: list[int]) -> Path:
+    """As accelerate does in DDP: models of three tensors, optimizers of so many."""
+    path.mkdir()
+    for number in range(models):
+        weights = {name: torch.ones(2) for name in "abc"}
+        save_file(weights, path / ("model.safetensors" if not number else f"model_{number}.safetensors"))
+    for number, count in enumerate(params):
+        adam = {"state": {}, "param_groups": [{"lr": 0.1 / (1 + number), "params": list(range(count))}]}
+        torch.save(adam, path / ("optimizer.bin" if not number else f"optimizer_{number}.bin"))
+    torch.save({"step": 2, "random_state": ()}, path / "random_states_0.pkl")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("models", "params", "known"),
+    [(1, [2, 1], "yes"), (2, [6], "yes"), (2, [3], "not known"), (2, [3, 3], "yes"), (1, [3, 3], "no")],
+)
+def test_models_and_optimizers_need_not_be_as_many(models, params, known, tmp_path) -> None:
+    step = save_two(tmp_path / "checkpoint_2", models, params)
+    assert (judge_path(str(step)).resumable, main(["verify", str(step), "-q"])) == (known, 3 if known == "no" else 0)
+    assert main(["verify", str(step), "-q", "--for", "resume"]) == (0 if known == "yes" else 3)
 
 
 @pytest.mark.parametrize("way", ["dcp", "hub", "trainer", "torchtitan", "lightning"])

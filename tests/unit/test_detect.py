@@ -12,7 +12,14 @@ from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.file_names import is_hf_asset, is_weights
-from ckpt_tools.formats.opening import detect
+from ckpt_tools.formats.layouts import explain
+from ckpt_tools.formats.table import detect_format
+
+
+def detect(files: dict[str, int], *, path: str):
+    if (found := detect_format(files, is_file=False)) is None:
+        raise explain(files, path)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def _names(checkpoint: Checkpoint) -> list[str]:
         (("**w", "c"), (), ["a.w", "a.b.w", "c"]),
         ((), ("a.**",), ["c"]),
         (("**",), ("{a.w,c}",), ["a.b.w"]),
-        (("c",), ("nothing",), ["c"]),
+        (("c", "**w"), ("*.b.*",), ["a.w", "c"]),
     ],
 )
 def test_select_keeps_what_the_globs_say(include, exclude, kept) -> None:
@@ -78,8 +78,9 @@ def test_select_without_globs_is_the_same_object() -> None:
     [
         (("ghost",), (), "matches no tensor"),
         (("a", "ghost.*"), (), "matches no tensor"),
-        ((), ("**",), "leave nothing"),
-        (("a",), ("a",), "leave nothing"),
+        ((), ("ghost",), "--exclude ghost matches no tensor; hint: the nearest names are "),
+        ((), ("**",), "--exclude leaves nothing"),
+        (("a",), ("a",), "--include and --exclude leave nothing"),
         (("{a",), (), "counterpart"),
     ],
 )
@@ -88,12 +89,10 @@ def test_select_of_nothing_is_a_usage_error(include, exclude, word: str) -> None
         select(_checkpoint("a", "b"), include=include, exclude=exclude)
 
 
-def test_select_beside_another_may_leave_one_side_empty() -> None:
-    one, other = _checkpoint("a"), _checkpoint("b")
-    assert _names(select(one, include=["b"], beside=other)) == []
-    assert _names(select(other, include=["b"], beside=one)) == ["b"]
-    with pytest.raises(UsageError):
-        select(one, include=["c"], beside=other)
+def test_select_takes_any_name_that_is_shown() -> None:
+    one = _checkpoint("a", "b")
+    assert _names(select(one, include=["hub.a"], also={"a": ["hub.a"]})) == ["a"]
+    assert _names(select(one, exclude=["hub.a"], also={"a": ["hub.a"]})) == ["b"]
 
 
 def test_rename_changes_names_alone() -> None:

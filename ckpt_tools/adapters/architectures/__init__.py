@@ -50,7 +50,6 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         )
     }
 )
-"""By name."""
 
 
 def candidates(paths: Iterable[str]) -> tuple[str, ...]:

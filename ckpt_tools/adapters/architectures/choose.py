@@ -22,11 +22,7 @@ _HEADERS = {
 
 
 def family_named(name: str | None) -> ModelFamily | None:
-    """Return the model family that the user names.
-
-    Raises:
-        UsageError: There is none of this name.
-    """
+    """Return the model family that the user names."""
     known = ("llm", *ARCHITECTURES)
     if name is not None and name not in known:
         raise UsageError(f"unknown model family {name!r}", hint=f"--architecture takes {', '.join(known)}")
@@ -103,9 +99,6 @@ def choose_architectures(
     """Return the families that the adapter can be for; several only where nothing tells them apart.
 
     Whether models without tables have the same names is another question (`rivals_of`).
-
-    Raises:
-        UsageError: A language model, or a family that ckpt has no names for.
     """
     paths = [module.path for module in adapter.modules]
     where = paths[0] if paths else None

@@ -70,11 +70,7 @@ def _inner_names(path: str, part: Part) -> Iterable[str]:
 
 
 def place(path: str, architecture: Architecture) -> Place:
-    """Return the one module that `path` means.
-
-    Raises:
-        UsageError: None, or more than one.
-    """
+    """Return the one module that `path` means; raise UsageError for none or several."""
     found = readings(path, architecture)
     if len(found) == 1:
         return found[0]
@@ -104,11 +100,7 @@ def underscored(base_names: Collection[str]) -> Mapping[str, str | None]:
 
 
 def unflatten(path: str, base_names: Collection[str]) -> str:
-    """Return the module of a base model whose flattened name is `path` ("lora_unet_…", "lycoris_…", or bare).
-
-    Raises:
-        UsageError: No module of the base, or several, have that name.
-    """
+    """Return the module of a base model whose flattened name is `path` ("lora_unet_…", "lycoris_…", or bare)."""
     table = underscored(base_names)
     flat = re.sub(r"^(?:lora_unet|lora_transformer|lora_prior_unet|lycoris|lora)_", "", path)
     found = table.get(flat)

@@ -21,11 +21,7 @@ _PIECE_ELEMS = 1 << 18
 
 
 class Arithmetic:
-    """What adapters make of one tensor.
-
-    Raises:
-        CkptError: The factors do not fit, or an unknown setting on which the result depends.
-    """
+    """What adapters make of one tensor."""
 
     def __init__(self, edit: TensorEdit) -> None:
         self._name = name = edit.entry.fqn
@@ -46,15 +42,9 @@ class Arithmetic:
         self.is_rowwise = all(change.is_rowwise for _, change in self._parts)
 
     def apply(self, row: int, content: memoryview, result: memoryview) -> None:
-        """Compute rows from `row` on.
+        """Compute the rows from `row` on into `result`, which may be the memory of `content`.
 
-        Args:
-            row: The first one.
-            content: The rows as they are stored.
-            result: Takes them as they are to be; may be the same memory.
-
-        Raises:
-            CkptError: The result is not finite where the base is.
+        Raise CkptError where the result is not finite and the base is.
         """
         with np.errstate(all="ignore"):  # what is not finite is looked for in the result
             whole = array_of(content, self._before, (-1, self.columns))

@@ -62,11 +62,7 @@ class Combining:
 
     @classmethod
     def of(cls, options: MergeOptions) -> Combining | None:
-        """Return what the user asks for; None where adapters are added up.
-
-        Raises:
-            UsageError: An unknown method, or a number that it lacks or does not take.
-        """
+        """Return what the user asks for; None where adapters are added up."""
         method, density = options.combine, options.density
         if method not in METHODS:
             raise UsageError(f"--combine must be one of {', '.join(METHODS)}, got {method!r}")
@@ -148,11 +144,7 @@ class Group:
     _made: tuple[Array, Array] | None = None
 
     def check(self) -> None:
-        """Refuse what PEFT does not combine.
-
-        Raises:
-            UsageError: Something else than plain LoRA, or ranks that differ where factors are combined.
-        """
+        """Refuse what PEFT does not combine: other types than plain LoRA, or factors of different ranks."""
         modules = [share.adapter.modules[index] for share, index in self.members]
         method, where = self.combining.options.combine, modules[0].path
         for module in modules:
@@ -226,11 +218,7 @@ class Group:
 
 
 def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, tuple[Part, ...]]:
-    """Return FQN in the base → what changes it, whole tensors first: of every adapter, or of those that are combined.
-
-    Raises:
-        UsageError: Modules that cannot be combined, or changes of the same rows that are no sum.
-    """
+    """Return FQN in the base → what changes it, whole tensors first: of every adapter, or of those combined."""
     turns = threading.Lock()
     groups: dict[tuple[object, ...], Group] = {}
     found: dict[str, list[Part]] = defaultdict(list)

@@ -25,15 +25,10 @@ _MAX_VECTOR_ELEMS = 1 << 20
 def refuse_changed(
     adapter: Adapter[TensorEntry], source: Opened, base: Opened, tensors: Mapping[str, TensorEntry]
 ) -> bool:
-    """Compare biases, norms, and the smallest adapted weight, of the adapter's source and of the base.
+    """Refuse an adapter whose source has other biases, norms or values in its smallest adapted weight than the base.
 
-    `tensors` are the base's, by the names that a plain model gives them.
-
-    Returns:
-        Whether an adapted weight was among what was compared: the adapter was trained on the base as it is.
-
-    Raises:
-        UsageError: They differ.
+    `tensors` are the base's, by the names that a plain model gives them. Return True if an adapted weight was compared:
+    the adapter was trained on the base as it is.
     """
     own, theirs = TensorReader(source), TensorReader(base)
 

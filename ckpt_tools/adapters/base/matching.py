@@ -57,16 +57,14 @@ class BaseMatch:
     parts: Mapping[str, Sequence[ChangedRows]]
     """FQN in the base → its parts."""
     notes: tuple[str, ...]
-    """How names were understood, for people."""
 
 
 def match_modules(
     adapter: Adapter[TensorEntry], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
 ) -> BaseMatch:
-    """Find every module's tensors; the arguments as for `slots.find_slots`.
+    """Find every module's tensors, or raise UsageError with the names that match none, several or misfits.
 
-    Raises:
-        UsageError: A module that finds no tensor, that does not fit, or that is ambiguous; with the names.
+    The arguments are those of `slots.find_slots`.
     """
     slots = find_slots(tensors, config)
     wanted = list(_wanted(adapter, slots))
@@ -290,14 +288,7 @@ def match_any_spelling(
     tensors: Mapping[str, TensorEntry],
     config: Mapping[str, object],
 ) -> tuple[Adapter[TensorEntry], BaseMatch, list[str]]:
-    """Find every module's tensors, under the adapter's own names or those of the base's implementation.
-
-    Returns:
-        The adapter as it was matched, the match, and notes.
-
-    Raises:
-        UsageError: No spelling fits.
-    """
+    """Find every module's tensors, under the adapter's own names or those of the base's implementation."""
     try:
         return adapter, match_modules(adapter, tensors, config), []
     except UsageError as error:

@@ -76,10 +76,7 @@ def base_path(path: str) -> str:
 def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
     """Refuse to pass on modules of a trainer's own model: a model of transformers has none of them.
 
-    `is_proven`: they are held against a base that the user names.
-
-    Raises:
-        UsageError: They are.
+    `is_proven`: they are matched with a base that the user names.
     """
     if adapter.convention == "trainer":
         raise UsageError(

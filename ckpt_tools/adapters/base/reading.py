@@ -42,11 +42,7 @@ Source: transformers 5.23, `main_input_name` of every class of this name with `i
 
 
 def read_base(path: str | os.PathLike[str]) -> BaseModel:
-    """Read the headers of a base model.
-
-    Raises:
-        UnreadableError: Not a complete, readable checkpoint.
-    """
+    """Read the headers of a base model."""
     with open_path(os.fspath(path)) as opened:
         tensors = plain_names(opened.checkpoint)
         config = base_config(opened)
@@ -72,11 +68,7 @@ def on_base(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> OpenedA
 
 
 def base_of(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> tuple[BaseModel | None, bool]:
-    """Return the base model as the adapter names it, and whether its weights are proven to be the training run's.
-
-    Raises:
-        UsageError: It is not, or the adapter is for a model that is made of the base.
-    """
+    """Return the base model as the adapter names it, and whether its weights are proven to be the training run's."""
     if base is None:
         return _base_in(read.adapter), False
     replicated = read.adapter.settings.get("layer_replication")

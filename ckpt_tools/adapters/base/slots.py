@@ -151,11 +151,8 @@ def resolve(
 ) -> tuple[dict[str, str], list[str]]:
     """Return {name in the adapter: slot}, and how other names were understood.
 
-    A name that is no slot's may be one whose beginning is another: the same for all, and without a second possibility.
+    A name that is no slot's may be one with another beginning: the same for all, and without a second possibility.
     kohya's have underscores for dots.
-
-    Raises:
-        UsageError: Names that nothing in the base has, or two for the same tensor.
     """
     found = {name: name for name in wanted if name in slots}
     missing = [name for name in dict.fromkeys(wanted) if name not in found]

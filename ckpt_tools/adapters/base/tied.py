@@ -25,19 +25,12 @@ HEAD = "lm_head.weight"
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of architectures' names whose models have a head, stored or tied."""
 UNTIE = "--untie gives the head a weight of its own, as it had in training (and config.json says so)"
-"""What helps, for people."""
 Pair = tuple[TensorEntry, TensorEntry]
 """An embedding and a head that may be one parameter in the model: the one that is changed, and the other."""
 
 
 def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collection[str]) -> tuple[Pair, ...]:
-    """Return the pairs that must not hold the same values (see `refuse_equal`).
-
-    PEFT's adapter of a tied embedding leaves the head alone, until it is merged.
-
-    Raises:
-        UsageError: The base stores an embedding that is its head too, and the adapter changes the embedding.
-    """
+    """Return the pairs that must not hold the same values; refuse to change an embedding that is the head too."""
     is_tied = _says_tied(base)
     if is_tied is False:
         return ()
@@ -60,11 +53,7 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
 
 
 def untied(base: Opened) -> tuple[Opened, Mapping[str, object]]:
-    """Return a base whose head has a weight of its own, at first the embedding's, and the config that says so.
-
-    Raises:
-        UsageError: It ties nothing, has no config.json to say it, or its class computes otherwise when it is untied.
-    """
+    """Return a base whose head has a weight of its own, at first the embedding's, and the config that says so."""
     tensors, config = plain_names(base.checkpoint), base_config(base)
     embeddings, heads = list(_named(tensors, EMBEDDINGS)), list(_named(tensors, HEADS))
     what = ""
@@ -92,14 +81,7 @@ def untied(base: Opened) -> tuple[Opened, Mapping[str, object]]:
 def with_tied_heads(
     base: Opened, tensors: Mapping[str, TensorEntry], adapter: Adapter[TensorEntry], match: BaseMatch
 ) -> tuple[BaseMatch, frozenset[str]]:
-    """Return the match with the rows of trained tokens in tied heads too, as PEFT has them in training.
-
-    Returns:
-        The match, and the tensors that are changed as their tie wants it.
-
-    Raises:
-        UsageError: The adapter has other rows for the head.
-    """
+    """Return the match with trained tokens' rows in tied heads too, as in training, and the tensors so changed."""
     parts = dict(match.parts)
     settled: set[str] = set()
     for entry in _named(tensors, EMBEDDINGS) if _says_tied(base) else ():
@@ -121,13 +103,7 @@ def tied_embeddings(base: Opened, tensors: Mapping[str, TensorEntry]) -> tuple[T
 
 
 def refuse_equal(pairs: Collection[Pair], base: Opened, *, num_workers: int) -> None:
-    """Read the pairs, and refuse those that hold the same: a tied parameter, stored under two names.
-
-    A tied model would load only one of the two.
-
-    Raises:
-        UsageError: With the names.
-    """
+    """Refuse pairs that hold the same, a tied parameter under two names: a tied model would load only one of them."""
     for pair in pairs:
         found = scan(pair, base.source, num_workers=num_workers).digests
         changed, kept = (entry.fqn for entry in pair)

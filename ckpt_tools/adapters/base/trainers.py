@@ -31,12 +31,7 @@ _SETTLED: _Config = {"use_rslora": False, "init_lora_weights": True, "alpha_patt
 def in_hub_names(read: OpenedAdapter, config: _Config) -> OpenedAdapter:
     """Return an adapter under the module paths of the hub's model; unchanged where it has no trainer's names.
 
-    Args:
-        read: The adapter; its factors become views of the same bytes.
-        config: The base's config.json.
-
-    Raises:
-        UsageError: There is no map for this model, config.json lacks what it needs, or the factors do not fit it.
+    `config` is the base's config.json. The factors become views of the same bytes.
     """
     adapter = read.adapter
     if adapter.convention != "trainer":

@@ -24,11 +24,7 @@ _ENCODER = re.compile(r"(?:text_encoder(?:_\d)?\.|text_encoders\.|lora_te\d?_)")
 def check_against(
     adapter: Adapter[TensorEntry], base: BaseModel, family: ModelFamily | None
 ) -> tuple[list[Finding], list[str]]:
-    """Hold an adapter's modules against the base model's, by the names of its family, or by its own without tables.
-
-    Returns:
-        What is wrong, and what could not be checked.
-    """
+    """Compare an adapter's modules with the base's; return what is wrong, and what could not be checked."""
     modules = parents_of(base.shapes)
     has_plain_names = any(base_path(module.path) in modules for module in adapter.modules)
     if family == "llm" or has_plain_names:

@@ -60,13 +60,7 @@ _TRUNCATED_HINT = (
 
 
 def check_adapter(adapter: Adapter[F], *, base: Shapes | None = None, repairs: bool = False) -> Iterator[Finding]:
-    """Yield everything that is wrong with an adapter.
-
-    Args:
-        adapter: From headers, or loaded: values are looked at when they are there.
-        base: Shapes of the base model's parameters by name: are the adapted modules there, and of the right shape?
-        repairs: What is wrong with names alone will be put right: only a warning.
-    """
+    """Yield everything that is wrong with an adapter; with `repairs`, wrong names alone are only warnings."""
     yield from check_structure(adapter, base=base, repairs=repairs)
     table = {
         (number, role): _look(factor)

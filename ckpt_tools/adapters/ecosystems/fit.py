@@ -36,11 +36,7 @@ class Fitting:
     _conversions: dict[str, int] = field(default_factory=dict)
 
     def as_lora(self, module: Module) -> Module:
-        """Return a lora that changes the weight as `module` does.
-
-        Raises:
-            UsageError: There is none, and no rank for an approximation was given.
-        """
+        """Return a lora that changes the weight as `module` does, or approximates it where a rank for that is given."""
         family = family_of(module)
         if family.is_low_rank_pair(module.factors):
             return module
@@ -122,11 +118,7 @@ class Fitting:
         return scaled
 
     def magnitude_by_row(self, module: Module) -> Array:
-        """Return a DoRA's magnitude as (out,).
-
-        Raises:
-            InexpressibleError: It is one per column of the weight.
-        """
+        """Return a DoRA's magnitude as (out,); raise InexpressibleError if it is one per column of the weight."""
         magnitude = module.factors["magnitude"]
         if self.has_columns(module) or magnitude.size != rows_of(module):
             raise refuse(module, "its magnitude is one per column of the weight, PEFT's and diffusers' is one per row")
@@ -168,11 +160,7 @@ class Fitting:
 
 
 def require(placed: Placed, suffixes: Mapping[str, str], where: str) -> None:
-    """Raise unless the target has a name for every factor.
-
-    Raises:
-        InexpressibleError: It has not.
-    """
+    """Raise InexpressibleError unless the target has a name for every factor."""
     module = placed.module
     lacking = sorted(module.factors.keys() - suffixes.keys())
     if lacking or not suffixes:

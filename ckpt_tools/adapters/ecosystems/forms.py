@@ -63,11 +63,7 @@ def through_diffusers(
     svd_rank: int | None,
     base: BaseFamily | None,
 ) -> Adapter[Array]:
-    """Return an adapter of a diffusion model under diffusers' module paths, which are also PEFT's.
-
-    Raises:
-        UsageError: No architecture that is known, or something that cannot be said there.
-    """
+    """Return an adapter of a diffusion model under diffusers' module paths, which are also PEFT's."""
     written = to_target(loaded, "diffusers", architecture=architecture, base=base, svd_rank=svd_rank, may_fuse=False)
     notes += [*written.notes, *error_notes(written.errors)]
     named = [Named(name, parse_key(name), entry_of(name, tensor)) for name, tensor in written.tensors.items()]
@@ -87,11 +83,7 @@ def _scalar(tensors: Mapping[str, Array], entry: TensorEntry) -> float | None:
 
 
 def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, base: Shapes) -> Adapter[Array]:
-    """Return the adapter with every module said as a LoRA.
-
-    Raises:
-        UsageError: That is not possible exactly, and no rank of an approximation is given.
-    """
+    """Return the adapter with every module as a LoRA; refuse to approximate unless a rank for that is given."""
     from ckpt_tools.adapters.families.equivalents import as_lora
 
     modules = []
@@ -132,11 +124,7 @@ def error_notes(errors: Mapping[str, float]) -> list[str]:
 
 
 def target_of(name: str) -> Target:
-    """Return the ecosystem of this name.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Return the ecosystem of this name."""
     targets: tuple[Target, ...] = get_args(Target)
     if name not in targets:
         raise UsageError(f"unknown target {name!r}", hint=f"--to takes {', '.join(targets)}")
@@ -172,11 +160,7 @@ def write_names(
     svd_rank: int | None,
     notes: list[str],
 ) -> Written:
-    """Return what is to be written for diffusers, kohya or ComfyUI; `notes` are told what was done beside its own.
-
-    Raises:
-        UsageError: The model is not known, or the target cannot express the adapter.
-    """
+    """Return what is to be written for diffusers, kohya or ComfyUI; what was done to it is added to `notes`."""
     family = None if base is None else base.family
     if family is not None and architecture is not None and architecture != family.name:
         _contradict(architecture, family, notes)
@@ -242,23 +226,12 @@ def to_target(
     svd_rank: int | None = None,
     may_fuse: bool = True,
 ) -> Written:
-    """Write an adapter in the names of an ecosystem, exactly.
+    """Write an adapter in the names of diffusers, kohya or comfyui; `errors` of the result has the inexact modules.
 
-    Args:
-        adapter: With its factors loaded and its alphas known.
-        target: diffusers, kohya or comfyui; PEFT's files are written by `export`.
-        architecture: The model family; told from the names by default.
-        base: What the base model is; it goes before the adapter's names. Modules of a base without tables are under
-            the base's own names.
-        svd_rank: Rank of an approximation, for modules that cannot be expressed exactly; the error is reported.
-        may_fuse: diffusers fuses projections of FLUX.2 when it meets a LoKr of fused ones; False for the module paths
-            of the model as it is.
-
-    Returns:
-        File name, tensors, header and notes; `errors` has the modules that are not exact.
-
-    Raises:
-        UsageError: An unknown family or module, or one that the target cannot express.
+    Its factors are loaded and its alphas known. `base` goes before the adapter's names; modules of a base without
+    tables are under the base's own. `svd_rank` is the rank of an approximation where nothing exact exists. diffusers
+    fuses projections of FLUX.2 when it meets a LoKr of fused ones: with `may_fuse` False the module paths are those of
+    the model as it is.
     """
     from ckpt_tools.adapters.ecosystems.comfyui.writer import to_comfyui, to_comfyui_unchanged
     from ckpt_tools.adapters.ecosystems.diffusers.writer import to_diffusers, to_diffusers_unchanged

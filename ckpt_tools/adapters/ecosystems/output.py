@@ -92,7 +92,6 @@ class Output:
     items: Sequence[Item]
     metadata: Mapping[str, str]
     documents: Mapping[str, bytes]
-    """Small files beside it."""
 
     def head(self) -> tuple[bytes, dict[str, int]]:
         """Return the header, and where every tensor begins in the file."""
@@ -109,11 +108,7 @@ class Output:
 
 @contextmanager
 def staged(destination: str, *, overwrite: bool) -> Iterator[Staging]:
-    """Lend a staging directory that is gone afterwards, unless it was published.
-
-    Raises:
-        StorageError: The system could not write.
-    """
+    """Lend a staging directory that is gone afterwards, unless it was published."""
     staging = Staging(destination, overwrite=overwrite)
     try:
         staging.begin()
@@ -129,9 +124,6 @@ def write(output: Output, staging: Staging, *, see: Callable[[Item, memoryview],
     """Write everything, durably, and read it back; `see` is given every tensor's bytes as they were read.
 
     Memory: the largest tensor, twice when it is cast.
-
-    Raises:
-        StorageError: The system could not write, or gives back something else.
     """
     head, starts = output.head()
     nbytes = dict(output.sizes())[output.file]

@@ -33,11 +33,7 @@ class Placed:
 
 
 def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple[Place, Module]]:
-    """Look every module up.
-
-    Raises:
-        UsageError: A name that the tables do not know, or know twice.
-    """
+    """Return every module with its place; raise UsageError for a name that the tables lack, or have twice."""
     return [(place(module.path, architecture), module) for module in adapter.modules]
 
 
@@ -48,11 +44,7 @@ def unchanged(adapter: Adapter[Array], base: BaseFamily) -> list[Placed]:
 
 
 def in_diffusers(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> list[Placed]:
-    """Return the modules as diffusers has them: split where the authors fuse.
-
-    Raises:
-        UsageError: A module twice, or one that cannot be split exactly.
-    """
+    """Return the modules as diffusers has them: split where the authors fuse."""
     placed: list[Placed] = []
     for where, module in places:
         paths = where.diffusers
@@ -74,14 +66,8 @@ def in_native(
 ) -> list[Placed]:
     """Return the modules as their authors have them: fused where diffusers splits.
 
-    Args:
-        places: Modules with their places.
-        as_lora: Makes a lora of a module.
-        spelling: "alias" for the names of another implementation, which may have parts apart.
-        takes_parts: Can parts that cannot be put together as they are stay apart, under these names of diffusers?
-
-    Raises:
-        UsageError: A module twice, or parts that cannot be put together exactly.
+    `spelling` "alias" is that of another implementation, which may have parts apart. `takes_parts` tells which may stay
+    apart, under these names of diffusers, where they cannot be put together exactly.
     """
     placed: list[Placed] = []
     groups: dict[tuple[str, str, bool], dict[int, Module]] = {}

@@ -101,7 +101,6 @@ class LoaderReport:
     loads: bool | None
     """Does it end without an error? None when the rules do not tell."""
     matched: tuple[str, ...]
-    """Modules that get an adapter."""
     num_matched: int
     unmatched: tuple[str, ...]
     findings: tuple[Finding, ...]

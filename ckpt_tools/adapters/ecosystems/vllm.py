@@ -40,11 +40,7 @@ _REFUSED = {
 
 
 def load(file: AdapterFile, loading: Loading) -> None:
-    """Apply vLLM's rules.
-
-    Raises:
-        RejectedError: It raises.
-    """
+    """Apply vLLM's rules; raise RejectedError where it raises."""
     if file.architecture not in (None, "llm"):
         loading.ignored |= dict.fromkeys(file.tensors, "vLLM serves language models")
         return

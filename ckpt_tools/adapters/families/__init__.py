@@ -30,7 +30,6 @@ FAMILIES: Mapping[FamilyName, Family] = MappingProxyType(
 PEFT_TYPES: Mapping[str, Family] = MappingProxyType(
     {kind: each for each in FAMILIES.values() for kind in (each.peft_type, *each.also_types) if kind is not None}
 )
-"""By PEFT's `peft_type`."""
 
 
 def family_of(module: AdapterModule[F]) -> Family:

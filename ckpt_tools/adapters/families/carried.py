@@ -193,17 +193,12 @@ class Carried(Family):
 def carried(
     peft_type: str, title: str, names: str, needs: str = "", idle: str = "", patterns: str = "", **others: object
 ) -> Carried:
-    """Return a type of the table.
+    """Return a type of the table; in small letters `peft_type` is the family's name.
 
-    Args:
-        peft_type: As the configuration has it; in small letters the family's name.
-        title: For people.
-        names: Ends of the tensors' names, as patterns: what stands behind the adapter's own name follows an "@"; with
-            "~" in front it may lack, with "?" it proves nothing.
-        needs: Fields on which the result depends, and that no tensor shows.
-        idle: Roles that change nothing where they are zero; those joined by "+" together.
-        patterns: "field:table" or "field:table:suffix", as `peft_patterns`.
-        others: Further attributes of `Carried`; `shared` as `names`.
+    `names` are ends of the tensors' names, as patterns: what stands behind the adapter's own name follows an "@"; with
+    "~" in front it may lack, with "?" it proves nothing. `needs` are fields on which the result depends, and that no
+    tensor shows. `idle` are roles that change nothing where they are zero; those joined by "+" together. `patterns` are
+    "field:table" or "field:table:suffix", as `peft_patterns`; `shared` is like `names`.
     """
     shared = str(others.pop("shared", ""))
     tables = [tuple(f"{each}:".split(":")[:3]) for each in patterns.split()]

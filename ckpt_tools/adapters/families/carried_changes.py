@@ -175,11 +175,7 @@ _CHANGES: Mapping[str, Callable[[Factors, int, int, Setting], Sum | Change]] = {
 
 
 def change(name: str, path: str, factors: Factors, shape: Shape, setting: Setting) -> Change:
-    """Return what a module of the carried type `name` makes of a tensor; the arguments as for `change_of`.
-
-    Raises:
-        UsageError: ckpt does not know, or the configuration lacks what the result depends on.
-    """
+    """Return what a module of the carried type `name` makes of a tensor; the arguments are those of `change_of`."""
     if name not in _CHANGES or (len(shape) > 2 and name not in _OF_CONVOLUTIONS):
         what = name if name not in _CHANGES else f"{name} of a convolution"
         raise UsageError(f"ckpt does not merge {what}", where=path, hint="PEFT's merge_and_unload may")

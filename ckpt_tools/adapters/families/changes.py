@@ -45,22 +45,14 @@ class Change:
     def apply(self, weight: Array, start: int) -> Array:
         """Return the new rows (float32), in the memory of the old ones where that is possible.
 
-        Args:
-            weight: Rows from `start` on, (n, columns), float32; all of them when the change is not row by row.
-            start: The first row.
+        `weight` has the rows from `start` on, (n, columns) in float32; all of them when the change is not row by row.
         """
         weight += self.delta(start, start + weight.shape[0])
         return weight
 
 
 class LowRank(Change):
-    """scale·(left · right).
-
-    Args:
-        left: (rows, r).
-        right: (r, columns).
-        scale: Multiplies the product.
-    """
+    """scale·(left · right), left (rows, r), right (r, columns)."""
 
     def __init__(self, left: Array, right: Array, scale: float) -> None:
         super().__init__(left.shape[0], right.shape[1])
@@ -137,13 +129,7 @@ class Difference(Change):
 
 
 class Experts(Change):
-    """Low rank per expert of a stack (E, out, in), as PEFT's target_parameters keep it.
-
-    Args:
-        left: (E, rows of one expert, r).
-        right: (E, r, columns).
-        scale: Multiplies the products.
-    """
+    """Low rank per expert, as PEFT's target_parameters: left (E, rows of one expert, r), right (E, r, columns)."""
 
     def __init__(self, left: Array, right: Array, scale: float) -> None:
         super().__init__(left.shape[0] * left.shape[1], right.shape[2])
@@ -162,13 +148,9 @@ class Experts(Change):
 
 
 class Decomposed(Change):
-    """DoRA: magnitude · (W + Δ)/‖W + Δ‖, the norm of every row or of every column.
+    """DoRA: magnitude · (W + Δ)/‖W + Δ‖, the norm of every row, or with `by_column` of every column; `inner` gives Δ.
 
-    Args:
-        inner: Gives Δ.
-        magnitude: One value for every row, or with `by_column` for every column.
-        by_column: Which.
-        num_spatial: Columns that share a magnitude, side by side: the elements of a kernel.
+    `num_spatial` columns side by side share a magnitude: the elements of a kernel.
     """
 
     is_additive = False
@@ -194,11 +176,7 @@ class Decomposed(Change):
 class InputRotation(Change):
     """PEFT's OFT and BOFT: every row is rotated, and for BOFT scaled.
 
-    Args:
-        rows: Rows of the weight.
-        columns: Its columns.
-        blocks: (n, b, b) to multiply from the right, or for BOFT (m, n, b, b) as stored.
-        row_scale: (rows,), BOFT's s.
+    blocks: (n, b, b) to multiply from the right, or for BOFT (m, n, b, b) as stored. row_scale: (rows,), BOFT's s.
     """
 
     is_additive = False
@@ -291,17 +269,10 @@ def _quotient(magnitude: Array, norm: Array) -> Array:
 
 
 def change_of(module: Module, shape: Shape, setting: Setting = PLAIN, role: str = "weight") -> Change:
-    """Return what `module` makes of a tensor of `shape`.
+    """Return what `module` makes of a tensor of `shape`; its factors are taken as float32.
 
-    Args:
-        module: Its factors may have any floating dtype; they are taken as float32.
-        shape: Of the tensor in the base.
-        setting: What else must be known.
-        role: "weight" for the adapted parameter, "bias" for the bias beside it; for whole tensors (saved) their role.
-
-    Raises:
-        UsageError: Something that the result depends on is not known, or cannot be done for this family.
-        UnreadableError: The factors do not go together, or make another shape.
+    `role` is "weight" for the adapted parameter, "bias" for the bias beside it, for whole tensors (saved) their role.
+    Raise UsageError for what is not known or not possible, UnreadableError where the factors do not go together.
     """
     whose = module.path
     factors = module.factors

@@ -27,13 +27,10 @@ def without_magnitude(module: AdapterModule[F]) -> AdapterModule[F]:
 
 
 def is_by_column(module: AdapterModule[F], magnitude: Shape, weight: Shape, setting: Setting = PLAIN) -> bool:
-    """Does a magnitude belong to the columns (dim 1 of the weight) instead of the rows?
+    """Return True if a magnitude belongs to the columns (dim 1 of the weight) instead of the rows.
 
-    PEFT's, and diffusers', belong to the outputs: (out,), or (1, out, 1, 1) of a convolution. LyCORIS' are
-    (out, 1, …), or (1, in, 1, …) without wd_on_out.
-
-    Raises:
-        UsageError: (1, n, 1, 1) of a square convolution, and nothing says whose it is.
+    PEFT's, and diffusers', belong to the outputs: (out,), or (1, out, 1, 1) of a convolution. LyCORIS' are (out, 1, …),
+    or (1, in, 1, …) without wd_on_out. Raise UsageError for (1, n, 1, 1) of a square convolution of unknown origin.
     """
     if len(magnitude) == 1:
         return setting.transposed or "A_embedding" in module.factors
@@ -49,11 +46,7 @@ def is_by_column(module: AdapterModule[F], magnitude: Shape, weight: Shape, sett
 
 
 def decomposed(module: AdapterModule[F], inner: Change, factors: Factors, weight: Shape, setting: Setting) -> Change:
-    """Return a change with the module's magnitude around it.
-
-    Raises:
-        ValueError: The magnitude has another length than the weight.
-    """
+    """Return a change with the module's magnitude around it; raise ValueError for a magnitude of another length."""
     from ckpt_tools.adapters.families.changes import Decomposed
 
     magnitude = factors["magnitude"]
@@ -64,11 +57,7 @@ def decomposed(module: AdapterModule[F], inner: Change, factors: Factors, weight
 
 
 def peft_shape(path: str, magnitude: Shape) -> Shape:
-    """Return the shape that PEFT gives a magnitude: LyCORIS and others write the same one with other dims.
-
-    Raises:
-        UsageError: The magnitudes are norms along another axis than PEFT's.
-    """
+    """Return the shape that PEFT gives a magnitude: LyCORIS and others write the same one with other dims."""
     if len(magnitude) < 2:
         return magnitude
     length = max(magnitude)

@@ -40,13 +40,8 @@ class Equivalent:
 def as_lora(module: Module, shape: Shape | None = None, *, svd_rank: int | None = None) -> Equivalent:
     """Return a LoRA without a core that changes the weight as `module` does. A magnitude (DoRA) is kept.
 
-    Args:
-        module: lora (with or without a Tucker core), loha or lokr; any additive family with `svd_rank`.
-        shape: Of the weight; needed for convolutions whose factors are stored flat.
-        svd_rank: When nothing exact and smaller than the weight exists: the rank of the best approximation.
-
-    Raises:
-        UsageError: There is none, with the reason.
+    `module` is a lora, loha or lokr, or with `svd_rank`, the rank of the best approximation, any additive family.
+    `shape` is the weight's; convolutions whose factors are stored flat need it.
     """
     family = family_of(module)
     if family.is_low_rank_pair(module.factors):
@@ -67,9 +62,6 @@ def by_svd(module: Module, rank: int, shape: Shape | None = None) -> Equivalent:
     """Return the LoRA of `rank` that comes nearest (in the sum of squares), with its error.
 
     Memory: a few times the weight.
-
-    Raises:
-        UsageError: A family that does not add to the weight, or a rank below 1.
     """
     why = family_of(module).why_not_a_sum
     if why is not None:

@@ -68,11 +68,7 @@ class Setting:
     settings: Mapping[str, Sourced[object]] = field(default_factory=dict)
 
     def bool_of(self, name: str, default: bool | None = None) -> bool:
-        """Return a setting that is true or false.
-
-        Raises:
-            UsageError: It is not known and there is no default, or no configuration that could have left it out.
-        """
+        """Return a setting that is true or false; `default` counts only beside a configuration without it."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise UsageError(f"{name} must be true or false, got {value!s}")
@@ -299,24 +295,14 @@ class Family:
     def peft_config(self, adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Shapes) -> Fields:
         """Return the fields of PEFT's configuration that this family needs beside ranks, alphas and targets.
 
-        Args:
-            adapter: The whole of it, for its settings.
-            modules: To be described by one configuration.
-            base: Shapes of the base model's parameters; empty when it is not known.
-
-        Raises:
-            UsageError: One configuration of PEFT cannot express it, or something is not known that changes the result.
+        One configuration describes all `modules`; `base` is empty when the base model's shapes are not known.
         """
         return {}
 
     def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
         """Return the factors that PEFT makes for a module, as its weight's shape allows; () where that is not known.
 
-        Args:
-            config: adapter_config.json.
-            rank: That the configuration gives the module.
-            weight: Shape of the module's weight, 2 to 5 dims: a matrix may be a Linear's (out, in), GPT-2's (in, out)
-                or an embedding's (number, dim).
+        `weight` has 2 to 5 dims: a matrix may be a Linear's (out, in), GPT-2's (in, out) or an embedding's (n, dim).
         """
         return ()
 
@@ -327,20 +313,11 @@ class Family:
         return None
 
     def scale(self, module: Module, num_experts: int = 1) -> float:
-        """Return what the product of the factors is multiplied by.
-
-        Raises:
-            UsageError: alpha is not known.
-        """
+        """Return what the product of the factors is multiplied by; raise UsageError if alpha is not known."""
         return 1.0
 
     def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
-        """Return what the factors make of a tensor: see `change_of`, which calls this.
-
-        Raises:
-            KeyError: A factor is missing.
-            ValueError: The factors do not go together.
-        """
+        """Return what the factors make of a tensor, for `change_of`; raise KeyError or ValueError if they misfit."""
         raise NotImplementedError
 
     def low_rank(self, factors: Factors, shape: Shape) -> tuple[Array, Array] | None:
@@ -348,26 +325,13 @@ class Family:
         return None
 
     def split(self, module: Module, sizes: Sequence[int], paths: Sequence[str]) -> tuple[Module, ...]:
-        """Cut a module into the modules that hold sizes[0], sizes[1], … of its rows.
-
-        Args:
-            module: Over out = sum(sizes) rows.
-            sizes: Rows of each part.
-            paths: Path of each part.
-
-        Raises:
-            InexpressibleError: The factors do not have one row per row of the weight.
-        """
+        """Cut a module by rows into sizes[0], sizes[1], …; raise InexpressibleError if its factors have other rows."""
         from ckpt_tools.adapters.families import rows
 
         return rows.split(module, self.roles_of_rows(module), sizes, paths)
 
     def swap_halves(self, module: Module) -> Module:
-        """Exchange the upper and the lower half of the rows.
-
-        Raises:
-            InexpressibleError: The factors do not have halves.
-        """
+        """Exchange the upper and the lower half of the rows; raise InexpressibleError if the factors have no halves."""
         from ckpt_tools.adapters.families import rows
 
         return rows.swap_halves(module, self.roles_of_rows(module))
@@ -375,22 +339,13 @@ class Family:
     def join(self, parts: Mapping[int, Module], sizes: Sequence[int], path: str) -> Module:
         """Put modules of this family together, where it `joins`, into one; parts that lack stay unchanged.
 
-        Args:
-            parts: By their position.
-            sizes: Rows of every part, also of those that lack.
-            path: Path of the whole.
-
-        Raises:
-            InexpressibleError: They do not add up, or a DoRA of some of the parts.
+        `parts` are by their position, `sizes` the rows of every part, also of those that lack. Raise InexpressibleError
+        where they do not add up, or for a DoRA of some of the parts.
         """
         raise NotImplementedError
 
     def roles_of_rows(self, module: AdapterModule[F]) -> tuple[str, ...]:
-        """Return the factors of a module whose first dim is the weight's rows.
-
-        Raises:
-            InexpressibleError: There are none.
-        """
+        """Return the factors of a module whose first dim is the weight's rows, or raise InexpressibleError."""
         if not self.row_roles:
             raise refuse(module, "its factors have no rows of the weight")
         return tuple(role for role in self.row_roles if role in module.factors)

@@ -85,11 +85,7 @@ class Full(Family):
 
 
 def of_shape(tensor: Array, shape: Shape) -> Array:
-    """Return the tensor.
-
-    Raises:
-        ValueError: It has another shape.
-    """
+    """Return the tensor; raise ValueError if it has another shape."""
     if tensor.shape != shape:
         raise ValueError(f"{tensor.shape} instead of {shape}")
     return tensor

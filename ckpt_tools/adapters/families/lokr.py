@@ -242,15 +242,7 @@ def _second(shapes: Shapes) -> tuple[int, int] | None:
 
 
 def halves_of(module: AdapterModule[F], weight: Shape | None = None) -> Halves:
-    """Return the dims of a module's halves.
-
-    Args:
-        module: With any factors.
-        weight: Shape of the base's weight, which tells the kernel of a convolution that flat factors hide.
-
-    Raises:
-        UsageError: A half is not there, or not whole.
-    """
+    """Return the dims of a module's halves; `weight` tells the kernel of a convolution that flat factors hide."""
     shapes = module.shapes
     first, second = _first(shapes), _second(shapes)
     if first is None or second is None:

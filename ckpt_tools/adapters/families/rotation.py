@@ -18,11 +18,7 @@ from ckpt_tools.moving.arrays import Array
 
 
 def block_size(num_elems: int) -> int:
-    """Return b of a skew-symmetric matrix of which b(b-1)/2 elements are stored.
-
-    Raises:
-        UnreadableError: No b has that many.
-    """
+    """Return b of a skew-symmetric matrix of which b(b-1)/2 elements are stored."""
     size = (1 + math.isqrt(1 + 8 * num_elems)) // 2
     if size * (size - 1) // 2 != num_elems:
         raise UnreadableError(f"oft_R has {num_elems} elements in a row, which is not b(b-1)/2 for any b")
@@ -30,13 +26,9 @@ def block_size(num_elems: int) -> int:
 
 
 def peft_rotation(vectors: Array, *, use_cayley_neumann: bool, num_terms: int, coft_eps: float | None) -> Array:
-    """Return PEFT's OFT rotations (n, b, b) from what is stored of them (n, b(b-1)/2).
+    """Return PEFT's OFT rotations (n, b, b) from their upper triangles, row by row (n, b(b-1)/2).
 
-    Args:
-        vectors: Upper triangles, row by row.
-        use_cayley_neumann: The Neumann series instead of the exact Cayley transform.
-        num_terms: Terms of that series.
-        coft_eps: The constraint of COFT; None without.
+    `use_cayley_neumann`: a Neumann series of `num_terms`, not the exact Cayley transform. `coft_eps` constrains COFT.
     """
     size = block_size(vectors.shape[1])
     rows, columns = np.triu_indices(size, 1)
@@ -74,12 +66,7 @@ def cayley(skew: Array) -> Array:
 
 
 def lycoris_rotation(blocks: Array, constraint: float) -> Array:
-    """Return LyCORIS' rotations from its blocks (…, b, b), of which Q = blocks - blocksᵀ.
-
-    Args:
-        blocks: As stored.
-        constraint: Bound of the norm of all Q together; 0 for none.
-    """
+    """Return LyCORIS' rotations from its blocks (…, b, b), Q = blocks - blocksᵀ; `constraint` bounds all Q, 0: none."""
     skew = blocks - blocks.swapaxes(-1, -2)
     if constraint > 0:
         norm = float(np.linalg.norm(skew.reshape(-1))) + 1e-8
@@ -93,13 +80,7 @@ def lycoris_rotation(blocks: Array, constraint: float) -> Array:
 def butterfly_order(dim: int, num_blocks: int, half: int) -> Array:
     """Return the order into which PEFT's BOFT puts `dim` elements before one of its factors is applied.
 
-    Args:
-        dim: Number of elements.
-        num_blocks: Groups of this factor; each is sorted by itself.
-        half: Elements that stay together, b/2.
-
-    Raises:
-        UnreadableError: The numbers do not go together.
+    Each of `num_blocks` groups is sorted by itself; `half` elements (b/2) stay together.
     """
     if num_blocks < 1 or half < 1 or dim % num_blocks or (dim // num_blocks) % (2 * half):
         raise UnreadableError(f"boft_R with {num_blocks} groups of pairs of {half} does not fit {dim} elements")
@@ -108,12 +89,7 @@ def butterfly_order(dim: int, num_blocks: int, half: int) -> Array:
 
 
 def rotate_inputs_by_butterfly(weight: Array, stored: Array) -> Array:
-    """Return weight·Rᵀ, where R is the product of PEFT's BOFT factors.
-
-    Args:
-        weight: (rows, dim).
-        stored: (m, n, b, b); only the skew-symmetric part counts.
-    """
+    """Return weight·Rᵀ (rows, dim), R the product of BOFT's factors (m, n, b, b), only their skew-symmetric parts."""
     num_factors, num_blocks, size, _ = stored.shape
     rotations = cayley(0.5 * (stored - stored.swapaxes(-1, -2)))
     dim = weight.shape[1]
@@ -146,12 +122,7 @@ def rotate_outputs(weight: Array, rotations: Array) -> Array:
 
 
 def rotate_outputs_by_butterfly(weight: Array, rotations: Array) -> Array:
-    """Return the rotated weight (out, columns) of LyCORIS' boft.
-
-    Args:
-        weight: (out, columns).
-        rotations: (m, n, b, b); factor i mixes rows that lie up to 2ⁱ·b apart.
-    """
+    """Return LyCORIS' boft of a weight (out, columns); factor i of (m, n, b, b) mixes rows up to 2ⁱ·b apart."""
     num_factors, num_blocks, size, _ = rotations.shape
     columns = weight.shape[1]
     for i in range(num_factors):

@@ -14,11 +14,7 @@ from ckpt_tools.moving.arrays import Array
 
 
 def split(module: Module, roles: Sequence[str], sizes: Sequence[int], paths: Sequence[str]) -> tuple[Module, ...]:
-    """Cut the factors that have the weight's rows; the others are shared. See `Family.split`.
-
-    Raises:
-        InexpressibleError: A factor has other rows.
-    """
+    """Cut the factors that have the weight's rows; the others are shared. See `Family.split`."""
     pieces: dict[str, list[Array]] = {}
     for role in roles:
         factor = module.factors[role]
@@ -45,11 +41,7 @@ def with_pieces(module: Module, pieces: Mapping[str, Sequence[Array]], paths: Se
 
 
 def swap_halves(module: Module, roles: Sequence[str]) -> Module:
-    """Exchange the upper and the lower half of some factors.
-
-    Raises:
-        InexpressibleError: One has an odd number of rows.
-    """
+    """Exchange the upper and the lower half of some factors; raise InexpressibleError for an odd number of rows."""
     factors = dict(module.factors)
     for role in roles:
         if role == "magnitude" and factors[role].ndim > 1 and factors[role].shape[0] == 1:

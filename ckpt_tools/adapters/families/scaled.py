@@ -28,11 +28,7 @@ class ScaledFamily(Family):
         return None if module.rank is None else module.rank.value
 
     def scale(self, module: Module, num_experts: int = 1) -> float:
-        """Return alpha/r, or alpha/√r with rsLoRA; 1 where there is no rank (LoKr of two whole factors).
-
-        Raises:
-            UsageError: alpha is not known.
-        """
+        """Return alpha/r, or alpha/√r with rsLoRA; 1 where there is no rank (LoKr of two whole factors)."""
         rank = self.rank(module, num_experts)
         if rank is None:
             return 1.0

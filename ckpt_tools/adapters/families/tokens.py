@@ -106,15 +106,7 @@ def not_known(module: AdapterModule[F]) -> UsageError:
 
 
 def fields_of(adapter: Adapter[F], known: frozenset[str]) -> Fields:
-    """Return the field that says which tokens were trained; {} where none were.
-
-    Args:
-        adapter: Perhaps without some of its tensors.
-        known: Fields of the configuration's type.
-
-    Raises:
-        UsageError: It is not known, does not fit the rows, or the configuration names tokens whose rows are not here.
-    """
+    """Return the field that says which tokens were trained; {} where none were."""
     fields: Fields = {}
     for module in (module for module in adapter.modules if module.family == TOKENS):
         field, indices = _field_of(module), indices_of(module, adapter.settings)

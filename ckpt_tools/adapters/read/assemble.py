@@ -41,21 +41,11 @@ def assemble(
     path: str,
     all_names: Sequence[str] | None = None,
 ) -> Adapter[TensorEntry]:
-    """Put the tensors of one adapter together.
+    """Put the tensors of one adapter together, with those that carry no adapter's name.
 
-    Alphas that are tensors stay factors of the role "alpha": their values are not known from headers.
-
-    Args:
-        named: Tensors of one adapter, and those that carry no adapter's name.
-        convention: Whose names they are.
-        is_training: They come from a trainer's checkpoint.
-        trained: Names that the optimizer has state for; None when the source has no optimizer.
-        bias: PEFT's setting of this name where a configuration is at hand.
-        path: Of the source, for messages.
-        all_names: Of all the source's tensors, where `named` is a selection: they tell whether it has a base model.
-
-    Raises:
-        UnreadableError: Two tensors for one factor, or one module with two kinds of factors.
+    Alphas that are tensors stay factors of the role "alpha": their values are not known from headers. `trained` are the
+    names that the optimizer has state for, None without one. `all_names` are those of all the source's tensors where
+    `named` is a selection: they tell whether it has a base model. Raise UnreadableError for two tensors of one factor.
     """
     is_live = any(item.key is not None and item.key.adapter is not None for item in named)
     strong = {(item.key.path, item.key.family) for item in named if item.key is not None and not item.key.is_weak}

@@ -133,11 +133,7 @@ _QUICK = re.compile(
 
 
 def parse_key(name: str) -> Key | None:
-    """Return what a name says of an adapter, or None when it is none of an adapter's.
-
-    Args:
-        name: Without a trainer's root, wrappers and `base_model.model.`.
-    """
+    """Return what a name says of an adapter, or None; root, wrappers and `base_model.model.` are off already."""
     if not _QUICK.search(name):
         return None
     saved = _SAVED.fullmatch(name)
@@ -183,12 +179,7 @@ _QUICK_SURE = re.compile(r"lora_[adm]|prompt_encoder|adaption_|internal_xlora|of
 
 
 def refused_kind(name: str, *, sure: bool) -> str | None:
-    """Return the kind of adapter that a name belongs to, when it is recognised but not supported.
-
-    Args:
-        name: As for `parse_key`.
-        sure: Only by names that no base model has.
-    """
+    """Return the kind of a recognised, unsupported adapter; with `sure` only by names that no base model has."""
     if sure and not _QUICK_SURE.search(name):
         return None
     table = _SURE if sure else _SURE + _UNSURE

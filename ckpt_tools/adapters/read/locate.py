@@ -33,16 +33,7 @@ class Location:
 
 
 def locate(path: str, adapter_name: str | None) -> Location:
-    """Find the adapter in what a user names.
-
-    Args:
-        path: A file, a PEFT directory, a DCP directory, accelerate's checkpoint, or a directory of adapters.
-        adapter_name: Chooses among adapters in directories of their own.
-
-    Raises:
-        UnreadableError: No adapter in a form that ckpt reads; the hint names the way out.
-        UsageError: Several, and no name that chooses.
-    """
+    """Find the adapter in a file, a PEFT or DCP directory, accelerate's checkpoint, or a directory of adapters."""
     path = _with_neighbours(path)
     if not is_directory(path):
         directory = os.path.dirname(absolute(path))
@@ -94,11 +85,7 @@ def locate(path: str, adapter_name: str | None) -> Location:
 
 
 def _with_neighbours(path: str) -> str:
-    """Return `path`, a page of the hub by its address there; refuse a place in which nothing beside it is found.
-
-    Raises:
-        UsageError: A web server, which does not list what stands beside an adapter.
-    """
+    """Return `path`, a page of the hub by its address there; refuse a web server, which lists nothing."""
     if not is_remote(path):
         return path
     source, file = open_place(path)
@@ -111,11 +98,7 @@ def _with_neighbours(path: str) -> str:
 
 
 def list_directory(path: str) -> tuple[set[str], set[str]]:
-    """Return the names of files and of directories.
-
-    Raises:
-        StorageError: It cannot be listed.
-    """
+    """Return the names of files and of directories."""
     files: set[str] = set()
     directories: set[str] = set()
     if is_remote(path):

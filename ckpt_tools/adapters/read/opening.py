@@ -48,9 +48,7 @@ class OpenedAdapter(NamedTuple):
     """What `read_adapter` yields."""
 
     opened: Opened
-    """The way to the bytes."""
     adapter: Adapter[TensorEntry]
-    """What the headers say."""
 
 
 @contextmanager
@@ -66,20 +64,8 @@ def read_adapter(
 ) -> Iterator[OpenedAdapter]:
     """Open `path` and describe the adapter that it holds. Nothing but headers and scalars (alphas) is read.
 
-    Args:
-        path: A safetensors file, a PEFT directory, a DCP directory with or without the base model and optimizer
-            state, or accelerate's checkpoint directory.
-        adapter_name: Which one, when there are several.
-        format: Overrides what would be detected.
-        include: Globs of the names to look at; all by default.
-        exclude: Globs of the names to leave out.
-        settings: Fields of PEFT's configuration that the user gives; they go before those of files.
-        as_part: As of `open_path`.
-
-    Raises:
-        UnknownTypeError: An adapter of a kind that is not supported.
-        UnreadableError: No adapter here, or a damaged source.
-        UsageError: Several adapters, and `adapter_name` does not choose.
+    A DCP directory may hold the base model and optimizer state too. Fields of PEFT's configuration in `settings` go
+    before those of files. Raise UnknownTypeError for a kind that is not supported.
     """
     location = locate(path, adapter_name)
     with open_path(location.path, format=format, as_part=True) as whole:

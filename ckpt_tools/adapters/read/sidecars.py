@@ -52,7 +52,6 @@ class Sidecars:
     """Everything that was found."""
 
     peft: Mapping[str, Sourced[object]] = field(default_factory=dict)
-    """Fields of a PEFT configuration."""
     components: Mapping[str, Mapping[str, Sourced[object]]] = field(default_factory=dict)
     """As `peft`, by the component of a pipeline (diffusers' header: "transformer", "text_encoder", …)."""
     alpha: Sourced[float] | None = None
@@ -65,11 +64,7 @@ class Sidecars:
 
 
 def read_json(source: Source, name: str) -> dict[str, object]:
-    """Read a small JSON object.
-
-    Raises:
-        UnreadableError: It is none.
-    """
+    """Read a small JSON object."""
     where = os.path.join(source.root, name)
     document = parse_json(read_document(source, name, _MAX_BYTES), what=name, where=where)
     if not isinstance(document, dict):
@@ -78,11 +73,7 @@ def read_json(source: Source, name: str) -> dict[str, object]:
 
 
 def base_config(base: Opened) -> Mapping[str, object]:
-    """Return a base model's config.json; {} where there is none.
-
-    Raises:
-        UnreadableError: It is not a JSON object.
-    """
+    """Return a base model's config.json; {} where there is none."""
     if not any(a.file == CONFIG_NAME for a in base.checkpoint.assets):
         return {}
     return config_in(base.source).values
@@ -105,9 +96,7 @@ def read_sidecars(
 ) -> Sidecars:
     """Collect what is known beyond the tensors: by the names that are meant in each directory, the nearest first.
 
-    Raises:
-        UnreadableError: A file is there and not what its name says; or, beside a trainer's checkpoint, which no loader
-            reads by one of them alone, two contradict each other.
+    Beside a trainer's checkpoint two files that contradict each other are refused: no loader reads one of them alone.
     """
     peft: dict[str, Sourced[object]] = {}
     components = _diffusers_header(metadata)
@@ -151,9 +140,7 @@ def read_sidecars(
 RUN_NAMES = frozenset(_RUNS)
 """Those that trainers put a level above the weights."""
 TRAINER_NAMES = RUN_NAMES | {_LYCORIS, *_AI_TOOLKIT}
-"""Those of trainers."""
 ALL_NAMES = TRAINER_NAMES | {ADAPTER_CONFIG}
-"""Every sidecar."""
 
 
 def _take(fields: dict[str, Sourced[object]], name: str, found: Sourced[object], *, may_differ: bool) -> None:
@@ -237,14 +224,9 @@ def _dig(document: object, keys: Iterable[str]) -> object:
 
 
 def by_pattern(table: object, path: str, *, where: str) -> tuple[bool, object]:
-    """Look a module up in PEFT's rank_pattern or alpha_pattern: the first pattern that its path ends with.
+    """Look a module up in PEFT's rank_pattern or alpha_pattern; return whether a pattern matches, and its value.
 
-    Returns:
-        Whether one matches, and its value.
-
-    Raises:
-        UnreadableError: Not a table.
-        UsageError: A pattern that is no regular expression, or one that could take for ever.
+    The first pattern that the path ends with counts; raise UsageError for one that is broken or may take for ever.
     """
     if not table:
         return False, None

@@ -40,9 +40,6 @@ def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | N
     """Read the adapter's tensors, and no other byte.
 
     Memory: the adapter. CRC-32s are checked where the source records them.
-
-    Raises:
-        UnreadableError: Incomplete, truncated or damaged.
     """
     reader = reader or TensorReader(opened)
     read: dict[str, Array] = {}  # what several modules share is read once
@@ -57,11 +54,7 @@ def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | N
 
 
 def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
-    """Read one tensor.
-
-    Raises:
-        UnreadableError: Damaged, or of a type that is no array's.
-    """
+    """Read one tensor; raise UnreadableError if it is damaged, or of a type that is no array's."""
     from ckpt_tools.moving.arrays import array_of, numpy_dtype
 
     if numpy_dtype(entry.dtype) is None:
@@ -87,11 +80,7 @@ class LazyAdapter:
         self._settings = ExitStack()
 
     def get(self) -> Adapter[Array]:
-        """Return the loaded adapter.
-
-        Raises:
-            CkptError: Its bytes cannot be read, or are damaged.
-        """
+        """Return the loaded adapter."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = load(self._adapter, self._opened)

@@ -36,7 +36,6 @@ from ckpt_tools.processes.ranks import Outcome, World
 from ckpt_tools.remote.places import is_remote
 
 _LAUNCH = "ckpt_tools.conversions.dtensor:launch"
-"""What runs in the child."""
 _RELIEF = "try --engine stream"
 
 
@@ -45,21 +44,9 @@ def save_with_dtensor(
 ) -> None:
     """Save `source` as a DCP checkpoint for `mesh`, with one process per rank.
 
-    Under torchrun with as many processes as the mesh has ranks, this process is one of them and every process must
-    make the same call; otherwise the processes are started here, on this machine. Every rank holds its part of
-    all tensors in memory at once.
-
-    Args:
-        source: A safetensors file or an HF directory of them.
-        destination: Directory for the checkpoint; absent or empty. After a failure it may hold part of one.
-        mesh: The mesh.
-        placements: FQN → axis → placement; axes and tensors that are not named replicate.
-        timeout_s: Seconds that a rank waits for the others.
-
-    Raises:
-        UsageError: The source cannot be read this way, or torchrun started another number of processes.
-        DestinationExistsError: The destination is not an empty directory.
-        CkptError: A rank failed; the others are ended.
+    Under torchrun with as many processes as the mesh has ranks, this process is one of them and every process must make
+    the same call; otherwise the processes are started here, on this machine. Every rank holds its part of all tensors
+    in memory at once. After a failure, `destination` may hold part of a checkpoint.
     """
     _check_source(source)
     job = Job(source=source, destination=destination, mesh=mesh, placements=placements, timeout_s=timeout_s)
@@ -79,11 +66,7 @@ def save_with_dtensor(
 
 
 def torchrun_rank(mesh: Mesh) -> int | None:
-    """Return this process's rank when torchrun started one process per rank of `mesh`, None without torchrun.
-
-    Raises:
-        UsageError: Torchrun started another number of processes.
-    """
+    """Return this process's rank when torchrun started one process per rank of `mesh`, None without torchrun."""
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None or world_size is None:
         return None
@@ -149,11 +132,7 @@ class Ranks:
 
 @contextmanager
 def join_ranks(mesh: Mesh, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
-    """Yield who takes part; under torchrun, with a process group that lasts as long as the context.
-
-    Raises:
-        UsageError: Torchrun started another number of processes than `mesh` has ranks.
-    """
+    """Yield who takes part; under torchrun, with a process group that lasts as long as the context."""
     rank = torchrun_rank(mesh)
     if rank is None:
         yield Ranks(rank=0, world_size=1)
@@ -175,11 +154,7 @@ def _run_local_ranks(job: Job) -> None:
 
 
 def launch(job: Job, here: Here) -> None:
-    """Run the ranks; what `_run_local_ranks` calls in a child.
-
-    Raises:
-        CkptError: A rank failed.
-    """
+    """Run the ranks; what `_run_local_ranks` calls in a child."""
     rendezvous = os.path.join(here.directory, "rendezvous")
 
     def be_rank(rank: int, journal: Journal) -> bool:

@@ -76,16 +76,9 @@ def read_script(
     open_file: OpenFile | None = None,
     arguments: tuple[str, ...] | None = None,
 ) -> Script:
-    """Return the commands of a script.
+    """Return the commands of a script; raise ValueError where something is never closed or the script is too large.
 
-    Args:
-        text: The script.
-        path: Where it lies; None for text that lies nowhere.
-        open_file: Opens the files that it reads in; None: there are none.
-        arguments: What it is started with; None where nobody says: `$@` is taken for nothing, `$1` is not known.
-
-    Raises:
-        ValueError: Something is never closed, or there is more than any script has.
+    `open_file` opens the files that it reads in. Where `arguments` are None, `$@` is taken for nothing.
     """
     shell = _Shell(open_file=open_file or (lambda _: None))
     shell.known.path, shell.known.arguments = path, arguments

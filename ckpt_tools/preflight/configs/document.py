@@ -79,11 +79,7 @@ class Document:
         return found
 
     def keyed(self) -> Mapping[str, object]:
-        """Return the values.
-
-        Raises:
-            UsageError: There are commands instead.
-        """
+        """Return the values; raise UsageError where there are commands instead."""
         if self.values is None:
             raise UsageError("expected a file with keys, found a command line", where=self.path)
         return self.values
@@ -92,23 +88,13 @@ class Document:
 def read_document(path: str, arguments: tuple[str, ...] | None = None) -> Document:
     """Read a config; `-` is a script on stdin. `arguments` are those of a script, where they are given.
 
-    The ending decides what it is: .yaml, .yml, .json, .toml, .sh; other files are looked at.
-
-    Raises:
-        UnreadableError: There is no such file, or it is none of these.
-        LimitError: Beyond `MAX_BYTES`.
-        StorageError: The system could not read it.
+    The ending decides what it is (.yaml, .yml, .json, .toml, .sh); others are looked at. LimitError beyond `MAX_BYTES`.
     """
     return parse_document(_read_text(path), path, arguments)
 
 
 def parse_document(text: str, path: str, arguments: tuple[str, ...] | None = None) -> Document:
-    """Do the same with the text of a file.
-
-    Raises:
-        UnreadableError: It is none of these.
-        LimitError: More than any config has.
-    """
+    """Do as `read_document` with the text of a file."""
     ending = os.path.splitext(path)[1].lower()
     if ending in _SHELLS or text.startswith("#!"):
         return _commands(path, text, arguments)

@@ -45,7 +45,6 @@ def _one_of(names: tuple[str, ...], value: object) -> str:
 
 
 Version = Annotated[int, PlainValidator(_version)]
-"""Of FSDP."""
 Strategy = Annotated[str, PlainValidator(partial(_one_of, STRATEGIES))]
 """A strategy of FSDP1, for its name or number."""
 StateDict = Annotated[str, PlainValidator(partial(_one_of, STATE_DICTS))]
@@ -106,11 +105,8 @@ def plugin_rows(
 ) -> Mapping[Engine, Table[Any]]:
     """Return the rows of what the plugin makes of its options, for both versions of FSDP.
 
-    Args:
-        defaults: Of the framework.
-        offload: The row of `offload_params`, whose name differs.
-        v1: The row of the strategy under FSDP1; FULL_SHARD by default.
-        v2: That under FSDP2; `reshard_after_forward` and the mesh by default.
+    `offload` is the row of `offload_params`, whose name differs; `v1` and `v2` replace that of the strategy under FSDP1
+    (FULL_SHARD) and FSDP2 (`reshard_after_forward` and the mesh).
     """
 
     def classes(given: Given[Any]) -> tuple[str, ...]:

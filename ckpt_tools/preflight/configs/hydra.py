@@ -46,12 +46,10 @@ def is_override(word: str) -> bool:
 
 
 def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), groups: Collection[str] = ()) -> Overrides:
-    """Read the overrides among the words of a command; options of Hydra's own are passed over.
+    """Read the overrides among the words that follow the program; options of Hydra's own are passed over.
 
-    Args:
-        tokens: What follows the program.
-        configs: Names of the configs that are known: what lies in another one is not.
-        groups: Names of the groups that are known: what they choose is returned, and not put into the tree.
+    What lies in another config than the known `configs` is not known; what a known group chooses is returned, and not
+    put into the tree.
     """
     values: dict[str, object] = {}
     added: set[str] = set()

@@ -56,9 +56,7 @@ class Launch:
     launcher: str
     """torchrun, accelerate, deepspeed, srun or "": none."""
     options: tuple[str, ...]
-    """Of the launcher."""
     arguments: tuple[str, ...]
-    """Of the program."""
 
 
 def find_launches(commands: Iterable[Sequence[str]]) -> tuple[Launch, ...]:
@@ -93,13 +91,7 @@ def _is_program(command: Sequence[str], names: Sequence[str], at: int) -> bool:
 
 
 def launched_documents(document: Document) -> tuple[Document, ...]:
-    """Return the configs of the run that a script starts: that of accelerate, then that of the trainer.
-
-    () where it starts nothing that may train.
-
-    Raises:
-        UsageError: A config that it names is not here, or cannot be read.
-    """
+    """Return the configs of the run that a script starts, accelerate's before the trainer's; () if none may train."""
     launches = [one for one in find_launches(document.commands) if one.launcher or _config_of(one.arguments)]
     if not launches:
         return ()
@@ -184,10 +176,7 @@ def _config_of(arguments: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
 
 
 def launched_ranks(commands: Iterable[Sequence[str]], tasks: int | None = None) -> int | None:
-    """Return the ranks that the first launcher among `commands` starts; None where there is none or it does not say.
-
-    `tasks` is what `srun` starts where it does not say.
-    """
+    """Return the ranks that the first launcher starts, None where it does not say; srun's default is `tasks`."""
     found = _launcher(commands)
     if found is None:
         return None

@@ -16,12 +16,9 @@ Source: `accelerate/parallelism_config.py:_get_mesh`, torchtitan `ParallelDims.b
 
 
 def build_mesh(axes: Mapping[str, int], world_size: int | None, *, order: Sequence[str] = ORDER) -> Mesh | None:
-    """Return the mesh of `axes` over all ranks, or None where they do not fit together or nobody knows.
+    """Return the mesh of `axes` over all ranks, or None where they do not fit together or the ranks are not known.
 
-    Args:
-        axes: Axis → ranks; -1 is the rest, for one axis. Axes that are not in `order` take no ranks of their own.
-        world_size: All ranks; None when not known.
-        order: Axes that take ranks, in rank order.
+    One axis may be -1, the rest; axes that are not in `order` take no ranks of their own.
     """
     sizes = {name: axes.get(name, 1) for name in order if name in AXES}
     rest = [name for name, size in sizes.items() if size == -1]

@@ -32,13 +32,10 @@ from ckpt_tools.preflight.spec import AdapterSpec, Engine
 _SCRIPTS = ("sft", "dpo", "rm", "ppo_ray", "ppo", "kto", "kd", "prm")
 """What `train_….py` there is, or was."""
 _SWITCHES = known("openrlhf", "switches", "plan_switches")
-"""Options that take no word."""
 _LISTS = known("openrlhf", "lists")
-"""Options that take several."""
 _PLAN = known("openrlhf", "plan_switches", "plan_values")
 """Options that the notes of the FSDP2 plan add; no release has them."""
 _NAMES = _SWITCHES | known("openrlhf", "values", "plan_values", *_SCRIPTS)
-"""All options."""
 _ENTRY = re.compile(rf"(.*[./])?train_(?P<script>{'|'.join(_SCRIPTS)})(\.py)?")
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _FSDP2 = (
@@ -109,10 +106,7 @@ def _split_options(document: Document) -> tuple[str, tuple[str, ...], tuple[Find
 
 
 def _parse_options(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, ...], tuple[Finding, ...]]:
-    """Return option → its words, as argparse would split them, and the words that may be options themselves.
-
-    What is no option's is passed over.
-    """
+    """Return option → its words, as argparse would split them, and words that may be options; skip all others."""
     values: dict[str, object] = {}
     unread: list[str] = []
     findings: list[Finding] = []

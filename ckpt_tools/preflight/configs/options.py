@@ -89,13 +89,9 @@ def options_of(
     *,
     guesses: Iterator[int] | None = None,
 ) -> Iterator[Option]:
-    """Yield every option of a config, with what its model says of it.
+    """Yield every option of a config, or of the part at `path`, with what the framework's model says of it.
 
-    Args:
-        model: The framework's model of it.
-        values: The config, or a part.
-        path: Where the part lies.
-        guesses: One for each unknown name that may still be compared with the known ones, which takes a while.
+    `guesses` holds one item for each unknown name that may still be compared with the known ones, which takes a while.
     """
     guesses = iter(range(MAX_GUESSES)) if guesses is None else guesses
     sections, fields = dict(_sections(model)), names_of(model)
@@ -124,7 +120,7 @@ def _known(
 ) -> Iterator[Option]:
     """Yield an option that the framework has and no field reads; `names` are those inside it, where they are known.
 
-    What depends on an option in there is not looked at: one that is not known is worth a warning if it is misspelt.
+    Nothing checked depends on it, so an unknown option inside is worth a warning only if it is misspelt.
     """
     if names and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         for index, item in enumerate(value):

@@ -169,11 +169,7 @@ OTHERS: tuple[Other, ...] = (
 
 
 def refuse_others(document: Document) -> None:
-    """Stop at a config of a trainer that is not read.
-
-    Raises:
-        NotReadError: It is one.
-    """
+    """Raise NotReadError if a config belongs to a trainer that is recognised and not read."""
     for other in OTHERS:
         if _is_of(document, other):
             raise NotReadError(other.name, where=document.path)

@@ -22,11 +22,7 @@ _ASSIGNMENT = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_][\w@]*(\.\w+)*)(
 def overridden(document: Document, words: Sequence[str], *, is_strict: bool = False) -> Document:
     """Return a file with values that the words of a command line override.
 
-    Words that stand for nobody knows which options are among its `words_unread`. Those that set nothing are passed
-    over, unless `is_strict`.
-
-    Raises:
-        UsageError: One of them, where that is asked for.
+    Words for unknown options join its `words_unread`; those that set nothing are passed over unless `is_strict`.
     """
     first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
     options, unread = read_flags(words[first:])

@@ -59,21 +59,10 @@ def read_config(
     given: Collection[str] = (),
     overrides: Sequence[str] = (),
 ) -> Config:
-    """Read a trainer's config, and those that belong to the same run.
+    """Read a trainer's config, and those that belong to the same run (accelerate's, DeepSpeed's, a script's).
 
-    Args:
-        paths: The file, or several: accelerate's, the trainer's, DeepSpeed's; a script stands for all that it names.
-        framework: Whose it is; None to find out from what is in it.
-        world_size: Ranks; None for what the config says.
-        given: Fields of the spec that are known otherwise: what the file says of them need not be read.
-        overrides: Words of a command line that override the trainer's config.
-
-    Raises:
-        NotReadError: It is the config of a trainer that is recognised and not read.
-        UsageError: It looks like no framework's config, or like several; or not like that of `framework`.
-        UnreadableError: It is not there, or not a config at all.
-        LimitError: It is longer than a config is.
-        StorageError: The system could not read it.
+    `given` are fields of the spec that are known otherwise: what the file says of them need not be read. Raise
+    NotReadError for a trainer that is recognised and not read.
     """
     placed = tuple(PlacedText(word, Place(OVERRIDES, 0)) for word in overrides)
     found = [read_document(path, placed or None) for path in paths]
@@ -214,11 +203,7 @@ def _check_named(document: Document, values: Mapping[str, object], framework: Fr
 
 
 def detect(document: Document) -> Framework:
-    """Return whose config a document is.
-
-    Raises:
-        UsageError: Nobody's, or more than one framework's.
-    """
+    """Return whose config a document is; raise UsageError if it is nobody's, or more than one framework's."""
     found = [name for name, one in READERS.items() if one.looks_like(document)]
     if len(found) == 1:
         return found[0]

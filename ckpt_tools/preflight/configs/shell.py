@@ -47,17 +47,12 @@ class Token:
     word: Word = ()
     """A word, the target of a redirection, or the body of a here-document."""
     items: tuple[Word, ...] = ()
-    """Of an array."""
     appends: bool = False
     """`name+=( … )`"""
 
 
 def tokenize(text: str, line: int = 1) -> Iterator[Token]:
-    """Yield the tokens of a script; comments and continued lines are gone. `line` is the number of its first line.
-
-    Raises:
-        ValueError: A quote, a bracket or a here-document that is never closed, or more than `MAX_WORDS`.
-    """
+    """Yield a script's tokens, without comments; `line` is its first line's number. Raise ValueError if malformed."""
     try:
         yield from _Lexer(text, line).tokens()
     except RecursionError:

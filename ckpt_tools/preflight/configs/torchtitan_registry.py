@@ -34,11 +34,7 @@ class NotCertainError(Exception):
 
 
 def find_registry(module: str, document: Document) -> str:
-    """Return the file that `--module` names: in torchtitan's tree around the script, or where it is installed.
-
-    Raises:
-        NotCertainError: It is not on this machine.
-    """
+    """Return the file that `--module` names, around the script or installed, or raise NotCertainError."""
     folder = os.path.dirname(os.path.abspath(document.path))
     roots = [os.getcwd(), *(os.path.join(folder, *[".."] * up) for up in range(_MAX_PARENTS))]
     try:
@@ -61,11 +57,7 @@ def find_registry(module: str, document: Document) -> str:
 
 
 def read_function(path: str, name: str) -> Mapping[str, object]:
-    """Return the tree of a function's config.
-
-    Raises:
-        NotCertainError: There is no such function, or what it returns depends on more than what is written.
-    """
+    """Return the tree of a function's config; raise NotCertainError if it depends on more than what is written."""
     try:
         tree = ast.parse(read_named_file(path, what="the registry", max_bytes=MAX_BYTES))
     except (CkptError, SyntaxError, ValueError, RecursionError, MemoryError):

@@ -46,11 +46,7 @@ class Tree:
 
 
 def read_tree(document: Document) -> Tree:
-    """Return what a document says.
-
-    Raises:
-        LimitError: Its values point at one another without end.
-    """
+    """Return what a document says; raise LimitError if its values point at one another without end."""
     if document.values is not None:
         values = _resolved(document.values, document)
         return Tree(values=values, words=_foreign(values), configs=bases_of(values))

@@ -48,7 +48,6 @@ class Needs:
     """That start here."""
     world_size: int | None = None
     nodes: int | None = None
-    """Machines of the run."""
     uses_gpus: bool = True
     saves: tuple[str, ...] = ()
     """Directories that checkpoints go to."""

@@ -66,18 +66,11 @@ GROUPS: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
 """Heading → its rules, by id."""
 
 RULES: tuple[Rule, ...] = tuple(one for rules in GROUPS.values() for one in rules)
-"""Every rule, by id."""
 CATALOGUE: Mapping[str, Rule] = MappingProxyType({one.id: one for one in RULES})
-"""Id → rule."""
 
 
 def check_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
-    """Return what is wrong with a config; without facts, the rules on the model are silent.
-
-    Returns:
-        Findings in the order of the rules' ids: `code` is the id, `where` the key path in the user's file, `hint` what
-        to write instead.
-    """
+    """Return what is wrong with a config, by rule id; without facts, the rules on the model are silent."""
     return apply(RULES, Case(config=config, facts=facts or ModelFacts(where="")))
 
 

@@ -30,11 +30,7 @@ _CONDITION = re.compile(r"(?P<names>[@\w./\[\]-]+?)(?P<sign>!=|>=|[=<>%!?]|)(?P<
 
 
 def holds(case: Case, conditions: str) -> bool:
-    """Do all conditions hold?
-
-    Raises:
-        NotKnownError: The value of an option is not in the file.
-    """
+    """Return True if all conditions hold; raise NotKnownError for an option whose value is not in the file."""
     return all(_holds(case, one) for one in conditions.split())
 
 

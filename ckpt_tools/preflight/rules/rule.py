@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ckpt_tools.preflight.configs.config import Config
 
 ALL: tuple[Framework, ...] = get_args(Framework)
-"""Every framework whose configs are read."""
 HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
 """Those that end in accelerate's `FullyShardedDataParallelPlugin`."""
 
@@ -179,11 +178,7 @@ class Case:
         return max(shard, 1) * max(self.axis("cp"), 1)
 
     def get(self, path: str) -> Setting | None:
-        """Return the option at a dotted path (`fsdp_config.version`), or None where the file has none or null.
-
-        Raises:
-            NotKnownError: Its value is not in the file.
-        """
+        """Return the option at a dotted path, or None (absent, null); raise NotKnownError if its value is elsewhere."""
         found = look_up(self.config.values, path) or self._beside(path)
         is_hidden = self.config.hides_options if found is None else is_variable(found.value)
         if path in self.config.unread or is_hidden:

@@ -56,7 +56,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
 
 
 def _say_misread(name: str, module: str, suffix: str | None, file: AdapterFile, loading: Loading) -> None:
-    """What ComfyUI loads, and computes in another way than LyCORIS and PEFT do.
+    """Say what ComfyUI loads, and computes in another way than LyCORIS and PEFT do.
 
     Source: comfy/weight_adapter/base.py (`weight_decompose`), oft.py.
     """

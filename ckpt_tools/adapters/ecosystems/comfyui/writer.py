@@ -33,7 +33,6 @@ from ckpt_tools.moving.arrays import Array
 
 _ROWS_AT_ONCE = 512
 _WITHOUT_RESCALE = ("oft",)
-"""Families of which ComfyUI leaves out `rescale`."""
 
 
 def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
@@ -42,9 +41,6 @@ def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fit
     Plain loras of FLUX.2 are written as ai-toolkit does, lora_A and lora_B without an alpha: diffusers reads these as
     well, and fails on an alpha. Of the others diffusers, where it reads ComfyUI's names at all, wants lora_down and
     lora_up.
-
-    Raises:
-        UsageError: A module or family that ComfyUI has no name for.
     """
     if architecture.comfyui is None:
         raise unsupported(adapter, architecture, "ComfyUI has")
@@ -54,11 +50,7 @@ def to_comfyui(adapter: Adapter[Array], architecture: Architecture, fitting: Fit
 
 
 def to_comfyui_unchanged(adapter: Adapter[Array], base: BaseFamily, fitting: Fitting) -> Written:
-    """Write the modules of a model without tables under its own names, which ComfyUI maps where they are its own.
-
-    Raises:
-        UsageError: A module or family that ComfyUI has no name for.
-    """
+    """Write the modules of a model without tables under its own names, which ComfyUI maps where they are its own."""
     placed = [replace(each, module=for_lycoris(each.module, fitting)) for each in unchanged(adapter, base)]
     return _comfyui_file(adapter, placed, None, fitting, is_bare=False)
 
@@ -126,18 +118,9 @@ def with_base_norms(
     """Return the adapter with magnitudes that are divided by ‖W‖ instead of ‖W+ΔW‖, and say so in its settings.
 
     A DoRA is m·(W+ΔW)/‖W+ΔW‖ by row. ComfyUI computes m·(W+ΔW)/‖W‖ (its PR #15458 is open): with m·‖W‖/‖W+ΔW‖ in the
-    place of m, that is the same.
+    place of m, that is the same. `tensors` are the base's, by the names that a plain model gives them.
 
     Memory: the largest adapted weight, and a few hundred rows of it.
-
-    Args:
-        adapter: Under the base's module paths.
-        tensors: The base's, by the names that a plain model gives them; only weights below a DoRA are read.
-        reader: Of these.
-        source: Whose they are, for people.
-
-    Raises:
-        UsageError: The base does not have a module's weight, or has it in a type without numbers.
     """
     modules = tuple(
         _with_base_norm(module, tensors.get(f"{module.path}.weight"), reader, adapter) if module.is_dora else module

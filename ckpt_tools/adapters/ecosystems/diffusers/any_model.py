@@ -33,11 +33,7 @@ def applies(file: AdapterFile) -> bool:
 
 
 def load(file: AdapterFile, loading: Loading) -> None:
-    """Apply the rules that all models share.
-
-    Raises:
-        RejectedError: It raises.
-    """
+    """Apply the rules that all models share; raise RejectedError where diffusers raises."""
     if not applies(file):
         what = "diffusers' conversions differ by model family, and ckpt has no tables for this one"
         loading.unchecked(file.file, what, "give the base model with --base")
@@ -73,11 +69,7 @@ def _metadata(file: AdapterFile, component: str) -> Config | None:
 
 
 def metadata_of(file: AdapterFile) -> object:
-    """Return what diffusers' own header holds; None where there is none.
-
-    Raises:
-        RejectedError: It is not JSON.
-    """
+    """Return what diffusers' own header holds, or None; raise RejectedError if it is not JSON."""
     try:
         return json.loads(file.metadata.get(DIFFUSERS_KEY, "null"))
     except (ValueError, RecursionError):

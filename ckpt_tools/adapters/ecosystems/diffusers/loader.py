@@ -31,11 +31,7 @@ Keys = dict[str, str]
 
 
 def load(file: AdapterFile, loading: Loading) -> None:
-    """Apply diffusers' rules.
-
-    Raises:
-        RejectedError: It raises.
-    """
+    """Apply diffusers' rules; raise RejectedError where it raises."""
     _check_file(file)
     if file.architecture is None:
         any_model.load(file, loading)

@@ -30,11 +30,7 @@ Source: diffusers 0.42 utils/state_dict_utils.py."""
 
 
 def to_diffusers(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
-    """Write loras under diffusers' module names, alpha/r multiplied into B: most of its loaders refuse an alpha.
-
-    Raises:
-        UsageError: A module that diffusers does not load, or not as it is meant.
-    """
+    """Write loras under diffusers' module names, alpha/r multiplied into B: most of its loaders refuse an alpha."""
     places = place_all(adapter, architecture)
     whole = _place_lokr(places, architecture) if fitting.may_fuse else None
     if whole is not None:
@@ -43,11 +39,7 @@ def to_diffusers(adapter: Adapter[Array], architecture: Architecture, fitting: F
 
 
 def to_diffusers_unchanged(adapter: Adapter[Array], base: BaseFamily, fitting: Fitting) -> Written:
-    """Write loras of a model without tables under its own module names.
-
-    Raises:
-        UsageError: A module that diffusers does not load.
-    """
+    """Write loras of a model without tables under its own module names."""
     return _diffusers_file(unchanged(adapter, base), base.title, fitting)
 
 

@@ -21,11 +21,7 @@ from ckpt_tools.moving.arrays import Array
 
 
 def to_kohya(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:
-    """Write kohya's names: the authors' paths with underscores, and an alpha for every module.
-
-    Raises:
-        UsageError: A module or family that kohya and LyCORIS have no name for.
-    """
+    """Write kohya's names: the authors' paths with underscores, and an alpha for every module."""
     if architecture.kohya is None:
         raise unsupported(adapter, architecture, "kohya's trainers (sd-scripts, musubi-tuner) have")
     placed = in_lycoris(adapter, architecture, fitting, spelling=architecture.kohya.spelling)

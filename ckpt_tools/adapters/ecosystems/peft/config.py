@@ -41,8 +41,7 @@ _TRAINING_ONLY = ("velora_config",)
 def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_model: str | None = None) -> Fields:
     """Return PEFT's configuration for an adapter with alphas, under the module paths of its base.
 
-    Raises:
-        UsageError: PEFT cannot express it in one configuration, or something that changes the result is not known.
+    Raise UsageError where one configuration cannot express it, or what changes the result is not known.
     """
     family = _only_family(adapter)
     modules = [module for module in adapter.modules if module.family == family.name]
@@ -185,11 +184,7 @@ def _plain(value: float) -> float:
 
 
 def parse_overrides(given: Sequence[str]) -> Mapping[str, Sourced[object]]:
-    """Return field → value; a value is JSON where it is any, else text.
-
-    Raises:
-        UsageError: No such field in PEFT, or one that is worked out.
-    """
+    """Return field → value; a value is JSON where it is any, else text."""
     found: dict[str, Sourced[object]] = {}
     for text in given:
         name, equals, value = text.partition("=")

@@ -45,11 +45,7 @@ _MOST = 4
 
 
 def check_config(config: Config, family: Family) -> None:
-    """Refuse what PEFT refuses before it looks at a tensor.
-
-    Raises:
-        RejectedError: It raises.
-    """
+    """Raise RejectedError for what PEFT refuses before it looks at a tensor."""
     target = config.get("target_modules")
     if config.get("layers_pattern") and config.get("layers_to_transform") is None:
         raise RejectedError("layers_pattern needs layers_to_transform")
@@ -77,11 +73,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_task(config: Config, model_type: str | None, loading: Loading) -> None:
-    """Say what a task type does to a model.
-
-    Raises:
-        RejectedError: A task that PEFT does not know.
-    """
+    """Say what a task type does to a model; raise RejectedError if PEFT does not know it."""
     task = config.get("task_type")
     if task is None:
         return
@@ -101,11 +93,7 @@ def has_targets(config: Config) -> bool:
 
 
 def matched(target: object, module: str) -> bool | None:
-    """Does PEFT's `target_modules` match a module? None where it cannot be told without the model ("all-linear").
-
-    Raises:
-        UsageError: A pattern that cannot be evaluated.
-    """
+    """Return True if PEFT's `target_modules` match a module; None where only the model tells ("all-linear")."""
     if isinstance(target, str):
         if target.lower() == "all-linear":
             return None
@@ -162,11 +150,7 @@ def saved_names(config: Config) -> tuple[str, ...]:
 
 
 def rank_of(config: Config, path: str) -> int:
-    """Return the rank that a module's adapter gets.
-
-    Raises:
-        RejectedError: One that is no rank.
-    """
+    """Return the rank that a module's adapter gets; raise RejectedError if it is not a rank."""
     found, rank = by_pattern(config.get("rank_pattern"), path, where="rank_pattern")
     if not found:
         rank = config.get("r", 8)
@@ -176,13 +160,9 @@ def rank_of(config: Config, path: str) -> int:
 
 
 def expected(family: Family, config: Config, path: str, weight: Shape) -> tuple[Mapping[str, Shape | None], ...]:
-    """Return the factors that PEFT makes for a module, in every way that the shape of its weight allows.
+    """Return role → shape of the factors that PEFT makes for a module, in every way that its weight's shape allows.
 
-    Returns:
-        Role → shape, None where several are right; () where that is not known.
-
-    Raises:
-        RejectedError: The configuration's rank is none.
+    None stands for several right shapes, () for what is not known. Raise RejectedError as `rank_of`.
     """
     if len(weight) not in (2, 3, 4, 5) or 0 in weight:
         return ()
@@ -245,11 +225,7 @@ def wrapped_parameters(config: Config, base: Mapping[str, Shape]) -> dict[str, l
 def check_parameters(
     module: str, parameters: Sequence[str], levels: Levels, config: Config, base: Mapping[str, Shape], loading: Loading
 ) -> None:
-    """Hold the factors of a module's wrappers against its parameters.
-
-    Raises:
-        RejectedError: They are of other shapes than PEFT makes.
-    """
+    """Raise RejectedError if factors of a module's wrappers have other shapes than PEFT makes for its parameters."""
     lacking = [role for level in range(len(parameters)) for role in ("A", "B") if role not in levels.get(level, {})]
     if lacking:
         what = f"the file lacks {len(lacking)} factors of {len(parameters)} target_parameters: PEFT initialises them"

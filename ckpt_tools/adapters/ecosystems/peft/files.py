@@ -21,11 +21,7 @@ _SURE = {"unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3."}
 
 
 def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:
-    """Yield (name, number of the module, role) of every tensor of PEFT's file.
-
-    Raises:
-        UsageError: PEFT has no name for a factor.
-    """
+    """Yield (name, number of the module, role) of every tensor of PEFT's file."""
     shared = set()
     adapted = {m.path: ".base_layer" * (m.nesting + 1) for m in adapter.modules if not m.is_saved}
     for number, module in enumerate(adapter.modules):
@@ -58,15 +54,10 @@ def renested(adapter: Adapter[F]) -> Adapter[F]:
 
 
 def from_one_model(adapter: Adapter[F], *, is_diffusion: bool = False) -> tuple[Adapter[F], str | None]:
-    """Return the adapter with the module paths of its model, without the name that a pipeline has for that.
+    """Return the adapter with its model's own module paths, and the pipeline's name for the model that was taken off.
 
-    `is_diffusion`: its paths are those of a diffusion model; a language model may have a `transformer` inside.
-
-    Returns:
-        The adapter, and the name that was taken off.
-
-    Raises:
-        UsageError: It is for several models.
+    `is_diffusion`: its paths are those of a diffusion model; a language model may have a `transformer` inside. Raise
+    UsageError for an adapter of several models.
     """
     prefixes = {next((p for p in _PREFIXES if module.path.startswith(p)), "") for module in adapter.modules}
     if prefixes == {""} or (adapter.convention == "peft" and not (is_diffusion or prefixes & _SURE)):

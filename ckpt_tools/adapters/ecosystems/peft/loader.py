@@ -44,15 +44,10 @@ _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 _SAVED_COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
 _STACKED = re.compile(r"\.experts\.\w+$")
 _OF_EXPERTS = frozenset({"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "input_linear"})
-"""Modules of an expert."""
 
 
 def load(file: AdapterFile, loading: Loading) -> None:
-    """Apply PEFT's rules.
-
-    Raises:
-        RejectedError: It raises.
-    """
+    """Apply PEFT's rules; raise RejectedError where it raises."""
     config = file.config
     if config is None:
         raise RejectedError(f"there is no {ADAPTER_CONFIG} beside it")
@@ -202,10 +197,10 @@ def _why_not(key: Key, family: Family, config: Config, *, is_wrapped: bool) -> s
 
 
 def _why_not_plain(inner: str, shape: Shape, file: AdapterFile, config: Config) -> str | None:
-    """Why a tensor of the base's own does not go into the model; None when it does, as trained biases do.
+    """Return why a tensor of the base's own does not go into the model; None when it does, as trained biases do.
 
-    Source: peft 0.21 `utils/save_and_load.py`: what is no factor is loaded by its name in the model, in which targets
-    are wrapped.
+    Source: peft 0.21 `utils/save_and_load.py`: what is no factor is loaded by its name in the model, in
+    which targets are wrapped.
     """
     holder, _, parameter = inner.rpartition(".")
     module = holder.removesuffix(_WRAPPED)

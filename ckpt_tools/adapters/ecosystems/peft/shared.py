@@ -17,11 +17,7 @@ from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 
 
 def check_shared(family: Carried, seen: Mapping[str, Shape], config: Config, base: Mapping[str, Shape]) -> str | None:
-    """Hold `seen` (role → shape), which all modules share, against what PEFT makes; return what is not known, if any.
-
-    Raises:
-        RejectedError: PEFT refuses it.
-    """
+    """Compare what all modules share (role → shape) with PEFT's; return what is not known, or raise RejectedError."""
     if not family.shared:
         return None
     targets = [name.rpartition(".")[0] for name in base if name.endswith(".weight")]
@@ -44,11 +40,7 @@ def check_shared(family: Carried, seen: Mapping[str, Shape], config: Config, bas
 
 
 def load_prompt(file: AdapterFile, config: Config, family: Carried, loading: Loading) -> None:
-    """Apply the rules for embeddings of virtual tokens.
-
-    Raises:
-        RejectedError: PEFT refuses it.
-    """
+    """Apply the rules for embeddings of virtual tokens; raise RejectedError where PEFT refuses them."""
     kind, name = config.get("peft_type"), "prompt_embeddings"
     own = {role: head.shape for role, head in file.tensors.items() if family.shared_name(role) is not None}
     if name not in own:

@@ -31,11 +31,7 @@ def refuse_parameters(path: str) -> UsageError:
 
 
 def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Fields:
-    """Return target_modules and target_parameters, and the fields that go with them.
-
-    Raises:
-        UsageError: Something is not known, or the user's own names leave out what is here.
-    """
+    """Return target_modules and target_parameters, and the fields that go with them."""
     parameters = sorted({module.target for module in modules if module.parameter != "weight"})
     # Below a `base_layer` lies what PEFT adapts along with the module around it.
     adapted = sorted({m.path for m in modules if m.parameter == "weight" and ".base_layer." not in m.path})
@@ -119,11 +115,7 @@ def _covers(target: object, adapted: Collection[str]) -> bool:
 
 
 def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: BaseModel | None) -> Fields:
-    """Return modules_to_save and bias: modules that were trained whole, and biases that were trained beside an adapter.
-
-    Raises:
-        UsageError: A module was trained in part, or the user's own names are not those of the modules.
-    """
+    """Return modules_to_save and bias: modules that were trained whole, and biases trained beside an adapter."""
     adapted = {module.path for module in modules}
     saved = [module for module in adapter.modules if module.is_saved]
     biases = [module.path for module in saved if set(module.factors) == {"bias"}]
@@ -233,14 +225,9 @@ def _saves(names: Collection[str], whole: Collection[str]) -> bool:
 
 
 def minimal_suffixes(adapted: Collection[str], modules: Collection[str]) -> tuple[str, ...] | None:
-    """Return the shortest names that match the adapted modules of a model and no other one.
+    """Return the shortest names (sorted) that match the paths in `adapted` and no other one of the model's `modules`.
 
-    Args:
-        adapted: Paths to match.
-        modules: Paths of all modules of the model.
-
-    Returns:
-        Sorted names; None when no list can do it, because an adapted path is the end of another module's path.
+    None when no list can do it, because an adapted path is the end of another module's path.
     """
     ends: dict[str, set[str]] = {}
     leaves = {path.rpartition(".")[2] for path in adapted}
@@ -270,12 +257,7 @@ def exact_pattern(adapted: Collection[str]) -> str:
 def minimal_saved(saved: Collection[str], modules: Collection[str]) -> tuple[str, ...] | None:
     """Return names for modules_to_save: whole paths, or a last component that matches exactly the same modules.
 
-    Args:
-        saved: Paths to match.
-        modules: Paths of all modules of the model; empty when they are not known, and whole paths have to do.
-
-    Returns:
-        Sorted names; None when a whole path is the end of another module's.
+    Without known `modules` whole paths have to do. None when a whole path is the end of another module's.
     """
     wanted = set(saved)
     chosen = set()

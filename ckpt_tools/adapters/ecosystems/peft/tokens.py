@@ -21,10 +21,9 @@ from ckpt_tools.description.checkpoint import TensorEntry
 def why_no_tokens(
     key: Key, rows: TensorEntry, config: Mapping[str, object], family: Family, file: AdapterFile, loading: Loading
 ) -> str | None:
-    """Return why rows do not go into the model; None when they do, as far as the configuration tells, and for factors.
+    """Return why rows do not go into the model; None when they do as far as the configuration tells, and for factors.
 
-    Raises:
-        RejectedError: They do not fit the configuration or the base.
+    Raise RejectedError where they do not fit the configuration or the base.
     """
     if key.family != TOKENS:
         return None

@@ -56,11 +56,7 @@ def changes_base(adapter: Adapter[F]) -> bool:
 
 
 def refuse_foreign_shapes(adapter: Adapter[F]) -> None:
-    """Raise UsageError for an adapter whose factors have shapes that nothing but PEFT understands.
-
-    Raises:
-        UsageError: With the setting and the reason.
-    """
+    """Refuse an adapter whose factors have shapes that nothing but PEFT understands."""
     for name in ("use_bdlora", DORA_SCALE):
         found = adapter.settings.get(name)
         if found is not None and found.value:
@@ -79,15 +75,7 @@ def doubt_about(adapter: Adapter[F]) -> str | None:
 
 
 def refuse_carried(adapter: Adapter[F], *, merges: bool) -> None:
-    """Refuse types of PEFT's that ckpt carries, and does not compute with.
-
-    Args:
-        adapter: Of any type.
-        merges: Those that merge-lora computes are welcome.
-
-    Raises:
-        UsageError: With the type.
-    """
+    """Refuse types of PEFT's that ckpt carries and does not compute with; with `merges`, merge-lora's pass."""
     for family in {module.family: family_of(module) for module in adapter.modules}.values():
         if isinstance(family, Carried) and not (merges and family.merges):
             what = "merged by ckpt" if merges else "written for other libraries than PEFT"
@@ -96,11 +84,7 @@ def refuse_carried(adapter: Adapter[F], *, merges: bool) -> None:
 
 
 def refuse_variants(adapter: Adapter[F]) -> None:
-    """Raise UsageError for an adapter that does not do what its factors say on a plain base model.
-
-    Raises:
-        UsageError: With the setting and the reason.
-    """
+    """Refuse an adapter that does not do what its factors say on a plain base model."""
     for name, reason in _VARIANTS.items():
         found = adapter.settings.get(name)
         if found is not None and _is_variant(name, found.value):
