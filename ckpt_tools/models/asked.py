@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from ckpt_tools.errors import CkptError
@@ -47,25 +48,29 @@ class Answer:
 
 
 def expected_for(architecture: str, config: Mapping[str, object], fits: Callable[[Expected], bool]) -> Expected | None:
-    """Return what a model's tensors are called: by the table, or where that does not fit by transformers.
-
-    Args:
-        architecture: Its class.
-        config: Its config.json.
-        fits: Are the names that are there those of this answer?
-    """
+    """Return what a model's tensors are called: by the table, or by transformers where its answer does not `fits`."""
     known = load_table().expected(architecture, config)
-    if (known is not None and fits(known)) or not config.get("architectures"):
+    if (known is not None and fits(known)) or not _has_class(architecture, str(config.get("model_type"))):
         return known
     asked = _ask(architecture, json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
     return asked if asked is not None and (known is None or fits(asked)) else known
 
 
+def _has_class(architecture: str, model_type: str) -> bool:
+    """Does the installed transformers define this class? Asking takes seconds, looking into its files does not."""
+    spec, name = importlib.util.find_spec("transformers"), re.sub(r"\W", "_", model_type)
+    files = [
+        file
+        for root in getattr(spec, "submodule_search_locations", None) or ()
+        for file in Path(root, "models", name).glob("modeling_*.py")
+    ]
+    pattern = re.compile(rf"^class {re.escape(architecture)}\(", re.MULTILINE)
+    return any(pattern.search(file.read_text(encoding="utf-8", errors="replace")) for file in files)
+
+
 @lru_cache(maxsize=8)
 def _ask(architecture: str, config: str) -> Expected | None:
     """Return what the installed transformers says; None where it does not know the model, or is not there."""
-    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
-        return None
     try:
         check_config(json.loads(config), "config.json")
         job = Question(config=config)
