@@ -291,7 +291,7 @@ def read_state(
         shared |= dict.fromkeys(lost, first) if first is not None else {}
     sources = sources_of(targets, shared, found)
     absent = {known[name]: name for name in targets if shared.get(name, name) not in sources}
-    contract = settle_names(model, opened.identity.architecture, match, absent, known.values())
+    contract = settle_names(model, opened.identity.architecture, match, absent, known.values(), strict=strict)
     missing = tuple(absent[name] for name in contract.missing)
     if strict and (missing or contract.unexpected):
         raise _strict_error(opened, targets, missing, contract.unexpected)

@@ -164,11 +164,18 @@ def _roots(names: Iterable[str], known: Collection[str]) -> list[str]:
 
 
 def settle_names(
-    model: nn.Module, architecture: str, match: Match, missing: Collection[str], names: Collection[str]
+    model: nn.Module,
+    architecture: str,
+    match: Match,
+    missing: Collection[str],
+    names: Collection[str],
+    *,
+    strict: bool = True,
 ) -> Contract:
     """Judge the names that only the model has (`missing`, of `names`) or only the checkpoint, by the model's classes.
 
-    `architecture` is the class that the checkpoint's config names; empty where none does.
+    `architecture` is the class that the checkpoint's config names; empty where none does. Without `strict` a head that
+    the checkpoint lacks keeps the values that it was given, and is missing.
     """
     base = getattr(model, "base_model_prefix", "") if is_transformers(model) else ""
     is_other = bool(architecture) and all(kind.__name__ != architecture for kind in type(model).__mro__)
@@ -183,7 +190,7 @@ def settle_names(
         may_miss=_patterns(model, "_keys_to_ignore_on_load_missing"),
         ignored=_patterns(model, "_keys_to_ignore_on_load_unexpected"),
         base=base,
-        is_other=is_other or (any(name.startswith(f"{base}.") for name in names) and lacks_base),
+        is_other=strict and (is_other or (any(name.startswith(f"{base}.") for name in names) and lacks_base)),
     )
     return replace(found, ignored=(*old, *found.ignored))
 

@@ -152,7 +152,7 @@ def _opened(
                     f"{name!r} is {list(shapes[name])}, and {list(like.shape)} in the model", where="rank0_load"
                 )
         missing = [name for name in targets if shared.get(name, name) not in reads]
-        contract = settle_names(model, architecture, match, missing, targets)
+        contract = settle_names(model, architecture, match, missing, targets, strict=strict)
         if strict and (contract.missing or contract.unexpected):
             raise UnreadableError(
                 f"the source does not fit the model: {describe_misfit(contract.missing, contract.unexpected)}",

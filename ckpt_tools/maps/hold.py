@@ -62,7 +62,6 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
         partners += [target for target, source in ties if source.match(name)]
         if not any(partner.match(live) for partner in partners for live in renamed.live):
             absent.append(name)
-    root = f"{expected.base}."
     contract = settle(
         absent,
         renamed.foreign,
@@ -70,7 +69,7 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
         may_miss=expected.may_miss,
         ignored=expected.ignored,
         base=expected.base,
-        is_other=any(name.startswith(root) for name in renamed.live) and not any(f".{root}" in f".{n}" for n in given),
+        is_other=False,  # who converts a model without its head says so: --as-part
     )
     outside = set(contract.unexpected)
     return Held(
