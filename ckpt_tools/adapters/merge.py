@@ -175,6 +175,7 @@ def _add_edits(job: Job, shares: Sequence[Share], combining: Combining | None, *
     def accept() -> None:
         for share in shares:
             share.read.opened.source.check_unchanged()
+            job.ledger.add(share.loading.reader.ledger)
         job.notes += _judge(edits)
 
     job.accept = accept

@@ -87,6 +87,8 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
     def accept() -> None:
         for other in others:
             other.source.check_unchanged()
+        for each in (one for some in besides.values() for one in some):
+            job.ledger.add(each.ledger)
 
     job.accept = accept
     return job

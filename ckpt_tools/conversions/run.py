@@ -11,6 +11,7 @@ from ckpt_tools.conversions.finish import (
     add_apart,
     carry_assets,
     conversion,
+    digested_as_stored,
     finish,
     kept_or_discarded,
     notes_of_parts,
@@ -127,6 +128,7 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
             resumable=True,
             edits=job.edits,
             counting=True,
+            stored=digested_as_stored(job),
         )
         if job.accept is not None:
             job.accept()
@@ -149,6 +151,8 @@ def _write_parts(job: Job, plans: Mapping[str, Plan], staging: Staging) -> dict[
         if can_adopt(part.destination, num_workers=job.num_workers):
             part.notes.append("already written by an interrupted run, and verified")
             part.not_checked = (*part.not_checked, f"whether the values of {name} are finite: nothing was read anew")
+            records = () if part.opened.manifest is None else part.opened.manifest.tensors
+            part.ledger.miss("digests", "the interrupted run held them", len(records))
             done[name] = conversion(part, start, planned_files(part), read=0)
         else:
             done[name] = _write(part, {"": plans[name]}, start, 0, is_part=True)

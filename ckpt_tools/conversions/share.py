@@ -9,7 +9,13 @@ import json
 from collections.abc import Collection
 
 from ckpt_tools.conversions.commit import Place, add_progress, commit, is_right
-from ckpt_tools.conversions.finish import carry_assets, conversion, kept_or_discarded, recorded_apart
+from ckpt_tools.conversions.finish import (
+    carry_assets,
+    conversion,
+    digested_as_stored,
+    kept_or_discarded,
+    recorded_apart,
+)
 from ckpt_tools.conversions.inert import make_inert
 from ckpt_tools.conversions.job import Conversion, Job, check_claims, fingerprint, rewrite_assets
 from ckpt_tools.description.layout import Box
@@ -120,7 +126,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
     needed = [(file, job.target.files[file]) for files in todo.values() for file in files]
     sink.check_space(sum(nbytes for file, nbytes in needed if (sink.identity(file) or {}).get("nbytes") != nbytes))
     progress = job.progress(sum(nbytes for _, nbytes in needed)) if job.progress is not None and needed else None
-    read = 0
+    read, stored = 0, digested_as_stored(job)
     for number, files in todo.items():
         name = record_name(place.part.index, place.part.count, number)
         sink.begin(name)
@@ -134,6 +140,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             resumable=True,
             counting=True,
             before=elsewhere(job, earlier),
+            stored=stored,
         )
         apart = recorded_apart(job)[place.turn :: place.num_busy] if number == 0 else []
         whole = scan(apart, job.opened.source, num_workers=job.num_workers)
@@ -150,6 +157,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             digests=outcome.digests,
             counts={fqn: counted(counts) for fqn, counts in outcome.counts.items()},
             parts=outcome.parts,
+            stored=outcome.source_digests,
             apart=whole.digests,
             chunks_checked=outcome.chunks_checked + whole.chunks_checked,
         )

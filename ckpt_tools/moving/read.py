@@ -238,11 +238,14 @@ def read_block(
         total += len(run)
     if covered != block.num_elems:
         raise CkptError(f"tensor {entry.fqn!r}: its chunks hold {covered} of {block.num_elems} elements of a block")
-    if dtype is not own:
-        target = buffers.get(1, dtype.num_bytes(block.num_elems))
-        cast(content, own, target, dtype)
-        content = _to_front(target, buffers)
-    return content, reads, total
+    return content if dtype is own else cast_block(content, own, dtype, buffers), reads, total
+
+
+def cast_block(content: memoryview, own: DType, dtype: DType, buffers: Buffers) -> memoryview:
+    """Return the elements of a block, which are in buffer 0, as another dtype; they are overwritten."""
+    target = buffers.get(1, dtype.num_bytes(len(content) * 8 // own.bits))
+    cast(content, own, target, dtype)
+    return _to_front(target, buffers)
 
 
 def edit_block(edit: Edit, block: Box, content: memoryview, dtype: DType, buffers: Buffers) -> memoryview:

@@ -12,6 +12,7 @@ from ckpt_tools.description.layout import Blocks, Box, BoxIndex
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.digest import digest_block, digest_tensor
 from ckpt_tools.formats.share_record import Run, TensorPart
+from ckpt_tools.moving.as_stored import AsStored
 from ckpt_tools.moving.counts import Counts, count_values, counted, counts_of
 from ckpt_tools.moving.read import Checksums, Parts, Read, combine_crcs
 from ckpt_tools.moving.split import has_whole_rows
@@ -92,8 +93,8 @@ class Seen:
 
     # Of several shares
 
-    def part(self, chunks: BoxIndex[Chunk]) -> TensorPart:
-        """Return what this share saw."""
+    def part(self, chunks: BoxIndex[Chunk], stored: AsStored | None) -> TensorPart:
+        """Return what this share saw; `stored` has what it read of a tensor that it casts."""
         every = Box((0,) * len(self._entry.shape), self._entry.shape)
         sources = {
             chunk.box.offsets: join_runs(runs)
@@ -106,6 +107,7 @@ class Seen:
             seen={index: digest.hex() for index, digest in self._others.items()},
             parts={index: tuple(sorted(runs)) for index, runs in self._parts.items() if runs},
             sources=sources,
+            stored={index: digest.hex() for index, digest in ({} if stored is None else stored.digests()).items()},
             counts=None if (counts := self.counts) is None else counted(counts),
         )
 

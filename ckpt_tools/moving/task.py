@@ -8,7 +8,8 @@ from typing import Protocol
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Blocks, Box, BoxIndex
-from ckpt_tools.moving.plan import Copy, blocks_of, chunk_index, is_plain
+from ckpt_tools.moving.as_stored import AsStored
+from ckpt_tools.moving.plan import Copy, blocks_at_once, blocks_of, chunk_index, is_plain
 from ckpt_tools.moving.read import Edit, Parts
 from ckpt_tools.moving.seen import Seen
 from ckpt_tools.moving.split import hull, owned_blocks
@@ -55,9 +56,15 @@ class Task:
         self.written_parts: list[Parts] = [[] for _ in copies]
         self.remaining = max(1, len(self.blocks))
         self.damaged = False
-        self.unedited: dict[int, bytes] = {}
-        """Block → its digest as it was read, of a tensor with an edit."""
+        self.stored: AsStored | None = None
+        """Digests what is read, where it is not what is written and its source has a digest of it."""
         self.looks: Sequence[Look] = ()
+
+    @property
+    def blocks_at_once(self) -> int:
+        """How many blocks one worker takes in a row."""
+        per_stored = 1 if self.stored is None else -(-self.dtype.bits // self.entry.dtype.bits)
+        return max(blocks_at_once(self.entry), per_stored)
 
     def owns(self, index: int) -> bool:
         """Does this share read a block whole?"""

@@ -89,13 +89,16 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         what += f", and {first_few(others)} left out"
     if found.dropped:
         what += f"; left out {first_few(found.dropped)}, which only a quantised model has"
-    if opened.manifest is not None or any(chunk.crc32 is not None for e in checkpoint.tensors for chunk in e.chunks):
-        what += "; recorded checksums were not held against the quantised bytes (`ckpt verify` does)"
+    manifest = opened.manifest
+    if manifest is not None and config is not None:  # which is not what was recorded, on purpose
+        assets_there = {name: record for name, record in manifest.assets.items() if name != CONFIG_NAME}
+        manifest = replace(manifest, assets=assets_there)
     return replace(
         opened,
         checkpoint=replace(checkpoint, tensors=tuple(tensors), assets=tuple(assets)),
         source=VirtualSource(opened.source, files),
-        manifest=None,
+        manifest=manifest,
+        stored={_PREFIX + one.fqn: one.stored for one in found.tensors},
         origin=None,
         notes=(*opened.notes, what),
     )
