@@ -210,7 +210,7 @@ def _on_its_model(run: _Run, adapter: Adapter[TensorEntry]) -> Adapter[Factor]:
                 where=adapter.modules[0].path,
                 hint="give the base model, whose names they are made from: --base DIR",
             )
-        loaded = load(adapter, run.reader)
+        loaded = load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded, repairs=True)
         if run.has_error:
             return loaded
@@ -226,7 +226,7 @@ def _for_peft(run: _Run, adapter: Adapter[Factor]) -> tuple[Output, Fields]:
     except InexpressibleError:
         refuse_variants(adapter)
         # Not as it is; perhaps as a LoRA.
-        loaded = adapter if _is_loaded(adapter) else load(adapter, run.reader)
+        loaded = adapter if _is_loaded(adapter) else load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded)
         if run.has_error:
             return _NOTHING, {}
@@ -265,7 +265,7 @@ def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
 def _for_others(run: _Run, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
     refuse_variants(adapter)
     refuse_carried(adapter, merges=False)
-    loaded = load(adapter, run.reader)
+    loaded = load(adapter, run.read.opened, run.reader)
     run.findings += check_adapter(loaded, repairs=True)
     known = summary(adapter, run.options.base_model)
     if run.has_error:

@@ -1,7 +1,7 @@
 """Read an adapter out of whatever holds one, from headers alone; `tensors.load` reads its bytes.
 
 with read_adapter("runs/step-1000") as (opened, adapter):
-    loaded = load(adapter, TensorReader(opened))
+    loaded = load(adapter, opened)
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class TensorReader(BytesReader):
         return None if code is None else float(struct.unpack(code, content)[0])
 
 
-def load(adapter: Adapter[TensorEntry], reader: TensorReader) -> Adapter[Array]:
+def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | None = None) -> Adapter[Array]:
     """Read the adapter's tensors, and no other byte.
 
     Memory: the adapter. CRC-32s and digests are checked where the source records them.
@@ -44,6 +44,7 @@ def load(adapter: Adapter[TensorEntry], reader: TensorReader) -> Adapter[Array]:
     Raises:
         UnreadableError: Incomplete, truncated or damaged.
     """
+    reader = reader or TensorReader(opened)
     read: dict[str, Array] = {}  # what several modules share is read once
 
     def array(module: AdapterModule[TensorEntry], role: str) -> Array:
@@ -80,6 +81,7 @@ class LazyAdapter:
 
     def __init__(self, adapter: Adapter[TensorEntry], opened: Opened) -> None:
         self._adapter = adapter
+        self._opened = opened
         self.reader = TensorReader(opened)
         self._lock = threading.Lock()
         self._loaded: Adapter[Array] | None = None
@@ -93,7 +95,7 @@ class LazyAdapter:
         """
         with self._lock:
             if self._loaded is None:
-                self._loaded = load(self._adapter, self.reader)
+                self._loaded = load(self._adapter, self._opened, self.reader)
                 self._leave_threads_to_workers()
             return self._loaded
 
