@@ -201,18 +201,9 @@ def conversion(
     )
 
 
-def stored_apart(job: Job) -> list[TensorEntry]:
-    """Return the tensors of the source that are not written as they are, but in parts, joined, encoded or decoded."""
-    stored, read = job.opened.stored, (*job.source.tensors, *job.apart)
-    made = sorted({chunk.span.file for entry in read for chunk in entry.chunks} & stored.keys())
-    decoded = {entry.fqn: entry for file in made for entry in stored[file]}
-    return [*(e for e in job.apart if not _is_made(e, job)), *map(job.opened.resolve, decoded.values())]
-
-
 def recorded_apart(job: Job) -> list[TensorEntry]:
-    """Return those of `stored_apart` of which something is recorded as a whole."""
-    records = _records(job)
-    return [e for e in stored_apart(job) if e.fqn in records or any(c.crc32 is not None for c in e.chunks)]
+    """Return the tensors that are not written as they are stored, and of which something is recorded as a whole."""
+    return [e for e in _apart(job) if e.fqn in _records(job) or any(c.crc32 is not None for c in e.chunks)]
 
 
 def digested_as_stored(job: Job) -> set[str]:
@@ -240,38 +231,38 @@ def _moved(job: Job) -> list[tuple[TensorEntry, str]]:
     return [(entry, name) for entry, name in named if name and not _is_made(entry, job)]
 
 
-def _settle(job: Job, outcome: Outcome) -> None:
-    """Hold what was read against everything that the source records of it, and enter that in the job's ledger.
+def _apart(job: Job) -> list[TensorEntry]:
+    """Return the stored tensors that are written in parts, joined, encoded or decoded."""
+    stored, read = job.opened.stored, (*job.source.tensors, *job.apart)
+    files = sorted({chunk.span.file for entry in read for chunk in entry.chunks} & stored.keys())
+    decoded = {entry.fqn: entry for file in files for entry in stored[file]}
+    return [*(e for e in job.apart if not _is_made(e, job)), *map(job.opened.resolve, decoded.values())]
 
-    Raises:
-        UnreadableError: It is something else.
-    """
+
+def _settle(job: Job, outcome: Outcome) -> None:
+    """Hold what was read against everything that the source records of it, and enter that in the job's ledger."""
     ledger, opened, records, apart = job.ledger, job.opened, _records(job), recorded_apart(job)
-    dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
-    found = [(entry, entry.fqn, outcome.source_digests.get(_APART + entry.fqn)) for entry in apart]
-    for entry, name in _moved(job):
-        is_copied = dtypes[entry.fqn] == entry.dtype and entry.fqn not in job.edits
-        found.append((entry, name, (outcome.digests if is_copied else outcome.source_digests).get(entry.fqn)))
-    for entry, name, digest in found:
-        if (record := records.get(name)) is not None:
-            label, shape = f"tensor {name!r}", (entry.dtype.name, *entry.shape)
-            ledger.compare("shapes", label, shape, (record.dtype.name, *record.shape), opened.source.root)
-            ledger.compare("digests", label, digest, record.digest, opened.source.root)
+    root = opened.source.root
+    whole = [*((e, name, e.fqn) for e, name in _moved(job)), *((e, e.fqn, _APART + e.fqn) for e in _apart(job))]
+    copied = {target.fqn: target.dtype for target in job.target.tensors if target.fqn not in job.edits}
     sizes = {} if opened.manifest is None else opened.manifest.files
-    for file in sorted({chunk.span.file for entry, *_ in found for chunk in entry.chunks} & sizes.keys()):
-        ledger.compare("sizes", file, opened.source.size(file), sizes[file], opened.source.root)
-    whole = [*_moved(job), *((entry, entry.fqn) for entry in stored_apart(job))]
+    for entry, name, key in whole:
+        if (record := records.get(name)) is None:
+            continue
+        digests = outcome.digests if copied.get(key) == entry.dtype else outcome.source_digests
+        shape, label = (entry.dtype.name, *entry.shape), f"tensor {name!r}"
+        ledger.compare("shapes", label, shape, (record.dtype.name, *record.shape), root)
+        ledger.compare("digests", label, digests.get(key), record.digest, root)
+    for file in sorted({chunk.span.file for entry, *_ in whole for chunk in entry.chunks} & sizes.keys()):
+        ledger.compare("sizes", file, opened.source.size(file), sizes[file], root)
     chunks = [chunk for entry in (*job.source.tensors, *apart) for chunk in firsts(entry) if 0 not in chunk.box.sizes]
-    ledger.registered["crcs"] += sum(chunk.crc32 is not None for chunk in chunks)
-    ledger.held["crcs"] += outcome.chunks_checked
-    summed, taken = Summed(opened), {name for _, name in whole}
-    slices = sum(chunk.crc32 is None and summed.covers(chunk.span) for entry, _ in whole for chunk in firsts(entry))
-    ledger.miss("crcs", "they cover more than one tensor (`ckpt verify` holds them)", slices)
-    rest = [e for e in opened.checkpoint.tensors if e.fqn not in taken and not _is_made(e, job)]
-    recorded = records.keys() or {
-        e.fqn for e in rest if opened.format.in_items or any(c.crc32 is not None for c in e.chunks)
-    }
-    ledger.miss("digests" if records else "crcs", LEFT_OUT, len(recorded - taken))
+    ledger.count_crcs(outcome.chunks_checked, sum(chunk.crc32 is not None for chunk in chunks))
+    summed, taken = Summed(opened), {name for _, name, _ in whole}
+    slices = sum(chunk.crc32 is None and summed.covers(chunk.span) for entry, *_ in whole for chunk in firsts(entry))
+    ledger.missed["crcs", "they cover more than one tensor (`ckpt verify` holds them)"] += slices
+    rest = [e for e in opened.checkpoint.tensors if not _is_made(e, job)]
+    summed_rest = {e.fqn for e in rest if opened.format.in_items or any(c.crc32 is not None for c in e.chunks)}
+    ledger.missed["digests" if records else "crcs", LEFT_OUT] += len((records.keys() or summed_rest) - taken)
 
 
 def _check_result(sink: Sink, target: Checkpoint) -> None:

@@ -23,6 +23,8 @@ _Stream = tuple[xxhash.xxh3_128 | None, int]
 """What has seen the block that has begun, if one has, as far as an element."""
 _AGAIN_ELEMS = 1 << 16
 """Read at once, of what is read again."""
+BLOCKS_IN_A_ROW = 4
+"""What one worker should take: of the blocks that they make the last may end elsewhere, and is read on."""
 
 
 class AsStored:
@@ -75,8 +77,9 @@ class AsStored:
         (hasher, start), (entry, chunks, source) = stream, self._read_from
         if hasher is None:
             return
+        buffers = Buffers()
         index, stop = self._block_of(start - 1)
         for at in range(start, stop, _AGAIN_ELEMS):
             for box in flat_boxes(entry.shape, at, min(at + _AGAIN_ELEMS, stop)):
-                hasher.update(read_block(entry, chunks, entry.dtype, box, source, Buffers())[0])
+                hasher.update(read_block(entry, chunks, entry.dtype, box, source, buffers)[0])
         self._digests[index] = hasher.digest()

@@ -50,12 +50,11 @@ class Beside:
 
     def read(self, block: Box) -> memoryview:
         """Return the row-major bytes of a block, in the tensor's own dtype; valid until this thread's next read."""
-        entry, opened = self.entry, self._opened
-        content, reads, _ = read_block(entry, self._chunks, entry.dtype, block, opened.source, self._reading.buffers)
+        entry, source, buffers = self.entry, self._opened.source, self._reading.buffers
+        see = None if self._stored is None else self._stored.add
+        content, reads, _ = read_block(entry, self._chunks, entry.dtype, block, source, buffers, see=see)
         with self._lock:
             self._checksums.add(reads)
-        if self._stored is not None:
-            self._stored.add(block, content)
         return content
 
     def finish(self) -> None:
@@ -66,8 +65,7 @@ class Beside:
         """
         entry, ledger = self.entry, self.ledger
         for chunk, _ in self._chunks.overlaps(Box((0,) * len(entry.shape), entry.shape)):
-            ledger.registered["crcs"] += chunk.crc32 is not None
-            ledger.held["crcs"] += self._checksums.check(entry, chunk, self._opened.source)
+            ledger.count_crcs(self._checksums.check(entry, chunk, self._opened.source), chunk.crc32 is not None)
         if self._record is not None and self._stored is not None:
             label, shape = f"tensor {entry.fqn!r}", (self._record.dtype.name, *self._record.shape)
             ledger.compare("shapes", label, (entry.dtype.name, *entry.shape), shape, self.root)

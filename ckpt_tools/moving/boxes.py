@@ -33,8 +33,6 @@ class BytesReader:
         self._into = _Target()
         self.bytes_read = 0
         """Payload bytes read so far."""
-        self.chunks_checked = 0
-        """Chunks whose CRC-32 was held against their writer's."""
         self.ledger = Ledger()
         """What is recorded of the boxes that were read, and of tensors that were read whole."""
         self._digested: set[str] = set()
@@ -83,11 +81,8 @@ class BytesReader:
             self.bytes_read += count
             position += len(target)
         for chunk, part in chunks.overlaps(box):
-            self.ledger.registered["crcs"] += chunk.crc32 is not None
-            if part == chunk.box:
-                is_held = checksums.check(entry, chunk, self._opened.source)
-                self.chunks_checked += is_held
-                self.ledger.held["crcs"] += is_held
+            is_held = part == chunk.box and checksums.check(entry, chunk, self._opened.source)
+            self.ledger.count_crcs(is_held, chunk.crc32 is not None)
 
     def _restrict(self, entry: TensorEntry, box: Box) -> TensorEntry:
         """Return `entry` with the chunks that `box` needs, on their raw bytes; only their headers are read."""

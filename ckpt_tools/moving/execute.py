@@ -36,7 +36,6 @@ from ckpt_tools.moving.read import (
     Edit,
     Parts,
     Read,
-    cast_block,
     combine_crcs,
     edit_block,
     read_block,
@@ -173,15 +172,12 @@ class _Run:
     def _content(
         self, task: Task, index: int, block: Box, ahead: Box | None, buffers: Buffers
     ) -> tuple[memoryview, list[Read], int]:
-        """Read a block, and edit or cast it."""
-        own = task.entry.dtype
-        content, reads, read = read_block(task.entry, task.chunks, own, block, self.source, buffers, ahead=ahead)
-        if task.stored is not None and task.owns(index):
-            task.stored.add(block, content)
+        """Read a block, and edit it."""
+        entry, dtype = task.entry, task.dtype if task.edit is None else task.entry.dtype
+        see = task.stored.add if task.stored is not None and task.owns(index) else None
+        content, reads, read = read_block(entry, task.chunks, dtype, block, self.source, buffers, ahead=ahead, see=see)
         if task.edit is not None:
             content = edit_block(task.edit, block, content, task.dtype, buffers)
-        elif task.dtype is not own:
-            content = cast_block(content, own, task.dtype, buffers)
         return content, reads, read
 
     def _report(self, task: Task, error: CkptError) -> None:
@@ -289,8 +285,7 @@ class _Run:
         with self._lock:
             self.outcome.bytes_kept += len(content)
         if task.stored is not None:  # of what was read then, only the result is here
-            read = read_block(task.entry, task.chunks, task.entry.dtype, block, self.source, buffers)
-            task.stored.add(block, read[0])
+            read_block(task.entry, task.chunks, task.entry.dtype, block, self.source, buffers, see=task.stored.add)
         return len(content)
 
     # Finishing

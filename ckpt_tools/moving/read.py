@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from isal import isal_zlib
@@ -193,6 +193,7 @@ def read_block(
     buffers: Buffers,
     *,
     ahead: Box | None = None,
+    see: Callable[[Box, memoryview], None] | None = None,
 ) -> tuple[memoryview, list[Read], int]:
     """Read `block` of `entry` as `dtype`.
 
@@ -205,6 +206,7 @@ def read_block(
         buffers: Memory for the result, which is valid until their next use.
         ahead: This block and those that will be read next with the same buffers: what they need of a chunk that is
             stored in another order is read at once.
+        see: Is shown the block before it is cast.
 
     Returns:
         The row-major bytes, the runs that were read in the order of the chunks, and the bytes read.
@@ -238,14 +240,13 @@ def read_block(
         total += len(run)
     if covered != block.num_elems:
         raise CkptError(f"tensor {entry.fqn!r}: its chunks hold {covered} of {block.num_elems} elements of a block")
-    return content if dtype is own else cast_block(content, own, dtype, buffers), reads, total
-
-
-def cast_block(content: memoryview, own: DType, dtype: DType, buffers: Buffers) -> memoryview:
-    """Return the elements of a block, which are in buffer 0, as another dtype; they are overwritten."""
-    target = buffers.get(1, dtype.num_bytes(len(content) * 8 // own.bits))
-    cast(content, own, target, dtype)
-    return _to_front(target, buffers)
+    if see is not None:
+        see(block, content)
+    if dtype is not own:
+        target = buffers.get(1, dtype.num_bytes(block.num_elems))
+        cast(content, own, target, dtype)
+        content = _to_front(target, buffers)
+    return content, reads, total
 
 
 def edit_block(edit: Edit, block: Box, content: memoryview, dtype: DType, buffers: Buffers) -> memoryview:

@@ -8,7 +8,7 @@ from typing import Protocol
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Blocks, Box, BoxIndex
-from ckpt_tools.moving.as_stored import AsStored
+from ckpt_tools.moving.as_stored import BLOCKS_IN_A_ROW, AsStored
 from ckpt_tools.moving.plan import Copy, blocks_at_once, blocks_of, chunk_index, is_plain
 from ckpt_tools.moving.read import Edit, Parts
 from ckpt_tools.moving.seen import Seen
@@ -63,8 +63,7 @@ class Task:
     @property
     def blocks_at_once(self) -> int:
         """How many blocks one worker takes in a row."""
-        per_stored = 1 if self.stored is None else -(-self.dtype.bits // self.entry.dtype.bits)
-        return max(blocks_at_once(self.entry), per_stored)
+        return blocks_at_once(self.entry) if self.stored is None else BLOCKS_IN_A_ROW
 
     def owns(self, index: int) -> bool:
         """Does this share read a block whole?"""
