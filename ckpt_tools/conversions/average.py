@@ -88,7 +88,8 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
         for other in others:
             other.source.check_unchanged()
         for each in (one for some in besides.values() for one in some):
-            job.ledger.add(each.ledger)
+            job.ledger.held.update(each.ledger.held)
+            job.ledger.missed.update(each.ledger.missed)
 
     job.accept = accept
     return job

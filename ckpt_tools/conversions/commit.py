@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt_tools.conversions.finish import add_apart, carry_assets, conversion, finish, recorded_apart
+from ckpt_tools.conversions.finish import APART, carry_assets, conversion, finish, recorded_apart
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError
 from ckpt_tools.formats.digest import digest_tensor
@@ -185,8 +185,6 @@ def merge(job: Job, records: Sequence[ShareRecord]) -> Outcome:
     if unmatched:
         text = f"whether parts have read the same bytes of {unmatched} blocks; `ckpt verify` reads them again"
         job.not_checked = (*job.not_checked, text)
-    found = {fqn: digest for record in records for fqn, digest in record.apart.items()}
-    if missing := [entry.fqn for entry in recorded_apart(job) if entry.fqn not in found]:
+    if missing := [entry.fqn for entry in recorded_apart(job) if APART + entry.fqn not in outcome.source_digests]:
         raise CkptError(f"no part has read {missing[0]!r} as a whole")
-    add_apart(outcome, found, 0)
     return outcome

@@ -19,7 +19,7 @@ from ckpt_tools.conversions.job import (
 from ckpt_tools.conversions.parts import OF_SOURCE, check_step, record_parts
 from ckpt_tools.conversions.record import manifest_of, record_of, tensor_records, written_files
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
-from ckpt_tools.description.ledger import LEFT_OUT, Ledger
+from ckpt_tools.description.ledger import LEFT_OUT
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError
 from ckpt_tools.formats.manifest import (
     MANIFEST_NAME,
@@ -30,7 +30,7 @@ from ckpt_tools.formats.manifest import (
 from ckpt_tools.formats.opening import open_from
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.moving.execute import Outcome, execute
+from ckpt_tools.moving.execute import Outcome, execute, scan
 from ckpt_tools.moving.plan import asset_name, plan_assets
 from ckpt_tools.moving.split import Part
 from ckpt_tools.storage.sink import Sink
@@ -38,7 +38,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging
 from ckpt_tools.text import escape_name
 
-_APART = "\0apart\0"
+APART = "\0apart\0"
 """Before the name of a tensor that was read for its records alone; no FQN contains a NUL."""
 
 
@@ -171,9 +171,7 @@ def conversion(
     waiting_for: tuple[int, ...] = (),
 ) -> Conversion:
     """Return what came of a job."""
-    jobs, ledger = (job, *job.parts.values()), Ledger()
-    for each in jobs:
-        ledger.add(each.ledger)
+    jobs, ledger = (job, *job.parts.values()), job.ledger
     return Conversion(
         source=job.opened.source.root,
         destination=job.destination,
@@ -206,15 +204,17 @@ def recorded_apart(job: Job) -> list[TensorEntry]:
     return [e for e in _apart(job) if e.fqn in _records(job) or any(c.crc32 is not None for c in e.chunks)]
 
 
-def digested_as_stored(job: Job) -> set[str]:
+def to_digest(job: Job) -> set[str]:
     """Return the names of tensors whose digest in the source is recorded."""
     return {entry.fqn for entry, name in _moved(job) if name in _records(job)}
 
 
-def add_apart(outcome: Outcome, digests: Mapping[str, str], chunks_checked: int) -> None:
-    """Add what was found of `recorded_apart`, as it lies in the source."""
-    outcome.chunks_checked += chunks_checked
-    outcome.source_digests |= {_APART + fqn: digest for fqn, digest in digests.items()}
+def read_apart(job: Job, outcome: Outcome, turn: slice = slice(None)) -> int:
+    """Read `recorded_apart`, those of a turn, as they lie in the source; return the bytes."""
+    whole = scan(recorded_apart(job)[turn], job.opened.source, num_workers=job.num_workers)
+    outcome.chunks_checked += whole.chunks_checked
+    outcome.source_digests |= {APART + fqn: digest for fqn, digest in whole.digests.items()}
+    return whole.bytes_read
 
 
 def _records(job: Job) -> Mapping[str, TensorRecord]:
@@ -241,28 +241,24 @@ def _apart(job: Job) -> list[TensorEntry]:
 
 def _settle(job: Job, outcome: Outcome) -> None:
     """Hold what was read against everything that the source records of it, and enter that in the job's ledger."""
-    ledger, opened, records, apart = job.ledger, job.opened, _records(job), recorded_apart(job)
-    root = opened.source.root
-    whole = [*((e, name, e.fqn) for e, name in _moved(job)), *((e, e.fqn, _APART + e.fqn) for e in _apart(job))]
+    ledger, opened, records, items = job.ledger, job.opened, _records(job), job.opened.format.in_items
+    whole = [*((e, name, e.fqn) for e, name in _moved(job)), *((e, e.fqn, APART + e.fqn) for e in _apart(job))]
     copied = {target.fqn: target.dtype for target in job.target.tensors if target.fqn not in job.edits}
-    sizes = {} if opened.manifest is None else opened.manifest.files
-    for entry, name, key in whole:
-        if (record := records.get(name)) is None:
-            continue
+    summed, sizes = Summed(opened), {} if opened.manifest is None else opened.manifest.files
+    for entry, name, key in (each for each in whole if each[1] in records):
         digests = outcome.digests if copied.get(key) == entry.dtype else outcome.source_digests
-        shape, label = (entry.dtype.name, *entry.shape), f"tensor {name!r}"
-        ledger.compare("shapes", label, shape, (record.dtype.name, *record.shape), root)
-        ledger.compare("digests", label, digests.get(key), record.digest, root)
+        shape, label, record = (entry.dtype.name, *entry.shape), f"tensor {name!r}", records[name]
+        ledger.compare("shapes", label, shape, (record.dtype.name, *record.shape), opened.source.root)
+        ledger.compare("digests", label, digests.get(key), record.digest, opened.source.root)
     for file in sorted({chunk.span.file for entry, *_ in whole for chunk in entry.chunks} & sizes.keys()):
-        ledger.compare("sizes", file, opened.source.size(file), sizes[file], root)
-    chunks = [chunk for entry in (*job.source.tensors, *apart) for chunk in firsts(entry) if 0 not in chunk.box.sizes]
-    ledger.count_crcs(outcome.chunks_checked, sum(chunk.crc32 is not None for chunk in chunks))
-    summed, taken = Summed(opened), {name for _, name, _ in whole}
+        ledger.compare("sizes", file, opened.source.size(file), sizes[file], opened.source.root)
+    chunks = (chunk for entry in (*job.source.tensors, *recorded_apart(job)) for chunk in firsts(entry))
+    ledger.count_crcs(outcome.chunks_checked, sum(c.crc32 is not None and 0 not in c.box.sizes for c in chunks))
     slices = sum(chunk.crc32 is None and summed.covers(chunk.span) for entry, *_ in whole for chunk in firsts(entry))
     ledger.missed["crcs", "they cover more than one tensor (`ckpt verify` holds them)"] += slices
-    rest = [e for e in opened.checkpoint.tensors if not _is_made(e, job)]
-    summed_rest = {e.fqn for e in rest if opened.format.in_items or any(c.crc32 is not None for c in e.chunks)}
-    ledger.missed["digests" if records else "crcs", LEFT_OUT] += len((records.keys() or summed_rest) - taken)
+    known = {e.fqn for e in opened.checkpoint.tensors if items or any(c.crc32 is not None for c in e.chunks)}
+    taken = {name for _, name, _ in whole} | {job.names.get(e.fqn, e.fqn) for e in job.source.tensors}
+    ledger.missed["digests" if records else "crcs", LEFT_OUT] += len((records.keys() or known) - taken)
 
 
 def _check_result(sink: Sink, target: Checkpoint) -> None:

@@ -9,13 +9,7 @@ import json
 from collections.abc import Collection
 
 from ckpt_tools.conversions.commit import Place, add_progress, commit, is_right
-from ckpt_tools.conversions.finish import (
-    carry_assets,
-    conversion,
-    digested_as_stored,
-    kept_or_discarded,
-    recorded_apart,
-)
+from ckpt_tools.conversions.finish import carry_assets, conversion, kept_or_discarded, read_apart, to_digest
 from ckpt_tools.conversions.inert import make_inert
 from ckpt_tools.conversions.job import Conversion, Job, check_claims, fingerprint, rewrite_assets
 from ckpt_tools.description.layout import Box
@@ -24,7 +18,7 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.share_record import FileRecord, ShareRecord, build_record, record_name
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.moving.counts import counted
-from ckpt_tools.moving.execute import execute, scan
+from ckpt_tools.moving.execute import execute
 from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import Part, boxes_before, split
 from ckpt_tools.remote.places import open_shared_sink
@@ -126,7 +120,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
     needed = [(file, job.target.files[file]) for files in todo.values() for file in files]
     sink.check_space(sum(nbytes for file, nbytes in needed if (sink.identity(file) or {}).get("nbytes") != nbytes))
     progress = job.progress(sum(nbytes for _, nbytes in needed)) if job.progress is not None and needed else None
-    read, stored = 0, digested_as_stored(job)
+    read = 0
     for number, files in todo.items():
         name = record_name(place.part.index, place.part.count, number)
         sink.begin(name)
@@ -140,11 +134,11 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             resumable=True,
             counting=True,
             before=elsewhere(job, earlier),
-            stored=stored,
+            stored=to_digest(job),
         )
-        apart = recorded_apart(job)[place.turn :: place.num_busy] if number == 0 else []
-        whole = scan(apart, job.opened.source, num_workers=job.num_workers)
-        read += outcome.bytes_read + whole.bytes_read
+        read += outcome.bytes_read
+        if number == 0:
+            read += read_apart(job, outcome, slice(place.turn, None, place.num_busy))
         add_progress(job, outcome.bytes_kept)
         record = ShareRecord(
             fingerprint=place.fingerprint,
@@ -158,8 +152,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             counts={fqn: counted(counts) for fqn, counts in outcome.counts.items()},
             parts=outcome.parts,
             stored=outcome.source_digests,
-            apart=whole.digests,
-            chunks_checked=outcome.chunks_checked + whole.chunks_checked,
+            chunks_checked=outcome.chunks_checked,
         )
         sink.put_record(name, build_record(record))
     return read

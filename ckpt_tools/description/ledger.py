@@ -20,11 +20,7 @@ class Ledger:
     """(kind, why) → how many were not held."""
 
     def compare(self, kind: str, name: str, found: object, recorded: object, root: str) -> None:
-        """Enter what a manifest records; `found` is None where not all of it was read.
-
-        Raises:
-            UnreadableError: It is something else.
-        """
+        """Enter what a manifest records, or raise UnreadableError; `found` is None where not all was read."""
         if found is None:
             self.missed[kind, IN_PART] += 1
         elif found == recorded:
@@ -33,19 +29,13 @@ class Ledger:
             raise UnreadableError(
                 f"{name} is not what the manifest recorded: its {KINDS[kind]} is {found}, recorded was {recorded}",
                 where=root,
-                hint="`ckpt verify` lists everything that is wrong; restore the checkpoint, or if a trainer has saved "
-                "over it on purpose, remove ckpt_manifest.json",
+                hint="`ckpt verify` lists all that is wrong; restore it, or remove a manifest that was saved over",
             )
 
     def count_crcs(self, held: int, recorded: int) -> None:
         """Enter CRC-32s of chunks."""
         self.held["crcs"] += held
         self.missed["crcs", IN_PART] += recorded - held
-
-    def add(self, other: Ledger) -> None:
-        """Take over the entries of another source or part."""
-        self.held.update(other.held)
-        self.missed.update(other.missed)
 
     @property
     def is_whole(self) -> bool:

@@ -80,9 +80,7 @@ class ShareRecord:
     """Of those."""
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
     stored: Mapping[str, str] = field(default_factory=dict)
-    """Tensor that the share has whole and that is cast → digest of what was read."""
-    apart: Mapping[str, str] = field(default_factory=dict)
-    """Tensor of the source that is written in parts, and that this share read as a whole → digest."""
+    """Tensor that the share read whole, and that is cast or written in parts → digest of what was read."""
     chunks_checked: int = 0
     """Source chunks whose CRC-32 was held against their writer's."""
 
@@ -103,7 +101,6 @@ def build_record(record: ShareRecord) -> bytes:
         "counts": dict(sorted(record.counts.items())),
         "parts": {fqn: _part_row(part) for fqn, part in sorted(record.parts.items())},
         "stored": dict(sorted(record.stored.items())),
-        "apart": dict(sorted(record.apart.items())),
         "chunks_checked": record.chunks_checked,
     }
     rows = (f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in document.items())
@@ -142,7 +139,6 @@ def parse_record(text: bytes, *, where: str) -> ShareRecord:
             counts={fqn: _counted(row) for fqn, row in document["counts"].items()},
             parts={fqn: _parse_part(row) for fqn, row in document["parts"].items()},
             stored=_digests(document["stored"]),
-            apart=_digests(document["apart"]),
             chunks_checked=_count(document["chunks_checked"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -8,9 +8,9 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.layout import Box
 from ckpt_tools.description.ledger import Ledger
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.moving.as_stored import AsStored
 from ckpt_tools.moving.plan import check_complete, chunk_index
 from ckpt_tools.moving.read import Buffers, Checksums, read_block
+from ckpt_tools.moving.seen import AsStored
 
 
 class Reading(threading.local):

@@ -13,9 +13,9 @@ from ckpt_tools.description.layout import Box, BoxIndex, split_blocks
 from ckpt_tools.description.ledger import Ledger
 from ckpt_tools.formats.manifest import BLOCK_BYTES
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.moving.as_stored import AsStored
 from ckpt_tools.moving.plan import check_complete, chunk_index
 from ckpt_tools.moving.read import Buffers, Checksums, read_block
+from ckpt_tools.moving.seen import AsStored
 from ckpt_tools.storage.source import short_file
 
 

@@ -19,11 +19,11 @@ from ckpt_tools.errors import CkptError, UnreachableError
 from ckpt_tools.formats.digest import digest_block
 from ckpt_tools.formats.share_record import TensorPart
 from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.moving.as_stored import AsStored
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.framing import Sealing, digest_planned_frames, gaps_of, has_frames
 from ckpt_tools.moving.order import front_to_back
 from ckpt_tools.moving.plan import (
+    TILE_BLOCKS,
     Copy,
     FilePlan,
     blocks_at_once,
@@ -40,6 +40,7 @@ from ckpt_tools.moving.read import (
     edit_block,
     read_block,
 )
+from ckpt_tools.moving.seen import AsStored
 from ckpt_tools.moving.split import hull
 from ckpt_tools.moving.strides import byte_box, is_contiguous, move, start_of
 from ckpt_tools.moving.task import Look, Task
@@ -115,7 +116,7 @@ class _Run:
     @staticmethod
     def _queue(tasks: Sequence[Task]) -> Iterator[tuple[Task, range]]:
         for task in tasks:
-            at_once = task.blocks_at_once
+            at_once = blocks_at_once(task.entry) if task.stored is None else TILE_BLOCKS
             for row in task.blocks.rows() if len(task.blocks) else (range(1),):
                 yield from ((task, row[start : start + at_once]) for start in range(0, len(row), at_once))
 

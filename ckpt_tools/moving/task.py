@@ -8,10 +8,9 @@ from typing import Protocol
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Blocks, Box, BoxIndex
-from ckpt_tools.moving.as_stored import BLOCKS_IN_A_ROW, AsStored
-from ckpt_tools.moving.plan import Copy, blocks_at_once, blocks_of, chunk_index, is_plain
+from ckpt_tools.moving.plan import Copy, blocks_of, chunk_index, is_plain
 from ckpt_tools.moving.read import Edit, Parts
-from ckpt_tools.moving.seen import Seen
+from ckpt_tools.moving.seen import AsStored, Seen
 from ckpt_tools.moving.split import hull, owned_blocks
 
 
@@ -59,11 +58,6 @@ class Task:
         self.stored: AsStored | None = None
         """Digests what is read, where it is not what is written and its source has a digest of it."""
         self.looks: Sequence[Look] = ()
-
-    @property
-    def blocks_at_once(self) -> int:
-        """How many blocks one worker takes in a row."""
-        return blocks_at_once(self.entry) if self.stored is None else BLOCKS_IN_A_ROW
 
     def owns(self, index: int) -> bool:
         """Does this share read a block whole?"""

@@ -90,9 +90,8 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
     if found.dropped:
         what += f"; left out {first_few(found.dropped)}, which only a quantised model has"
     manifest = opened.manifest
-    if manifest is not None and config is not None:  # which is not what was recorded, on purpose
-        assets_there = {name: record for name, record in manifest.assets.items() if name != CONFIG_NAME}
-        manifest = replace(manifest, assets=assets_there)
+    if manifest is not None:  # of its own config, and not of the one that is made
+        manifest = replace(manifest, assets={k: v for k, v in manifest.assets.items() if k != CONFIG_NAME})
     return replace(
         opened,
         checkpoint=replace(checkpoint, tensors=tuple(tensors), assets=tuple(assets)),
