@@ -105,7 +105,6 @@ SOURCES = {each.__name__: each for each in (hf, dcp, items, zipped, views, ranks
 
 
 def average(source: Path, out: Path, *, first: bool = True, **options: object) -> Conversion:
-    """Average with a healthy copy, which lies beside it."""
     paths = [source, source.with_name("twin" + source.suffix)]
     return api.average(paths if first else paths[::-1], out, **options)
 
