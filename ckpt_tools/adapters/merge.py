@@ -160,6 +160,8 @@ def _add_edits(job: Job, shares: Sequence[Share], combining: Combining | None, *
     if len(shares) > 1:
         how = "the weighted sum of their changes" if combining is None else str(combining)
         job.notes.append(f"{len(shares)} adapters change {len(edits)} tensors: {how}")
+    for share in shares:
+        share.loading.reader.ledger = job.ledger
     job.prepare = lambda: _prepare(job, shares, pairs, combining)
 
     def accept() -> None:

@@ -220,7 +220,7 @@ def _unchecked_chunks(
     chunks = len(full)
     told = sum(entry.fqn in damaged and chunk.crc32 is not None for entry, chunk in full)
     first = {id(chunk) for entry in tensors for chunk in firsts(entry)}
-    summed = _Summed(opened)
+    summed = Summed(opened)
     rest = (chunk for _, chunk in full if chunk.crc32 is None or id(chunk) not in first)
     covered = sum(summed.covers(chunk.span) for chunk in rest)
     missing = chunks - told - outcome.chunks_checked - covered
@@ -229,7 +229,7 @@ def _unchecked_chunks(
         yield Unchecked(what=f"{what} (--against compares copies)", copy_tells=True)
 
 
-class _Summed:
+class Summed:
     """Parts of files whose CRC-32 is recorded and was checked."""
 
     def __init__(self, opened: Opened) -> None:

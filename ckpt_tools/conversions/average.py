@@ -78,6 +78,9 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
     def accept() -> None:
         for other in others:
             other.source.check_unchanged()
+        for each in (one for some in besides.values() for one in some):
+            job.ledger.held.update(each.ledger.held)
+            job.ledger.missed.update(each.ledger.missed)
 
     job.accept = accept
     return job

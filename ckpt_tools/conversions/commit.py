@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckpt_tools.conversions.finish import add_apart, carry_assets, conversion, finish, recorded_apart
+from ckpt_tools.conversions.finish import APART, carry_assets, conversion, finish, recorded_apart
 from ckpt_tools.conversions.job import Conversion, Job
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError
+from ckpt_tools.formats.digest import digest_tensor
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.formats.opening import read_document
 from ckpt_tools.formats.share_record import ShareRecord, parse_record, record_name
@@ -148,6 +149,7 @@ def merge(job: Job, records: Sequence[ShareRecord]) -> Outcome:
         for fqn, digest in record.digests.items():
             if outcome.digests.setdefault(fqn, digest) != digest:
                 raise CkptError(f"two parts have read different bytes of {fqn!r}", hint="nothing is published")
+        outcome.source_digests |= record.stored
         outcome.counts |= {fqn: counts_of(row) for fqn, row in record.counts.items()}
         outcome.frames |= {name: file.frames for name, file in record.files.items() if file.frames is not None}
         outcome.chunks_checked += record.chunks_checked
@@ -164,13 +166,14 @@ def merge(job: Job, records: Sequence[ShareRecord]) -> Outcome:
         unmatched += seen.merge(parts, chunks)
         outcome.chunks_checked += seen.check_sources(chunks, job.opened.source)
         outcome.digests[entry.fqn] = seen.digest()
+        stored = {index: digest for _, part in parts for index, digest in part.stored.items()}
+        if entry.dtype != dtype and len(stored) == len(blocks_of(entry, entry.dtype)):
+            outcome.source_digests[entry.fqn] = digest_tensor(bytes.fromhex("".join(stored[i] for i in sorted(stored))))
         if (counts := seen.counts) is not None:
             outcome.counts[entry.fqn] = counts
     if unmatched:
         text = f"whether parts have read the same bytes of {unmatched} blocks; `ckpt verify` reads them again"
         job.not_checked = (*job.not_checked, text)
-    found = {fqn: digest for record in records for fqn, digest in record.apart.items()}
-    if missing := [entry.fqn for entry in recorded_apart(job) if entry.fqn not in found]:
+    if missing := [entry.fqn for entry in recorded_apart(job) if APART + entry.fqn not in outcome.source_digests]:
         raise CkptError(f"no part has read {missing[0]!r} as a whole")
-    add_apart(outcome, found, 0)
     return outcome

@@ -7,10 +7,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from ckpt_tools.checks.data import firsts
 from ckpt_tools.checks.manifest import changed_asset
 from ckpt_tools.checks.structure import json_problem
 from ckpt_tools.checks.values import check_values
-from ckpt_tools.checks.verify import verify
+from ckpt_tools.checks.verify import Summed, verify
 from ckpt_tools.conversions.job import (
     Conversion,
     Job,
@@ -18,16 +19,18 @@ from ckpt_tools.conversions.job import (
 from ckpt_tools.conversions.parts import OF_SOURCE, check_step, record_parts
 from ckpt_tools.conversions.record import manifest_of, record_of, tensor_records, written_files
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.description.ledger import LEFT_OUT
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError
 from ckpt_tools.formats.manifest import (
     MANIFEST_NAME,
     FileRecord,
+    TensorRecord,
     build_manifest,
 )
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.moving.execute import Outcome, execute
+from ckpt_tools.moving.execute import Outcome, execute, scan
 from ckpt_tools.moving.plan import asset_name, plan_assets
 from ckpt_tools.moving.split import Part
 from ckpt_tools.storage.sink import Sink
@@ -35,7 +38,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.staging import Staging
 from ckpt_tools.text import escape_name
 
-_APART = "\0apart\0"
+APART = "\0apart\0"
 """Before the name of a tensor that was read for its records alone; no FQN contains a NUL."""
 
 
@@ -80,7 +83,7 @@ def finish(
 ) -> Conversion:
     """Write the documents, the commit marker last; check what was written; publish."""
     parts = parts or {}
-    num_digests = _check_digests(job, outcome)
+    _settle(job, outcome)
     job.counts = outcome.counts
     job.warnings = (*job.warnings, *_value_warnings(job))
     marked = record_of(marker) if marker else None
@@ -114,11 +117,9 @@ def finish(
             f"the old checkpoint could not be removed: {escape_name(sink.left_behind)}; "
             "the next ckpt that writes to this destination removes it, or you do"
         )
-    checked = {"digests": num_digests, "crcs": outcome.chunks_checked}
-    checked = {key: count + sum(part.checked.get(key, 0) for part in parts.values()) for key, count in checked.items()}
     files += [(os.path.join(name, file), nbytes) for name, part in parts.items() for file, nbytes in part.files]
     read = outcome.bytes_read + sum(part.bytes_read for part in parts.values())
-    return conversion(job, start, files, read=read, checked=checked, part=part)
+    return conversion(job, start, files, read=read, part=part)
 
 
 def carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
@@ -163,31 +164,31 @@ def conversion(
     *,
     read: int,
     peak: int | None = None,
-    checked: Mapping[str, int] | None = None,
     dry_run: bool = False,
     published: bool = True,
     part: Part | None = None,
     waiting_for: tuple[int, ...] = (),
 ) -> Conversion:
     """Return what came of a job."""
+    jobs, ledger = (job, *job.parts.values()), job.ledger
     return Conversion(
         source=job.opened.source.root,
         destination=job.destination,
-        num_tensors=sum(len(each.target.tensors) for each in (job, *job.parts.values())),
+        num_tensors=sum(len(each.target.tensors) for each in jobs),
         bytes_read=read,
         bytes_written=sum(nbytes for _, nbytes in files),
         seconds=time.monotonic() - start,
         peak_rss_bytes=peak_rss_bytes() if peak is None else peak,
         files=tuple(files),
-        verified=published,
-        checked=checked or {},
+        verified=published and ledger.is_whole,
+        checked=ledger.checked,
         notes=tuple(job.notes),
         counts={
             **job.counts,
             **{f"{name}/{fqn}": seen for name, part in job.parts.items() for fqn, seen in part.counts.items()},
         },
-        warnings=tuple(text for each in (job, *job.parts.values()) for text in each.warnings),
-        not_checked=tuple(text for each in (job, *job.parts.values()) for text in each.not_checked),
+        warnings=tuple(text for each in jobs for text in each.warnings),
+        not_checked=(*(text for each in jobs for text in each.not_checked), *ledger.not_checked),
         architecture=job.architecture,
         identity=job.opened.identity if job.opened.identity.format else None,
         dry_run=dry_run,
@@ -198,54 +199,65 @@ def conversion(
 
 
 def recorded_apart(job: Job) -> list[TensorEntry]:
-    """Return the tensors that are written in parts, and of which something is recorded as a whole."""
-    manifest = job.opened.manifest
-    return [
-        entry
-        for entry in job.apart
-        if (manifest is not None and entry.fqn in manifest.tensors) or any(c.crc32 is not None for c in entry.chunks)
-    ]
+    """Return the tensors that are not written as they are stored, and of which something is recorded as a whole."""
+    return [e for e in _apart(job) if e.fqn in _records(job) or any(c.crc32 is not None for c in e.chunks)]
 
 
-def add_apart(outcome: Outcome, digests: Mapping[str, str], chunks_checked: int) -> None:
-    """Add what was found of `recorded_apart`, as it lies in the source."""
-    outcome.chunks_checked += chunks_checked
-    outcome.source_digests |= {_APART + fqn: digest for fqn, digest in digests.items()}
+def to_digest(job: Job) -> set[str]:
+    """Return the names of tensors whose digest in the source is recorded."""
+    return {entry.fqn for entry, name in _moved(job) if name in _records(job)}
 
 
-def _check_digests(job: Job, outcome: Outcome) -> int:
-    """Hold what was read against the digests that the source's manifest records; return how many."""
-    manifest = job.opened.manifest
-    if manifest is None:
-        return 0
-    count = 0
-    dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
-    read = [
-        (
-            entry,
-            job.names.get(entry.fqn, entry.fqn),
-            outcome.source_digests if entry.fqn in job.edits else outcome.digests,
-        )
-        for entry in job.source.tensors
-        if dtypes[entry.fqn] == entry.dtype
-    ]
-    found_apart = {entry.fqn: outcome.source_digests.get(_APART + entry.fqn) for entry in job.apart}
-    read += [(entry, entry.fqn, {entry.fqn: digest}) for entry in job.apart if (digest := found_apart[entry.fqn])]
-    for entry, fqn, digests in read:
-        record = manifest.tensors.get(fqn)
-        found = digests.get(entry.fqn)
-        if record is None or found is None:
-            continue
-        if (record.dtype, record.shape) != (entry.dtype, entry.shape) or record.digest != found:
-            raise UnreadableError(
-                f"tensor {fqn!r} is not what the manifest recorded: its digest is {found}, "
-                f"recorded was {record.digest}",
-                where=job.opened.source.root,
-                hint="`ckpt verify` lists everything that is wrong; restore the checkpoint, or if a trainer "
-                f"has saved over it on purpose, remove {MANIFEST_NAME}",
-            )
-        count += 1
-    return count
+def read_apart(job: Job, outcome: Outcome, turn: slice = slice(None)) -> int:
+    """Read `recorded_apart`, those of a turn, as they lie in the source; return the bytes."""
+    whole = scan(recorded_apart(job)[turn], job.opened.source, num_workers=job.num_workers)
+    outcome.chunks_checked += whole.chunks_checked
+    outcome.source_digests |= {APART + fqn: digest for fqn, digest in whole.digests.items()}
+    return whole.bytes_read
+
+
+def _records(job: Job) -> Mapping[str, TensorRecord]:
+    return {} if job.opened.manifest is None else job.opened.manifest.tensors
+
+
+def _is_made(entry: TensorEntry, job: Job) -> bool:
+    return any(chunk.span.file in job.opened.stored for chunk in entry.chunks)
+
+
+def _moved(job: Job) -> list[tuple[TensorEntry, str]]:
+    """Return the tensors that are read as they are stored, with their names in the opened checkpoint."""
+    named = ((entry, job.names.get(entry.fqn, entry.fqn)) for entry in job.source.tensors)
+    return [(entry, name) for entry, name in named if name and not _is_made(entry, job)]
+
+
+def _apart(job: Job) -> list[TensorEntry]:
+    """Return the stored tensors that are written in parts, joined, encoded or decoded."""
+    stored, read = job.opened.stored, (*job.source.tensors, *job.apart)
+    files = sorted({chunk.span.file for entry in read for chunk in entry.chunks} & stored.keys())
+    decoded = {entry.fqn: entry for file in files for entry in stored[file]}
+    return [*(e for e in job.apart if not _is_made(e, job)), *map(job.opened.resolve, decoded.values())]
+
+
+def _settle(job: Job, outcome: Outcome) -> None:
+    """Hold what was read against everything that the source records of it, and enter that in the job's ledger."""
+    ledger, opened, records, items = job.ledger, job.opened, _records(job), job.opened.format.in_items
+    whole = [*((e, name, e.fqn) for e, name in _moved(job)), *((e, e.fqn, APART + e.fqn) for e in _apart(job))]
+    copied = {target.fqn: target.dtype for target in job.target.tensors if target.fqn not in job.edits}
+    summed, sizes = Summed(opened), {} if opened.manifest is None else opened.manifest.files
+    for entry, name, key in (each for each in whole if each[1] in records):
+        digests = outcome.digests if copied.get(key) == entry.dtype else outcome.source_digests
+        shape, label, record = (entry.dtype.name, *entry.shape), f"tensor {name!r}", records[name]
+        ledger.compare("shapes", label, shape, (record.dtype.name, *record.shape), opened.source.root)
+        ledger.compare("digests", label, digests.get(key), record.digest, opened.source.root)
+    for file in sorted({chunk.span.file for entry, *_ in whole for chunk in entry.chunks} & sizes.keys()):
+        ledger.compare("sizes", file, opened.source.size(file), sizes[file], opened.source.root)
+    chunks = (chunk for entry in (*job.source.tensors, *recorded_apart(job)) for chunk in firsts(entry))
+    ledger.count_crcs(outcome.chunks_checked, sum(c.crc32 is not None and 0 not in c.box.sizes for c in chunks))
+    slices = sum(chunk.crc32 is None and summed.covers(chunk.span) for entry, *_ in whole for chunk in firsts(entry))
+    ledger.missed["crcs", "they cover more than one tensor (`ckpt verify` holds them)"] += slices
+    known = {e.fqn for e in opened.checkpoint.tensors if items or any(c.crc32 is not None for c in e.chunks)}
+    taken = {name for _, name, _ in whole} | {job.names.get(e.fqn, e.fqn) for e in job.source.tensors}
+    ledger.missed["digests" if records else "crcs", LEFT_OUT] += len((records.keys() or known) - taken)
 
 
 def _check_result(sink: Sink, target: Checkpoint) -> None:

@@ -15,6 +15,7 @@ from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.globs import compile_glob
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.layout import Mesh, Placement
+from ckpt_tools.description.ledger import Ledger
 from ckpt_tools.description.quantised import find_units, grouped
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -67,15 +68,15 @@ class Conversion:
     files: tuple[tuple[str, int], ...]
     """(name, bytes) of everything that was written."""
     verified: bool
-    """The result was opened again and checked, and everything that the source records of its bytes held."""
+    """The result was opened again and checked, and everything that the source records of what was taken was held."""
     checked: Mapping[str, int]
-    """How many of the source's tensors and chunks were held against recorded digests and CRC-32s."""
+    """How many of the source's recorded digests, CRC-32s, sizes and shapes were held."""
     notes: tuple[str, ...]
     """What was left out or decided, for people."""
     warnings: tuple[str, ...] = ()
     """What may be wrong with the result."""
     not_checked: tuple[str, ...] = ()
-    """What nothing was known to hold it against."""
+    """What nothing was known to hold it against; which recorded digests, CRC-32s, … were not held, and why."""
     counts: Mapping[str, Counts] = field(default_factory=dict)
     """FQN as written → what its values are like; in a step with its part's directory before it."""
     architecture: str | None = None
@@ -129,6 +130,8 @@ class Job:
     notes: list[str] = field(default_factory=list)
     warnings: Sequence[str] = ()
     not_checked: Sequence[str] = ()
+    ledger: Ledger = field(default_factory=Ledger)
+    """What sources record of what is read, settled once the bytes are written."""
     counts: Mapping[str, Counts] = field(default_factory=dict)
     """As in `Conversion`, once the bytes are written."""
     architecture: str | None = None

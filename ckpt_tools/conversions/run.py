@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_tools.conversions.finish import (
-    add_apart,
     carry_assets,
     conversion,
     finish,
     kept_or_discarded,
     notes_of_parts,
-    recorded_apart,
+    read_apart,
+    to_digest,
 )
 from ckpt_tools.conversions.inert import make_inert
 from ckpt_tools.conversions.job import (
@@ -59,6 +59,7 @@ def run(job: Job, *, dry_run: bool) -> Conversion:
         check_replaceable(job.destination)
     jobs = {"": job, **job.parts}
     for each in jobs.values():
+        each.ledger = job.ledger
         check_claims(each)
         make_inert(each, keep=job.keep_pickles)
         rewrite_assets(each)
@@ -123,12 +124,11 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
             resumable=True,
             edits=job.edits,
             counting=True,
+            stored=to_digest(job),
         )
         if job.accept is not None:
             job.accept()
-        if apart := recorded_apart(job):
-            whole = scan(apart, job.opened.source, num_workers=job.num_workers)
-            add_apart(outcome, whole.digests, whole.chunks_checked)
+        read_apart(job, outcome)
         if outcome.bytes_kept:
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
             job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")

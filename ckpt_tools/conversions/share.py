@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection
 
 from ckpt_tools.conversions.commit import Place, add_progress, commit, is_right
-from ckpt_tools.conversions.finish import carry_assets, conversion, kept_or_discarded, recorded_apart
+from ckpt_tools.conversions.finish import carry_assets, conversion, kept_or_discarded, read_apart, to_digest
 from ckpt_tools.conversions.inert import make_inert
 from ckpt_tools.conversions.job import Conversion, Job, check_claims, fingerprint, rewrite_assets
 from ckpt_tools.description.layout import Box
@@ -18,7 +18,7 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.share_record import FileRecord, ShareRecord, build_record, record_name
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.moving.counts import counted
-from ckpt_tools.moving.execute import execute, scan
+from ckpt_tools.moving.execute import execute
 from ckpt_tools.moving.plan import Plan
 from ckpt_tools.moving.split import Part, boxes_before, split
 from ckpt_tools.remote.places import open_shared_sink
@@ -128,10 +128,11 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             resumable=True,
             counting=True,
             before=elsewhere(job, earlier),
+            stored=to_digest(job),
         )
-        apart = recorded_apart(job)[place.turn :: place.num_busy] if number == 0 else []
-        whole = scan(apart, job.opened.source, num_workers=job.num_workers)
-        read += outcome.bytes_read + whole.bytes_read
+        read += outcome.bytes_read
+        if number == 0:
+            read += read_apart(job, outcome, slice(place.turn, None, place.num_busy))
         add_progress(job, outcome.bytes_kept)
         record = ShareRecord(
             fingerprint=place.fingerprint,
@@ -144,8 +145,8 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
             digests=outcome.digests,
             counts={fqn: counted(counts) for fqn, counts in outcome.counts.items()},
             parts=outcome.parts,
-            apart=whole.digests,
-            chunks_checked=outcome.chunks_checked + whole.chunks_checked,
+            stored=outcome.source_digests,
+            chunks_checked=outcome.chunks_checked,
         )
         sink.put_record(name, build_record(record))
     return read

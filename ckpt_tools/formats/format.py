@@ -8,7 +8,7 @@ tensors as raw bytes, under a model's plain names, read and not written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
@@ -142,6 +142,8 @@ class Opened:
     """Why files beside it are not read that should be parts of it (an optimizer's, of which some are missing)."""
     asset_source: Source | None = None
     """Where the assets lie that belong to its model; None for beside its files."""
+    stored: Mapping[str, Sequence[TensorEntry]] = field(default_factory=dict)
+    """File that is made while it is read → the tensors that it is made of; the manifest has these."""
     sums: tuple[tuple[ByteSpan, int], ...] = ()
     """Parts of its files with their recorded CRC-32s, beside those of chunks: whole storages, of which a tensor may be
     a part."""

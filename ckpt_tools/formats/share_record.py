@@ -47,6 +47,8 @@ class TensorPart:
     """Block of which several shares write parts → the runs of its bytes that this one wrote."""
     sources: Mapping[tuple[int, ...], tuple[Run, ...]] = field(default_factory=dict)
     """Source chunk with a recorded CRC-32 (its offsets) → what was read of it, for blocks that the share owns."""
+    stored: Mapping[int, str] = field(default_factory=dict)
+    """Block as the source stores it, of a tensor that is cast, that begins in an owned block → its digest."""
     counts: Counted | None = None
     """What the values of the owned blocks are like, where they can be counted."""
 
@@ -76,8 +78,8 @@ class ShareRecord:
     counts: Mapping[str, Counted] = field(default_factory=dict)
     """Of those."""
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
-    apart: Mapping[str, str] = field(default_factory=dict)
-    """Tensor of the source that is written in parts, and that this share read as a whole → digest."""
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Tensor that the share read whole, and that is cast or written in parts → digest of what was read."""
     chunks_checked: int = 0
     """Source chunks whose CRC-32 was held against their writer's."""
 
@@ -97,7 +99,7 @@ def build_record(record: ShareRecord) -> bytes:
         "digests": dict(sorted(record.digests.items())),
         "counts": dict(sorted(record.counts.items())),
         "parts": {fqn: _part_row(part) for fqn, part in sorted(record.parts.items())},
-        "apart": dict(sorted(record.apart.items())),
+        "stored": dict(sorted(record.stored.items())),
         "chunks_checked": record.chunks_checked,
     }
     rows = (f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in document.items())
@@ -106,7 +108,7 @@ def build_record(record: ShareRecord) -> bytes:
 
 
 def _part_row(part: TensorPart) -> list[object]:
-    tables: tuple[Mapping[Any, object], ...] = (part.digests, part.crcs, part.seen, part.parts, part.sources)
+    tables: list[Mapping[Any, object]] = [part.digests, part.crcs, part.seen, part.parts, part.sources, part.stored]
     return [*(sorted(table.items()) for table in tables), part.counts]
 
 
@@ -130,7 +132,7 @@ def parse_record(text: bytes, *, where: str) -> ShareRecord:
             digests=_digests(document["digests"]),
             counts={fqn: _counted(row) for fqn, row in document["counts"].items()},
             parts={fqn: _parse_part(row) for fqn, row in document["parts"].items()},
-            apart=_digests(document["apart"]),
+            stored=_digests(document["stored"]),
             chunks_checked=_count(document["chunks_checked"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -146,13 +148,14 @@ def _parse_file(row: Any) -> FileRecord:  # noqa: ANN401 - JSON, checked field b
 
 
 def _parse_part(row: Any) -> TensorPart:  # noqa: ANN401 - JSON, checked field by field
-    digests, crcs, seen, parts, sources, counts = row
+    digests, crcs, seen, parts, sources, stored, counts = row
     return TensorPart(
         digests={_count(block): _digest(digest) for block, digest in digests},
         crcs={_count(block): _count(crc32) for block, crc32 in crcs},
         seen={_count(block): _digest(digest) for block, digest in seen},
         parts={_count(block): _runs(runs) for block, runs in parts},
         sources={tuple(map(_count, offsets)): _runs(runs) for offsets, runs in sources},
+        stored={_count(block): _digest(digest) for block, digest in stored},
         counts=None if counts is None else _counted(counts),
     )
 

@@ -6,13 +6,11 @@ import threading
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.layout import Box
-from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.digest import digest_block, digest_tensor
-from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.description.ledger import Ledger
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.moving.plan import blocks_of, check_complete, chunk_index
+from ckpt_tools.moving.plan import check_complete, chunk_index
 from ckpt_tools.moving.read import Buffers, Checksums, read_block
-from ckpt_tools.moving.strides import start_of
+from ckpt_tools.moving.seen import AsStored
 
 
 class Reading(threading.local):
@@ -36,10 +34,10 @@ class Beside:
         self._reading = reading
         self._lock = threading.Lock()
         self._checksums = Checksums()
-        self._digests: dict[int, bytes] = {}
-        record = None if opened.manifest is None else opened.manifest.tensors.get(recorded)
-        is_as_recorded = record is not None and (record.dtype, record.shape) == (entry.dtype, entry.shape)
-        self._recorded = record.digest if record is not None and is_as_recorded else None
+        self.ledger = Ledger()
+        """What is recorded of the tensor, once it is `finish`ed."""
+        self._record = None if opened.manifest is None else opened.manifest.tensors.get(recorded)
+        self._stored = None if self._record is None else AsStored(self.entry, self._chunks, opened.source)
 
     @property
     def root(self) -> str:
@@ -48,27 +46,19 @@ class Beside:
 
     def read(self, block: Box) -> memoryview:
         """Return the row-major bytes of a block, in the tensor's own dtype; valid until this thread's next read."""
-        entry, opened = self.entry, self._opened
-        content, reads, _ = read_block(entry, self._chunks, entry.dtype, block, opened.source, self._reading.buffers)
-        digest = b"" if self._recorded is None else digest_block(content)
+        entry, source, buffers = self.entry, self._opened.source, self._reading.buffers
+        see = None if self._stored is None else self._stored.add
+        content, reads, _ = read_block(entry, self._chunks, entry.dtype, block, source, buffers, see=see)
         with self._lock:
             self._checksums.add(reads)
-            if digest:
-                self._digests[start_of(block, Box((0,) * len(entry.shape), entry.shape))] = digest
         return content
 
     def finish(self) -> None:
         """Compare what was read with CRC-32s and digests, where there are any and all was read."""
-        entry = self.entry
+        entry, ledger = self.entry, self.ledger
         for chunk, _ in self._chunks.overlaps(Box((0,) * len(entry.shape), entry.shape)):
-            self._checksums.check(entry, chunk, self._opened.source)
-        if self._recorded is None or len(self._digests) != len(blocks_of(entry, entry.dtype)):
-            return
-        found = digest_tensor(b"".join(self._digests[start] for start in sorted(self._digests)))
-        if found != self._recorded:
-            raise UnreadableError(
-                f"tensor {entry.fqn!r} is not what was written: its digest is {found}, {MANIFEST_NAME} says "
-                f"{self._recorded}",
-                where=self._opened.source.root,
-                hint="`ckpt verify` lists everything that is wrong; restore the checkpoint",
-            )
+            ledger.count_crcs(self._checksums.check(entry, chunk, self._opened.source), chunk.crc32 is not None)
+        if self._record is not None and self._stored is not None:
+            label, shape = f"tensor {entry.fqn!r}", (self._record.dtype.name, *self._record.shape)
+            ledger.compare("shapes", label, (entry.dtype.name, *entry.shape), shape, self.root)
+            ledger.compare("digests", label, self._stored.digest(), self._record.digest, self.root)

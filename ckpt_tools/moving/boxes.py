@@ -7,10 +7,12 @@ from dataclasses import replace
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, BoxIndex, split_blocks
+from ckpt_tools.description.ledger import Ledger
 from ckpt_tools.formats.manifest import BLOCK_BYTES
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.plan import check_complete, chunk_index
 from ckpt_tools.moving.read import Buffers, Checksums, read_block
+from ckpt_tools.moving.seen import AsStored
 from ckpt_tools.storage.source import short_file
 
 
@@ -28,15 +30,23 @@ class BytesReader:
         self._into = _Target()
         self.bytes_read = 0
         """Payload bytes read so far."""
-        self.chunks_checked = 0
-        """Chunks whose CRC-32 was held against their writer's."""
+        self.ledger = Ledger()
+        """What is recorded of the boxes that were read, and of tensors that were read whole."""
+        self._digested: set[str] = set()
 
     def read(self, entry: TensorEntry) -> memoryview:
         """Return a whole tensor, in its own dtype."""
         box = Box((0,) * len(entry.shape), entry.shape)
-        entry = self._restrict(entry, box)
+        raw, opened, fqn = self._restrict(entry, box), self._opened, entry.fqn
         content = memoryview(bytearray(entry.nbytes))
-        self._fill(entry, box, entry.dtype, content)
+        self._fill(raw, box, entry.dtype, content)
+        if opened.manifest is not None and fqn in opened.manifest.tensors and fqn not in self._digested:
+            self._digested.add(fqn)
+            stored = AsStored(raw, chunk_index(raw), opened.source)
+            if any(entry is own for own in opened.checkpoint.tensors):  # and not laid out for this read
+                stored.add(box, content)
+            record = opened.manifest.tensors[fqn]
+            self.ledger.compare("digests", f"tensor {fqn!r}", stored.digest(), record.digest, opened.source.root)
         return content
 
     def read_into(self, entry: TensorEntry, box: Box, dtype: DType, memory: memoryview) -> None:
@@ -59,8 +69,8 @@ class BytesReader:
             self.bytes_read += count
             position += len(target)
         for chunk, part in chunks.overlaps(box):
-            if part == chunk.box:
-                self.chunks_checked += checksums.check(entry, chunk, self._opened.source)
+            is_held = part == chunk.box and checksums.check(entry, chunk, self._opened.source)
+            self.ledger.count_crcs(is_held, chunk.crc32 is not None)
 
     def _restrict(self, entry: TensorEntry, box: Box) -> TensorEntry:
         """Return `entry` with the chunks that `box` needs, on their raw bytes; only their headers are read."""

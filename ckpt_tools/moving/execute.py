@@ -8,7 +8,7 @@ combined into those of whole items; digests of blocks into those of whole tensor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from isal import isal_zlib
@@ -16,13 +16,14 @@ from isal import isal_zlib
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import CkptError, UnreachableError
-from ckpt_tools.formats.digest import digest_block, digest_tensor
+from ckpt_tools.formats.digest import digest_block
 from ckpt_tools.formats.share_record import TensorPart
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.framing import Sealing, digest_planned_frames, gaps_of, has_frames
 from ckpt_tools.moving.order import front_to_back
 from ckpt_tools.moving.plan import (
+    TILE_BLOCKS,
     Copy,
     FilePlan,
     blocks_at_once,
@@ -39,6 +40,7 @@ from ckpt_tools.moving.read import (
     edit_block,
     read_block,
 )
+from ckpt_tools.moving.seen import AsStored
 from ckpt_tools.moving.split import hull
 from ckpt_tools.moving.strides import byte_box, is_contiguous, move, start_of
 from ckpt_tools.moving.task import Look, Task
@@ -60,7 +62,7 @@ class Outcome:
     digests: dict[str, str] = field(default_factory=dict)
     """Digest of every tensor that was read whole, over the bytes as they were written."""
     source_digests: dict[str, str] = field(default_factory=dict)
-    """Digest of every edited tensor as it was read, when its source has the same blocks."""
+    """Digest of tensors as they were read, of those where that was asked for (`stored`)."""
     counts: dict[str, Counts] = field(default_factory=dict)
     """What the values of every tensor are like, as they were written; where they were counted, and can be."""
     parts: dict[str, TensorPart] = field(default_factory=dict)
@@ -114,7 +116,7 @@ class _Run:
     @staticmethod
     def _queue(tasks: Sequence[Task]) -> Iterator[tuple[Task, range]]:
         for task in tasks:
-            at_once = blocks_at_once(task.entry)
+            at_once = blocks_at_once(task.entry) if task.stored is None else TILE_BLOCKS
             for row in task.blocks.rows() if len(task.blocks) else (range(1),):
                 yield from ((task, row[start : start + at_once]) for start in range(0, len(row), at_once))
 
@@ -123,7 +125,7 @@ class _Run:
 
         def work(unit: tuple[Task, range]) -> None:
             task, indices = unit
-            ahead = task.blocks.span(indices) if len(indices) > 1 else None
+            ahead = task.blocks.span(indices) if len(indices) > 1 and blocks_at_once(task.entry) > 1 else None
             for index in indices:
                 self._do(task, index, ahead, buffers)
 
@@ -172,13 +174,12 @@ class _Run:
         self, task: Task, index: int, block: Box, ahead: Box | None, buffers: Buffers
     ) -> tuple[memoryview, list[Read], int]:
         """Read a block, and edit it."""
-        dtype = task.dtype if task.edit is None else task.entry.dtype
-        content, reads, read = read_block(task.entry, task.chunks, dtype, block, self.source, buffers, ahead=ahead)
-        if task.edit is None:
-            return content, reads, read
-        if task.dtype.bits == task.entry.dtype.bits:
-            task.unedited[index] = digest_block(content)
-        return edit_block(task.edit, block, content, task.dtype, buffers), reads, read
+        entry, dtype = task.entry, task.dtype if task.edit is None else task.entry.dtype
+        see = task.stored.add if task.stored is not None and task.owns(index) else None
+        content, reads, read = read_block(entry, task.chunks, dtype, block, self.source, buffers, ahead=ahead, see=see)
+        if task.edit is not None:
+            content = edit_block(task.edit, block, content, task.dtype, buffers)
+        return content, reads, read
 
     def _report(self, task: Task, error: CkptError) -> None:
         if self._on_damage is None or isinstance(error, UnreachableError):
@@ -284,6 +285,8 @@ class _Run:
             task.written_parts[i].append((start, nbytes, crc32))
         with self._lock:
             self.outcome.bytes_kept += len(content)
+        if task.stored is not None:  # of what was read then, only the result is here
+            read_block(task.entry, task.chunks, task.entry.dtype, block, self.source, buffers, see=task.stored.add)
         return len(content)
 
     # Finishing
@@ -291,11 +294,13 @@ class _Run:
     def _finish(self, task: Task) -> None:
         if task.owned is not None:
             with self._lock:
-                self.outcome.parts[task.entry.fqn] = task.seen.part(task.chunks)
+                self.outcome.parts[task.entry.fqn] = task.seen.part(task.chunks, task.stored)
         else:
             self._settle(task)
+            if task.stored is not None and (digest := task.stored.digest()) is not None:
+                self.outcome.source_digests[task.entry.fqn] = digest
         if task.edit is not None:
-            self._finish_edit(task, task.edit)
+            task.edit.finish()
         for look in task.looks:
             look.finish()
         for (file, copy), parts in zip(task.copies, task.written_parts, strict=True):
@@ -305,13 +310,6 @@ class _Run:
                 done = self._open_copies[file] == 0
             if done:
                 self.close(file)
-
-    def _finish_edit(self, task: Task, edit: Edit) -> None:
-        edit.finish()
-        if task.blocks and len(task.unedited) == len(task.blocks):  # not when blocks of an interrupted run were kept
-            parts = b"".join(task.unedited[index] for index in range(len(task.blocks)))
-            with self._lock:
-                self.outcome.source_digests[task.entry.fqn] = digest_tensor(parts)
 
     def close(self, file: str) -> None:
         """Write what closes a file, and make it durable."""
@@ -376,6 +374,7 @@ def execute(
     edits: Mapping[str, Edit] | None = None,
     counting: bool = False,
     before: Mapping[str, Sequence[Box]] | None = None,
+    stored: Collection[str] = (),
 ) -> Outcome:
     """Write `files` into `sink`, durably.
 
@@ -385,7 +384,8 @@ def execute(
 
     With `resumable`, blocks that the sink's records name are read back and kept when they are right,
     and blocks that are written are recorded. `edits` (FQN in the source → what to do) change tensors on their way.
-    With `counting`, values are counted as they are written.
+    With `counting`, values are counted as they are written. Of tensors in `stored` that are cast or edited, the digest
+    of what is read is computed too.
 
     Memory: two buffers of one block for every worker, a tile where tensors are stored in another order
     (`Plan.peak_bytes`), and the plan itself.
@@ -400,6 +400,9 @@ def execute(
         Task(i, entry, copies, edits.get(entry.fqn), counting=counting, before=(before or {}).get(entry.fqn))
         for i, (entry, copies) in enumerate(group_by_tensor(files))
     ]
+    for task in tasks:
+        if task.entry.fqn in stored and (task.dtype is not task.entry.dtype or task.edit is not None):
+            task.stored = AsStored(task.entry, task.chunks, source)
     if sink.goes_front_to_back:
         tasks = [tasks[i] for i in front_to_back([task.copies for task in tasks])]
     else:

@@ -32,8 +32,9 @@ from ckpt_tools.moving.split import restrict
 from ckpt_tools.moving.strides import MAX_WASTE
 from ckpt_tools.text import first_few
 
-_TILE_BLOCKS = 4
-"""With rows of 1.4 KiB in a block (transposed experts of gpt-oss), these take half as long as one by one."""
+TILE_BLOCKS = 4
+"""With rows of 1.4 KiB in a block (transposed experts of gpt-oss), these take half as long as one by one.
+Of a tensor that is cast, little is read again at the end of as many (`AsStored`)."""
 
 
 Seal = Callable[[Iterable[int]], Iterable[tuple[int, bytes]]]
@@ -146,7 +147,7 @@ def blocks_at_once(entry: TensorEntry) -> int:
     A block of a transposed matrix needs a short part of every row that is stored, its neighbour the next short part:
     `read_block` reads what they need together.
     """
-    return _TILE_BLOCKS if any(_is_across(chunk) for chunk in entry.chunks) else 1
+    return TILE_BLOCKS if any(_is_across(chunk) for chunk in entry.chunks) else 1
 
 
 def _is_across(chunk: Chunk) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from isal import isal_zlib
@@ -176,13 +176,14 @@ def read_block(
     buffers: Buffers,
     *,
     ahead: Box | None = None,
+    see: Callable[[Box, memoryview], None] | None = None,
 ) -> tuple[memoryview, list[Read], int]:
     """Read `block` of `entry`, whose chunks are raw, as `dtype`.
 
     Of a canonical block, any row-major chunk holds one run. `ahead` is this block and those that will be read next with
-    the same buffers: what they need of a chunk that is stored in another order is read at once. Return the row-major
-    bytes, which are valid until the next use of the buffers, the runs that were read in the order of the chunks, and
-    the bytes read.
+    the same buffers: what they need of a chunk that is stored in another order is read at once. `see` is shown the
+    block before it is cast. Return the row-major bytes, which are valid until the next use of the buffers, the runs that
+    were read in the order of the chunks, and the bytes read.
     """
     own = entry.dtype
     content = buffers.get(0, own.num_bytes(block.num_elems))
@@ -210,6 +211,8 @@ def read_block(
         total += len(run)
     if covered != block.num_elems:
         raise CkptError(f"tensor {entry.fqn!r}: its chunks hold {covered} of {block.num_elems} elements of a block")
+    if see is not None:
+        see(block, content)
     if dtype is not own:
         target = buffers.get(1, dtype.num_bytes(block.num_elems))
         cast(content, own, target, dtype)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import threading
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
+import xxhash
 from isal import isal_zlib
 
 from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.flat import flat_boxes
 from ckpt_tools.description.layout import Blocks, Box, BoxIndex
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.digest import digest_block, digest_tensor
 from ckpt_tools.formats.share_record import Run, TensorPart
 from ckpt_tools.moving.counts import Counts, count_values, counted, counts_of
-from ckpt_tools.moving.read import Checksums, Parts, Read, combine_crcs
+from ckpt_tools.moving.plan import blocks_of
+from ckpt_tools.moving.read import Buffers, Checksums, Parts, Read, combine_crcs, read_block
 from ckpt_tools.moving.split import has_whole_rows
 from ckpt_tools.moving.strides import start_of
 from ckpt_tools.storage.source import Source
+
+_AGAIN_ELEMS = 1 << 16
+"""Read at once, of what is read again."""
 
 
 class DisagreementError(CkptError):
@@ -24,6 +32,62 @@ class DisagreementError(CkptError):
 
     shares: tuple[str, ...] = ()
     """Those that may be wrong, by the names that `merge` was given."""
+
+
+class AsStored:
+    """The digest of a tensor as it is stored, from boxes that are those of what is made of it; from any thread.
+
+    Blocks are bounded in bytes, so a cast has others than its source: one that a thread leaves is read to its end.
+    """
+
+    def __init__(self, entry: TensorEntry, chunks: BoxIndex[Chunk], source: Source) -> None:
+        self._read_from = (entry, chunks, source)
+        self._whole = Box((0,) * len(entry.shape), entry.shape)
+        starts = (start_of(block, self._whole) for block in blocks_of(entry, entry.dtype))
+        self._ends = [*filter(None, starts), entry.num_elems]
+        self._streams: dict[int, tuple[xxhash.xxh3_128 | None, int]] = {}
+        """Thread → what has seen the block that has begun, as far as an element."""
+        self._digests: dict[int, bytes] = {}
+
+    def add(self, box: Box, content: memoryview) -> None:
+        """Take the row-major bytes of a box that is one run of the tensor."""
+        first, size = start_of(box, self._whole), len(content) // max(1, box.num_elems)
+        at, end, thread = first, first + box.num_elems, threading.get_ident()
+        hasher, before = self._streams.get(thread, (None, at))
+        if before != at:
+            self._complete(hasher, before)
+            hasher = None
+        while at < end:
+            index = bisect_right(self._ends, at)
+            to, stop = min(end, self._ends[index]), self._ends[index]
+            hasher = xxhash.xxh3_128() if at in (0, self._ends[index - 1]) else hasher
+            if hasher is not None:
+                hasher.update(content[(at - first) * size : (to - first) * size])
+                if to == stop:
+                    self._digests[index], hasher = hasher.digest(), None
+            at = to
+        self._streams[thread] = hasher, end
+
+    def digests(self) -> dict[int, bytes]:
+        """Return those of all blocks that begin in what was added, once nothing more will be."""
+        while self._streams:
+            self._complete(*self._streams.popitem()[1])
+        return self._digests
+
+    def digest(self) -> str | None:
+        """Return the tensor's; None when not all of it was added."""
+        found, count = self.digests(), len(self._ends) if self._whole.num_elems else 0
+        return digest_tensor(b"".join(found[i] for i in range(count))) if len(found) == count else None
+
+    def _complete(self, hasher: xxhash.xxh3_128 | None, start: int) -> None:
+        if hasher is None:
+            return
+        (entry, chunks, source), buffers = self._read_from, Buffers()
+        index = bisect_right(self._ends, start - 1)
+        for at in range(start, self._ends[index], _AGAIN_ELEMS):
+            for box in flat_boxes(entry.shape, at, min(at + _AGAIN_ELEMS, self._ends[index])):
+                hasher.update(read_block(entry, chunks, entry.dtype, box, source, buffers)[0])
+        self._digests[index] = hasher.digest()
 
 
 class Seen:
@@ -83,8 +147,8 @@ class Seen:
 
     # Of several shares
 
-    def part(self, chunks: BoxIndex[Chunk]) -> TensorPart:
-        """Return what this share saw."""
+    def part(self, chunks: BoxIndex[Chunk], stored: AsStored | None) -> TensorPart:
+        """Return what this share saw; `stored` has what it read of a tensor that it casts."""
         every = Box((0,) * len(self._entry.shape), self._entry.shape)
         sources = {
             chunk.box.offsets: join_runs(runs)
@@ -97,6 +161,7 @@ class Seen:
             seen={index: digest.hex() for index, digest in self._others.items()},
             parts={index: tuple(sorted(runs)) for index, runs in self._parts.items() if runs},
             sources=sources,
+            stored={index: digest.hex() for index, digest in ({} if stored is None else stored.digests()).items()},
             counts=None if (counts := self.counts) is None else counted(counts),
         )
 

@@ -10,7 +10,7 @@ from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Blocks, Box, BoxIndex
 from ckpt_tools.moving.plan import Copy, blocks_of, chunk_index, is_plain
 from ckpt_tools.moving.read import Edit, Parts
-from ckpt_tools.moving.seen import Seen
+from ckpt_tools.moving.seen import AsStored, Seen
 from ckpt_tools.moving.split import hull, owned_blocks
 
 
@@ -55,8 +55,8 @@ class Task:
         self.written_parts: list[Parts] = [[] for _ in copies]
         self.remaining = max(1, len(self.blocks))
         self.damaged = False
-        self.unedited: dict[int, bytes] = {}
-        """Block → its digest as it was read, of a tensor with an edit."""
+        self.stored: AsStored | None = None
+        """Digests what is read, where it is not what is written and its source has a digest of it."""
         self.looks: Sequence[Look] = ()
 
     def owns(self, index: int) -> bool:

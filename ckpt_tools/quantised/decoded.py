@@ -92,13 +92,15 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         what += f", and {first_few(others)} left out"
     if found.dropped:
         what += f"; left out {first_few(found.dropped)}, which only a quantised model has"
-    if opened.manifest is not None or any(chunk.crc32 is not None for e in checkpoint.tensors for chunk in e.chunks):
-        what += "; recorded checksums were not held against the quantised bytes (`ckpt verify` does)"
+    manifest = opened.manifest
+    if manifest is not None:  # of its own config, and not of the one that is made
+        manifest = replace(manifest, assets={k: v for k, v in manifest.assets.items() if k != CONFIG_NAME})
     return replace(
         opened,
         checkpoint=replace(checkpoint, tensors=tuple(tensors), assets=tuple(assets)),
         source=VirtualSource(opened.source, files),
-        manifest=None,
+        manifest=manifest,
+        stored={_PREFIX + one.fqn: one.stored for one in found.tensors},
         origin=None,
         root=root,
         notes=(*opened.notes, what),

@@ -111,7 +111,7 @@ def test_command_says_where_every_setting_comes_from(large, tmp_path, capsys):
     assert document["num_tensors"] == 16
     assert document["files"] == ["adapter_model.safetensors", "adapter_config.json"]
     assert document["verified"] is True
-    assert document["checked"] == {"crcs": 16}
+    assert document["checked"] == {"digests": 0, "crcs": 16, "sizes": 0, "shapes": 0}
     assert {each["code"] for each in document["findings"]} == {"assumed"}
     config = document["config"]
     assert config["lora_alpha"] == {"value": 8, "source": "--alpha"}

@@ -95,7 +95,7 @@ def test_shard_json_has_the_documented_fields(model: Path, tmp_path: Path, ckpt_
 def test_gather_json_has_the_documented_fields(run: Path, tmp_path: Path, ckpt_json) -> None:
     document = ckpt_json("gather", run, tmp_path / "out")
     assert document["num_tensors"] == len(MODEL)
-    assert document["checked"] == {"digests": len(MODEL), "crcs": 9}
+    assert document["checked"] == {"digests": len(MODEL), "crcs": 9, "sizes": 2, "shapes": len(MODEL)}
     assert set(document["files"]) == {"model.safetensors", "ckpt_manifest.json", *ASSETS}
 
 

@@ -39,7 +39,7 @@ class TensorReader(BytesReader):
 def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | None = None) -> Adapter[Array]:
     """Read the adapter's tensors, and no other byte.
 
-    Memory: the adapter. CRC-32s are checked where the source records them.
+    Memory: the adapter. CRC-32s and digests are checked where the source records them.
     """
     reader = reader or TensorReader(opened)
     read: dict[str, Array] = {}  # what several modules share is read once
@@ -75,6 +75,7 @@ class LazyAdapter:
     def __init__(self, adapter: Adapter[TensorEntry], opened: Opened) -> None:
         self._adapter = adapter
         self._opened = opened
+        self.reader = TensorReader(opened)
         self._lock = threading.Lock()
         self._loaded: Adapter[Array] | None = None
         self._settings = ExitStack()
@@ -83,7 +84,7 @@ class LazyAdapter:
         """Return the loaded adapter."""
         with self._lock:
             if self._loaded is None:
-                self._loaded = load(self._adapter, self._opened)
+                self._loaded = load(self._adapter, self._opened, self.reader)
                 self._leave_threads_to_workers()
             return self._loaded
 
