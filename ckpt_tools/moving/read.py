@@ -182,8 +182,8 @@ def read_block(
 
     Of a canonical block, any row-major chunk holds one run. `ahead` is this block and those that will be read next with
     the same buffers: what they need of a chunk that is stored in another order is read at once. `see` is shown the
-    block before it is cast. Return the row-major bytes, which are valid until the next use of the buffers, the runs that
-    were read in the order of the chunks, and the bytes read.
+    block before it is cast. Return the row-major bytes, which are valid until the next use of the buffers, the runs
+    that were read in the order of the chunks, and the bytes read.
     """
     own = entry.dtype
     content = buffers.get(0, own.num_bytes(block.num_elems))

@@ -88,6 +88,7 @@ def _try(convert, *args, **options):
     block_bytes=16,
 )
 def test_gather_after_shard_and_reshards_gives_the_same_files(tensors, num_files, meshes, dims, block_bytes) -> None:
+    assume(any(raw for *_, raw in tensors.values()))  # else it is hollow, and refused
     with memory_directory() as name, small_blocks(block_bytes):
         root = Path(name)
         source = write_model(root / "source", tensors, num_files=min(num_files, len(tensors)))
