@@ -6,7 +6,6 @@ Source: `bin/compat`, which runs every release of docs/concepts/compatibility.md
 from __future__ import annotations
 
 import re
-from importlib import metadata
 
 from ckpt_tools.errors import UsageError
 
@@ -36,6 +35,8 @@ def refuse_older(library: str, what: str, oldest: tuple[int, ...] | None = None)
 
 def installed_release(library: str) -> str | None:
     """Return the version of an installed library, without importing it."""
+    from importlib import metadata  # takes 10 ms
+
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
