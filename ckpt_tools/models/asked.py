@@ -9,16 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.floors import installed_release
 from ckpt_tools.maps.patterns import add
 from ckpt_tools.maps.renames import Rule
 from ckpt_tools.maps.table import Expected, Tie, load_table
-
-if TYPE_CHECKING:
-    from ckpt_tools.processes.child import Here
+from ckpt_tools.processes.child import Child, Here, build_behind_walls
+from ckpt_tools.walls import check_config
 
 _KINDS = {
     "WeightRenaming": "rename",
@@ -72,9 +71,6 @@ def _has_class(architecture: str, model_type: str) -> bool:
 @lru_cache(maxsize=8)
 def _ask(architecture: str, config: str) -> Expected | None:
     """Return what the installed transformers says; None where it does not know the model, or is not there."""
-    from ckpt_tools.processes.child import Child
-    from ckpt_tools.walls import check_config
-
     try:
         check_config(json.loads(config), "config.json")
         job = Question(config=config)
@@ -103,7 +99,6 @@ def answer(job: Question, here: Here) -> Answer:
     from transformers import conversion_mapping
 
     from ckpt_tools.models.recipe_of import recipe_of
-    from ckpt_tools.processes.child import build_behind_walls
 
     recipe = recipe_of(json.loads(job.config), "config.json")
     build_behind_walls(here, subject=recipe.title, where="config.json", foreign=())

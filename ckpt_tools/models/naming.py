@@ -23,7 +23,6 @@ from ckpt_tools.maps.laying import lay_out
 from ckpt_tools.maps.mosaic import Mosaic, invert, whole
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected
-from ckpt_tools.models.asked import expected_for
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.conventions import (
     CONVENTIONS,
@@ -327,6 +326,8 @@ def _claim(assets: AssetList) -> Claim:
 
 
 def _expected(claim: Claim, fits: Callable[[Expected], bool]) -> Expected:
+    from ckpt_tools.models.asked import expected_for  # with the sandbox
+
     expected = expected_for(claim.architecture, claim.config, fits)
     if expected is None:
         raise UsageError(
