@@ -244,11 +244,13 @@ def _settle(job: Job, outcome: Outcome) -> None:
     whole = [*((e, name, e.fqn) for e, name in _moved(job)), *((e, e.fqn, APART + e.fqn) for e in _apart(job))]
     copied = {target.fqn: target.dtype for target in job.target.tensors if target.fqn not in job.edits}
     summed, sizes = Summed(opened), {} if opened.manifest is None else opened.manifest.files
+    held = set()
     for entry, name, key in (each for each in whole if each[1] in records):
         digests = outcome.digests if copied.get(key) == entry.dtype else outcome.source_digests
         shape, label, record = (entry.dtype.name, *entry.shape), f"tensor {name!r}", records[name]
         ledger.compare("shapes", label, shape, (record.dtype.name, *record.shape), opened.source.root)
         ledger.compare("digests", label, digests.get(key), record.digest, opened.source.root)
+        held |= {name} if key in digests else set()
     for file in sorted({chunk.span.file for entry, *_ in whole for chunk in entry.chunks} & sizes.keys()):
         ledger.compare("sizes", file, opened.source.size(file), sizes[file], opened.source.root)
     chunks = (chunk for entry in (*job.source.tensors, *recorded_apart(job)) for chunk in firsts(entry))
@@ -257,6 +259,13 @@ def _settle(job: Job, outcome: Outcome) -> None:
     ledger.missed["crcs", "they cover more than one tensor (`ckpt verify` holds them)"] += slices
     known = {e.fqn for e in opened.checkpoint.tensors if items or any(c.crc32 is not None for c in e.chunks)}
     taken = {name for _, name, _ in whole} | {job.names.get(e.fqn, e.fqn) for e in job.source.tensors}
+    if records.keys() - taken:  # of what is left out, that which has the bytes of something else is read
+        spans = {e.fqn: tuple(chunk.span for chunk in e.chunks) for e in opened.checkpoint.tensors}
+        twins = {spans[name]: name for name in held & spans.keys()}
+        for name in [name for name in records.keys() & spans.keys() - taken if spans[name] in twins]:
+            twin = records[twins[spans[name]]].digest
+            ledger.compare("digests", f"tensor {name!r}", twin, records[name].digest, opened.source.root)
+            taken.add(name)
     ledger.missed["digests" if records else "crcs", LEFT_OUT] += len((records.keys() or known) - taken)
 
 

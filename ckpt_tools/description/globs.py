@@ -67,7 +67,7 @@ def nearest_names(pattern: str, fqns: Sequence[str]) -> str:
     # Layers look alike: compare with one of each kind.
     kinds = {re.sub(r"\d+", "*", fqn): fqn for fqn in reversed(fqns)}
     # What `**` stands for says nothing: compare what the pattern spells out with as many components of the names.
-    spelled = pattern.rpartition("**")[2].lstrip(".")
+    spelled = (pattern.rpartition("**")[2] or pattern.strip("*")).strip(".")
     count = len(spelled.split("."))
     tails: dict[str, str] = {}
     for kind, fqn in kinds.items():

@@ -51,4 +51,4 @@ class Ledger:
     def not_checked(self) -> tuple[str, ...]:
         """What was not held, and why, in words."""
         rows = (+self.missed).items()
-        return tuple(f"{count} recorded {KINDS[kind]}s: not held, because {why}" for (kind, why), count in rows)
+        return tuple(f"{n} recorded {KINDS[kind]}{'s'[: n > 1]}: not held, because {why}" for (kind, why), n in rows)

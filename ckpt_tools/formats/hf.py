@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -218,7 +218,20 @@ def _choose_files(source: Source, files: Mapping[str, int], path: str) -> tuple[
     likeliest = max(singles or indexes, key=lambda name: files[name])
     what = f"{len(singles)} safetensors files and {len(indexes)} indexes, and nothing says which belong together"
     hint = f"pass one file: {os.path.join(path, likeliest)}, or restore the index"
+    if not indexes and not _share_names(source, singles):
+        hint = f"restore the index ({INDEX_SUFFIX[1:]}) that says which files make one model"
     raise UnreadableError(f"{what}: {first_few(sorted(singles or indexes), 8)}", where=path, hint=hint)
+
+
+def _share_names(source: Source, files: Iterable[str]) -> bool:
+    """Is a tensor's name in two of these files? Then they are versions of one model, and else perhaps its parts."""
+    seen: set[str] = set()
+    for file in files:
+        own = {entry.fqn for entry in read_file(source, file).header.tensors}
+        if not seen.isdisjoint(own):
+            return True
+        seen |= own
+    return False
 
 
 FORMAT = HfDirectory()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ckpt_tools.description.checkpoint import TensorEntry
@@ -18,8 +19,9 @@ from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.format import Opened, read_document
 from ckpt_tools.formats.judge import StepVerdict
 from ckpt_tools.formats.part_names import NamedPart, parts_of, read_part_name
-from ckpt_tools.maps import config_misfits, folded, hold, is_adapter, load_table, origins_of
+from ckpt_tools.maps import Expected, config_misfits, folded, hold, is_adapter, load_table, origins_of
 from ckpt_tools.remote.places import is_remote
+from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
 _CONFIG = "config.json"
@@ -102,6 +104,16 @@ def read_config(opened: Opened) -> tuple[Mapping[str, Any], str]:
     return {}, ""
 
 
+def expected_beside(source: Source) -> tuple[Expected | None, Mapping[str, Any]]:
+    """Return the names of the class that a directory's config.json names, and the config; None where nothing tells."""
+    with suppress(CkptError):
+        text = read_document(source, _CONFIG, _MAX_CONFIG_BYTES)
+        config = parse_json(text, what=_CONFIG, where=_CONFIG, infinite=True)
+        if isinstance(config, dict) and (architecture := _architecture(config)):
+            return load_table().expected(architecture, config), config
+    return None, {}
+
+
 def _judge(
     opened: Opened,
     files: Collection[str],
@@ -123,7 +135,12 @@ def _judge(
         partial.append(f"{len(opened.lost)} of its files are missing: {first_few(opened.lost)}")
     architecture = _architecture(config)
     expected = load_table().expected(architecture, config) if architecture and names else None
+    if opened.format.is_file and not config and not is_remote(opened.source.root):
+        expected, config = expected_beside(opened.source)
     held = None if expected is None else hold(names, expected, config)
+    if held is not None and held.foreign and not architecture:
+        held = None  # the config is of another file
+    architecture = architecture or _architecture(config)
     if partial or (forgotten and (held is None or not held.is_whole)):
         return "part", tuple(filter(None, (*partial, forgotten)))
     if is_adapter(names):

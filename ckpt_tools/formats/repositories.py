@@ -15,11 +15,13 @@ from ckpt_tools.formats._json import MAX_JSON_BYTES, parse_json
 from ckpt_tools.formats.candidates import find_sets, is_index
 from ckpt_tools.formats.file_names import files_below, is_side_file
 from ckpt_tools.formats.format import read_document
+from ckpt_tools.formats.identify import expected_beside
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.part_names import read_part_name
 from ckpt_tools.formats.safetensors import FORMAT as ONE_FILE, read_file
 from ckpt_tools.formats.steps import HERE, Library, Part, Step
 from ckpt_tools.formats.table import detect_format
+from ckpt_tools.maps import hold
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
@@ -73,7 +75,9 @@ def find_models(source: Source, files: Mapping[str, int]) -> list[str]:
             return []
         seen.update(entry.fqn for entry in tensors)
         kinds.append(own)
-    return names
+    expected, config = expected_beside(source)
+    is_one = expected is not None and not hold(list(seen), expected, config).foreign
+    return [] if is_one else names  # else they are the parts of the model that config.json names
 
 
 def find_repository(source: Source, files: Mapping[str, int]) -> Step | None:

@@ -556,6 +556,26 @@ def test_files_of_one_model_are_no_components(kin: str, tmp_path: Path) -> None:
     assert main(["shard", str(tmp_path), str(tmp_path / "out"), "--mesh", "dp_shard=2"]) == 4
 
 
+@pytest.mark.parametrize(
+    "cut", [lambda name: "lm_head" in name or name == "model.norm.weight", lambda name: "mlp" in name]
+)
+def test_pieces_without_an_index_are_no_models_and_no_hint_ends_in_one(
+    cut, models: Models, tmp_path: Path, capsys
+) -> None:
+    """As MLX once wrote them; or one piece with tensors of other kinds than the rest."""
+    source = made(ROWS["single"], tmp_path / "source", models)
+    (source / ST).unlink()
+    for number in (0, 1):
+        put(source / f"weights.0{number}.safetensors", {n: t for n, t in models.new.items() if cut(n) == number})
+    assert main(["shard", str(source), str(tmp_path / "out"), "--mesh", "dp_shard=2"]) == 4
+    assert "pass one file" not in capsys.readouterr().err
+    for file in source.glob("*.safetensors"):
+        assert main(["verify", str(file)]) == 3
+        assert main(["gather", str(file), str(tmp_path / "out")]) == 4
+        assert "a part of a model" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_models_in_one_directory_are_listed_cast_and_checked(models: Models, tmp_path: Path, capsys) -> None:
     source, out = made(REPOSITORIES["bagel"], tmp_path / "source", models), tmp_path / "out"
     assert main(["inspect", str(source), "--json"]) == 0
