@@ -86,7 +86,8 @@ def compute(model: nn.Module, names: Collection[str], *, seed: int | None = None
             for name, (table, key) in slots.items():
                 table[key] = _stand_in(before[name], "cpu", which)
             with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=()):
-                torch.manual_seed(torch.initial_seed() if seed is None else seed)
+                # Of the CPU alone: fork_rng gives nothing back to other devices.
+                torch.default_generator.manual_seed(torch.initial_seed() if seed is None else seed)
                 for owner in order:
                     _initialise(model, owner)
             passes.append({name: table[key].detach() for name, (table, key) in slots.items()})

@@ -145,6 +145,17 @@ def test_initialiser_that_spares_nothing_touches_nothing_that_was_loaded(tmp_pat
     assert differing(model, saved) == []
 
 
+def test_computing_leaves_the_generators_of_other_devices_alone(tmp_path, monkeypatch) -> None:
+    kind, config = transformers.BertModel, transformers.BertConfig(num_hidden_layers=1, hidden_size=12, vocab_size=9)
+    kind(config).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = kind(config)
+    before = torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("seeds every GPU"))
+    assert load_checkpoint(model, tmp_path).buffers
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_pooler_that_the_model_has_not_is_left_out_and_said(tmp_path) -> None:
     saved = zoo.save("RobertaForMaskedLM", tmp_path)
     file = tmp_path / "model.safetensors"
