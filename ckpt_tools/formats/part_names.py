@@ -49,6 +49,13 @@ PART_NAMES = (
         _MEGATRON,
     ),
     PartName(
+        re.compile(
+            r"(?:.*/)?(?:(?P<stem>mp_rank)_(?P<i>\d{2,3})|layer_(?P<j>\d+)-model_\d+)(?P<end>[-_]model_states\.pt)"
+        ),
+        "one part of a model that DeepSpeed has cut by tensor or pipeline parallelism",
+        "load it with the trainer, and save the whole model",
+    ),
+    PartName(
         re.compile(r"(?:.*/)?(?P<stem>.+?)[-_.]shard-?(?P<i>\d{1,5})(?P<end>\.\w+)"),
         "one shard of fairscale's or fairseq's",
         "join them with fairscale's consolidate_shard_weights, or metaseq's consolidate_fsdp_shards",
@@ -90,7 +97,7 @@ def read_part_name(path: str) -> NamedPart | None:
                 os.path.dirname(path) if "more" not in groups else "",
                 *(groups.get(k) or "" for k in ("stem", "end")),
             )
-            return NamedPart(kind, int(groups["i"]), count, (*series, str(count)))
+            return NamedPart(kind, int(groups["i"] or groups["j"]), count, (*series, str(count)))
     return None
 
 

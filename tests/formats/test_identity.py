@@ -55,6 +55,8 @@ PARTS = {
     "fairscale's settings": lambda at, s: put(at / "model.pt", {"model": s, "shard_metadata": {"num": 2}}),
     "torchtune": lambda at, s: [put(at / f"hf_model_000{i}_0.pt", s) for i in (2, 1)][-1],
     "Megatron": _ranks("mp_rank_0{}/model_optim_rng.pt", 2, lambda s: {"model": s}),
+    "DeepSpeed, tensor parallel": _ranks("mp_rank_0{}_model_states.pt", 2, lambda s: {"module": s}),
+    "DeepSpeed, pipeline": _ranks("layer_0{}-model_00-model_states.pt", 2, lambda s: s),
     "Megatron's settings": lambda at, s: put(
         at / "mp_rank_00/model_optim_rng.pt", {"args": args(tensor_model_parallel_size=2), "model": s}
     ),
