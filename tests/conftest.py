@@ -37,7 +37,8 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-_LEFT = pytest.StashKey[int]()
+_LEFT, _FILES = pytest.StashKey[int](), pytest.StashKey[int]()
+"""What the quick tier leaves out: tests, and whole files."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +52,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if config.getoption("quick") else "all")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of which the quick tier runs nothing: its imports and its cases cost more than they are worth."""
+    if not config.getoption("quick") or not collection_path.name.startswith("test_"):
+        return None
+    is_full = "\npytestmark = pytest.mark.full\n" in collection_path.read_text()
+    if is_full:
+        config.stash[_FILES] = config.stash.get(_FILES, 0) + 1
+    return is_full or None
 
 
 def _leave_out_full(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,17 +84,18 @@ def _leave_out_full(config: pytest.Config, items: list[pytest.Item]) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):  # one of several processes: each collects everything
-        session.config.workeroutput["left"] = session.config.stash.get(_LEFT, 0)
+        session.config.workeroutput["left"] = [session.config.stash.get(key, 0) for key in (_LEFT, _FILES)]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[_LEFT] = getattr(node, "workeroutput", {}).get("left", 0)
+    node.config.stash[_LEFT], node.config.stash[_FILES] = getattr(node, "workeroutput", {}).get("left", (0, 0))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if left := config.stash.get(_LEFT, 0):
-        terminalreporter.write_line(f"The quick tier: {left} more tests run with bin/test --all")
+        files = config.stash.get(_FILES, 0)
+        terminalreporter.write_line(f"The quick tier: {left} more tests, and {files} files, run with bin/test --all")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
