@@ -10,6 +10,7 @@ from typing import Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.contracts import MODEL
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.judge import PICKLE, StepVerdict, judge_step
 from ckpt_tools.formats.opening import Opened, open_path
@@ -73,6 +74,8 @@ def check_trainer(opened: Opened, purpose: Purpose | None) -> Iterator[Finding]:
         hint = "restore the files of one save: a trainer that resumes from it mixes two"
         yield Finding.error("mixed-steps", one.file, f"not of one step: {one}, {other}", hint)
     if purpose == "weights":
+        lost = [each for each in verdict.reasons if each.of == MODEL and each.is_sure]
+        yield from (Finding.error("lost-weights", each.file, each.what, "restore it") for each in lost)
         return
     for reason in verdict.reasons:
         if opened.broken and reason.file.rpartition("/")[2].startswith("optim"):

@@ -51,6 +51,8 @@ class Reason:
     file: str
     what: str
     does: str
+    of: str = ""
+    """The `what` of its need."""
     is_sure: bool = True
     """Not so where a save with other settings would be whole."""
 
@@ -186,7 +188,7 @@ def _judge(look: _Look, contract: Contract, found: Found, num_ranks: int | None)
     for need, names in found.items():
         for count, name in enumerate(name for name in names if not name.startswith(KEY)):
             if what := _problem(look, contract, need, name, is_read=count < _MOST_RANKS or look.is_thorough):
-                yield Reason(file=name, what=what, does=need.tell(contract.title, is_broken=True))
+                yield Reason(file=name, what=what, does=need.tell(contract.title, is_broken=True), of=need.what)
     own_ranks, is_own = _num_ranks(look, found)
     ranks = own_ranks if num_ranks is None else num_ranks
     for need, names in found.items():
@@ -204,7 +206,8 @@ def _judge(look: _Look, contract: Contract, found: Found, num_ranks: int | None)
         if missing:
             first, *more = sorted(missing, key=lambda each: each or 0)
             what = f"it is missing, and those of {len(more)} more" if more else "it is missing"
-            yield Reason(file=need.file(first), what=what, does=need.tell(contract.title), is_sure=is_sure)
+            does = need.tell(contract.title)
+            yield Reason(file=need.file(first), what=what, does=does, of=need.what, is_sure=is_sure)
 
 
 def _siblings(look: _Look, need: Need, found: Found) -> tuple[set[int], bool]:

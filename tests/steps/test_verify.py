@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from steps.toy_steps import save_accelerate
 
 from ckpt_tools import api
@@ -73,7 +74,18 @@ def test_missing_part_of_a_step_that_was_trained_is_an_error(copy_of, part) -> N
     result = api.verify(step)
     assert codes(result) == ["not-resumable"]
     assert result.findings[0].where == part
-    assert api.verify(step, purpose="weights").ok
+    lost = ["lost-weights"] if part == "pytorch_model_fsdp_0" else []
+    assert codes(api.verify(step, purpose="weights")) == lost
+
+
+def test_second_model_that_is_cut_is_lost_weights(tmp_path) -> None:
+    one, other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(one, other, torch.optim.AdamW(one.parameters()))
+    accelerator.save_state(str(tmp_path / "step"))
+    assert codes(api.verify(tmp_path / "step", purpose="weights")) == ["unreferenced-file"]
+    os.truncate(tmp_path / "step" / "model_1.safetensors", 40)
+    assert "lost-weights" in codes(api.verify(tmp_path / "step", purpose="weights"))
 
 
 def test_second_optimizer_that_is_missing_is_told(copy_of) -> None:
