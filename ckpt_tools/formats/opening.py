@@ -88,10 +88,13 @@ def open_path(
                 shapes = Shapes.of(like.checkpoint, os.fspath(shapes_from), is_ordered=like.format.has_views)
             found = found.shaped(shapes)
         manifest = None
-        if MANIFEST_NAME in files and file is None:
+        if MANIFEST_NAME in (files if file is None else source.list_files(max_depth=0)):
             manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+            if file is not None and [*manifest.files] != [file]:
+                manifest = None  # of more than this file
         verdict = judge_step(source, files) if found.has_parts else None  # whose parts have sources of their own
         opened = found.open(source, files, path=path, manifest=manifest)
+        opened = opened if file is None or manifest is None else replace(opened, manifest=manifest)
         opened = replace(opened, notes=(*source.notes, *opened.notes)) if source.notes else opened
         if ours and len(sets) > 1:
             lying = tuple(_candidates(opened, sets, ours, path, component, is_named=weights is not None))
