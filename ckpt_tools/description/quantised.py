@@ -1,7 +1,7 @@
 """Which tensors one quantised weight is stored in: by the endings that libraries put beside its name.
 
-One of them at least is packed, or of 8 bits. Where a config says that weights are quantised, all that lies in a module
-with codes of another kind, or in one of its children, is one weight as well, but for a bias.
+One of them at least is packed, or of 8 bits. All that lies in a module with codes of another kind, or in one of its
+children, is one weight as well, but for a bias; where no config says that weights are quantised, of a matrix of integers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,21 @@ _TORCHAO = re.compile(r"(.+\.|)_(\w+?)_(?:qdata|scale_and_zero|per_tensor_scale|
 _OF_NAME = re.compile(
     r"(.+?)(?:_scale_inv|_scale_2|_bias_scale|_global_scale|_input_scale|_activation_scale|_scales?|_blocks|_packed"
     r"|_shape|_zero_point|_g_idx|\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+|SCB"
-    r"|weight_format)|(?<=weight)\.(?:shape|scale|data|_data|_scale|_shift))"
+    r"|weight_format)|(?<=weight)\.(?:shape|scale|data|_data(?:\._data)?|_scale|_shift))"
 )
+_CODES = re.compile(r".*(?:\.(?:qweight|W_q|SCB|weight\.(?:absmax|_data(?:\._data)?))|_weight_qdata|\.weight_packed)")
+"""Names that nothing but a quantised weight has."""
 _NO_CODES = ("I64", "BOOL", "C32", "C64", "C128")  # buffers
 
 
 def is_code(entry: TensorEntry) -> bool:
     """Is a tensor packed, or of a precision that weights have only when they are quantised?"""
     return not entry.dtype.is_float and entry.dtype.name not in _NO_CODES
+
+
+def are_told(names: Iterable[str], config: Mapping[str, object]) -> bool:
+    """Do names or a config.json say that weights are quantised?"""
+    return isinstance(config.get("quantization_config"), Mapping) or any(map(_CODES.fullmatch, names))
 
 
 def weights_of(names: Collection[str]) -> dict[str, str]:
@@ -50,13 +57,14 @@ def find_units(tensors: Iterable[TensorEntry], *, is_told: bool = False) -> dict
     weights = weights_of(entries)  # bitsandbytes' codes may be stored in any dtype
     coded = {weight for n, weight in weights.items() if is_code(entries[n]) or n == f"{weight}.absmax"}
     found = {name: weight for name, weight in weights.items() if weight in coded}
-    if is_told:
-        homes = {fqn.rpartition(".")[0] for fqn, entry in entries.items() if is_code(entry) and fqn not in found}
-        for fqn in [fqn for fqn in entries if fqn not in found]:
-            module, _, leaf = fqn.rpartition(".")
-            home = module if module in homes else module.rpartition(".")[0]
-            if home in homes and leaf != "bias":
-                found[fqn] = f"{home}.weight"
+    codes = (entry for fqn, entry in entries.items() if is_code(entry) and fqn not in found)
+    sure = (e.fqn for e in codes if is_told or (len(e.shape) > 1 and not e.dtype.is_float))
+    homes = {fqn.rpartition(".")[0] for fqn in sure}
+    for fqn in [fqn for fqn in entries if fqn not in found] if homes else []:
+        module, _, leaf = fqn.rpartition(".")
+        home = module if module in homes else module.rpartition(".")[0]
+        if home in homes and leaf != "bias":
+            found[fqn] = f"{home}.weight"
     return found
 
 

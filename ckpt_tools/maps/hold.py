@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_tools.description.quantised import weights_of
+from ckpt_tools.description.quantised import are_told, weights_of
 from ckpt_tools.maps.contract import Contract, settle
 from ckpt_tools.maps.patterns import fold, matches, missing, tree
 from ckpt_tools.maps.renames import rename
@@ -49,7 +49,7 @@ class Held:
 def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object]) -> Held:
     """Compare the names of a file, or of a live model, with what an architecture expects (`Table.expected`)."""
     given = {name: name for name in names}
-    if isinstance(config.get("quantization_config"), Mapping):
+    if are_told(given, config):
         given |= {n: w for n, w in weights_of(given).items() if not matches(expected.names, n, expected.counts)}
     renamed = rename(
         set(given.values()), expected.rules, expected.base, lambda name: matches(expected.names, name, expected.counts)

@@ -52,6 +52,11 @@ OTHERS = {  # method → its tensors; what stays is told by `parts`
     "eight bits": {"a.weight": torch.ones(8, 8).to(torch.int8), "a.SCB": torch.ones(8) / 3},
     "hqq": {"a.W_q": torch.ones(8, 8).byte(), "a.scale": torch.ones(8, 1) / 3, "a.zero": torch.ones(8, 1) / 3},
     "quanto": {"a.weight._data": torch.ones(8, 8).to(torch.int8), "a.weight._scale": torch.ones(8, 1) / 3},
+    "quanto of 4 bits": {
+        "a.weight._data._data": torch.ones(4, 8).byte(),
+        "a.weight._scale": torch.ones(8, 1) / 3,
+        "a.weight._shift": torch.ones(8, 1) / 3,
+    },
     "aqlm": {
         "a.codes": torch.ones(8, 8).to(torch.int8),
         "a.codebooks": torch.ones(2, 8) / 3,
@@ -63,9 +68,11 @@ OTHERS = {  # method → its tensors; what stays is told by `parts`
 PLAIN = {"a.bias": torch.ones(3) / 3, "norm.weight": torch.ones(7) / 3}
 
 
-@pytest.mark.parametrize("method", OTHERS)
-def test_cast_leaves_the_whole_unit(tmp_path, capsys, method) -> None:
-    hub = write(tmp_path / "hub", OTHERS[method] | PLAIN, {"quant_method": method})
+@pytest.mark.parametrize(
+    ("method", "is_told"), [(m, told) for m in OTHERS for told in (True, False) if told or m != "spqr"]
+)
+def test_cast_leaves_the_whole_unit(tmp_path, capsys, method, is_told) -> None:
+    hub = write(tmp_path / "hub", OTHERS[method] | PLAIN, {"quant_method": method} if is_told else None)
     packed, out = str(tmp_path / "dcp"), tmp_path / "out"
     assert main(["shard", hub, packed, "--mesh", "dp_shard=2", "--dtype", "bf16"]) == 0
     assert main(["gather", packed, str(out), "--dtype", "f16"]) == 0
