@@ -1,7 +1,7 @@
 """Which tensors one quantised weight is stored in: by the endings that libraries put beside its name.
 
 One of them at least is packed, or of 8 bits. All that lies in a module with codes of another kind, or in one of its
-children, is one weight as well, but for a bias; where no config says that weights are quantised, of a matrix of integers.
+children, is one weight as well, but for a bias; without a config that says so, codes are matrices of integers.
 """
 
 from __future__ import annotations
