@@ -6,6 +6,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,11 @@ from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError
 from ckpt_tools.formats._torch_zip_writer import archive_frame
 from ckpt_tools.formats.digest import digest_block
-from ckpt_tools.formats.share_record import TensorPart
 from ckpt_tools.moving.execute import execute
 from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
-from ckpt_tools.moving.read import Checksums
+from ckpt_tools.moving.read import Checksums, combine_crcs
 from ckpt_tools.moving.seen import DisagreementError, Seen
+from ckpt_tools.moving.share_record import TensorPart
 from ckpt_tools.storage import claim, publish
 from ckpt_tools.storage.claim import claim_directory, open_directory, staging_path
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
@@ -66,6 +67,15 @@ def test_everything_is_synced_before_the_rename_and_what_leads_there_as_well(tmp
     inside = [os.path.join(staging.directory, name) for name in ("a/b/data", "top", "a", "a/b")]
     assert {staging.directory, *inside} <= set(before)
     assert after == [str(tmp_path / "made" / "deep" / "out"), str(tmp_path / "made" / "deep")]
+
+
+def test_every_file_of_a_conversion_is_synced_before_the_rename(tmp_path: Path, calls: list[str]) -> None:
+    source = write_model(tmp_path / "model")
+    for verb, options in (("shard", {"mesh": "dp_shard=2"}), ("gather", {})):
+        calls.clear()
+        getattr(api, verb)(source, tmp_path / verb, **options)
+        before = {os.path.basename(path) for path in calls[: calls.index("rename")]}
+        assert {path.name for path in (tmp_path / verb).iterdir()} <= before
 
 
 def test_small_file_is_synced_before_it_replaces_and_its_directory_after(tmp_path: Path, calls: list[str]) -> None:
@@ -407,6 +417,42 @@ def test_names_that_cannot_be_files_of_one_destination_are_refused(names: list[s
         check_names(names)
 
 
+class _Edit:
+    """Leaves everything as it is."""
+
+    def __init__(self, *, is_settled: bool) -> None:
+        self.is_settled = is_settled
+
+    def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
+        result[:] = content
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_blocks_are_kept_only_once_an_edit_has_seen_what_it_must(tmp_path: Path, is_settled: bool) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "a").write_bytes(content(64))
+    plan = FilePlan(file="a", nbytes=64, copies=(copy_span("a", ByteSpan(file="a", offset=0, nbytes=64), 0),))
+    kept = []
+    for _ in range(2):
+        with LocalSource(str(tmp_path / "root")) as source, Staging(str(tmp_path / "out"), overwrite=False) as staging:
+            staging.begin("fingerprint")
+            edits = {"a": _Edit(is_settled=is_settled)}
+            kept.append(execute([plan], source, staging, num_workers=1, resumable=True, edits=edits).bytes_kept)
+            staging.keep()
+    assert kept == [0, 64 if is_settled else 0]
+
+
+def test_crcs_of_runs_with_a_hole_or_an_overlap_are_those_of_nothing() -> None:
+    raw = content(9)
+    runs = [(0, 4, zlib.crc32(raw[:4])), (4, 5, zlib.crc32(raw[4:]))]
+    assert combine_crcs(runs[::-1]) == (zlib.crc32(raw), 9)
+    for wrong in (runs[1:], [runs[0], (5, 4, 0)], [*runs, (3, 1, 0)], [*runs, runs[0]]):
+        assert combine_crcs(wrong)[1] == -1
+
+
 def test_crc_of_a_strided_chunk_is_compared(tmp_path: Path) -> None:
     raw = content(24)
     (tmp_path / "a").write_bytes(raw)
@@ -435,25 +481,28 @@ def _seen() -> tuple[Seen, TensorEntry, bytes]:
     return Seen(entry, entry.dtype, blocks_of(entry, entry.dtype), counting=False), entry, content(64)
 
 
-def _part(raw: bytes, *runs: tuple[int, int], owner: bool = False, seen: bytes | None = None) -> TensorPart:
-    """What a share that has read `raw` tells of a tensor of one block; of some bytes it wrote runs (from, to)."""
+def _part(raw: bytes, *runs: tuple[int, int], owner: bool = False) -> TensorPart:
+    """What a share that has read `raw` tells of a tensor of one block, of runs (from, to) of it."""
     return TensorPart(
         digests={0: digest_block(raw).hex()} if owner else {},
-        crcs={0: zlib.crc32(raw)} if owner else {},
-        seen={} if seen is None else {0: digest_block(seen).hex()},
-        parts={0: tuple((at, to - at, zlib.crc32(raw[at:to])) for at, to in runs)} if runs else {},
+        runs={0: tuple((at, to - at, zlib.crc32(raw[at:to])) for at, to in runs)},
     )
 
 
 def test_shares_that_read_different_bytes_are_told_apart() -> None:
     seen, entry, raw = _seen()
     other = bytes([raw[0] ^ 1]) + raw[1:]
-    index, owner = chunk_index(entry), _part(raw, (0, 32), owner=True)
+    index, owner, all_of_it = chunk_index(entry), _part(raw, (0, 32), (0, 64), owner=True), (0, 64)
     assert seen.merge([("a", owner), ("b", _part(raw, (32, 64)))], index) == 0
     assert seen.digest()
-    assert _seen()[0].merge([("a", owner), ("b", _part(raw, seen=raw))], index) == 1  # nobody tells of its other half
+    column = _part(raw, all_of_it, owner=True)
+    assert _seen()[0].merge([("a", column), ("b", _part(raw, all_of_it))], index) == 0
+    for untold in ([("a", owner)], [("a", column), ("b", _part(raw, (16, 32)))]):  # nobody tells of the rest
+        assert _seen()[0].merge(untold, index) == 1
+    quiet = _part(raw, owner=True)  # and here the owner of nothing
+    assert _seen()[0].merge([("a", replace(quiet, runs={})), ("b", _part(raw, all_of_it))], index) == 1
     wrong = {
-        "a whole block": _part(raw, seen=other),
+        "a whole block": _part(other, all_of_it),
         "a run": _part(raw[:32] + other[::-1][:32], (32, 64)),
         "the owner's run": _part(other, (0, 32), (32, 64)),
         "an owner": _part(other, owner=True),
