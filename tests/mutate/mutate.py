@@ -26,9 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HAND_MADE = Path(__file__).with_name("hand_made.toml")
 ROOMS = {
-    "storage": "unit/test_staging.py unit/test_source.py unit/test_guards.py corrupt/test_containment.py faults",
-    "moving": "unit/test_plan.py unit/test_guards.py unit/test_strides.py unit/test_tiles.py unit/test_casting.py "
-    "property/test_shares.py property/test_plan.py property/test_resume.py corrupt/test_dcp.py property/test_roundtrip.py",
+    "storage": "unit/test_guards.py unit/test_staging.py unit/test_source.py corrupt/test_containment.py faults",
+    "moving": "unit/test_guards.py unit/test_plan.py unit/test_strides.py unit/test_tiles.py unit/test_casting.py "
+    "unit/test_moments.py property/test_shares.py property/test_plan.py property/test_resume.py corrupt/test_dcp.py "
+    "corrupt/test_frames.py corrupt/test_values.py property/test_part_stream.py property/test_roundtrip.py",
     "tending": "tending",
     "remote": "remote property/test_part_stream.py",
     "formats": "unit property corrupt formats",
