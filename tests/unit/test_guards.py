@@ -22,7 +22,7 @@ from ckpt_tools.formats._torch_zip_writer import archive_frame
 from ckpt_tools.formats.digest import digest_block
 from ckpt_tools.moving.execute import execute
 from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
-from ckpt_tools.moving.read import Checksums, combine_crcs
+from ckpt_tools.moving.read import Buffers, Checksums, combine_crcs, read_block
 from ckpt_tools.moving.seen import DisagreementError, Seen
 from ckpt_tools.moving.share_record import TensorPart
 from ckpt_tools.storage import claim, publish
@@ -468,6 +468,23 @@ def test_crc_of_a_strided_chunk_is_compared(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(raw[:-1] + b"?")
     with LocalSource(str(tmp_path)) as source, pytest.raises(UnreadableError, match="CRC-32 of its bytes"):
         Checksums().check(entry, chunk, source)
+
+
+@pytest.mark.parametrize(
+    ("box", "strides", "what"),
+    [
+        (Box((0, 0), (1, 3)), None, "its chunks hold 3 of 6 elements"),
+        (Box((0, 0), (2, 3)), (1, 3), "strides lead out of the item"),
+        (Box((0, 0), (2, 3)), (-3, 1), "strides lead out of the item"),
+    ],
+)
+def test_block_that_is_not_all_there_is_not_read(tmp_path: Path, box: Box, strides, what: str) -> None:
+    (tmp_path / "a").write_bytes(content(99))
+    chunk = Chunk(box=box, span=ByteSpan(file="a", offset=24, nbytes=4 * box.num_elems), strides=strides)
+    entry = TensorEntry(fqn="w", dtype=BY_NAME["F32"], shape=(2, 3), chunks=(chunk,))
+    whole = Box((0, 0), (2, 3))
+    with LocalSource(str(tmp_path)) as source, pytest.raises(CkptError, match=what):
+        read_block(entry, chunk_index(entry), entry.dtype, whole, source, Buffers())
 
 
 # Shares
