@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.share_record import MAX_PARTS
+from ckpt_tools.moving.share_record import MAX_PARTS
 from ckpt_tools.moving.split import Part
 
 PartsFrom = Literal["auto", "none", "torchrun", "slurm", "k8s", "mpi"]

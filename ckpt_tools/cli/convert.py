@@ -10,7 +10,7 @@ from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import Output, note, print_conversion, progress_of
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.share_record import MAX_PARTS
+from ckpt_tools.moving.share_record import MAX_PARTS
 from ckpt_tools.moving.threads import one_thread_each
 from ckpt_tools.options import Option
 from ckpt_tools.units import parse_size

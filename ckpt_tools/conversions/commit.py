@@ -12,12 +12,11 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, U
 from ckpt_tools.formats.digest import digest_tensor
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.formats.opening import read_document
-from ckpt_tools.formats.share_record import ShareRecord, parse_record, record_name
 from ckpt_tools.formats.table import format_of
-from ckpt_tools.moving.counts import counts_of
 from ckpt_tools.moving.execute import Outcome
 from ckpt_tools.moving.plan import blob_name, blocks_of, chunk_index, copy_span, is_plain
 from ckpt_tools.moving.seen import DisagreementError, Seen
+from ckpt_tools.moving.share_record import ShareRecord, parse_record, record_name
 from ckpt_tools.moving.split import Part
 from ckpt_tools.remote.places import is_remote, local, open_source
 from ckpt_tools.storage.shared_staging import tidy
@@ -150,7 +149,7 @@ def merge(job: Job, records: Sequence[ShareRecord]) -> Outcome:
             if outcome.digests.setdefault(fqn, digest) != digest:
                 raise CkptError(f"two parts have read different bytes of {fqn!r}", hint="nothing is published")
         outcome.source_digests |= record.stored
-        outcome.counts |= {fqn: counts_of(row) for fqn, row in record.counts.items()}
+        outcome.counts |= record.counts
         outcome.frames |= {name: file.frames for name, file in record.files.items() if file.frames is not None}
         outcome.chunks_checked += record.chunks_checked
     unmatched = 0

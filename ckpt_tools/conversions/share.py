@@ -15,11 +15,10 @@ from ckpt_tools.conversions.job import Conversion, Job, check_claims, fingerprin
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.share_record import FileRecord, ShareRecord, build_record, record_name
 from ckpt_tools.formats.table import format_of
-from ckpt_tools.moving.counts import counted
 from ckpt_tools.moving.execute import execute
 from ckpt_tools.moving.plan import Plan
+from ckpt_tools.moving.share_record import FileRecord, ShareRecord, build_record, record_name
 from ckpt_tools.moving.split import Part, boxes_before, split
 from ckpt_tools.remote.places import open_shared_sink
 from ckpt_tools.storage.sink import SharedSink
@@ -143,7 +142,7 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
                 file: FileRecord(identity=sink.identity(file) or {}, frames=outcome.frames.get(file)) for file in files
             },
             digests=outcome.digests,
-            counts={fqn: counted(counts) for fqn, counts in outcome.counts.items()},
+            counts=outcome.counts,
             parts=outcome.parts,
             stored=outcome.source_digests,
             chunks_checked=outcome.chunks_checked,

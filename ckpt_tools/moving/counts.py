@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckpt_tools.description.dtypes import DType
-from ckpt_tools.formats.share_record import Counted
 from ckpt_tools.moving.threads import make_room_for_numpy
 
 _PIECE_BYTES = 4 << 20
@@ -55,17 +54,6 @@ class Counts:
     def is_zero(self) -> bool:
         """Is every element 0 or -0? An empty tensor is."""
         return self.num_zero == self.num_elems
-
-
-def counted(counts: Counts) -> Counted:
-    """Return counts as a record keeps them."""
-    return counts.num_elems, counts.num_nan, counts.num_inf, counts.num_zero, counts.first_bad
-
-
-def counts_of(row: Counted) -> Counts:
-    """Return the counts that a record keeps."""
-    num_elems, num_nan, num_inf, num_zero, first_bad = row
-    return Counts(num_elems=num_elems, num_nan=num_nan, num_inf=num_inf, num_zero=num_zero, first_bad=first_bad)
 
 
 def counts_to_json(counts: Mapping[str, Counts]) -> dict[str, int]:

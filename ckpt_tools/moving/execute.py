@@ -17,7 +17,6 @@ from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import CkptError, UnreachableError
 from ckpt_tools.formats.digest import digest_block
-from ckpt_tools.formats.share_record import TensorPart
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.framing import Sealing, digest_planned_frames, gaps_of, has_frames
@@ -41,6 +40,7 @@ from ckpt_tools.moving.read import (
     read_block,
 )
 from ckpt_tools.moving.seen import AsStored
+from ckpt_tools.moving.share_record import TensorPart
 from ckpt_tools.moving.split import hull
 from ckpt_tools.moving.strides import byte_box, is_contiguous, move, start_of
 from ckpt_tools.moving.task import Look, Task

@@ -14,11 +14,11 @@ from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.flat import flat_boxes
 from ckpt_tools.description.layout import Blocks, Box, BoxIndex
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.digest import digest_block, digest_tensor
-from ckpt_tools.formats.share_record import Run, TensorPart
-from ckpt_tools.moving.counts import Counts, count_values, counted, counts_of
+from ckpt_tools.formats.digest import digest_tensor
+from ckpt_tools.moving.counts import Counts, count_values
 from ckpt_tools.moving.plan import blocks_of
 from ckpt_tools.moving.read import Buffers, Checksums, Parts, Read, combine_crcs, read_block
+from ckpt_tools.moving.share_record import Run, TensorPart
 from ckpt_tools.moving.split import has_whole_rows
 from ckpt_tools.moving.strides import start_of
 from ckpt_tools.storage.source import Source
@@ -101,9 +101,7 @@ class Seen:
         self._digests: dict[int, bytes] = {}
         self._checksums = Checksums()
         self._counts: list[Counts] = []
-        self._crcs: dict[int, int] = {}
-        self._others: dict[int, bytes] = {}
-        self._parts: dict[int, set[Run]] = {}
+        self._runs: dict[int, set[Run]] = {}
 
     def add(self, index: int, block: Box, digest: bytes, content: memoryview, reads: Iterable[Read]) -> None:
         """Remember a block as it was written: its digest, what was read for it, and what its values are like."""
@@ -119,12 +117,10 @@ class Seen:
 
         `targets` was written of it; `held` was read of it: the block, or one run of it.
         """
-        if held == block and index in self._digests:
-            self._crcs[index] = isal_zlib.crc32(content)
-        elif held == block:
-            self._others[index] = digest_block(content)
+        runs = self._runs.setdefault(index, set())
+        if held == block:
+            runs.add((0, len(content), isal_zlib.crc32(content)))
         origin = self._dtype.num_bytes(start_of(held, block))
-        runs = self._parts.setdefault(index, set())
         for part in targets:
             if has_whole_rows(part, block):
                 start, nbytes = self._dtype.num_bytes(start_of(part, block)), self._dtype.num_bytes(part.num_elems)
@@ -150,19 +146,13 @@ class Seen:
     def part(self, chunks: BoxIndex[Chunk], stored: AsStored | None) -> TensorPart:
         """Return what this share saw; `stored` has what it read of a tensor that it casts."""
         every = Box((0,) * len(self._entry.shape), self._entry.shape)
-        sources = {
-            chunk.box.offsets: join_runs(runs)
-            for chunk, _ in chunks.overlaps(every)
-            if (runs := self._checksums.runs(chunk))
-        }
+        read = ((chunk.box.offsets, self._checksums.runs(chunk)) for chunk, _ in chunks.overlaps(every))
         return TensorPart(
             digests={index: digest.hex() for index, digest in self._digests.items()},
-            crcs=self._crcs,
-            seen={index: digest.hex() for index, digest in self._others.items()},
-            parts={index: tuple(sorted(runs)) for index, runs in self._parts.items() if runs},
-            sources=sources,
+            runs={index: tuple(sorted(runs)) for index, runs in self._runs.items()},
+            sources=tuple(sorted((offsets, join_runs(runs)) for offsets, runs in read if runs)),
             stored={index: digest.hex() for index, digest in ({} if stored is None else stored.digests()).items()},
-            counts=None if (counts := self.counts) is None else counted(counts),
+            counts=self.counts,
         )
 
     def merge(self, parts: Sequence[tuple[str, TensorPart]], chunks: BoxIndex[Chunk]) -> int:
@@ -174,40 +164,41 @@ class Seen:
         by_offsets = {chunk.box.offsets: chunk for chunk, _ in chunks.overlaps(every)}
         owners: dict[int, str] = {}
         writers: dict[int, list[str]] = {}
+        told: set[int] = set()  # by their owners
         for name, part in parts:
             for index, digest in part.digests.items():
                 if self._digests.setdefault(index, bytes.fromhex(digest)).hex() != digest:
                     raise self._disagree(index, owners[index], name)
                 owners[index] = name
-            self._crcs |= part.crcs
-            self._counts += [] if part.counts is None else [counts_of(part.counts)]
-            for offsets, runs in part.sources.items():
+            self._counts += [] if part.counts is None else [part.counts]
+            for offsets, runs in part.sources:
                 chunk = by_offsets.get(offsets)
                 if chunk is not None:
                     self._checksums.add(Read(chunk, *run) for run in runs)
-            for index, runs in part.parts.items():
-                self._parts.setdefault(index, set()).update(runs)
+            for index, runs in part.runs.items():
+                self._runs.setdefault(index, set()).update(runs)
                 writers.setdefault(index, []).append(name)
+            told |= part.digests.keys() & part.runs.keys()
         if missing := [index for index in range(len(self._blocks)) if index not in self._digests]:
             raise CkptError(f"tensor {self._entry.fqn!r}: no part has read its blocks {missing[:4]}")
-        for name, part in parts:
-            for index, digest in part.seen.items():
-                if self._digests[index].hex() != digest:
-                    raise self._disagree(index, owners[index], name)
-        return sum(not self._fits(index, runs, (owners[index], *writers[index])) for index, runs in self._parts.items())
+        fits = {index: self._fits(index, runs, (owners[index], *writers[index])) for index, runs in self._runs.items()}
+        return sum(not (fit and index in told) for index, fit in fits.items())
 
     def _fits(self, index: int, runs: set[Run], shares: Sequence[str]) -> bool:
-        """Do the runs of a block that shares wrote make it up? False where they are not all runs of whole rows."""
+        """Do the runs of a block, which its owner has read whole, agree? False where what was written is not all of it.
+
+        What was not written in runs of whole rows was read whole by everybody.
+        """
         by_place: dict[tuple[int, int], int] = {}
         for start, nbytes, crc32 in runs:
             if by_place.setdefault((start, nbytes), crc32) != crc32:
                 raise self._disagree(index, *shares)
+        nbytes = self._dtype.num_bytes(self._blocks[index].num_elems)
+        whole = by_place.pop((0, nbytes), None)
         crc32, total = combine_crcs([(*place, crc32) for place, crc32 in by_place.items()])
-        if total != self._dtype.num_bytes(self._blocks[index].num_elems) or index not in self._crcs:
-            return not runs  # every share has read the block whole, and their digests agree
-        if crc32 != self._crcs[index]:
+        if total == nbytes and whole not in (None, crc32):
             raise self._disagree(index, *shares)
-        return True
+        return total in (0, nbytes)
 
     def _disagree(self, index: int, *shares: str) -> DisagreementError:
         error = DisagreementError(

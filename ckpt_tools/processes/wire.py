@@ -23,12 +23,12 @@ from ckpt_tools.errors import CkptError
 T = TypeVar("T")
 
 
-def dumps(value: object) -> str:
+def dumps(value: object, *, sort_keys: bool = False) -> str:
     """Return a value as JSON: of JSON's own types, tuples, sets, mappings, paths, and dataclasses of these.
 
     Infinite numbers and NaN are written as Python reads them again.
     """
-    return json.dumps(value, default=_plain)
+    return json.dumps(value, default=_plain, sort_keys=sort_keys)
 
 
 def loads(kind: type[T], text: str) -> T:

@@ -147,7 +147,7 @@ class Bucket:
             if etag is not None and found.etag != etag:
                 raise ChangedObjectError(self.label(key))
             content = memoryview(result.bytes())
-            if result.range != (start, min(start + nbytes, found.nbytes)) or len(content) != result.range[1] - start:
+            if len(content) != min(nbytes, found.nbytes - start):  # obstore compares where it says that they lie
                 what = f"the store sent other bytes than {start}..{start + nbytes}"
                 raise UnreachableError(what, where=self.label(key), hint="is there a proxy or cache before it?")
             return found, content

@@ -190,6 +190,14 @@ def test_tensors_that_a_line_is_not_of_are_refused(line: str, names: dict, what:
         forward(key_map, {name: torch.zeros(shape) for name, shape in names.items()}, {"n": 2})
 
 
+def test_heads_of_another_length_than_the_config_says_are_not_permuted() -> None:
+    """Rows that divide by the heads are not enough: a wrong number of heads would permute them without a word."""
+    key_map = parse_key_maps("[*]\na = b : rope n", where="mine.txt")["*"]
+    forward(key_map, {"a": torch.zeros(8, 3)}, {"n": 2, "head_dim": 4})
+    with pytest.raises(UsageError, match="8 rows are not those of 2 heads of 2"):
+        forward(key_map, {"a": torch.zeros(8, 3)}, {"n": 2, "head_dim": 2})
+
+
 @pytest.mark.parametrize(
     ("line", "names", "what"),
     [

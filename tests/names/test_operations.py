@@ -153,6 +153,7 @@ class Live(torch.nn.Module):
         ("Split(dim=0)", loading.Split(0), (9, 2), {"q": (6, 2), "k": (2, 2), "v": (1, 2)}),
         ("Transpose(dim0=1;dim1=2;check_dims=True)", loading.Transpose(1, 2, True), (3, 4, 2), {"v": (3, 2, 4)}),
         ("Transpose(dim0=1;dim1=2;check_dims=True)", loading.Transpose(1, 2, True), (3, 4, 2), {"v": (3, 4, 2)}),
+        ("Transpose(dim0=1;dim1=2;check_dims=True)", loading.Transpose(1, 2, True), (3, 2, 2), {"v": (3, 2, 2)}),
     ],
 )
 def test_operation_that_needs_the_models_shapes_does_what_that_of_transformers_does(

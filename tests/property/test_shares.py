@@ -28,8 +28,8 @@ from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Shard, cut_tensor, parse_mesh, split_blocks
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.dcp_placing import place, places_of
-from ckpt_tools.formats.share_record import build_record, parse_record
 from ckpt_tools.moving.plan import Plan
+from ckpt_tools.moving.share_record import build_record, parse_record
 from ckpt_tools.moving.split import hull, owned_blocks, restrict, split
 from ckpt_tools.units import format_size
 
@@ -151,8 +151,8 @@ def test_part_that_read_other_bytes_is_found(tmp_path: Path) -> None:
     """The owner's block and what the others wrote of it are held together, though nobody else digests it."""
     source, out, path = _two_parts(tmp_path)
     record = parse_record(path.read_bytes(), where="")
-    changed = {0: record.parts["a"].crcs[0] ^ 1}
-    for kind, fields in {"crcs": changed, "digests": {}}.items():
+    changed = {0: tuple((at, nbytes, crc32 ^ 1) for at, nbytes, crc32 in record.parts["a"].runs[0])}
+    for kind, fields in {"runs": changed, "digests": {}}.items():
         part = type(record.parts["a"])(
             **{name: getattr(record.parts["a"], name) for name in record.parts["a"].__slots__} | {kind: fields}
         )

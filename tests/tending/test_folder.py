@@ -25,9 +25,22 @@ from ckpt_tools.tending.record import RECORD_NAME
 from ckpt_tools.tending.retention import Rules
 from ckpt_tools.tending.tend import Settings, Tender
 
-pytestmark = pytest.mark.full(
-    but=["test_prune_removes_what_is_superseded", "test_bad_checkpoint_is_a_finding_and_removes_nothing"]
-)
+QUICK = [
+    "test_prune_removes_what_is_superseded",
+    "test_bad_checkpoint_is_a_finding_and_removes_nothing",
+    # the guards of what is removed
+    "test_unverified_one_that_changes_stays",
+    "test_checkpoint_in_use_stays",
+    "test_run_that_went_back_to_an_earlier_step_keeps_what_it_saves",
+    "test_what_changes_after_it_was_judged_stays",
+    "test_what_has_lost_its_successor_stays",
+    "test_removal_is_taken_back_when_somebody_has_come_in_between",
+    "test_one_ckpt_tends_a_folder_at_a_time",
+    "test_leftovers_stay_where_nothing_is_verified",
+    "test_nothing_goes_while_what_follows_it_has_not_arrived",
+    "test_checkpoint_that_was_changed_counts_as_not_verified",
+]
+pytestmark = pytest.mark.full(but=QUICK)
 
 
 def watch(run, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,27 @@ def test_docs_every_command_of_the_house_is_executable_and_mentioned() -> None:
     assert commands
     assert [path.name for path in commands if not os.access(path, os.X_OK)] == []
     assert [path.name for path in commands if f"`bin/{path.name}" not in guide] == []
+
+
+def test_docs_guarantees_name_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "concepts" / "reliability.md").read_text(encoding="utf-8")
+    rows = [line for line in text.partition("| what holds |")[2].splitlines()[2:] if not line.startswith("| **")]
+    assert len(rows) > 30
+    assert [row for row in rows if "::test_" not in row] == []
+    wrong = []
+    for path, name in re.findall(r"`(tests/\w+/\w+\.py)::(\w+)`", text):
+        if not (ROOT / path).exists() or f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8"):
+            wrong.append(f"{path}::{name}")
+    assert wrong == []
+
+
+def test_docs_mutants_made_by_hand_change_what_is_there() -> None:
+    """Whoever changes such a line changes its mutant with it."""
+    table = tomllib.loads((ROOT / "tests" / "mutate" / "hand_made.toml").read_text(encoding="utf-8"))
+    texts = {row["file"]: (ROOT / row["file"]).read_text(encoding="utf-8") for row in table["mutant"]}
+    assert [row["name"] for row in table["mutant"] if texts[row["file"]].count(row["old"]) != 1] == []
+    files = {each for tests in table["tests"].values() for each in tests if not each.startswith("-")}
+    assert [each for each in files if not (ROOT / "tests" / each).exists()] == []
 
 
 def test_docs_guide_rules_parse() -> None:
