@@ -1,0 +1,67 @@
+"""Experts that real ranks cut otherwise than the rest of a model, as torchtitan does: read, gathered and written."""
+
+from __future__ import annotations
+
+import pytest
+import toys
+from fsdp2.ranks import run_ranks
+from safetensors.torch import load_file
+
+from ckpt_tools.cli import main
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RANKS = 4
+CUT = ("--set", "**.experts.*=dp_shard:S(1)")
+
+
+def build(**settings):
+    """More ranks than experts: torchtitan cuts experts along dim 1 then."""
+    return toys.build("qwen3-moe", num_experts=2, **settings)
+
+
+def wrapped(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
+    return model
+
+
+def save_and_load(_rank, _world_size, saved, written):
+    """Save a live model; load what ckpt wrote into another; return what was loaded otherwise than it was."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    right, other = wrapped(build()), wrapped(build(seed=1))
+    dcp.save(right.state_dict(), checkpoint_id=saved)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=written)
+    return [n for n, t in right.state_dict().items() if not torch.equal(t.to_local(), state[n].to_local())]
+
+
+@pytest.mark.full
+def test_experts_cut_along_dim_1_gather_and_load_bitwise(tmp_path, capsys) -> None:
+    hub, saved, written = (str(tmp_path / name) for name in ("hub", "saved", "written"))
+    build().save_pretrained(hub)
+    assert main(["shard", hub, written, "--mesh", f"dp_shard={RANKS}", *CUT, "-q"]) == 0
+    assert run_ranks(RANKS, save_and_load, saved, written) == [[]] * RANKS
+    capsys.readouterr()
+    assert main(["inspect", saved]) == 0
+    assert "dp_shard=4, 4 ranks (inferred from the chunks)" in capsys.readouterr().out
+    assert main(["gather", saved, str(tmp_path / "back"), "--assets", hub, "-q"]) == 0
+    wanted, found = (load_file(f"{path}/model.safetensors") for path in (hub, tmp_path / "back"))
+    assert found.keys() == wanted.keys()
+    assert [name for name, tensor in wanted.items() if not tensor.equal(found[name])] == []
+
+
+def test_experts_cut_by_tensor_parallelism_are_refused_unless_a_manifest_says_how(tmp_path, capsys) -> None:
+    hub, written = str(tmp_path / "hub"), tmp_path / "written"
+    build().save_pretrained(hub)
+    cuts = ("--set", "**.gate_up_proj=tp:S(1)", "--set", "**.experts.down_proj=tp:S(2)")
+    assert main(["shard", hub, str(written), "--mesh", "tp=4", *cuts, "-q"]) == 0
+    (written / "ckpt_manifest.json").unlink()
+    assert main(["gather", str(written), str(tmp_path / "back"), "--assets", hub, "-q"]) == 2
+    assert "several matrices in one tensor" in capsys.readouterr().err
