@@ -210,9 +210,9 @@ def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
     packed = {entry.fqn for entry, _ in cut}
     others = [entry for entry in checkpoint.tensors if entry.fqn not in packed]
     cut = [(entry, axis) for entry, axis in cut if not _is_cut_by_fsdp(entry, axis, others)]
-    if cut:
+    if names := dict.fromkeys(entry.fqn for entry, _ in cut):
         raise UsageError(
-            f"{first_few(dict.fromkeys(entry.fqn for entry, _ in cut), 2)}: several matrices in one tensor, cut where they lie side by side; "
+            f"{first_few(names, 2)}: several matrices in one tensor, cut where they lie side by side; "
             "whether the ranks' parts are in the order of the whole, the checkpoint does not say",
             where=checkpoint.root,
             hint="if they were redistributed to Shard before saving, or nothing was tensor-parallel, `ckpt reshard` it "

@@ -7,7 +7,9 @@ import toys
 from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file
 
+from ckpt_tools import api
 from ckpt_tools.cli import main
+from ckpt_tools.description.infer import rank_of_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RANKS = 4
@@ -65,3 +67,47 @@ def test_experts_cut_by_tensor_parallelism_are_refused_unless_a_manifest_says_ho
     (written / "ckpt_manifest.json").unlink()
     assert main(["gather", str(written), str(tmp_path / "back"), "--assets", hub, "-q"]) == 2
     assert "several matrices in one tensor" in capsys.readouterr().err
+
+
+INSIDE = ("--set", "**.experts.*=ep:S(0)", "--set", "**=ep:F")
+
+
+def boxes_of(path):
+    return {
+        entry.fqn: [(rank_of_file(chunk.span.file), chunk.box) for chunk in entry.chunks]
+        for entry in api.open_checkpoint(path).tensors
+    }
+
+
+def test_ep_inside_fsdp_cuts_the_rest_as_if_there_were_no_ep(tmp_path) -> None:
+    toys.build("qwen3-moe").save_pretrained(tmp_path / "hub")
+    hub, plain, inside = (str(tmp_path / name) for name in ("hub", "plain", "inside"))
+    assert main(["shard", hub, plain, "--mesh", "dp_shard=4", "-q"]) == 0
+    assert main(["shard", hub, inside, "--mesh", "dp_shard=2,ep=2", *INSIDE, "-q"]) == 0
+    ours, theirs = boxes_of(inside), boxes_of(plain)
+    assert {fqn for fqn, boxes in ours.items() if boxes != theirs[fqn]} == {f for f in ours if ".experts." in f}
+    experts = [(rank, box.offsets[0]) for rank, box in ours["model.layers.0.mlp.experts.down_proj"]]
+    assert sorted(experts) == [(0, 0), (1, 2), (2, 1), (3, 3)]  # ep first, FSDP inside what it has cut
+    (tmp_path / "inside" / "ckpt_manifest.json").unlink()
+    found = api.inspect(inside)
+    assert (str(found.mesh), found.mesh_source) == ("dp_shard=2,ep=2", "inferred")
+    assert main(["gather", inside, str(tmp_path / "back"), "--assets", hub, "-q"]) == 0
+    assert main(["diff", hub, str(tmp_path / "back"), "-q"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more", "what"),
+    [
+        ("dp_shard=2,ep=2", ("--set", "**=ep:F,dp_shard:R"), "and dp_shard does not cut it"),
+        (
+            "dp_shard=2,ep=2",
+            ("--set", "lm_head.weight=ep:F", "--engine", "dtensor"),
+            "--engine dtensor does not write F",
+        ),
+        ("dp_shard=3,ep=3", ("--set", "lm_head.weight=ep:F,dp_shard:S(1)"), "divisible by dp_shard×ep=9"),
+    ],
+)
+def test_cut_over_two_axes_that_is_not_possible_is_refused(tmp_path, capsys, mesh, more, what) -> None:
+    toys.build("llama").save_pretrained(tmp_path / "hub")
+    assert main(["shard", str(tmp_path / "hub"), str(tmp_path / "out"), "--mesh", mesh, *more]) == 2
+    assert what in capsys.readouterr().err
