@@ -265,7 +265,8 @@ class MeshOptions:
     set: Annotated[
         Sequence[str],
         Option(
-            "Placement rule (repeatable; before those of --rules; the first match wins); GLOB= means FSDP only.",
+            "Placement rule (repeatable; before those of --rules; the first match wins); GLOB= means FSDP only, "
+            "AXIS:F that FSDP cuts over this axis, too.",
             metavar="GLOB=AXIS:S(D),…",
         ),
     ] = ()

@@ -114,6 +114,10 @@ class TensorEntry:
         """Number of logical bytes: every element once, no replicas."""
         return self.dtype.num_bytes(self.num_elems)
 
+    def num_parts(self, dim: int) -> int:
+        """Return into how many parts a dim is cut."""
+        return len({chunk.box.offsets[dim] for chunk in self.chunks})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlobEntry:

@@ -18,7 +18,18 @@ from dataclasses import dataclass
 from itertools import product
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.description.layout import Box, Interval, Layout, Mesh, Placement, Replicate, Shard, cut_tensor
+from ckpt_tools.description.layout import (
+    Box,
+    Fsdp,
+    Interval,
+    Layout,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    cut_tensor,
+    fsdp_axes,
+)
 
 _MAX_CANDIDATES = 1000
 """Meshes tried before giving up: enough for any real one, a bound on what a hostile file can ask for."""
@@ -29,6 +40,8 @@ _RANKED_FILE = re.compile(
     r"pytorch_model_fsdp(?:_\d+)?_rank(\d{1,9})\.bin)|shard-(\d{1,9})-model-\d+-of-\d+\.safetensors)",
     re.ASCII | re.DOTALL,
 )
+_EXPERTS = {"expert", "experts", "inner_experts"}
+"""Names of modules whose parameters are those of experts."""
 _BLOCK = re.compile(r"(?:.*?\.)??(\d+)(?=\.|\Z)", re.ASCII | re.DOTALL)
 
 Sizes = tuple[int, ...]
@@ -69,6 +82,10 @@ class _Pattern:
     @property
     def num_cells(self) -> int:
         return math.prod(map(len, self.intervals))
+
+    @property
+    def num_experts(self) -> int:
+        return sum(not _EXPERTS.isdisjoint(fqn.split(".")) for fqn in self.fqns)
 
 
 def _find_patterns(checkpoint: Checkpoint) -> tuple[_Pattern, ...] | None:
@@ -146,21 +163,25 @@ def _candidates(patterns: tuple[_Pattern, ...], num_ranks: int) -> Iterator[Mesh
         shard = _divide_up(num_ranks, inner)
         if shard > 1 and shard * inner >= num_cells:
             yield Mesh((("dp_shard", shard), ("tp", inner)))
+            yield Mesh((("dp_shard", shard), ("ep", inner)))
     for shard, inner in product(reversed(sizes), sizes):
         replicate = _divide_up(num_ranks, shard * inner)
         if replicate > 1 and shard * inner >= num_cells:
             yield Mesh((("dp_replicate", replicate), ("dp_shard", shard), ("tp", inner)))
+            yield Mesh((("dp_replicate", replicate), ("dp_shard", shard), ("ep", inner)))
     for outer, inner in product(sizes, sizes):
         shard = _divide_up(num_ranks, outer * inner)
         if shard > 1 and shard * outer * inner >= num_cells:
             yield Mesh((("dp_shard", shard), ("tp", outer), ("ep", inner)))
 
 
-def _options(pattern: _Pattern, axis: str, size: int) -> tuple[Placement, ...]:
+def _options(pattern: _Pattern, axis: str, size: int, has_tp: bool) -> tuple[Placement, ...]:
     """Return the placements that `axis` can have, the likeliest first."""
     if axis == "dp_replicate":
         return (Replicate(),)
     cuts = tuple(Shard(dim) for dim, parts in enumerate(pattern.intervals) if len(parts) > 1)
+    if axis == "ep" and not has_tp:  # whose ranks are FSDP's for all but the experts, as torchtitan has it
+        return (*cuts, Replicate()) if pattern.num_experts else (Fsdp(),)
     if axis != "dp_shard":
         return (Replicate(), *cuts)
     # Where a cut leaves no trace, assume what `fully_shard` does by default.
@@ -170,8 +191,10 @@ def _options(pattern: _Pattern, axis: str, size: int) -> tuple[Placement, ...]:
 
 def _may_fit(pattern: _Pattern, mesh: Mesh, placements: tuple[Placement, ...]) -> bool:
     """Tell, without building the grid, whether the number of parts along every dim can be right."""
+    axes = dict(zip((axis for axis, _ in mesh.axes), placements, strict=True))
     for dim, parts in enumerate(pattern.intervals):
-        sizes = [size for (_, size), placement in zip(mesh.axes, placements, strict=True) if placement == Shard(dim)]
+        shared = fsdp_axes(mesh, axes) if axes.get("dp_shard") == Shard(dim) else ()
+        sizes = [size for axis, size in mesh.axes if axes[axis] == Shard(dim) or axis in shared]
         most = math.prod(sizes)
         if len(sizes) == 1 and pattern.pack == 1 and pattern.shape[dim]:
             step = _divide_up(pattern.shape[dim], most)
@@ -185,7 +208,8 @@ def _may_fit(pattern: _Pattern, mesh: Mesh, placements: tuple[Placement, ...]) -
 
 def _explain(pattern: _Pattern, mesh: Mesh) -> tuple[Placement, ...] | None:
     """Return the placements per axis under which `mesh` gives exactly the pattern's boxes and ranks."""
-    for placements in product(*(_options(pattern, axis, size) for axis, size in mesh.axes)):
+    has_tp = mesh.size("tp") > 1
+    for placements in product(*(_options(pattern, axis, size, has_tp) for axis, size in mesh.axes)):
         if not _may_fit(pattern, mesh, placements):
             continue
         by_axis = {axis: placement for (axis, _), placement in zip(mesh.axes, placements, strict=True)}
@@ -207,7 +231,7 @@ def _explain_all(patterns: tuple[_Pattern, ...], mesh: Mesh) -> list[tuple[Place
         explained.append(placements)
     # An axis that cuts nothing explains nothing; replicas are what dp_replicate is for.
     for position, (axis, size) in enumerate(mesh.axes):
-        if axis != "dp_replicate" and size > 1 and all(p[position] == Replicate() for p in explained):
+        if axis != "dp_replicate" and size > 1 and not any(isinstance(p[position], Shard) for p in explained):
             return None
     return explained
 
@@ -241,15 +265,14 @@ def _name_axes(patterns: tuple[_Pattern, ...], mesh: Mesh, explained: list[tuple
         for pattern, placements in zip(patterns, explained, strict=True):
             placement = placements[position]
             if isinstance(placement, Shard):
-                num_experts = sum("expert" in fqn.split(".") or "experts" in fqn.split(".") for fqn in pattern.fqns)
-                cut_experts |= num_experts > 0
-                cut_others |= num_experts < len(pattern.fqns)
-                cut_inner_dim |= placement.dim > 0
+                cut_experts |= pattern.num_experts > 0
+                cut_others |= pattern.num_experts < len(pattern.fqns)
+                cut_inner_dim |= 0 < placement.dim == len(pattern.shape) - 1
             elif pattern.shape and 0 not in pattern.shape:
                 leaves_whole = True
         only_experts = cut_experts and not cut_others and leaves_whole
         if len(cutting) == 1:
-            # `fully_shard` cuts every parameter; tensor parallelism cuts some along dim 1, and no norms.
+            # `fully_shard` cuts every parameter; tensor parallelism cuts some along the last dim, and no norms.
             names[position] = "ep" if only_experts else "tp" if cut_inner_dim and leaves_whole else "dp_shard"
         elif position != cutting[0]:
             names[position] = "ep" if only_experts else "tp"

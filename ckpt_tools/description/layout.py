@@ -49,7 +49,15 @@ class Replicate:
         return "R"
 
 
-Placement = Shard | Replicate
+@dataclass(frozen=True, slots=True)
+class Fsdp:
+    """An axis whose ranks FSDP cuts over, together with `dp_shard`: torchtitan's `ep`, for all but the experts."""
+
+    def __str__(self) -> str:
+        return "F"
+
+
+Placement = Shard | Replicate | Fsdp
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +179,25 @@ def parse_mesh(text: str, *, world_size: int | None = None) -> Mesh:
 
 
 def parse_placement(text: str) -> Placement:
-    """Parse "S(0)", "Shard(0)", "R" or "Replicate()"."""
+    """Parse "S(0)", "Shard(0)", "R", "Replicate()" or "F"."""
     name, _, rest = text.strip().partition("(")
     if name in ("S", "Shard") and rest.endswith(")") and rest[:-1].isdecimal():
         return Shard(int(rest[:-1]))
     if name in ("R", "Replicate") and rest in ("", ")"):
         return Replicate()
-    raise UsageError(f"{text!r} is not a placement", hint="write S(0) to cut dim 0, R to replicate")
+    if (name, rest) == ("F", ""):
+        return Fsdp()
+    raise UsageError(
+        f"{text!r} is not a placement",
+        hint=f"write S(0) to cut dim 0, R to replicate, F to let {FSDP_AXIS} cut over this axis, too",
+    )
+
+
+def fsdp_axes(mesh: Mesh, placements: Mapping[str, Placement]) -> tuple[str, ...]:
+    """Return the axes over whose ranks together FSDP cuts a tensor, in the order of the mesh; none if it does not."""
+    if not isinstance(placements.get(FSDP_AXIS), Shard):
+        return ()
+    return tuple(name for name, _ in mesh.axes if name == FSDP_AXIS or placements.get(name) == Fsdp())
 
 
 def cut(length: int, num_parts: int) -> list[Interval]:
@@ -238,16 +258,19 @@ class Grid:
 def _grid(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], pack: int) -> Grid:
     cutters: list[tuple[int, ...]] = []
     all_intervals: list[tuple[Interval, ...]] = []
+    names = [name for name, _ in mesh.axes]
+    fsdp = fsdp_axes(mesh, dict(zip(names, placements, strict=True)))
     for dim, num_elems in enumerate(shape):
         # torch counts packed elements along the last dim, and cuts between them only.
         scale = pack if dim == len(shape) - 1 else 1
         length = num_elems // scale
-        positions = [i for i, placement in enumerate(placements) if placement == Shard(dim)]
-        # FSDP cuts inside what every other axis has cut; the others cut in mesh order.
-        positions.sort(key=lambda i: mesh.axes[i][0] == FSDP_AXIS)
+        # FSDP cuts inside what every other axis has cut, once over all of its ranks; the others cut in mesh order.
+        inner = [names.index(name) for name in fsdp if placements[names.index(FSDP_AXIS)] == Shard(dim)]
+        outer = [i for i, placement in enumerate(placements) if placement == Shard(dim) and i not in inner]
+        positions = [*outer, *inner]
         intervals: list[Interval] = [(0, length)]
-        for position in positions:
-            num_parts = mesh.axes[position][1]
+        for group in (*((i,) for i in outer), inner):
+            num_parts = math.prod(mesh.axes[i][1] for i in group)
             intervals = [
                 # An empty part starts at the end of the tensor, as DTensor reports it.
                 (start + offset if size else length, size)

@@ -205,16 +205,31 @@ def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
         entry = entries[piece.source]
         for dim, axis in enumerate(piece.axes):
             is_part = axis > 0 and mosaic.shape[dim] < entry.shape[axis]  # FSDP, which keeps the order, cuts dim 0
-            if is_part and any(chunk.box.sizes[axis] < entry.shape[axis] for chunk in entry.chunks):
-                cut.append(entry.fqn)
-    if cut:
+            if is_part and entry.num_parts(axis) > 1:
+                cut.append((entry, axis))
+    packed = {entry.fqn for entry, _ in cut}
+    others = [entry for entry in checkpoint.tensors if entry.fqn not in packed]
+    cut = [(entry, axis) for entry, axis in cut if not _is_cut_by_fsdp(entry, axis, others)]
+    if names := dict.fromkeys(entry.fqn for entry, _ in cut):
         raise UsageError(
-            f"{first_few(dict.fromkeys(cut), 2)}: several matrices in one tensor, cut where they lie side by side; "
+            f"{first_few(names, 2)}: several matrices in one tensor, cut where they lie side by side; "
             "whether the ranks' parts are in the order of the whole, the checkpoint does not say",
             where=checkpoint.root,
             hint="if they were redistributed to Shard before saving, or nothing was tensor-parallel, `ckpt reshard` it "
             "to dp_shard=1 and gather that; otherwise save the model without tensor parallelism",
         )
+
+
+def _is_cut_by_fsdp(entry: TensorEntry, axis: int, others: Iterable[TensorEntry]) -> bool:
+    """Is another weight of the module cut alike? Tensor parallelism cuts that one's inputs, its last dim, instead."""
+    module, dims = entry.fqn.rpartition(".")[0], len(entry.shape)
+    return any(
+        other.fqn.rpartition(".")[0] == module
+        and axis + 1 < dims == len(other.shape)
+        and other.num_parts(axis) == entry.num_parts(axis)
+        and other.num_parts(dims - 1) == 1
+        for other in others
+    )
 
 
 def name_back(

@@ -11,7 +11,18 @@ from typing import Literal
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.globs import nearest_names
-from ckpt_tools.description.layout import FSDP_AXIS, Grid, Layout, Mesh, Placement, Shard, cut_tensor
+from ckpt_tools.description.layout import (
+    FSDP_AXIS,
+    Fsdp,
+    Grid,
+    Layout,
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    cut_tensor,
+    fsdp_axes,
+)
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement.rule import Rule
 
@@ -42,12 +53,13 @@ def place_tensors(
         if rule is not None:
             _check_shape(entry, rule)
             placements |= rule.placements(entry.fqn, len(entry.shape))
-        cuts = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
+        none = Replicate() if entry.shape else Fsdp()
+        cuts = {axis: one for axis, one in placements.items() if one not in (Replicate(), none)}
         if uneven == "replicate" and (axes := _uneven_axes(entry, mesh, cuts)):
             kept_whole[entry.fqn] = axes
             cuts = {axis: placement for axis, placement in cuts.items() if axis not in axes}
         _check_cuts(entry, mesh, cuts, rule)
-        result[entry.fqn] = dict(cuts)
+        result[entry.fqn] = cuts
         if rule is not None and rule.is_packed(len(entry.shape)) and any(mesh.size(a) > 1 for a in rule.axes):
             packed.append(entry.fqn)
     for rule in unmatched:
@@ -93,7 +105,7 @@ def _check_shape(entry: TensorEntry, rule: Rule) -> None:
         )
 
 
-def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], rule: Rule | None) -> None:
+def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], rule: Rule | None) -> None:
     where = rule.origin if rule is not None else None
     pack = entry.dtype.pack
     if pack > 1 and (not entry.shape or entry.shape[-1] % pack):
@@ -102,7 +114,7 @@ def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], rule:
             hint=f"leave it out: --exclude '{entry.fqn}'",
         )
     for axis, placement in cuts.items():
-        if placement.dim >= len(entry.shape):
+        if isinstance(placement, Shard) and placement.dim >= len(entry.shape):
             raise UsageError(
                 f"{axis}:{placement} cannot cut {_describe(entry)}: it has no dim {placement.dim}",
                 where=where,
@@ -112,7 +124,7 @@ def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], rule:
     _check_bytes(entry, mesh, cuts, where)
 
 
-def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where: str | None) -> None:
+def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], where: str | None) -> None:
     """Refuse what `fully_shard` refuses, and what it saves but cannot load.
 
     Source: `torch/distributed/fsdp/_fully_shard/_fsdp_param.py` (uneven sharding needs dim 0). When another
@@ -120,9 +132,14 @@ def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where
     dp_shard=4, tp=2): the chunk table that PyTorch saves does not fit the data, and loading stops with
     "mismatch sizes".
     """
-    fsdp = cuts.get(FSDP_AXIS)
-    num_ranks = mesh.size(FSDP_AXIS)
-    if fsdp is None or num_ranks == 1:
+    fsdp, num_ranks = cuts.get(FSDP_AXIS), _fsdp_ranks(mesh, cuts)
+    if Fsdp() in cuts.values() and not isinstance(fsdp, Shard):
+        raise UsageError(
+            f"tensor {entry.fqn!r}: F lets {FSDP_AXIS} cut over another axis, too, and {FSDP_AXIS} does not cut it",
+            where=where,
+            hint=f"place {FSDP_AXIS}:S(0), too, with an axis {FSDP_AXIS} in the mesh (of size 1, if need be)",
+        )
+    if not isinstance(fsdp, Shard) or num_ranks == 1:
         return
     dim, length = fsdp.dim, _length(entry, fsdp.dim)
     others = _same_dim(cuts, fsdp)
@@ -140,22 +157,27 @@ def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where
         inside = f" left by {'×'.join(others)}={num_parts}" if others else ""
         raise UsageError(
             f"tensor {entry.fqn!r}: {FSDP_AXIS}:{fsdp} needs the {length // num_parts} elements of dim {dim}"
-            f"{inside} to be divisible by {FSDP_AXIS}={num_ranks}, as fully_shard does for every dim but 0",
+            f"{inside} to be divisible by {'×'.join(fsdp_axes(mesh, cuts))}={num_ranks}, "
+            "as fully_shard does for every dim but 0",
             where=where,
             hint=f"cut dim 0 instead ({FSDP_AXIS}:S(0)), or choose a size that divides {length // num_parts}",
         )
 
 
-def _uneven_axes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard]) -> tuple[str, ...]:
+def _uneven_axes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement]) -> tuple[str, ...]:
     """Return the axes that cut the same dim as FSDP into parts of different lengths; see `_check_fsdp`."""
     fsdp = cuts.get(FSDP_AXIS)
-    if fsdp is None or mesh.size(FSDP_AXIS) == 1 or fsdp.dim >= len(entry.shape):
+    if not isinstance(fsdp, Shard) or _fsdp_ranks(mesh, cuts) == 1 or fsdp.dim >= len(entry.shape):
         return ()
     others = _same_dim(cuts, fsdp)
     return others if _length(entry, fsdp.dim) % math.prod(map(mesh.size, others)) else ()
 
 
-def _same_dim(cuts: Mapping[str, Shard], fsdp: Shard) -> tuple[str, ...]:
+def _fsdp_ranks(mesh: Mesh, cuts: Mapping[str, Placement]) -> int:
+    return math.prod(map(mesh.size, fsdp_axes(mesh, cuts)))
+
+
+def _same_dim(cuts: Mapping[str, Placement], fsdp: Shard) -> tuple[str, ...]:
     return tuple(axis for axis, placement in cuts.items() if placement == fsdp and axis != FSDP_AXIS)
 
 
@@ -164,7 +186,7 @@ def _length(entry: TensorEntry, dim: int) -> int:
     return entry.shape[dim] // (entry.dtype.pack if dim == len(entry.shape) - 1 else 1)
 
 
-def _check_bytes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Shard], where: str | None) -> None:
+def _check_bytes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], where: str | None) -> None:
     """Refuse cuts inside a byte. Only types that torch lacks (F6) can get here."""
     bits = entry.dtype.bits
     if bits % 8 == 0 or not any(mesh.size(axis) > 1 for axis in cuts):

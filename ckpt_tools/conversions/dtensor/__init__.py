@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_tools.conversions.dtensor.rank import Job, Placements, describe, save_rank
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.description.layout import Fsdp, Mesh
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.processes.child import Child, Here
 from ckpt_tools.processes.journal import Journal
@@ -49,6 +49,8 @@ def save_with_dtensor(
     in memory at once. After a failure, `destination` may hold part of a checkpoint.
     """
     _check_source(source)
+    if any(Fsdp() in cuts.values() for cuts in placements.values()):
+        raise UsageError("--engine dtensor does not write F, a cut over several axes at once", hint=_RELIEF)
     job = Job(source=source, destination=destination, mesh=mesh, placements=placements, timeout_s=timeout_s)
     rank = torchrun_rank(mesh)
     if rank is None:
