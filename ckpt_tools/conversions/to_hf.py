@@ -139,7 +139,7 @@ def gathering_job(
     is_cast = dtype != "keep" or bool(options.dtype_for)
     plain = not is_cast and options.max_shard_size is None and not include and not exclude and strip == "auto"
     plain = plain and options.names != "live" and options.to == "safetensors"
-    if not opened.format.is_sharded and naming.names not in ("auto", "hub"):
+    if naming.names not in ("auto", "hub") and not (opened.format.is_sharded and original and original.map):
         original = None  # these files' own names, which are to change
     if like is not None:
         if like.origin is None or not plain:

@@ -91,11 +91,7 @@ def renamed(opened: Opened, naming: Naming) -> Named:
         named, _ = name_again(opened, naming, notes)
     else:
         model, names = model_in(opened, "auto", notes)
-        try:
-            named = name_live(model, opened.own_assets, naming, opened.resolve)
-        except UsageError as error:
-            hint = "the map needs a line for every tensor; `drop NAME` keeps a name, and ** at its end is anything"
-            raise UsageError(error.what, where=error.where, hint=hint) from error
+        named = name_live(model, opened.own_assets, naming, opened.resolve)
         named = replace(named, sources={new: names.get(old, old) for new, old in named.sources.items()})
     if opened.format.loads_by_dcp and named.apart:
         raise UsageError(

@@ -634,6 +634,17 @@ def test_a_glob_that_names_one_tensor_in_the_source_and_another_as_written_takes
     assert found == {"x": "BF16", "y": "BF16", "z": "F32"}
 
 
+@pytest.mark.parametrize("text", ["", "# nothing\n\n", "[*]\n", "[*]\nfoo = model.step\n"])
+def test_a_map_that_does_not_name_every_tensor_is_refused(text: str, model: Path, tmp_path: Path, ckpt_json) -> None:
+    (tmp_path / "map").write_text(text)
+    ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=2")
+    sharded = ("shard", model, tmp_path / "x", "--mesh", "dp_shard=2")
+    for command in (("rename", model, tmp_path / "x"), sharded, ("gather", tmp_path / "run", tmp_path / "x")):
+        error = ckpt_json(*command, "--map", tmp_path / "map", code=2)["error"]
+        assert ("is empty" in error["what"]) == ("[*]" not in text)
+        assert "--names" not in error["hint"]
+
+
 def test_prefix_is_put_there_and_taken_away(model: Path, tmp_path: Path, ckpt_json) -> None:
     ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=2", "--prefix", "app.")
     names = {t["fqn"] for t in ckpt_json("inspect", tmp_path / "run", "--tensors")["tensors"]}
