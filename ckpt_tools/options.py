@@ -211,7 +211,7 @@ DTypeName = Annotated[
 DTypeFor = Annotated[
     Sequence[str],
     Option(
-        "Cast these floating-point tensors otherwise (repeatable; names as written; the first match wins).",
+        "Cast these floating-point tensors otherwise (repeatable; the first match wins).",
         metavar="GLOB=DTYPE",
     ),
 ]

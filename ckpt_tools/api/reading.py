@@ -15,7 +15,7 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.scan import with_executables
 from ckpt_tools.formats.steps import list_contents
 from ckpt_tools.models.name_options import MapFile, OtherNames
-from ckpt_tools.models.naming import Naming, name_live
+from ckpt_tools.models.naming import Named, Naming, name_live
 from ckpt_tools.options import Component, Exclude, From, Include, MeshOptions, ShapesFrom, Source, takes
 
 
@@ -81,29 +81,35 @@ def inspect(options: InspectOptions) -> Summary:
         as_part=True,
         component=options.component,
     ) as opened:
-        checkpoint = _named(opened, options, notes, is_overlay=is_overlay)
+        named = _named(opened, options, notes, is_overlay=is_overlay)
+        checkpoint = named.checkpoint
         mesh_source: MeshSource | None = None
         if is_overlay:
             from ckpt_tools.conversions.to_mesh import find_layout
 
-            checkpoint, mesh_source = overlay(checkpoint, find_layout(opened, checkpoint, options)), "overlay"
+            checkpoint, mesh_source = (
+                overlay(checkpoint, find_layout(opened, checkpoint, options, named.sources)),
+                "overlay",
+            )
         summary = summarise(checkpoint, path=source, mesh_source=mesh_source)
         contents = () if opened.step is None else tuple(starmap(ContentSummary, list_contents(opened.step)))
         identity = with_executables(opened)[0].identity
         return replace(summary, names="; ".join(notes), contents=contents, identity=identity)
 
 
-def _named(opened: Opened, options: InspectOptions, notes: list[str], *, is_overlay: bool) -> Checkpoint:
+def _named(opened: Opened, options: InspectOptions, notes: list[str], *, is_overlay: bool) -> Named:
     """Return what is chosen of a checkpoint, by the names that are asked for, or those that `shard` would write."""
     naming = Naming.of(options.names, options.map)
     if naming.names != "auto":
-        from ckpt_tools.conversions.find import name_again
+        from ckpt_tools.conversions.find import name_again, shown_again
 
-        chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
-        return name_again(replace(opened, checkpoint=chosen), naming, notes)[0].checkpoint
-    checkpoint = opened.checkpoint
+        also = shown_again(opened, naming) if options.include or options.exclude else {}
+        chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude, also=also)
+        return name_again(replace(opened, checkpoint=chosen), naming, notes)[0]
+    named = Named.as_it_is(opened.checkpoint)
     if is_overlay and not opened.format.loads_by_dcp:
-        named = name_live(checkpoint, opened.assets, naming, opened.resolve)
-        checkpoint = named.checkpoint
+        named = name_live(opened.checkpoint, opened.assets, naming, opened.resolve)
         notes += [named.note] if named.note else []
-    return select(checkpoint, include=options.include, exclude=options.exclude)
+    own = {fqn: (source,) for fqn, source in named.sources.items()}
+    chosen = select(named.checkpoint, include=options.include, exclude=options.exclude, also=own)
+    return replace(named, checkpoint=chosen)

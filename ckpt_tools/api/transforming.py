@@ -15,6 +15,7 @@ from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job, check_whole, choose
 from ckpt_tools.conversions.layers import first_layers
 from ckpt_tools.conversions.run import run
+from ckpt_tools.conversions.to_hf import written_names
 from ckpt_tools.conversions.to_own import own_job, renamed
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
@@ -166,7 +167,9 @@ def extract(options: ExtractOptions) -> Conversion:
         if options.layers is not None:
             chosen, assets, note = first_layers(opened, options.layers)
             notes = [note]
-        chosen = select(chosen, include=options.include, exclude=options.exclude)
+        own = Naming(names="auto" if opened.format.is_training else "live")
+        also = {} if opened.format.loads_by_dcp else written_names(opened, "auto", assets, own)
+        chosen = select(chosen, include=options.include, exclude=options.exclude, also=also)
         check_whole(opened, opened.own_assets, chosen.tensors, {})
         part = replace(opened, checkpoint=chosen, origin=None)
         job = _own(part, options.destination, options, only_model=options.layers is not None)

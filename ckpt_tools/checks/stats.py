@@ -108,13 +108,13 @@ def stats(
     packed = {entry.fqn for entry in packed_tensors(checkpoint)}
     parts = find_units(entries)
     tallies = {e.fqn: Tally(e) for e in entries if measures(e.dtype) and e.fqn not in packed}
-    shown = tallies.keys() - parts.keys()
+    measured = tallies.keys() - parts.keys()
     updating: dict[str, Updating] = {}
     if other is not None:
         reading, own = Reading(), {id(entry) for entry in other.checkpoint.tensors}
         for entry in entries:
             beside = theirs.get(entry.fqn)
-            if beside is None or entry.fqn not in shown or not measures(beside.dtype):
+            if beside is None or entry.fqn not in measured or not measures(beside.dtype):
                 continue
             if beside.shape != entry.shape:
                 missed.append(f"{entry.fqn!r}: {list(entry.shape)} here, {list(beside.shape)} in the other")
@@ -132,10 +132,10 @@ def stats(
             fqn=entry.fqn,
             dtype=entry.dtype.name,
             shape=entry.shape,
-            moments=tallies[entry.fqn].moments if entry.fqn in shown else None,
+            moments=tallies[entry.fqn].moments if entry.fqn in measured else None,
             counts=counts.get(entry.fqn, Counts()),
             update=updating[entry.fqn].update if entry.fqn in updating else None,
-            spectrum=measure_spectrum(entry, opened.source) if rank and entry.fqn in shown else None,
+            spectrum=measure_spectrum(entry, opened.source) if rank and entry.fqn in measured else None,
         )
         for entry in entries
     )
@@ -144,7 +144,8 @@ def stats(
     findings = [*check_values(opened, checkpoint, counts), *_constant(judged), *_outliers(judged)]
     if other is not None:
         trained = {fqn for fqn, entry in model.items() if entry.dtype.is_float and is_weight(entry)}
-        findings += check_updates({fqn: each.update for fqn, each in updating.items()}, trained, frozen)
+        shown = {fqn: (fqn, named[fqn].fqn, theirs[fqn].fqn) for fqn in updating}
+        findings += check_updates({fqn: each.update for fqn, each in updating.items()}, trained, frozen, shown)
     if cast := [fqn for fqn, each in updating.items() if each.is_cast]:
         missed.append(f"what rounding alone changed of {len(cast)} tensors of another dtype: {first_few(cast)}")
     if weights := dict.fromkeys(parts.values()):

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.checks.alike import gathered
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.globs import Names, find_named
 from ckpt_tools.description.layout import Box
-from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.beside import Beside
 from ckpt_tools.text import first_few
 
@@ -113,19 +112,15 @@ def _total(column: Sequence[float]) -> float:
     return math.fsum(column) if all(map(math.isfinite, column)) else math.inf
 
 
-def check_updates(updates: Mapping[str, Update], trained: Collection[str], frozen: Sequence[str]) -> Iterator[Finding]:
-    """Yield what was frozen and changed, and what should have been trained and was not.
+def check_updates(
+    updates: Mapping[str, Update], trained: Collection[str], frozen: Sequence[str], names: Names
+) -> Iterator[Finding]:
+    """Yield what was frozen (by any of its `names`) and changed, and what should have been trained and was not.
 
     Without `frozen` nobody says what should have changed: what did not is only told.
     """
-    patterns = {glob: compile_glob(glob) for glob in frozen}
-    for glob, pattern in patterns.items():
-        if not any(map(pattern.fullmatch, updates)):
-            raise UsageError(
-                f"--frozen {glob} matches no tensor that both checkpoints have",
-                hint="`ckpt inspect SRC --tensors` lists the names; ** crosses dots, * does not",
-            )
-    held = [fqn for fqn in updates if any(pattern.fullmatch(fqn) for pattern in patterns.values())]
+    chosen = set().union(*(find_named(f"--frozen {glob}", glob, names) for glob in frozen))
+    held = [fqn for fqn in updates if fqn in chosen]
     changed = {fqn: _describe(updates[fqn]) for fqn in held if updates[fqn].num_changed}
     hint = "was it left out of the frozen parameters, or did the optimizer's weight decay reach it?"
     yield from gathered(changed, "error", "frozen-changed", hint)

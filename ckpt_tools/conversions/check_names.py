@@ -172,7 +172,8 @@ def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected |
 
 
 def _describe(held: Held, title: str, expected: Expected | None) -> str:
-    fate = "would be filled with random values" if expected is not None else "not known how a loader fills them"
+    by = "not known how a loader fills them" if expected is None else f"by the names of {expected.by}"
+    fate = "would be filled with random values" if expected is not None and expected.is_proven else by
     groups = (
         (held.foreign, "name", f"not of {escape_name(title)}"),
         ((*held.missing, *held.incomplete), "weight", f"missing, {fate}"),

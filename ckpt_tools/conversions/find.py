@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile, zip_longest
 
@@ -139,6 +140,17 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
     roots = {own.removesuffix(plain) for plain, own in names.items()}
     named = replace(second, sources=sources, apart=tuple(apart.values()), note="")
     return named, roots.pop() if len(roots) == 1 else ""
+
+
+def shown_again(opened: Opened, naming: Naming, prefix: str = "") -> dict[str, list[str]]:
+    """Return what `name_again` calls the model's tensors, as far as the whole has such names."""
+    found: dict[str, list[str]] = {}
+    with suppress(UsageError, UnreadableError):
+        model = replace(find_model(opened.checkpoint)[0], blobs=())
+        named, root = name_again(replace(opened, checkpoint=model), naming, [])
+        for fqn, own in named.sources.items():
+            found.setdefault(own, []).extend((fqn, prefix + root + fqn))
+    return found
 
 
 def _choosing(model: Collection[str], others: Collection[str]) -> str:

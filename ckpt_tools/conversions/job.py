@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools._version import __version__
 from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.globs import find_named
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.layout import Mesh, Placement
 from ckpt_tools.description.ledger import Ledger
@@ -374,31 +373,44 @@ def check_whole(
         raise UsageError(f"quantised weight {first_few(torn)}: {what}", where=opened.source.root, hint=hint)
 
 
+def shown_names(written: Iterable[TensorEntry], sources: _Names) -> dict[str, tuple[str, ...]]:
+    """Return the names of tensors as written, and in the source ("" there for what is joined, or a part)."""
+    return {e.fqn: tuple(filter(None, (e.fqn, sources.get(e.fqn)))) for e in written}
+
+
 def cast_target(
-    opened: Opened, checkpoint: Checkpoint, dtype: str, dtype_for: Sequence[str], names: _Names, assets: AssetList
+    opened: Opened,
+    checkpoint: Checkpoint,
+    dtype: str,
+    dtype_for: Sequence[str],
+    names: _Names,
+    assets: AssetList,
+    before: _Names | None = None,
 ) -> tuple[Checkpoint, list[str]]:
     """Return `checkpoint` with the model's plain floating-point tensors (F64, F32, F16, BF16) as `dtype`, and notes.
 
-    `dtype_for` are "GLOB=DTYPE", of which the first that matches decides; `names` are as of `check_whole`.
+    `dtype_for` are "GLOB=DTYPE", of which the first that matches decides, by the name that is written or that of the
+    source; `names` are as of `check_whole`, `before` those of the files where `opened` was renamed.
     """
     if dtype not in DTYPES:
         raise UsageError(f"{dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
-    rules = [_parse_dtype_for(text) for text in dtype_for]
+    rules = list(map(_parse_dtype_for, dtype_for))
     if dtype == "keep" and not rules:
         return checkpoint, []
     kept = kept_by(opened, assets)
     floats = {e.fqn: kept.get(names.get(e.fqn, e.fqn), "") for e in checkpoint.tensors if e.dtype.is_float}
-    for text, (pattern, _) in zip(dtype_for, rules, strict=True):
-        matched = [why for fqn, why in floats.items() if pattern.fullmatch(fqn)]
-        if all(matched):
-            raise UsageError(
-                f"--dtype-for {text} matches no floating-point tensor that is {matched[0] if matched else 'written'}",
-                hint="`ckpt inspect SRC --tensors` lists the names; ** crosses dots, * does not",
-            )
+    shown = shown_names(checkpoint.tensors, names if before is None else before)
+    chosen: dict[str, str] = {}
+    for text, (glob, name) in zip(dtype_for, rules, strict=True):
+        found = find_named(f"--dtype-for {text}", glob, shown)
+        if all(floats.get(fqn, "not floating-point") for fqn in found):
+            what = floats.get(min(found), "not floating-point")
+            raise UsageError(f"--dtype-for {text} matches no tensor to cast: {min(found)!r} is {what}")
+        chosen = dict.fromkeys(found, name) | chosen
     left: dict[str, list[str]] = {}
     tensors = []
     for entry in checkpoint.tensors:
-        name = next((name for pattern, name in rules if pattern.fullmatch(entry.fqn)), dtype)
+        name = chosen.get(entry.fqn, dtype)
         is_cast = entry.dtype.is_float and name not in ("keep", entry.dtype.name.lower())
         if is_cast and (why := floats[entry.fqn]):
             left.setdefault(why, []).append(entry.fqn)
@@ -408,12 +420,12 @@ def cast_target(
     return replace(checkpoint, tensors=tuple(tensors)), notes
 
 
-def _parse_dtype_for(text: str) -> tuple[re.Pattern[str], str]:
+def _parse_dtype_for(text: str) -> tuple[str, str]:
     glob, found, dtype = text.rpartition("=")
     if not found or not glob or dtype not in DTYPES:
         what = f"--dtype-for takes GLOB=DTYPE with one of {', '.join(DTYPES)}, got {text!r}"
         raise UsageError(what, hint="--dtype-for '**norm**=f32'")
-    return compile_glob(glob), dtype
+    return glob, dtype
 
 
 def with_config(assets: AssetList, values: Mapping[str, object]) -> AssetList:

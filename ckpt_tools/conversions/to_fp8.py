@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_tools.conversions.job import Job, with_config
+from ckpt_tools.conversions.job import Job, shown_names, with_config
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf
@@ -35,7 +35,7 @@ def quantised_job(job: Job, *, keep: Sequence[str], max_file_nbytes: int, num_wo
     targets = {entry.fqn: entry for entry in job.target.tensors}
     sources = [entry for entry in job.source.tensors if entry.fqn in targets]
     settings = _settings_before(job, sources)
-    chosen = choose(sources, keep)
+    chosen = choose(sources, keep, shown_names(sources, job.names))
     if not chosen.weights:
         raise UsageError(
             "; ".join(("--quantize fp8 found no linear layer to quantise", *_reasons(chosen))),

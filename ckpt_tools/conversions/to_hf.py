@@ -111,12 +111,17 @@ class GatherOptions:
 
 
 def gathering_job(
-    opened: Opened, options: GatherOptions, *, assets: AssetList | None = None, like: Opened | None = None
+    opened: Opened,
+    options: GatherOptions,
+    *,
+    assets: AssetList | None = None,
+    like: Opened | None = None,
+    before: Mapping[str, str] | None = None,
 ) -> Job:
     """Return the job that writes `opened` as full safetensors.
 
     The first of these decides on names, order and files: `like`; the original that the source's manifest
-    remembers, when no option asks for something else; `max_shard_size`.
+    remembers, when no option asks for something else; `max_shard_size`. `before` is as of `cast_target`.
     """
     destination, dtype, strip = os.fspath(options.destination), options.dtype, options.strip_prefix
     beside = opened.own_assets if assets is None else assets
@@ -134,7 +139,7 @@ def gathering_job(
     is_cast = dtype != "keep" or bool(options.dtype_for)
     plain = not is_cast and options.max_shard_size is None and not include and not exclude and strip == "auto"
     plain = plain and options.names != "live" and options.to == "safetensors"
-    if not opened.format.is_sharded and naming.names not in ("auto", "hub"):
+    if naming.names not in ("auto", "hub") and not (opened.format.is_sharded and original and original.map):
         original = None  # these files' own names, which are to change
     if like is not None:
         if like.origin is None or not plain:
@@ -153,11 +158,11 @@ def gathering_job(
         names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
         return _restore(opened, model, names, original, destination, beside, notes, naming)
-    shown = _written_names(opened, strip, beside, naming) if include or exclude else {}
-    chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude, also=shown))
-    model, names = model_in(chosen, strip, notes)
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
+    shown = written_names(opened, strip, beside, naming) if include or exclude else {}
+    chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude, also=shown))
+    model, names = model_in(chosen, strip, notes)
     named = name_hub(model, beside, naming, opened.resolve)
     check_left_out(named, model, opened)
     warnings = differences(named, opened, beside, notes)
@@ -170,7 +175,7 @@ def gathering_job(
     own |= {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources}
     apart = as_stored(named.apart, names)
     check_whole(opened, beside, source.tensors, own, apart)
-    target, cast = cast_target(opened, source, dtype, options.dtype_for, own, beside)
+    target, cast = cast_target(opened, source, dtype, options.dtype_for, own, beside, before)
     notes += cast
     heads: dict[str, bytes]
     seals: dict[str, Seal] = {}
@@ -203,7 +208,7 @@ def gathering_job(
     )
 
 
-def _written_names(opened: Opened, strip: str, assets: AssetList, naming: Naming) -> dict[str, list[str]]:
+def written_names(opened: Opened, strip: str, assets: AssetList, naming: Naming) -> dict[str, list[str]]:
     """Return the hub's names of tensors, as far as the whole has them: a choice may be what makes that possible."""
     found: dict[str, list[str]] = {}
     with suppress(UsageError, UnreadableError):

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import warn_of_ties
-from ckpt_tools.conversions.find import name_again
-from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
+from ckpt_tools.conversions.find import name_again, shown_again
+from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on, shown_names
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
+from ckpt_tools.description.globs import Names
 from ckpt_tools.description.layout import Layout, Placement, Shard, parse_mesh
 from ckpt_tools.description.transform import is_optimizer, rename, select, strip_wrappers
 from ckpt_tools.errors import UsageError
@@ -61,8 +62,10 @@ class ShardingOptions(MeshOptions):
     exclude: Exclude = ()
 
 
-def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) -> Layout:
-    """Apply mesh and rules to the tensors of `checkpoint`.
+def find_layout(
+    opened: Opened, checkpoint: Checkpoint, options: MeshOptions, sources: Mapping[str, str] | None = None
+) -> Layout:
+    """Apply mesh and rules to the tensors of `checkpoint`, by their names there and in the source.
 
     Optimizer state that no rule names is placed like its parameter.
     """
@@ -93,8 +96,9 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions) ->
             )
         plan = auto_plan(config.values, os.path.abspath(beside.root))
         rules += tp_plan_rules(config.values, [entry.fqn for entry in checkpoint.tensors], plan)
-    layout = place_tensors(checkpoint.tensors, mesh, rules, uneven=options.tp_uneven)
-    like_parameters = _like_parameters(checkpoint.tensors, rules, layout.placements)
+    names = shown_names(checkpoint.tensors, sources or {})
+    layout = place_tensors(checkpoint.tensors, mesh, rules, uneven=options.tp_uneven, names=names)
+    like_parameters = _like_parameters(checkpoint.tensors, rules, names, layout.placements)
     return replace(layout, placements={**layout.placements, **like_parameters})
 
 
@@ -164,13 +168,17 @@ def _other_in_ranks(named: Named, layout: Layout, names: Mapping[str, str]) -> t
 
 
 def _like_parameters(
-    tensors: Iterable[TensorEntry], rules: Sequence[Rule], placements: Mapping[str, Mapping[str, Placement]]
+    tensors: Iterable[TensorEntry],
+    rules: Sequence[Rule],
+    names: Names,
+    placements: Mapping[str, Mapping[str, Placement]],
 ) -> dict[str, Mapping[str, Placement]]:
     """Return the placements of optimizer state, taken from the parameter that its FQN contains."""
     entries = tuple(tensors)
     states = {entry.fqn for entry in entries if is_optimizer(entry)}
     if not states:
         return {}
+    ruled = set().union(*(rule.find(names) for rule in rules))
     parameters: dict[str, TensorEntry] = {}
     for entry in entries:
         if entry.fqn not in states:
@@ -179,7 +187,7 @@ def _like_parameters(
                 parameters.setdefault(".".join(parts[start:]), entry)
     found: dict[str, Mapping[str, Placement]] = {}
     for entry in entries:
-        if entry.fqn not in states or any(rule.matches(entry.fqn) for rule in rules):
+        if entry.fqn not in states or entry.fqn in ruled:
             continue
         parts = strip_wrappers(entry.fqn).split(".")[:-1]  # without exp_avg
         for start in range(len(parts)):
@@ -199,10 +207,12 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
-def _find_layout(opened: Opened, checkpoint: Checkpoint, named: Named, options: MeshOptions) -> Layout:
+def _find_layout(
+    opened: Opened, checkpoint: Checkpoint, named: Named, options: MeshOptions, names: Mapping[str, str]
+) -> Layout:
     """Return `find_layout`; a plan that does not fit the names is refused with the reason why they were kept."""
     try:
-        return find_layout(opened, checkpoint, options)
+        return find_layout(opened, checkpoint, options, names)
     except UsageError as error:
         is_of_plan = type(error) is UsageError and options.tp_plan is not None
         if not is_of_plan or named.map is not None or not named.note:
@@ -234,10 +244,10 @@ def sharding_job(
     shown = {fqn: (prefix + fqn, source) for fqn, source in named.sources.items()}
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude, also=shown)
     renamed = rename(chosen, lambda fqn: prefix + fqn) if prefix else chosen
-    layout = layout or _find_layout(opened, renamed, named, options)
-    source = replace(renamed, tensors=tuple(map(opened.resolve, opened.ahead(renamed.tensors))))
     kept = {old.fqn: new.fqn for new, old in zip(renamed.tensors, chosen.tensors, strict=True)}
     names = {new: named.sources.get(old, "") for old, new in kept.items()}
+    layout = layout or _find_layout(opened, renamed, named, options, names)
+    source = replace(renamed, tensors=tuple(map(opened.resolve, opened.ahead(renamed.tensors))))
     aliases = {prefix + alias: kept[fqn] for alias, fqn in named.aliases.items() if fqn in kept}
     in_safetensors = options.serialization == "safetensors"
     if in_safetensors:  # where two names cannot have one item, each has its own bytes
@@ -287,7 +297,8 @@ def resharding_job(opened: Opened, options: ShardingOptions, naming: Naming) -> 
     if naming.names == "auto":
         return sharding_job(opened, options)
     notes: list[str] = []
-    chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude)
+    also = shown_again(opened, naming, options.prefix) if options.include or options.exclude else {}
+    chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude, also=also)
     if chosen is not opened.checkpoint:
         check_whole(opened, opened.own_assets, chosen.tensors, {})
         opened = replace(opened, checkpoint=chosen, origin=None)

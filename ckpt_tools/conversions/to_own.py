@@ -32,6 +32,7 @@ def own_job(
     `only_model` leaves optimizer state and whatever else a trainer keeps out of a DCP checkpoint. Safetensors hold
     nothing but a model anyway.
     """
+    own = None
     if named is not None:
         own = {entry.fqn: named.sources.get(entry.fqn, "") for entry in named.checkpoint.tensors}
         check_whole(opened, opened.own_assets, named.checkpoint.tensors, own, named.apart)
@@ -46,7 +47,7 @@ def own_job(
             names="auto" if named is None else "live",
             strip_prefix="auto" if named is None else "none",
         )
-        job = gathering_job(opened, gather)
+        job = gathering_job(opened, gather, before=own)
         return job if named is None else _of_names(job, named)
     if max_shard_size is not None:
         raise UsageError(
@@ -55,7 +56,7 @@ def own_job(
         )
     chosen = replace(find_model(opened.checkpoint)[0], blobs=()) if only_model else opened.checkpoint
     source_checkpoint = replace(chosen, tensors=tuple(map(opened.resolve, chosen.tensors)))
-    target, cast = cast_target(opened, source_checkpoint, dtype, dtype_for, {}, opened.own_assets)
+    target, cast = cast_target(opened, source_checkpoint, dtype, dtype_for, {}, opened.own_assets, own)
     cells = {entry.fqn: kept_cells(entry) for entry in target.tensors}
     kept = {entry.fqn for entry in source_checkpoint.tensors}
     placements = opened.checkpoint.placements or {}
@@ -90,11 +91,7 @@ def renamed(opened: Opened, naming: Naming) -> Named:
         named, _ = name_again(opened, naming, notes)
     else:
         model, names = model_in(opened, "auto", notes)
-        try:
-            named = name_live(model, opened.own_assets, naming, opened.resolve)
-        except UsageError as error:
-            hint = "the map needs a line for every tensor; `drop NAME` keeps a name, and ** at its end is anything"
-            raise UsageError(error.what, where=error.where, hint=hint) from error
+        named = name_live(model, opened.own_assets, naming, opened.resolve)
         named = replace(named, sources={new: names.get(old, old) for new, old in named.sources.items()})
     if opened.format.loads_by_dcp and named.apart:
         raise UsageError(

@@ -17,6 +17,8 @@ from ckpt_tools.errors import UsageError
 MAX_ALTERNATIVES = 4096
 """Patterns that one pattern with braces may stand for."""
 
+Names = Mapping[str, Collection[str]]
+"""Tensor → every name that it is shown under: as written and in the source, or on either side of a comparison."""
 _ANY_PATH = re.compile(r"\*{2,}")
 
 
@@ -31,26 +33,27 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     return re.compile("|".join(map(_translate, alternatives)), re.DOTALL)
 
 
-def choose_names(
-    names: Mapping[str, Collection[str]], include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> set[str]:
-    """Return the keys of what some `include` glob matches (all, without one), and no `exclude`.
+def find_named(what: str, pattern: str, names: Names, where: str | None = None, hint: str = "") -> set[str]:
+    """Return the keys of what `pattern` matches by any name; `what` is the option, or the rule, that brought it.
 
-    A pattern matches a tensor by any of the `names` that it is shown under.
+    Raises:
+        UsageError: It matches nothing.
+    """
+    matcher = compile_glob(pattern)
+    if found := {key for key, own in names.items() if any(map(matcher.fullmatch, own))}:
+        return found
+    every = list(dict.fromkeys(name for own in names.values() for name in own))
+    raise UsageError(f"{what} matches no tensor", where=where, hint=hint or nearest_names(pattern, every))
+
+
+def choose_names(names: Names, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:
+    """Return the keys of what some `include` glob matches (all, without one), and no `exclude`.
 
     Raises:
         UsageError: A pattern matches nothing, or nothing is left.
     """
-    found: dict[tuple[str, str], set[str]] = {}
-    for option, patterns in (("--include", include), ("--exclude", exclude)):
-        for pattern in patterns:
-            matcher = compile_glob(pattern)
-            found[option, pattern] = {key for key, own in names.items() if any(map(matcher.fullmatch, own))}
-            if not found[option, pattern]:
-                every = list(dict.fromkeys(name for own in names.values() for name in own))
-                raise UsageError(f"{option} {pattern} matches no tensor", hint=nearest_names(pattern, every))
-    kept = set().union(*(found["--include", pattern] for pattern in include)) if include else {*names}
-    kept -= set().union(*(found["--exclude", pattern] for pattern in exclude))
+    kept = set().union(*(find_named(f"--include {glob}", glob, names) for glob in include)) if include else {*names}
+    kept -= set().union(*(find_named(f"--exclude {glob}", glob, names) for glob in exclude))
     if (include or exclude) and not kept:
         given = " and ".join(["--include"] * bool(include) + ["--exclude"] * bool(exclude))
         raise UsageError(

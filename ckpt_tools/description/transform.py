@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import BlobEntry, Checkpoint, KeyPath, TensorEntry
-from ckpt_tools.description.globs import choose_names
+from ckpt_tools.description.globs import Names, choose_names
 from ckpt_tools.errors import UsageError
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -26,7 +26,7 @@ def select(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    also: Mapping[str, Collection[str]] | None = None,
+    also: Names | None = None,
 ) -> Checkpoint:
     """Keep the tensors and blobs whose FQN, or another name that `also` has for it, the globs choose."""
     if not include and not exclude:

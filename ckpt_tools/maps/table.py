@@ -51,6 +51,8 @@ class Expected:
     may_miss: list[str] = field(default_factory=list)
     by: str = ""
     """Whose names they are: a release of transformers."""
+    is_proven: bool = False
+    """Does the installed transformers say the same of this config?"""
 
     @property
     def digest(self) -> str:

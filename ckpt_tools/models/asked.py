@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.floors import installed_release
+from ckpt_tools.maps.hold import hold
 from ckpt_tools.maps.patterns import add
 from ckpt_tools.maps.renames import Rule
 from ckpt_tools.maps.table import Expected, Tie, load_table
@@ -52,8 +53,11 @@ def expected_for(architecture: str, config: Mapping[str, object], fits: Callable
     known = load_table().expected(architecture, config)
     if (known is not None and fits(known)) or not _has_class(architecture, str(config.get("model_type"))):
         return known
-    asked = _ask(architecture, json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
-    return asked if asked is not None and (known is None or fits(asked)) else known
+    asked, live = _ask(architecture, json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
+    if known is None or (asked is not None and (fits(asked) or not hold(live, known, {}).is_whole)):
+        return asked
+    known.is_proven = asked is not None
+    return known
 
 
 def _has_class(architecture: str, model_type: str) -> bool:
@@ -69,15 +73,15 @@ def _has_class(architecture: str, model_type: str) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _ask(architecture: str, config: str) -> Expected | None:
-    """Return what the installed transformers says; None where it does not know the model, or is not there."""
+def _ask(architecture: str, config: str) -> tuple[Expected | None, tuple[str, ...]]:
+    """Return what the installed transformers says, with the live names; None where it does not know the model."""
     try:
         check_config(json.loads(config), "config.json")
         job = Question(config=config)
         with Child("ckpt_tools.models.asked:answer", job, Answer, does="asks transformers", walled=True) as child:
             found = child.result()
     except CkptError:
-        return None
+        return None, ()
     expected = Expected(
         architecture=architecture,
         base=found.base,
@@ -87,10 +91,11 @@ def _ask(architecture: str, config: str) -> Expected | None:
         ignored=list(found.ignored),
         may_miss=list(found.may_miss),
         by=f"transformers {installed_release('transformers')}",
+        is_proven=True,
     )
     for name in found.names:
         add(expected.names, name, required=True)
-    return expected
+    return expected, found.names
 
 
 def answer(job: Question, here: Here) -> Answer:

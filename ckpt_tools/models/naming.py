@@ -43,6 +43,7 @@ AssetList = Sequence[tuple[Source, Asset]]
 Resolve = Callable[[TensorEntry], TensorEntry]
 """Returns a tensor with its chunks on their raw bytes."""
 _MAX_MAP_BYTES = 1 << 20
+_WHOLE_MAP = "the map needs a line for every tensor; `drop NAME` keeps a name, and ** at its end is anything"
 _NO_CONFIG = "no config.json beside the weights names an architecture"
 
 
@@ -135,7 +136,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
             raise UsageError(
                 error.what if naming.own else f"--names {names}: {error.what}",
                 where=error.where or checkpoint.root,
-                hint="leave out --names to keep names that are not known",
+                hint=_WHOLE_MAP if naming.own else "leave out --names to keep names that are not known",
             ) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
     whose = f"{names}'s {known.architecture}" if names in CONVENTIONS else f"the live {known.architecture}"
@@ -159,7 +160,7 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
             raise UsageError(
                 error.what if naming.own else f"--names hub: {error.what}",
                 where=error.where or checkpoint.root,
-                hint="--names live writes the names that are there",
+                hint=_WHOLE_MAP if naming.own else "--names live writes the names that are there",
             ) from error
         return plain
     refuse_lost(found, where=checkpoint.root)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.globs import nearest_names
+from ckpt_tools.description.globs import Names
 from ckpt_tools.description.layout import (
     FSDP_AXIS,
     Fsdp,
@@ -31,22 +31,27 @@ Uneven = Literal["refuse", "replicate"]
 
 
 def place_tensors(
-    tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule], *, uneven: Uneven = "refuse"
+    tensors: Iterable[TensorEntry],
+    mesh: Mesh,
+    rules: Sequence[Rule],
+    *,
+    uneven: Uneven = "refuse",
+    names: Names | None = None,
 ) -> Layout:
     """Return where every tensor goes.
 
     A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it says
-    (`--set` before the file's). Scalars are replicated.
+    (`--set` before the file's), by any of its `names`. Scalars are replicated.
     """
     entries = tuple(tensors)
     _check_axes(rules, mesh)
-    unmatched = list(rules)
+    names = {entry.fqn: (entry.fqn,) for entry in entries} if names is None else names
+    rule_of = {fqn: rule for rule, found in reversed([(rule, rule.find(names)) for rule in rules]) for fqn in found}
     result: dict[str, dict[str, Placement]] = {}
     packed = []
     kept_whole: dict[str, tuple[str, ...]] = {}
     for entry in entries:
-        unmatched = [rule for rule in unmatched if not rule.matches(entry.fqn)]
-        rule = next((rule for rule in rules if rule.matches(entry.fqn)), None)
+        rule = rule_of.get(entry.fqn)
         placements: dict[str, Placement] = {}
         if entry.shape and any(name == FSDP_AXIS for name, _ in mesh.axes):
             placements[FSDP_AXIS] = Shard(0)
@@ -62,13 +67,6 @@ def place_tensors(
         result[entry.fqn] = cuts
         if rule is not None and rule.is_packed(len(entry.shape)) and any(mesh.size(a) > 1 for a in rule.axes):
             packed.append(entry.fqn)
-    for rule in unmatched:
-        if not rule.optional:
-            raise UsageError(
-                f"the rule {rule.match!r} matches no tensor",
-                where=rule.origin,
-                hint=rule.hint or nearest_names(rule.match, [entry.fqn for entry in entries]),
-            )
     return Layout(mesh=mesh, placements=result, packed=tuple(packed), kept_whole=kept_whole)
 
 

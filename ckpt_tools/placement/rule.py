@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.globs import Names, compile_glob, find_named
 from ckpt_tools.description.layout import Mesh, Placement, Shard
 from ckpt_tools.errors import UsageError
 
@@ -59,6 +59,8 @@ class Rule:
     """True when the rule may match nothing (parameters that a plan names and a model may lack)."""
     hint: str = ""
     """What to do when it matches nothing and should; without, the nearest names are shown."""
+    is_live: bool = False
+    """Is it about the names that are written alone? A plan is of the live model."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     """FQN → the shape that its dims are counted in, where that is known; another one is refused."""
 
@@ -85,13 +87,22 @@ class Rule:
         axis = _axis_of(STYLES[self.style or ""])
         return (axis,) if axis else ()
 
-    def matches(self, fqn: str) -> bool:
-        """Whether the rule is about `fqn`; a style also reaches the direct parameters of a module."""
-        pattern = compile_glob(self.match)
-        if pattern.fullmatch(fqn):
-            return True
-        module, dot, _ = fqn.rpartition(".")
-        return bool(self.style and dot and pattern.fullmatch(module))
+    def find(self, names: Names) -> set[str]:
+        """Return the tensors that the rule is about; a style also reaches the direct parameters of a module.
+
+        Raises:
+            UsageError: There are none, and the rule is not optional.
+        """
+        if self.is_live:
+            names = {fqn: (fqn,) for fqn in names}
+        if self.style:
+            names = {fqn: (*own, *(name.rpartition(".")[0] for name in own)) for fqn, own in names.items()}
+        try:
+            return find_named(f"the rule {self.match!r}", self.match, names, self.origin, self.hint)
+        except UsageError:
+            if self.optional:
+                return set()
+            raise
 
     def placements(self, fqn: str, num_dims: int) -> dict[str, Placement]:
         """Return axis → placement for the tensor `fqn` of `num_dims` dims; styles leave FSDP's axis alone."""

@@ -78,7 +78,8 @@ def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: Tp
     for key in sorted(_keys(plan, prefix), key=lambda key: -key.count(".")):
         match = root + key.removeprefix(prefix)
         try:
-            rule = Rule(match=match, style=plan.styles[key], origin=origin, hint=_OTHER_NAMES, shapes=shapes)
+            style = plan.styles[key]
+            rule = Rule(match=match, style=style, origin=origin, hint=_OTHER_NAMES, shapes=shapes, is_live=True)
         except UsageError as error:
             raise UsageError(error.what, where=error.where, hint=_WRITE_RULES) from error
         # What stays whole is a rule, too: that of a parameter comes before the one that cuts the rest of its module.

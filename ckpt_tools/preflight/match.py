@@ -20,7 +20,7 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.skeleton import skeleton
 from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part
 from ckpt_tools.formats.table import format_of
-from ckpt_tools.models.config import config_path
+from ckpt_tools.models.config import CONFIG_NAME, config_path
 from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
 from ckpt_tools.preflight.contents_match import check_adapters, check_dtypes
 from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
@@ -169,7 +169,8 @@ def _check_model(opened: Opened, comparison: Comparison, where: str, spec: Paral
     target = shard_mesh(spec.mesh)
     proposed = "dp_shard=N" if target is None else str(target)
     if target is not None and target.size("tp") > 1:
-        proposed += " --tp-plan auto"
+        has_config = any(asset.file == CONFIG_NAME for _, asset in opened.assets)
+        proposed += " --tp-plan auto" + ("" if has_config else f" --assets {spec.model or 'MODEL'}")
     yield from check_names(
         comparison, where=where, by_dcp=opened.format.loads_by_dcp, framework=spec.framework, mesh=proposed
     )

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.globs import compile_glob
-from ckpt_tools.errors import UsageError
+from ckpt_tools.description.globs import Names, find_named
 
 BLOCK = 128
 """Rows and columns of a block, as in DeepSeek-V3; kernels have no other."""
@@ -60,21 +59,13 @@ class Chosen:
     """Those that stay because others do with which loaders join them."""
 
 
-def choose(tensors: Sequence[TensorEntry], keep: Iterable[str]) -> Chosen:
-    """Return which of a model's tensors are quantised.
+def choose(tensors: Sequence[TensorEntry], keep: Iterable[str], names: Names) -> Chosen:
+    """Return which of a model's tensors are quantised; globs of `keep` match any of their `names`.
 
     Only whole blocks: kernels take inputs by 128, vLLM joins layers at multiples of 128 rows, and transformers 5.23
     decodes blocks that are smaller at the end with the scales of others. It does not quantise such matrices either.
     """
-    matched: set[str] = set()
-    for pattern in keep:
-        found = {entry.fqn for entry in tensors if compile_glob(pattern).fullmatch(entry.fqn)}
-        if not found:
-            raise UsageError(
-                f"--keep-precision {pattern} matches no tensor",
-                hint="it matches the names that are written, e.g. model.layers.0.**; ** crosses dots, * does not",
-            )
-        matched |= found
+    matched: set[str] = set().union(*(find_named(f"--keep-precision {glob}", glob, names) for glob in keep))
     matrices = {entry.fqn: entry for entry in tensors if len(entry.shape) > 1}
     linear = {fqn for fqn, entry in matrices.items() if _LINEAR.fullmatch(fqn) and entry.dtype.is_float}
     even = {fqn for fqn in linear if len(shape := matrices[fqn].shape) == 2 and not any(n % BLOCK for n in shape)}

@@ -186,7 +186,7 @@ def test_quantised_weights_are_refused(tmp_path) -> None:
         ({"weights": "nan,0.5,0.5"}, "must be positive"),
         ({"ema": 1.0}, "between 0 and 1"),
         ({"ema": 0.5, "weights": "0.5,0.3,0.2"}, "leave out|brings weights"),
-        ({"dtype_for": ["nothing=f32"]}, "matches no floating-point tensor"),
+        ({"dtype_for": ["nothing=f32"]}, "matches no tensor; hint: the nearest names are"),
     ],
 )
 def test_wrong_options_are_refused(tmp_path, three, options, message) -> None:

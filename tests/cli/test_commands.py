@@ -609,7 +609,40 @@ def test_globs_match_the_names_of_either_side(name: str, model: Path, tmp_path: 
     assert ckpt_json("inspect", tmp_path / "back")["num_tensors"] == 1
     ckpt_json("shard", model, tmp_path / "part", "--mesh", "dp_shard=2", "--prefix", "model.", "--include", name)
     assert ckpt_json("inspect", tmp_path / "part")["num_tensors"] == 1
+    cut = ("--mesh", "dp_shard=2,tp=2", "--set", f"{name}=tp:S(1)", "--dtype-for", f"{name}=f32")
+    ckpt_json("shard", model, tmp_path / "cut", *cut, "--prefix", "model.")
+    ckpt_json("gather", tmp_path / "run", tmp_path / "wide", *cut[4:])
+    for made, own, placed in (("cut", "model." + UP, "S(1)"), ("wide", UP, None)):
+        found = {t["fqn"]: t for t in ckpt_json("inspect", tmp_path / made, "--tensors")["tensors"]}
+        assert (found[own]["dtype"], (found[own].get("placements") or {}).get("tp")) == ("F32", placed)
+    against = ("stats", tmp_path / "run", "--against", model, "--frozen")
+    assert ckpt_json(*against, name, code=3)["findings"]  # NaN in random bytes, and nothing of what is frozen
+    for ghost in (("--dtype-for", "ghost=f32"), ("--set", "ghost="), ("--include", "ghost"), ("--exclude", "ghost")):
+        refused = ckpt_json("shard", model, tmp_path / "x", "--mesh", "dp_shard=2", *ghost, code=2)["error"]
+        assert ("matches no tensor" in refused["what"], "nearest" in refused["hint"]) == (True, True)
+    assert "nearest" in ckpt_json(*against, "ghost", code=2)["error"]["hint"]
     assert "nearest" in ckpt_json("diff", model, tmp_path / "run", "--exclude", "ghost.**", code=2)["error"]["hint"]
+
+
+def test_a_glob_that_names_one_tensor_in_the_source_and_another_as_written_takes_both(
+    tmp_path: Path, ckpt_json
+) -> None:
+    source = write_model(tmp_path / "model", {name: tensor("F32", 4, 4, seed=ord(name)) for name in "xyz"}, assets={})
+    (tmp_path / "map").write_text("[*]\nx = y\ny = x\nz = z\n")
+    ckpt_json("rename", source, tmp_path / "out", "--map", tmp_path / "map", "--dtype-for", "x=bf16")
+    found = {t["fqn"]: t["dtype"] for t in ckpt_json("inspect", tmp_path / "out", "--tensors")["tensors"]}
+    assert found == {"x": "BF16", "y": "BF16", "z": "F32"}
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n\n", "[*]\n", "[*]\nfoo = model.step\n"])
+def test_a_map_that_does_not_name_every_tensor_is_refused(text: str, model: Path, tmp_path: Path, ckpt_json) -> None:
+    (tmp_path / "map").write_text(text)
+    ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=2")
+    sharded = ("shard", model, tmp_path / "x", "--mesh", "dp_shard=2")
+    for command in (("rename", model, tmp_path / "x"), sharded, ("gather", tmp_path / "run", tmp_path / "x")):
+        error = ckpt_json(*command, "--map", tmp_path / "map", code=2)["error"]
+        assert ("is empty" in error["what"]) == ("[*]" not in text)
+        assert "--names" not in error["hint"]
 
 
 def test_prefix_is_put_there_and_taken_away(model: Path, tmp_path: Path, ckpt_json) -> None:

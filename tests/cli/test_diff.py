@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ckpt_tools import api
 from ckpt_tools.cli import main
 
 
@@ -44,6 +45,19 @@ def test_many_changes_are_gathered_by_place_with_their_sizes(steps, capsys, dtyp
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 32
     assert re.fullmatch(r"~ layers\.0\.mlp\.weight: values differ in \d+ of 256 .*, by 0\.01\d? of its size", lines[0])
+
+
+def test_what_differs_or_is_damaged_is_false(tmp_path, capsys) -> None:
+    files = [str(tmp_path / f"{name}.safetensors") for name in "ab"]
+    for file, value in zip(files, (1.0, float("nan")), strict=True):
+        save_file({"w": torch.full((4,), 2.0), "x": torch.full((2,), value)}, file)
+    assert api.verify(files[0], level="values")
+    assert not api.verify(files[1], level="values")
+    assert api.diff(files[0], files[0])
+    assert not api.diff(*files)
+    for sides, odd in ((files, "B"), (files[::-1], "A")):
+        assert main(["diff", *sides]) == 3
+        assert f"; {odd} with NaN" in capsys.readouterr().out
 
 
 def test_size_of_a_change_is_in_the_document(tmp_path, capsys) -> None:

@@ -118,6 +118,13 @@ def test_command_whose_point_is_torch_imports_it(made, tmp_path):
     assert "transformers" not in modules
 
 
+def test_diff_of_numbers_imports_no_torch(tmp_path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        save_file({"w": torch.full((8,), value)}, tmp_path / f"{name}.safetensors")
+    files = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert modules_after("diff", *files, "--atol", "0.5", code=3).isdisjoint(HEAVY)
+
+
 def test_refusal_imports_no_torch(tmp_path):
     torch.save(torch.nn.Linear(2, 2), tmp_path / "pytorch_model.bin")
     modules = modules_after("inspect", tmp_path, code=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -195,6 +196,17 @@ def test_what_is_odd_in_the_original_comes_back_with_a_warning(llama, tmp_path):
     assert done.architecture is None
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fate"), [("llama", "would be filled with random values"), ("other", "by the names of transformers")]
+)
+def test_random_values_are_claimed_only_where_the_installed_transformers_was_asked(llama, tmp_path, model_type, fate):
+    _, state, assets, _ = llama
+    config = json.loads(Path(assets, "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=f"1 weight is missing, {fate}"):
+        api.gather(save_live(without(state, r"model\.norm"), tmp_path / "dcp"), tmp_path / "out", assets=tmp_path)
 
 
 def test_what_is_left_out_on_purpose_is_a_warning(llama, tmp_path):

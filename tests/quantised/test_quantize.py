@@ -167,7 +167,7 @@ def compare(name: str) -> str | None:
         for fqn, tensor in as_saved(live, dict(live.state_dict())).items()
         if fqn not in tied
     ]
-    chosen = linears.choose(entries, ())
+    chosen = linears.choose(entries, (), {})
     if not chosen.weights:
         return None
     settings = transformers.FineGrainedFP8Config(modules_to_not_convert=list(chosen.kept))

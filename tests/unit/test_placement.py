@@ -278,20 +278,19 @@ def test_parse_set_bad_text_is_refused(text, fragment):
 )
 def test_rule_style_cuts_the_dim_that_transformers_cuts(style, name, num_dims, expected):
     rule = Rule(match="m.*.proj", style=style)
-    assert rule.matches(f"m.0.proj.{name}")
+    assert rule.find({"w": (f"m.0.proj.{name}",)})
     assert rule.placements(f"m.0.proj.{name}", num_dims) == expected
 
 
 def test_rule_style_matches_module_and_parameter_but_no_deeper():
     rule = Rule(match="m.proj", style="colwise")
-    assert [rule.matches(n) for n in ("m.proj", "m.proj.weight", "m.proj.x.weight", "x.m.proj.weight", "m")] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
-    assert not Rule(match="m.proj", place={}).matches("m.proj.weight")
+    names = {n: (n,) for n in ("m.proj", "m.proj.weight", "m.proj.x.weight", "x.m.proj.weight", "m")}
+    assert rule.find(names) == {"m.proj", "m.proj.weight"}
+    assert Rule(match="m.proj", place={}).find(names) == {"m.proj"}
+    both = {"a": ("m.proj", "b"), "b": ("b", "m.proj.weight"), "c": ("c",)}  # one by its own name, one by the source's
+    assert Rule(match="m.proj*.{weight}", style="colwise").find(both) == {"b"}
+    assert replace(rule, is_live=True, optional=True).find(both) == set()
+    assert rule.find(both) == {"a", "b"}
 
 
 @todays_plans
