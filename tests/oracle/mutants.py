@@ -30,12 +30,13 @@ def mutant(files: Mapping[str, bytes], rng: random.Random) -> tuple[str, Files]:
         return kind, {name: _swapped(raw, rng)}
     if kind == "json" and (made := _json(name, raw, rng)) is not None:
         return kind, {name: made}
-    if kind in ("pickle", "payload") and (made := _sealed(name, raw, rng, kind)) is not None:
-        return kind, {name: made}
+    if kind in ("pickle", "payload") and (made := _inside(name, raw, rng, kind)) is not None:
+        return f"{kind}, sealed", {name: made}
     if kind == "bit":
         at = rng.randrange(8 * len(raw))
         return kind, {name: raw[: at // 8] + bytes([raw[at // 8] ^ 1 << at % 8]) + raw[at // 8 + 1 :]}
-    tokens = (*_TOKENS, *{word for each in files.values() for word in _WORD.findall(each[:4000])})
+    words = {word for each in files.values() for word in _WORD.findall(each[:4000])}
+    tokens = (*_TOKENS, *sorted(words))
     return "bytes", {name: mutate(raw, random_operations(rng), tokens=tokens, others=[*files.values()])}
 
 
@@ -86,7 +87,7 @@ def _places(value: object) -> Iterator[tuple[dict | list, object]]:
         yield from _places(value[key])
 
 
-def _sealed(name: str, raw: bytes, rng: random.Random, kind: str) -> bytes | None:
+def _inside(name: str, raw: bytes, rng: random.Random, kind: str) -> bytes | None:
     """Change a pickle or a payload; where it lies in a zip, with the CRC-32 that fits (what no checksum then tells)."""
     if name == ".metadata":
         return _repickled(raw, rng)
@@ -98,11 +99,12 @@ def _sealed(name: str, raw: bytes, rng: random.Random, kind: str) -> bytes | Non
         return None
     _, start, end = rng.choice(members)
     before = raw[start:end]
-    after = _repickled(before, rng) if kind == "pickle" else mutate(before, random_operations(rng)[:1], tokens=_TOKENS, others=[before])
+    operations = random_operations(rng)[:1]
+    is_pickle = kind == "pickle"
+    after = _repickled(before, rng) if is_pickle else mutate(before, operations, tokens=_TOKENS, others=[before])
     after = (after + bytes(len(before)))[: len(before)]
     crcs = [zlib.crc32(each).to_bytes(4, "little") for each in (before, after)]
-    made = raw[:start] + after + raw[end:]
-    return made if kind == "payload" and rng.random() < 0.5 else made.replace(*crcs)
+    return (raw[:start] + after + raw[end:]).replace(*crcs)
 
 
 def _members(raw: bytes) -> Iterator[tuple[str, int, int]]:

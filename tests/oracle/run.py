@@ -82,7 +82,7 @@ def ask_ckpt(path: Path, out: Path) -> Verdict:
     return Verdict(verified, gathered, is_held, said, not_checked)
 
 
-def judge(seed: Seed, found: Verdict, ours: Flat, theirs: Flat | str, intact: Flat) -> str | None:
+def judge(seed: Seed, kind: str, found: Verdict, ours: Flat, theirs: Flat | str, intact: Flat) -> str | None:
     """Say what is wrong with a green mutant, of which ckpt read `ours`; None if nothing is."""
     if isinstance(theirs, str):
         return f"stock does not load it: {theirs}"
@@ -90,7 +90,8 @@ def judge(seed: Seed, found: Verdict, ours: Flat, theirs: Flat | str, intact: Fl
         return f"stock loads others: {_difference(ours, theirs)}"
     if found.gathered is not None and not _root_of(found.gathered, ours):
         return f"gather wrote others: {_difference(found.gathered, ours)}"
-    if not (found.verified or found.is_held):
+    said = " ".join(found.not_checked)
+    if not (found.verified or found.is_held) or "sealed" in kind or "were swapped" in said:
         return None
     if seed.holds == "all" and ours != {name: intact.get(name) for name in ours}:
         return f"changed in spite of the manifest: {_difference(ours, intact)}"
@@ -102,7 +103,11 @@ def judge(seed: Seed, found: Verdict, ours: Flat, theirs: Flat | str, intact: Fl
 def _root_of(written: Flat, values: Flat) -> tuple[str, ...]:
     """Return the roots below which exactly the written values lie, with their names."""
     roots = {name.removesuffix(next(iter(written), "")) for name in values}
-    return tuple(r for r in roots if {r + n: v for n, v in written.items()} == {n: v for n, v in values.items() if n.startswith(r)})
+    return tuple(
+        r
+        for r in roots
+        if {r + n: v for n, v in written.items()} == {n: v for n, v in values.items() if n.startswith(r)}
+    )
 
 
 def _difference(a: Flat, b: Flat) -> str:
@@ -123,7 +128,7 @@ def hunt(name: str, count: int, *, seed: int, stock: Stock, keep: Path | None = 
         assert good.verified, good.said
         assert good.gathered, good.said
         assert not isinstance(intact, str), intact
-        assert judge(SEEDS[name], good, read(path / SEEDS[name].file), intact, intact) is None
+        assert judge(SEEDS[name], "", good, read(path / SEEDS[name].file), intact, intact) is None
         for number in range(count):
             rng = random.Random(f"{name} {seed} {number}")
             kind, changed = mutant(files, rng)
@@ -133,7 +138,7 @@ def hunt(name: str, count: int, *, seed: int, stock: Stock, keep: Path | None = 
             for each, raw in changed.items():
                 (path / each).write_bytes(raw)
             try:
-                wrong = _try(name, path, out, stock, intact, tally)
+                wrong = _try(name, kind, path, out, stock, intact, tally)
             except Exception:
                 wrong = traceback.format_exc()
             if wrong is not None:
@@ -146,7 +151,7 @@ def hunt(name: str, count: int, *, seed: int, stock: Stock, keep: Path | None = 
     return tally
 
 
-def _try(name: str, path: Path, out: Path, stock: Stock, intact: Flat, tally: Tally) -> str | None:
+def _try(name: str, kind: str, path: Path, out: Path, stock: Stock, intact: Flat, tally: Tally) -> str | None:
     seed = SEEDS[name]
     found = ask_ckpt(path / seed.file, out)
     if not found.verified and found.gathered is None:
@@ -159,7 +164,9 @@ def _try(name: str, path: Path, out: Path, stock: Stock, intact: Flat, tally: Ta
             tally.counts["red, stock loads others"] += 1
         return None
     if found.verified:
-        ours, theirs = read(path / seed.file), stock.load(name, path)
+        ours = read(path / seed.file)
+        # A pickle with a CRC-32 that fits: of objects ckpt promises no more, and unpickles none.
+        theirs = stock.load(name, path, set(ours) if "sealed" in kind else None)
         tally.counts["green" if found.gathered is not None else "green, gather red"] += 1
         if found.gathered is None:
             tally.strict[re.sub(r"'[^']*'|\d+", "…", found.said)[:110]] += 1
@@ -170,10 +177,17 @@ def _try(name: str, path: Path, out: Path, stock: Stock, intact: Flat, tally: Ta
         theirs = stock.load(name, path, set(ours))
         tally.counts["red, gather green"] += 1
         tally.strict["(gather green) " + re.sub(r"'[^']*'|\d+", "…", found.said)[:95]] += 1
-    wrong = judge(seed, found, ours, theirs, intact)
+        if isinstance(theirs, str) and ours.items() <= intact.items():  # stock wants records that hold no tensor
+            tally.counts["salvaged: gather wrote what was saved, stock does not load it"] += 1
+            return None
+    wrong = judge(seed, kind, found, ours, theirs, intact)
     if wrong is None and not ours.items() <= intact.items():
         tally.counts["green, changed"] += 1
-        if seed.holds and not any("names" in text for text in found.not_checked):
+        if (
+            seed.holds == "values"
+            and "sealed" not in kind
+            and not re.search("names|swapped", " ".join(found.not_checked))
+        ):
             return f"changed without a word: {_difference(ours, intact)}"
     return wrong
 

@@ -177,8 +177,6 @@ SEEDS: dict[str, Seed] = {
     "pt-nested": Seed(_saved(lambda: {"state_dict": MODEL, "epoch": 3}, "m.pt"), load_saved, "m.pt", "values"),
     "pt-legacy": Seed(_saved(_shared, "m.pt", zipped=False), load_saved, "m.pt"),
     "bin-index": Seed(_split(torch.save, "pytorch_model.bin"), load_saved, holds="values"),
-    "bin-manifest": Seed(
-        _by_ckpt(lambda s, p: api.gather(s, p, to="torch", overwrite=True)), load_saved, holds="all"
-    ),
+    "bin-manifest": Seed(_by_ckpt(lambda s, p: api.gather(s, p, to="torch", overwrite=True)), load_saved, holds="all"),
 }
 """By name; `dcp-2-ranks-stock` starts two processes."""
