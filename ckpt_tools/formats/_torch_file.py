@@ -16,7 +16,7 @@ from ckpt_tools.description.dtypes import BY_TORCH_STORAGE
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._pickle_objects import MAX_PICKLE_BYTES, Pickled, parse_exactly, parse_objects
 from ckpt_tools.formats._pickle_values import GlobalName
-from ckpt_tools.formats.torch_zip import Record, parse_archive
+from ckpt_tools.formats.torch_zip import Record, check_small, parse_archive
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
@@ -86,6 +86,8 @@ def _read_zip(source: Source, name: str, *, exactly: bool) -> TorchFile:
     content = _content(source, name, records["data.pkl"])
     if records["data.pkl"].crc32 not in (None, zlib.crc32(content)):
         raise UnreadableError("data.pkl is damaged: its CRC-32 differs", hint="restore the file or copy it again")
+    for small in {"version", ".storage_alignment", ".data/serialization_id"} & records.keys():
+        check_small(small, source.read(name, records[small].start, min(records[small].nbytes, 64)))
     value = parse_exactly(content) if exactly else _parse_whole(content)
     storages = {key[len("data/") :]: record for key, record in records.items() if key.startswith("data/")}
     spans = ((ByteSpan(file=name, offset=r.start, nbytes=r.nbytes), r.crc32) for r in records.values() if r.nbytes)

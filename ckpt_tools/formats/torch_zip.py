@@ -8,6 +8,7 @@ Sources: PKWARE APPNOTE 6.3.10 (zip, zip64); torch `serialization.py`, `_utils.p
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from bisect import bisect_right
@@ -37,6 +38,7 @@ __all__ = [
     "ItemHead",
     "archive_frame",
     "check_archive",
+    "check_small",
     "item_ends",
     "item_frame",
     "parse_item",
@@ -62,6 +64,9 @@ _MAX_STORAGES = 1 << 20
 _MAX_STORAGES_DIRECTORY_BYTES = 256 << 20
 _PIECE_BYTES = 1 << 20
 """Bytes of a record that are read at once for its CRC-32."""
+
+_SMALL = {".storage_alignment": rb"\d{1,9}", ".data/serialization_id": rb"[\0-\x7f]*", "version": rb"([1-9]|10)\s*"}
+"""Records that torch parses before it loads anything, as far as it takes them."""
 
 _U64 = struct.Struct("<Q")
 
@@ -138,7 +143,7 @@ def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemH
     if len(records) != 1 or records[0].name != f"{root}data/{pickled.key}":
         raise UnreadableError(f"the archive has {len(records)} data records, one named data/{pickled.key} was expected")
     if thorough:
-        _check_entries(item, entries, f"{root}version", records[0], bounds)
+        _check_entries(item, entries, root, records[0], bounds)
     return _head(item, records[0], pickled, bounds)
 
 
@@ -223,8 +228,14 @@ def parse_archive(nbytes: int, read: Read) -> dict[str, Record]:
     }
 
 
-def _check_entries(item: _Item, entries: dict[str, _Entry], version: str, record: _Entry, bounds: _Bounds) -> None:
-    if version not in entries:
+def check_small(name: str, content: bytes) -> None:
+    """Refuse a small record, by its name below the archive's folder, that torch.load does not parse."""
+    if name in _SMALL and re.fullmatch(_SMALL[name], content) is None:
+        raise UnreadableError(f"torch.load does not take the archive's {name}, got {content[:40]!r}")
+
+
+def _check_entries(item: _Item, entries: dict[str, _Entry], root: str, record: _Entry, bounds: _Bounds) -> None:
+    if f"{root}version" not in entries:
         raise UnreadableError("the archive has no version, without which torch does not load it")
     for entry in entries.values():
         if entry is record:
@@ -232,6 +243,7 @@ def _check_entries(item: _Item, entries: dict[str, _Entry], version: str, record
         content = _small(item, entries, entry.name, bounds)
         if entry.crc32 and zlib.crc32(content) != entry.crc32:
             raise UnreadableError(f"entry '{entry.name}' of the archive is damaged: its CRC-32 differs")
+        check_small(entry.name[len(root) :], content)
 
 
 def _head(item: _Item, record: _Entry, pickled: PickledTensor, bounds: _Bounds) -> ItemHead:
@@ -282,7 +294,7 @@ def _parse_directory(
 
 def _parse_end64(item: _Item, locator: bytes, end: int) -> tuple[int, tuple[int, int, int, int, int, int]]:
     _, disk, offset, num_disks = LOCATOR.unpack(locator)
-    if disk or num_disks > 1 or offset + END64.size + LOCATOR.size != end:
+    if disk or num_disks != 1 or offset + END64.size + LOCATOR.size != end:
         raise UnreadableError("the archive's zip64 locator does not point at the record before it")
     magic, size, _, _, disk, start_disk, here, count, nbytes, start = END64.unpack(item.get(offset, END64.size))
     if magic != b"PK\6\6" or size != END64.size - 12:

@@ -1,0 +1,87 @@
+"""What ckpt calls good, stock libraries load alike; `bin/oracle` tries many more mutants of many more seeds."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from oracle.run import Verdict, hunt, judge
+from oracle.seeds import SEEDS
+from oracle.stock import Stock
+
+from ckpt_tools import api
+from ckpt_tools.errors import UnreadableError
+
+_QUICK = ("safetensors-index", "dcp-flat", "pt-zip")
+
+
+def _hunted(name: str, count: int) -> None:
+    with Stock() as stock:
+        tally = hunt(name, count, seed=1, stock=stock)
+    assert tally.wrong == []
+    assert tally.counts["red"] > count // 3
+
+
+@pytest.mark.parametrize("name", _QUICK)
+def test_green_mutants_load_in_stock_libraries_with_the_same_values(name: str) -> None:
+    _hunted(name, 17)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in SEEDS if name not in (*_QUICK, "dcp-2-ranks-stock")])
+def test_green_mutants_of_every_format_load_in_stock_libraries(name: str) -> None:
+    _hunted(name, 25)
+
+
+def test_judge_names_what_is_wrong_with_a_green_mutant() -> None:
+    good = {"m.w": (torch.float32, (1,), b"abcd")}
+    bad = {"m.w": (torch.float32, (1,), b"abce")}
+    verdict = Verdict(verified=True, gathered={"w": good["m.w"]}, is_held=True, said="")
+    sealed, free = SEEDS["dcp-manifest"], SEEDS["safetensors"]
+    assert judge(sealed, "bit", verdict, good, good, good) is None
+    assert "stock loads others: m.w" in str(judge(free, "bit", verdict, good, bad, good))
+    assert "does not load" in str(judge(free, "bit", verdict, good, "RuntimeError", good))
+    assert "gather wrote others" in str(judge(free, "bit", verdict, bad, bad, good))
+    changed = replace(verdict, gathered={"w": bad["m.w"]})
+    assert judge(free, "bit", changed, bad, bad, good) is None
+    assert "in spite of the manifest" in str(judge(sealed, "bit", changed, bad, bad, good))
+    assert "in spite of CRC-32s" in str(judge(SEEDS["dcp-flat"], "bit", changed, bad, bad, good))
+
+
+def _with_record(path: Path, name: str, content: bytes) -> Path:
+    """Write a zip of torch.save again with another small record, its CRC-32 right."""
+    made = path.with_name("made.pt")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
+        for info in old.infolist():
+            new.writestr(info.filename, content if info.filename.endswith(name) else old.read(info))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("/version", b"x\n"), ("/.storage_alignment", b"6\0"), ("/.data/serialization_id", b"\xff")]
+)
+def test_small_record_that_torch_does_not_parse_is_refused(name: str, content: bytes, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    damaged = _with_record(tmp_path / "m.pt", name, content)
+    with pytest.raises((RuntimeError, ValueError)):
+        torch.load(damaged)
+    with pytest.raises(UnreadableError, match=re.escape(name[1:])):
+        api.verify(damaged)
+
+
+def test_locator_of_no_disk_is_refused(tmp_path: Path) -> None:
+    """One bit, that torch's zip reader looks at."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    raw = bytearray((tmp_path / "m.pt").read_bytes())
+    at = raw.rindex(b"PK\6\7") + 16
+    assert raw[at] == 1
+    raw[at] = 0
+    (tmp_path / "m.pt").write_bytes(raw)
+    with pytest.raises(RuntimeError, match="multidisk"):
+        torch.load(tmp_path / "m.pt")
+    with pytest.raises(UnreadableError, match="zip64 locator"):
+        api.verify(tmp_path / "m.pt")
