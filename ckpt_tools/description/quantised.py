@@ -60,11 +60,14 @@ def find_units(tensors: Iterable[TensorEntry], *, is_told: bool = False) -> dict
     codes = (entry for fqn, entry in entries.items() if is_code(entry) and fqn not in found)
     sure = (e.fqn for e in codes if is_told or (len(e.shape) > 1 and not e.dtype.is_float))
     homes = {fqn.rpartition(".")[0] for fqn in sure}
+    more: dict[str, str] = {}
     for fqn in [fqn for fqn in entries if fqn not in found] if homes else []:
         module, _, leaf = fqn.rpartition(".")
         home = module if module in homes else module.rpartition(".")[0]
         if home in homes and leaf != "bias":
-            found[fqn] = f"{home}.weight"
+            more[fqn] = f"{home}.weight"
+    alone = set() if is_told else {weight for weight, parts in grouped(more).items() if len(parts) == 1}
+    found |= {fqn: weight for fqn, weight in more.items() if weight not in alone}
     return found
 
 
