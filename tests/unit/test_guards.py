@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
 import zlib
@@ -18,7 +19,7 @@ from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError
-from ckpt_tools.formats._torch_zip_writer import archive_frame
+from ckpt_tools.formats._torch_zip_writer import END64, LOCATOR, archive_frame
 from ckpt_tools.formats.digest import digest_block
 from ckpt_tools.moving.execute import execute
 from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
@@ -600,3 +601,12 @@ def test_payload_of_the_largest_short_length_has_long_fields(tmp_path: Path, bel
         stream.seek(payload.header_offset + 4)
         assert int.from_bytes(stream.read(2), "little") == payload.extract_version
         assert next_one.header_offset == frame.starts[0] + nbytes + (24 if below == 0 else 16)
+
+
+def test_directory_that_begins_at_the_largest_short_place_has_long_fields() -> None:
+    small = archive_frame(b"x", [64])
+    ((at, rest),) = small.seal([0])
+    with zipfile.ZipFile(io.BytesIO(small.before + bytes(at - len(small.before)) + rest)) as archive:
+        nbytes = 64 + 0xFFFFFFFF - archive.start_dir
+    shorter, exact = (archive_frame(b"x", [nbytes - less]).nbytes for less in (1, 0))
+    assert exact - shorter == 1 + END64.size + LOCATOR.size
