@@ -31,7 +31,7 @@ ROOMS = {
     "unit/test_moments.py property/test_shares.py property/test_plan.py property/test_resume.py corrupt/test_dcp.py "
     "corrupt/test_frames.py corrupt/test_values.py property/test_part_stream.py property/test_roundtrip.py",
     "tending": "tending",
-    "remote": "remote property/test_part_stream.py",
+    "remote": "remote/test_guards.py property/test_part_stream.py remote",
     "formats": "unit property corrupt formats",
     "conversions": "cli property steps faults/test_resume.py faults/test_parts.py",
     "maps": "names property/test_mosaic.py",
