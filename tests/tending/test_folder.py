@@ -43,6 +43,7 @@ QUICK = [
     "test_nothing_goes_while_what_follows_it_has_not_arrived",
     "test_checkpoint_that_was_changed_counts_as_not_verified",
     "test_model_without_the_optimizer_of_its_predecessors_is_not_whole",
+    "test_links_and_pointers_keep_what_they_name",
 ]
 pytestmark = pytest.mark.full(but=QUICK)
 
