@@ -131,6 +131,8 @@ def test_prefix_that_others_have_written_to_is_left_alone(bucket: Bucket, monkey
     bucket.put("run/theirs", b"x")
     with pytest.raises(DestinationExistsError, match="not empty: theirs"):
         _sink(bucket)
+    with pytest.raises(DestinationExistsError, match="not empty: theirs"):
+        ObjectSink(bucket, settings=WriteSettings()).preview([10])  # of a dry run, which claims nothing
     assert _names(bucket) == ["theirs"]
     bucket.delete("run/theirs")
     look = ObjectSink._look
