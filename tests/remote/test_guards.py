@@ -173,7 +173,7 @@ def test_object_that_has_changed_since_it_was_listed_is_not_read(
     bucket.put("run/data", b"0123456789")
     with ObjectSource(bucket) as source:
         assert source.size("data") == 10
-        if not etags:  # of the time whole seconds count
+        if not etags and len(raw) == 10:  # of the time whole seconds count; another size is seen within one
             facts = source._facts("data")
             source.files()["data"] = replace(facts, version={"modified": "2026-01-01T00:00:00Z"})  # type: ignore[index]
         bucket.put("run/data", raw)

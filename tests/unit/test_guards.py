@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -21,7 +22,10 @@ from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError
 from ckpt_tools.formats._torch_zip_writer import END64, LOCATOR, archive_frame
 from ckpt_tools.formats.digest import digest_block
+from ckpt_tools.formats.frames import digest_frames
+from ckpt_tools.formats.torch_zip import parse_archive
 from ckpt_tools.moving.execute import execute
+from ckpt_tools.moving.framing import Sealing, digest_planned_frames
 from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
 from ckpt_tools.moving.read import Buffers, Checksums, combine_crcs, read_block
 from ckpt_tools.moving.seen import DisagreementError, Seen
@@ -452,6 +456,37 @@ def test_block_that_is_not_all_there_is_not_read(tmp_path: Path, box: Box, strid
     whole = Box((0, 0), (2, 3))
     with LocalSource(str(tmp_path)) as source, pytest.raises(CkptError, match=what):
         read_block(entry, chunk_index(entry), entry.dtype, whole, source, Buffers())
+
+
+def test_directory_of_an_archive_that_is_out_of_order_is_refused() -> None:
+    """Where each entry ends is looked up among the places of all: they must come in order."""
+    frame = archive_frame(b"x", [4, 4])
+    raw = bytearray(frame.before)
+    for offset, piece in frame.seal([zlib.crc32(bytes(4))] * 2):
+        raw += bytes(offset - len(raw)) + piece
+    assert len(parse_archive(len(raw), lambda at, n: bytes(raw[at : at + n]))) > 4
+    starts = [at.start() for at in re.finditer(rb"PK\x01\x02", raw)]
+    first, second, third = starts[:3]
+    raw[first:third] = raw[second:third] + raw[first:second]
+    with pytest.raises(UnreadableError, match="overlaps what lies around it"):
+        parse_archive(len(raw), lambda at, n: bytes(raw[at : at + n]))
+
+
+def test_digest_of_what_lies_around_payloads_is_the_same_planned_and_read(tmp_path: Path) -> None:
+    raw = b"head" + bytes(6) + content(20) + bytes(7)
+    (tmp_path / "a").write_bytes(raw)
+    span = ByteSpan(file="a", offset=10, nbytes=20)
+    plan = FilePlan(file="a", nbytes=len(raw), copies=(copy_span("a", span, 10),), head=b"head")
+    with LocalSource(str(tmp_path)) as source:
+        assert {"a": digest_planned_frames(plan, {})} == digest_frames({"a": len(raw)}, [span], [], source)
+
+
+def test_archive_is_closed_in_order_whichever_payload_is_done_first() -> None:
+    frame = archive_frame(b"x", [4, 4])
+    copies = tuple(copy_span(f"t{at}", ByteSpan(file="a", offset=0, nbytes=4), at) for at in frame.starts)
+    sealing = Sealing(FilePlan(file="a", nbytes=frame.nbytes, copies=copies, seal=frame.seal), frame.seal)
+    assert sealing.add(frame.starts[1], 2) == []
+    assert sealing.add(frame.starts[0], 1) == list(frame.seal([1, 2]))
 
 
 # Shares
