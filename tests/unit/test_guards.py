@@ -36,6 +36,7 @@ from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter,
 from ckpt_tools.storage.shared_staging import SharedStaging
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.storage.staging import Staging
+from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 
 # What is durable, and in which order
 
@@ -360,6 +361,16 @@ def test_source_that_changes_while_it_is_moved_is_noticed(tmp_path: Path) -> Non
         staging.begin()
         with pytest.raises(CkptError, match="changed while it was read"):
             execute([plan], source, staging, num_workers=1, progress=change)
+
+
+def test_source_with_made_files_is_watched_as_the_one_below(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    with VirtualSource(LocalSource(str(tmp_path)), {"made": VirtualFile.of(b"y")}) as source:
+        assert (source.read("a", 0, 1), source.read("made", 0, 1)) == (b"x", b"y")
+        assert source.identities()["a"]["mtime_ns"] == (tmp_path / "a").stat().st_mtime_ns
+        os.utime(tmp_path / "a", ns=(0, 1))
+        with pytest.raises(CkptError, match="changed while it was read"):
+            source.check_unchanged()
 
 
 def test_item_that_was_not_written_whole_is_an_error(tmp_path: Path) -> None:
