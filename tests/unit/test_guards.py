@@ -29,7 +29,7 @@ from ckpt_tools.moving.framing import Sealing, digest_planned_frames
 from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
 from ckpt_tools.moving.read import Buffers, Checksums, combine_crcs, read_block
 from ckpt_tools.moving.seen import DisagreementError, Seen
-from ckpt_tools.moving.share_record import TensorPart
+from ckpt_tools.moving.share_record import FileRecord, ShareRecord, TensorPart, build_record, parse_record
 from ckpt_tools.storage import claim, publish
 from ckpt_tools.storage.claim import claim_directory, staging_path
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
@@ -543,6 +543,25 @@ def test_shares_that_read_different_bytes_are_told_apart() -> None:
         assert {"b"} <= set(caught.value.shares) <= {"a", "b"}, what
     with pytest.raises(CkptError, match="no part has read its blocks"):
         _seen()[0].merge([("b", _part(raw, (0, 32)))], index)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"schema_version": 1},
+        {"files": {"../out": FileRecord(identity={})}},
+        {"index": 2},
+        {"digests": {"w": "../" + "0" * 29}},
+        {"parts": {"w": TensorPart(digests={0: "no digest"})}},
+        {"number": "0"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_record_that_no_part_writes_counts_for_nothing(wrong: dict[str, object]) -> None:
+    record = ShareRecord(fingerprint="0" * 32, index=1, count=2, parts={"w": TensorPart(digests={0: "1" * 32})})
+    assert parse_record(build_record(record), where="x") == record
+    with pytest.raises(UnreadableError, match="malformed, or of another version"):
+        parse_record(build_record(replace(record, **wrong)), where="x")  # type: ignore[arg-type]
 
 
 # Continuing, and what is believed
