@@ -55,8 +55,8 @@ class PartStream:
             end = offset + len(piece)
             if end == offset:
                 continue
-            if offset < self.position or end > self.nbytes:
-                raise CkptError(f"bytes {offset}..{end} of {self.nbytes} are written twice, or beyond the end")
+            if end > self.nbytes:
+                raise CkptError(f"bytes {offset}..{end} are written beyond the end, {self.nbytes}")
             if offset == self.position:
                 self._append(piece)
                 self._catch_up()
