@@ -56,7 +56,7 @@ class PartStream:
             if end == offset:
                 continue
             if end > self.nbytes:
-                raise CkptError(f"bytes {offset}..{end} are written beyond the end, {self.nbytes}")
+                raise CkptError(f"bytes {offset}..{end} of {self.nbytes} are written twice, or beyond the end")
             if offset == self.position:
                 self._append(piece)
                 self._catch_up()
