@@ -297,7 +297,7 @@ def _publish(staging: Staging, state: State, digests: Mapping[str, str], mesh: M
         manifest = _manifest(written, files, state, digests, metadata, mesh)
     staging.take(METADATA_NAME)
     staging.write_document(MANIFEST_NAME, build_manifest(manifest))
-    staging.write_document(METADATA_NAME, metadata)  # the commit marker, last
+    staging.write_document(METADATA_NAME, metadata)
     staging.publish()
 
 

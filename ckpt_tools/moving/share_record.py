@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
 import xxhash
 
@@ -109,6 +108,7 @@ def parse_record(text: bytes, *, where: str) -> ShareRecord:
 
 
 def _digests(record: ShareRecord) -> Iterator[str]:
-    yield from (record.fingerprint, *(file.frames for file in record.files.values() if file.frames is not None))
-    tables = ((part.digests, part.stored) for part in record.parts.values())
-    yield from (text for table in (record.digests, record.stored, *chain(*tables)) for text in table.values())
+    yield from (record.fingerprint, *record.digests.values(), *record.stored.values())
+    yield from (file.frames for file in record.files.values() if file.frames is not None)
+    for part in record.parts.values():
+        yield from (*part.digests.values(), *part.stored.values())

@@ -55,7 +55,7 @@ class PartStream:
             end = offset + len(piece)
             if end == offset:
                 continue
-            if offset < self.position or end > self.nbytes:
+            if end > self.nbytes:
                 raise CkptError(f"bytes {offset}..{end} of {self.nbytes} are written twice, or beyond the end")
             if offset == self.position:
                 self._append(piece)

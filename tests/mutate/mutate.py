@@ -31,7 +31,7 @@ ROOMS = {
     "unit/test_moments.py property/test_shares.py property/test_plan.py property/test_resume.py corrupt/test_dcp.py "
     "corrupt/test_frames.py corrupt/test_values.py property/test_part_stream.py property/test_roundtrip.py",
     "tending": "tending",
-    "remote": "remote property/test_part_stream.py",
+    "remote": "remote/test_guards.py property/test_part_stream.py remote",
     "formats": "unit property corrupt formats",
     "conversions": "cli property steps faults/test_resume.py faults/test_parts.py",
     "maps": "names property/test_mosaic.py",
@@ -188,14 +188,14 @@ def load_hand_made(words: Sequence[str] = ()) -> list[Mutant]:
     made = []
     table = tomllib.loads(HAND_MADE.read_text())
     rooms = {room: tuple(f"tests/{t}" if t[0] != "-" else t for t in tests) for room, tests in table["tests"].items()}
-    for row in table["mutant"]:
-        text = (ROOT / row["file"]).read_text()
-        if text.count(row["old"]) != 1:
-            raise SystemExit(f"{HAND_MADE}: {row['name']}: {row['file']} has its text {text.count(row['old'])} times")
-        line = text[: text.index(row["old"])].count("\n") + 1
-        if not words or any(word in row["name"] or word in row["file"] for word in words):
-            content = text.replace(row["old"], row["new"])
-            made.append(Mutant(row["file"], line, content, rooms[row["tests"]], row["name"]))
+    for file, rows in table["files"].items():
+        text, tests = (ROOT / file).read_text(), rooms[rows.pop("tests")]
+        for name, (old, new) in rows.items():
+            if text.count(old) != 1:
+                raise SystemExit(f"{HAND_MADE}: {name}: {file} has its text {text.count(old)} times")
+            if not words or any(word in name or word in file for word in words):
+                line = text[: text.index(old)].count("\n") + 1
+                made.append(Mutant(file, line, text.replace(old, new), tests, name))
     return made
 
 
@@ -240,9 +240,11 @@ def main() -> int:
                 took[mutant.tests] = time.monotonic() - start
             if world.notices(mutant, LEAST_SECONDS + 3 * took[mutant.tests]):
                 killed += 1
+                if mutant.name:
+                    print(f"killed: {mutant.name}", flush=True)
                 continue
             survivors.append(mutant)
-            print(f"{mutant.file}:{mutant.line} survives {mutant.name}\n{_diff(mutant)}", flush=True)
+            print(f"survives: {mutant.name or 'a change'}, {mutant.file}:{mutant.line}\n{_diff(mutant)}", flush=True)
     tried = killed + len(survivors)
     print(f"{tried} of {len(mutants)} mutants tried: {killed} killed, {len(survivors)} survived")
     return 1 if given.hand_made and survivors else 0

@@ -67,6 +67,13 @@ def test_nothing_is_written_twice_or_left_out(
         _send(content, data.draw(st.permutations([*pieces, shifted])), gaps)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_nothing_is_written_beyond_the_end(offset: int) -> None:
+    """Nor kept, until the end comes: nobody would ask for it."""
+    with pytest.raises(CkptError, match="beyond the end"):
+        PartStream(4, 3, lambda part: None).add(offset, [bytes(5 - offset)])
+
+
 def _send(content: bytes, pieces: Pieces, gaps: list[tuple[int, int]]) -> None:
     stream = PartStream(len(content), 3, lambda part: None, gaps)
     for offset, piece in pieces:

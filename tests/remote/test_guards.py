@@ -131,6 +131,8 @@ def test_prefix_that_others_have_written_to_is_left_alone(bucket: Bucket, monkey
     bucket.put("run/theirs", b"x")
     with pytest.raises(DestinationExistsError, match="not empty: theirs"):
         _sink(bucket)
+    with pytest.raises(DestinationExistsError, match="not empty: theirs"):
+        ObjectSink(bucket, settings=WriteSettings()).preview([10])  # of a dry run, which claims nothing
     assert _names(bucket) == ["theirs"]
     bucket.delete("run/theirs")
     look = ObjectSink._look
@@ -171,7 +173,7 @@ def test_object_that_has_changed_since_it_was_listed_is_not_read(
     bucket.put("run/data", b"0123456789")
     with ObjectSource(bucket) as source:
         assert source.size("data") == 10
-        if not etags:  # of the time whole seconds count
+        if not etags and len(raw) == 10:  # of the time whole seconds count; another size is seen within one
             facts = source._facts("data")
             source.files()["data"] = replace(facts, version={"modified": "2026-01-01T00:00:00Z"})  # type: ignore[index]
         bucket.put("run/data", raw)

@@ -18,7 +18,8 @@ from tending.runs import flip, save_step, write_state
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import StorageError, UnreadableError, UsageError
-from ckpt_tools.tending import assess
+from ckpt_tools.storage.claim import staging_path
+from ckpt_tools.tending import assess, tend
 from ckpt_tools.tending.disk import DiskFolder
 from ckpt_tools.tending.folder import BusyError
 from ckpt_tools.tending.record import RECORD_NAME
@@ -35,10 +36,14 @@ QUICK = [
     "test_what_changes_after_it_was_judged_stays",
     "test_what_has_lost_its_successor_stays",
     "test_removal_is_taken_back_when_somebody_has_come_in_between",
+    "test_what_changes_while_it_is_verified_is_not_verified",
+    "test_removal_is_durable_before_the_first_file_goes",
     "test_one_ckpt_tends_a_folder_at_a_time",
     "test_leftovers_stay_where_nothing_is_verified",
     "test_nothing_goes_while_what_follows_it_has_not_arrived",
     "test_checkpoint_that_was_changed_counts_as_not_verified",
+    "test_model_without_the_optimizer_of_its_predecessors_is_not_whole",
+    "test_links_and_pointers_keep_what_they_name",
 ]
 pytestmark = pytest.mark.full(but=QUICK)
 
@@ -256,6 +261,11 @@ def test_removing_follows_no_link(run):
 @contextlib.contextmanager
 def used(path, how):
     """Use a checkpoint as a process does that reads it, has mapped a file of it (and closed it), or writes it."""
+    if how == "staged":  # by a ckpt on another machine
+        os.mkdir(staging_path(str(path)))
+        yield
+        os.rmdir(staging_path(str(path)))
+        return
     if how == "locked":
         held = os.open(path, os.O_RDONLY)
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -273,13 +283,14 @@ def used(path, how):
     libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(4096))
 
 
-@pytest.mark.parametrize("how", ["open", "mapped", "locked"])
+@pytest.mark.parametrize("how", ["open", "mapped", "locked", "staged"])
 def test_checkpoint_in_use_stays(run, how):
     watch(run)
     with used(run / "step-10", how):
         tended = api.prune(run, keep_last=1)
     assert tended.removed == ("step-20",)
-    assert reason_of(tended, "step-10").startswith("in use by ")
+    user = "process " if how in ("open", "mapped") else "a ckpt that is writing it"
+    assert reason_of(tended, "step-10").startswith(f"in use by {user}")
     assert api.prune(run, keep_last=1).removed == ("step-10",)
 
 
@@ -408,6 +419,34 @@ def test_removal_is_taken_back_when_somebody_has_come_in_between(run):
     shutil.rmtree(run / "step-10")
     assert not folder.remove(saved)
     assert sorted(os.listdir(run)) == ["step-20", "step-30"]
+
+
+def test_what_changes_while_it_is_verified_is_not_verified(run, monkeypatch):
+    examine = tend.examine
+
+    def changing(path, **options):
+        result = examine(path, **options)
+        if path.endswith("step-20"):
+            os.utime(os.path.join(path, ".metadata"), ns=(0, 1))
+        return result
+
+    monkeypatch.setattr(tend, "examine", changing)
+    tended = watch(run, keep_last=1)
+    assert tended.verified == ("step-10", "step-30")
+    assert tended.notes == ("step-20 changed while it was verified: it counts as not verified",)
+    assert tended.removed == ("step-10",)
+
+
+def test_removal_is_durable_before_the_first_file_goes(run, monkeypatch):
+    """Else a power cut may bring the checkpoint's name back, with half of its files."""
+    folder, calls = DiskFolder(str(run)), []
+    fsync, remove = os.fsync, folder.remove_leftover
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(folder, "remove_leftover", lambda name: (calls.append("removed"), remove(name)))
+    assert folder.remove(folder.look().find("step-10"))
+    assert calls[-1] == "removed"
+    assert {str(run), os.path.dirname(calls[0])} == {str(run)} < set(calls)
+    assert len(calls) == 4
 
 
 def test_one_ckpt_tends_a_folder_at_a_time(run):

@@ -129,6 +129,12 @@ def test_damaged_record_means_that_nothing_is_verified(content):
     assert parse_record(content) == {}
 
 
+def test_record_of_another_version_counts_for_nothing():
+    content = build_record({"step-1": Entry(stamp="a", digest="b", ok=True, level="data", order=1)})
+    assert content.count(b'"version": 1') == 1
+    assert parse_record(content.replace(b'"version": 1', b'"version": 2')) == {}
+
+
 def test_damaged_entry_counts_for_nothing():
     entry = Entry(stamp="a", digest="b", ok=True, level="data", order=1)
     document = json.loads(build_record({"step-1": entry, "step-2": entry}))

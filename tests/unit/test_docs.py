@@ -62,8 +62,10 @@ def test_docs_guarantees_name_tests_that_exist() -> None:
 def test_docs_mutants_made_by_hand_change_what_is_there() -> None:
     """Whoever changes such a line changes its mutant with it."""
     table = tomllib.loads((ROOT / "tests" / "mutate" / "hand_made.toml").read_text(encoding="utf-8"))
-    texts = {row["file"]: (ROOT / row["file"]).read_text(encoding="utf-8") for row in table["mutant"]}
-    assert [row["name"] for row in table["mutant"] if texts[row["file"]].count(row["old"]) != 1] == []
+    for file, rows in table["files"].items():
+        assert rows.pop("tests") in table["tests"]
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert [name for name, (old, _) in rows.items() if text.count(old) != 1] == []
     files = {each for tests in table["tests"].values() for each in tests if not each.startswith("-")}
     assert [each for each in files if not (ROOT / "tests" / each).exists()] == []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -18,19 +20,23 @@ from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError
-from ckpt_tools.formats._torch_zip_writer import archive_frame
+from ckpt_tools.formats._torch_zip_writer import END64, LOCATOR, archive_frame
 from ckpt_tools.formats.digest import digest_block
+from ckpt_tools.formats.frames import digest_frames
+from ckpt_tools.formats.torch_zip import parse_archive
 from ckpt_tools.moving.execute import execute
+from ckpt_tools.moving.framing import Sealing, digest_planned_frames
 from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
 from ckpt_tools.moving.read import Buffers, Checksums, combine_crcs, read_block
 from ckpt_tools.moving.seen import DisagreementError, Seen
-from ckpt_tools.moving.share_record import TensorPart
+from ckpt_tools.moving.share_record import FileRecord, ShareRecord, TensorPart, build_record, parse_record
 from ckpt_tools.storage import claim, publish
-from ckpt_tools.storage.claim import claim_directory, open_directory, staging_path
+from ckpt_tools.storage.claim import claim_directory, staging_path
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
 from ckpt_tools.storage.shared_staging import SharedStaging
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.storage.staging import Staging
+from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 
 # What is durable, and in which order
 
@@ -93,24 +99,6 @@ def test_record_of_a_part_is_written_after_its_files_and_directories_are_durable
     assert calls[0] == os.path.join(sink.directory, "sub")
     assert calls.index("replace") > 1
     sink.discard()
-
-
-def test_sync_that_fails_after_the_rename_takes_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = Staging(str(tmp_path / "out"), overwrite=False)
-    staging.begin()
-    staging.write_document("data", b"x")
-    fsync = os.fsync
-
-    def fail(descriptor: int) -> None:
-        if (tmp_path / "out").exists():
-            raise OSError(5, "Input/output error")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(CkptError, match="cannot publish"):
-        staging.publish()
-    assert not (tmp_path / "out").exists()
-    staging.discard()
 
 
 # Whose directory it is
@@ -198,22 +186,6 @@ def test_second_rename_that_fails_brings_the_old_checkpoint_back(
         staging.publish()
     staging.discard()
     assert (tmp_path / "out" / "old").read_bytes() == b"old"
-
-
-def test_emptying_a_directory_follows_no_link(tmp_path: Path) -> None:
-    (tmp_path / "victim" / "precious").mkdir(parents=True)
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "link").symlink_to(tmp_path / "victim")
-    claim.empty_directory(str(tmp_path / "here"))
-    assert (tmp_path / "victim" / "precious").exists()
-    assert not os.listdir(tmp_path / "here")
-
-
-def test_link_in_place_of_the_staging_directory_is_not_opened(tmp_path: Path) -> None:
-    (tmp_path / "victim").mkdir()
-    (tmp_path / "link").symlink_to("victim")
-    with pytest.raises(CkptError, match="not a directory"):
-        open_directory(str(tmp_path / "link"))
 
 
 # What is found there
@@ -391,6 +363,16 @@ def test_source_that_changes_while_it_is_moved_is_noticed(tmp_path: Path) -> Non
             execute([plan], source, staging, num_workers=1, progress=change)
 
 
+def test_source_with_made_files_is_watched_as_the_one_below(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    with VirtualSource(LocalSource(str(tmp_path)), {"made": VirtualFile.of(b"y")}) as source:
+        assert (source.read("a", 0, 1), source.read("made", 0, 1)) == (b"x", b"y")
+        assert source.identities()["a"]["mtime_ns"] == (tmp_path / "a").stat().st_mtime_ns
+        os.utime(tmp_path / "a", ns=(0, 1))
+        with pytest.raises(CkptError, match="changed while it was read"):
+            source.check_unchanged()
+
+
 def test_item_that_was_not_written_whole_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "a").write_bytes(content(64))
@@ -487,6 +469,37 @@ def test_block_that_is_not_all_there_is_not_read(tmp_path: Path, box: Box, strid
         read_block(entry, chunk_index(entry), entry.dtype, whole, source, Buffers())
 
 
+def test_directory_of_an_archive_that_is_out_of_order_is_refused() -> None:
+    """Where each entry ends is looked up among the places of all: they must come in order."""
+    frame = archive_frame(b"x", [4, 4])
+    raw = bytearray(frame.before)
+    for offset, piece in frame.seal([zlib.crc32(bytes(4))] * 2):
+        raw += bytes(offset - len(raw)) + piece
+    assert len(parse_archive(len(raw), lambda at, n: bytes(raw[at : at + n]))) > 4
+    starts = [at.start() for at in re.finditer(rb"PK\x01\x02", raw)]
+    first, second, third = starts[:3]
+    raw[first:third] = raw[second:third] + raw[first:second]
+    with pytest.raises(UnreadableError, match="overlaps what lies around it"):
+        parse_archive(len(raw), lambda at, n: bytes(raw[at : at + n]))
+
+
+def test_digest_of_what_lies_around_payloads_is_the_same_planned_and_read(tmp_path: Path) -> None:
+    raw = b"head" + bytes(6) + content(20) + bytes(7)
+    (tmp_path / "a").write_bytes(raw)
+    span = ByteSpan(file="a", offset=10, nbytes=20)
+    plan = FilePlan(file="a", nbytes=len(raw), copies=(copy_span("a", span, 10),), head=b"head")
+    with LocalSource(str(tmp_path)) as source:
+        assert {"a": digest_planned_frames(plan, {})} == digest_frames({"a": len(raw)}, [span], [], source)
+
+
+def test_archive_is_closed_in_order_whichever_payload_is_done_first() -> None:
+    frame = archive_frame(b"x", [4, 4])
+    copies = tuple(copy_span(f"t{at}", ByteSpan(file="a", offset=0, nbytes=4), at) for at in frame.starts)
+    sealing = Sealing(FilePlan(file="a", nbytes=frame.nbytes, copies=copies, seal=frame.seal), frame.seal)
+    assert sealing.add(frame.starts[1], 2) == []
+    assert sealing.add(frame.starts[0], 1) == list(frame.seal([1, 2]))
+
+
 # Shares
 
 
@@ -530,6 +543,25 @@ def test_shares_that_read_different_bytes_are_told_apart() -> None:
         assert {"b"} <= set(caught.value.shares) <= {"a", "b"}, what
     with pytest.raises(CkptError, match="no part has read its blocks"):
         _seen()[0].merge([("b", _part(raw, (0, 32)))], index)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"schema_version": 1},
+        {"files": {"../out": FileRecord(identity={})}},
+        {"index": 2},
+        {"digests": {"w": "../" + "0" * 29}},
+        {"parts": {"w": TensorPart(digests={0: "no digest"})}},
+        {"number": "0"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_record_that_no_part_writes_counts_for_nothing(wrong: dict[str, object]) -> None:
+    record = ShareRecord(fingerprint="0" * 32, index=1, count=2, parts={"w": TensorPart(digests={0: "1" * 32})})
+    assert parse_record(build_record(record), where="x") == record
+    with pytest.raises(UnreadableError, match="malformed, or of another version"):
+        parse_record(build_record(replace(record, **wrong)), where="x")  # type: ignore[arg-type]
 
 
 # Continuing, and what is believed
@@ -600,3 +632,12 @@ def test_payload_of_the_largest_short_length_has_long_fields(tmp_path: Path, bel
         stream.seek(payload.header_offset + 4)
         assert int.from_bytes(stream.read(2), "little") == payload.extract_version
         assert next_one.header_offset == frame.starts[0] + nbytes + (24 if below == 0 else 16)
+
+
+def test_directory_that_begins_at_the_largest_short_place_has_long_fields() -> None:
+    small = archive_frame(b"x", [64])
+    ((at, rest),) = small.seal([0])
+    with zipfile.ZipFile(io.BytesIO(small.before + bytes(at - len(small.before)) + rest)) as archive:
+        nbytes = 64 + 0xFFFFFFFF - archive.start_dir
+    shorter, exact = (archive_frame(b"x", [nbytes - less]).nbytes for less in (1, 0))
+    assert exact - shorter == 1 + END64.size + LOCATOR.size

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
+
 import numpy as np
 import pytest
+from samples import small_blocks
 
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
@@ -12,7 +15,7 @@ from ckpt_tools.formats.digest import digest_block, digest_tensor
 from ckpt_tools.maps import mosaic
 from ckpt_tools.maps.laying import lay_out
 from ckpt_tools.moving.execute import scan
-from ckpt_tools.moving.plan import blocks_at_once, blocks_of, buffer_bytes
+from ckpt_tools.moving.plan import TILE_BLOCKS, blocks_at_once, blocks_of, buffer_bytes
 from ckpt_tools.moving.read import Buffers, read_blocks
 from ckpt_tools.storage.source import LocalSource
 
@@ -73,6 +76,20 @@ def test_blocks_together_are_what_they_are_one_by_one(stored, case) -> None:
         start += 2 * block.num_elems
     for num_workers in (1, 3):
         assert scan([entry], source, num_workers=num_workers).digests["t"] == digest_tensor(digests)
+
+
+@pytest.mark.parametrize("case", ["transposed", "side by side"])
+def test_tile_of_the_blocks_before_serves_no_others(stored, case) -> None:
+    """One worker reads more blocks than a tile is for."""
+    source, entries, arrays = stored
+    build, formula = CASES[case]
+    entry = lay_out("t", build(entries), entries)
+    expected = memoryview(np.ascontiguousarray(formula(arrays["a"], arrays["b"])).tobytes())
+    with small_blocks(1 << 20):
+        ends = [0, *accumulate(2 * block.num_elems for block in blocks_of(entry, BF16))]
+        assert len(ends) > 2 * TILE_BLOCKS
+        digests = b"".join(digest_block(expected[start:end]) for start, end in pairwise(ends))
+        assert scan([entry], source, num_workers=1).digests["t"] == digest_tensor(digests)
 
 
 @pytest.mark.parametrize(("case", "most"), [("transposed", 1), ("every second", 4000)])
