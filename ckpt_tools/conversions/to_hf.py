@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
-from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, differences, is_same, model_in
+from ckpt_tools.conversions.find import as_stored, check_copies, differences, is_same, leave_out, model_in
 from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
@@ -158,8 +158,7 @@ def gathering_job(
     model, names = model_in(chosen, strip, notes)
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
-    named = name_hub(model, beside, naming, opened.resolve)
-    check_left_out(named, model, opened)
+    named = leave_out(name_hub(model, beside, naming, opened.resolve), model, opened)
     warnings = differences(named, opened, beside, notes)
     if named.note:
         notes.append(named.note)
@@ -238,7 +237,7 @@ def _restore(
         placed += header.tensors
     apart: tuple[TensorEntry, ...] = ()
     if origin.map is not None or (is_reference and not by_fqn.keys() >= {entry.fqn for entry in placed}):
-        model, names, apart = _turned_back(opened, model, names, placed, assets, origin, naming)
+        model, names, apart = _turned_back(opened, model, names, placed, assets, origin, naming, notes)
         by_fqn = {entry.fqn: entry for entry in model.tensors}
     wanted = {entry.fqn: entry for entry in placed}
     if len(wanted) != len(placed):
@@ -294,6 +293,7 @@ def _turned_back(
     assets: AssetList,
     origin: Origin,
     naming: Naming,
+    notes: list[str],
 ) -> tuple[Checkpoint, Mapping[str, str], tuple[TensorEntry, ...]]:
     """Return a live model's tensors as those of some files, their names in the source, and what is written in parts."""
     try:
@@ -303,6 +303,7 @@ def _turned_back(
             raise
         return model, names, ()
     check_copies(named, opened)
+    notes += [named.note] if named.note else []
     found = {entry.fqn: "" for entry in named.checkpoint.tensors}
     found |= {fqn: names.get(own, own) for fqn, own in named.sources.items()}
     return named.checkpoint, found, as_stored(named.apart, names)

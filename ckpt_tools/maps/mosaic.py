@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import mul
 
-from ckpt_tools.description.dtypes import DType
+from ckpt_tools.description.dtypes import BY_NAME, DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.description.tiling import check_tiling
 
 MAX_RUNS = 100_000
 """Into which one tensor may be taken apart."""
+ZEROS = "zeros "
+"""How the name of a source begins that is in no file; float32."""
 STACKED = -1
 """A dim of size 1 that the other tensor does not have."""
 
@@ -57,6 +59,11 @@ class Mosaic:
         return self.pieces[0].axes == tuple(range(len(shape))) and set(self.pieces[0].steps) <= {1}
 
     @property
+    def is_zeros(self) -> bool:
+        """Is it of `zeros`?"""
+        return any(source.startswith(ZEROS) for source in self.sources)
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """The tensors that it is made of."""
         return tuple(dict.fromkeys(piece.source for piece in self.pieces))
@@ -69,6 +76,11 @@ def whole(fqn: str, dtype: DType, shape: tuple[int, ...]) -> Mosaic:
         box=Box((0,) * dims, shape), source=fqn, axes=tuple(range(dims)), starts=(0,) * dims, steps=(1,) * dims
     )
     return Mosaic(dtype=dtype, shape=shape, pieces=(piece,))
+
+
+def zeros(shape: tuple[int, ...]) -> Mosaic:
+    """Return a tensor of float32 zeros."""
+    return whole(f"{ZEROS}{list(shape)}", BY_NAME["F32"], shape)
 
 
 def stack(parts: Sequence[Mosaic], dim: int) -> Mosaic:

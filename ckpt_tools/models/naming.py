@@ -19,7 +19,7 @@ from ckpt_tools.formats.table import format_of
 from ckpt_tools.maps.convert import Converted, to_hub, to_live
 from ckpt_tools.maps.hold import hold
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps, parse_key_maps
-from ckpt_tools.maps.laying import lay_out
+from ckpt_tools.maps.laying import lay_out, zero_entry
 from ckpt_tools.maps.mosaic import Mosaic, invert, whole
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected
@@ -31,7 +31,6 @@ from ckpt_tools.models.conventions import (
     check_whole,
     conventions_of,
     map_of,
-    refuse_lost,
 )
 from ckpt_tools.options import AnyPath
 from ckpt_tools.storage.named_file import read_named_file
@@ -83,6 +82,8 @@ class Named:
     """What brought the names about; None where none changed."""
     apart: tuple[TensorEntry, ...] = ()
     """Tensors of the source that are joined or split; what is recorded of them holds for none that is written."""
+    lost: tuple[str, ...] = ()
+    """What the hub has no place for; it keeps its name."""
     left_out: tuple[str, ...] = ()
     """What has no place among these names and was left out, for people."""
     note: str = ""
@@ -162,7 +163,6 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
                 hint="--names live writes the names that are there",
             ) from error
         return plain
-    refuse_lost(found, where=checkpoint.root)
     if checkpoint.mesh is None and not format_of(checkpoint).keeps_order:
         _refuse_packed(checkpoint, found)
     return _named(checkpoint, found, None, "the hub", resolve)
@@ -271,7 +271,9 @@ def name_back(
     rest = _whole(entry for entry in checkpoint.tensors if entry.fqn not in live and entry.fqn not in back)
     aliases = {alias: name for alias, name in found.aliases.items() if alias in rest and name in there}
     made = Converted(mosaics={**back, **rest}, aliases=aliases, copies=tuple(copies))
-    return _named(checkpoint, made, None, "", resolve)
+    left_out = [name for name, mosaic in live.items() if mosaic.is_zeros]
+    note = f"left out {first_few(left_out)}, written as zeros beside the hub's tensors" if left_out else ""
+    return replace(_named(checkpoint, made, None, "", resolve), note=note)
 
 
 def _fits(naming: Naming, headers: Iterable[TensorEntry], assets: AssetList, there: Mapping[str, TensorEntry]) -> bool:
@@ -280,7 +282,7 @@ def _fits(naming: Naming, headers: Iterable[TensorEntry], assets: AssetList, the
         _, found = _forward(headers, assets, naming)
     except (UsageError, UnreadableError):
         return False
-    return found.mosaics.keys() <= there.keys()
+    return all(name in there for name, mosaic in found.mosaics.items() if not mosaic.is_zeros)
 
 
 def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) -> tuple[TensorMap, Converted]:
@@ -370,6 +372,7 @@ def _whole(tensors: Iterable[TensorEntry]) -> dict[str, Mosaic]:
 
 def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, whose: str, resolve: Resolve) -> Named:
     entries = {entry.fqn: entry for entry in checkpoint.tensors}
+    entries |= {m.sources[0]: zero_entry(m) for m in found.mosaics.values() if m.is_zeros}
     joined = {
         source
         for mosaic in found.mosaics.values()
@@ -381,7 +384,7 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
     sources = {
         fqn: mosaic.sources[0]
         for fqn, mosaic in found.mosaics.items()
-        if mosaic.sources and mosaic.is_only(entries[mosaic.sources[0]].shape)
+        if mosaic.sources and not mosaic.is_zeros and mosaic.is_only(entries[mosaic.sources[0]].shape)
     }
     copies = tuple(
         (lay_out(one.sources[0], one, raw), lay_out(other.sources[0], other, raw))
@@ -405,6 +408,7 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
         copies=copies,
         map=known if changed else None,
         apart=tuple(raw[fqn] for fqn in sorted(joined)),
+        lost=found.lost,
         left_out=found.notes,
         note=f"names of {escape_name(whose)}: {'; '.join(parts)}" if parts and whose else "",
     )
