@@ -26,9 +26,8 @@ is all experts of a layer, and ``fc1.weight7`` is expert 7.
 - ``tie a b``: two of the hub's names that are one tensor, which the other side writes both
 - ``drop a``: what the other side does without; it keeps its name
 - ``skip b``: what the hub does without, because it is computed; left out on the way there
-- ``lost b if a | c``: what the other side has beside `a`, and the hub has no place for: to leave it out is for the user
-  to say
-- ``zeros b if a | c``: the same, and written as float32 zeros, one for each row of `a`, as the other side begins with
+- ``lost b if a | c``: what the other side has beside `a`, and the hub has no place for: written as float32 zeros, one for
+  each row of `a`, and left out on the way back if it still is zeros; if it is not, that is for the user to say
 
 At the end of a name that is dropped, skipped or lost, ``**`` is anything.
 
@@ -121,13 +120,12 @@ class KeyMap:
             wanted = [line.spellings[0].names[0] for line in lines if line.hub == (missing,)]
             if missing not in tensors and there in places:
                 aliases |= dict.fromkeys(wanted, places[there])
-        news = {}
+        news: dict[str, Mosaic] = {}
         for one, numbers in self._lost_beside(tensors):
             name, beside = (fill(each, signs_of(one.beside), numbers) for each in (one.names[0], one.beside))
-            news[name] = mosaic.zeros(tensors[beside].shape[:1]) if one.is_zeros else None
-        made |= {name: tensor for name, tensor in news.items() if tensor is not None}
-        how = "written as zeros" if news.keys() <= made.keys() else "so not written"
-        notes = [f"not in the files, {how}: {first_few(news)}"] if news else []
+            news[name] = mosaic.zeros(tensors[beside].shape[:1])
+        made |= news
+        notes = [f"not in the files, written as zeros: {first_few(list(news))}"] if news else []
         return Converted(mosaics=made, aliases=aliases, notes=tuple(notes))
 
     def backward(self, tensors: Mapping[str, Mosaic], config: Config) -> Converted:

@@ -36,8 +36,6 @@ class Spelling:
     steps: tuple[Step, ...] = ()
     beside: str = ""
     """Name of the hub without which this is read, and not written."""
-    is_zeros: bool = False
-    """Of what the hub has no place for: is it written as zeros?"""
 
     @property
     def signs(self) -> str:
@@ -183,7 +181,7 @@ def parse_sections(text: str, *, where: str) -> dict[str, Section]:
 
 def _parse_line(line: str, draft: _Draft, where: str) -> None:
     word, _, rest = line.partition(" ")
-    if word in ("tie", "drop", "skip", "lost", "zeros", "count") and "=" not in rest:
+    if word in ("tie", "drop", "skip", "lost", "count") and "=" not in rest:
         _parse_word(word, rest.strip(), draft, where)
         return
     if word == "again":
@@ -223,8 +221,8 @@ def _parse_word(word: str, rest: str, draft: _Draft, where: str) -> None:
             draft.dropped += names
         case "skip" if len(names) == 1:
             draft.skipped += names
-        case "lost" | "zeros":
-            found = tuple(replace(one, is_zeros=word == "zeros") for one in _parse_spellings(rest, 1, "", where))
+        case "lost":
+            found = tuple(_parse_spellings(rest, 1, "", where))
             names = [name for one in found for name in one.names]
             draft.lost += found
             names += [one.beside for one in found if one.beside]

@@ -22,7 +22,7 @@ from ckpt_tools.description.tiling import check_tiling
 MAX_RUNS = 100_000
 """Into which one tensor may be taken apart."""
 ZEROS = "zeros "
-"""How the name of a source begins that is in no file; float32."""
+"""How the name of a source begins that is in no file."""
 STACKED = -1
 """A dim of size 1 that the other tensor does not have."""
 
