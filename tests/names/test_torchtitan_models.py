@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from names.keymaps import assert_same, backward, forward
+from trainers import titan_models
 
 from ckpt_tools.maps.keymap import load_key_maps
 
@@ -21,8 +21,6 @@ def patches(size):
     return {"vision_config": {"in_channels": 3, "patch_size": size, "temporal_patch_size": 2}}
 
 
-AXES = re.compile(r"(mlp[12]_(?:weight|bias))_E[GDF]+$")
-"""Which the adapter of gpt-oss forgets: it names other tensors than its model has."""
 MODELS = {
     ("llama3", "debugmodel"): ("llama", {"num_attention_heads": 16, "num_key_value_heads": 16}),
     ("qwen3", "debugmodel"): ("qwen3", {}),
@@ -35,18 +33,9 @@ MODELS = {
 }
 
 
-def of_transformers(hub, kind):
-    """The hub's tensors as transformers has them, of what torchtitan's adapters take for them."""
-    if kind == "gpt_oss":  # the published form, dequantised: rows for columns
-        return {n.removesuffix("_blocks"): t.transpose(1, 2) if n.endswith("_blocks") else t for n, t in hub.items()}
-    turned = ("experts.gate_up_proj", "experts.down_proj") if kind == "qwen3_5_moe" else ()
-    return {n: t.transpose(1, 2).contiguous() if n.endswith(turned) else t for n, t in hub.items()}
-
-
 @pytest.mark.parametrize("model", MODELS, ids="-".join)
 def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
     from trainers.test_torchtitan import Absent, let_torchtitan_use_cpu
-    from trainers.titan_models import debug_model
 
     let_torchtitan_use_cpu()
     for name in (
@@ -62,7 +51,7 @@ def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
     ):  # kernels for GPUs
         sys.modules.setdefault(name, Absent(name))
     kind, config = MODELS[model]
-    entry, live = debug_model(*model)
+    entry, live = titan_models.debug_model(*model)
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.state_dict().items()}
     torch.manual_seed(0)
     state = {
@@ -74,12 +63,14 @@ def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
     theirs._validate_hf_rope_config = lambda *_: None  # of a config.json
     if "lm_head.weight" in state and getattr(entry.model, "enable_weight_tying", False):
         state["lm_head.weight"] = state["tok_embeddings.weight"]
-    known = {AXES.sub(r"\1", name) if kind == "gpt_oss" else name: tensor for name, tensor in state.items()}
+    known = {
+        titan_models.AXES.sub(r"\1", name) if kind == "gpt_oss" else name: tensor for name, tensor in state.items()
+    }
     hub = theirs.to_hf(dict(known))
     assert_same(theirs.from_hf(dict(hub)), known)
     config = config | sizes_of(entry.model, shapes)
     key_map = load_key_maps("torchtitan")[kind]
-    hub = of_transformers(hub, kind)
+    hub = titan_models.of_transformers(hub, kind)
     ours = forward(key_map, hub, config)
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ours.items()} == shapes
     assert_same({name: tensor for name, tensor in ours.items() if name in state}, state)
