@@ -175,10 +175,7 @@ def as_stored(apart: Iterable[TensorEntry], names: Mapping[str, str]) -> tuple[T
 
 
 def leave_out(named: Named, model: Checkpoint, opened: Opened) -> Named:
-    """Leave out what says nothing; refuse a name of tied weights, or a copy, of other bytes: two tensors were trained.
-
-    So is what the hub has no place for, unless it is zeros.
-    """
+    """Leave out zeros; refuse what the hub has no place for, and names of one tensor, or copies, of other bytes."""
     named = without_zeros(named, opened)
     refuse_lost(named.lost, where=opened.source.root)
     entries = {entry.fqn: entry for entry in model.tensors}

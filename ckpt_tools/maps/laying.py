@@ -17,12 +17,10 @@ ZEROS_FILE = ".ckpt/zeros"
 
 
 def zero_entry(mosaic: Mosaic) -> TensorEntry:
-    """Return the source of `mosaic.zeros`."""
-    box = Box((0,) * len(mosaic.shape), mosaic.shape)
-    span = ByteSpan(file=ZEROS_FILE, offset=0, nbytes=mosaic.dtype.num_bytes(box.num_elems))
-    return TensorEntry(
-        fqn=mosaic.sources[0], dtype=mosaic.dtype, shape=mosaic.shape, chunks=(Chunk(box=box, span=span),)
-    )
+    """Return the source of a tensor of zeros."""
+    (piece,), dtype = mosaic.pieces, mosaic.dtype
+    span = ByteSpan(file=ZEROS_FILE, offset=0, nbytes=dtype.num_bytes(piece.box.num_elems))
+    return TensorEntry(fqn=piece.source, dtype=dtype, shape=mosaic.shape, chunks=(Chunk(box=piece.box, span=span),))
 
 
 def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> TensorEntry:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import mul
 
-from ckpt_tools.description.dtypes import BY_NAME, DType
+from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.description.tiling import check_tiling
 
 MAX_RUNS = 100_000
 """Into which one tensor may be taken apart."""
-ZEROS = "zeros "
+ZEROS = "\0zeros "
 """How the name of a source begins that is in no file."""
 STACKED = -1
 """A dim of size 1 that the other tensor does not have."""
@@ -60,7 +60,7 @@ class Mosaic:
 
     @property
     def is_zeros(self) -> bool:
-        """Is it of `zeros`?"""
+        """Is it whole, and in no file?"""
         return any(source.startswith(ZEROS) for source in self.sources)
 
     @property
@@ -76,11 +76,6 @@ def whole(fqn: str, dtype: DType, shape: tuple[int, ...]) -> Mosaic:
         box=Box((0,) * dims, shape), source=fqn, axes=tuple(range(dims)), starts=(0,) * dims, steps=(1,) * dims
     )
     return Mosaic(dtype=dtype, shape=shape, pieces=(piece,))
-
-
-def zeros(shape: tuple[int, ...]) -> Mosaic:
-    """Return a tensor of float32 zeros."""
-    return whole(f"{ZEROS}{list(shape)}", BY_NAME["F32"], shape)
 
 
 def stack(parts: Sequence[Mosaic], dim: int) -> Mosaic:

@@ -24,14 +24,7 @@ from ckpt_tools.maps.mosaic import Mosaic, invert, whole
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected
 from ckpt_tools.models.config import CONFIG_NAME, config_in
-from ckpt_tools.models.conventions import (
-    CONVENTIONS,
-    UnclearNamesError,
-    agreed,
-    check_whole,
-    conventions_of,
-    map_of,
-)
+from ckpt_tools.models.conventions import CONVENTIONS, UnclearNamesError, agreed, check_whole, conventions_of, map_of
 from ckpt_tools.options import AnyPath
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.source import Source
@@ -222,14 +215,9 @@ def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
 
 def _is_cut_by_fsdp(entry: TensorEntry, axis: int, others: Iterable[TensorEntry]) -> bool:
     """Is another weight of the module cut alike? Tensor parallelism cuts that one's inputs, its last dim, instead."""
-    module, dims = entry.fqn.rpartition(".")[0], len(entry.shape)
-    return any(
-        other.fqn.rpartition(".")[0] == module
-        and axis + 1 < dims == len(other.shape)
-        and other.num_parts(axis) == entry.num_parts(axis)
-        and other.num_parts(dims - 1) == 1
-        for other in others
-    )
+    (module, _, _), dims, parts = entry.fqn.rpartition("."), len(entry.shape), entry.num_parts(axis)
+    beside = [one for one in others if one.fqn.rpartition(".")[0] == module and len(one.shape) == dims > axis + 1]
+    return any((one.num_parts(axis), one.num_parts(dims - 1)) == (parts, 1) for one in beside)
 
 
 def name_back(
