@@ -15,7 +15,7 @@ from ckpt_tools.description.quantised import find_units
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.opening import Opened
-from ckpt_tools.models.naming import AssetList, Naming, name_known, name_live
+from ckpt_tools.models.naming import AssetList, Named, Naming, name_known, name_live
 from ckpt_tools.moving.beside import Beside, Reading
 from ckpt_tools.moving.execute import Progress, scan
 from ckpt_tools.moving.moments import measures
@@ -24,6 +24,7 @@ from ckpt_tools.moving.read import read_blocks
 from ckpt_tools.moving.split import Part, own_tensors
 from ckpt_tools.moving.strides import byte_box
 from ckpt_tools.storage.source import Source
+from ckpt_tools.text import first_few
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +183,7 @@ def _otherwise(opened: Opened, entries: _Entries, assets: AssetList, names: str)
     tensors = tuple(replace(entry, fqn=fqn) for fqn, entry in entries.items())
     checkpoint = replace(opened.checkpoint, tensors=tensors)
     hub = name_known(checkpoint, assets, names, opened.resolve)
+    hub = hub and without_zeros(hub, opened)
     left_out = () if hub is None else hub.left_out
     live = name_live(checkpoint if hub is None else hub.checkpoint, assets, Naming(), opened.resolve)
     found = {entry.fqn: entry for entry in live.checkpoint.tensors}
@@ -189,6 +191,24 @@ def _otherwise(opened: Opened, entries: _Entries, assets: AssetList, names: str)
     if hub is not None:
         sides.insert(0, Side(entries={entry.fqn: entry for entry in hub.checkpoint.tensors}, left_out=left_out))
     return sides
+
+
+def without_zeros(named: Named, opened: Opened) -> Named:
+    """Leave out what the hub has no place for where it is zeros, as the other side begins with."""
+    lost = [entry for entry in named.checkpoint.tensors if entry.fqn in named.lost]
+    blocks = {entry.fqn: read_blocks(opened.resolve(entry), opened.source) for entry in lost}
+    zeros = [fqn for fqn, found in blocks.items() if not any(any(content) for _, content in found)]
+    if not zeros:
+        return named
+    kept = tuple(entry for entry in named.checkpoint.tensors if entry.fqn not in zeros)
+    said = f"left out {first_few(zeros)}: zeros, which the hub has no place for"
+    return replace(
+        named,
+        checkpoint=replace(named.checkpoint, tensors=kept),
+        lost=tuple(fqn for fqn in named.lost if fqn not in zeros),
+        left_out=(*named.left_out, said),
+        note="; ".join(filter(None, (named.note, said))),
+    )
 
 
 def _compare_kinds(one: TensorEntry, other: TensorEntry) -> str | None:

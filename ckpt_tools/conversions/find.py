@@ -8,18 +8,21 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile, zip_longest
 
+from ckpt_tools.checks.diff import without_zeros
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, strip_prefix, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats.manifest import Origin
 from ckpt_tools.formats.opening import Opened, read_document
+from ckpt_tools.maps.laying import ZEROS_FILE
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
-from ckpt_tools.models.conventions import check_settings
+from ckpt_tools.models.conventions import check_settings, refuse_lost
 from ckpt_tools.models.naming import AssetList, Named, Naming, claim_of, name_back, name_hub, name_live
 from ckpt_tools.moving.plan import check_complete
 from ckpt_tools.moving.read import read_blocks
 from ckpt_tools.placement.plain_yaml import load_yaml
+from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import escape_name, first_few
 
 _RUN_CONFIG = "run_config.yaml"
@@ -105,6 +108,13 @@ def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
     return notes
 
 
+def with_zeros(opened: Opened, named: Named) -> Opened:
+    """Return a checkpoint with what is in no file of it, and written as zeros."""
+    spans = (chunk.span for entry in named.checkpoint.tensors for chunk in entry.chunks)
+    file = VirtualFile.of(bytes(max((span.nbytes for span in spans if span.file == ZEROS_FILE), default=0)))
+    return replace(opened, source=VirtualSource(opened.source, {ZEROS_FILE: file})) if file.nbytes else opened
+
+
 def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named, str]:
     """Return a sharded model's tensors by other names, and the prefix that their own have.
 
@@ -127,7 +137,7 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
         first = name_back(model, _tensors_of(origin), assets, origin.map, Naming(), opened.resolve)
     else:
         first = name_hub(model, assets, naming if naming.names == "hub" else Naming(), opened.resolve)
-    check_left_out(first, model, opened)
+    first = leave_out(first, model, opened)
     warnings = differences(first, opened, assets, notes)
     notes += warnings
     once = tuple(entry for entry in first.checkpoint.tensors if entry.fqn not in first.aliases)
@@ -176,8 +186,10 @@ def as_stored(apart: Iterable[TensorEntry], names: Mapping[str, str]) -> tuple[T
     return tuple(replace(entry, fqn=names.get(entry.fqn, entry.fqn)) for entry in apart)
 
 
-def check_left_out(named: Named, model: Checkpoint, opened: Opened) -> None:
-    """Refuse to leave out a name of tied weights, or a copy, whose bytes are others: two tensors were trained."""
+def leave_out(named: Named, model: Checkpoint, opened: Opened) -> Named:
+    """Leave out zeros; refuse what the hub has no place for, and names of one tensor, or copies, of other bytes."""
+    named = without_zeros(named, opened)
+    refuse_lost(named.lost, where=opened.source.root)
     entries = {entry.fqn: entry for entry in model.tensors}
     for alias, name in named.aliases.items():
         if not is_same(entries[alias], entries[name], opened, tied=True):
@@ -187,6 +199,7 @@ def check_left_out(named: Named, model: Checkpoint, opened: Opened) -> None:
                 hint=f"is tie_word_embeddings in {CONFIG_NAME} what was trained? --names live writes both",
             )
     check_copies(named, opened)
+    return named
 
 
 def differences(named: Named, opened: Opened, assets: AssetList, notes: list[str]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
-from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, differences, is_same, model_in
+from ckpt_tools.conversions.find import as_stored, check_copies, differences, is_same, leave_out, model_in
 from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import rename, select, strip_prefix
@@ -163,8 +163,7 @@ def gathering_job(
     shown = written_names(opened, strip, beside, naming) if include or exclude else {}
     chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude, also=shown))
     model, names = model_in(chosen, strip, notes)
-    named = name_hub(model, beside, naming, opened.resolve)
-    check_left_out(named, model, opened)
+    named = leave_out(name_hub(model, beside, naming, opened.resolve), model, opened)
     warnings = differences(named, opened, beside, notes)
     if named.note:
         notes.append(named.note)
@@ -243,7 +242,7 @@ def _restore(
         placed += header.tensors
     apart: tuple[TensorEntry, ...] = ()
     if origin.map is not None or (is_reference and not by_fqn.keys() >= {entry.fqn for entry in placed}):
-        model, names, apart = _turned_back(opened, model, names, placed, assets, origin, naming)
+        model, names, apart = _turned_back(opened, model, names, placed, assets, origin, naming, notes)
         by_fqn = {entry.fqn: entry for entry in model.tensors}
     wanted = {entry.fqn: entry for entry in placed}
     if len(wanted) != len(placed):
@@ -299,6 +298,7 @@ def _turned_back(
     assets: AssetList,
     origin: Origin,
     naming: Naming,
+    notes: list[str],
 ) -> tuple[Checkpoint, Mapping[str, str], tuple[TensorEntry, ...]]:
     """Return a live model's tensors as those of some files, their names in the source, and what is written in parts."""
     try:
@@ -308,6 +308,7 @@ def _turned_back(
             raise
         return model, names, ()
     check_copies(named, opened)
+    notes += [named.note] if named.note else []
     found = {entry.fqn: "" for entry in named.checkpoint.tensors}
     found |= {fqn: names.get(own, own) for fqn, own in named.sources.items()}
     return named.checkpoint, found, as_stored(named.apart, names)

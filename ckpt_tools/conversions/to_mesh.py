@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.conversions.check_names import warn_of_ties
-from ckpt_tools.conversions.find import name_again, shown_again
+from ckpt_tools.conversions.find import name_again, shown_again, with_zeros
 from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on, shown_names
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.globs import Names
@@ -238,7 +238,7 @@ def sharding_job(
         prefix = options.prefix
         origin = None if origin is None else replace(origin, prefix=prefix + origin.prefix)
     else:
-        prefix = options.prefix + root
+        opened, prefix = with_zeros(opened, named), options.prefix + root
         origin = None if origin is None else replace(origin, prefix=prefix, map=named.map)
         notes += [named.note] if named.note else []
     shown = {fqn: (prefix + fqn, source) for fqn, source in named.sources.items()}

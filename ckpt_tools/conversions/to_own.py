@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpt_tools.conversions.find import model_in, name_again
+from ckpt_tools.conversions.find import model_in, name_again, with_zeros
 from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint
@@ -36,7 +36,7 @@ def own_job(
     if named is not None:
         own = {entry.fqn: named.sources.get(entry.fqn, "") for entry in named.checkpoint.tensors}
         check_whole(opened, opened.own_assets, named.checkpoint.tensors, own, named.apart)
-        opened = replace(opened, checkpoint=named.checkpoint, origin=None)
+        opened = replace(with_zeros(opened, named), checkpoint=named.checkpoint, origin=None)
     if not opened.format.loads_by_dcp:
         gather = GatherOptions(
             opened.source.root,

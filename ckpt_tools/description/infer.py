@@ -18,18 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.description.layout import (
-    Box,
-    Fsdp,
-    Interval,
-    Layout,
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    cut_tensor,
-    fsdp_axes,
-)
+from ckpt_tools.description.layout import Box, Fsdp, Interval, Layout, Mesh, Placement, Replicate, Shard, cut_tensor
 
 _MAX_CANDIDATES = 1000
 """Meshes tried before giving up: enough for any real one, a bound on what a hostile file can ask for."""
@@ -191,10 +180,10 @@ def _options(pattern: _Pattern, axis: str, size: int, has_tp: bool) -> tuple[Pla
 
 def _may_fit(pattern: _Pattern, mesh: Mesh, placements: tuple[Placement, ...]) -> bool:
     """Tell, without building the grid, whether the number of parts along every dim can be right."""
-    axes = dict(zip((axis for axis, _ in mesh.axes), placements, strict=True))
+    fsdp = [cut for (axis, _), cut in zip(mesh.axes, placements, strict=True) if axis == "dp_shard"]
     for dim, parts in enumerate(pattern.intervals):
-        shared = fsdp_axes(mesh, axes) if axes.get("dp_shard") == Shard(dim) else ()
-        sizes = [size for axis, size in mesh.axes if axes[axis] == Shard(dim) or axis in shared]
+        cuts = (Shard(dim), Fsdp()) if fsdp == [Shard(dim)] else (Shard(dim),)
+        sizes = [size for (_, size), placement in zip(mesh.axes, placements, strict=True) if placement in cuts]
         most = math.prod(sizes)
         if len(sizes) == 1 and pattern.pack == 1 and pattern.shape[dim]:
             step = _divide_up(pattern.shape[dim], most)
@@ -208,8 +197,7 @@ def _may_fit(pattern: _Pattern, mesh: Mesh, placements: tuple[Placement, ...]) -
 
 def _explain(pattern: _Pattern, mesh: Mesh) -> tuple[Placement, ...] | None:
     """Return the placements per axis under which `mesh` gives exactly the pattern's boxes and ranks."""
-    has_tp = mesh.size("tp") > 1
-    for placements in product(*(_options(pattern, axis, size, has_tp) for axis, size in mesh.axes)):
+    for placements in product(*(_options(pattern, axis, size, mesh.size("tp") > 1) for axis, size in mesh.axes)):
         if not _may_fit(pattern, mesh, placements):
             continue
         by_axis = {axis: placement for (axis, _), placement in zip(mesh.axes, placements, strict=True)}

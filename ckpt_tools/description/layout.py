@@ -187,10 +187,7 @@ def parse_placement(text: str) -> Placement:
         return Replicate()
     if (name, rest) == ("F", ""):
         return Fsdp()
-    raise UsageError(
-        f"{text!r} is not a placement",
-        hint=f"write S(0) to cut dim 0, R to replicate, F to let {FSDP_AXIS} cut over this axis, too",
-    )
+    raise UsageError(f"{text!r} is not a placement", hint="write S(0) to cut dim 0, R to replicate, F to cut as FSDP")
 
 
 def fsdp_axes(mesh: Mesh, placements: Mapping[str, Placement]) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ is all experts of a layer, and ``fc1.weight7`` is expert 7.
 - ``tie a b``: two of the hub's names that are one tensor, which the other side writes both
 - ``drop a``: what the other side does without; it keeps its name
 - ``skip b``: what the hub does without, because it is computed; left out on the way there
-- ``lost b if a | c``: what the other side has beside `a`, and the hub has no place for: to leave it out is for the user
-  to say
+- ``lost b if a | c``: what the other side has beside `a`, and the hub has no place for: written as float32 zeros, one
+  for each row of `a`, and left out on the way back while it is zeros; to leave out anything else is for the user to say
 
 At the end of a name that is dropped, skipped or lost, ``**`` is anything.
 
@@ -61,6 +61,7 @@ from functools import cache
 from hashlib import blake2b
 from typing import TypeVar
 
+from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps import mosaic
 from ckpt_tools.maps.convert import Converted
@@ -120,8 +121,13 @@ class KeyMap:
             wanted = [line.spellings[0].names[0] for line in lines if line.hub == (missing,)]
             if missing not in tensors and there in places:
                 aliases |= dict.fromkeys(wanted, places[there])
-        news = [fill(one.names[0], signs_of(one.beside), numbers) for one, numbers in self._lost_beside(tensors)]
-        notes = [f"not in the files, so not written: {first_few(news)}"] if news else []
+        news: dict[str, Mosaic] = {}
+        for one, numbers in self._lost_beside(tensors):
+            name, beside = (fill(each, signs_of(one.beside), numbers) for each in (one.names[0], one.beside))
+            rows = tensors[beside].shape[:1]
+            news[name] = mosaic.whole(f"{mosaic.ZEROS}{rows}", BY_NAME["F32"], rows)
+        made |= news
+        notes = [f"not in the files, written as zeros: {first_few(list(news))}"] if news else []
         return Converted(mosaics=made, aliases=aliases, notes=tuple(notes))
 
     def backward(self, tensors: Mapping[str, Mosaic], config: Config) -> Converted:

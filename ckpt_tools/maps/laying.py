@@ -12,6 +12,16 @@ from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, BoxIndex
 from ckpt_tools.maps.mosaic import STACKED, Mosaic, Piece, resized, row_major, without_at, without_dim
 
+ZEROS_FILE = ".ckpt/zeros"
+"""What nobody has written: all bytes are zero."""
+
+
+def zero_entry(mosaic: Mosaic) -> TensorEntry:
+    """Return the source of a tensor of zeros."""
+    (piece,), dtype = mosaic.pieces, mosaic.dtype
+    span = ByteSpan(file=ZEROS_FILE, offset=0, nbytes=dtype.num_bytes(piece.box.num_elems))
+    return TensorEntry(fqn=piece.source, dtype=dtype, shape=mosaic.shape, chunks=(Chunk(box=piece.box, span=span),))
+
 
 def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> TensorEntry:
     """Return the entry of a tensor: the chunks of what it is made of, seen through its pieces.

@@ -21,6 +21,8 @@ from ckpt_tools.description.tiling import check_tiling
 
 MAX_RUNS = 100_000
 """Into which one tensor may be taken apart."""
+ZEROS = "\0zeros "
+"""How the name of a source begins that is in no file."""
 STACKED = -1
 """A dim of size 1 that the other tensor does not have."""
 
@@ -55,6 +57,11 @@ class Mosaic:
         if len(self.pieces) != 1 or self.shape != shape:
             return False
         return self.pieces[0].axes == tuple(range(len(shape))) and set(self.pieces[0].steps) <= {1}
+
+    @property
+    def is_zeros(self) -> bool:
+        """Is it whole, and in no file?"""
+        return any(source.startswith(ZEROS) for source in self.sources)
 
     @property
     def sources(self) -> tuple[str, ...]:

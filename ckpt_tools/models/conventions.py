@@ -65,14 +65,14 @@ def agreed(known: Sequence[Convention], tensors: Mapping[str, Mosaic], config: _
     return first
 
 
-def refuse_lost(found: Converted, *, where: str) -> None:
+def refuse_lost(lost: Sequence[str], *, where: str) -> None:
     """Refuse what the hub has no place for: without it, the model may compute something else."""
-    if found.lost:
-        glob = shlex.quote("**" + re.sub(r"\d+", "*", found.lost[0]))
+    if lost:
+        glob = shlex.quote("**" + re.sub(r"\d+", "*", lost[0]))
         raise UnclearNamesError(
-            f"the hub has no place for {first_few(found.lost)}: without, the model may not compute what was trained",
+            f"the hub has no place for {first_few(lost)}: without, the model may not compute what was trained",
             where=where,
-            hint=f"leave it out where it does not matter (all zeros, say): --exclude {glob}",
+            hint=f"leave it out where it does not matter: --exclude {glob}",
         )
 
 

@@ -19,20 +19,12 @@ from ckpt_tools.formats.table import format_of
 from ckpt_tools.maps.convert import Converted, to_hub, to_live
 from ckpt_tools.maps.hold import hold
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps, parse_key_maps
-from ckpt_tools.maps.laying import lay_out
+from ckpt_tools.maps.laying import lay_out, zero_entry
 from ckpt_tools.maps.mosaic import Mosaic, invert, whole
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected
 from ckpt_tools.models.config import CONFIG_NAME, config_in
-from ckpt_tools.models.conventions import (
-    CONVENTIONS,
-    UnclearNamesError,
-    agreed,
-    check_whole,
-    conventions_of,
-    map_of,
-    refuse_lost,
-)
+from ckpt_tools.models.conventions import CONVENTIONS, UnclearNamesError, agreed, check_whole, conventions_of, map_of
 from ckpt_tools.options import AnyPath
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.source import Source
@@ -84,6 +76,8 @@ class Named:
     """What brought the names about; None where none changed."""
     apart: tuple[TensorEntry, ...] = ()
     """Tensors of the source that are joined or split; what is recorded of them holds for none that is written."""
+    lost: tuple[str, ...] = ()
+    """What the hub has no place for; it keeps its name."""
     left_out: tuple[str, ...] = ()
     """What has no place among these names and was left out, for people."""
     note: str = ""
@@ -163,7 +157,6 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
                 hint=_WHOLE_MAP if naming.own else "--names live writes the names that are there",
             ) from error
         return plain
-    refuse_lost(found, where=checkpoint.root)
     if checkpoint.mesh is None and not format_of(checkpoint).keeps_order:
         _refuse_packed(checkpoint, found)
     return _named(checkpoint, found, None, "the hub", resolve)
@@ -223,14 +216,9 @@ def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
 
 def _is_cut_by_fsdp(entry: TensorEntry, axis: int, others: Iterable[TensorEntry]) -> bool:
     """Is another weight of the module cut alike? Tensor parallelism cuts that one's inputs, its last dim, instead."""
-    module, dims = entry.fqn.rpartition(".")[0], len(entry.shape)
-    return any(
-        other.fqn.rpartition(".")[0] == module
-        and axis + 1 < dims == len(other.shape)
-        and other.num_parts(axis) == entry.num_parts(axis)
-        and other.num_parts(dims - 1) == 1
-        for other in others
-    )
+    (module, _, _), dims, parts = entry.fqn.rpartition("."), len(entry.shape), entry.num_parts(axis)
+    beside = [one for one in others if one.fqn.rpartition(".")[0] == module and len(one.shape) == dims > axis + 1]
+    return any((one.num_parts(axis), one.num_parts(dims - 1)) == (parts, 1) for one in beside)
 
 
 def name_back(
@@ -272,7 +260,9 @@ def name_back(
     rest = _whole(entry for entry in checkpoint.tensors if entry.fqn not in live and entry.fqn not in back)
     aliases = {alias: name for alias, name in found.aliases.items() if alias in rest and name in there}
     made = Converted(mosaics={**back, **rest}, aliases=aliases, copies=tuple(copies))
-    return _named(checkpoint, made, None, "", resolve)
+    left_out = [name for name, mosaic in live.items() if mosaic.is_zeros]
+    note = f"left out {first_few(left_out)}, written as zeros beside the hub's tensors" if left_out else ""
+    return replace(_named(checkpoint, made, None, "", resolve), note=note)
 
 
 def _fits(naming: Naming, headers: Iterable[TensorEntry], assets: AssetList, there: Mapping[str, TensorEntry]) -> bool:
@@ -281,7 +271,7 @@ def _fits(naming: Naming, headers: Iterable[TensorEntry], assets: AssetList, the
         _, found = _forward(headers, assets, naming)
     except (UsageError, UnreadableError):
         return False
-    return found.mosaics.keys() <= there.keys()
+    return all(name in there for name, mosaic in found.mosaics.items() if not mosaic.is_zeros)
 
 
 def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) -> tuple[TensorMap, Converted]:
@@ -371,6 +361,7 @@ def _whole(tensors: Iterable[TensorEntry]) -> dict[str, Mosaic]:
 
 def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, whose: str, resolve: Resolve) -> Named:
     entries = {entry.fqn: entry for entry in checkpoint.tensors}
+    entries |= {m.sources[0]: zero_entry(m) for m in found.mosaics.values() if m.is_zeros}
     joined = {
         source
         for mosaic in found.mosaics.values()
@@ -382,7 +373,7 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
     sources = {
         fqn: mosaic.sources[0]
         for fqn, mosaic in found.mosaics.items()
-        if mosaic.sources and mosaic.is_only(entries[mosaic.sources[0]].shape)
+        if mosaic.sources and not mosaic.is_zeros and mosaic.is_only(entries[mosaic.sources[0]].shape)
     }
     copies = tuple(
         (lay_out(one.sources[0], one, raw), lay_out(other.sources[0], other, raw))
@@ -406,6 +397,7 @@ def _named(checkpoint: Checkpoint, found: Converted, known: TensorMap | None, wh
         copies=copies,
         map=known if changed else None,
         apart=tuple(raw[fqn] for fqn in sorted(joined)),
+        lost=found.lost,
         left_out=found.notes,
         note=f"names of {escape_name(whose)}: {'; '.join(parts)}" if parts and whose else "",
     )

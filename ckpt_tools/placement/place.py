@@ -11,18 +11,7 @@ from typing import Literal
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.globs import Names
-from ckpt_tools.description.layout import (
-    FSDP_AXIS,
-    Fsdp,
-    Grid,
-    Layout,
-    Mesh,
-    Placement,
-    Replicate,
-    Shard,
-    cut_tensor,
-    fsdp_axes,
-)
+from ckpt_tools.description.layout import FSDP_AXIS, Fsdp, Grid, Layout, Mesh, Placement, Shard, cut_tensor, fsdp_axes
 from ckpt_tools.errors import UsageError
 from ckpt_tools.placement.rule import Rule
 
@@ -58,13 +47,13 @@ def place_tensors(
         if rule is not None:
             _check_shape(entry, rule)
             placements |= rule.placements(entry.fqn, len(entry.shape))
-        none = Replicate() if entry.shape else Fsdp()
-        cuts = {axis: one for axis, one in placements.items() if one not in (Replicate(), none)}
+        kinds = (Shard, Fsdp) if entry.shape else Shard
+        cuts = {axis: placement for axis, placement in placements.items() if isinstance(placement, kinds)}
         if uneven == "replicate" and (axes := _uneven_axes(entry, mesh, cuts)):
             kept_whole[entry.fqn] = axes
             cuts = {axis: placement for axis, placement in cuts.items() if axis not in axes}
         _check_cuts(entry, mesh, cuts, rule)
-        result[entry.fqn] = cuts
+        result[entry.fqn] = dict(cuts)
         if rule is not None and rule.is_packed(len(entry.shape)) and any(mesh.size(a) > 1 for a in rule.axes):
             packed.append(entry.fqn)
     return Layout(mesh=mesh, placements=result, packed=tuple(packed), kept_whole=kept_whole)
@@ -132,11 +121,8 @@ def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], w
     """
     fsdp, num_ranks = cuts.get(FSDP_AXIS), _fsdp_ranks(mesh, cuts)
     if Fsdp() in cuts.values() and not isinstance(fsdp, Shard):
-        raise UsageError(
-            f"tensor {entry.fqn!r}: F lets {FSDP_AXIS} cut over another axis, too, and {FSDP_AXIS} does not cut it",
-            where=where,
-            hint=f"place {FSDP_AXIS}:S(0), too, with an axis {FSDP_AXIS} in the mesh (of size 1, if need be)",
-        )
+        what = f"tensor {entry.fqn!r}: F lets {FSDP_AXIS} cut over another axis, too, and {FSDP_AXIS} does not cut it"
+        raise UsageError(what, where=where, hint=f"place {FSDP_AXIS}:S(0), too, on a mesh with an axis {FSDP_AXIS}")
     if not isinstance(fsdp, Shard) or num_ranks == 1:
         return
     dim, length = fsdp.dim, _length(entry, fsdp.dim)

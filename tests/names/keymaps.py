@@ -47,7 +47,7 @@ def described(tensors: Mapping[str, torch.Tensor]) -> dict[str, Mosaic]:
 
 
 def done(found: Converted, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    made = {name: put_together(one, tensors) for name, one in found.mosaics.items()}
+    made = {n: torch.zeros(m.shape) if m.is_zeros else put_together(m, tensors) for n, m in found.mosaics.items()}
     return made | {alias: made[name] for alias, name in found.aliases.items() if name in made}
 
 

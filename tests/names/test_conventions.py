@@ -102,7 +102,11 @@ def test_what_the_hub_has_no_place_for_is_for_the_user_to_leave_out(tmp_path, ca
     """A bias that balanced experts while they were trained: without it, others are chosen."""
     hub, made = str(toys.save("qwen3-moe", tmp_path / "hub")), str(tmp_path / "made")
     assert main(["shard", hub, made, "--mesh", "dp_shard=2", "--names", "torchtitan"]) == 0
-    assert "not in the files, so not written: layers.0.moe.expert_bias_E" in capsys.readouterr().err
+    assert "not in the files, written as zeros: layers.0.moe.expert_bias_E" in capsys.readouterr().err
+    assert main(["gather", made, str(tmp_path / "back")]) == 0
+    assert "left out layers.0.moe.expert_bias_E" in capsys.readouterr().err
+    assert_same(load_file(tmp_path / "back" / "model.safetensors"), load_file(tmp_path / "hub" / "model.safetensors"))
+    assert all(state_of(made)[f"layers.{at}.moe.expert_bias_E"].equal(torch.zeros(4)) for at in range(2))
     state = state_of(made) | {f"layers.{at}.moe.expert_bias_E": torch.ones(4) for at in range(2)}
     dcp.save({"model": state}, checkpoint_id=tmp_path / "step")
     args = ["gather", str(tmp_path / "step"), str(tmp_path / "hf"), "--assets", hub, "-q"]

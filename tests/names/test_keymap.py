@@ -96,7 +96,9 @@ def test_what_was_left_out_and_what_has_no_place_is_told() -> None:
     assert back.notes == ("left out c, which the model computes when it is built",)
     assert back.lost == ("e.0",)
     assert back.mosaics.keys() == {"l.0.a", "e.0"}
-    assert key_map.forward(described({"l.0.a": A}), {}).notes == ("not in the files, so not written: d.0",)
+    made = key_map.forward(described({"l.0.a": A}), {})
+    assert made.notes == ("not in the files, written as zeros: d.0",)
+    assert (made.mosaics["d.0"].is_zeros, made.mosaics["d.0"].shape) == (True, tuple(A.shape[:1]))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 
 import torch
+
+AXES = re.compile(r"(mlp[12]_(?:weight|bias))_E[GDF]+$")
+"""Which the adapter of gpt-oss forgets: it names other tensors than its model has."""
 
 
 def moe(num_experts: int = 4, sizes=(("dim", 32), ("n_heads", 4), ("n_kv_heads", 2), ("head_dim", 8))):
@@ -70,3 +74,35 @@ def debug_model(module: str, flavor: str):
     entry = importlib.import_module(f"torchtitan.models.{module}").model_registry(flavor)
     with torch.device("meta"):
         return entry, entry.model.build()
+
+
+def gpt_oss():
+    """Its configuration of a small gpt-oss, whose heads have one size."""
+    from torchtitan.models import gpt_oss as module
+    from torchtitan.models.common import CosSinRoPE, Embedding, Linear, RMSNorm
+
+    return module.GptOssModel.Config(
+        vocab_size=64,
+        dim=32,
+        tok_embeddings=Embedding.Config(num_embeddings=64, embedding_dim=32, param_init=module._EMBEDDING_INIT),
+        norm=RMSNorm.Config(normalized_shape=32, param_init=module._NORM_INIT),
+        lm_head=Linear.Config(in_features=32, out_features=64, param_init=module._output_linear_init(32)),
+        layers=module._build_gptoss_layers(
+            dim=32,
+            n_layers=2,
+            hidden_dim=16,
+            num_experts=4,
+            top_k=2,
+            load_balance_coeff=1e-3,
+            moe_comm_backend="standard",
+            rope=CosSinRoPE.Config(dim=64, max_seq_len=64, theta=1e4),
+        ),
+    )
+
+
+def of_transformers(hub, kind):
+    """The hub's tensors as transformers has them, of what torchtitan's adapters take for them."""
+    if kind in ("gpt_oss", "gpt-oss"):  # the published form, dequantised: rows for columns
+        return {n.removesuffix("_blocks"): t.transpose(1, 2) if n.endswith("_blocks") else t for n, t in hub.items()}
+    turned = ("experts.gate_up_proj", "experts.down_proj") if kind == "qwen3_5_moe" else ()
+    return {n: t.transpose(1, 2).contiguous() if n.endswith(turned) else t for n, t in hub.items()}
