@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickletools
 import random
@@ -126,7 +127,7 @@ def _repickled(raw: bytes, rng: random.Random) -> bytes:
     """Change one instruction of a pickle: its code, its argument, or whether and where it is there."""
     steps = [(op, at) for op, _, at in pickletools.genops(raw)]
     bounds = [*(at for _, at in steps), steps[-1][1] + 1]
-    parts = [raw[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [raw[a:b] for a, b in itertools.pairwise(bounds)]
     at = rng.randrange(1, len(parts) - 1)
     other = rng.randrange(1, len(parts) - 1)
     match rng.randrange(6):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Callable, Set
+from collections.abc import Callable, Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class Seed:
 
     make: Callable[[Path], None]
     """Fills an empty directory."""
-    load: Callable[[Path, Set[str] | None], Flat]
+    load: Callable[[Path, AbstractSet[str] | None], Flat]
     """What the stock library loads of it, or of these names; raises what that raises."""
     file: str = ""
     """What ckpt is given, below the directory."""
@@ -43,7 +44,7 @@ class Seed:
 # What stock libraries load
 
 
-def load_safetensors(path: Path, keys: Set[str] | None = None) -> Flat:
+def load_safetensors(path: Path, keys: AbstractSet[str] | None = None) -> Flat:
     """One file, or what the index lists, as transformers does: all tensors of every file that it names."""
     from safetensors.torch import load_file
 
@@ -55,7 +56,7 @@ def load_safetensors(path: Path, keys: Set[str] | None = None) -> Flat:
     return found
 
 
-def load_dcp(path: Path, keys: Set[str] | None = None) -> Flat:
+def load_dcp(path: Path, keys: AbstractSet[str] | None = None) -> Flat:
     """All that `.metadata` lists."""
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
@@ -63,7 +64,7 @@ def load_dcp(path: Path, keys: Set[str] | None = None) -> Flat:
         return flat(_load_state_dict_from_keys(keys, checkpoint_id=path))
 
 
-def load_hf_dcp(path: Path, keys: Set[str] | None = None) -> Flat:
+def load_hf_dcp(path: Path, keys: AbstractSet[str] | None = None) -> Flat:
     """What HuggingFaceStorageWriter wrote."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -72,16 +73,25 @@ def load_hf_dcp(path: Path, keys: Set[str] | None = None) -> Flat:
         return flat(_load_state_dict_from_keys(storage_reader=HuggingFaceStorageReader(str(path))))
 
 
-def load_saved(path: Path, keys: Set[str] | None = None) -> Flat:
+def load_saved(path: Path, keys: AbstractSet[str] | None = None) -> Flat:
     """A file of torch.save, or those that an index lists."""
     index = path / "pytorch_model.bin.index.json"
     wanted = json.loads(index.read_text())["weight_map"] if index.exists() else {}
     names = sorted(set(wanted.values())) or [next(name for name in os.listdir(path) if name.endswith((".pt", ".bin")))]
     found: Flat = {}
     for name in names:
-        found |= flat(torch.load(path / name, weights_only=True, map_location="cpu"))
+        found |= flat(_load_saved(path / name))
     assert wanted.keys() <= found.keys(), "the index has names that no file has"
     return found
+
+
+def _load_saved(path: Path) -> object:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        if "Unsupported operand" not in str(error):  # LONG4 for a key: no more than an instruction that it lacks
+            raise
+        return torch.load(path, weights_only=False, map_location="cpu")
 
 
 # What writes them

@@ -9,9 +9,9 @@ import os
 import resource
 import signal
 import warnings
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from formats.saved import Flat
 from oracle.seeds import SEEDS
@@ -33,7 +33,7 @@ class Stock:
         self._process.start()
         theirs.close()
 
-    def load(self, name: str, path: Path, keys: Set[str] | None = None) -> Flat | str:
+    def load(self, name: str, path: Path, keys: AbstractSet[str] | None = None) -> Flat | str:
         """Return what the stock library loads of a mutant of a seed, or what it raised or did."""
         self._pipe.send((name, str(path), keys))
         with contextlib.suppress(EOFError):
@@ -43,10 +43,10 @@ class Stock:
         self._start()
         return "crashed or hung"
 
-    def __enter__(self) -> Stock:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.join()
         self._pipe.close()
