@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import zipfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,24 +17,15 @@ from ckpt_tools import api
 from ckpt_tools.errors import UnreadableError
 
 _QUICK = ("safetensors-index", "dcp-flat", "pt-zip")
+_REST = [name for name in SEEDS if name not in (*_QUICK, "dcp-2-ranks-stock")]
 
 
-def _hunted(name: str, count: int) -> None:
-    with Stock() as stock:
-        tally = hunt(name, count, seed=1, stock=stock)
-    assert tally.wrong == []
-    assert tally.counts["red"] > count // 3
-
-
-@pytest.mark.parametrize("name", _QUICK)
+@pytest.mark.parametrize("name", [*_QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in _REST)])
 def test_green_mutants_load_in_stock_libraries_with_the_same_values(name: str) -> None:
-    _hunted(name, 17)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in SEEDS if name not in (*_QUICK, "dcp-2-ranks-stock")])
-def test_green_mutants_of_every_format_load_in_stock_libraries(name: str) -> None:
-    _hunted(name, 25)
+    with contextlib.closing(Stock()) as stock:
+        counts, wrong = hunt(name, 20, seed=1, stock=stock)
+    assert wrong == []
+    assert counts["red"] > 5
 
 
 def test_judge_names_what_is_wrong_with_a_green_mutant() -> None:
@@ -43,10 +34,10 @@ def test_judge_names_what_is_wrong_with_a_green_mutant() -> None:
     verdict = Verdict(verified=True, gathered={"w": good["m.w"]}, is_held=True, said="")
     sealed, free = SEEDS["dcp-manifest"], SEEDS["safetensors"]
     assert judge(sealed, "bit", verdict, good, good, good) is None
-    assert "stock loads others: m.w" in str(judge(free, "bit", verdict, good, bad, good))
+    assert "stock loads others: 1 tensors, m.w" in str(judge(free, "bit", verdict, good, bad, good))
     assert "does not load" in str(judge(free, "bit", verdict, good, "RuntimeError", good))
     assert "gather wrote others" in str(judge(free, "bit", verdict, bad, bad, good))
-    changed = replace(verdict, gathered={"w": bad["m.w"]})
+    changed = verdict._replace(gathered={"w": bad["m.w"]})
     assert judge(free, "bit", changed, bad, bad, good) is None
     assert "in spite of the manifest" in str(judge(sealed, "bit", changed, bad, bad, good))
     assert "in spite of CRC-32s" in str(judge(SEEDS["dcp-flat"], "bit", changed, bad, bad, good))

@@ -14,31 +14,42 @@ from pathlib import Path
 
 import torch
 from formats.saved import save_ranks
-from samples import without_ranks
+from oracle.seeds import save_dcp, save_safetensors, save_split
+from torch.distributed.tensor import Shard
 
 from ckpt_tools import api
 
 Model = dict[str, torch.Tensor]
+_SIZE = 128
+"""One block of `--quantize`."""
 CONFIG = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2},
-    **{"intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32},
-    **{"torch_dtype": "float32", "tie_word_embeddings": False, "max_position_embeddings": 64, "head_dim": 8},
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": _SIZE,
+    "num_hidden_layers": 2,
+    "intermediate_size": _SIZE,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "torch_dtype": "float32",
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+    "head_dim": _SIZE // 2,
 }
-_SHAPES = {
-    **{f"self_attn.{x}_proj.weight": (16, 16) for x in "qkvo"},
-    **{"mlp.gate_proj.weight": (24, 16), "mlp.up_proj.weight": (24, 16), "mlp.down_proj.weight": (16, 24)},
-    **{"input_layernorm.weight": (16,), "post_attention_layernorm.weight": (16,)},
-}
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_LINEAR = (*(f"self_attn.{x}_proj" for x in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_SHAPES = {f"{x}.weight": (_SIZE, _SIZE) for x in _LINEAR} | {f"{x}.weight": (_SIZE,) for x in _NORMS}
 _TITAN = {
-    **{
-        "model.embed_tokens.": "tok_embeddings.",
-        "model.norm.": "norm.",
-        "model.layers": "layers",
-        "self_attn.o_proj": "attention.wo",
-    },
+    "model.embed_tokens.": "tok_embeddings.",
+    "model.norm.": "norm.",
+    "model.layers": "layers",
+    "self_attn.o_proj": "attention.wo",
     **{f"self_attn.{x}_proj": f"attention.qkv_linear.w{x}" for x in "qkv"},
-    **{"mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2"},
-    **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
 }
 _OWN = {**_TITAN, "mlp.down_proj": "ffn.down", "lm_head.": "output."} | {
     f"self_attn.{x}_proj": f"att.{x}" for x in "qkvo"
@@ -59,7 +70,7 @@ def hub(times: float = 1.0) -> Model:
     """The model by the hub's names: floats with few digits, so that means of it are exact, norms in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     names = {f"model.layers.{i}.{n}": shape for i in range(2) for n, shape in _SHAPES.items()}
-    names |= {"model.embed_tokens.weight": (32, 16), "model.norm.weight": (16,), "lm_head.weight": (32, 16)}
+    names |= {"model.embed_tokens.weight": (32, _SIZE), "model.norm.weight": (_SIZE,), "lm_head.weight": (32, _SIZE)}
     found = {}
     for name, shape in names.items():
         digits, dtype = (2**4, torch.bfloat16) if "norm" in name else (2**20, torch.float32)
@@ -78,7 +89,7 @@ def named(model: Model, names: str) -> Model:
         for old, own in (_TITAN if names == "torchtitan" else _OWN).items():
             new = new.replace(old, own)
         if names == "torchtitan" and re.search(r"\.w[qk]\.", new):  # halves of a head → pairs
-            tensor = tensor.reshape(2, 2, 4, 16).transpose(1, 2).reshape(16, 16)  # noqa: PLW2901
+            tensor = tensor.reshape(2, 2, -1, _SIZE).transpose(1, 2).reshape(_SIZE, _SIZE)  # noqa: PLW2901
         found[new] = tensor.contiguous()
     if names == "map":
         for i in range(2):
@@ -116,29 +127,16 @@ def write(path: Path, model: Model, kind: str, root: str, *, is_quantised: bool,
         nested |= {"optim": {"state": {first: {"exp_avg": model[first].float() + 1, "step": torch.tensor(3)}}}}
         nested |= {} if kind == "hf-dcp" else {"step": 5}  # which it cannot hold
     if kind == "safetensors":
-        from safetensors.torch import save_file
-
-        save_file(flat, path / "model.safetensors", metadata={"format": "pt"})
+        save_safetensors(flat, path / "model.safetensors")
     elif kind == "index":
-        from safetensors.torch import save_file
-
-        half = {f"model-{i + 1:05d}-of-00002.safetensors": [*flat][i::2] for i in range(2)}
-        for file, names in half.items():
-            save_file({name: flat[name] for name in names}, path / file, metadata={"format": "pt"})
-        index = {"metadata": {}, "weight_map": {name: file for file, names in half.items() for name in names}}
-        (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        save_split(save_safetensors, flat, path, "model.safetensors")
     elif kind == "pt":
         torch.save(nested, path / "m.pt")
         return path / "m.pt"
     elif kind == "ranks":
-        from torch.distributed.tensor import Shard
-
         save_ranks(path, flat, {"fsdp": 2}, lambda _: [Shard(0)])
     else:
-        import torch.distributed.checkpoint as dcp
-
-        with without_ranks():
-            dcp.save(nested, checkpoint_id=path, no_dist=True)
+        save_dcp(nested, path)
         if kind != "dcp":
             one = path.rename(path.with_name(path.name + "-one"))
             how = {"serialization": "safetensors"} if kind == "hf-dcp" else {}
@@ -171,7 +169,7 @@ def covering(dims: Mapping[str, tuple[str, ...]], base: Mapping[str, str], rng: 
         for dim in rng.sample(sorted(dims), len(dims)):
             if dim not in row:
                 gains = {v: sum(frozenset({(dim, v), other}) in left for other in row.items()) for v in dims[dim]}
-                row[dim] = max(gains, key=lambda value: (gains[value], rng.random()))  # noqa: B023
+                row[dim] = max(gains, key=lambda value: (gains[value], rng.random()))
         for pair in itertools.combinations(row.items(), 2):
             left.pop(frozenset(pair), None)
         rows.append(row)

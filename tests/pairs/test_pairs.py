@@ -1,0 +1,34 @@
+"""Rows of `bin/pairs`: options, formats, roots and names together come out right, or are refused with a way on."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+from pairs.run import COMMANDS, Wrong, rows_of, run_row
+from pairs.world import covering
+
+_SEED = 3
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.full)])
+def test_rows_come_out_right_or_are_refused(count: int, tmp_path: Path) -> None:
+    outcomes = [run_row(command, row, tmp_path) for command, row in rows_of(count, _SEED)]
+    assert outcomes.count("right") > count // 4
+
+
+def test_row_that_comes_out_wrong_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {dim: values[0] for dim, values in COMMANDS["gather"].items()} | {"format": "dcp"}
+    assert run_row("gather", row | {"dtype": "bf16"}, tmp_path) == "right"
+    monkeypatch.setattr("pairs.run.cast", lambda model, row, skip: {n: t.half() for n, t in model.items()})
+    with pytest.raises(Wrong, match=r"torch\.float32, .* and not .*torch\.float16"):
+        run_row("gather", row, tmp_path)
+
+
+def test_rows_have_every_pair_of_values() -> None:
+    dims = {"a": ("1", "2", "3"), "b": ("x", "y"), "c": ("", "z")}
+    rows = covering(dims, {}, random.Random(0))
+    for (a, xs), (b, ys) in itertools.combinations(dims.items(), 2):
+        assert {(row[a], row[b]) for row in rows} == {*itertools.product(xs, ys)}
