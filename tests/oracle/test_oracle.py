@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import re
 import zipfile
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from oracle.run import Verdict, hunt, judge
-from oracle.seeds import SEEDS
+from oracle.seeds import SEEDS, load
 from oracle.stock import Stock
 
 from ckpt_tools import api
@@ -41,6 +43,11 @@ def test_judge_names_what_is_wrong_with_a_green_mutant() -> None:
     assert judge(free, "bit", changed, bad, bad, good) is None
     assert "in spite of the manifest" in str(judge(sealed, "bit", changed, bad, bad, good))
     assert "in spite of CRC-32s" in str(judge(SEEDS["dcp-flat"], "bit", changed, bad, bad, good))
+
+
+class _NoPath:
+    def __reduce__(self) -> tuple:
+        return PosixPath, (("a", "b"),)
 
 
 def _with_record(path: Path, name: str, content: bytes) -> Path:
@@ -76,3 +83,16 @@ def test_locator_of_no_disk_is_refused(tmp_path: Path) -> None:
         torch.load(tmp_path / "m.pt")
     with pytest.raises(UnreadableError, match="zip64 locator"):
         api.verify(tmp_path / "m.pt")
+
+
+def test_saver_of_no_path_is_refused(tmp_path: Path) -> None:
+    """A memo index that is another one: torch unpickles it, and stops."""
+    SEEDS["dcp-flat"].make(tmp_path)
+    file = tmp_path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.storage_meta.checkpoint_id = _NoPath()
+    file.write_bytes(pickle.dumps(metadata, protocol=4))
+    with pytest.raises(dcp.api.CheckpointException, match="not tuple"):
+        load(tmp_path)
+    with pytest.raises(UnreadableError, match="storage_meta"):
+        api.verify(tmp_path)
