@@ -95,10 +95,10 @@ def _inside(name: str, raw: bytes, rng: random.Random, kind: str) -> bytes | Non
     if name.endswith(".safetensors") and kind == "payload":
         at = rng.randrange(8 + int.from_bytes(raw[:8], "little"), len(raw))
         return raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :]
-    members = [m for m in _members(raw) if m[0].endswith("data.pkl") == (kind == "pickle") and m[2] > m[1]]
-    if not members:
+    found = [m for m in members(raw) if m[0].endswith("data.pkl") == (kind == "pickle") and m[2] > m[1]]
+    if not found:
         return None
-    _, start, end = rng.choice(members)
+    _, start, end = rng.choice(found)
     before = raw[start:end]
     operations = random_operations(rng)[:1]
     is_pickle = kind == "pickle"
@@ -108,7 +108,7 @@ def _inside(name: str, raw: bytes, rng: random.Random, kind: str) -> bytes | Non
     return (raw[:start] + after + raw[end:]).replace(*crcs)
 
 
-def _members(raw: bytes) -> Iterator[tuple[str, int, int]]:
+def members(raw: bytes) -> Iterator[tuple[str, int, int]]:
     """Yield name, start and end of every record of every zip in a file."""
     begin = 0
     for found in re.finditer(rb"PK\x05\x06", raw):

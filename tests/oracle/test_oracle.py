@@ -6,11 +6,13 @@ import contextlib
 import pickle
 import re
 import zipfile
+import zlib
 from pathlib import Path, PosixPath
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from oracle.mutants import members
 from oracle.run import Verdict, hunt, judge
 from oracle.seeds import SEEDS, load
 from oracle.stock import Stock
@@ -96,3 +98,25 @@ def test_saver_of_no_path_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(UnreadableError, match="storage_meta"):
         api.verify(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["safetensors-manifest", "bin-manifest"])
+def test_tensor_that_the_manifest_does_not_record_stops_a_conversion(name: str, tmp_path: Path) -> None:
+    """As long a name in a header of one length: every byte of every tensor is as it was."""
+    source = tmp_path / "source"
+    source.mkdir()
+    SEEDS[name].make(source)
+    for file in (file for file in source.iterdir() if file.suffix in (".safetensors", ".bin", ".json")):
+        if file.name != "ckpt_manifest.json":
+            raw = file.read_bytes()
+            crcs = [zlib.crc32(each).to_bytes(4, "little") for each in _renamed(raw)]
+            file.write_bytes(raw.replace(b"embed.weight", b"embed.weigit").replace(*crcs))
+    with pytest.raises(UnreadableError, match=r"embed\.weigit.*no such tensor"):
+        api.gather(source, tmp_path / "out", allow_foreign_names=True)
+
+
+def _renamed(raw: bytes) -> tuple[bytes, bytes]:
+    """The pickle of a zip, if it is one, before and after."""
+    spans = [(start, end) for record, start, end in members(raw) if record.endswith("data.pkl")]
+    before = raw[slice(*spans[0])] if spans else b""
+    return before, before.replace(b"embed.weight", b"embed.weigit")

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from pairs.run import COMMANDS, Wrong, rows_of, run_row
+from pairs.run import COMMANDS, Row, Wrong, rows_of, run_row
 from pairs.world import covering
 
 _SEED = 3
@@ -24,6 +24,18 @@ def test_rows_of_names_that_ckpt_knows_come_out_right(tmp_path: Path) -> None:
         (command, row) for command, row in rows_of(40, _SEED) if row["content"] == "hub" and row["format"] != "ranks"
     ]
     assert [run_row(command, row, tmp_path) for command, row in rows].count("right") > 2
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("rename", {"format": "dcp", "state": "optimizer"}),  # its hint named options of other commands
+        ("gather", {"format": "pt", "content": "fp8", "names": "torchtitan"}),  # had none
+    ],
+)
+def test_refusal_has_a_hint_whose_options_there_are(command: str, given: Row, tmp_path: Path) -> None:
+    row = {dim: values[0] for dim, values in COMMANDS[command].items()} | given
+    assert run_row(command, row, tmp_path) != "right"
 
 
 def test_row_that_comes_out_wrong_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
