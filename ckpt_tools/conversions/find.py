@@ -115,11 +115,13 @@ def with_zeros(opened: Opened, named: Named) -> Opened:
     return replace(opened, source=VirtualSource(opened.source, {ZEROS_FILE: file})) if file.nbytes else opened
 
 
-def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named, str]:
+def name_again(
+    opened: Opened, naming: Naming, notes: list[str], choose: str = "choose the weights ({})"
+) -> tuple[Named, str]:
     """Return a sharded model's tensors by other names, and the prefix that their own have.
 
     The way leads over the hub's names: by the map that the manifest records, else by what the names say themselves.
-    What is decided is added to `notes`.
+    What is decided is added to `notes`. `choose` says where options choose tensors.
     """
     model, names = model_in(opened, "auto", notes)
     checkpoint = opened.checkpoint
@@ -129,7 +131,7 @@ def name_again(opened: Opened, naming: Naming, notes: list[str]) -> tuple[Named,
         raise UsageError(
             f"only a model's weights can be named again, and the source also holds {first_few(sorted(others), 3)}",
             where=opened.source.root,
-            hint=f"choose the weights ({_choosing(names.values(), others)}); for the whole state, keep its names",
+            hint=f"{choose.format(_choosing(names.values(), others))}; for the whole state, keep its names",
         )
     assets = opened.assets
     origin = opened.origin

@@ -245,11 +245,12 @@ def _settle(job: Job, outcome: Outcome) -> None:
     copied = {target.fqn: target.dtype for target in job.target.tensors if target.fqn not in job.edits}
     summed, sizes = Summed(opened), {} if opened.manifest is None else opened.manifest.files
     held = set()
-    for entry, name, key in (each for each in whole if each[1] in records):
+    for entry, name, key in whole if records else ():
         digests = outcome.digests if copied.get(key) == entry.dtype else outcome.source_digests
-        shape, label, record = (entry.dtype.name, *entry.shape), f"tensor {name!r}", records[name]
-        ledger.compare("shapes", label, shape, (record.dtype.name, *record.shape), opened.source.root)
-        ledger.compare("digests", label, digests.get(key), record.digest, opened.source.root)
+        shape, label, record = (entry.dtype.name, *entry.shape), f"tensor {name!r}", records.get(name)
+        recorded = "no such tensor" if record is None else (record.dtype.name, *record.shape)
+        ledger.compare("shapes", label, shape, recorded, opened.source.root)
+        ledger.compare("digests", label, digests.get(key), record and record.digest, opened.source.root)
         held |= {name} if key in digests else set()
     for file in sorted({chunk.span.file for entry, *_ in whole for chunk in entry.chunks} & sizes.keys()):
         ledger.compare("sizes", file, opened.source.size(file), sizes[file], opened.source.root)

@@ -88,7 +88,7 @@ def renamed(opened: Opened, naming: Naming) -> Named:
     """Return a model by the names of a key map, tied ones each with its bytes."""
     notes: list[str] = []
     if opened.format.loads_by_dcp:
-        named, _ = name_again(opened, naming, notes)
+        named, _ = name_again(opened, naming, notes, choose="`ckpt extract SRC WEIGHTS {}`, and rename WEIGHTS")
     else:
         model, names = model_in(opened, "auto", notes)
         named = name_live(model, opened.own_assets, naming, opened.resolve)

@@ -121,6 +121,10 @@ def _describe(metadata: object) -> ParsedMetadata:
         raise UnreadableError("the metadata has no state_dict_metadata")
     if "planner_data" not in fields:
         raise UnreadableError("the metadata has no planner_data, not even an empty one")
+    meta = fields.get("storage_meta")
+    place = meta.state.get("checkpoint_id") if type(meta) is Record and type(meta.state) is dict else None
+    if type(place) is Record and not all(type(part) is str for part in place.args):
+        raise UnreadableError("the saver's path in storage_meta must be text, without which torch reads nothing")
     tensor_spans, blob_spans = _parse_storage(fields.get("storage_data"))
     paths = parse_paths(fields["planner_data"], entries)
     # One object in several places is one string in the file, fetched again from the memo.

@@ -149,7 +149,9 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
         raise
     except (UsageError, UnreadableError) as error:
         if naming.names in CONVENTIONS:
-            raise UsageError(f"--names {naming.names}: {error.what}", where=error.where or checkpoint.root) from error
+            hint = error.hint or "leave out --names to keep names that are not known"
+            what = f"--names {naming.names}: {error.what}"
+            raise UsageError(what, where=error.where or checkpoint.root, hint=hint) from error
         if naming.own or (naming.names == "hub" and not _is_hub(checkpoint, assets)):
             raise UsageError(
                 error.what if naming.own else f"--names hub: {error.what}",

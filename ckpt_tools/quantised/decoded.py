@@ -100,7 +100,7 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
         checkpoint=replace(checkpoint, tensors=tuple(tensors), assets=tuple(assets)),
         source=VirtualSource(opened.source, files),
         manifest=manifest,
-        stored={_PREFIX + one.fqn: one.stored for one in found.tensors},
+        stored={_PREFIX + one.fqn: [replace(e, fqn=names[e.fqn].fqn) for e in one.stored] for one in found.tensors},
         origin=None,
         root=root,
         notes=(*opened.notes, what),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import pickletools
 import random
@@ -94,10 +95,10 @@ def _inside(name: str, raw: bytes, rng: random.Random, kind: str) -> bytes | Non
     if name.endswith(".safetensors") and kind == "payload":
         at = rng.randrange(8 + int.from_bytes(raw[:8], "little"), len(raw))
         return raw[:at] + bytes([raw[at] ^ 1 << rng.randrange(8)]) + raw[at + 1 :]
-    members = [m for m in _members(raw) if m[0].endswith("data.pkl") == (kind == "pickle") and m[2] > m[1]]
-    if not members:
+    found = [m for m in members(raw) if m[0].endswith("data.pkl") == (kind == "pickle") and m[2] > m[1]]
+    if not found:
         return None
-    _, start, end = rng.choice(members)
+    _, start, end = rng.choice(found)
     before = raw[start:end]
     operations = random_operations(rng)[:1]
     is_pickle = kind == "pickle"
@@ -107,7 +108,7 @@ def _inside(name: str, raw: bytes, rng: random.Random, kind: str) -> bytes | Non
     return (raw[:start] + after + raw[end:]).replace(*crcs)
 
 
-def _members(raw: bytes) -> Iterator[tuple[str, int, int]]:
+def members(raw: bytes) -> Iterator[tuple[str, int, int]]:
     """Yield name, start and end of every record of every zip in a file."""
     begin = 0
     for found in re.finditer(rb"PK\x05\x06", raw):
@@ -126,7 +127,7 @@ def _repickled(raw: bytes, rng: random.Random) -> bytes:
     """Change one instruction of a pickle: its code, its argument, or whether and where it is there."""
     steps = [(op, at) for op, _, at in pickletools.genops(raw)]
     bounds = [*(at for _, at in steps), steps[-1][1] + 1]
-    parts = [raw[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [raw[a:b] for a, b in itertools.pairwise(bounds)]
     at = rng.randrange(1, len(parts) - 1)
     other = rng.randrange(1, len(parts) - 1)
     match rng.randrange(6):
