@@ -8,6 +8,7 @@
     │   └── RefusedConfigError     exit 2   a config.json that ckpt does not build a model of
     ├── UnreadableError            exit 4   not a complete, readable checkpoint
     │   ├── LimitError             exit 4   readable perhaps, but beyond a safety limit
+    │   ├── UnsupportedError       exit 4   sound as far as is known, and of a kind that ckpt does not read
     │   ├── PartError              exit 4   a part of a model, where a whole one is wanted
     │   └── ForeignLayoutError     exit 4   a trainer's own layout, which ckpt does not read
     └── DestinationExistsError     exit 5   the destination is already there
@@ -34,6 +35,8 @@ class CkptError(Exception):
 
     exit_code: ClassVar[int] = 1
     code: ClassVar[str] = "failed"
+    finding: ClassVar[str] = ""
+    """Code of the finding that it becomes in a check that goes on; "" leaves it to the check."""
 
     def __init__(
         self, what: str, *, where: str | None = None, hint: str | None = None, file: str | None = None
@@ -102,6 +105,12 @@ class LimitError(UnreadableError):
     """The source asks for more than a documented safety limit allows."""
 
     code = "limit"
+
+
+class UnsupportedError(UnreadableError):
+    """The source holds something that ckpt does not read: that tells nothing of its health."""
+
+    code = finding = "unsupported"
 
 
 class PartError(UnreadableError):

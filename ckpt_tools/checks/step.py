@@ -152,7 +152,7 @@ def _inside(directory: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 
 def _check_parts(step: OpenedStep) -> Iterator[Finding]:
     for part, error in step.broken:
-        yield Finding.error("unreadable-part", error.where or part.directory, error.what, error.hint)
+        yield Finding.error(error.finding or "unreadable-part", error.where or part.directory, error.what, error.hint)
     for directory in step.step.lacking:
         hint = f"restore it, or take one of {first_few(step.step.components)}"
         yield Finding.error("missing-part", directory, f"{step.step.title} without {directory}", hint)

@@ -55,7 +55,9 @@ def check_structure(
     broken = [(asset.file, json_problem(source, asset)) for source, asset in opened.own_assets]
     findings += [Finding.error("damaged-asset", file, what, "restore the file") for file, what in broken if what]
     findings += [*check_candidates(opened), *_check_foreign(opened)]
-    findings += [Finding.error("unreadable-part", e.where or opened.source.root, e.what, e.hint) for e in opened.broken]
+    for error in opened.broken:
+        code, where = error.finding or "unreadable-part", error.where or opened.source.root
+        findings.append(Finding.error(code, where, error.what, error.hint))
     if not opened.format.has_views:
         findings += check_spans(opened, tuple(findings))
     if opened.manifest is not None:
@@ -127,7 +129,8 @@ def _check_item(opened: Opened, entry: TensorEntry, chunk: Chunk, name: str, fin
         raise
     except CkptError as error:
         where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
-        findings.append(Finding.error("bad-item", where, f"{name}: {error.what}", error.hint, file=span.file))
+        code, what = error.finding or "bad-item", f"{name}: {error.what}"
+        findings.append(Finding.error(code, where, what, error.hint, file=span.file))
         return None
     problem = dcp.item_mismatch(entry.dtype, chunk.box.sizes, head)
     if problem is not None:

@@ -14,18 +14,8 @@ PERSISTENT_ID = "persistent id"
 """Name of the `Record` that BINPERSID makes; the blank keeps it apart from every global."""
 KEY = "a key"
 """Name of the `Record` around a key of a dict that is no scalar."""
-LEAF = 0
-"""`Record.depth` of a call of one of `LEAF_CALLS` with one tuple of integers, which cannot change any more."""
-_METADATA = "torch.distributed.checkpoint.metadata."
-NEEDS_ARGUMENTS = frozenset(
-    {
-        *(_METADATA + name for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-    }
-)
-"""Classes that pickles make by NEWOBJ: called without arguments, as by REDUCE, they raise."""
-LEAF_CALLS = frozenset({"torch.Size"})
-"""Globals whose results never get state, so that they can be shared as soon as they are made."""
+ANY = -1
+"""Any number of arguments."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,7 +28,7 @@ _PROTOCOL = 1001
 _FIRST_BYTES = 1 << 20
 """Read at first of a pickle whose length nobody says; eight times as many when that is not all of it."""
 _DEVICE = re.compile(
-    r"(cpu|cuda|mps|meta|xpu|xla|hpu|npu|mlu|musa|ipu|mtia|vulkan|privateuseone|maia|hip)(:\d+)?", re.ASCII
+    r"cpu|meta|(cuda|mps|xpu|xla|hpu|npu|mlu|musa|ipu|mtia|vulkan|privateuseone|maia|hip)(:\d+)?", re.ASCII
 )
 """Where a storage was when it was saved."""
 _QUANTISED = {"QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1}

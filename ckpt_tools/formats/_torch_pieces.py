@@ -19,8 +19,8 @@ from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_values import GlobalName, Record
 from ckpt_tools.formats._torch_file import TorchFile
 from ckpt_tools.formats._torch_tensor import (
-    PLAIN_HINT,
-    UNKNOWN_KIND,
+    FROM_TYPE,
+    WRAPPER,
     PickledTensor,
     is_expanded,
     is_row_major,
@@ -29,8 +29,6 @@ from ckpt_tools.formats._torch_tensor import (
 
 MAX_COPIES = 1 << 12
 """Parts of an expanded tensor, each a chunk on the same bytes."""
-_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
-_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _DTENSOR = frozenset({"torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor"})
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _PLACEMENTS = ("torch.distributed.tensor.placement_types.", "torch.distributed._tensor.placement_types.")
@@ -69,8 +67,8 @@ def show_path(path: KeyPath) -> str:
 def read_piece(file: TorchFile, path: KeyPath, value: Record, boxes: dict[tuple[int, ...], Box]) -> Piece:
     """Return what a call that rebuilds a tensor stands for; `boxes` has those of the shapes seen so far."""
     try:
-        if value.name == _SUBCLASS and len(value.args) == 4 and _is_global(value.args[0], _WRAPPER):
-            return _wrapped(file, path, value)
+        if (shared := _shared(file, path, value)) is not None:
+            return shared
         tensor = rebuild_tensor(value)
         shape = tensor.head.shape
         box = boxes.setdefault(shape, Box((0,) * len(shape), shape))
@@ -113,23 +111,17 @@ def _chunks(file: TorchFile, tensor: PickledTensor, box: Box) -> tuple[Chunk, ..
     return tuple(replace(chunk, box=Box(at, sizes), strides=kept) for at in product(*map(range, counts)))
 
 
-def _is_global(value: object, name: str) -> bool:
-    return type(value) is GlobalName and value.name == name
-
-
-def _wrapped(file: TorchFile, path: KeyPath, value: Record) -> Piece:
-    """Return what a tensor with tensors inside of it holds: those that ranks share are known."""
-    _, kind, args, state = value.args
-    name = kind.name if type(kind) is GlobalName else "?"
-    if type(args) is tuple and len(args) > 2:
-        dtype = BY_TORCH_NAME.get(args[1].name.removeprefix("torch.")) if type(args[1]) is GlobalName else None
-        shape = _sizes(args[2])
-        if dtype is not None and shape is not None:
-            if name in _DTENSOR:
-                return _dtensor(file, path, dtype, shape, _fields(state))
-            if name == _SHARDED_TENSOR and type(state) is tuple and len(state) > 2:
-                return _sharded_tensor(file, path, dtype, shape, state)
-    raise UnreadableError(f"a {name} is there, {UNKNOWN_KIND}", hint=PLAIN_HINT)
+def _shared(file: TorchFile, path: KeyPath, value: Record) -> Piece | None:
+    """Return what a tensor that ranks share holds here; None for any other."""
+    match value.args if value.name == FROM_TYPE else ():
+        case (GlobalName(name=function), GlobalName(name=name), (_, GlobalName() as kind, size, *_), state):
+            dtype, shape = BY_TORCH_NAME.get(kind.name.removeprefix("torch.")), _sizes(size)
+            if function == WRAPPER and dtype is not None and shape is not None:
+                if name in _DTENSOR:
+                    return _dtensor(file, path, dtype, shape, _fields(state))
+                if name == _SHARDED_TENSOR and type(state) is tuple and len(state) > 2:
+                    return _sharded_tensor(file, path, dtype, shape, state)
+    return None
 
 
 def _fields(state: object) -> Mapping[object, object]:

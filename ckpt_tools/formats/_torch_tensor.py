@@ -1,17 +1,19 @@
 """`data.pkl` of one tensor: what torch's rebuild functions would be called with.
 
-Source: torch `_utils.py` and `_tensor.py` (`_reduce_ex_internal`), `serialization.py` (`persistent_id`), 2.13.
+Source: torch `_utils.py` and `_tensor.py` (`_reduce_ex_internal`), `serialization.py` (`persistent_id`), 2.13;
+torchao 0.18.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ckpt_tools.description.checkpoint import MAX_DIMS, MAX_ELEMS
 from ckpt_tools.description.dtypes import BY_TORCH_NAME, BY_TORCH_STORAGE, DType
-from ckpt_tools.errors import LimitError, UnreadableError
+from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.formats._pickle_objects import parse_objects
 from ckpt_tools.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
 
 _V1 = "torch._utils._rebuild_tensor"
@@ -20,12 +22,28 @@ _V3 = "torch._utils._rebuild_tensor_v3"
 _PARAMETER = "torch._utils._rebuild_parameter"
 _PARAMETER_WITH_STATE = "torch._utils._rebuild_parameter_with_state"
 FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
-PLAIN_CALLS = (DENSE, _V3)
-"""Names of calls that make a dense tensor of a part of a storage."""
+WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _PLAIN_TYPES = frozenset(
     {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
 )
-"""Subclasses whose elements are what any tensor's are; a quantised one's are not."""
+"""Subclasses whose elements are what any tensor's are, whatever attributes they have."""
+_INNER = {
+    "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
+    "torchao.prototype.moe_training.tensor.Float8TrainingWeightWrapperTensor": "_data",
+    "torchao.prototype.moe_training.tensor.MXFP8TrainingWeightWrapperTensor": "_data",
+    "torchao.prototype.quantized_training.bitnet.BitNetTrainingLinearWeight": "_data",
+    "torchao.prototype.quantized_training.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
+}
+"""Class → its attribute with the weight in full precision: what a plain tensor that it is copied to holds then."""
+_KINDS = {
+    "sparse_tensor": "sparse",
+    "nested_tensor": "nested",
+    "meta_tensor_no_storage": "meta",
+    "qtensor": "quantised",
+}
+_PLAIN = "where you trust it: load it with the library of that class, and save plain tensors (dequantize() of torchao)"
+PLAIN_CALLS = (DENSE, _V3)
+"""Names of calls that make a dense tensor of a part of a storage."""
 _UNTYPED = "torch.storage.UntypedStorage"
 _HOOKS = "collections.OrderedDict"
 _ALLOWED_GLOBALS = frozenset(
@@ -64,6 +82,7 @@ class PickledTensor:
     key: str
     """Name of the data record."""
     storage_nbytes: int
+    num_storages: int = 1  # with those that lie beside it in a wrapper
 
 
 @lru_cache(maxsize=4096)
@@ -71,17 +90,28 @@ def parse_tensor_pickle(data: bytes) -> PickledTensor:
     """Read `data.pkl`; cached, for the chunks of a checkpoint have few distinct ones."""
     try:
         value = parse_pickle(data, allowed_globals=_ALLOWED_GLOBALS, limits=_LIMITS, persistent_ids=True)
-    except LimitError:
+        tensor = rebuild_tensor(value)
+    except UnsupportedError:
         raise
-    except UnreadableError as error:
-        raise UnreadableError(
-            f"the item's data.pkl is not that of a plain tensor: {error.what}",
-            hint="sparse, quantised and subclassed tensors cannot be read",
-        ) from error
-    tensor = rebuild_tensor(value)
+    except UnreadableError:
+        if (other := _other_kind(data)) is None:
+            raise
+        tensor = other
     if is_expanded(tensor.head):
-        raise UnreadableError("elements of the tensor share memory (an expanded tensor)")
+        raise UnsupportedError("elements share memory (an expanded tensor)", hint="save tensor.contiguous()")
     return tensor
+
+
+def _other_kind(data: bytes) -> PickledTensor | None:
+    """Read the pickle of a tensor that is not plain; None where it is plain, or no tensor."""
+    try:
+        pickled = parse_objects(data)
+    except UnreadableError:
+        return None
+    name = pickled.value.name if type(pickled.value) is Record else ""
+    if pickled.nbytes != len(data) or "._rebuild_" not in name or name in (_V1, DENSE, _V3, _PARAMETER):
+        return None
+    return replace(rebuild_tensor(pickled.value), num_storages=len(pickled.storages))
 
 
 def is_expanded(head: ItemHead) -> bool:
@@ -91,35 +121,54 @@ def is_expanded(head: ItemHead) -> bool:
     )
 
 
-UNKNOWN_KIND = "a kind of tensor that is not known"
-PLAIN_HINT = (
-    "where you trust it: load it with the library of that class, and save plain tensors (dequantize() of torchao)"
-)
-
-
 def rebuild_tensor(value: object) -> PickledTensor:
-    """Return the dense tensor that a pickled call would make, a parameter or not."""
-    value = _unwrap(value)
+    """Return the dense tensor that a pickled call would make, a parameter, wrapped, or not."""
+    outer, claims = value, list[tuple[object, ...]]()
+    while type(value) is Record and len(claims) < 16 and (found := _inner_of(value)) is not None:
+        value, claim = found
+        claims.append(claim)
     if type(value) is not Record or value.name not in (_V1, DENSE, _V3) or value.state is not None:
         name = value.name if isinstance(value, Record | GlobalName) else type(value).__name__
-        raise UnreadableError(f"it holds a {name}, not a tensor")
-    return _rebuild(value)
+        raise _unsupported(value) or UnreadableError(f"it holds a {name}, not a tensor")
+    tensor = _rebuild(value)
+    for dtype, size in filter(None, claims):
+        is_same = type(dtype) is GlobalName and dtype.name == f"torch.{tensor.head.dtype.torch_name}"
+        if not is_same or _numbers(size, "shape") != _numbers(value.args[2], "shape"):
+            raise _unsupported(outer) or UnreadableError("a wrapped tensor has another dtype or shape than its wrapper")
+    return tensor
 
 
-def _unwrap(value: object) -> object:
-    """Return the call that makes the data of a parameter, or of a subclass that only has another name."""
-    if type(value) is Record and value.name == FROM_TYPE and value.state is None:
-        match value.args:
-            case (GlobalName(name=function), GlobalName(name=kind), tuple(args), _) if kind in _PLAIN_TYPES:
-                value = Record(function, args, None, 0)
-            case (_, GlobalName(name=kind), *_):
-                raise UnreadableError(f"a {kind} is there, {UNKNOWN_KIND}", hint=PLAIN_HINT)
-    if type(value) is Record and value.name in (_PARAMETER, _PARAMETER_WITH_STATE) and value.state is None:
-        num_args = 3 if value.name == _PARAMETER else 4
-        if len(value.args) != num_args or type(value.args[1]) is not bool or not _is_no_hooks(value.args[2]):
-            raise UnreadableError("the parameter has hooks or is malformed")
-        return value.args[0]
-    return value
+def _inner_of(call: Record) -> tuple[object, tuple[object, ...]] | None:
+    """Return what makes a parameter's data, or what a subclass wraps, and the dtype and shape that a wrapper claims.
+
+    A subclass whose elements are its own claims nothing; None for what is no subclass, or more than a wrapper.
+    """
+    num_args = {_PARAMETER: 3, _PARAMETER_WITH_STATE: 4, FROM_TYPE: 4}.get(call.name)
+    match call.args if call.state is None and len(call.args) == num_args else ():
+        case (data, bool(), hooks, *_) if call.name != FROM_TYPE and _is_no_hooks(hooks):
+            return data, ()
+        case (GlobalName(name=function), GlobalName(name=kind), tuple(args), state):
+            fields = state[1] if type(state) is tuple and len(state) == 2 and not state[0] else state
+            own = {**fields} if type(fields) is dict else {} if not fields else {"": fields}
+            own.pop("_is_param", None)
+            if function != WRAPPER and (kind in _PLAIN_TYPES or not own):
+                return Record(function, args, None, 0), ()
+            if function == WRAPPER and len(args) > 2:
+                there = [value for name, value in own.items() if _INNER.get(kind, name) == name and value is not None]
+                if len(there) == 1 and type(there[0]) is Record and "._rebuild_" in there[0].name:
+                    return there[0], args[1:3]
+    return None
+
+
+def _unsupported(call: object) -> UnsupportedError | None:
+    """Return the error for a tensor of a kind that is not read; None for anything else."""
+    match (call.name, call.args) if type(call) is Record else ("", ()):
+        case name, (_, GlobalName(name=kind), *_) if name == FROM_TYPE:
+            return UnsupportedError(f"it is a {kind}, a kind of tensor that ckpt does not read", hint=_PLAIN)
+        case name, _ if (word := _KINDS.get(name.removeprefix("torch._utils._rebuild_"))) is not None:
+            hint = "save plain tensors with values: to_dense(), unbind(), dequantize()"
+            return UnsupportedError(f"it is a {word} tensor, a kind that ckpt does not read", hint=hint)
+    return None
 
 
 def _is_no_hooks(value: object) -> bool:
@@ -196,8 +245,8 @@ def _check_flags(metadata: object) -> None:
         raise UnreadableError("the tensor has metadata of an unknown kind")
     for name, flag in metadata.items():
         if flag is not False:
-            shown = name if name in ("conj", "neg") else "unknown"
-            raise UnreadableError(
+            shown = name if flag is True and name in ("conj", "neg") else "unknown"
+            raise (UnreadableError if shown == "unknown" else UnsupportedError)(
                 f"the tensor is stored with a lazy {shown} flag, so its bytes are not its values",
                 hint="save it again after tensor.resolve_conj().resolve_neg()",
             )
@@ -220,7 +269,7 @@ def _logical_strides(dtype: DType, sizes: tuple[int, ...], steps: tuple[int, ...
     needed = 1
     for step, size in sorted((step, size) for size, step in zip(sizes, steps, strict=True) if size != 1 and step):
         if step < needed:
-            raise UnreadableError("elements of the tensor share memory")
+            raise UnsupportedError("elements of the tensor share memory", hint="save tensor.contiguous()")
         needed = step * (size - 1) + needed
     if dtype.pack == 1:
         return steps

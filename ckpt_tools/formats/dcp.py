@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.file_names import METADATA_NAME, is_hf_asset, is_step_file, is_weights
@@ -64,6 +65,16 @@ def _locate(error: UnreadableError, span: ByteSpan) -> None:
         error.where = escape_name(f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}")
 
 
+def _is_other(span: ByteSpan, reader: Reader, seen: list[bool]) -> bool:
+    """Is an item of a kind that ckpt does not read? The first one tells for all, by `seen`."""
+    if not seen:
+        try:
+            parse_item(span.nbytes, _reads(span, reader))
+        except UnreadableError as error:
+            seen.append(isinstance(error, UnsupportedError))
+    return bool(seen and seen[0])
+
+
 def item_mismatch(dtype: DType, sizes: tuple[int, ...], head: ItemHead) -> str | None:
     """Return how an item disagrees with the metadata's dtype and chunk sizes, or None."""
     if head.dtype != dtype:
@@ -76,7 +87,10 @@ def item_mismatch(dtype: DType, sizes: tuple[int, ...], head: ItemHead) -> str |
 def _resolve_chunk(entry: TensorEntry, chunk: Chunk, reader: Reader) -> Chunk:
     if chunk.encoding == "raw":
         return chunk
-    head = read_item(chunk.span, entry.dtype, chunk.box.sizes, reader)
+    try:
+        head = read_item(chunk.span, entry.dtype, chunk.box.sizes, reader)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"tensor {entry.fqn!r}: {error.what}", where=error.where, hint=error.hint) from error
     if (problem := item_mismatch(entry.dtype, chunk.box.sizes, head)) is not None:
         raise UnreadableError(
             f"tensor {entry.fqn!r}: {problem}",
@@ -116,7 +130,9 @@ class Dcp(Format):
         """Read `.metadata`: the items' own heads are read when somebody asks for their bytes (`resolve`)."""
         content = read_document(source, METADATA_NAME, METADATA_LIMITS.max_bytes)
         try:
-            parsed = parse_metadata(content, limits=METADATA_LIMITS)
+            parsed = parse_metadata(
+                content, limits=METADATA_LIMITS, is_other=partial(_is_other, reader=source, seen=[])
+            )
         except UnreadableError as error:
             if error.where is None:
                 error.where = escape_name(os.path.join(source.root, METADATA_NAME))

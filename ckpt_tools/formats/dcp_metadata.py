@@ -11,7 +11,7 @@ Source: torch `distributed/checkpoint/{metadata,filesystem,planner}.py` (2.13),
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import (
@@ -28,11 +28,13 @@ from ckpt_tools.description.checkpoint import (
 )
 from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.description.layout import Box
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.formats._dcp_metadata_writer import build_metadata, estimate_metadata_bytes
 from ckpt_tools.formats._dcp_paths import parse_paths
+from ckpt_tools.formats._pickle_values import ANY
 from ckpt_tools.formats.inert_pickle import (
     DEFAULT_LIMITS,
+    Calls,
     GlobalName,
     PickleLimits,
     Record,
@@ -83,6 +85,13 @@ ALLOWED_GLOBALS = frozenset(
     }
 )
 """Every name that a `.metadata` may mention."""
+_CALLED = frozenset({*_MEMORY_FORMATS, f"{_PLANNER}WriteItemType", _LAYOUT, "torch.Size"})
+_CALLS: Calls = {
+    name: ("REDUCE", 1) if name in _CALLED else ("REDUCE", ANY) if name.startswith("pathlib") else ("NEWOBJ", 0)
+    for name in ALLOWED_GLOBALS
+    if name in _CALLED or name.count(".") > 1 or name.startswith("pathlib")
+}
+"""How picklers make each of them, but for dtypes: of what is made in another way, unpickling mostly fails."""
 
 _Dims = tuple[int, ...]
 _Spans = dict[_Dims, ByteSpan]
@@ -103,17 +112,20 @@ class ParsedMetadata:
     state of its distributed optimizer until 0.15."""
 
 
-def parse_metadata(data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS) -> ParsedMetadata:
+def parse_metadata(
+    data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS, is_other: Callable[[ByteSpan], bool] = lambda _: False
+) -> ParsedMetadata:
     """Read the bytes of `.metadata`.
 
     Shapes and boxes come in logical elements: torch's F4 counts pairs, so its last dim doubles. Whether the boxes
-    tile their tensor is not looked at here: that is a check of its own.
+    tile their tensor is not looked at here: that is a check of its own. `is_other` knows short items of other kinds.
     """
     with collector_paused():
-        return _describe(parse_pickle(data, allowed_globals=ALLOWED_GLOBALS, limits=limits))
+        value = parse_pickle(data, allowed_globals=ALLOWED_GLOBALS, limits=limits, calls=_CALLS)
+        return _describe(value, is_other)
 
 
-def _describe(metadata: object) -> ParsedMetadata:
+def _describe(metadata: object, is_other: Callable[[ByteSpan], bool]) -> ParsedMetadata:
     is_mcore = type(metadata) is Record and metadata.name == _MCORE_METADATA
     fields = _fields(metadata, _MCORE_METADATA if is_mcore else f"{_DCP}Metadata", "the metadata")
     entries = fields.get("state_dict_metadata")
@@ -143,7 +155,7 @@ def _describe(metadata: object) -> ParsedMetadata:
         kind = entry.name if type(entry) is Record else type(entry).__name__
         if kind == f"{_DCP}TensorStorageMetadata":
             reader = _TensorReader(fqn, _fields(entry, kind, f"tensor {_shown(fqn)}"))
-            tensors.append(reader.read(tensor_spans.pop(fqn, {}), path, boxes))
+            tensors.append(reader.read(tensor_spans.pop(fqn, {}), path, boxes, is_other))
         elif kind == f"{_DCP}BytesStorageMetadata":
             span = blob_spans.pop(fqn, None)
             if span is None:
@@ -250,9 +262,9 @@ def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSp
         if transforms:
             names = transforms if isinstance(transforms, list | tuple) else ()
             shown = first_few([name for name in names if isinstance(name, str)], 4)
-            raise UnreadableError(
+            raise UnsupportedError(
                 f"{_shown(fqn)} is stored through the transform {shown or '(unnamed)'}, which ckpt cannot undo",
-                hint="save it again without _extensions",
+                hint="dcp.load it (for ZStandard, stream.zstd, install zstandard), and save it without _extensions",
             )
     return ByteSpan(file=files[file], offset=offset, nbytes=nbytes)
 
@@ -292,6 +304,7 @@ class _TensorReader:
         spans: _Spans,
         path: KeyPath,
         boxes: dict[str, dict[tuple[_Dims, _Dims], tuple[Box, int]]],
+        is_other: Callable[[ByteSpan], bool],
     ) -> TensorEntry:
         """Return the tensor; `spans` holds its items by offsets, `boxes` the boxes made so far by dtype."""
         dtype = self._dtype(self._fields.get("properties"))
@@ -322,7 +335,7 @@ class _TensorReader:
             if found is None:
                 box = Box(self._logical(offsets, dtype), self._logical(sizes, dtype))
                 found = known[offsets, sizes] = (box, math.prod(box.sizes) * dtype.bits // 8)
-            if span.nbytes <= found[1]:
+            if span.nbytes <= found[1] and not is_other(span):
                 raise self._short_item(span, found[1])
             chunks.append(Chunk(box=found[0], span=span, encoding="torch_zip"))
         for offsets in spans:
@@ -342,10 +355,12 @@ class _TensorReader:
         if type(layout) is not Record or layout.name != _LAYOUT or layout.args != ("torch.strided",):
             name = layout.args[0] if type(layout) is Record and len(layout.args) == 1 else None
             shown = name if type(name) is str else "(unnamed)"
-            raise UnreadableError(f"{self._where} has layout {shown}; only torch.strided can be read")
+            kind = UnsupportedError if shown.startswith("torch.sparse_") else UnreadableError
+            raise kind(f"{self._where} has layout {shown}; only torch.strided can be read: save tensor.to_dense()")
         name = dtype.name.removeprefix("torch.") if type(dtype) is GlobalName else ""
         if name not in BY_TORCH_NAME:
-            raise UnreadableError(f"{self._where} has dtype {name or '(none)'}, which ckpt does not know")
+            kind = UnsupportedError if name in _FOREIGN_DTYPES else UnreadableError
+            raise kind(f"{self._where} has dtype {name or '(none)'}, which ckpt does not know; save it in another one")
         return BY_TORCH_NAME[name]
 
     def _logical(self, dims: _Dims, dtype: DType) -> _Dims:

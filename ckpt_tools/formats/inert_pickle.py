@@ -24,10 +24,8 @@ from typing import Any, ClassVar
 
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats._pickle_values import (
+    ANY,
     DEFAULT_LIMITS,
-    LEAF,
-    LEAF_CALLS,
-    NEEDS_ARGUMENTS,
     PERSISTENT_ID,
     GlobalName,
     PickleLimits,
@@ -52,6 +50,7 @@ _OPCODES_PER_CHECK = 1 << 14
 _FREE_CONTAINERS = 1 << 12
 """Containers and objects that any pickle may have, however short."""
 
+Calls = Mapping[str, tuple[str, int]]
 Sized = Mapping[int, tuple[Callable[..., Any], int, str]]
 _U8, _U16, _U32, _U64 = (struct.Struct(each).unpack_from for each in ("<B", "<H", "<I", "<Q"))
 _I32 = struct.Struct("<i").unpack_from
@@ -80,6 +79,7 @@ def parse_pickle(
     allowed_globals: frozenset[str],
     limits: PickleLimits = DEFAULT_LIMITS,
     persistent_ids: bool = False,
+    calls: Calls | None = None,
 ) -> object:
     """Return the value that a pickle describes, in inert parts.
 
@@ -88,6 +88,7 @@ def parse_pickle(
         allowed_globals: The names ("module.attribute") that it may mention.
         limits: What it may ask for.
         persistent_ids: Accept BINPERSID, as a `Record` named `PERSISTENT_ID`.
+        calls: Name → the opcode that makes something of it, and of how many arguments; by default all may.
 
     Returns:
         int, str, bool, None, float, bytes, tuple, list, dict, `GlobalName` or `Record`; free of cycles.
@@ -99,7 +100,7 @@ def parse_pickle(
     if len(data) > limits.max_bytes:
         raise LimitError(f"the pickle is {len(data)} bytes long, the limit is {limits.max_bytes}")
     with collector_paused():
-        return Reader(data, allowed_globals, limits, persistent_ids).read()
+        return Reader(data, allowed_globals, limits, persistent_ids, calls).read()
 
 
 @dataclass(slots=True)
@@ -110,6 +111,7 @@ class Reader:
     allowed_globals: Container[str]
     limits: PickleLimits
     persistent_ids: bool
+    calls: Calls | None = None
     depths: dict[int, int] = field(default_factory=dict)
     """id → depth of every tuple, list and dict made here; negative while it may still be filled."""
     names: dict[str, GlobalName] = field(default_factory=dict)
@@ -178,13 +180,15 @@ class Reader:
             raise UnreadableError(f"{what} on {describe(function)}; it was not executed")
         if type(args) is not tuple:
             raise UnreadableError(f"{what} with {describe(args)} for arguments")
-        if what == "REDUCE" and not args and function.name in NEEDS_ARGUMENTS:
-            raise UnreadableError(f"{function.name} is called without arguments, which no unpickling survives")
+        if self.calls is not None:
+            how, num_args = self.calls.get(function.name, ("", 0))
+            if what != how or num_args not in (ANY, len(args)):
+                raise UnreadableError(f"{function.name} is made by {what} of {len(args)} arguments, as no pickler does")
         depth = -1 - self._seal((args,))
-        if function.name in LEAF_CALLS and len(args) == 1:
+        if function.name == "torch.Size" and len(args) == 1:
             dims = args[0]
             if type(dims) is tuple and all(type(dim) is int for dim in dims):
-                depth = LEAF
+                depth = 0  # nothing of it can change any more
                 self.depths.pop(id(args), None)  # what holds numbers alone stays shallow, wherever it comes again
                 self.depths.pop(id(dims), None)
         self.num_records += 1
@@ -192,7 +196,7 @@ class Reader:
 
     def _build(self, record: object, state: object) -> None:
         inner = self._seal((state,))
-        if type(record) is not Record:
+        if type(record) is not Record or (self.calls and self.calls[record.name][0] == "REDUCE"):
             raise UnreadableError(f"BUILD on {describe(record)}; it was not executed")
         if record.depth >= 0:
             raise UnreadableError("BUILD on a record that is part of something, perhaps of itself")

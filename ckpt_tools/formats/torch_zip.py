@@ -140,11 +140,12 @@ def parse_item(item_nbytes: int, read: Read, *, thorough: bool = False) -> ItemH
     if byteorder is not None and _small(item, entries, byteorder.name, bounds) != b"little":
         raise UnreadableError("the item is not little-endian")
     records = [entry for name, entry in entries.items() if name.startswith(f"{root}data/")]
-    if len(records) != 1 or records[0].name != f"{root}data/{pickled.key}":
-        raise UnreadableError(f"the archive has {len(records)} data records, one named data/{pickled.key} was expected")
+    record = entries.get(f"{root}data/{pickled.key}")
+    if len(records) != pickled.num_storages or record is None:
+        raise UnreadableError(f"the archive has {len(records)} data records, data/{pickled.key} was expected")
     if thorough:
-        _check_entries(item, entries, root, records[0], bounds)
-    return _head(item, records[0], pickled, bounds)
+        _check_entries(item, entries, root, record, bounds)
+    return _head(item, record, pickled, bounds)
 
 
 def parse_own_item(item_nbytes: int, dtype: DType, sizes: tuple[int, ...], read: Read) -> ItemHead | None:
@@ -238,12 +239,8 @@ def _check_entries(item: _Item, entries: dict[str, _Entry], root: str, record: _
     if f"{root}version" not in entries:
         raise UnreadableError("the archive has no version, without which torch does not load it")
     for entry in entries.values():
-        if entry is record:
-            continue
-        content = _small(item, entries, entry.name, bounds)
-        if entry.crc32 and zlib.crc32(content) != entry.crc32:
-            raise UnreadableError(f"entry '{entry.name}' of the archive is damaged: its CRC-32 differs")
-        check_small(entry.name[len(root) :], content)
+        if entry is not record:
+            check_small(entry.name[len(root) :], _small(item, entries, entry.name, bounds))
 
 
 def _head(item: _Item, record: _Entry, pickled: PickledTensor, bounds: _Bounds) -> ItemHead:
@@ -391,4 +388,7 @@ def _small(item: _Item, entries: dict[str, _Entry], name: str, bounds: _Bounds) 
         raise UnreadableError(f"the archive has no {name}")
     if entry.nbytes > _MAX_SMALL_BYTES:
         raise UnreadableError(f"the archive's {name} has {entry.nbytes} bytes")
-    return item.get(_data_start(item, entry, bounds), entry.nbytes)
+    content = item.get(_data_start(item, entry, bounds), entry.nbytes)
+    if entry.crc32 and zlib.crc32(content) != entry.crc32:
+        raise UnreadableError(f"entry '{name}' of the archive is damaged: its CRC-32 differs")
+    return content

@@ -101,7 +101,7 @@ def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:
         candidate = there.get(name)
         if place is None or (place.step or 0) < latest.get(place.series, -1):
             continue
-        if candidate is None or candidate.state not in ("verified", "bad"):
+        if candidate is None or candidate.state not in ("verified", "bad", "unsupported"):
             found[name] = "it is not there" if candidate is None else candidate.why or candidate.state
     return found
 

@@ -11,14 +11,14 @@ from typing import Any
 from ckpt_tools.checks.step import verify_step
 from ckpt_tools.checks.trainer import judge_path
 from ckpt_tools.checks.verify import Level, Verification, verify
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, UnreadableError, UnsupportedError, UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import PROGRESS_FILE, ROLES
 from ckpt_tools.options import ProgressFactory
 from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import Entry
-from ckpt_tools.tending.retention import Candidate, Rules
+from ckpt_tools.tending.retention import Candidate, Rules, State
 from ckpt_tools.tending.series import POINTERS, metric_in_name
 from ckpt_tools.text import escape_name, first_few
 
@@ -35,8 +35,8 @@ class Assessor:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._problems: dict[str, str] = {}
-        """Stamp → why the checkpoint is not whole; "" where it is."""
+        self._problems: dict[str, tuple[State, str]] = {}
+        """Stamp → by its headers, what the checkpoint is, and why."""
         self._digests: dict[str, str] = {}
         self._holds: dict[str, frozenset[str]] = {}
 
@@ -49,7 +49,7 @@ class Assessor:
             entry = record.get(saved.name)
             series = saved.place.series
             if entry is not None and self.is_recorded(saved, entry):
-                state, why = ("verified", "") if entry.ok else ("bad", first_few(entry.codes))
+                state, why = entry.state, first_few(entry.codes)
             else:
                 state, why = self._look_at(saved, last.get(series))
             if state in ("verified", "complete"):
@@ -65,7 +65,7 @@ class Assessor:
                     name=saved.name,
                     series=series,
                     step=saved.place.step,
-                    state=state,  # type: ignore[arg-type]
+                    state=state,
                     why=why,
                     metric=self._metric(saved, rules.metric) if rules.best is not None else None,
                     pinned=next(filter(None, pins), ""),
@@ -86,7 +86,7 @@ class Assessor:
             self._digests[stamp] = self._folder.digest(saved)
         return self._digests[stamp]
 
-    def _look_at(self, saved: Saved, before: Saved | None) -> tuple[str, str]:
+    def _look_at(self, saved: Saved, before: Saved | None) -> tuple[State, str]:
         """Return the state of a checkpoint that nobody has verified, and why."""
         temporary = [name for name in saved.files if _TEMPORARY.fullmatch(name.rpartition("/")[2])]
         if temporary:
@@ -97,22 +97,23 @@ class Assessor:
                 self._problems[stamp] = self._problem(saved)
             except CkptError as error:  # of the disk or the network: at the next look it may be gone
                 return "incomplete", f"cannot be looked at: {error.what}"
-        if why := self._problems[stamp]:
-            return "incomplete", why
+        if self._problems[stamp][1]:
+            return self._problems[stamp]
         if before is not None and (lacks := self._has(before) - self._has(saved)):
             return "incomplete", f"lacks {first_few(sorted(lacks))}, which {before.name} has"
         return "complete", ""
 
-    def _problem(self, saved: Saved) -> str:
+    def _problem(self, saved: Saved) -> tuple[State, str]:
         """Return why a checkpoint cannot be read, as long as its save goes on; what can be and is wrong is bad."""
         for label, path in targets(self._folder, saved):
             try:
                 found = examine(path, level="structure", num_workers=1).findings
             except (UnreadableError, UsageError) as error:
-                return f"{label}: {error.what}" if label else error.what
+                state: State = "unsupported" if isinstance(error, UnsupportedError) else "incomplete"
+                return state, f"{label}: {error.what}" if label else error.what
             for each in (each for each in found if each.code == "not-resumable"):
-                return f"{each.where}: {each.what}"
-        return ""
+                return "incomplete", f"{each.where}: {each.what}"
+        return "complete", ""
 
     def _has(self, saved: Saved) -> frozenset[str]:
         """Return what a checkpoint holds, in words: what a resumed run would miss."""

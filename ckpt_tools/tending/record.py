@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from ckpt_tools.processes import wire
 
@@ -33,6 +34,11 @@ class Entry:
     """Of the findings that make it bad."""
     sent: tuple[str, ...] = ()
     """Where it was gathered or pushed to."""
+
+    @property
+    def state(self) -> Literal["verified", "unsupported", "bad"]:
+        """What the verification tells."""
+        return "verified" if self.ok else "unsupported" if {*self.codes} == {"unsupported"} else "bad"
 
 
 def parse_record(content: bytes | None) -> dict[str, Entry]:

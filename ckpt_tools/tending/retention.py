@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-State = Literal["verified", "bad", "complete", "incomplete", "changing"]
-"""verified: it was, and is unchanged. bad: verified, with errors. complete: by its headers; nobody has verified it."""
+State = Literal["verified", "bad", "unsupported", "complete", "incomplete", "changing"]
+"""verified: it was, and is unchanged. bad: so, with errors. unsupported: in part not read. complete: by its headers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

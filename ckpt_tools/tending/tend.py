@@ -229,12 +229,15 @@ class Tender:
             done.notes.append(f"{saved.name} changed while it was verified: it counts as not verified")
             return None
         errors = [each for each in found if each.severity == "error"]
+        codes = tuple(dict.fromkeys(each.code for each in errors))
+        entry = Entry(stamp=saved.stamp, digest=digest, ok=not codes, level=level, order=0, codes=codes)
+        if entry.state == "unsupported":
+            found, errors = [replace(each, severity="warning") if each in errors else each for each in found], []
         rest = [each for each in found if each.severity != "error"]
         done.findings += errors[:_MAX_FINDINGS] + rest[:_MAX_FINDINGS]
-        state = "NOT ok" if errors else "verified"
+        state = "NOT ok" if errors else entry.state
         self._say(f"{saved.name}: {state} ({format_size(nbytes)} of data, level {level})")
-        codes = tuple(dict.fromkeys(each.code for each in errors))
-        return Entry(stamp=saved.stamp, digest=digest, ok=not errors, level=level, order=0, codes=codes)
+        return entry
 
     def _send(
         self, decisions: Sequence[Decision], look: Look, record: dict[str, Entry], done: _Done
@@ -326,11 +329,12 @@ def _bad(
         hint = f"ckpt verify {os.path.join(folder.path, each.name)} says why"
         if each.state == "bad" and each.name not in verified:
             found.append(Finding.error("bad-checkpoint", each.name, f"it failed its verification: {each.why}", hint))
-        elif each.state == "incomplete":
+        elif each.state in ("incomplete", "unsupported"):
             was_good = each.name in record and record[each.name].ok
             what = f"it was verified, and has changed since: {each.why}" if was_good else each.why
             make = Finding.error if was_good else Finding.warning
-            found.append(make("incomplete-checkpoint", each.name, what, None if not was_good else hint))
+            code = "incomplete-checkpoint" if each.state == "incomplete" else each.state
+            found.append(make(code, each.name, what, None if not was_good else hint))
     return found
 
 

@@ -256,7 +256,7 @@ def test_parse_metadata_of_an_unknown_memory_format_is_refused(code: bytes) -> N
     name = b"_MEM_FORMAT_ENCODING\x94\x93\x94"
     data = pickle.dumps(metadata_of(), 4)
     assert data.count(name + b"K\x00\x85") == 1
-    with pytest.raises(UnreadableError, match="its TensorProperties do not have the fields that torch reads"):
+    with pytest.raises(UnreadableError, match=r"do not have the fields that torch reads|made by REDUCE of 2 arguments"):
         parse_metadata(data.replace(name + b"K\x00\x85", name + code))
 
 

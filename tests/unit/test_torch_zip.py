@@ -332,18 +332,13 @@ def test_parse_item_with_pickle_after_large_payload_is_read() -> None:
 # Refused items
 
 
-class Subclass(torch.Tensor):
-    pass
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: torch.zeros(3, dtype=torch.complex64).conj(), "lazy conj"),
         (lambda: torch.zeros(3, dtype=torch.complex64).conj().imag, "lazy neg"),
-        (lambda: torch.eye(3).to_sparse(), "_rebuild_sparse_tensor"),
-        (lambda: torch.zeros(3).as_subclass(Subclass), "_rebuild_from_type_v2"),
-        (lambda: torch.zeros(3, device="meta"), "_rebuild_meta_tensor_no_storage"),
+        (lambda: torch.eye(3).to_sparse(), "a sparse tensor"),
+        (lambda: torch.zeros(3, device="meta"), "a meta tensor"),
         (lambda: torch.zeros(1).expand(5), "share memory"),
         (lambda: torch.zeros(4).as_strided((2, 3), (1, 1)), "share memory"),
         (lambda: {"a": torch.zeros(3)}, "holds a dict"),
@@ -358,11 +353,10 @@ def test_parse_item_of_something_else_is_refused_by_name(make, message: str) -> 
         parse(save(make()))
 
 
-def test_parse_item_with_python_attributes_is_refused() -> None:
+def test_parse_item_with_python_attributes_is_read() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.note = "x"
-    with pytest.raises(UnreadableError, match="_rebuild_parameter_with_state"):
-        parse(save(parameter))
+    assert parse(save(parameter)).shape == (3,)
 
 
 GOOD = build_item(F32, (2, 3), bytes(range(24)))
@@ -456,7 +450,7 @@ def test_parse_damaged_item_is_refused_by_name(item: bytes, message: str) -> Non
         (b"FloatStorage", b"float32", "no dtype that goes with its torch.float32"),
         (b"ctorch\nFloatStorage", b"ctorch.storage\nUntypedStorage", "no dtype that goes with"),
         (b"FloatStorage", b"QInt8Storage", "torch.QInt8Storage"),
-        (b"_rebuild_tensor_v2", b"_rebuild_qtensor", "torch._utils._rebuild_qtensor"),
+        (b"_rebuild_tensor_v2", b"_rebuild_qtensor", "a quantised tensor"),
         (b"_rebuild_tensor_v2", b"_rebuild_tensor_v3", "6 arguments"),
         (b"ctorch._utils\n_rebuild_tensor_v2", b"cposix\nsystem", "'posix.system'.*not executed"),
         (b"\x01\x00\x00\x000", b"\x02\x00\x00\x00..", "number for a name"),
