@@ -14,6 +14,7 @@ from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.quantised import find_units
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.formats.inside import list_sealed, revealed
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Naming, name_known, name_live
 from ckpt_tools.moving.beside import Beside, Reading
@@ -79,6 +80,7 @@ def diff(
     Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance, floating-point
     tensors may differ by `atol + rtol * |a|`.
     """
+    a, b = revealed(a), revealed(b)
     our_side, their_side = match_names(a, b, names, include, exclude)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
@@ -125,7 +127,9 @@ def diff(
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
         changed=tuple(rows.values()),
         num_equal=len(shared) - len(changed),
-        notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out))),
+        notes=tuple(
+            dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out, *list_sealed(a), *list_sealed(b)))
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, strip_prefix, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.inside import list_sealed
 from ckpt_tools.formats.manifest import Origin
 from ckpt_tools.formats.opening import Opened, read_document
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -30,7 +31,7 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
 
     `strip` is what `--strip-prefix` says; what is left out is added to `notes`.
     """
-    checkpoint = opened.checkpoint
+    checkpoint, prefix = opened.checkpoint, ""
     if strip == "none" or (strip == "auto" and not opened.format.is_training):
         model = replace(checkpoint, blobs=())
         new_name: Callable[[str], str] = str
@@ -59,6 +60,7 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
             )
         model = replace(checkpoint, tensors=inside, blobs=())
         new_name = strip_prefix((entry.fqn for entry in inside), prefix)
+    check_sealed(opened, prefix)
     notes += _omitted(checkpoint, model)
     if checkpoint.blobs:
         notes.append(f"left out {len(checkpoint.blobs)} non-tensor items, which safetensors cannot hold")
@@ -71,6 +73,17 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
     renamed = rename(model, new_name)
     names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
     return renamed, names
+
+
+def check_sealed(opened: Opened, prefix: str | None = None) -> None:
+    """Refuse to leave out a part of the model that is there and is not read."""
+    if sealed := list_sealed(opened, prefix):
+        raise UnreadableError(
+            f"the model has parts that are not plain tensors; {first_few(sealed)}",
+            where=opened.source.root,
+            hint="where they belong to the model, save them as tensors of its state dict; otherwise leave them out "
+            "with --exclude, or name the model's key with --strip-prefix",
+        )
 
 
 def _only_state_dict(model: Checkpoint) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpt_tools.conversions.find import model_in, name_again
+from ckpt_tools.conversions.find import check_sealed, model_in, name_again
 from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
 from ckpt_tools.description.checkpoint import Checkpoint
 from ckpt_tools.description.transform import find_model, is_optimizer
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import kept_cells, place
+from ckpt_tools.formats.inside import revealed
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import Named, Naming, name_live
 from ckpt_tools.text import first_few
@@ -53,6 +54,9 @@ def own_job(
             "--max-shard-size is for safetensors files, and the source is a DCP checkpoint",
             hint="leave it out, and `ckpt gather` the result",
         )
+    if only_model:
+        opened = revealed(opened)
+        check_sealed(opened)
     chosen = replace(find_model(opened.checkpoint)[0], blobs=()) if only_model else opened.checkpoint
     source_checkpoint = replace(chosen, tensors=tuple(map(opened.resolve, chosen.tensors)))
     target, cast = cast_target(opened, source_checkpoint, dtype, dtype_for, {}, opened.own_assets)

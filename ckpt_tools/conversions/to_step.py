@@ -18,6 +18,7 @@ from ckpt_tools.description.layout import Layout, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, step as steps_format
 from ckpt_tools.formats.file_names import is_weights
+from ckpt_tools.formats.inside import revealed
 from ckpt_tools.formats.judge import StepVerdict
 from ckpt_tools.formats.manifest import TensorRecord
 from ckpt_tools.formats.opening import Opened
@@ -250,6 +251,7 @@ def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trai
         raise UsageError(f"--map brings names of its own, and --for {trainer} those of {trainer}", hint="leave out one")
     gathered = f"OUT, after `ckpt gather {opened.source.root} OUT`"
     layout = layout_for(trainer, names=naming.names, prefix=options.prefix, source=gathered)
+    opened = revealed(opened)
     model, names = model_in(opened, "auto", [])
     origin, inside = opened.origin, set(names.values())
     if origin is not None:

@@ -128,6 +128,20 @@ class BlobEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectContent:
+    """What lies inside of a blob, as its pickle says without being run."""
+
+    tensors: int = 0
+    """Tensors and arrays."""
+    nbytes: int = 0
+    """Bytes of the tensors' storages."""
+    classes: tuple[str, ...] = ()
+    """Classes and functions that it names, beside those of tensors."""
+    why: str = ""
+    """Why nothing of this is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Asset:
     """A file that belongs to the model but holds no weights (config, tokenizer, …)."""
 

@@ -20,6 +20,13 @@ _MODEL_ROOTS = ("model", "app", "app_state", "module", "state_dict", "model_stat
 _TRAINER_ROOTS = ("train_state", "trainer", "trainer_state", "dataloader", "lr_scheduler", "scheduler", "rng_state")
 """Keys of state that trainers keep beside a model whose own keys lie at the root."""
 
+_BESIDE = re.compile(
+    r"(lr_?)?sched\w*|train(er|ing)?(_\w+)?|(data_?)?loaders?(_\w+)?|(data_?|batch_?)?samplers?|(\w+_)?rng(_\w+)?"
+    r"|random(_\w+)?|(\w+_)?args|callbacks?|loops|hyper_parameters|hparams|config|cfg|metrics?|history|logs?|logging"
+    r"|(grad_)?scaler|amp|generators?|param_groups|data|dataset|datamodule|epoch|(global_)?step|iter(ation)?|best_\w+|ema"
+)
+"""First keys of what trainers keep beside a model's tensors."""
+
 
 def select(
     checkpoint: Checkpoint,
@@ -27,11 +34,15 @@ def select(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     also: Mapping[str, Collection[str]] | None = None,
+    more: Iterable[str] = (),
 ) -> Checkpoint:
-    """Keep the tensors and blobs whose FQN, or another name that `also` has for it, the globs choose."""
+    """Keep the tensors and blobs whose FQN, or another name that `also` has for it, the globs choose.
+
+    `more` are names of other things, which globs may mean as well.
+    """
     if not include and not exclude:
         return checkpoint
-    own = [*(entry.fqn for entry in checkpoint.tensors), *(blob.fqn for blob in checkpoint.blobs)]
+    own = [*(entry.fqn for entry in checkpoint.tensors), *(blob.fqn for blob in checkpoint.blobs), *more]
     kept = choose_names({fqn: (fqn, *(also or {}).get(fqn, ())) for fqn in own}, include, exclude)
     return replace(
         checkpoint,
@@ -76,6 +87,12 @@ def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
     # Flattened optimizer state: state.<fqn>.exp_avg
     last = parts[-1].rpartition(".")[2]
     return last in _OPTIMIZER_LEAVES and parts[0].partition(".")[0] == "state"
+
+
+def is_beside(name: str) -> bool:
+    """Is this one of the names that trainers give to what they keep beside a model's tensors?"""
+    parts = name.split(".")
+    return any(map(_OPTIMIZER_ROOT.fullmatch, parts[:2])) or _BESIDE.fullmatch(parts[0]) is not None
 
 
 def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:

@@ -114,6 +114,7 @@ class RankFiles(Format):
             asset_source=open_source(os.path.join(source.root, home)) if home and assets else None,
             step=_step(found, files) if ranks.directory else None,
             unread=(*missing, *list_unread(states.values()), *optimizer.unread, *_rest(rest, ranks.directory)),
+            sealed={path: what for state in states.values() for path, what in state.sealed.items()},
             broken=() if optimizer.broken is None else (optimizer.broken,),
             notes=(*list_tied(tensors), *optimizer.notes),
             complete="" if missing else f"the files of all {len(states)} ranks are there",

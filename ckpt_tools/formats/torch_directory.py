@@ -94,6 +94,7 @@ class TorchDirectory(Format):
             manifest=manifest if manifest is not None and manifest.format == self.name else None,
             left_out=tuple(name for name in beside if is_weights(name)),
             unread=list_unread(state for _, state in read),
+            sealed={path: what for _, state in read for path, what in state.sealed.items()},
             notes=list_tied(entries),
             sums=tuple(each for file, _ in read for each in file.sums),
             partial=list_parts(file for file, _ in read),

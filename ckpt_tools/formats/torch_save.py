@@ -132,6 +132,7 @@ class TorchSave(Format):
             checkpoint=Checkpoint(root=source.root, format=self.name, tensors=tensors, files=dict(files)),
             source=source,
             unread=list_unread([state]),
+            sealed=state.sealed,
             notes=list_tied(tensors),
             sums=file.sums,
             partial=list_parts([file]),
