@@ -81,8 +81,7 @@ def check_sealed(opened: Opened, prefix: str | None = None) -> None:
         raise UnreadableError(
             f"the model has parts that are not plain tensors; {first_few(sealed)}",
             where=opened.source.root,
-            hint="where they belong to the model, save them as tensors of its state dict; otherwise leave them out "
-            "with --exclude, or name the model's key with --strip-prefix",
+            hint="save what belongs to the model as tensors; --exclude GLOB leaves the rest out",
         )
 
 

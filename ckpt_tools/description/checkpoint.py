@@ -128,17 +128,21 @@ class BlobEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectContent:
-    """What lies inside of a blob, as its pickle says without being run."""
+class Inside:
+    """What a blob holds, as its pickle says without being run."""
 
-    tensors: int = 0
-    """Tensors and arrays."""
+    tensors: tuple[TensorEntry, ...] = ()
+    """Those that keys and indices lead to, where they lie."""
+    sealed: Mapping[str, str] = field(default_factory=dict)
+    """Keys → what it is, of all else that is or holds tensors or arrays."""
+    num_tensors: int = 0
+    """All tensors and arrays."""
     nbytes: int = 0
     """Bytes of the tensors' storages."""
     classes: tuple[str, ...] = ()
     """Classes and functions that it names, beside those of tensors."""
     why: str = ""
-    """Why nothing of this is known."""
+    """Why none of this is known; "" where it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
