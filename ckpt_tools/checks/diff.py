@@ -87,12 +87,12 @@ def diff(
     parts = {f: w for side in (ours, theirs) for f, w in find_units(replace(e, fqn=n) for n, e in side.items()).items()}
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
-    left_out: tuple[str, ...] = ()
+    left_out = (*list_sealed(a), *list_sealed(b))
     if not keys_only:
         every = [fqn for fqn in shared if fqn not in changed]
         alike = [entry.fqn for entry in own_tensors([replace(ours[fqn], fqn=fqn) for fqn in every], share)]
         if share is not None:
-            left_out = (f"the bytes of {len(every) - len(alike)} of {len(shared)} tensors: the other parts' (--part)",)
+            left_out += (f"the bytes of {len(every) - len(alike)} of {len(shared)} tensors: the other parts' (--part)",)
             read = {*alike, *changed}
             shared = [fqn for fqn in shared if fqn in read]
         left, right = _resolve(a, ours, alike), _resolve(b, theirs, alike)
@@ -127,9 +127,7 @@ def diff(
         only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
         changed=tuple(rows.values()),
         num_equal=len(shared) - len(changed),
-        notes=tuple(
-            dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out, *list_sealed(a), *list_sealed(b)))
-        ),
+        notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out))),
     )
 
 

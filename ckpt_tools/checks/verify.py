@@ -11,13 +11,14 @@ from ckpt_tools.checks.causes import Cause, find_causes
 from ckpt_tools.checks.copies import equal_layouts
 from ckpt_tools.checks.data import check_blobs, check_data, firsts
 from ckpt_tools.checks.reading import Extent, account
-from ckpt_tools.checks.structure import check_structure
+from ckpt_tools.checks.structure import check_structure, is_inside
 from ckpt_tools.checks.trainer import Purpose, check_beside, check_trainer
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan, Checkpoint, Finding, TensorEntry
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.formats.identify import HOLLOW
+from ckpt_tools.formats.inside import look_into
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.scan import with_executables
 from ckpt_tools.formats.steps import note_reading
@@ -59,6 +60,8 @@ class Verification:
     """The files that its tensors lie in, or should; in a step with their part's directory before them."""
     mesh: Mesh | None = None
     """The ranks that wrote them, where a manifest says; of a step none."""
+    inside: int = 0
+    """Tensors and arrays inside of items that are not tensors, checked with these."""
     identities: tuple[Identity, ...] = ()
     """What it is, and what it was compared with."""
     share: Part | None = None
@@ -117,7 +120,7 @@ def verify(
     beside: list[Finding] = []
     proven: set[str] = set()
     counts: Mapping[str, Counts] = {}
-    nbytes = 0
+    nbytes = inside = 0
     if level == "structure":
         unchecked.append(Unchecked(what="the bytes of the tensors (use --level data)"))
         if checkpoint.blobs:
@@ -153,6 +156,13 @@ def verify(
         if is_first and (unsummed := check_blobs(opened, findings)):
             what = f"what {unsummed} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"
             unchecked.append(Unchecked(what=what))
+        held = look_into((blob for blob in checkpoint.blobs if is_inside(opened, blob.span)), opened.source)
+        inside = sum(each.num_tensors for each in held.values())
+        holding = [name for name, each in held.items() if each.why or (each.num_tensors and level == "values")]
+        if holding:
+            unchecked.append(
+                Unchecked(what=f"the values of tensors inside of {len(holding)} objects: {first_few(holding)}")
+            )
         counts = outcome.counts
         if level == "values":
             findings += check_values(opened, replace(checkpoint, tensors=tuple(sound)), counts)
@@ -177,6 +187,7 @@ def verify(
         unchecked=tuple(unchecked),
         findings=tuple(findings),
         counts=counts,
+        inside=inside,
         files=tuple(dict.fromkeys(chunk.span.file for entry in checkpoint.tensors for chunk in entry.chunks)),
         mesh=checkpoint.mesh,
         share=share,
@@ -282,6 +293,7 @@ def to_json(result: Verification) -> dict[str, object]:
             "tensors": result.tensors,
             "chunks": result.chunks,
             "bytes": result.nbytes,
+            "tensors_inside": result.inside,
             "values": counts_to_json(result.counts) if result.level == "values" else None,
         },
         "not_checked": list(result.not_checked),

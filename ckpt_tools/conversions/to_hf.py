@@ -12,7 +12,6 @@ from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.find import as_stored, check_copies, check_left_out, differences, is_same, model_in
 from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.description.globs import is_chosen
 from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors, torch_directory
@@ -157,9 +156,7 @@ def gathering_job(
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
         return _restore(opened, model, names, original, destination, beside, notes, naming)
     shown = _written_names(opened, strip, beside, naming) if include or exclude else {}
-    checkpoint = select(opened.checkpoint, include=include, exclude=exclude, also=shown, more=opened.sealed)
-    left = {name: what for name, what in opened.sealed.items() if is_chosen(name, include, exclude)}
-    chosen = replace(opened, checkpoint=checkpoint, sealed=left)
+    chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude, also=shown))
     model, names = model_in(chosen, strip, notes)
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")

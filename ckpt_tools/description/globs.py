@@ -60,12 +60,6 @@ def choose_names(
     return kept
 
 
-def is_chosen(name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Do the globs of `choose_names` keep this name?"""
-    wanted, unwanted = (any(compile_glob(each).fullmatch(name) for each in globs) for globs in (include, exclude))
-    return (wanted or not include) and not unwanted
-
-
 def nearest_names(pattern: str, fqns: Sequence[str]) -> str:
     """Return a hint with the FQNs that look most like `pattern`."""
     if not fqns:

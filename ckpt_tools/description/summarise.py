@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, Inside, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.infer import block_of, infer_mesh, rank_of_file
@@ -129,6 +129,8 @@ class Summary:
     """What `--names` changed, for people; empty where the names are those that are stored."""
     contents: tuple[ContentSummary, ...] = ()
     """Of a training step whose model this is: everything that it consists of, the model first."""
+    inside: Mapping[str, Inside] = field(default_factory=dict)
+    """What the blobs hold, by their names."""
 
     @property
     def imbalance(self) -> float | None:
@@ -412,7 +414,9 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
             for f in summary.files
         ],
         "blobs": [
-            {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes} for b in summary.blobs
+            {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes}
+            | ({} if b.fqn not in summary.inside else summary.inside[b.fqn].to_json())
+            for b in summary.blobs
         ],
         "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in summary.assets],
         "prefixes": [

@@ -34,20 +34,17 @@ def select(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     also: Mapping[str, Collection[str]] | None = None,
-    more: Iterable[str] = (),
 ) -> Checkpoint:
-    """Keep the tensors and blobs whose FQN, or another name that `also` has for it, the globs choose.
-
-    `more` are names of other things, which globs may mean as well.
-    """
+    """Keep what of it has an FQN, or another name that `also` has for it, that the globs choose."""
     if not include and not exclude:
         return checkpoint
-    own = [*(entry.fqn for entry in checkpoint.tensors), *(blob.fqn for blob in checkpoint.blobs), *more]
+    own = [*(entry.fqn for entry in checkpoint.tensors), *(blob.fqn for blob in checkpoint.blobs), *checkpoint.sealed]
     kept = choose_names({fqn: (fqn, *(also or {}).get(fqn, ())) for fqn in own}, include, exclude)
     return replace(
         checkpoint,
         tensors=tuple(entry for entry in checkpoint.tensors if entry.fqn in kept),
         blobs=tuple(blob for blob in checkpoint.blobs if blob.fqn in kept),
+        sealed={name: what for name, what in checkpoint.sealed.items() if name in kept},
     )
 
 

@@ -57,8 +57,6 @@ class Pickled:
     """Where the pickle ends."""
     storages: Mapping[str, tuple[object, ...]]
     """Key → persistent id of every storage that is named, in the order in which they first are."""
-    names: tuple[str, ...] = ()
-    """Every class and function that it names."""
 
 
 def parse_objects(data: bytes) -> Pickled:
@@ -66,7 +64,7 @@ def parse_objects(data: bytes) -> Pickled:
     with collector_paused():
         reader = _ObjectReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
         value = reader.read()
-    return Pickled(value=value, nbytes=reader.end, storages=reader.storages, names=tuple(reader.names))
+    return Pickled(value=value, nbytes=reader.end, storages=reader.storages)
 
 
 def parse_exactly(data: bytes) -> object:

@@ -48,8 +48,6 @@ class TorchFile:
     """Every part of the file whose CRC-32 is recorded, the pickle too."""
     num_unsummed: int
     """Storages without one."""
-    names: tuple[str, ...] = ()
-    """Every class and function that its pickle names."""
 
 
 def is_torch_file(head: bytes) -> bool:
@@ -88,7 +86,7 @@ def _read_zip(source: Source, name: str, *, exactly: bool) -> TorchFile:
     content = _content(source, name, records["data.pkl"])
     if records["data.pkl"].crc32 not in (None, zlib.crc32(content)):
         raise UnreadableError("data.pkl is damaged: its CRC-32 differs", hint="restore the file or copy it again")
-    value, names = (parse_exactly(content), ()) if exactly else _parse_whole(content)
+    value = parse_exactly(content) if exactly else _parse_whole(content)
     storages = {key[len("data/") :]: record for key, record in records.items() if key.startswith("data/")}
     spans = ((ByteSpan(file=name, offset=r.start, nbytes=r.nbytes), r.crc32) for r in records.values() if r.nbytes)
     return TorchFile(
@@ -97,15 +95,14 @@ def _read_zip(source: Source, name: str, *, exactly: bool) -> TorchFile:
         storages=storages,
         sums=tuple((span, crc32) for span, crc32 in spans if crc32 is not None),
         num_unsummed=sum(record.crc32 is None for record in storages.values()),
-        names=names,
     )
 
 
-def _parse_whole(content: bytes) -> tuple[object, tuple[str, ...]]:
+def _parse_whole(content: bytes) -> object:
     pickled = parse_objects(content)
     if pickled.nbytes != len(content):
         raise UnreadableError(f"{len(content) - pickled.nbytes} bytes follow the end of the pickle")
-    return pickled.value, pickled.names
+    return pickled.value
 
 
 def _content(source: Source, name: str, record: Record) -> bytes:
@@ -132,9 +129,7 @@ def _read_stream(source: Source, name: str) -> TorchFile:
         if type(of[3]) is not str or _DEVICE.fullmatch(of[3]) is None:
             raise UnreadableError(f"storage {key} is of the device {of[3]!r}, which torch.load does not know")
     storages = dict(_stream_storages(source, name, position, keys, values[3].storages))
-    return TorchFile(
-        name=name, value=saved, storages=storages, sums=(), num_unsummed=len(storages), names=values[3].names
-    )
+    return TorchFile(name=name, value=saved, storages=storages, sums=(), num_unsummed=len(storages))
 
 
 def _stream_storages(

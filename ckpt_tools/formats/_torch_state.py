@@ -35,12 +35,10 @@ class State:
     """First key → how many plain values (numbers, texts, …) are below it."""
     objects: dict[str, str] = field(default_factory=dict)
     """Keys → class of everything else."""
-    num_hidden: int = 0
-    """Tensors and arrays inside of these objects, which are not read."""
     sealed: dict[str, str] = field(default_factory=dict)
-    """Keys → what it is, of those of these objects that are or hold such."""
+    """Keys → what it is, of those of these objects that are or hold tensors or arrays."""
     counts: dict[int, int] = field(default_factory=dict)
-    """Object → how many it holds; it may lie under several keys."""
+    """Id of such an object, which may lie under several keys → how many it holds."""
     seen: set[int] = field(default_factory=set)
     """What has been looked through for them."""
 
@@ -71,8 +69,8 @@ def describe_state(file: TorchFile, root: KeyPath = ()) -> State:
             inner: list[tuple[KeyPath, object]] = []
             for key, child in children:
                 if not isinstance(key, str | int) or isinstance(key, bool):
+                    _add_object(state, path, child)
                     _add_object(state, path, key)
-                    _seal(state, path, child, type(child).__name__)
                 else:
                     inner.append(((*path, key), child))
             pending += reversed(inner)
@@ -107,14 +105,8 @@ def _holds_tensors(values: Iterable[object]) -> bool:
 def _add_object(state: State, path: KeyPath, value: object) -> None:
     name = value.name if isinstance(value, Record | GlobalName) else type(value).__name__
     state.objects[show_path(path)] = name
-    _seal(state, path, value, name)
-
-
-def _seal(state: State, path: KeyPath, value: object, name: str) -> None:
-    """Note the tensors in something that is not read."""
     if id(value) not in state.counts:
         state.counts[id(value)] = _count_tensors(value, state.seen)
-        state.num_hidden += state.counts[id(value)]
     if count := state.counts[id(value)]:
         state.sealed[show_path(path)] = "a numpy array" if _ARRAY.fullmatch(name) else f"{name} with {count} tensors"
 

@@ -138,8 +138,6 @@ class Opened:
     """The step whose model this is, where the path named the step."""
     unread: tuple[str, ...] = ()
     """What lies in its files beside tensors and is not read, in words."""
-    sealed: Mapping[str, str] = field(default_factory=dict)
-    """What of it holds tensors or arrays: keys → what it is. None of these may be the model's."""
     broken: tuple[UnreadableError, ...] = ()
     """Why files beside it are not read that should be parts of it (an optimizer's, of which some are missing)."""
     asset_source: Source | None = None

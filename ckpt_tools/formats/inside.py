@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Inside, TensorEntry
 from ckpt_tools.description.transform import find_model, is_beside, strip_wrappers
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats._torch_file import read_torch_file
 from ckpt_tools.formats._torch_state import describe_state
 from ckpt_tools.formats.format import Opened
@@ -16,10 +15,6 @@ from ckpt_tools.formats.torch_save import whole_tensor
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 
-_USUAL = re.compile(
-    r"torch\._(utils|tensor)\._rebuild\w*|torch\.\w+Storage|torch\.storage\.\w+|collections\.OrderedDict"
-)
-"""What every pickle of tensors names."""
 _AHEAD_BYTES = 1 << 14
 """Of a blob, read at once where requests take time."""
 
@@ -28,16 +23,21 @@ def look_into(blobs: Iterable[BlobEntry], source: Source) -> dict[str, Inside]:
     """Return what blobs hold, by their names; of tensors only the places are read."""
     chosen = list(blobs)
     source.prefetch((b.span.file, b.span.offset, min(b.span.nbytes, _AHEAD_BYTES)) for b in chosen)
-    return {blob.fqn: _look(blob, source) for blob in chosen}
+    seen: dict[bytes, Inside] = {}
+    return {blob.fqn: _look(blob, source, seen) for blob in chosen}
 
 
-def _look(blob: BlobEntry, source: Source) -> Inside:
+def _look(blob: BlobEntry, source: Source, seen: dict[bytes, Inside]) -> Inside:
+    """Look into one; most are one of a few settings, which are `seen`."""
     start, name = blob.span.offset, blob.span.file
     whole = VirtualFile(blob.span.nbytes, lambda offset, buffer: source.read_into(name, start + offset, buffer))
     try:
+        content = source.read(name, start, blob.span.nbytes) if blob.span.nbytes <= _AHEAD_BYTES else b""
+        if content in seen:
+            return seen[content]
         file = read_torch_file(VirtualSource(source, {name: whole}), name)
         state = describe_state(file, blob.path or (blob.fqn,))
-    except UnreadableError as error:
+    except CkptError as error:
         return Inside(why=error.what, sealed={blob.fqn: f"an object that is not read: {error.what}"})
     tensors: list[TensorEntry] = []
     for piece in state.pieces:
@@ -49,19 +49,22 @@ def _look(blob: BlobEntry, source: Source) -> Inside:
         spans = (ByteSpan(file=name, offset=start + c.span.offset, nbytes=c.span.nbytes) for c in entry.chunks)
         chunks = tuple(replace(chunk, span=span) for chunk, span in zip(entry.chunks, spans, strict=True))
         tensors.append(replace(entry, chunks=chunks))
-    return Inside(
+    found = Inside(
         tensors=tuple(tensors),
         sealed=state.sealed,
-        num_tensors=len(state.pieces) + state.num_hidden,
+        num_tensors=len(state.pieces) + sum(state.counts.values()),
         nbytes=sum(record.nbytes for record in file.storages.values()),
-        classes=tuple(sorted(each for each in file.names if not _USUAL.fullmatch(each))),
+        classes=tuple(sorted(set(state.objects.values()))),
     )
+    if content and not found.num_tensors:
+        seen[content] = found
+    return found
 
 
 def list_sealed(opened: Opened, prefix: str | None = None) -> list[str]:
     """Say what of the model is not read although it is, or holds, tensors."""
     prefix = find_model(opened.checkpoint)[1] if prefix is None else prefix
-    return [f"not read: {name} ({what})" for name, what in opened.sealed.items() if _in_model(name, prefix)]
+    return [f"not read: {name} ({what})" for name, what in opened.checkpoint.sealed.items() if _in_model(name, prefix)]
 
 
 def _in_model(name: str, prefix: str) -> bool:
@@ -81,5 +84,5 @@ def revealed(opened: Opened, strip: str = "auto") -> Opened:
     read = {fqn for fqn, each in found.items() if each.tensors and not each.sealed}
     blobs = tuple(blob for blob in checkpoint.blobs if blob.fqn not in read)
     sealed = {name: what for each in found.values() for name, what in each.sealed.items()}
-    checkpoint = replace(checkpoint, tensors=tensors, blobs=blobs)
-    return replace(opened, checkpoint=checkpoint, sealed={**opened.sealed, **sealed})
+    sealed = {**checkpoint.sealed, **sealed}
+    return replace(opened, checkpoint=replace(checkpoint, tensors=tensors, blobs=blobs, sealed=sealed))

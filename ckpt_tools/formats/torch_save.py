@@ -36,7 +36,7 @@ def read_state(source: Source, name: str) -> tuple[TorchFile, State]:
         state = describe_state(file)
     except UnreadableError as error:
         raise type(error)(error.what, where=path, hint=error.hint) from error
-    if not state.pieces and (state.objects or state.num_hidden):
+    if not state.pieces and state.objects:
         shown = first_few([f"{path} ({kind})" for path, kind in state.objects.items()], _SHOWN)
         raise UnreadableError(
             f"no state dict, but objects, which ckpt does not unpickle: {shown}",
@@ -66,7 +66,7 @@ def list_unread(states: Iterable[State]) -> tuple[str, ...]:
     for state in states:
         values |= state.values
         objects |= state.objects
-        num_hidden += state.num_hidden
+        num_hidden += sum(state.counts.values())
     found = []
     if values:
         found.append(f"values that are not tensors: {first_few(list(values), _SHOWN)}")
@@ -129,10 +129,11 @@ class TorchSave(Format):
         tensors = tuple(whole_tensor(piece, where=path) for piece in state.pieces)
         return Opened(
             format=self,
-            checkpoint=Checkpoint(root=source.root, format=self.name, tensors=tensors, files=dict(files)),
+            checkpoint=Checkpoint(
+                root=source.root, format=self.name, tensors=tensors, sealed=state.sealed, files=dict(files)
+            ),
             source=source,
             unread=list_unread([state]),
-            sealed=state.sealed,
             notes=list_tied(tensors),
             sums=file.sums,
             partial=list_parts([file]),
