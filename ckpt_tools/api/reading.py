@@ -91,7 +91,7 @@ def inspect(options: InspectOptions) -> Summary:
         summary = summarise(checkpoint, path=source, mesh_source=mesh_source)
         contents = () if opened.step is None else tuple(starmap(ContentSummary, list_contents(opened.step)))
         identity = with_executables(opened)[0].identity
-        inside = look_into(summary.blobs, opened.source)
+        inside = {fqn: each.holds for fqn, each in look_into(summary.blobs, opened.source).items()}
         return replace(summary, names="; ".join(notes), contents=contents, identity=identity, inside=inside)
 
 

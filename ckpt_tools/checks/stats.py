@@ -95,7 +95,7 @@ def stats(
     opened, other = revealed(opened), None if other is None else revealed(other)
     named: Mapping[str, TensorEntry] = {}
     theirs: Mapping[str, TensorEntry] = {}
-    missed = list_sealed(opened)
+    missed = [*list_sealed(opened)]
     if other is not None:
         ours, side = match_names(opened, other, names, include, exclude)
         named, theirs = ours.entries, side.entries

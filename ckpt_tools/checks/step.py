@@ -66,7 +66,6 @@ def verify_step(
         tensors=sum(result.tensors for result in results),
         chunks=sum(result.chunks for result in results),
         nbytes=sum(result.nbytes for result in results),
-        inside=sum(result.inside for result in results),
         unchecked=tuple(unchecked),
         findings=tuple(findings),
         counts={

@@ -60,8 +60,6 @@ class Verification:
     """The files that its tensors lie in, or should; in a step with their part's directory before them."""
     mesh: Mesh | None = None
     """The ranks that wrote them, where a manifest says; of a step none."""
-    inside: int = 0
-    """Tensors and arrays inside of items that are not tensors, checked with these."""
     identities: tuple[Identity, ...] = ()
     """What it is, and what it was compared with."""
     share: Part | None = None
@@ -120,7 +118,7 @@ def verify(
     beside: list[Finding] = []
     proven: set[str] = set()
     counts: Mapping[str, Counts] = {}
-    nbytes = inside = 0
+    nbytes = 0
     if level == "structure":
         unchecked.append(Unchecked(what="the bytes of the tensors (use --level data)"))
         if checkpoint.blobs:
@@ -157,11 +155,9 @@ def verify(
             what = f"what {unsummed} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"
             unchecked.append(Unchecked(what=what))
         held = look_into((blob for blob in checkpoint.blobs if is_inside(opened, blob.span)), opened.source)
-        inside = sum(each.num_tensors for each in held.values())
-        holding = [name for name, each in held.items() if each.why or (each.num_tensors and level == "values")]
-        if holding:
+        if holding := [f"{fqn} ({each.holds})" for fqn, each in held.items() if each.count or each.sealed]:
             unchecked.append(
-                Unchecked(what=f"the values of tensors inside of {len(holding)} objects: {first_few(holding)}")
+                Unchecked(what=f"the values of what items hold that are not tensors: {first_few(holding)}")
             )
         counts = outcome.counts
         if level == "values":
@@ -187,7 +183,6 @@ def verify(
         unchecked=tuple(unchecked),
         findings=tuple(findings),
         counts=counts,
-        inside=inside,
         files=tuple(dict.fromkeys(chunk.span.file for entry in checkpoint.tensors for chunk in entry.chunks)),
         mesh=checkpoint.mesh,
         share=share,
@@ -293,7 +288,6 @@ def to_json(result: Verification) -> dict[str, object]:
             "tensors": result.tensors,
             "chunks": result.chunks,
             "bytes": result.nbytes,
-            "tensors_inside": result.inside,
             "values": counts_to_json(result.counts) if result.level == "values" else None,
         },
         "not_checked": list(result.not_checked),

@@ -286,12 +286,7 @@ def _render_blobs(summary: Summary, screen: Screen) -> None:
     screen.table(
         ("name", "bytes", "file", "holds"),
         (
-            (
-                escape_name(b.fqn),
-                f"{b.span.nbytes:,}",
-                escape_name(b.span.file),
-                escape_name(str(summary.inside[b.fqn])),
-            )
+            (*map(escape_name, (b.fqn, f"{b.span.nbytes:,}", b.span.file, summary.inside.get(b.fqn, ""))),)
             for b in summary.blobs[:_MAX_BLOBS]
         ),
         align="lrll",

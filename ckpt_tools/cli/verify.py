@@ -105,6 +105,5 @@ def _say_causes(result: Verification, output: Output) -> None:
 def _say_state(path: str, result: Verification) -> None:
     state = "ok" if result.ok else "NOT ok"
     data = f", {format_size(result.nbytes)} of data" if result.level != "structure" else ", headers only"
-    data += f", {result.inside} tensors inside of objects" if result.inside else ""
     share = "" if result.share is None else f"part {result.share} "
     say(f"{escape_name(path)}: {share}{state} ({result.tensors} tensors, {result.chunks} chunks{data})")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_tools.checks.trainer import judge, judge_path, refuse_mixed
-from ckpt_tools.conversions.find import model_in, name_again
+from ckpt_tools.conversions.find import check_sealed, model_in, name_again
 from ckpt_tools.conversions.job import PART_NOTE, Job
 from ckpt_tools.conversions.to_hf import GatherOptions
 from ckpt_tools.conversions.to_mesh import ShardingOptions, find_layout, resharding_job, sharding_job
@@ -238,6 +238,7 @@ def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trai
     """Return the job of `reshard` on one DCP checkpoint: all of it, or for another trainer its model alone."""
     verdict = judge(opened)
     own = verdict.trainer if verdict.trainer in ("lightning", "torchtitan") else None
+    check_sealed(opened)
     if trainer is None or (trainer == own and not options.prefix):
         for error in opened.broken:
             hint = f"{error.hint or 'restore it'}; for the model alone, move the optimizer's files away"

@@ -14,7 +14,6 @@ from typing import Literal, Self
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, Mesh, Placement
 from ckpt_tools.text import escape_message
-from ckpt_tools.units import format_size
 
 Encoding = Literal["raw", "torch_zip"]
 Severity = Literal["error", "warning", "info"]
@@ -126,33 +125,6 @@ class BlobEntry:
     """The whole item."""
     path: KeyPath = ()
     """As `TensorEntry.path`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inside:
-    """What a blob holds, as its pickle says without being run."""
-
-    tensors: tuple[TensorEntry, ...] = ()
-    """Those that keys and indices lead to, where they lie."""
-    sealed: Mapping[str, str] = field(default_factory=dict)
-    """As `Checkpoint.sealed`."""
-    num_tensors: int = 0
-    """All tensors and arrays."""
-    nbytes: int = 0
-    """Bytes of the tensors' storages."""
-    classes: tuple[str, ...] = ()
-    """Classes of the objects among its values."""
-    why: str = ""
-    """Why none of this is known; "" where it is."""
-
-    def __str__(self) -> str:
-        held = f"{self.num_tensors} tensors, {format_size(self.nbytes)}" if self.num_tensors else "no tensor"
-        return f"not known: {self.why}" if self.why else "; ".join((held, *self.classes))
-
-    def to_json(self) -> dict[str, object]:
-        """Return what it says beside names."""
-        known = {"tensors": self.num_tensors, "tensor_bytes": self.nbytes, "classes": list(self.classes)}
-        return {"not_known": self.why} if self.why else known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

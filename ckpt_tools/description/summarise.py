@@ -10,10 +10,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, Inside, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.infer import block_of, infer_mesh, rank_of_file
@@ -129,8 +129,8 @@ class Summary:
     """What `--names` changed, for people; empty where the names are those that are stored."""
     contents: tuple[ContentSummary, ...] = ()
     """Of a training step whose model this is: everything that it consists of, the model first."""
-    inside: Mapping[str, Inside] = field(default_factory=dict)
-    """What the blobs hold, by their names."""
+    inside: Mapping[str, str] = field(default_factory=dict)
+    """Blob → what it holds, in words."""
 
     @property
     def imbalance(self) -> float | None:
@@ -415,7 +415,7 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
         ],
         "blobs": [
             {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes}
-            | ({} if b.fqn not in summary.inside else summary.inside[b.fqn].to_json())
+            | {"holds": summary.inside.get(b.fqn)}
             for b in summary.blobs
         ],
         "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in summary.assets],

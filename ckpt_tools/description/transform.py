@@ -21,9 +21,9 @@ _TRAINER_ROOTS = ("train_state", "trainer", "trainer_state", "dataloader", "lr_s
 """Keys of state that trainers keep beside a model whose own keys lie at the root."""
 
 _BESIDE = re.compile(
-    r"(lr_?)?sched\w*|train(er|ing)?(_\w+)?|(data_?)?loaders?(_\w+)?|(data_?|batch_?)?samplers?|(\w+_)?rng(_\w+)?"
-    r"|random(_\w+)?|(\w+_)?args|callbacks?|loops|hyper_parameters|hparams|config|cfg|metrics?|history|logs?|logging"
-    r"|(grad_)?scaler|amp|generators?|param_groups|data|dataset|datamodule|epoch|(global_)?step|iter(ation)?|best_\w+|ema"
+    r"(lr_?)?sched\w*|train(er|ing)?(_\w+)?|(data_?|batch_?)?(loader|sampler)s?(_\w+)?|ema|amp|loops|hyper_parameters|hparams"
+    r"|(\w+_)?(rng|args|metrics?|scaler|step|epoch|history|logs?|generators?|callbacks?)((_\w+)?_(states?|dicts?|\d+))?"
+    r"|random(_\w+)?|param_groups|best_\w+"
 )
 """First keys of what trainers keep beside a model's tensors."""
 

@@ -62,19 +62,12 @@ def list_unread(states: Iterable[State]) -> tuple[str, ...]:
     """Say what of some files is not read."""
     values: dict[str, int] = {}
     objects: dict[str, str] = {}
-    num_hidden = 0
     for state in states:
         values |= state.values
-        objects |= state.objects
-        num_hidden += sum(state.counts.values())
-    found = []
-    if values:
-        found.append(f"values that are not tensors: {first_few(list(values), _SHOWN)}")
-    if objects:
-        shown = first_few([f"{path} ({kind})" for path, kind in objects.items()], _SHOWN)
-        inside = f" with {num_hidden} tensors inside of them" if num_hidden else ""
-        found.append(f"objects{inside}: {shown}")
-    return tuple(found)
+        objects |= {**state.objects, **state.sealed}
+    found = (f"values that are not tensors: {first_few(list(values), _SHOWN)}",) if values else ()
+    shown = first_few([f"{path} ({kind})" for path, kind in objects.items()], _SHOWN)
+    return (*found, f"objects: {shown}") if objects else found
 
 
 _PARALLEL = re.compile(r"(?:tensor|pipeline|expert|expert_tensor)_(?:model_)?parallel_size")
@@ -130,7 +123,7 @@ class TorchSave(Format):
         return Opened(
             format=self,
             checkpoint=Checkpoint(
-                root=source.root, format=self.name, tensors=tensors, sealed=state.sealed, files=dict(files)
+                root=source.root, format=self.name, tensors=tensors, sealed=state.sealed, files=files
             ),
             source=source,
             unread=list_unread([state]),

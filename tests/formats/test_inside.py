@@ -116,3 +116,41 @@ def test_diff_sees_a_change_inside_of_an_object(tmp_path: Path) -> None:
     a, w = _tensor(3, 4), _tensor(2)
     one, other = _save({"x": (a,), "w": w}, tmp_path / "a"), _save({"x": (a + 1,), "w": w}, tmp_path / "b")
     assert [change.fqn for change in ckpt_tools.diff(one, other).changed] == ["x.0"]
+
+
+def test_average_reads_what_lies_inside_and_refuses_what_it_cannot(tmp_path: Path) -> None:
+    a, w = _tensor(3, 4), _tensor(2)
+    for name, factor in (("a", 1.0), ("b", 3.0)):
+        _save({"x": (a * factor,), "w": w}, tmp_path / name)
+    ckpt_tools.average([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    loaded = {"x.0": torch.zeros(3, 4), "w": torch.zeros(2)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(loaded["x.0"], a * 2)
+    for name in ("c", "d"):
+        _save({"x": np.zeros(3), "w": w}, tmp_path / name)
+    with pytest.raises(UnreadableError, match="numpy"):
+        ckpt_tools.average([tmp_path / "c", tmp_path / "d"], tmp_path / "no")
+
+
+def test_inspect_and_verify_say_what_objects_hold(tmp_path: Path) -> None:
+    state = {"model": {"l.0.w": _tensor(2), "l.1.w": _tensor(2)}, "rng": (torch.zeros(3), 1), "lr": 0.1, "o": _Holder()}
+    source = _save(state, tmp_path / "dcp")
+    inside = ckpt_tools.inspect(source).inside
+    assert inside["lr"] == "no tensor"
+    assert inside["rng"] == "1 tensors, 12 B"
+    assert inside["o"].startswith("1 tensors, 16 B; ")
+    assert inside["o"].endswith("_Holder")
+    (told,) = (text for text in ckpt_tools.verify(source).not_checked if "hold" in text)
+    assert "rng (1 tensors, 12 B)" in told
+    assert "lr" not in told
+
+
+def test_inside_damaged_item_is_not_known_and_refused(tmp_path: Path) -> None:
+    source = _save({"w": _tensor(2), "x": (_tensor(3),)}, tmp_path / "dcp")
+    (blob,) = ckpt_tools.open_checkpoint(source).blobs
+    content = bytearray((source / blob.span.file).read_bytes())
+    content[blob.span.offset + content[blob.span.offset :].index(b"_rebuild")] ^= 1
+    (source / blob.span.file).write_bytes(content)
+    assert ckpt_tools.inspect(source).inside["x"].startswith("not known: ")
+    with pytest.raises(UnreadableError, match="x: an object that is not read"):
+        ckpt_tools.gather(source, tmp_path / "out")
