@@ -155,7 +155,7 @@ def verify(
             what = f"what {unsummed} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"
             unchecked.append(Unchecked(what=what))
         held = look_into((blob for blob in checkpoint.blobs if is_inside(opened, blob.span)), opened.source)
-        if holding := [f"{fqn} ({each.holds})" for fqn, each in held.items() if each.count or each.sealed]:
+        if holding := [f"{fqn} ({each.holds})" for fqn, each in held.items() if each.num_tensors or each.sealed]:
             unchecked.append(
                 Unchecked(what=f"the values of what items hold that are not tensors: {first_few(holding)}")
             )

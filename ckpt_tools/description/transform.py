@@ -86,10 +86,11 @@ def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
     return last in _OPTIMIZER_LEAVES and parts[0].partition(".")[0] == "state"
 
 
-def is_beside(name: str) -> bool:
-    """Is this one of the names that trainers give to what they keep beside a model's tensors?"""
-    parts = name.split(".")
-    return any(map(_OPTIMIZER_ROOT.fullmatch, parts[:2])) or _BESIDE.fullmatch(parts[0]) is not None
+def in_model(name: str, prefix: str) -> bool:
+    """May something be a part of the model whose names begin so? What trainers keep may lie beside it at the root."""
+    parts = strip_wrappers(name).split(".")
+    is_beside = any(map(_OPTIMIZER_ROOT.fullmatch, parts[:2])) or _BESIDE.fullmatch(parts[0])
+    return ".".join((*parts, "")).startswith(prefix) and not (prefix == "" and is_beside)
 
 
 def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt_tools.description.checkpoint import BlobEntry, TensorEntry
-from ckpt_tools.description.transform import find_model, is_beside, strip_wrappers
+from ckpt_tools.description.transform import find_model, in_model
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats._torch_file import read_torch_file
 from ckpt_tools.formats._torch_state import describe_state
@@ -28,7 +28,7 @@ class Inside(NamedTuple):
     holds: str  # in words
     sealed: Mapping[str, str]  # as `Checkpoint.sealed`
     tensors: tuple[TensorEntry, ...] = ()  # that keys and indices lead to
-    count: int = 0  # of all tensors and arrays
+    num_tensors: int = 0  # and arrays, all of them
 
 
 def look_into(blobs: Iterable[BlobEntry], source: Source) -> dict[str, Inside]:
@@ -56,31 +56,26 @@ def _look(blob: BlobEntry, source: Source, seen: dict[bytes, Inside]) -> Inside:
             state.sealed[piece.fqn] = "one rank's part of a tensor"
     tensors = tuple(whole_tensor(piece, where=name) for piece in state.pieces if piece.fqn not in state.sealed)
     count = len(state.pieces) + sum(state.counts.values())
-    stored = format_size(sum(record.nbytes for record in storages.values()))
-    holds = "; ".join((f"{count} tensors, {stored}" if count else "no tensor", *sorted(set(state.objects.values()))))
+    size = f"{count} tensors, {format_size(sum(r.nbytes for r in storages.values()))}" if count else "no tensor"
+    holds = "; ".join((size, *sorted(set(state.objects.values()))))
     found = Inside(holds, state.sealed, tensors, count)
-    if content and not count:
-        seen[content] = found
-    return found
+    return seen.setdefault(content, found) if content and not count else found
 
 
 def list_sealed(opened: Opened, prefix: str | None = None) -> tuple[str, ...]:
     """Say what of the model is not read although it is, or holds, tensors."""
-    prefix = find_model(opened.checkpoint)[1] if prefix is None else prefix
-    return tuple(f"{name}: {what}" for name, what in opened.checkpoint.sealed.items() if _in_model(name, prefix))
-
-
-def _in_model(name: str, prefix: str) -> bool:
-    """May something be a part of the model whose names begin so? What trainers keep may lie beside it at the root."""
-    return f"{strip_wrappers(name)}.".startswith(prefix) and not (prefix == "" and is_beside(name))
+    sealed = opened.checkpoint.sealed
+    prefix = find_model(opened.checkpoint)[1] if prefix is None and sealed else prefix or ""
+    return tuple(f"{name}: {what}" for name, what in sealed.items() if in_model(name, prefix))
 
 
 def revealed(opened: Opened, strip: str = "auto") -> Opened:
     """Return a checkpoint with the model's tensors that lie inside of blobs; `strip` is what `--strip-prefix` says."""
     checkpoint = opened.checkpoint
-    prefix = find_model(checkpoint)[1] if strip == "auto" else "" if strip == "none" else f"{strip.rstrip('.')}."
-    found = look_into((blob for blob in checkpoint.blobs if _in_model(blob.fqn, prefix)), opened.source)
+    prefix = "" if strip == "none" or not checkpoint.blobs else f"{strip.rstrip('.')}."
+    prefix = find_model(checkpoint)[1] if strip == "auto" and checkpoint.blobs else prefix
+    found = look_into((blob for blob in checkpoint.blobs if in_model(blob.fqn, prefix)), opened.source)
     tensors = (*checkpoint.tensors, *(entry for each in found.values() for entry in each.tensors))
     blobs = tuple(b for b in checkpoint.blobs if b.fqn not in found or found[b.fqn].sealed or not found[b.fqn].tensors)
-    sealed = {name: what for each in (checkpoint, *found.values()) for name, what in each.sealed.items()}
+    sealed = dict(pair for each in (checkpoint.sealed, *(e.sealed for e in found.values())) for pair in each.items())
     return replace(opened, checkpoint=replace(checkpoint, tensors=tensors, blobs=blobs, sealed=sealed))

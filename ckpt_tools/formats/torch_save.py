@@ -120,11 +120,10 @@ class TorchSave(Format):
             raise error
         file, state = read_state(source, name)
         tensors = tuple(whole_tensor(piece, where=path) for piece in state.pieces)
+        held = Checkpoint(root=source.root, format=self.name, tensors=tensors, sealed=state.sealed, files=files)
         return Opened(
             format=self,
-            checkpoint=Checkpoint(
-                root=source.root, format=self.name, tensors=tensors, sealed=state.sealed, files=files
-            ),
+            checkpoint=held,
             source=source,
             unread=list_unread([state]),
             notes=list_tied(tensors),
