@@ -156,9 +156,7 @@ def verify(
             unchecked.append(Unchecked(what=what))
         held = look_into((blob for blob in checkpoint.blobs if is_inside(opened, blob.span)), opened.source)
         if holding := [f"{fqn} ({each.holds})" for fqn, each in held.items() if each.num_tensors or each.sealed]:
-            unchecked.append(
-                Unchecked(what=f"the values of what items hold that are not tensors: {first_few(holding)}")
-            )
+            unchecked.append(Unchecked(what=f"the values inside of non-tensor items: {first_few(holding)}"))
         counts = outcome.counts
         if level == "values":
             findings += check_values(opened, replace(checkpoint, tensors=tuple(sound)), counts)

@@ -140,7 +140,7 @@ def test_inspect_and_verify_say_what_objects_hold(tmp_path: Path) -> None:
     assert inside["rng"] == "1 tensors, 12 B"
     assert inside["o"].startswith("1 tensors, 16 B; ")
     assert inside["o"].endswith("_Holder")
-    (told,) = (text for text in ckpt_tools.verify(source).not_checked if "hold" in text)
+    (told,) = (text for text in ckpt_tools.verify(source).not_checked if "inside" in text)
     assert "rng (1 tensors, 12 B)" in told
     assert "lr" not in told
 
