@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckpt_tools
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import PartError, UnreadableError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -154,3 +154,17 @@ def test_inside_damaged_item_is_not_known_and_refused(tmp_path: Path) -> None:
     assert ckpt_tools.inspect(source).inside["x"].startswith("not known: ")
     with pytest.raises(UnreadableError, match="x: an object that is not read"):
         ckpt_tools.gather(source, tmp_path / "out")
+
+
+def test_gather_flat_parameters_of_fsdp1_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    source = _save({"model": {"_flat_param": _tensor(54), "0._flat_param": _tensor(72)}}, tmp_path / "dcp")
+    with pytest.raises(PartError, match="without their shapes: save SHARDED_STATE_DICT"):
+        ckpt_tools.gather(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n\n"])
+def test_gather_with_an_empty_map_is_refused(tmp_path: Path, text: str) -> None:
+    source = _save({"l.0.w": _tensor(2), "l.1.w": _tensor(2)}, tmp_path / "dcp")
+    (tmp_path / "own.map").write_text(text)
+    with pytest.raises(UsageError, match="empty"):
+        ckpt_tools.gather(source, tmp_path / "out", map=tmp_path / "own.map")
