@@ -11,6 +11,7 @@ from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.summarise import ContentSummary, MeshSource, Summary, overlay, summarise
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.inside import look_into
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.scan import with_executables
 from ckpt_tools.formats.steps import list_contents
@@ -94,7 +95,8 @@ def inspect(options: InspectOptions) -> Summary:
         summary = summarise(checkpoint, path=source, mesh_source=mesh_source)
         contents = () if opened.step is None else tuple(starmap(ContentSummary, list_contents(opened.step)))
         identity = with_executables(opened)[0].identity
-        return replace(summary, names="; ".join(notes), contents=contents, identity=identity)
+        inside = {fqn: each.holds for fqn, each in look_into(summary.blobs, opened.source).items()}
+        return replace(summary, names="; ".join(notes), contents=contents, identity=identity, inside=inside)
 
 
 def _named(opened: Opened, options: InspectOptions, notes: list[str], *, is_overlay: bool) -> Named:

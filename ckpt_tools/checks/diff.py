@@ -14,6 +14,7 @@ from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.quantised import find_units
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.formats.inside import list_sealed, revealed
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Named, Naming, name_known, name_live
 from ckpt_tools.moving.beside import Beside, Reading
@@ -80,18 +81,19 @@ def diff(
     Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance, floating-point
     tensors may differ by `atol + rtol * |a|`.
     """
+    a, b = revealed(a), revealed(b)
     our_side, their_side = match_names(a, b, names, include, exclude)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
     parts = {f: w for side in (ours, theirs) for f, w in find_units(replace(e, fqn=n) for n, e in side.items()).items()}
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
-    left_out: tuple[str, ...] = ()
+    left_out = (*list_sealed(a), *list_sealed(b))
     if not keys_only:
         every = [fqn for fqn in shared if fqn not in changed]
         alike = [entry.fqn for entry in own_tensors([replace(ours[fqn], fqn=fqn) for fqn in every], share)]
         if share is not None:
-            left_out = (f"the bytes of {len(every) - len(alike)} of {len(shared)} tensors: the other parts' (--part)",)
+            left_out += (f"the bytes of {len(every) - len(alike)} of {len(shared)} tensors: the other parts' (--part)",)
             read = {*alike, *changed}
             shared = [fqn for fqn in shared if fqn in read]
         left, right = _resolve(a, ours, alike), _resolve(b, theirs, alike)

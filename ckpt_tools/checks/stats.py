@@ -20,6 +20,7 @@ from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.quantised import find_units
 from ckpt_tools.description.transform import find_model, plain_names, select
 from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats.inside import list_sealed, revealed
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.beside import Beside, Reading
@@ -91,9 +92,10 @@ def stats(
     progress: Progress | None = None,
 ) -> Stats:
     """Measure every tensor of an open checkpoint, and the update from `other`, an earlier one of the same model."""
+    opened, other = revealed(opened), None if other is None else revealed(other)
     named: Mapping[str, TensorEntry] = {}
     theirs: Mapping[str, TensorEntry] = {}
-    missed: list[str] = []
+    missed = [*list_sealed(opened)]
     if other is not None:
         ours, side = match_names(opened, other, names, include, exclude)
         named, theirs = ours.entries, side.entries

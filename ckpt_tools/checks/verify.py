@@ -11,13 +11,14 @@ from ckpt_tools.checks.causes import Cause, find_causes
 from ckpt_tools.checks.copies import equal_layouts
 from ckpt_tools.checks.data import check_blobs, check_data, firsts
 from ckpt_tools.checks.reading import Extent, account
-from ckpt_tools.checks.structure import check_structure
+from ckpt_tools.checks.structure import check_structure, is_inside
 from ckpt_tools.checks.trainer import Purpose, check_beside, check_trainer
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan, Checkpoint, Finding, TensorEntry
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.formats.identify import HOLLOW
+from ckpt_tools.formats.inside import look_into
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.scan import with_executables
 from ckpt_tools.formats.steps import note_reading
@@ -153,6 +154,9 @@ def verify(
         if is_first and (unsummed := check_blobs(opened, findings)):
             what = f"what {unsummed} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"
             unchecked.append(Unchecked(what=what))
+        held = look_into((blob for blob in checkpoint.blobs if is_inside(opened, blob.span)), opened.source)
+        if holding := [f"{fqn} ({each.holds})" for fqn, each in held.items() if each.num_tensors or each.sealed]:
+            unchecked.append(Unchecked(what=f"the values inside of non-tensor items: {first_few(holding)}"))
         counts = outcome.counts
         if level == "values":
             findings += check_values(opened, replace(checkpoint, tensors=tuple(sound)), counts)

@@ -284,12 +284,12 @@ def _render_blobs(summary: Summary, screen: Screen) -> None:
         return
     screen.section(f"blobs: {len(summary.blobs):,}")
     screen.table(
-        ("name", "bytes", "file"),
+        ("name", "bytes", "file", "holds"),
         (
-            (escape_name(blob.fqn), f"{blob.span.nbytes:,}", escape_name(blob.span.file))
-            for blob in summary.blobs[:_MAX_BLOBS]
+            (*map(escape_name, (b.fqn, f"{b.span.nbytes:,}", b.span.file, summary.inside.get(b.fqn, ""))),)
+            for b in summary.blobs[:_MAX_BLOBS]
         ),
-        align="lrl",
+        align="lrll",
     )
     if len(summary.blobs) > _MAX_BLOBS:
         screen.line(f"  ... and {len(summary.blobs) - _MAX_BLOBS:,} more; --json lists all")

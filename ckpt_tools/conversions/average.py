@@ -15,12 +15,14 @@ from itertools import accumulate
 
 from ckpt_tools.checks.diff import match_names
 from ckpt_tools.checks.values import packed_tensors
+from ckpt_tools.conversions.find import check_sealed
 from ckpt_tools.conversions.job import STATE, Job, check_separate, kept_by
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.digest import digest_bytes
+from ckpt_tools.formats.inside import revealed
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps.adapters import is_factor
 from ckpt_tools.moving.beside import Beside, Reading
@@ -51,7 +53,8 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
         )
     reading = Reading()
     besides: dict[str, list[Beside]] = {entry.fqn: [] for entry in job.source.tensors}
-    for other in others:
+    for other in map(revealed, others):
+        check_sealed(other)
         check_separate(other, job.destination)
         own = {id(entry) for entry in other.checkpoint.tensors}
         for fqn, entry in _paired(job, other).items():

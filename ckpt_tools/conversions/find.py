@@ -13,6 +13,7 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, strip_prefix, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
+from ckpt_tools.formats.inside import list_sealed
 from ckpt_tools.formats.manifest import Origin
 from ckpt_tools.formats.opening import Opened, read_document
 from ckpt_tools.maps.laying import ZEROS_FILE
@@ -34,7 +35,7 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
 
     `strip` is what `--strip-prefix` says; what is left out is added to `notes`.
     """
-    checkpoint = opened.checkpoint
+    checkpoint, prefix = opened.checkpoint, ""
     if strip == "none" or (strip == "auto" and not opened.format.is_training):
         model = replace(checkpoint, blobs=())
         new_name: Callable[[str], str] = str
@@ -63,9 +64,8 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
             )
         model = replace(checkpoint, tensors=inside, blobs=())
         new_name = strip_prefix((entry.fqn for entry in inside), prefix)
-    notes += _omitted(checkpoint, model)
-    if checkpoint.blobs:
-        notes.append(f"left out {len(checkpoint.blobs)} non-tensor items, which safetensors cannot hold")
+    check_sealed(opened, prefix)
+    notes += omitted(checkpoint, model)
     if not model.tensors:
         raise UnreadableError(
             "the checkpoint holds no model tensors",
@@ -75,6 +75,16 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
     renamed = rename(model, new_name)
     names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
     return renamed, names
+
+
+def check_sealed(opened: Opened, prefix: str | None = None) -> None:
+    """Refuse to leave out a part of the model that is there and is not read."""
+    if sealed := list_sealed(opened, prefix):
+        raise UnreadableError(
+            f"{len(sealed)} parts of the model are not plain tensors, and not read: {first_few(sealed)}",
+            where=opened.source.root,
+            hint="save what belongs to the model as tensors; --exclude GLOB leaves the rest out",
+        )
 
 
 def _only_state_dict(model: Checkpoint) -> str:
@@ -93,18 +103,21 @@ def _only_state_dict(model: Checkpoint) -> str:
     return found[0] if found and is_flat else ""
 
 
-def _omitted(checkpoint: Checkpoint, model: Checkpoint) -> list[str]:
-    """Say which tensors of `checkpoint` are not in `model`."""
+def omitted(checkpoint: Checkpoint, model: Checkpoint, *, changed: bool = False) -> list[str]:
+    """Say what of `checkpoint` is not in `model`, whose weights may have been `changed`."""
     kept = {entry.fqn for entry in model.tensors}
     omitted = [entry for entry in checkpoint.tensors if entry.fqn not in kept]
     others = [entry.fqn for entry in omitted if not is_optimizer(entry)]
-    notes = []
+    notes, why = [], ": it belongs to the weights before they changed" if changed else ""
     if len(omitted) > len(others):
-        notes.append(f"left out {len(omitted) - len(others)} tensors of optimizer state")
+        notes.append(f"left out {len(omitted) - len(others)} tensors of optimizer state{why}")
     if others:
         roots = dict.fromkeys(str(e.path[0]) for e in omitted if len(e.path) > 1 and not is_optimizer(e))
-        of = f" (of {first_few(list(roots), 6)}; --strip-prefix takes one)" if len(roots) > 1 else ""
+        of = f" (of {first_few(list(roots), 6)}; --strip-prefix takes one)" if len(roots) > 1 and not changed else ""
         notes.append(f"left out {len(others)} tensors that are not the model's: {first_few(others)}{of}")
+    if checkpoint.blobs:
+        names = [blob.fqn for blob in checkpoint.blobs]
+        notes.append(f"left out {len(names)} non-tensor items: {first_few(names)}")
     return notes
 
 

@@ -16,6 +16,7 @@ from ckpt_tools.description.transform import rename, select, strip_prefix
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, safetensors, torch_directory
 from ckpt_tools.formats.file_names import INDEX_SUFFIX, PICKLES
+from ckpt_tools.formats.inside import revealed
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps import origins_of
@@ -124,6 +125,7 @@ def gathering_job(
     remembers, when no option asks for something else; `max_shard_size`. `before` is as of `cast_target`.
     """
     destination, dtype, strip = os.fspath(options.destination), options.dtype, options.strip_prefix
+    opened = revealed(opened, strip)
     beside = opened.own_assets if assets is None else assets
     include, exclude = options.include, options.exclude
     stem, suffix = os.path.splitext(destination)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpt_tools.conversions.find import model_in, name_again, with_zeros
+from ckpt_tools.conversions.find import check_sealed, model_in, name_again, omitted, with_zeros
 from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
-from ckpt_tools.description.checkpoint import Checkpoint
-from ckpt_tools.description.transform import find_model, is_optimizer
+from ckpt_tools.description.transform import find_model
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import kept_cells, place
+from ckpt_tools.formats.inside import revealed
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import Named, Naming, name_live
 from ckpt_tools.text import first_few
@@ -54,6 +54,8 @@ def own_job(
             "--max-shard-size is for safetensors files, and the source is a DCP checkpoint",
             hint="leave it out, and `ckpt gather` the result",
         )
+    opened = revealed(opened) if only_model else opened
+    check_sealed(opened)
     chosen = replace(find_model(opened.checkpoint)[0], blobs=()) if only_model else opened.checkpoint
     source_checkpoint = replace(chosen, tensors=tuple(map(opened.resolve, chosen.tensors)))
     target, cast = cast_target(opened, source_checkpoint, dtype, dtype_for, {}, opened.own_assets, own)
@@ -69,7 +71,7 @@ def own_job(
         dtype=dtype,
         mesh=opened.checkpoint.mesh,
         placements={fqn: placed for fqn, placed in placements.items() if fqn in kept},
-        notes=[*notes_on(opened), *cast, *(_omitted(opened.checkpoint, kept) if only_model else ())],
+        notes=[*notes_on(opened), *cast, *(omitted(opened.checkpoint, chosen, changed=True) if only_model else ())],
     )
     return job if named is None else _of_names(job, named)
 
@@ -104,16 +106,3 @@ def renamed(opened: Opened, naming: Naming) -> Named:
     checkpoint = replace(named.checkpoint, tensors=(*named.checkpoint.tensors, *copies), blobs=())
     note = "; ".join(filter(None, (*notes, named.note)))
     return replace(named, checkpoint=checkpoint, note=note)
-
-
-def _omitted(checkpoint: Checkpoint, kept: set[str]) -> list[str]:
-    others = [entry for entry in checkpoint.tensors if entry.fqn not in kept]
-    optimizer = sum(map(is_optimizer, others))
-    notes = []
-    if optimizer:
-        notes.append(f"left out {optimizer} tensors of optimizer state: it belongs to the weights before they changed")
-    if len(others) > optimizer:
-        notes.append(f"left out {len(others) - optimizer} tensors that are not the model's")
-    if checkpoint.blobs:
-        notes.append(f"left out {len(checkpoint.blobs)} items that are not tensors")
-    return notes

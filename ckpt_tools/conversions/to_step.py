@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_tools.checks.trainer import judge, judge_path, refuse_mixed
-from ckpt_tools.conversions.find import model_in, name_again
+from ckpt_tools.conversions.find import check_sealed, model_in, name_again
 from ckpt_tools.conversions.job import PART_NOTE, Job
 from ckpt_tools.conversions.to_hf import GatherOptions
 from ckpt_tools.conversions.to_mesh import ShardingOptions, find_layout, resharding_job, sharding_job
@@ -18,6 +18,7 @@ from ckpt_tools.description.layout import Layout, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, step as steps_format
 from ckpt_tools.formats.file_names import is_weights
+from ckpt_tools.formats.inside import revealed
 from ckpt_tools.formats.judge import StepVerdict
 from ckpt_tools.formats.manifest import TensorRecord
 from ckpt_tools.formats.opening import Opened
@@ -237,6 +238,7 @@ def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trai
     """Return the job of `reshard` on one DCP checkpoint: all of it, or for another trainer its model alone."""
     verdict = judge(opened)
     own = verdict.trainer if verdict.trainer in ("lightning", "torchtitan") else None
+    check_sealed(opened)
     if trainer is None or (trainer == own and not options.prefix):
         for error in opened.broken:
             hint = f"{error.hint or 'restore it'}; for the model alone, move the optimizer's files away"
@@ -250,6 +252,7 @@ def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trai
         raise UsageError(f"--map brings names of its own, and --for {trainer} those of {trainer}", hint="leave out one")
     gathered = f"OUT, after `ckpt gather {opened.source.root} OUT`"
     layout = layout_for(trainer, names=naming.names, prefix=options.prefix, source=gathered)
+    opened = revealed(opened)
     model, names = model_in(opened, "auto", [])
     origin, inside = opened.origin, set(names.values())
     if origin is not None:

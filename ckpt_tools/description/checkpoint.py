@@ -158,6 +158,8 @@ class Checkpoint:
     """Tensors in the order of their source."""
     blobs: tuple[BlobEntry, ...] = ()
     """Non-tensor items."""
+    sealed: Mapping[str, str] = field(default_factory=dict)
+    """What is or holds tensors or arrays, and is not read: keys → what it is."""
     assets: tuple[Asset, ...] = ()
     """Files to copy with the weights."""
     mesh: Mesh | None = None

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
@@ -129,6 +129,8 @@ class Summary:
     """What `--names` changed, for people; empty where the names are those that are stored."""
     contents: tuple[ContentSummary, ...] = ()
     """Of a training step whose model this is: everything that it consists of, the model first."""
+    inside: Mapping[str, str] = field(default_factory=dict)
+    """Blob → what it holds, in words."""
 
     @property
     def imbalance(self) -> float | None:
@@ -412,7 +414,9 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
             for f in summary.files
         ],
         "blobs": [
-            {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes} for b in summary.blobs
+            {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes}
+            | {"holds": summary.inside.get(b.fqn)}
+            for b in summary.blobs
         ],
         "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in summary.assets],
         "prefixes": [

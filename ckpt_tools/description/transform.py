@@ -20,6 +20,13 @@ _MODEL_ROOTS = ("model", "app", "app_state", "module", "state_dict", "model_stat
 _TRAINER_ROOTS = ("train_state", "trainer", "trainer_state", "dataloader", "lr_scheduler", "scheduler", "rng_state")
 """Keys of state that trainers keep beside a model whose own keys lie at the root."""
 
+_BESIDE = re.compile(
+    r"(lr_?)?sched\w*|train(er|ing)?(_\w+)?|(data_?|batch_?)?(loader|sampler)s?(_\w+)?|ema|amp|loops|hyper_parameters|hparams"
+    r"|(\w+_)?(rng|args|metrics?|scaler|step|epoch|history|logs?|generators?|callbacks?)((_\w+)?_(states?|dicts?|\d+))?"
+    r"|random(_\w+)?|param_groups|best_\w+"
+)
+"""First keys of what trainers keep beside a model's tensors."""
+
 
 def select(
     checkpoint: Checkpoint,
@@ -28,15 +35,16 @@ def select(
     exclude: Sequence[str] = (),
     also: Names | None = None,
 ) -> Checkpoint:
-    """Keep the tensors and blobs whose FQN, or another name that `also` has for it, the globs choose."""
+    """Keep what of it has an FQN, or another name that `also` has for it, that the globs choose."""
     if not include and not exclude:
         return checkpoint
-    own = [*(entry.fqn for entry in checkpoint.tensors), *(blob.fqn for blob in checkpoint.blobs)]
+    own = [*(entry.fqn for entry in checkpoint.tensors), *(blob.fqn for blob in checkpoint.blobs), *checkpoint.sealed]
     kept = choose_names({fqn: (fqn, *(also or {}).get(fqn, ())) for fqn in own}, include, exclude)
     return replace(
         checkpoint,
         tensors=tuple(entry for entry in checkpoint.tensors if entry.fqn in kept),
         blobs=tuple(blob for blob in checkpoint.blobs if blob.fqn in kept),
+        sealed={name: what for name, what in checkpoint.sealed.items() if name in kept},
     )
 
 
@@ -76,6 +84,13 @@ def is_optimizer(entry: TensorEntry | BlobEntry) -> bool:
     # Flattened optimizer state: state.<fqn>.exp_avg
     last = parts[-1].rpartition(".")[2]
     return last in _OPTIMIZER_LEAVES and parts[0].partition(".")[0] == "state"
+
+
+def in_model(name: str, prefix: str) -> bool:
+    """May something be a part of the model whose names begin so? What trainers keep may lie beside it at the root."""
+    parts = strip_wrappers(name).split(".")
+    is_beside = any(map(_OPTIMIZER_ROOT.fullmatch, parts[:2])) or _BESIDE.fullmatch(parts[0])
+    return ".".join((*parts, "")).startswith(prefix) and not (prefix == "" and is_beside)
 
 
 def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ MAX_SHARED = 256
 """Bytes of all tensors for each byte of a storage, at most: tensors may share one, and a view costs nothing."""
 REBUILD = ("torch._utils._rebuild", "torch._tensor._rebuild")
 """How the names of functions begin that make tensors."""
+_ARRAY = re.compile(r"numpy\.(_?core\.(multiarray\._reconstruct|numeric\._frombuffer)|ma\.core\._mareconstruct)")
+"""Functions that make arrays, of old and new numpy."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,8 +35,10 @@ class State:
     """First key → how many plain values (numbers, texts, …) are below it."""
     objects: dict[str, str] = field(default_factory=dict)
     """Keys → class of everything else."""
-    num_hidden: int = 0
-    """Tensors inside of these objects, which are not read."""
+    sealed: dict[str, str] = field(default_factory=dict)
+    """Keys → what it is, of those of these objects that are or hold tensors or arrays."""
+    counts: dict[int, int] = field(default_factory=dict)
+    """Id of such an object, which may lie under several keys → how many it holds."""
     seen: set[int] = field(default_factory=set)
     """What has been looked through for them."""
 
@@ -46,12 +51,12 @@ def settings_of(value: object) -> dict[str, object]:
     return {key: each for key, each in values if type(key) is str and type(each) in (bool, int, float, str)}
 
 
-def describe_state(file: TorchFile) -> State:
-    """Find every tensor of a file that keys and indices lead to."""
+def describe_state(file: TorchFile, root: KeyPath = ()) -> State:
+    """Find every tensor of a file that keys and indices lead to; `root` leads to the file."""
     state = State()
     boxes: dict[tuple[int, ...], Box] = {}
     names: set[str] = set()
-    pending: list[tuple[KeyPath, object]] = [((), file.value)]
+    pending: list[tuple[KeyPath, object]] = [(root, file.value)]
     most_bytes = MAX_SHARED * sum(record.nbytes for record in file.storages.values())
     num_values = num_chunks = num_bytes = 0
     while pending:
@@ -64,8 +69,8 @@ def describe_state(file: TorchFile) -> State:
             inner: list[tuple[KeyPath, object]] = []
             for key, child in children:
                 if not isinstance(key, str | int) or isinstance(key, bool):
+                    _add_object(state, path, child)
                     _add_object(state, path, key)
-                    state.num_hidden += _count_tensors(child, state.seen)
                 else:
                     inner.append(((*path, key), child))
             pending += reversed(inner)
@@ -100,7 +105,10 @@ def _holds_tensors(values: Iterable[object]) -> bool:
 def _add_object(state: State, path: KeyPath, value: object) -> None:
     name = value.name if isinstance(value, Record | GlobalName) else type(value).__name__
     state.objects[show_path(path)] = name
-    state.num_hidden += _count_tensors(value, state.seen)
+    if id(value) not in state.counts:
+        state.counts[id(value)] = _count_tensors(value, state.seen)
+    if count := state.counts[id(value)]:
+        state.sealed[show_path(path)] = "a numpy array" if _ARRAY.fullmatch(name) else f"{name} with {count} tensors"
 
 
 def _count_tensors(value: object, seen: set[int]) -> int:
@@ -113,7 +121,7 @@ def _count_tensors(value: object, seen: set[int]) -> int:
             continue
         seen.add(id(each))
         if isinstance(each, Record):
-            if each.name.startswith(REBUILD):
+            if each.name.startswith(REBUILD) or _ARRAY.fullmatch(each.name):
                 count += 1
                 continue
             pending += (*each.args, each.state, *(each.content or ()))

@@ -130,7 +130,7 @@ def _judge(
         else:
             forgotten = what
     if any(owner.code == "fsdp1" for owner in origins_of(names)):
-        partial.append("FSDP1's flat parameters (LOCAL_STATE_DICT), whose shapes are not in the files")
+        partial.append("FSDP1's flat parameters (LOCAL_STATE_DICT) without their shapes: save SHARDED_STATE_DICT")
     if opened.lost:
         partial.append(f"{len(opened.lost)} of its files are missing: {first_few(opened.lost)}")
     architecture = _architecture(config)

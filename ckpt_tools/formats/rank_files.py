@@ -108,6 +108,7 @@ class RankFiles(Format):
                 blobs=optimizer.blobs,
                 assets=tuple(Asset(file=name, nbytes=files[home + name]) for name in assets),
                 files=own,
+                sealed={path: what for state in states.values() for path, what in state.sealed.items()},
             ),
             source=VirtualSource(source, optimizer.virtual) if optimizer.virtual else source,
             manifest=manifest if manifest is not None and manifest.format == self.name else None,

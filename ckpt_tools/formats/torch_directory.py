@@ -89,6 +89,7 @@ class TorchDirectory(Format):
                 tensors=entries,
                 assets=tuple(Asset(file=name, nbytes=files[name]) for name in beside if not is_weights(name)),
                 files={name: files[name] for name in names},
+                sealed={path: what for _, state in read for path, what in state.sealed.items()},
             ),
             source=source,
             manifest=manifest if manifest is not None and manifest.format == self.name else None,

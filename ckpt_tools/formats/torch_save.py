@@ -36,7 +36,7 @@ def read_state(source: Source, name: str) -> tuple[TorchFile, State]:
         state = describe_state(file)
     except UnreadableError as error:
         raise type(error)(error.what, where=path, hint=error.hint) from error
-    if not state.pieces and (state.objects or state.num_hidden):
+    if not state.pieces and state.objects:
         shown = first_few([f"{path} ({kind})" for path, kind in state.objects.items()], _SHOWN)
         raise UnreadableError(
             f"no state dict, but objects, which ckpt does not unpickle: {shown}",
@@ -62,19 +62,12 @@ def list_unread(states: Iterable[State]) -> tuple[str, ...]:
     """Say what of some files is not read."""
     values: dict[str, int] = {}
     objects: dict[str, str] = {}
-    num_hidden = 0
     for state in states:
         values |= state.values
-        objects |= state.objects
-        num_hidden += state.num_hidden
-    found = []
-    if values:
-        found.append(f"values that are not tensors: {first_few(list(values), _SHOWN)}")
-    if objects:
-        shown = first_few([f"{path} ({kind})" for path, kind in objects.items()], _SHOWN)
-        inside = f" with {num_hidden} tensors inside of them" if num_hidden else ""
-        found.append(f"objects{inside}: {shown}")
-    return tuple(found)
+        objects |= {**state.objects, **state.sealed}
+    found = (f"values that are not tensors: {first_few(list(values), _SHOWN)}",) if values else ()
+    shown = first_few([f"{path} ({kind})" for path, kind in objects.items()], _SHOWN)
+    return (*found, f"objects: {shown}") if objects else found
 
 
 _PARALLEL = re.compile(r"(?:tensor|pipeline|expert|expert_tensor)_(?:model_)?parallel_size")
@@ -127,9 +120,10 @@ class TorchSave(Format):
             raise error
         file, state = read_state(source, name)
         tensors = tuple(whole_tensor(piece, where=path) for piece in state.pieces)
+        held = Checkpoint(root=source.root, format=self.name, tensors=tensors, sealed=state.sealed, files=files)
         return Opened(
             format=self,
-            checkpoint=Checkpoint(root=source.root, format=self.name, tensors=tensors, files=dict(files)),
+            checkpoint=held,
             source=source,
             unread=list_unread([state]),
             notes=list_tied(tensors),

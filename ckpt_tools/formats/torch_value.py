@@ -7,28 +7,18 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import zipfile
+import zlib
 from dataclasses import replace
 
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats.inert_pickle import DEFAULT_LIMITS, GlobalName, Record, parse_pickle
+from ckpt_tools.formats.torch_zip import parse_archive
 
 MAX_VALUE_BYTES = 64 << 20
 """Largest item that is read: lists of parameter names have kilobytes."""
 _LIMITS = replace(DEFAULT_LIMITS, max_int_bytes=32)
 """numpy's random generators have states of 128 bits."""
-_DAMAGED = (
-    zipfile.BadZipFile,
-    RuntimeError,  # encrypted, an unknown method
-    ValueError,
-    EOFError,
-    OSError,  # a negative offset
-    ArithmeticError,  # an offset beyond what a file can have
-    LookupError,
-    struct.error,  # an extra field that ends early
-)
-"""What zipfile raises on archives that nobody wrote."""
 
 
 def parse_value(content: bytes, *, where: str) -> object:
@@ -39,20 +29,20 @@ def parse_value(content: bytes, *, where: str) -> object:
     if len(content) > MAX_VALUE_BYTES:
         raise LimitError(f"{len(content)} bytes, the limit is {MAX_VALUE_BYTES}", where=where)
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            records = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
-            if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
-                raise UnreadableError("the item is not what torch.save writes", where=where)
-            data = archive.read(records[0])
-    except _DAMAGED as error:
-        raise UnreadableError(f"the item is damaged: {error!s}", where=where) from error
-    try:
-        value = parse_pickle(data, allowed_globals=frozenset(), limits=_LIMITS)
+        value = parse_pickle(_pickle_of(content), allowed_globals=frozenset(), limits=_LIMITS)
     except UnreadableError as error:
         raise UnreadableError(f"the item does not hold plain values: {error.what}", where=where) from error
     if isinstance(value, (GlobalName, Record)):
         raise UnreadableError("the item does not hold plain values", where=where)
     return value
+
+
+def _pickle_of(content: bytes) -> bytes:
+    record = parse_archive(len(content), lambda offset, nbytes: content[offset : offset + nbytes]).get("data.pkl")
+    data = b"" if record is None else content[record.start : record.start + record.nbytes]
+    if record is None or record.crc32 not in (None, zlib.crc32(data)):
+        raise UnreadableError("it is damaged, or not what torch.save writes")
+    return data
 
 
 def build_value(value: object) -> bytes:

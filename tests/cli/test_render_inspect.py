@@ -43,10 +43,10 @@ def _sharded(model: Checkpoint, mesh: Mesh, tp_dim: int | None = None) -> Checkp
     return replace(overlay(model, Layout(mesh=mesh, placements=placements)), mesh=None, placements=None, root="run")
 
 
-def _drawn(checkpoint: Checkpoint, *, mesh_source=None, width: int = 100, colour: bool = False, **options) -> str:
+def _drawn(checkpoint: Checkpoint, *, mesh_source=None, width=100, colour=False, inside=None, **options) -> str:
     stream = io.StringIO()
     screen = Screen(stream=stream, width=width, colour=colour)
-    render(summarise(checkpoint, mesh_source=mesh_source), screen, **options)
+    render(replace(summarise(checkpoint, mesh_source=mesh_source), inside=inside or {}), screen, **options)
     return stream.getvalue()
 
 
@@ -57,7 +57,7 @@ def _text(text: str) -> str:
 def test_render_four_ranks_shows_header_ranks_modules_blobs(model: Checkpoint) -> None:
     checkpoint = _sharded(model, Mesh((("dp_shard", 4),)))
     blob = BlobEntry(fqn="rng", span=ByteSpan(file="__0_0.distcp", offset=0, nbytes=1234))
-    assert _drawn(replace(checkpoint, blobs=(blob,))) == _text(
+    assert _drawn(replace(checkpoint, blobs=(blob,)), inside={"rng": "1 tensors, 8 B"}) == _text(
         """
         path      run
         format    dcp
@@ -84,8 +84,8 @@ def test_render_four_ranks_shows_header_ranks_modules_blobs(model: Checkpoint) -
           model.norm.weight                 1        16      64 B   0.8%  ▎
 
         blobs: 1
-          name  bytes  file
-          rng   1,234  __0_0.distcp
+          name  bytes  file          holds
+          rng   1,234  __0_0.distcp  1 tensors, 8 B
         """
     )
 

@@ -17,7 +17,11 @@ Flat = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor, row-major."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).numpy().tobytes()
+        if tensor.numel()
+        else b""
+    )
 
 
 def flat(value: object, prefix: str = "") -> Flat:

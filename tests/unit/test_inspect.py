@@ -98,7 +98,7 @@ def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
             {"file": "__1_0.distcp", "nbytes": 720, "num_chunks": 1, "bytes": 16},
             {"file": "__1_1.distcp", "nbytes": 706, "num_chunks": 1, "bytes": 2},
         ],
-        "blobs": [{"fqn": "rng", "file": "__0_0.distcp", "offset": 2136, "nbytes": 99}],
+        "blobs": [{"fqn": "rng", "file": "__0_0.distcp", "offset": 2136, "nbytes": 99, "holds": None}],
         "assets": [{"file": "config.json", "nbytes": 12}],
         "prefixes": [
             {"prefix": "model.layers.*.w", "num_tensors": 1, "num_elements": 8, "bytes": 32},

@@ -28,6 +28,7 @@ from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.formats.inside import revealed
 from ckpt_tools.formats.opening import Opened, open_path, refuse_part
 from ckpt_tools.formats.step import open_optimizer
 
@@ -75,6 +76,7 @@ def read_adapter(
         ):  # of hollow ones more is said
             raise refuse_part(whole, path, can_ask=as_part is not None)
         refuse_mixed(whole)
+        whole = revealed(whole)  # noqa: PLW2901 - closed as the same source
         if not whole.format.is_training and not whole.checkpoint.tensors:
             raise UnreadableError(
                 "an empty adapter: there are no tensors in it, and loading it changes nothing",

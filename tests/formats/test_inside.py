@@ -1,0 +1,170 @@
+"""Tensors inside of DCP objects, and arrays among tensors; stock torch wrote them and says what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import ckpt_tools
+from ckpt_tools.errors import PartError, UnreadableError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def _tensor(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+def _save(state: dict[str, Any], path: Path, *, flat: bool = True) -> Path:
+    dcp.save(state, checkpoint_id=path, planner=DefaultSavePlanner(flatten_state_dict=flat), no_dist=True)
+    return path
+
+
+def _gathered(source: Path, **options: Any) -> dict[str, torch.Tensor]:
+    out = source.with_name("out")
+    ckpt_tools.gather(source, out, **options)
+    return load_file(out / "model.safetensors")
+
+
+def _same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_gather_tuples_of_tensors_reads_them_by_their_indices(tmp_path: Path) -> None:
+    a, b, c, w = _tensor(3, 4), _tensor(5), _tensor(6, 2).T, _tensor(2)
+    source = _save({"x": (a, b), "y": {"z": ([c, 1], {"k": b})}, "w": w}, tmp_path / "dcp")
+    _same(_gathered(source), {"w": w, "x.0": a, "x.1": b, "y.z.0.0": c, "y.z.1.k": b})
+
+
+def test_gather_not_flattened_takes_the_model_alone(tmp_path: Path) -> None:
+    model = {"layers.0.weight": _tensor(4, 4), "layers.1.weight": _tensor(4)}
+    state = {"model": model, "optimizer": {"state": {0: {"exp_avg": _tensor(4, 4)}}}, "rng": torch.get_rng_state()}
+    source = _save(state, tmp_path / "dcp", flat=False)
+    _same(_gathered(source), model)
+    assert ckpt_tools.diff(source, tmp_path / "out").equal
+
+
+_STATE = {
+    "rng_state": (torch.get_rng_state(), 1),
+    "lr_scheduler": {"base": (torch.zeros(1),), "x": np.zeros(3)},
+    "optimizer": {"param_groups": [{"lr": (torch.ones(1),)}]},
+    "dataloader": {"dp_rank_0": b"bytes", "seen": (torch.zeros(2),)},
+}
+
+
+@pytest.mark.parametrize("root", ["", "model"])
+def test_gather_step_leaves_train_state_out(tmp_path: Path, root: str) -> None:
+    model = {"layers.0.weight": _tensor(4, 4), "layers.1.weight": _tensor(4)}
+    state = {root: model} if root else dict(model)
+    _same(_gathered(_save({**state, **_STATE}, tmp_path / "dcp")), model)
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self.held = torch.zeros(4)
+
+
+_SEALED = {"array": np.arange(5.0), "object": _Holder(), "deep": ({"a": np.zeros((2, 2), np.float16)},)}
+
+
+@pytest.mark.parametrize("kind", _SEALED)
+@pytest.mark.parametrize("where", ["dcp", "pt", "nested.pt"])
+def test_gather_arrays_and_objects_are_refused_unless_left_out(tmp_path: Path, kind: str, where: str) -> None:
+    w, source = _tensor(2, 2), tmp_path / where
+    state = {"w.a": w, "odd": _SEALED[kind]}
+    if where == "dcp":
+        _save(state, source)
+    else:
+        torch.save({"state_dict": state} if where == "nested.pt" else state, source)
+    with pytest.raises(UnreadableError, match=r"odd") as caught:
+        ckpt_tools.gather(source, tmp_path / "out")
+    assert caught.value.exit_code == 4
+    _same(_gathered(source, exclude=["**odd**"]), {"w.a": w})
+
+
+def test_gather_array_beside_the_model_is_no_part_of_it(tmp_path: Path) -> None:
+    w = _tensor(2, 2)
+    torch.save({"state_dict": {"w.a": w}, "rng": {"numpy": np.random.default_rng(0).random(3)}}, tmp_path / "a.pt")
+    _same(_gathered(tmp_path / "a.pt"), {"w.a": w})
+
+
+def test_reshard_keeps_objects_byte_for_byte(tmp_path: Path) -> None:
+    a, w = _tensor(3, 4), _tensor(8, 2)
+    source = _save({"x": (a, 1), "w": w}, tmp_path / "dcp")
+    ckpt_tools.reshard(source, tmp_path / "new", mesh="dp_shard=2")
+    old, new = (ckpt_tools.open_checkpoint(path) for path in (source, tmp_path / "new"))
+    assert [entry.fqn for entry in new.tensors] == ["w"]
+    (one,), (other,) = old.blobs, new.blobs
+    bytes_of = [
+        Path(c.root, b.span.file).read_bytes()[b.span.offset :][: b.span.nbytes] for c, b in ((old, one), (new, other))
+    ]
+    assert bytes_of[0] == bytes_of[1]
+    loaded: dict[str, Any] = {"x": (torch.zeros(3, 4), 0), "w": torch.zeros(8, 2)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "new", no_dist=True)
+    assert torch.equal(loaded["x"][0], a)
+
+
+def test_diff_sees_a_change_inside_of_an_object(tmp_path: Path) -> None:
+    a, w = _tensor(3, 4), _tensor(2)
+    one, other = _save({"x": (a,), "w": w}, tmp_path / "a"), _save({"x": (a + 1,), "w": w}, tmp_path / "b")
+    assert [change.fqn for change in ckpt_tools.diff(one, other).changed] == ["x.0"]
+
+
+def test_average_reads_what_lies_inside_and_refuses_what_it_cannot(tmp_path: Path) -> None:
+    a, w = _tensor(3, 4), _tensor(2)
+    for name, factor in (("a", 1.0), ("b", 3.0)):
+        _save({"x": (a * factor,), "w": w}, tmp_path / name)
+    ckpt_tools.average([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    loaded = {"x.0": torch.zeros(3, 4), "w": torch.zeros(2)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.allclose(loaded["x.0"], a * 2)
+    for name in ("c", "d"):
+        _save({"x": np.zeros(3), "w": w}, tmp_path / name)
+    with pytest.raises(UnreadableError, match="numpy"):
+        ckpt_tools.average([tmp_path / "c", tmp_path / "d"], tmp_path / "no")
+
+
+def test_inspect_and_verify_say_what_objects_hold(tmp_path: Path) -> None:
+    state = {"model": {"l.0.w": _tensor(2), "l.1.w": _tensor(2)}, "rng": (torch.zeros(3), 1), "lr": 0.1, "o": _Holder()}
+    source = _save(state, tmp_path / "dcp")
+    inside = ckpt_tools.inspect(source).inside
+    assert inside["lr"] == "no tensor"
+    assert inside["rng"] == "1 tensors, 12 B"
+    assert inside["o"].startswith("1 tensors, 16 B; ")
+    assert inside["o"].endswith("_Holder")
+    (told,) = (text for text in ckpt_tools.verify(source).not_checked if "inside" in text)
+    assert "rng (1 tensors, 12 B)" in told
+    assert "lr" not in told
+
+
+def test_inside_damaged_item_is_not_known_and_refused(tmp_path: Path) -> None:
+    source = _save({"w": _tensor(2), "x": (_tensor(3),)}, tmp_path / "dcp")
+    (blob,) = ckpt_tools.open_checkpoint(source).blobs
+    content = bytearray((source / blob.span.file).read_bytes())
+    content[blob.span.offset + content[blob.span.offset :].index(b"_rebuild")] ^= 1
+    (source / blob.span.file).write_bytes(content)
+    assert ckpt_tools.inspect(source).inside["x"].startswith("not known: ")
+    with pytest.raises(UnreadableError, match="x: an object that is not read"):
+        ckpt_tools.gather(source, tmp_path / "out")
+
+
+def test_gather_flat_parameters_of_fsdp1_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    source = _save({"model": {"_flat_param": _tensor(54), "0._flat_param": _tensor(72)}}, tmp_path / "dcp")
+    with pytest.raises(PartError, match="without their shapes: save SHARDED_STATE_DICT"):
+        ckpt_tools.gather(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n\n"])
+def test_gather_with_an_empty_map_is_refused(tmp_path: Path, text: str) -> None:
+    source = _save({"l.0.w": _tensor(2), "l.1.w": _tensor(2)}, tmp_path / "dcp")
+    (tmp_path / "own.map").write_text(text)
+    with pytest.raises(UsageError, match="empty"):
+        ckpt_tools.gather(source, tmp_path / "out", map=tmp_path / "own.map")
