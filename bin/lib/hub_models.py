@@ -35,6 +35,7 @@ _NEEDED = {
     "use_timm_backbone": False,
     "is_decoder": True,
     "ctc_loss_reduction": "sum",
+    "num_key_value_heads": 4,
 }
 """Tried, one after another, for a class that does not build from its default config."""
 _LAYERS = re.compile(r"(.*_)?(n_layers?|layers|depth|blocks|num_hidden_layers|n_block)|num_.*(layers|blocks)")

@@ -403,6 +403,6 @@ def sections_of(text: str) -> dict[str, list[str]]:
     """Return the lines of every section of a table."""
     sections: dict[str, list[str]] = {}
     for block in text.split("\n\n")[1:]:
-        title, *lines = block.strip().splitlines()
+        title, *lines = block.strip("\n").splitlines()
         sections[title[1:-1]] = lines
     return sections
