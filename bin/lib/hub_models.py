@@ -105,7 +105,7 @@ def architectures() -> list[str]:
     logging.set_verbosity(50)
     found = []
     for name in sorted(set(dir(transformers))):
-        if not name[0].isupper() or name.startswith(("Auto", "PreTrained", "Rag")):
+        if name.islower() or name.startswith(("_", "Auto", "PreTrained", "Rag")):
             continue
         kind = getattr(transformers, name, None)
         if (
