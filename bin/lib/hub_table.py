@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 import transformers
-from hub_models import AUTO, Architecture, Observed
+from hub_models import AUTO, FORM, Architecture, Observed
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightTransform
 
@@ -272,7 +272,7 @@ def _counts(one: Architecture, lists: frozenset[str], parts: list[str]) -> Itera
     base = _lengths(one.observed[0][1], lists)
     deciding: dict[str, set[str]] = defaultdict(set)
     for label, seen in one.observed:
-        if not label:
+        if label in ("", FORM):
             continue
         lengths = _lengths(seen, lists)
         for group in base:
