@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from names import zoo
 from names.test_zoo import walk
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
@@ -62,8 +61,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_encoder": _T5,
         "audio_encoder": {"model_type": "encodec", "num_filters": 4, "hidden_size": 16, "codebook_dim": 16},
         "decoder": {
-            **{"model_type": "musicgen_decoder", "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2},
-            **{"num_attention_heads": 4, "num_codebooks": 8, "vocab_size": 99, "audio_channels": 2},
+            "model_type": "musicgen_decoder",
+            "hidden_size": 32,
+            "ffn_dim": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_codebooks": 8,
+            "vocab_size": 99,
+            "audio_channels": 2,
         },
     },
 }
