@@ -35,6 +35,7 @@ _NEEDED = {
     "use_timm_backbone": False,
     "is_decoder": True,
     "ctc_loss_reduction": "sum",
+    "num_key_value_heads": 4,
 }
 """Tried, one after another, for a class that does not build from its default config."""
 _LAYERS = re.compile(r"(.*_)?(n_layers?|layers|depth|blocks|num_hidden_layers|n_block)|num_.*(layers|blocks)")
@@ -51,6 +52,20 @@ _CHOICES = {
     "norm_type": ("layer_norm", "rms_norm"),
     "position_embeddings_type": ("relative", "rotary", "relative_key"),
 }
+_FORMS: dict[str, dict[str, object]] = {
+    "Zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "use_shared_mlp_adapter": True,
+    },
+    "MusicgenForC": {"text_encoder": {"model_type": "t5", "d_model": 1024}},
+    "MusicgenMelodyForC": {"text_encoder": {"model_type": "t5", "d_model": 1024}},
+}
+"""Beginning of a class's name → what must change together, for names that no single change adds or takes away."""
+FORM = "a form of its own"
+"""Label of what was observed of `_FORMS`."""
 _MAX_VARIANTS = 60
 
 
@@ -104,7 +119,7 @@ def architectures() -> list[str]:
     logging.set_verbosity(50)
     found = []
     for name in sorted(set(dir(transformers))):
-        if not name[0].isupper() or name.startswith(("Auto", "PreTrained", "Rag")):
+        if name.islower() or name.startswith(("_", "Auto", "PreTrained", "Rag")):
             continue
         kind = getattr(transformers, name, None)
         if (
@@ -143,6 +158,9 @@ def observe(name: str) -> Architecture:
             seen = _observe(build(kind, variant))
             if seen.names != first.names:
                 observed.append((label, seen))
+    for start, form in _FORMS.items():
+        if name.startswith(start):
+            observed.append((FORM, _observe(build(kind, values | form))))
     for path, value in _leaves(original):
         if type(value) is int and _LAYERS.fullmatch(path.rpartition(".")[2]):
             defaults[path] = value

@@ -1,6 +1,7 @@
 """Writes ckpt_tools/maps/transformers.txt, the names of the installed transformers' models; takes some minutes.
 
-With --check CLASS… says for which of these classes, and of those that they are made of, the file differs.
+Beside it, hub_gaps.tsv says which classes it lacks, and why. CLASS… adds or replaces these and what they are made of
+alone. With --check CLASS… says for which of these classes, and of those that they are made of, the file differs.
 """
 
 from __future__ import annotations
@@ -8,12 +9,11 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import warnings
-from pathlib import Path
 
-from hub_models import Architecture, architectures, observe
+import transformers
+from hub_gaps import TABLE as FILE, read_gaps, reason_of, write_gaps
+from hub_models import Architecture, architectures, build, observe
 from hub_table import render, sections_of
-
-FILE = Path(__file__).resolve().parents[2] / "ckpt_tools" / "maps" / "transformers.txt"
 
 
 def attempt(name: str) -> tuple[str, Architecture | None, str]:
@@ -21,15 +21,19 @@ def attempt(name: str) -> tuple[str, Architecture | None, str]:
     try:
         return name, observe(name), ""
     except Exception as error:
-        return name, None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        reason = reason_of(error)
+        try:
+            build(getattr(transformers, name), None)
+        except Exception as plain:
+            reason = reason_of(plain)
+        return name, None, reason
 
 
 def main(arguments: list[str]) -> int:
     """Write or check; the exit code."""
-    if arguments and arguments[0] != "--check":
-        print("usage: bin/names [--check CLASS…]", file=sys.stderr)
-        return 2
     warnings.filterwarnings("ignore")
+    if arguments and arguments[0] != "--check":
+        return update(arguments)
     if arguments[1:]:
         return check(arguments[1:])
     known = architectures()
@@ -39,11 +43,47 @@ def main(arguments: list[str]) -> int:
         results = pool.map(attempt, known, chunksize=4)
     observed = {name: one for name, one, _ in results if one is not None}
     FILE.write_text(render(observed), encoding="utf-8")
-    for name, one, why in results:
-        if one is None:
-            print(f"not known: {name}: {why}")
+    write_gaps(transformers.__version__, len(known), {name: why for name, one, why in results if one is None})
     print(f"wrote {FILE.name}: {len(observed)} of {len(known)} classes")
     return 0
+
+
+def update(names: list[str]) -> int:
+    """Write the sections of some classes, and of their parts without one; the others stay. The exit code."""
+    text = FILE.read_text(encoding="utf-8")
+    written, gaps = sections_of(text), read_gaps()[2]
+    for name in names:
+        observed, why = closure(name)
+        if not observed:
+            gaps[name] = why
+            continue
+        gaps = {kind: why for kind, why in gaps.items() if kind not in observed}
+        for title, lines in sections_of(render(observed)).items():
+            if title.startswith("types "):
+                written[title] = sorted({*written[title], *lines})
+            elif title == name or title not in written:
+                written[title] = lines
+    head = text.partition("\n\n")[0]
+    body = "\n\n".join("\n".join([f"[{title}]", *written[title]]) for title in sorted(written))
+    FILE.write_text(f"{head}\n\n{body}\n", encoding="utf-8")
+    num_classes = len(gaps) + sum(" " not in title for title in written)
+    write_gaps(transformers.__version__, num_classes, dict(sorted(gaps.items())))
+    return 0
+
+
+def closure(name: str) -> tuple[dict[str, Architecture], str]:
+    """Observe a class and those that it is made of; or say why it does not build."""
+    _, one, why = attempt(name)
+    observed = {} if one is None else {name: one}
+    waiting = [] if one is None else [part.kind for part in one.parts]
+    while waiting:
+        kind = waiting.pop()
+        if kind not in observed:
+            _, part, _ = attempt(kind)
+            if part is not None:
+                observed[kind] = part
+                waiting += [inner.kind for inner in part.parts]
+    return observed, why
 
 
 def check(names: list[str]) -> int:
@@ -51,19 +91,10 @@ def check(names: list[str]) -> int:
     written = sections_of(FILE.read_text(encoding="utf-8"))
     stale = []
     for name in names:
-        _, one, why = attempt(name)
-        if one is None:
+        observed, why = closure(name)
+        if not observed:
             stale += [f"{name}: {why}"] if name in written else []
             continue
-        observed = {name: one}
-        waiting = [part.kind for part in one.parts]
-        while waiting:
-            kind = waiting.pop()
-            if kind not in observed:
-                _, part, _ = attempt(kind)
-                if part is not None:
-                    observed[kind] = part
-                    waiting += [inner.kind for inner in part.parts]
         made = sections_of(render(observed))
         stale += [kind for kind in observed if resolved(kind, made) != resolved(kind, written)]
     for line in dict.fromkeys(stale):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 import transformers
-from hub_models import AUTO, Architecture, Observed
+from hub_models import AUTO, FORM, Architecture, Observed
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightTransform
 
@@ -272,7 +272,7 @@ def _counts(one: Architecture, lists: frozenset[str], parts: list[str]) -> Itera
     base = _lengths(one.observed[0][1], lists)
     deciding: dict[str, set[str]] = defaultdict(set)
     for label, seen in one.observed:
-        if not label:
+        if label in ("", FORM):
             continue
         lengths = _lengths(seen, lists)
         for group in base:
@@ -403,6 +403,6 @@ def sections_of(text: str) -> dict[str, list[str]]:
     """Return the lines of every section of a table."""
     sections: dict[str, list[str]] = {}
     for block in text.split("\n\n")[1:]:
-        title, *lines = block.strip().splitlines()
+        title, *lines = block.strip("\n").splitlines()
         sections[title[1:-1]] = lines
     return sections

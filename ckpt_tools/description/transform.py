@@ -111,7 +111,8 @@ def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
     if not tensors:
         return model, ""
     names = [name[len(prefix) :] for name in names]
-    for outer in ("module.", "app.model.", "model_state.model.", "state.model.", "module."):
+    roots = ("app.model.", "model_state.model.", "state.model.", "model_state.", "model_state_dict.", "state_dict.")
+    for outer in ("module.", *roots, "module."):
         if all(name.startswith(outer) for name in names):
             prefix += outer
             names = [name[len(outer) :] for name in names]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from names.zoo import all_names
 
 from ckpt_tools.maps import hold, load_table
 from ckpt_tools.maps.patterns import patterns
@@ -21,6 +22,17 @@ def test_every_architecture_resolves_to_names():
     assert len(names) >= 1500
     empty = [name for name, found in names.items() if found is None or not any(patterns(found.names))]
     assert empty == []
+
+
+@pytest.mark.full
+def test_every_class_of_transformers_is_in_the_table_or_has_a_reason() -> None:
+    check = [sys.executable, str(ROOT / "bin/lib/hub_gaps.py")]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    gaps = (ROOT / "bin/lib/hub_gaps.tsv").read_text().splitlines()[1:]
+    assert {*load_table().architectures, *(line.partition("\t")[0] for line in gaps)} == {
+        name for name in all_names() if "pretrained" not in name.lower()
+    }
 
 
 def test_names_are_found_without_torch_and_transformers():

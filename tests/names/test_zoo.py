@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,9 @@ _OF = 5
 """Without --zoo, one architecture of so many."""
 
 
-def walk(name: str, directory: Path) -> str:
-    """Return "" or what is wrong; "small" for a model that does not build small."""
-    live = zoo.save(name, directory / "hub")
+def walk(name: str, directory: Path, values: dict[str, Any] | None = None) -> str:
+    """Return "" or what is wrong; "small" for a model that does not build small. `values` change its config."""
+    live = zoo.save(name, directory / "hub", values)
     if live is None:
         return "small"
     hub, sharded, back = (str(directory / part) for part in ("hub", "dcp", "back"))

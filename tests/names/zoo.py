@@ -65,14 +65,11 @@ def part(at: int, slices: int, *, whole: bool, of: int) -> list[str]:
 
 def small_config(name: str) -> dict[str, Any] | None:
     """Return the content of a config.json, None where nothing small builds."""
-    kind = getattr(transformers, name)
     try:
-        text = kind.config_class().to_json_string(use_diff=False)
-        plain = parse_json(text.encode(), what="the config", where=None, infinite=True)
-        cut = cut_depth(plain)
+        shrunk, cut = _default(name), _default(name, shrink=False)
     except Exception:  # every class checks its config in its own way
         return None
-    for candidate in (_shrunk(cut), cut):
+    for candidate in (shrunk, cut):
         try:
             model = build(name, candidate, "meta")
         except Exception:
@@ -82,6 +79,13 @@ def small_config(name: str) -> dict[str, Any] | None:
     return None
 
 
+def _default(name: str, *, shrink: bool = True) -> dict[str, Any]:
+    """Return a class's default config, cut to a few layers and small sizes."""
+    text = getattr(transformers, name).config_class().to_json_string(use_diff=False)
+    cut = cut_depth(parse_json(text.encode(), what="the config", where=None, infinite=True))
+    return _shrunk(cut) if shrink else cut
+
+
 def build(name: str, config: dict[str, Any], device: str) -> transformers.PreTrainedModel:
     """Build a model, with weights by `init_weights` where the device is no meta one."""
     kind = getattr(transformers, name)
@@ -89,9 +93,9 @@ def build(name: str, config: dict[str, Any], device: str) -> transformers.PreTra
         return kind(kind.config_class.from_dict(copy.deepcopy(config)))
 
 
-def save(name: str, directory: Path) -> transformers.PreTrainedModel | None:
+def save(name: str, directory: Path, values: dict[str, Any] | None = None) -> transformers.PreTrainedModel | None:
     """Build a model with random weights and save it as the hub has it; None where a class cannot be built or saved."""
-    config = small_config(name)
+    config = small_config(name) if values is None else _default(name) | values | {"architectures": [name]}
     try:
         model = None if config is None else build(name, config, "cpu")
         if model is not None:

@@ -186,10 +186,45 @@ def test_model_is_decoded_wherever_it_lies(tmp_path, sample, root) -> None:
     assert [name for name, tensor in wanted.items() if not torch.equal(state[name], tensor)] == []
 
 
-def test_qlora_base_is_decoded_under_a_key(tmp_path) -> None:
+@pytest.mark.full(but=["fp8-state", "bitsandbytes-module"])
+@pytest.mark.parametrize("root", ROOTS)
+@pytest.mark.parametrize("method", [*OTHERS, "bitsandbytes"])
+def test_casts_leave_the_whole_unit_wherever_the_model_lies(tmp_path, method, root) -> None:
+    unit = OTHERS.get(method) or of_bnb()[0]
+    run = save_under(root, unit | PLAIN, {"quant_method": method}, tmp_path / "dcp")
+    assert main(["reshard", run, str(tmp_path / "cut"), "--mesh", "dp_shard=2", "--dtype", "bf16", "-q"]) == 0
+    assert main(["gather", str(tmp_path / "cut"), str(tmp_path / "out"), "--dtype-for", "**=f16", "-q"]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == (unit | PLAIN).keys()
+    for name, tensor in unit.items():
+        assert (name in PLAIN) or torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    assert {found[name].dtype for name in PLAIN} == {torch.float16}
+    hub = write(tmp_path / "hub", unit | PLAIN, {"quant_method": method})
+    assert api.diff(hub, run)
+    assert api.verify(run, against=hub)
+    part = "e" if method == "mxfp4" else "a"
+    assert main(["gather", run, str(tmp_path / "part"), "--include", f"{part}.**", "-q"]) == 0
+    assert load_file(tmp_path / "part" / "model.safetensors").keys() == {
+        name for name in unit | PLAIN if name.startswith(f"{part}.")
+    }
+    assert main(["average", run, hub, str(tmp_path / "mean")]) == 2
+
+
+def save_under(root: str, tensors: dict, settings: dict, directory: Path) -> str:
+    """Save a model below a root by DCP, with its config beside."""
+    prefix, is_nested = ROOTS[root]
+    dcp.save(
+        nested(prefix, tensors) if is_nested else {prefix + name: tensor for name, tensor in tensors.items()},
+        checkpoint_id=directory,
+    )
+    (directory / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    return str(directory)
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_qlora_base_is_decoded_under_a_key(tmp_path, root) -> None:
     tensors, wanted = of_bnb()
-    dcp.save({"model": tensors}, checkpoint_id=tmp_path / "dcp")
-    (tmp_path / "dcp" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "bitsandbytes"}}))
+    save_under(root, tensors, {"quant_method": "bitsandbytes"}, tmp_path / "dcp")
     assert main(["gather", str(tmp_path / "dcp"), str(tmp_path / "out"), "--dequantize", "--dtype", "f32", "-q"]) == 0
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], wanted)
 
