@@ -41,6 +41,7 @@ from ckpt_tools.remote.places import open_source
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.text import first_few
 
+_Own = Mapping[str, str]
 _MAX_RULES_BYTES = 16 << 20
 
 
@@ -62,9 +63,7 @@ class ShardingOptions(MeshOptions):
     exclude: Exclude = ()
 
 
-def find_layout(
-    opened: Opened, checkpoint: Checkpoint, options: MeshOptions, sources: Mapping[str, str] | None = None
-) -> Layout:
+def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions, sources: _Own | None = None) -> Layout:
     """Apply mesh and rules to the tensors of `checkpoint`, by their names there and in the source.
 
     Optimizer state that no rule names is placed like its parameter.
@@ -207,9 +206,7 @@ def _read_text(path: str) -> str:
         raise UsageError(f"the rules are not UTF-8 text: {error}", where=path, hint=hint) from None
 
 
-def _find_layout(
-    opened: Opened, checkpoint: Checkpoint, named: Named, options: MeshOptions, names: Mapping[str, str]
-) -> Layout:
+def _find_layout(opened: Opened, checkpoint: Checkpoint, named: Named, options: MeshOptions, names: _Own) -> Layout:
     """Return `find_layout`; a plan that does not fit the names is refused with the reason why they were kept."""
     try:
         return find_layout(opened, checkpoint, options, names)

@@ -33,7 +33,9 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     return re.compile("|".join(map(_translate, alternatives)), re.DOTALL)
 
 
-def find_named(what: str, pattern: str, names: Names, where: str | None = None, hint: str = "") -> set[str]:
+def find_named(
+    what: str, pattern: str, names: Names, where: str | None = None, hint: str = "", kind: str = "tensor"
+) -> set[str]:
     """Return the keys of what `pattern` matches by any name; `what` is the option, or the rule, that brought it.
 
     Raises:
@@ -43,7 +45,7 @@ def find_named(what: str, pattern: str, names: Names, where: str | None = None, 
     if found := {key for key, own in names.items() if any(map(matcher.fullmatch, own))}:
         return found
     every = list(dict.fromkeys(name for own in names.values() for name in own))
-    raise UsageError(f"{what} matches no tensor", where=where, hint=hint or nearest_names(pattern, every))
+    raise UsageError(f"{what} matches no {kind}", where=where, hint=hint or nearest_names(pattern, every))
 
 
 def choose_names(names: Names, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.globs import find_named
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import from_rank0, share, this_rank, together
@@ -114,11 +114,7 @@ def _find(model: nn.Module, skip: Sequence[str] | None) -> tuple[str, ...]:
         output = output_layer(model)
         left_out |= {name for name, m in linears.items() if m is output or name.rpartition(".")[2] == "lm_head"}
     for pattern in skip or ():
-        glob = compile_glob(pattern)
-        matches = {name for name in linears if glob.fullmatch(name)}
-        if not matches:
-            raise UsageError(f"{pattern!r} matches no linear layer", where="skip", hint="print(model) shows them")
-        left_out |= matches
+        left_out |= find_named(repr(pattern), pattern, {n: (n,) for n in linears}, "skip", kind="linear layer")
     found = tuple(name for name in linears if name and name not in left_out)
     if not found:
         raise UsageError("there is no linear layer to quantise", where=type(model).__name__)

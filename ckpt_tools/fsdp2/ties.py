@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.globs import find_named
 from ckpt_tools.description.transform import strip_wrappers
-from ckpt_tools.errors import UsageError
 
 Ties = tuple[tuple[str, ...], ...]
 """Groups of FQNs, each of one parameter, in the order of the module tree."""
@@ -75,15 +74,10 @@ def around(fqn: str) -> Iterator[str]:
 
 def find_parameters(model: nn.Module, globs: Sequence[str], where: str) -> tuple[str, ...]:
     """Return the FQNs of parameters that match a glob, or lie in a module that does, with or without wrappers."""
-    names: list[str] = []
-    for pattern in globs:
-        glob = compile_glob(pattern)
-        fqns = (fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
-        found = [fqn for fqn in fqns if any(map(glob.fullmatch, filter(None, _names(fqn))))]
-        if not found:
-            raise UsageError(f"{pattern!r} matches no parameter and no module", where=where)
-        names += found
-    return tuple(dict.fromkeys(names))
+    names = {fqn: [*filter(None, _names(fqn))] for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    kind = "parameter and no module"
+    found = [find_named(repr(glob), glob, names, where, kind=kind) for glob in globs]
+    return tuple(dict.fromkeys(fqn for chosen in found for fqn in names if fqn in chosen))
 
 
 def _names(fqn: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.globs import find_named
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.scan import why_not_inert
@@ -116,12 +116,9 @@ def _odd_entries(root: str) -> list[tuple[str, str]]:
 def _matching(files: Iterable[str], globs: Sequence[str], option: str) -> set[str]:
     matched: set[str] = set()
     for glob in globs:
-        pattern = compile_glob(_swap(glob))
-        by_name = "/" not in glob
-        here = {path for path in files if pattern.fullmatch(_swap(path.rpartition("/")[2] if by_name else path))}
-        if not here:
-            raise UsageError(f"{option} {glob} matches no file", hint="it is matched against file names")
-        matched |= here
+        names = {path: (_swap(path if "/" in glob else path.rpartition("/")[2]),) for path in files}
+        hint = "it is matched against file names"
+        matched |= find_named(f"{option} {glob}", _swap(glob), names, hint=hint, kind="file")
     return matched
 
 

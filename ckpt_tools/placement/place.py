@@ -17,15 +17,12 @@ from ckpt_tools.placement.rule import Rule
 
 Uneven = Literal["refuse", "replicate"]
 """What to do with a cut that PyTorch could not load: refuse it, or keep the tensor off these axes."""
+_OWN: Names = {}
+"""Stands for the tensors' own names."""
 
 
 def place_tensors(
-    tensors: Iterable[TensorEntry],
-    mesh: Mesh,
-    rules: Sequence[Rule],
-    *,
-    uneven: Uneven = "refuse",
-    names: Names | None = None,
+    tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule], *, uneven: Uneven = "refuse", names: Names = _OWN
 ) -> Layout:
     """Return where every tensor goes.
 
@@ -34,7 +31,7 @@ def place_tensors(
     """
     entries = tuple(tensors)
     _check_axes(rules, mesh)
-    names = {entry.fqn: (entry.fqn,) for entry in entries} if names is None else names
+    names = names or {entry.fqn: (entry.fqn,) for entry in entries}
     rule_of = {fqn: rule for rule, found in reversed([(rule, rule.find(names)) for rule in rules]) for fqn in found}
     result: dict[str, dict[str, Placement]] = {}
     packed = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -97,12 +98,9 @@ class Rule:
             names = {fqn: (fqn,) for fqn in names}
         if self.style:
             names = {fqn: (*own, *(name.rpartition(".")[0] for name in own)) for fqn, own in names.items()}
-        try:
+        with suppress(*[UsageError] * self.optional):
             return find_named(f"the rule {self.match!r}", self.match, names, self.origin, self.hint)
-        except UsageError:
-            if self.optional:
-                return set()
-            raise
+        return set()
 
     def placements(self, fqn: str, num_dims: int) -> dict[str, Placement]:
         """Return axis → placement for the tensor `fqn` of `num_dims` dims; styles leave FSDP's axis alone."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.description.globs import find_named
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
@@ -73,10 +73,11 @@ class Blueprint:
         options = self.setting.options
         targets = linear_layers(model)
         if options.target:
-            globs = [compile_glob(glob) for glob in options.target]
-            targets = [name for name in targets if any(glob.fullmatch(name) for glob in globs)]
+            names, kind = {name: (name,) for name in targets}, "linear layer"
+            chosen = set().union(*(find_named(f"--target {g}", g, names, kind=kind) for g in options.target))
+            targets = [name for name in targets if name in chosen]
         if not targets:
-            raise UsageError("--target names no linear layer", where=", ".join(options.target), hint="see print(model)")
+            raise UsageError("there is no linear layer to adapt", hint="see print(model)")
         if options.quantize == "nf4":
             quantise_linears(model)
         config = {**_ADAPTERS[options.adapter], "target_modules": targets}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_tools import api
+from ckpt_tools.errors import UsageError
 from ckpt_tools.smoke.report import PHASES
 
 pytestmark = pytest.mark.full(but=["test_smoke_of_a_healthy_model_finds_nothing[llama-dp_shard=2]"])
@@ -166,6 +167,8 @@ def test_smoke_with_other_adapters_on_chosen_layers_finds_nothing(models, farm, 
     assert some.ok
     assert 0 < len(some.grad_errors) < len(every.grad_errors)
     assert all(".q_proj." in name for name in some.grad_errors)
+    with pytest.raises(UsageError, match="--target ghost matches no linear layer"):
+        farm.smoke(source=str(models / "llama"), lora=True, adapter=kind, target=["**.q_proj", "ghost"], steps=1)
 
 
 def test_smoke_of_quantised_weights_with_adapters_reloads_them_bit_for_bit(farm, models):
