@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -24,9 +24,12 @@ from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress
 from ckpt_tools.moving.split import Part, own_tensors
+from ckpt_tools.moving.task import Look
 from ckpt_tools.text import first_few
 
 Level = Literal["structure", "data", "values"]
+Looks = Callable[[Opened, Sequence[TensorEntry]], Mapping[str, Sequence[Look]]]
+"""Given what is open and the tensors that are about to be read: FQN → who sees the elements as they pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +106,7 @@ def verify(
     progress: Progress | None = None,
     share: Part | None = None,
     purpose: Purpose | None = None,
+    looks: Looks | None = None,
 ) -> Verification:
     """Check `opened` at `level`; with a `share`, the bytes of its tensors (and the first one those of other files).
 
@@ -145,6 +149,7 @@ def verify(
             counting=level == "values",
             num_workers=num_workers,
             progress=progress,
+            looks=None if looks is None else looks(opened, sound),
         )
         beside, proven = check_beside(opened) if is_first else ([], set())
         nbytes = sum(entry.nbytes for entry in sound)

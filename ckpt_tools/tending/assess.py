@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_tools.checks.step import verify_step
 from ckpt_tools.checks.trainer import judge_path
-from ckpt_tools.checks.verify import Level, Verification, verify
+from ckpt_tools.checks.verify import Level, Looks, Verification, verify
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
@@ -24,6 +24,7 @@ from ckpt_tools.text import escape_name, first_few
 
 _TEMPORARY = re.compile(r".*\.(tmp|part|partial|incomplete)|(tmp|\.tmp)[-_.].*", re.ASCII)
 _MAX_POINTER_BYTES = 4096
+_UNFIT = ("bad", "incomplete", "changing")
 
 
 class Assessor:
@@ -50,6 +51,8 @@ class Assessor:
             series = saved.place.series
             if entry is not None and self.is_recorded(saved, entry):
                 state, why = ("verified", "") if entry.ok else ("bad", first_few(entry.codes))
+                if entry.ok and entry.unfit:
+                    state, why = "unfit", "; ".join(entry.unfit)
             else:
                 state, why = self._look_at(saved, last.get(series))
             if state in ("verified", "complete"):
@@ -57,6 +60,7 @@ class Assessor:
             link = next((look.links[root] for root in saved.roots if root in look.links), "")
             pins = (
                 saved.oddity,
+                "`prune --undo` brought it back" if entry is not None and entry.is_back else "",
                 f"the link {escape_name(link)} leads to it" if link else "",
                 named.get(saved.name, ""),
             )
@@ -71,6 +75,7 @@ class Assessor:
                     pinned=next(filter(None, pins), ""),
                     nbytes=saved.nbytes,
                     order=0 if entry is None else entry.order,
+                    unfit=entry.unfit if entry is not None and state == "unfit" else (why,) * (state in _UNFIT),
                 )
             )
         return tuple(found)
@@ -154,7 +159,7 @@ class Assessor:
                     saved.name == text.rstrip("/").rpartition("/")[2] or saved.place.step == number is not None
                 ):
                     yield saved.name, f"{pointer} names it"
-        verified = [saved for saved in look.saved if (entry := record.get(saved.name)) is not None and entry.ok]
+        verified = [saved for saved in look.saved if (entry := record.get(saved.name)) is not None and entry.is_fit]
         states = [self._progress(PROGRESS_FILE, look.unknown)]
         for one in (look.saved, verified):  # the latest that can be read, and the last verified one
             read = (self._progress(f"{saved.name}/{PROGRESS_FILE}", saved.files) for saved in reversed(one))
@@ -177,14 +182,16 @@ def targets(folder: Folder, saved: Saved) -> Iterator[tuple[str, str]]:
             yield "" if len(saved.roots) == 1 else root, path
 
 
-def examine(path: str, *, level: Level, num_workers: int, progress: ProgressFactory | None = None) -> Verification:
+def examine(
+    path: str, *, level: Level, num_workers: int, progress: ProgressFactory | None = None, looks: Looks | None = None
+) -> Verification:
     """Verify what is at `path`: a step with all of its parts, or one checkpoint."""
     step = open_step(path)
     if step is not None:
         with step:
             total = progress(step.total_bytes) if progress is not None and step.total_bytes else None
-            return verify_step(step, level=level, num_workers=num_workers, progress=total)
+            return verify_step(step, level=level, num_workers=num_workers, progress=total, looks=looks)
     with open_path(path, as_part=True) as opened:
         nbytes = opened.checkpoint.total_bytes
         receiver = progress(nbytes) if progress is not None and nbytes else None
-        return verify(opened, level=level, num_workers=num_workers, progress=receiver)
+        return verify(opened, level=level, num_workers=num_workers, progress=receiver, looks=looks)

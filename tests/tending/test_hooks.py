@@ -26,11 +26,12 @@ FAST = {"settle_s": 0.0, "patience_s": 20.0}
 
 
 def verified(run):
-    return sorted(name for name, entry in parse_record((run / RECORD_NAME).read_bytes()).items() if entry.ok)
+    entries = parse_record((run / RECORD_NAME).read_bytes())  # those in quarantine too
+    return sorted(name for name, entry in entries.items() if entry.is_fit and (run / name).exists())
 
 
 def names(run):
-    return sorted(each for each in os.listdir(run) if not each.startswith("."))
+    return sorted(each for each in os.listdir(run) if not each.startswith((".", "latest-good")))
 
 
 def children(parent=None):
@@ -320,7 +321,7 @@ def train_sharded(output):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Trainer(worlds.model_of("llama"), arguments, train_dataset=rows, callbacks=[callback]).train()
-    return sorted(each for each in os.listdir(output) if not each.startswith("."))
+    return sorted(each for each in os.listdir(output) if not each.startswith((".", "latest-good")))
 
 
 def train_on_two_ranks(rank, world_size, output):
