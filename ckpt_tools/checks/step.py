@@ -79,6 +79,7 @@ def verify_step(
         files=tuple(os.path.join(n, file) for n, result in zip(names, results, strict=True) for file in result.files),
         read=_in_parts(names, (result.read for result in results)),
         not_read=_in_parts(names, (result.not_read for result in results)),
+        has=frozenset().union(*(result.has for result in results)),
     )
 
 

@@ -12,7 +12,7 @@ from ckpt_tools.checks.copies import equal_layouts
 from ckpt_tools.checks.data import check_blobs, check_data, firsts
 from ckpt_tools.checks.reading import Extent, account
 from ckpt_tools.checks.structure import check_structure
-from ckpt_tools.checks.trainer import Purpose, check_beside, check_trainer
+from ckpt_tools.checks.trainer import Purpose, check_beside, check_trainer, judge
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan, Checkpoint, Finding, TensorEntry
 from ckpt_tools.description.identity import Identity
@@ -71,6 +71,8 @@ class Verification:
     """What was read of each file, beside headers."""
     not_read: tuple[Extent, ...] = ()
     """What was not, and why; files that ckpt does not understand among them."""
+    has: frozenset[str] = frozenset()
+    """What its trainer finds there, in words."""
 
     def __bool__(self) -> bool:
         """Is it `ok`?"""
@@ -171,7 +173,8 @@ def verify(
     scanned, blobs = ((), ()) if level == "structure" else ((*sound, *partial), checkpoint.blobs)
     read, not_read = account(opened, readable, scanned, blobs, lost, proven)
     opened, dangers = with_executables(opened)  # opens files that nothing else reads, and so does the judge of a step
-    findings += [*dangers, *check_trainer(opened, purpose)]
+    verdict = judge(opened)
+    findings += [*dangers, *check_trainer(opened, purpose, verdict)]
     findings += [each for each in beside if not any(known.where.endswith(each.where) for known in findings)]
     unchecked += [Unchecked(what=what) for what in (*opened.format.unchecked, *opened.unread)]
     return Verification(
@@ -188,6 +191,7 @@ def verify(
         identities=(opened.identity,),
         read=read,
         not_read=not_read,
+        has=verdict.has,
     )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.checks.step import verify_step
-from ckpt_tools.checks.trainer import judge_path
 from ckpt_tools.checks.verify import Level, Looks, Verification, verify
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.opening import open_path
@@ -40,6 +39,7 @@ class Assessor:
         """Stamp → why the checkpoint is not whole; "" where it is."""
         self._digests: dict[str, str] = {}
         self._holds: dict[str, frozenset[str]] = {}
+        """Stamp → what it holds, in words: what a resumed run would miss."""
 
     def assess(self, look: Look, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
         """Say what is known of every checkpoint."""
@@ -104,27 +104,26 @@ class Assessor:
                 return "incomplete", f"cannot be looked at: {error.what}"
         if why := self._problems[stamp]:
             return "incomplete", why
-        if before is not None and (lacks := self._has(before) - self._has(saved)):
+        if before is not None and before.stamp not in self._holds:
+            self._problem(before)
+        if before is not None and (lacks := self._holds[before.stamp] - self._holds[stamp]):
             return "incomplete", f"lacks {first_few(sorted(lacks))}, which {before.name} has"
         return "complete", ""
 
     def _problem(self, saved: Saved) -> str:
         """Return why a checkpoint cannot be read, as long as its save goes on; what can be and is wrong is bad."""
+        holds: frozenset[str] = frozenset()
+        self._holds[saved.stamp] = holds
         for label, path in targets(self._folder, saved):
             try:
-                found = examine(path, level="structure", num_workers=1).findings
+                result = examine(path, level="structure", num_workers=1)
             except (UnreadableError, UsageError) as error:
                 return f"{label}: {error.what}" if label else error.what
-            for each in (each for each in found if each.code == "not-resumable"):
+            holds |= result.has
+            self._holds[saved.stamp] = holds
+            for each in (each for each in result.findings if each.code == "not-resumable"):
                 return f"{each.where}: {each.what}"
         return ""
-
-    def _has(self, saved: Saved) -> frozenset[str]:
-        """Return what a checkpoint holds, in words: what a resumed run would miss."""
-        if saved.stamp not in self._holds:
-            verdicts = (judge_path(path) for _, path in targets(self._folder, saved))
-            self._holds[saved.stamp] = frozenset().union(*(verdict.has for verdict in verdicts))
-        return self._holds[saved.stamp]
 
     def _metric(self, saved: Saved, metric: str) -> float | None:
         """Return what the trainer has measured at this very step."""

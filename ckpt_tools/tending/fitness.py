@@ -1,7 +1,7 @@
 """Is a checkpoint fit to succeed the earlier ones of its series? By what it holds, and by what its numbers are like.
 
-Everything is noted in the one pass in which a checkpoint is verified: names, shapes and dtypes, what lies beside them, a
-digest of all elements, and a few figures and elements of every tensor, from which a change can be estimated.
+All is noted in the one pass in which a checkpoint is verified: names, shapes, dtypes, what lies beside them, a digest
+of all elements, and a few figures and elements of every tensor, from which a change can be estimated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
 
 import xxhash
 
@@ -46,16 +45,6 @@ _TOKENIZER = re.compile(
 )
 
 
-class Figures(NamedTuple):
-    """What the elements of a tensor are like."""
-
-    rms: float
-    absmax: float
-    flat: float
-    """Share of elements that equal the one before: 1 for a constant tensor, about 1/2 where half of it is."""
-    sample: tuple[float, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """What was noted of a checkpoint while it was verified."""
@@ -63,7 +52,9 @@ class Profile:
     layout: Mapping[str, str] = field(default_factory=dict)
     """What it holds → dtype and shape of a tensor. Names begin with whose it is: model, state, has."""
     figures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Name of a tensor → rms, largest magnitude, share of equal neighbours, some elements."""
+    """Name of a tensor → rms, largest magnitude, share of elements that equal the one before, and some elements.
+
+    That share is 1 for a constant tensor, and about 1/2 where half of it is."""
     content: str = ""
     """Digest of every element, and of small files beside them."""
     moves: tuple[float, ...] = ()
@@ -219,7 +210,7 @@ def compare(new: Profile, old: Profile, gap: int, name: str) -> tuple[tuple[str,
     if move is None:
         return tuple(reasons), old.moves
     rate = move / max(gap, 1)
-    if len(old.moves) > 1 and move > 0.25 and rate > 8 * max(old.moves):  # noqa: PLR2004 - a guess, as said in the guide
+    if len(old.moves) > 1 and move > 0.25 and rate > 8 * max(old.moves):
         reasons.append(
             f"its weights differ from {name}'s by {move:.2g} of their size, far more than before in this run"
         )
@@ -240,28 +231,29 @@ def _compare_layout(new: Mapping[str, str], old: Mapping[str, str], name: str) -
 
 
 def _compare_values(new: Profile, old: Profile, name: str) -> Iterator[str]:
-    before = {key: Figures(*row[:3], row[3:]) for key, row in old.figures.items() if key in new.figures}
-    after = {key: Figures(*row[:3], row[3:]) for key, row in new.figures.items() if key in before}
-    flat = [key for key in after if after[key].flat >= 0.4 and after[key].flat - before[key].flat > 0.25]
-    if flat:
-        shown = first_few(sorted(map(_plain, flat)))
-        yield f"{len(flat)} tensors are all or half zero or constant, and were not in {name}: {shown}"
-    model = [key for key in after if key.startswith("model ")]
-    top = max((before[key].rms for key in model), default=0.0)
-    strange = [key for key in after if after[key].absmax > 1e12 * max(before[key].absmax, 1e-6)]
+    both = [key for key in new.figures if key in old.figures]
+    rms, absmax, flat = ({key: (new.figures[key][i], old.figures[key][i]) for key in both} for i in range(3))
+    model = [key for key in both if key.startswith("model ")]
+    top = max((rms[key][1] for key in model), default=0.0)
+    even = [key for key, (now, was) in flat.items() if now >= 0.4 and now - was > 0.25]
+    if even:
+        shown = first_few(sorted(map(_plain, even)))
+        yield f"{len(even)} tensors are all or half zero or constant, and were not in {name}: {shown}"
+    strange = {key for key, (now, was) in absmax.items() if now > 1e12 * max(was, 1e-6)}
     for key in model:
-        was, now = before[key].rms, after[key].rms
+        now, was = rms[key]
         is_large = now > 8 * was and (now > 2 * top or was > top / 64)
-        if is_large or (now < was / 64 and after[key].flat < 0.4):
-            strange.append(key)
-    if strange := sorted(set(strange)):
-        shown = first_few([f"{_plain(key)} {after[key].rms:.2g}, was {before[key].rms:.2g}" for key in strange])
+        if is_large or (now < was / 64 and key not in even):
+            strange.add(key)
+    if strange:
+        shown = first_few([f"{_plain(key)} {rms[key][0]:.2g}, was {rms[key][1]:.2g}" for key in sorted(strange)])
         yield f"{len(strange)} tensors have implausible magnitudes (rms): {shown}"
-    moves = {key: _distance([key], new, old) for key in model if before[key].rms > top / 64}
-    there = {key: move for key, move in moves.items() if move is not None and old.layout[key].count(",")}
-    usual = median(there.values()) if there else 0.0
-    if usual < 0.05 and (far := [key for key, move in there.items() if move > 1 and key not in flat + strange]):
-        yield f"{len(far)} tensors are others than in {name}, while the rest hardly changed: {first_few([*map(_plain, far)])}"
+    matrices = [key for key in model if rms[key][1] > top / 64 and "," in old.layout[key]]
+    moves = {key: move for key in matrices if (move := _distance([key], new, old)) is not None}
+    far = [key for key, move in moves.items() if move > 1 and key not in strange and key not in even]
+    if far and median(moves.values()) < 0.05:
+        shown = first_few([*map(_plain, far)])
+        yield f"{len(far)} tensors are others than in {name}, while the rest hardly changed: {shown}"
 
 
 def _distance(keys: Sequence[str], new: Profile, old: Profile) -> float | None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["verified", "unfit", "bad", "complete", "incomplete", "changing"]
-"""verified: it was, and is unchanged. unfit: its bytes are right, and it cannot stand for the earlier ones. bad: verified,
-with errors. complete: by its headers; nobody has verified it."""
+"""verified: it was, and is unchanged. unfit: verified, and not fit to stand for the earlier ones. bad: verified, with
+errors. complete: by its headers; nobody has verified it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

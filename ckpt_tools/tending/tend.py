@@ -6,11 +6,12 @@ import os
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.options import ProgressFactory
 from ckpt_tools.tending.assess import Assessor, examine, targets
 from ckpt_tools.tending.fitness import Profile, Profiler, compare, join_profiles
@@ -23,6 +24,8 @@ from ckpt_tools.units import format_size
 
 _MAX_FINDINGS = 20
 """Of one checkpoint."""
+_SMALL_BYTES = 16 << 20
+"""What is not worth a second thread."""
 _RESTORE = "restore it, or resume from another checkpoint"
 
 
@@ -191,17 +194,9 @@ class Tender:
             time.sleep(pause)
             look = self._look()
             candidates = self._assessor.assess(look, record, rules)
-        if settings.level is not None and not settings.dry_run:
-            fit = _Fit(record)
-            for saved in _named(look, [each.name for each in candidates if each.state == "complete"]):
-                if self._is_quiet(saved) and (entry := self._verify(saved, fit, record, done)) is not None:
-                    record[saved.name] = entry
-                    self._folder.append(RECORD_NAME, build_line(saved.name, entry))
-                    done.verified.append(saved.name)
-            if done.verified:
-                self._write_record(record)
-                look = self._look()
-                candidates = self._assessor.assess(look, record, rules)
+        if settings.level is not None and not settings.dry_run and self._verify_new(look, candidates, record, done):
+            look = self._look()
+            candidates = self._assessor.assess(look, record, rules)
         decisions = self._send(self._plan(candidates, look), look, record, done)
         rotten = {} if settings.dry_run else self._read_again(decisions, look, record, done)
         if rotten:
@@ -220,19 +215,12 @@ class Tender:
         stays = [each for each in decisions if each.stays and each.candidate.name in rules.unverified]
         done.failed += [f"{each.candidate.name} stays: {each.reason}" for each in stays]
         going = {each.candidate.name: each for each in decisions if not each.stays}
-        ready = _named(look, going) if settings.dry_run or not going else self._ready(look, going, record, done)
-        gone = {each.name for each in ready} if settings.dry_run or not ready else set(self._folder.remove(ready))
-        for saved in ready:
-            if saved.name in gone:
-                done.removed.append(saved)
-            else:
-                done.failed.append(f"{saved.name} stays: something has opened or changed it")
-        if done.removed and not settings.dry_run:
-            for saved in done.removed:
-                self._say(f"{saved.name}: removed ({format_size(saved.nbytes)})")
-            self._write_record(record)
+        if settings.dry_run:
+            done.removed = _named(look, going)
+        elif going:
+            self._remove(look, going, record, done)
         if not settings.dry_run and rules.removes:
-            self._remove_leftovers(look, candidates, done)
+            self._remove_leftovers(self._look() if done.removed else look, candidates, done)
         done.notes += self._folder.notes
         for what in self._folder.unseen if rules.removes else ():
             done.unchecked.setdefault(what, [])
@@ -251,6 +239,18 @@ class Tender:
             ),
             dry_run=settings.dry_run,
         )
+
+    def _verify_new(self, look: Look, candidates: Sequence[Candidate], record: dict[str, Entry], done: _Done) -> bool:
+        """Verify what nobody has; was there anything?"""
+        fit = _Fit(record)
+        for saved in _named(look, [each.name for each in candidates if each.state == "complete"]):
+            if self._is_quiet(saved) and (entry := self._verify(saved, fit, record, done)) is not None:
+                record[saved.name] = entry
+                self._folder.append(RECORD_NAME, build_line(saved.name, entry))
+                done.verified.append(saved.name)
+        if done.verified:
+            self._write_record(record)
+        return bool(done.verified)
 
     def _plan(self, candidates: Sequence[Candidate], look: Look) -> tuple[Decision, ...]:
         """Decide, and look who uses what is to go."""
@@ -299,7 +299,8 @@ class Tender:
         return {name: entry for name, entry in known.items() if name in there}
 
     def _write_record(self, record: Mapping[str, Entry]) -> None:
-        self._folder.write(RECORD_NAME, build_record(record))
+        with suppress(StorageError):  # no space: what is not recorded is verified again
+            self._folder.write(RECORD_NAME, build_record(record))
 
     def _accept(self, look: Look, record: dict[str, Entry]) -> None:
         """Let what was found unfit be fit; what was judged by its predecessors is judged again by it."""
@@ -323,7 +324,7 @@ class Tender:
         results, profiles = [], []
         for label, path in targets(self._folder, saved):
             profiler = Profiler(path, label)
-            workers = self._settings.num_workers
+            workers = self._settings.num_workers if saved.nbytes > _SMALL_BYTES else 1
             result = examine(path, level=level, num_workers=workers, progress=self._progress, looks=profiler.looks)
             results.append((label, result))
             profiles.append(profiler.profile())
@@ -354,9 +355,9 @@ class Tender:
         done.findings += errors[:_MAX_FINDINGS] + rest[:_MAX_FINDINGS]
         unfit, moves = ((), ()) if errors else fit.judge(saved, profile, record)
         before = record.get(saved.name)
-        if before is not None and before.ok and before.written == saved.written:
-            if before.profile.content != profile.content:
-                unfit = ("its bytes are others than when it was verified, under the same sizes and times", *unfit)
+        is_rewritten = before is None or before.written != saved.written
+        if before is not None and before.ok and not is_rewritten and before.profile.content != profile.content:
+            unfit = ("its bytes are others than when it was verified, under the same sizes and times", *unfit)
         unfit = () if saved.name in self._settings.accept else unfit
         state = "NOT ok" if errors else "NOT fit" if unfit else "verified"
         self._say(f"{saved.name}: {state} ({format_size(nbytes)} of data, level {level})")
@@ -432,6 +433,25 @@ class Tender:
             return tuple(decisions)
         waits = "what follows it has not arrived yet"
         return tuple(each if each.stays else replace(each, stays=True, reason=waits) for each in decisions)
+
+    def _remove(self, look: Look, going: Mapping[str, Decision], record: dict[str, Entry], done: _Done) -> None:
+        """Remove what can go."""
+        ready = self._ready(look, going, record, done)
+        gone = set(self._folder.remove(ready)) if ready else set()
+        for saved in ready:
+            if saved.name in gone:
+                done.removed.append(saved)
+                self._say(f"{saved.name}: removed ({format_size(saved.nbytes)})")
+            else:
+                done.failed.append(f"{saved.name} stays: something has opened or changed it")
+        if gone:
+            self._write_record(record)
+        if gone and self._folder.keeps and self._settings.quarantine_s:
+            size = format_size(sum(each.nbytes for each in done.removed))
+            path = self._folder.path
+            done.notes.append(
+                f"`ckpt prune {path} --undo all` brings back what is in quarantine; --quarantine 0s frees {size}"
+            )
 
     def _ready(
         self, look: Look, going: Mapping[str, Decision], record: Mapping[str, Entry], done: _Done

@@ -1,4 +1,4 @@
-"""A successor must earn it: hollow ones of every kind and layout cost nothing, and healthy lives are pruned as asked."""
+"""A successor must earn it: hollow ones of every kind cost nothing, and healthy lives are pruned as asked."""
 
 from __future__ import annotations
 
