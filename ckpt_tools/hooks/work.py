@@ -31,6 +31,8 @@ class Job:
     settle_s: float
     patience_s: float
     """For so long nothing changes before a save counts as given up."""
+    kept: tuple[str, ...] = ()
+    """What the trainer points at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class ExportJob:
 def tend(job: Job, here: Here) -> Answer:
     """Tend the folder until everything that was saved is verified, or nothing more comes."""
     del here
-    settings = Settings(rules=job.rules, level=job.level, quiet_s=job.settle_s, patience_s=math.inf)
+    settings = Settings(rules=job.rules, level=job.level, quiet_s=job.settle_s, patience_s=math.inf, kept=job.kept)
     tender = Tender(open_folder(job.path), settings)
     findings: dict[Finding, None] = {}
     failed: tuple[str, ...] = ()

@@ -74,6 +74,8 @@ class Settings:
     """For so long one that is not whole must not have changed before it counts as given up; None: twice `quiet_s`."""
     quarantine_s: float = 86400.0
     """For so long what was removed can be brought back."""
+    kept: tuple[str, ...] = ()
+    """Names of checkpoints that the trainer points at."""
     accept: tuple[str, ...] = ()
     """Names of checkpoints that are fit, whatever sets them apart from those before them."""
     num_workers: int = 1
@@ -254,7 +256,9 @@ class Tender:
 
     def _plan(self, candidates: Sequence[Candidate], look: Look) -> tuple[Decision, ...]:
         """Decide, and look who uses what is to go."""
-        rules = self._settings.rules
+        rules, kept = self._settings.rules, self._settings.kept
+        why = "the trainer points at it"
+        candidates = [replace(each, pinned=each.pinned or why * (each.name in kept)) for each in candidates]
         decisions = plan_retention(candidates, rules)
         going = [each.candidate.name for each in decisions if not each.stays]
         used = self._folder.users(_named(look, going)) if going else {}
