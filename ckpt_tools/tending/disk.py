@@ -60,7 +60,6 @@ Source: accelerate 1.15 `accelerator.py`, `save_state` and `load_state` with aut
 class DiskFolder(Folder):
     """A directory; see `Folder`."""
 
-    keeps = True
     unseen = ("who uses a checkpoint on other machines, or as another user of this one",)
 
     def __init__(self, path: str, also_used_by: Sequence[str] = ()) -> None:

@@ -105,8 +105,6 @@ class Folder(ABC):
 
     unseen: tuple[str, ...] = ()
     """What nobody can see here of who uses a checkpoint, in words."""
-    keeps = False
-    """Is there a way back for what is removed?"""
     notes: tuple[str, ...] = ()
     """What the last look has to tell."""
 

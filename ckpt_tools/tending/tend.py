@@ -19,7 +19,7 @@ from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import MAX_RECORD_BYTES, RECORD_NAME, Entry, build_line, build_record, parse_record
 from ckpt_tools.tending.retention import Candidate, Decision, Rules, plan_retention
 from ckpt_tools.tending.series import Place, parse_name
-from ckpt_tools.text import first_few
+from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
 _MAX_FINDINGS = 20
@@ -450,12 +450,6 @@ class Tender:
                 done.failed.append(f"{saved.name} stays: something has opened or changed it")
         if gone:
             self._write_record(record)
-        if gone and self._folder.keeps and self._settings.quarantine_s:
-            size = format_size(sum(each.nbytes for each in done.removed))
-            path = self._folder.path
-            done.notes.append(
-                f"`ckpt prune {path} --undo all` brings back what is in quarantine; --quarantine 0s frees {size}"
-            )
 
     def _ready(
         self, look: Look, going: Mapping[str, Decision], record: Mapping[str, Entry], done: _Done
@@ -510,6 +504,11 @@ class Tender:
         is_full = bool(done.verified) and self._folder.free_bytes() < 2 * needs
         for leftover, names in look.leftovers.items():
             if not is_full and 0 <= self._folder.age(leftover) < self._settings.quarantine_s:
+                if done.removed:
+                    size = format_size(sum(each.nbytes for each in done.removed))
+                    way = f"`ckpt prune {escape_name(self._folder.path)} --undo all` brings back what is in quarantine"
+                    way = f"{way}; --quarantine 0s frees {size}"
+                    done.notes += [] if way in done.notes else [way]
                 continue
             places = [parse_name(name, is_directory=True) or parse_name(name, is_directory=False) for name in names]
             if all(place is None or place.series in safe for place in places):

@@ -537,3 +537,25 @@ def test_error_of_one_checkpoint_does_not_keep_the_others_from_being_verified(ru
     tended = watch(run, keep_last=1)
     assert tended.verified == ("step-10", "step-30")
     assert names(run) == ["step-20", "step-30"]
+
+
+def test_disk_without_a_byte_or_an_inode_is_pruned(tmp_path, template):
+    run = tmp_path / "run"
+    run.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", "size=400k,nr_inodes=200", "none", run]
+    if subprocess.run(options, check=False, capture_output=True).returncode:
+        pytest.skip("the kernel forbids mounts here")
+    try:
+        for step in (10, 20, 30):
+            save_step(run, step, template=template)
+        watch(run)
+        with contextlib.suppress(OSError), open(run / "fill", "wb", buffering=0) as stream:
+            while True:
+                stream.write(bytes(4096))
+        with contextlib.suppress(OSError):
+            for number in range(1000):
+                (run / f"file{number}").touch()
+        assert api.prune(run, keep_last=1).removed == ("step-10", "step-20")
+        assert not [each for each in os.listdir(run) if "trash" in each]
+    finally:
+        subprocess.run(["umount", run], check=False)
