@@ -49,6 +49,14 @@ def format_size(num_bytes: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def parse_duration(text: str) -> float:
+    """Return the seconds that `text` stands for ("12h", "1d")."""
+    match = re.fullmatch(r"(\d{1,9})\s*([smhdw])", text.strip(), re.ASCII)
+    if match is None:
+        raise UsageError(f"{text!r} is not a duration", hint="write for example 0s, 12h or 1d")
+    return int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration as h:mm:ss ("0:01:05")."""
     minutes, secs = divmod(round(seconds), 60)

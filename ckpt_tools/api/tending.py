@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError, UsageError
 from ckpt_tools.options import (
@@ -24,6 +24,7 @@ from ckpt_tools.remote.places import is_remote
 from ckpt_tools.tending.folder import open_folder
 from ckpt_tools.tending.retention import Rules
 from ckpt_tools.tending.tend import Settings, Tended, Tender
+from ckpt_tools.units import parse_duration
 
 Run = Annotated[AnyPath, Argument("Folder that a run saves its checkpoints to, on a disk or in a bucket.", "DIR")]
 Unverified = Annotated[
@@ -48,6 +49,21 @@ class KeepOptions:
     greater_is_better: Annotated[
         bool | None, Option("Highest is best (default: unless the metric's name ends in loss).")
     ] = None
+    accept: Annotated[
+        Sequence[str], Option("Let this one succeed the others although it differs (repeatable).", metavar="NAME")
+    ] = ()
+    quarantine: Annotated[
+        str, Option("How long what was removed can be brought back by prune --undo.", metavar="DURATION")
+    ] = "1d"
+    also_used_by: Annotated[
+        Sequence[AnyPath], Option("Directory whose links keep what they lead to (repeatable).", metavar="DIR")
+    ] = ()
+
+    def tender(self, directory: AnyPath, settings: Settings, **told: Any) -> Tender:  # noqa: ANN401 - as Tender has it
+        """Return what tends a folder so."""
+        folder = open_folder(os.fspath(directory), [os.fspath(each) for each in self.also_used_by])
+        kept = parse_duration(self.quarantine)
+        return Tender(folder, replace(settings, accept=tuple(self.accept), quarantine_s=kept), **told)
 
     def rules(self, unverified: Sequence[str] = ()) -> Rules:
         """Return the rules that they are."""
@@ -68,6 +84,9 @@ class PruneOptions(KeepOptions):
 
     directory: Run = field(kw_only=False)
     unverified: Unverified = ()
+    undo: Annotated[
+        Sequence[str], Option("Bring this one back from quarantine, or all (repeatable).", metavar="NAME|all")
+    ] = ()
     settle: Quiet = 10.0
     dry_run: DryRun = False
     say: Annotated[Say | None, Doc("Called with a line of text for all that is done.")] = None
@@ -86,10 +105,13 @@ def prune(options: PruneOptions) -> Tended:
         BusyError: Another ckpt tends the folder.
     """
     rules = options.rules(options.unverified)
+    settings = Settings(rules=rules, level=None, quiet_s=options.settle, dry_run=options.dry_run)
+    tender = options.tender(options.directory, settings, say=options.say)
+    if options.undo:
+        return tender.undo([name for name in options.undo if name != "all"])
     if not rules.removes:
         raise UsageError("nothing says what to keep", hint="add --keep-last K, --keep-every N or --keep-best K")
-    settings = Settings(rules=rules, level=None, quiet_s=options.settle, dry_run=options.dry_run)
-    return _require(Tender(open_folder(os.fspath(options.directory)), settings, say=options.say).once())
+    return _require(tender.once())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +162,7 @@ def watch(options: WatchOptions) -> Tended:
         num_workers=options.num_workers or default_num_workers(path),
         send=_senders(options),
     )
-    tender = Tender(open_folder(path), settings, say=options.say, progress=options.progress)
+    tender = options.tender(path, settings, say=options.say, progress=options.progress)
     if options.once:
         return _require(tender.once())
     return _for_ever(tender, options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.checks.manifest import changed_asset, size_of
@@ -12,6 +12,7 @@ from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.execute import Outcome, Progress, scan
 from ckpt_tools.moving.plan import asset_name, blob_name, copy_span
+from ckpt_tools.moving.task import Look
 
 
 def check_data(
@@ -25,6 +26,7 @@ def check_data(
     counting: bool,
     num_workers: int,
     progress: Progress | None,
+    looks: Mapping[str, Sequence[Look]] | None = None,
 ) -> Outcome:
     """Read the tensors, what there is of `partial` ones, and the files and items that a manifest knows.
 
@@ -48,6 +50,7 @@ def check_data(
         progress=progress,
         on_damage=damaged,
         counting=counting,
+        looks=looks,
     )
     pieces = [_as_bytes(entry.fqn, chunk.span, chunk.crc32) for entry in partial for chunk in firsts(entry)]
     seen = scan(pieces, opened.source, num_workers=num_workers, progress=progress, on_damage=damaged)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ckpt_tools.checks.reading import Extent
 from ckpt_tools.checks.structure import check_candidates
 from ckpt_tools.checks.trainer import Purpose
-from ckpt_tools.checks.verify import Level, Unchecked, Verification, verify
+from ckpt_tools.checks.verify import Level, Looks, Unchecked, Verification, verify
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.errors import UsageError
@@ -36,6 +36,7 @@ def verify_step(
     num_workers: int,
     progress: Progress | None = None,
     purpose: Purpose | None = None,
+    looks: Looks | None = None,
 ) -> Verification:
     """Check every part of `step` at `level`, and that resuming finds what it needs."""
     findings = [*_check_parts(step), *_check_manifest(step)]
@@ -51,7 +52,9 @@ def verify_step(
     lost = {part.directory for part, _ in step.broken}
     for name, opened in rows:
         own_purpose = "weights" if name else purpose
-        result = verify(opened, level=level, num_workers=num_workers, progress=progress, purpose=own_purpose)
+        result = verify(
+            opened, level=level, num_workers=num_workers, progress=progress, purpose=own_purpose, looks=looks
+        )
         if name:
             findings += _inside(name, result.findings)
         else:  # the others lie in its directory
@@ -76,6 +79,7 @@ def verify_step(
         files=tuple(os.path.join(n, file) for n, result in zip(names, results, strict=True) for file in result.files),
         read=_in_parts(names, (result.read for result in results)),
         not_read=_in_parts(names, (result.not_read for result in results)),
+        has=frozenset().union(*(result.has for result in results)),
     )
 
 

@@ -67,9 +67,8 @@ def check_beside(opened: Opened) -> tuple[list[Finding], set[str]]:
     return found, proven
 
 
-def check_trainer(opened: Opened, purpose: Purpose | None) -> Iterator[Finding]:
+def check_trainer(opened: Opened, purpose: Purpose | None, verdict: StepVerdict) -> Iterator[Finding]:
     """Yield what the trainer would look for in vain, and what is of another step; by default as it was saved to be."""
-    verdict = judge(opened)
     for one, other in verdict.mixed:
         hint = "restore the files of one save: a trainer that resumes from it mixes two"
         yield Finding.error("mixed-steps", one.file, f"not of one step: {one}, {other}", hint)

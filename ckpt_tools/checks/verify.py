@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
@@ -12,7 +12,7 @@ from ckpt_tools.checks.copies import equal_layouts
 from ckpt_tools.checks.data import check_blobs, check_data, firsts
 from ckpt_tools.checks.reading import Extent, account
 from ckpt_tools.checks.structure import check_structure, is_inside
-from ckpt_tools.checks.trainer import Purpose, check_beside, check_trainer
+from ckpt_tools.checks.trainer import Purpose, check_beside, check_trainer, judge
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan, Checkpoint, Finding, TensorEntry
 from ckpt_tools.description.identity import Identity
@@ -25,9 +25,12 @@ from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress
 from ckpt_tools.moving.split import Part, own_tensors
+from ckpt_tools.moving.task import Look
 from ckpt_tools.text import first_few
 
 Level = Literal["structure", "data", "values"]
+Looks = Callable[[Opened, Sequence[TensorEntry]], Mapping[str, Sequence[Look]]]
+"""Given what is open and the tensors that are about to be read: FQN → who sees the elements as they pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,8 @@ class Verification:
     """What was read of each file, beside headers."""
     not_read: tuple[Extent, ...] = ()
     """What was not, and why; files that ckpt does not understand among them."""
+    has: frozenset[str] = frozenset()
+    """What its trainer finds there, in words."""
 
     def __bool__(self) -> bool:
         """Is it `ok`?"""
@@ -104,6 +109,7 @@ def verify(
     progress: Progress | None = None,
     share: Part | None = None,
     purpose: Purpose | None = None,
+    looks: Looks | None = None,
 ) -> Verification:
     """Check `opened` at `level`; with a `share`, the bytes of its tensors (and the first one those of other files).
 
@@ -146,6 +152,7 @@ def verify(
             counting=level == "values",
             num_workers=num_workers,
             progress=progress,
+            looks=None if looks is None else looks(opened, sound),
         )
         beside, proven = check_beside(opened) if is_first else ([], set())
         nbytes = sum(entry.nbytes for entry in sound)
@@ -170,7 +177,8 @@ def verify(
     scanned, blobs = ((), ()) if level == "structure" else ((*sound, *partial), checkpoint.blobs)
     read, not_read = account(opened, readable, scanned, blobs, lost, proven)
     opened, dangers = with_executables(opened)  # opens files that nothing else reads, and so does the judge of a step
-    findings += [*dangers, *check_trainer(opened, purpose)]
+    verdict = judge(opened)
+    findings += [*dangers, *check_trainer(opened, purpose, verdict)]
     findings += [each for each in beside if not any(known.where.endswith(each.where) for known in findings)]
     unchecked += [Unchecked(what=what) for what in (*opened.format.unchecked, *opened.unread)]
     return Verification(
@@ -187,6 +195,7 @@ def verify(
         identities=(opened.identity,),
         read=read,
         not_read=not_read,
+        has=verdict.has,
     )
 
 

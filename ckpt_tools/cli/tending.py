@@ -68,7 +68,7 @@ def _print(tended: Tended, output: Output) -> None:
     count = len(tended.removed)
     would = "would remove" if tended.dry_run else "removed"
     done = f"{would} {count} of {len(rows)} checkpoints, {size}" if count else "nothing to remove"
-    bad = sum(each.candidate.state == "bad" for each in tended.decisions)
+    bad = sum(each.candidate.state in ("bad", "unfit") for each in tended.decisions)
     say(f"{escape_name(tended.path)}: {done}" + (f"; {bad} NOT ok" if bad else ""))
 
 

@@ -38,15 +38,22 @@ class LightningTending(Callback):
         if self._tending is not None:
             if self._has_saved:
                 self._has_saved = False
-                self._tending.saved()
+                self._tending.saved(keep=_pointed_at(trainer))
             self._tending.check()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401, ARG002 - the library's
         """Wait for the last verification."""
         if self._tending is not None:
+            self._tending.saved(keep=_pointed_at(trainer))
             self._tending.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ANN401, ARG002 - the library's
         """End what is under way."""
         if self._tending is not None:
             self._tending.close(wait=False)
+
+
+def _pointed_at(trainer: Any) -> list[str]:  # noqa: ANN401 - the library's
+    """Return the paths that the run's ModelCheckpoints name as the best and the last."""
+    names = ("best_model_path", "last_model_path")
+    return [path for each in trainer.checkpoint_callbacks for name in names if (path := getattr(each, name, ""))]

@@ -25,7 +25,8 @@ class TrainerTending(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401, ARG002 - the library's
         """Let the new checkpoint be verified."""
         if self._tending is not None:
-            self._tending.saved(f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            best = state.best_model_checkpoint
+            self._tending.saved(f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", keep=[best] if best else [])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401, ARG002 - the library's
         """Tell what was found."""

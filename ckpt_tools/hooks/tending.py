@@ -6,9 +6,11 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Collection
 from dataclasses import replace
+from datetime import timedelta
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from ckpt_tools.api.tending import KeepOptions
 from ckpt_tools.errors import CkptError, UsageError
@@ -101,6 +103,8 @@ class Tending:
         self._last_verified = ""
         self._worker: threading.Thread | None = None
         self._is_wanted = self._ends = self._stops = False
+        self._group = _group() if self._raises else None
+        """Of all ranks, by which rank 0 tells what all raise."""
 
     def __enter__(self) -> Self:
         return self
@@ -110,15 +114,19 @@ class Tending:
     ) -> None:
         self.close(wait=kind is None)
 
-    def saved(self, name: str = "") -> None:
+    def saved(self, name: str = "", *, keep: Collection[str] | None = None) -> None:
         """Tell that a save has begun or ended; returns at once.
 
-        `name` is the checkpoint's file or directory; it is needed where the save may not have begun to write.
+        `name` is the checkpoint's file or directory; it is needed where the save may not have begun to write. What is
+        in `keep` the trainer points at: it stays until the next call.
         """
         if not self._acts:
             return
         with self._change:
             self._names += [os.path.basename(name.rstrip("/"))] if name else []
+            if keep is not None:
+                kept = tuple(os.path.basename(each.rstrip("/")) for each in keep)
+                self._job = replace(self._job, kept=kept)
             self._is_wanted = True
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="ckpt-tending", daemon=True)
@@ -128,7 +136,8 @@ class Tending:
     def check(self) -> None:
         """Warn of, or raise, what was found since the last call; returns at once.
 
-        `BadCheckpointError` is raised only where `on_finding` is "raise".
+        `BadCheckpointError` is raised only where `on_finding` is "raise", and then on every rank, each of which calls
+        this as often as the others.
         """
         with self._change:
             answers, self._answers = self._answers, []
@@ -144,9 +153,8 @@ class Tending:
             self._told.update(each.where.partition("/")[0] for each in answer.findings)
         fresh = [text for text in dict.fromkeys(texts) if text not in self._told]
         self._told.update(fresh)
-        if fresh and self._raises:
-            where = self._job.path
-            raise BadCheckpointError("; ".join(fresh), where=where, hint="earlier checkpoints are kept")
+        if self._raises and (text := _told_to_all("; ".join(fresh), self._group)):
+            raise BadCheckpointError(text, where=self._job.path, hint="earlier checkpoints are kept")
         for text in fresh:
             warnings.warn(f"bad checkpoint: {text}", RuntimeWarning, stacklevel=2)
 
@@ -155,6 +163,9 @@ class Tending:
 
         Without `wait`, what is under way is ended. `BadCheckpointError` is raised as by `check`.
         """
+        if not self._acts and wait and not self._ends:
+            self._ends = True
+            self.check()
         if not self._acts or self._ends:
             return
         if wait:
@@ -210,6 +221,22 @@ class Tending:
         if text not in self._told:
             self._told.add(text)
             warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _group() -> Any:  # noqa: ANN401 - of a library that may not be there
+    """Return a group of all ranks that needs no GPU and waits as long as a verification takes; None of one rank."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+def _told_to_all(text: str, group: Any) -> str:  # noqa: ANN401 - as `_group` returns it
+    """Return what rank 0 says, on every rank."""
+    said = [text]
+    if group is not None:
+        sys.modules["torch.distributed"].broadcast_object_list(said, src=0, group=group)
+    return said[0]
 
 
 def _rank() -> int:

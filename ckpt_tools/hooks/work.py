@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection
@@ -30,6 +31,8 @@ class Job:
     settle_s: float
     patience_s: float
     """For so long nothing changes before a save counts as given up."""
+    kept: tuple[str, ...] = ()
+    """What the trainer points at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +56,15 @@ class ExportJob:
 def tend(job: Job, here: Here) -> Answer:
     """Tend the folder until everything that was saved is verified, or nothing more comes."""
     del here
-    tender = Tender(open_folder(job.path), Settings(rules=job.rules, level=job.level, quiet_s=job.settle_s))
+    settings = Settings(rules=job.rules, level=job.level, quiet_s=job.settle_s, patience_s=math.inf, kept=job.kept)
+    tender = Tender(open_folder(job.path), settings)
     findings: dict[Finding, None] = {}
     failed: tuple[str, ...] = ()
     before: object = None
     since = time.monotonic()
     while True:
         try:
-            tended = tender.once()
+            tended = tender.once(wait=False)
         except BusyError as error:  # a watch of somebody else's: it does the same
             if time.monotonic() - since > job.patience_s:
                 return Answer(findings=tuple(findings), failed=(str(error),))
@@ -101,7 +105,7 @@ def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:
         candidate = there.get(name)
         if place is None or (place.step or 0) < latest.get(place.series, -1):
             continue
-        if candidate is None or candidate.state not in ("verified", "bad", "unsupported"):
+        if candidate is None or candidate.state not in ("verified", "unfit", "bad", "unsupported"):
             found[name] = "it is not there" if candidate is None else candidate.why or candidate.state
     return found
 

@@ -435,5 +435,6 @@ def scan(
     for task in tasks:
         task.looks = (looks or {}).get(task.entry.fqn, ())
     run = _Run(tasks, source, None, progress, on_damage)
-    run.run(num_workers)
+    if tasks:
+        run.run(num_workers)
     return run.outcome

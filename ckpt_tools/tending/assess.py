@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.checks.step import verify_step
-from ckpt_tools.checks.trainer import judge_path
-from ckpt_tools.checks.verify import Level, Verification, verify
+from ckpt_tools.checks.verify import Level, Looks, Verification, verify
 from ckpt_tools.errors import CkptError, UnreadableError, UnsupportedError, UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
@@ -24,6 +23,7 @@ from ckpt_tools.text import escape_name, first_few
 
 _TEMPORARY = re.compile(r".*\.(tmp|part|partial|incomplete)|(tmp|\.tmp)[-_.].*", re.ASCII)
 _MAX_POINTER_BYTES = 4096
+_UNFIT = ("bad", "incomplete", "changing")
 
 
 class Assessor:
@@ -39,6 +39,7 @@ class Assessor:
         """Stamp → by its headers, what the checkpoint is, and why."""
         self._digests: dict[str, str] = {}
         self._holds: dict[str, frozenset[str]] = {}
+        """Stamp → what it holds, in words: what a resumed run would miss."""
 
     def assess(self, look: Look, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
         """Say what is known of every checkpoint."""
@@ -49,7 +50,7 @@ class Assessor:
             entry = record.get(saved.name)
             series = saved.place.series
             if entry is not None and self.is_recorded(saved, entry):
-                state, why = entry.state, first_few(entry.codes)
+                state, why = entry.state, "; ".join(entry.unfit) or first_few(entry.codes)
             else:
                 state, why = self._look_at(saved, last.get(series))
             if state in ("verified", "complete"):
@@ -57,6 +58,7 @@ class Assessor:
             link = next((look.links[root] for root in saved.roots if root in look.links), "")
             pins = (
                 saved.oddity,
+                "`prune --undo` brought it back" if entry is not None and entry.is_back else "",
                 f"the link {escape_name(link)} leads to it" if link else "",
                 named.get(saved.name, ""),
             )
@@ -71,6 +73,7 @@ class Assessor:
                     pinned=next(filter(None, pins), ""),
                     nbytes=saved.nbytes,
                     order=0 if entry is None else entry.order,
+                    unfit=entry.unfit if entry is not None and state == "unfit" else (why,) * (state in _UNFIT),
                 )
             )
         return tuple(found)
@@ -99,28 +102,27 @@ class Assessor:
                 return "incomplete", f"cannot be looked at: {error.what}"
         if self._problems[stamp][1]:
             return self._problems[stamp]
-        if before is not None and (lacks := self._has(before) - self._has(saved)):
+        if before is not None and before.stamp not in self._holds:
+            self._problem(before)
+        if before is not None and (lacks := self._holds[before.stamp] - self._holds[stamp]):
             return "incomplete", f"lacks {first_few(sorted(lacks))}, which {before.name} has"
         return "complete", ""
 
     def _problem(self, saved: Saved) -> tuple[State, str]:
         """Return why a checkpoint cannot be read, as long as its save goes on; what can be and is wrong is bad."""
+        holds: frozenset[str] = frozenset()
+        self._holds[saved.stamp] = holds
         for label, path in targets(self._folder, saved):
             try:
-                found = examine(path, level="structure", num_workers=1).findings
+                result = examine(path, level="structure", num_workers=1)
             except (UnreadableError, UsageError) as error:
                 state: State = "unsupported" if isinstance(error, UnsupportedError) else "incomplete"
                 return state, f"{label}: {error.what}" if label else error.what
-            for each in (each for each in found if each.code == "not-resumable"):
+            holds |= result.has
+            self._holds[saved.stamp] = holds
+            for each in (each for each in result.findings if each.code == "not-resumable"):
                 return "incomplete", f"{each.where}: {each.what}"
         return "complete", ""
-
-    def _has(self, saved: Saved) -> frozenset[str]:
-        """Return what a checkpoint holds, in words: what a resumed run would miss."""
-        if saved.stamp not in self._holds:
-            verdicts = (judge_path(path) for _, path in targets(self._folder, saved))
-            self._holds[saved.stamp] = frozenset().union(*(verdict.has for verdict in verdicts))
-        return self._holds[saved.stamp]
 
     def _metric(self, saved: Saved, metric: str) -> float | None:
         """Return what the trainer has measured at this very step."""
@@ -155,7 +157,7 @@ class Assessor:
                     saved.name == text.rstrip("/").rpartition("/")[2] or saved.place.step == number is not None
                 ):
                     yield saved.name, f"{pointer} names it"
-        verified = [saved for saved in look.saved if (entry := record.get(saved.name)) is not None and entry.ok]
+        verified = [saved for saved in look.saved if (entry := record.get(saved.name)) is not None and entry.is_fit]
         states = [self._progress(PROGRESS_FILE, look.unknown)]
         for one in (look.saved, verified):  # the latest that can be read, and the last verified one
             read = (self._progress(f"{saved.name}/{PROGRESS_FILE}", saved.files) for saved in reversed(one))
@@ -178,14 +180,16 @@ def targets(folder: Folder, saved: Saved) -> Iterator[tuple[str, str]]:
             yield "" if len(saved.roots) == 1 else root, path
 
 
-def examine(path: str, *, level: Level, num_workers: int, progress: ProgressFactory | None = None) -> Verification:
+def examine(
+    path: str, *, level: Level, num_workers: int, progress: ProgressFactory | None = None, looks: Looks | None = None
+) -> Verification:
     """Verify what is at `path`: a step with all of its parts, or one checkpoint."""
     step = open_step(path)
     if step is not None:
         with step:
             total = progress(step.total_bytes) if progress is not None and step.total_bytes else None
-            return verify_step(step, level=level, num_workers=num_workers, progress=total)
+            return verify_step(step, level=level, num_workers=num_workers, progress=total, looks=looks)
     with open_path(path, as_part=True) as opened:
         nbytes = opened.checkpoint.total_bytes
         receiver = progress(nbytes) if progress is not None and nbytes else None
-        return verify(opened, level=level, num_workers=num_workers, progress=receiver)
+        return verify(opened, level=level, num_workers=num_workers, progress=receiver, looks=looks)

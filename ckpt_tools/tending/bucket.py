@@ -7,20 +7,30 @@ rest, then the note: whoever finds one goes on there, and leaves alone what was 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
-from ckpt_tools.tending.folder import MAX_READ_BYTES, TRASH_PREFIX, Facts, Folder, Look, Saved, gather_saved
+from ckpt_tools.tending.folder import (
+    LATEST_GOOD,
+    MAX_READ_BYTES,
+    TRASH_PREFIX,
+    Facts,
+    Folder,
+    Look,
+    Saved,
+    gather_saved,
+    stamp_of,
+)
 from ckpt_tools.tending.record import RECORD_NAME
 
 
 class BucketFolder(Folder):
     """A prefix; see `Folder`."""
 
-    unseen = ("who reads or writes a checkpoint in the bucket",)
+    unseen = ("who reads or writes a checkpoint in the bucket, where nothing that was removed comes back",)
 
     def __init__(self, path: str) -> None:
         super().__init__(path.rstrip("/"))
@@ -43,7 +53,7 @@ class BucketFolder(Folder):
             root, slash, _ = name.partition("/")
             if root.startswith(TRASH_PREFIX):
                 leftovers[root] = tuple(_roots(self.read(root)))
-            elif name != RECORD_NAME:
+            elif name not in (RECORD_NAME, LATEST_GOOD):
                 files.setdefault(root, {})[name] = facts
                 plain[root] = plain.get(root, True) and bool(slash)
         items = {
@@ -78,16 +88,31 @@ class BucketFolder(Folder):
         """See what is being written by ckpt, from its claim."""
         return {each.name: "a ckpt that is writing it" for each in saved if _is_claimed(each)}
 
-    def remove(self, saved: Saved) -> bool:
-        """Leave a note, and remove what it names, what makes it a checkpoint first."""
-        now = {name: facts for root in saved.roots for name, facts in self._list(root).items()}
-        if {name: now.get(name) for name in saved.files} != dict(saved.files):
-            return False
-        note = f"{TRASH_PREFIX}{saved.name}"
-        versions = {name: facts.version for name, facts in saved.files.items()}
-        self.write(note, json.dumps({"roots": saved.roots, "objects": versions}).encode())
-        self.remove_leftover(note)
-        return True
+    def remove(self, saved: Sequence[Saved]) -> list[str]:
+        """Leave a note of each, and remove what it names, what makes it a checkpoint first."""
+        gone = []
+        for each in saved:
+            now = self._now(each)
+            if {name: now.get(name) for name in each.files} != dict(each.files):
+                continue
+            note = f"{TRASH_PREFIX}{each.name}"
+            versions = {name: facts.version for name, facts in each.files.items()}
+            self.write(note, json.dumps({"roots": each.roots, "objects": versions}).encode())
+            self.remove_leftover(note)
+            gone.append(each.name)
+        return gone
+
+    def _now(self, saved: Saved) -> dict[str, Facts]:
+        return {name: facts for root in saved.roots for name, facts in self._list(root).items()}
+
+    def stamp(self, saved: Saved) -> str:
+        """List it again."""
+        return stamp_of(self._now(saved))
+
+    def point(self, name: str) -> None:
+        """Write the name, where it is another one."""
+        if name and self.read(LATEST_GOOD) != name.encode():
+            self.write(LATEST_GOOD, name.encode())
 
     def remove_leftover(self, name: str) -> None:
         """Remove the objects that a note names, as far as they are those that it was written about."""

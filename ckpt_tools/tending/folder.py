@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
@@ -17,7 +18,9 @@ from ckpt_tools.remote.places import is_remote, local, scheme_of
 from ckpt_tools.tending.series import Place, parse_name
 
 TRASH_PREFIX = ".ckpt-trash-"
-"""What is being removed lies below such a name, which no trainer looks for."""
+"""What is removed lies below such a name, which no trainer looks for."""
+LATEST_GOOD = "latest-good"
+"""A link to the newest fit checkpoint, in a bucket an object with its name."""
 MAX_READ_BYTES = 64 << 20
 """Of one document that says something about a checkpoint."""
 _HEAD_BYTES = 1 << 20
@@ -58,6 +61,12 @@ class Saved:
         return self.place.name
 
     @property
+    def written(self) -> str:
+        """As `stamp`, without what a new name or another owner changes."""
+        plain = {name: replace(each, version=each.version.partition(" ")[0]) for name, each in self.files.items()}
+        return stamp_of(plain)
+
+    @property
     def nbytes(self) -> int:
         """Of all files."""
         return sum(facts.nbytes for facts in self.files.values())
@@ -96,6 +105,8 @@ class Folder(ABC):
 
     unseen: tuple[str, ...] = ()
     """What nobody can see here of who uses a checkpoint, in words."""
+    notes: tuple[str, ...] = ()
+    """What the last look has to tell."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -121,8 +132,34 @@ class Folder(ABC):
         """Return name of a checkpoint → who reads or writes it, as far as that can be seen."""
 
     @abstractmethod
-    def remove(self, saved: Saved) -> bool:
-        """Remove a checkpoint; no part of it ever looks like one. False when somebody has opened or changed it."""
+    def remove(self, saved: Sequence[Saved]) -> list[str]:
+        """Remove checkpoints, no part of which ever looks like one; return those that nobody has opened or changed."""
+
+    @abstractmethod
+    def stamp(self, saved: Saved) -> str:
+        """Return the stamp that a checkpoint has now."""
+
+    def append(self, file: str, content: bytes) -> None:  # noqa: B027 - a store cannot; what is lost is read again
+        """Append to a file of the folder's own, without waiting for the disk."""
+
+    def forget(self, saved: Saved) -> None:  # noqa: B027
+        """Let the next read of a checkpoint be one of the disk."""
+
+    def free_bytes(self) -> float:
+        """Return how much can still be written."""
+        return math.inf
+
+    def age(self, leftover: str) -> float:  # noqa: ARG002 - what is not kept is old
+        """Return for how many seconds something is removed."""
+        return math.inf
+
+    def restore(self, names: Collection[str]) -> list[str]:  # noqa: ARG002
+        """Bring back what was removed, of these names or all; return what came back."""
+        raise UsageError("nothing that was removed from a bucket comes back", where=self.path)
+
+    @abstractmethod
+    def point(self, name: str) -> None:
+        """Let `LATEST_GOOD` lead to a checkpoint; to none with ""."""
 
     @abstractmethod
     def remove_leftover(self, name: str) -> None:
@@ -137,12 +174,12 @@ class Folder(ABC):
         return found.hexdigest()
 
 
-def open_folder(path: str) -> Folder:
-    """Open a run's folder, which need not hold anything yet."""
+def open_folder(path: str, also_used_by: Sequence[str] = ()) -> Folder:
+    """Open a run's folder, which need not hold anything yet; links in other directories hold what they lead to."""
     if not is_remote(path):
         from ckpt_tools.tending.disk import DiskFolder
 
-        return DiskFolder(local(path))
+        return DiskFolder(local(path), also_used_by)
     if scheme_of(path) not in ("s3", "gs", "az"):
         raise UsageError("a run is tended on a disk or in a bucket", where=path, hint="give the folder of the run")
     from ckpt_tools.tending.bucket import BucketFolder
@@ -171,9 +208,14 @@ def gather_saved(
     saved = []
     for name, roots in found.items():
         files = {file: facts for root in roots for file, facts in items[root][1].items()}
-        rows = [[file, facts.nbytes, facts.version] for file, facts in sorted(files.items())]
-        stamp = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+        stamp = stamp_of(files)
         oddity = next((items[root][2] for root in roots if items[root][2]), "")
         saved.append(Saved(place=places[name], roots=tuple(roots), files=files, stamp=stamp, oddity=oddity))
     saved.sort(key=lambda each: (each.place.series, -1 if each.place.step is None else each.place.step, each.name))
     return tuple(saved), tuple(unknown)
+
+
+def stamp_of(files: Mapping[str, Facts]) -> str:
+    """Return what stands for all that a listing says of some files."""
+    rows = [[file, facts.nbytes, facts.version] for file, facts in sorted(files.items())]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

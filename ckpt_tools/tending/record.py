@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_tools.processes import wire
+from ckpt_tools.tending.fitness import Profile
 
 RECORD_NAME = ".ckpt-tend.json"
 MAX_RECORD_BYTES = 64 << 20
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Entry:
     """Of its files' names, sizes and times (on a store their ETags)."""
     digest: str
     """Of its metadata."""
+    written: str = ""
+    """As `stamp`, of names, sizes and times of modification alone."""
     ok: bool
     level: str
     order: int
@@ -34,26 +37,56 @@ class Entry:
     """Of the findings that make it bad."""
     sent: tuple[str, ...] = ()
     """Where it was gathered or pushed to."""
+    unfit: tuple[str, ...] = ()
+    """Why it must not succeed the checkpoints before it, though its bytes are right."""
+    profile: Profile = field(default_factory=Profile)
+    is_back: bool = False
+    """It was removed, and brought back."""
 
     @property
-    def state(self) -> Literal["verified", "unsupported", "bad"]:
+    def is_fit(self) -> bool:
+        """May earlier ones go because of it?"""
+        return self.ok and not self.unfit
+
+    @property
+    def state(self) -> Literal["verified", "unfit", "unsupported", "bad"]:
         """What the verification tells."""
-        return "verified" if self.ok else "unsupported" if {*self.codes} == {"unsupported"} else "bad"
+        if self.ok:
+            return "unfit" if self.unfit else "verified"
+        return "unsupported" if {*self.codes} == {"unsupported"} else "bad"
 
 
 def parse_record(content: bytes | None) -> dict[str, Entry]:
-    """Return name → entry; what is not as `build_record` writes it counts as never verified."""
+    """Return name → entry; what is not as `build_record` and `build_line` write it counts as never verified."""
     found = {}
-    with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        document = json.loads(content or b"{}")
-        for name, row in document["checkpoints"].items() if document["version"] == _VERSION else ():
-            with suppress(ValueError):
-                entry = wire.build(Entry, row)
-                if isinstance(entry, Entry):
-                    found[name] = entry
+    layouts: dict[str, dict[str, str]] = {}
+    for line in (content or b"").splitlines():
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            document = json.loads(line)
+            if document["version"] != _VERSION:
+                continue
+            layouts.update(document.get("layouts", {}))
+            for name, row in document["checkpoints"].items():
+                with suppress(ValueError, TypeError, KeyError):
+                    if isinstance(layout := row["profile"]["layout"], str):
+                        row["profile"]["layout"] = layouts[layout]
+                    entry = wire.build(Entry, row)
+                    if isinstance(entry, Entry):
+                        found[name] = entry
     return found
 
 
 def build_record(entries: Mapping[str, Entry]) -> bytes:
-    """Return the document."""
-    return wire.dumps({"version": _VERSION, "checkpoints": dict(sorted(entries.items()))}).encode() + b"\n"
+    """Return the document: a layout that several have stands there once."""
+    numbers: dict[str, str] = {}
+    rows = json.loads(wire.dumps(dict(sorted(entries.items()))))
+    for row in rows.values():
+        layout = json.dumps(row["profile"]["layout"], sort_keys=True)
+        row["profile"]["layout"] = numbers.setdefault(layout, str(len(numbers)))
+    layouts = {number: json.loads(layout) for layout, number in numbers.items()}
+    return json.dumps({"version": _VERSION, "layouts": layouts, "checkpoints": rows}).encode() + b"\n"
+
+
+def build_line(name: str, entry: Entry) -> bytes:
+    """Return what is appended to the document for one more entry."""
+    return wire.dumps({"version": _VERSION, "checkpoints": {name: entry}}).encode() + b"\n"

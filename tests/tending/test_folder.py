@@ -21,7 +21,7 @@ from ckpt_tools.errors import StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.claim import staging_path
 from ckpt_tools.tending import assess, tend
 from ckpt_tools.tending.disk import DiskFolder
-from ckpt_tools.tending.folder import BusyError
+from ckpt_tools.tending.folder import TRASH_PREFIX, BusyError
 from ckpt_tools.tending.record import RECORD_NAME
 from ckpt_tools.tending.retention import Rules
 from ckpt_tools.tending.tend import Settings, Tender
@@ -53,7 +53,7 @@ def watch(run, **options):
 
 
 def names(run):
-    return sorted(each for each in os.listdir(run) if not each.startswith("."))
+    return sorted(each for each in os.listdir(run) if not each.startswith(".") and each != "latest-good")
 
 
 def reason_of(tended, name):
@@ -72,7 +72,10 @@ def test_prune_removes_what_is_superseded(run):
     assert names(run) == ["step-10", "step-20", "step-30"]
     assert api.prune(run, keep_last=2).removed == ("step-10",)
     assert names(run) == ["step-20", "step-30"]
-    assert sorted(os.listdir(run)) == [RECORD_NAME, ".ckpt-tend.lock", "step-20", "step-30"]
+    assert sorted(each for each in os.listdir(run) if not each.startswith(TRASH_PREFIX)) == [
+        RECORD_NAME, ".ckpt-tend.lock", "latest-good", "step-20", "step-30"
+    ]  # fmt: skip
+    assert os.readlink(run / "latest-good") == "step-30"
 
 
 def test_prune_removes_nothing_that_nobody_has_verified(run):
@@ -130,8 +133,11 @@ def test_half_written_checkpoints_stay(run, template):
         "incomplete",
     ]
     assert names(run) == ["step-30", "step-40", "step-50", "step-60"]
-    assert tended.ok
-    assert {each.severity for each in tended.findings} == {"warning"}
+    assert {each.severity for each in tended.findings} == {"error"}  # nothing changes any more
+    assert {each.severity for each in api.watch(run, once=True, settle=0.3).findings} == {"error"}
+    one = Tender(DiskFolder(str(run)), Settings(quiet_s=60)).once(wait=False)
+    assert one.ok
+    assert {each.severity for each in one.findings} == {"warning"}
 
 
 def test_checkpoint_that_was_verified_and_cannot_be_read_is_an_error(run):
@@ -205,7 +211,7 @@ def test_unverified_one_that_changes_stays(run, capsys):
     finally:
         writer.kill()
         writer.wait()
-    assert "may be being written" in capsys.readouterr().err
+    assert "step-20 stays: " in capsys.readouterr().err
     assert "step-20" in names(run)
 
 
@@ -383,10 +389,9 @@ def test_nothing_lies_beside_what_accelerate_counts(tmp_path, template):
     assert os.listdir(run) == ["checkpoint_2"]
     assert len(os.listdir(other)) == 3
     assert (tmp_path / ".ckpt-trash-elsewhere").exists()
-    left = next(each for each in os.listdir(tmp_path) if each.endswith(".lock"))[len(".ckpt-tend-") : -len(".lock")]
-    (tmp_path / f".ckpt-trash-{left}-x" / "checkpoint_0").mkdir(parents=True)
+    assert os.path.realpath(tmp_path / "checkpoints-latest-good") == str(run / "checkpoint_2")
     for folder in (run, other):
-        api.prune(folder, keep_last=3)
+        api.prune(folder, keep_last=3, quarantine="0s")
     assert sorted(each for each in os.listdir(tmp_path) if "trash" in each) == [".ckpt-trash-elsewhere"]
 
 
@@ -403,21 +408,23 @@ def test_what_changes_after_it_was_judged_stays(run):
 
 
 def test_what_has_lost_its_successor_stays(run):
-    assert tend_with(run, lambda: shutil.rmtree(run / "step-30")).removed == ("step-10",)
-    assert names(run) == ["step-20"]
+    tended = tend_with(run, lambda: shutil.rmtree(run / "step-30"))
+    assert tended.removed == ()
+    assert [(each.code, each.where) for each in tended.findings] == [("changed-since", "step-30")]
+    assert names(run) == ["step-10", "step-20"]
 
 
 def test_removal_is_taken_back_when_somebody_has_come_in_between(run):
     folder = DiskFolder(str(run))
     saved = folder.look().find("step-10")
     (run / "step-10" / "__0_0.distcp").write_bytes(b"")
-    assert not folder.remove(saved)
+    assert not folder.remove([saved])
     saved = folder.look().find("step-10")
     with open(run / "step-10" / ".metadata", "rb"):
-        assert not folder.remove(saved)
+        assert not folder.remove([saved])
     assert sorted(os.listdir(run)) == ["step-10", "step-20", "step-30"]
     shutil.rmtree(run / "step-10")
-    assert not folder.remove(saved)
+    assert not folder.remove([saved])
     assert sorted(os.listdir(run)) == ["step-20", "step-30"]
 
 
@@ -455,20 +462,33 @@ def test_one_ckpt_tends_a_folder_at_a_time(run):
     assert watch(run).ok
 
 
+def put_away(run, name):
+    """Put something into quarantine, as a removal does."""
+    (run / "away" / name).mkdir(parents=True)
+    return (run / "away").rename(run / f".ckpt-trash-{1_700_000_000:x}-{(run / 'away').stat().st_ino:x}")
+
+
 def test_leftovers_of_a_killed_prune_are_removed(run):
     watch(run)
-    for name in ("step-5", "step-20"):
-        (run / ".ckpt-trash-x" / name).mkdir(parents=True)
-    (run / ".ckpt-trash-record").write_bytes(b"half a record")
-    api.prune(run, keep_last=3)
+    put_away(run, "step-5")
+    (run / ".ckpt-trash-01234567").write_bytes(b"half a record")
+    (run / ".ckpt-trash-01234568").mkdir()
+    for foreign in (
+        ".ckpt-trash-x",
+        ".ckpt-trash-0123456a",
+        ".ckpt-trash-6b08b0c1-1",
+    ):  # nobody's, whatever their names
+        (run / foreign / "step-5").mkdir(parents=True)
+    api.prune(run, keep_last=3, quarantine="0s")
     assert names(run) == ["step-10", "step-20", "step-30"]
-    assert not [name for name in os.listdir(run) if "trash" in name]
+    found = sorted(name for name in os.listdir(run) if "trash" in name)
+    assert found == [".ckpt-trash-0123456a", ".ckpt-trash-6b08b0c1-1", ".ckpt-trash-x"]
 
 
 def test_leftovers_stay_where_nothing_is_verified(run):
-    (run / ".ckpt-trash-x" / "step-5").mkdir(parents=True)
-    tended = api.prune(run, keep_last=1)
-    assert (run / ".ckpt-trash-x" / "step-5").exists()
+    trash = put_away(run, "step-5")
+    tended = api.prune(run, keep_last=1, quarantine="0s")
+    assert (trash / "step-5").exists()
     assert "nothing verified" in tended.notes[0]
 
 
@@ -569,3 +589,25 @@ def test_error_of_one_checkpoint_does_not_keep_the_others_from_being_verified(ru
     tended = watch(run, keep_last=1)
     assert tended.verified == ("step-10", "step-30")
     assert names(run) == ["step-20", "step-30"]
+
+
+def test_disk_without_a_byte_or_an_inode_is_pruned(tmp_path, template):
+    run = tmp_path / "run"
+    run.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", "size=400k,nr_inodes=200", "none", run]
+    if subprocess.run(options, check=False, capture_output=True).returncode:
+        pytest.skip("the kernel forbids mounts here")
+    try:
+        for step in (10, 20, 30):
+            save_step(run, step, template=template)
+        watch(run)
+        with contextlib.suppress(OSError), open(run / "fill", "wb", buffering=0) as stream:
+            while True:
+                stream.write(bytes(4096))
+        with contextlib.suppress(OSError):
+            for number in range(1000):
+                (run / f"file{number}").touch()
+        assert api.prune(run, keep_last=1).removed == ("step-10", "step-20")
+        assert not [each for each in os.listdir(run) if "trash" in each]
+    finally:
+        subprocess.run(["umount", run], check=False)

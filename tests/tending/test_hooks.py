@@ -26,11 +26,12 @@ FAST = {"settle_s": 0.0, "patience_s": 20.0}
 
 
 def verified(run):
-    return sorted(name for name, entry in parse_record((run / RECORD_NAME).read_bytes()).items() if entry.ok)
+    entries = parse_record((run / RECORD_NAME).read_bytes())  # those in quarantine too
+    return sorted(name for name, entry in entries.items() if entry.is_fit and (run / name).exists())
 
 
 def names(run):
-    return sorted(each for each in os.listdir(run) if not each.startswith("."))
+    return sorted(each for each in os.listdir(run) if not each.startswith((".", "latest-good")))
 
 
 def children(parent=None):
@@ -169,6 +170,38 @@ def test_adapter_of_the_last_good_checkpoint_is_exported_at_the_end(tmp_path):
     from safetensors.torch import load_file
 
     assert load_file(out / "adapter_model.safetensors")["base_model.model.a.lora_A.weight"].unique().tolist() == [1.0]
+
+
+def test_what_the_trainer_points_at_stays(run):
+    with hooks.Tending(run, keep_last=1, rank=0, **FAST) as tending:
+        tending.saved(keep=[str(run / "step-10")])
+    assert names(run) == ["step-10", "step-30"]
+
+
+RAISING = """
+import sys, time
+import torch.distributed as dist
+from ckpt_tools import hooks
+dist.init_process_group("gloo")
+tending = hooks.Tending(sys.argv[1], on_finding="raise", settle_s=0.0, patience_s=20.0)
+tending.saved("step-30")
+try:
+    for _ in range(6000):
+        tending.check()
+        time.sleep(0.01)
+except hooks.BadCheckpointError as error:
+    print(f"rank {dist.get_rank()}: {error.what}", flush=True)
+"""
+
+
+def test_every_rank_raises(run):
+    flip(run / "step-30" / "__0_0.distcp")
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29731"]
+    (run.parent / "loop.py").write_text(RAISING)
+    command += [str(run.parent / "loop.py"), str(run)]
+    done = subprocess.run([sys.executable, *command], check=False, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("damaged-data") == 2, done.stderr
+    assert "rank 1: " in done.stdout
 
 
 def test_settings_that_make_no_sense_are_refused():
@@ -320,7 +353,7 @@ def train_sharded(output):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         Trainer(worlds.model_of("llama"), arguments, train_dataset=rows, callbacks=[callback]).train()
-    return sorted(each for each in os.listdir(output) if not each.startswith("."))
+    return sorted(each for each in os.listdir(output) if not each.startswith((".", "latest-good")))
 
 
 def train_on_two_ranks(rank, world_size, output):

@@ -16,7 +16,7 @@ def test_what_stays_is_gathered_and_pushed(hub, ckpt, run, tmp_path):  # noqa: F
     code, out, _ = ckpt("watch", run, *options)
     assert code == 0, out
     assert "model.safetensors" in hub.files("me/model")
-    assert sorted(each for each in os.listdir(run) if not each.startswith(".")) == ["step-30"]
+    assert sorted(each for each in os.listdir(run) if not each.startswith((".", "latest-good"))) == ["step-30"]
     assert ckpt("watch", run, *options)[0] == 0
 
 
@@ -26,4 +26,8 @@ def test_nothing_goes_while_the_hub_refuses(hub, ckpt, run, tmp_path, monkeypatc
     code, _, err = ckpt("watch", run, *options)
     assert code == 1
     assert "step-30 did not arrive at me/model (hub)" in err
-    assert sorted(each for each in os.listdir(run) if not each.startswith(".")) == ["step-10", "step-20", "step-30"]
+    assert sorted(each for each in os.listdir(run) if not each.startswith((".", "latest-good"))) == [
+        "step-10",
+        "step-20",
+        "step-30",
+    ]

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
+from steps import toy_steps
 from tending import runs
 
 from ckpt_tools import api
@@ -64,10 +65,14 @@ class Walk:
         runs.save_step(self.run, self.step, template=self.template)
 
     def save_half(self) -> None:
-        """A save is killed: somewhere in its files, or before the last of them has its name."""
+        """A save is killed: somewhere in its files, or before the last of them has its name; or it holds too little."""
         self.save()
         path = self.run / f"step-{self.step}"
-        how = self.random.randrange(4)
+        how = self.random.randrange(5)
+        if how == 4:  # readable, and hollow
+            shutil.rmtree(path)
+            toy_steps.save({"model": dict([*toy_steps.state_of(0).items()][: self.random.randint(1, 2)])}, path)
+            return
         if how == 0:
             (path / ".metadata").unlink()
         elif how == 1:

@@ -1,0 +1,270 @@
+"""Is a checkpoint fit to succeed the earlier ones of its series? By what it holds, and by what its numbers are like.
+
+All is noted in the one pass in which a checkpoint is verified: names, shapes, dtypes, what lies beside them, a digest
+of all elements, and a few figures and elements of every tensor, from which a change can be estimated.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from statistics import median
+
+import xxhash
+
+from ckpt_tools.checks.values import packed_tensors
+from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.layout import Box
+from ckpt_tools.description.transform import find_model, is_optimizer
+from ckpt_tools.errors import CkptError
+from ckpt_tools.formats._torch_file import read_torch_file
+from ckpt_tools.formats.contracts import describe
+from ckpt_tools.formats.judge import PICKLE
+from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.moving.moments import measures
+from ckpt_tools.moving.strides import start_of
+from ckpt_tools.moving.task import Look
+from ckpt_tools.remote.places import open_source
+from ckpt_tools.tending.series import parse_name
+from ckpt_tools.text import first_few
+
+_SAMPLES, _PIECE_ELEMS = 16, 1 << 16
+_MOST_MOVES = 8
+_FEW = 8
+"""Elements below which a tensor is not judged."""
+_HEAD_BYTES = 16 << 20
+"""Of a file without tensors, what is digested; larger ones have checksums of their own."""
+_TOKENIZER = re.compile(
+    r"(?:.*/)?(?:tokenizer\w*\.(?:json|model)|vocab\.\w+|merges\.txt|special_tokens_map\.json|added_tokens\.json|"
+    r"chat_template\.\w+|\w*config\.json|spiece\.model)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What was noted of a checkpoint while it was verified."""
+
+    layout: Mapping[str, str] = field(default_factory=dict)
+    """What it holds → dtype and shape of a tensor. Names begin with whose it is: model, state, has."""
+    figures: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Name of a tensor → rms, largest magnitude, share of elements that equal the one before, and some elements.
+
+    That share is 1 for a constant tensor, and about 1/2 where half of it is."""
+    content: str = ""
+    """Digest of every element, and of small files beside them."""
+    moves: tuple[float, ...] = ()
+    """By how much the model of it and of its predecessors has changed a step of training, the latest last."""
+
+
+class _Sketch:
+    """Takes the blocks of one tensor; see `moving.execute.Look`."""
+
+    def __init__(self, entry: TensorEntry, *, is_measured: bool) -> None:
+        self._entry, self._lock = entry, threading.Lock()
+        self._whole = Box((0,) * len(entry.shape), entry.shape)
+        self._is_measured = is_measured
+        self._places = sorted({i * entry.num_elems // _SAMPLES for i in range(_SAMPLES)})
+        self._squares = self._absmax = 0.0
+        self._equal = 0
+        self._sample: dict[int, float] = {}
+        self.digest = 0
+
+    def see(self, block: Box, content: memoryview) -> None:
+        """Take a block, as row-major bytes."""
+        start = start_of(block, self._whole)
+        digest = xxhash.xxh3_64_intdigest(content, start & (1 << 64) - 1)
+        with self._lock:
+            self.digest ^= digest
+        if not self._is_measured:
+            return
+        import numpy as np
+
+        from ckpt_tools.moving.arrays import array_of
+
+        values = array_of(content, self._entry.dtype, (-1,))
+        squares, absmax, equal = 0.0, 0.0, 0
+        with np.errstate(all="ignore"):
+            for at in range(0, len(values), _PIECE_ELEMS):
+                wide = values[at : at + _PIECE_ELEMS].astype(np.float64)
+                squares += float(np.dot(wide, wide))
+                absmax = max(absmax, float(np.abs(wide).max()))
+                equal += int(np.count_nonzero(wide[1:] == wide[:-1]))
+            sample = {at: float(values[at - start]) for at in self._places if 0 <= at - start < len(values)}
+        with self._lock:
+            self._squares, self._equal = self._squares + squares, self._equal + equal
+            self._absmax = max(self._absmax, absmax)
+            self._sample |= sample
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+    @property
+    def figures(self) -> tuple[float, ...] | None:
+        """The numbers of `Figures` in a row; None of what has none."""
+        elems = self._entry.num_elems
+        if not self._is_measured or elems < _FEW or not math.isfinite(self._squares):
+            return None
+        sample = [self._sample.get(at, 0.0) for at in self._places]
+        row = (math.sqrt(self._squares / elems), self._absmax, self._equal / (elems - 1), *sample)
+        return tuple(float(f"{value:.5g}") for value in row)
+
+
+class Profiler:
+    """Notes what there is to note of the checkpoint at `path` while it is verified."""
+
+    def __init__(self, path: str, label: str) -> None:
+        self._path, self._label = path, re.sub(r"\d+", "*", label)
+        self._layout: dict[str, str] = {}
+        self._sketches: dict[str, _Sketch] = {}
+        self._files: set[str] = set()
+
+    def looks(self, opened: Opened, entries: Sequence[TensorEntry]) -> Mapping[str, Sequence[Look]]:
+        """Return who sees the elements of these tensors, and note what else is there."""
+        model = {entry.fqn for entry in find_model(opened.checkpoint)[0].tensors}
+        packed = {entry.fqn for entry in packed_tensors(opened.checkpoint)}
+        inside = os.path.relpath(opened.source.root, self._path) if os.path.isdir(self._path) else ""
+        prefix = "/".join(part for part in (self._label, inside) if part not in ("", "."))
+        found: dict[str, Sequence[Look]] = {}
+        for entry in opened.checkpoint.tensors:
+            whose = "state" if is_optimizer(entry) or prefix.startswith("optim") else "model"
+            if whose == "model" and entry.fqn not in model:
+                self._note_item(prefix, entry.path, entry.fqn)
+                name = f"other {prefix} {entry.fqn}"
+            else:
+                name = f"{whose} {prefix} {entry.fqn}" if prefix else f"{whose} {entry.fqn}"
+                self._layout[name] = f"{entry.dtype.name}{list(entry.shape)}"
+            is_float = entry.dtype.is_float and entry.fqn not in packed and measures(entry.dtype)
+            self._sketches[name] = sketch = _Sketch(entry, is_measured=is_float and not name.startswith("other"))
+            found[entry.fqn] = (sketch,)
+        for blob in opened.checkpoint.blobs:
+            self._note_item(prefix, blob.path, blob.fqn)
+        self._files |= {os.path.normpath(os.path.join(inside, file)) for file in opened.checkpoint.files}
+        return {entry.fqn: found[entry.fqn] for entry in entries if entry.fqn in found}
+
+    def _note_item(self, prefix: str, path: Sequence[object], fqn: str) -> None:
+        parts = [str(each) for each in path] if len(path) > 1 else fqn.split(".")
+        family = ".".join("*" if part.isdigit() else part for part in parts[:2])
+        self._layout[f"has {prefix} {family}" if prefix else f"has {family}"] = ""
+
+    def profile(self) -> Profile:
+        """Return what was noted, with what lies beside the tensors."""
+        found = xxhash.xxh3_128()
+        for name, sketch in sorted(self._sketches.items()):
+            found.update(f"{name}\0{sketch.digest:x}\0".encode("utf-8", "surrogatepass"))
+        with ExitStack() as stack:
+            if os.path.isdir(self._path) or "://" in self._path:
+                source = stack.enter_context(open_source(self._path))
+                for file, nbytes in sorted(source.list_files().items()):
+                    if os.path.normpath(file) in self._files:
+                        continue
+                    found.update(file.encode("utf-8", "surrogatepass"))
+                    with suppress(CkptError):  # a link that leads out
+                        found.update(bytes(source.read(file, 0, min(nbytes, _HEAD_BYTES))))
+                    self._note_file(file, stack)
+        figures = {name: row for name, sketch in self._sketches.items() if (row := sketch.figures) is not None}
+        return Profile(layout=self._layout, figures=figures, content=found.hexdigest())
+
+    def _note_file(self, file: str, stack: ExitStack) -> None:
+        """Note a file beside the tensors, and what is in it where it is one of `torch.save`."""
+        *directories, base = file.split("/")
+        places = (parse_name(each, is_directory=True) for each in directories)
+        shown = [each if place is None else place.series for each, place in zip(directories, places, strict=True)]
+        what = describe(file) or describe(base)
+        if not what and not _TOKENIZER.fullmatch(base) and not PICKLE.fullmatch(base):
+            return
+        name = "/".join((self._label, *shown, base)) if self._label else "/".join((*shown, base))
+        name = name if what or not PICKLE.fullmatch(base) else re.sub(r"\d+", "*", name)
+        self._layout[f"has {name}"] = what
+        if not what or not PICKLE.fullmatch(base):
+            return
+        with suppress(CkptError):
+            opened = stack.enter_context(open_path(os.path.join(self._path, file), as_part=True))
+            for entry in opened.checkpoint.tensors:
+                if is_optimizer(entry) or base.startswith(("optim", "bf16_", "fp16_", "zero_")):
+                    self._layout[f"state {name} {entry.fqn}"] = f"{entry.dtype.name}{list(entry.shape)}"
+        with suppress(CkptError):
+            value = read_torch_file(stack.enter_context(open_source(self._path)), file).value
+            keys = [key for key in value if isinstance(key, str)] if isinstance(value, dict) else []
+            self._layout |= {f"has {name} {key}": "" for key in keys}
+
+
+def join_profiles(profiles: Sequence[Profile]) -> Profile:
+    """Return that of a checkpoint of several parts."""
+    layout: dict[str, str] = {}
+    figures: dict[str, tuple[float, ...]] = {}
+    for each in profiles:
+        layout.update(each.layout)
+        figures.update(each.figures)
+    return Profile(layout=layout, figures=figures, content="-".join(each.content for each in profiles))
+
+
+def compare(new: Profile, old: Profile, gap: int, name: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Say why `new` is not fit to succeed `old`, `gap` steps later; and how the model has moved so far."""
+    reasons = [*_compare_layout(new.layout, old.layout, name), *_compare_values(new, old, name)]
+    move = _distance([key for key in new.figures if key.startswith("model ")], new, old)
+    if move is None:
+        return tuple(reasons), old.moves
+    rate = move / max(gap, 1)
+    if len(old.moves) > 1 and move > 0.25 and rate > 8 * max(old.moves):
+        reasons.append(
+            f"its weights differ from {name}'s by {move:.2g} of their size, far more than before in this run"
+        )
+    return tuple(reasons), (*old.moves, rate)[-_MOST_MOVES:]
+
+
+def _compare_layout(new: Mapping[str, str], old: Mapping[str, str], name: str) -> Iterator[str]:
+    ours, theirs = ({key for key in each if key.startswith("model ")} for each in (new, old))
+    if lost := sorted(_plain(key) for key in theirs - ours):
+        yield f"{len(lost)} of {len(theirs)} tensors of the model are missing, which {name} has: {first_few(lost)}"
+    if added := sorted(_plain(key) for key in ours - theirs):
+        yield f"{len(added)} tensors of the model are not in {name}: {first_few(added)}"
+    both = [key for key in old if key in new and not key.startswith("has ")]
+    if changed := [f"{_plain(key)} is {new[key]}, was {old[key]}" for key in both if new[key] != old[key]]:
+        yield f"{len(changed)} tensors have another dtype or shape than in {name}: {first_few(changed)}"
+    if lost := sorted(_plain(key) for key in old.keys() - new.keys() - theirs):
+        yield f"it lacks {len(lost)} things that {name} has: {first_few(lost)}"
+
+
+def _compare_values(new: Profile, old: Profile, name: str) -> Iterator[str]:
+    both = [key for key in new.figures if key in old.figures]
+    rms, absmax, flat = ({key: (new.figures[key][i], old.figures[key][i]) for key in both} for i in range(3))
+    model = [key for key in both if key.startswith("model ")]
+    top = max((rms[key][1] for key in model), default=0.0)
+    # Rows of an optimizer's state may decay to zero: of it, only what has become one number altogether counts.
+    least = {key: 0.4 if key.startswith("model ") else 0.999 for key in both}
+    even = [key for key, (now, was) in flat.items() if now >= least[key] and now - was > 0.25]
+    if even:
+        shown = first_few(sorted(map(_plain, even)))
+        yield f"{len(even)} tensors are all or half zero or constant, and were not in {name}: {shown}"
+    strange = {key for key, (now, was) in absmax.items() if now > 1e12 * max(was, 1e-6)}
+    for key in model:
+        now, was = rms[key]
+        is_large = now > 8 * was and (now > 2 * top or was > top / 64)
+        if is_large or (now < was / 64 and key not in even):
+            strange.add(key)
+    if strange:
+        shown = first_few([f"{_plain(key)} {rms[key][0]:.2g}, was {rms[key][1]:.2g}" for key in sorted(strange)])
+        yield f"{len(strange)} tensors have implausible magnitudes (rms): {shown}"
+    matrices = [key for key in model if rms[key][1] > top / 64 and "," in old.layout[key]]
+    moves = {key: move for key in matrices if (move := _distance([key], new, old)) is not None}
+    far = [key for key, move in moves.items() if move > 1 and key not in strange and key not in even]
+    if far and median(moves.values()) < 0.05:
+        shown = first_few([*map(_plain, far)])
+        yield f"{len(far)} tensors are others than in {name}, while the rest hardly changed: {shown}"
+
+
+def _distance(keys: Sequence[str], new: Profile, old: Profile) -> float | None:
+    """Return |new - old| / |old| of some tensors, as their few elements tell; None without any."""
+    pairs = [pair for key in keys if key in old.figures for pair in zip(new.figures[key][3:], old.figures[key][3:])]  # noqa: B905
+    size = math.fsum(b * b for _, b in pairs)
+    change = math.fsum((a - b) ** 2 for a, b in pairs)
+    return math.sqrt(change / size) if size > 0 and math.isfinite(change / size) else None
+
+
+def _plain(key: str) -> str:
+    return key.partition(" ")[2].strip()
