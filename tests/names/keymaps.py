@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import mul
 from pathlib import Path
 from typing import ClassVar
@@ -51,8 +52,13 @@ def done(found: Converted, tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return made | {alias: made[name] for alias, name in found.aliases.items() if name in made}
 
 
-def forward(key_map: KeyMap, hub: Mapping[str, torch.Tensor], config: Mapping[str, object]) -> Tensors:
-    return done(key_map.forward(described(hub), config), hub)
+def forward(
+    key_map: KeyMap, hub: Mapping[str, torch.Tensor], config: Mapping[str, object], zeros: bool = False
+) -> Tensors:
+    """What a map makes of the hub's tensors; with `zeros`, what no tensor of the hub says, too."""
+    found = key_map.forward(described(hub), config)
+    kept = {name: one for name, one in found.mosaics.items() if zeros or not one.is_zeros}
+    return done(replace(found, mosaics=kept), hub)
 
 
 def backward(key_map: KeyMap, other: Mapping[str, torch.Tensor], config: Mapping[str, object]) -> Tensors:

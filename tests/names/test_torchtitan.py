@@ -53,6 +53,7 @@ def expected_of(hub: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
             continue
         for name in ("q_norm", "k_norm"):
             made[f"{theirs}attention.{name}.weight"] = hub[f"{ours}self_attn.{name}.weight"]
+        made[f"{theirs}moe.expert_bias_E"] = torch.zeros(4)  # as torchtitan begins
         made[f"{theirs}moe.router.gate.weight"] = hub[f"{ours}mlp.gate.weight"]
         for name, other in (("w1_EFD", "gate"), ("w3_EFD", "up"), ("w2_EDF", "down")):
             experts = [hub[f"{ours}mlp.experts.{expert}.{other}_proj.weight"] for expert in range(4)]

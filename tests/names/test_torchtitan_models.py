@@ -71,7 +71,7 @@ def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
     config = config | sizes_of(entry.model, shapes)
     key_map = load_key_maps("torchtitan")[kind]
     hub = titan_models.of_transformers(hub, kind)
-    ours = forward(key_map, hub, config)
+    ours = forward(key_map, hub, config, zeros=True)
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in ours.items()} == shapes
     assert_same({name: tensor for name, tensor in ours.items() if name in state}, state)
     assert not any(tensor.any() for name, tensor in ours.items() if name not in state)
