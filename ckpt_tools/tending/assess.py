@@ -23,7 +23,7 @@ from ckpt_tools.text import escape_name, first_few
 
 _TEMPORARY = re.compile(r".*\.(tmp|part|partial|incomplete)|(tmp|\.tmp)[-_.].*", re.ASCII)
 _MAX_POINTER_BYTES = 4096
-_UNFIT = ("bad", "incomplete", "changing")
+_UNFIT = ("bad", "unsupported", "incomplete", "changing")
 
 
 class Assessor:
@@ -49,6 +49,7 @@ class Assessor:
         for saved in look.saved:
             entry = record.get(saved.name)
             series = saved.place.series
+            state: State
             if entry is not None and self.is_recorded(saved, entry):
                 state, why = entry.state, "; ".join(entry.unfit) or first_few(entry.codes)
             else:
