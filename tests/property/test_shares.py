@@ -6,6 +6,7 @@ import json
 import random
 import time
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,12 @@ def test_part_that_read_other_bytes_is_found(tmp_path: Path) -> None:
             assert api.shard(source, out, mesh="dp_shard=3", part="1/2").waiting_for == (0,)
     path.write_bytes(build_record(record))
     assert api.shard(source, out, mesh="dp_shard=3", part="1/2").published
+
+
+def test_record_of_another_conversion_counts_for_nothing(tmp_path: Path) -> None:
+    source, out, path = _two_parts(tmp_path)
+    path.write_bytes(build_record(replace(parse_record(path.read_bytes(), where=""), fingerprint="0" * 32)))
+    assert api.shard(source, out, mesh="dp_shard=3", part="1/2").waiting_for == (0,)
 
 
 def test_record_is_the_same_bytes_for_the_same_content_and_damage_is_seen(tmp_path: Path) -> None:

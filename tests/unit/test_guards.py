@@ -16,6 +16,7 @@ import pytest
 from samples import content, files_of, memory_directory, shard_model, small_blocks, staging_left, tensor, write_model
 
 from ckpt_tools import api
+from ckpt_tools.conversions.commit import merge
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box
@@ -562,6 +563,12 @@ def test_record_that_no_part_writes_counts_for_nothing(wrong: dict[str, object])
     assert parse_record(build_record(record), where="x") == record
     with pytest.raises(UnreadableError, match="malformed, or of another version"):
         parse_record(build_record(replace(record, **wrong)), where="x")  # type: ignore[arg-type]
+
+
+def test_parts_that_have_read_a_whole_tensor_differently_publish_nothing() -> None:
+    records = [ShareRecord(fingerprint="0" * 32, index=i, count=2, digests={"w": f"{i}" * 32}) for i in range(2)]
+    with pytest.raises(CkptError, match="two parts have read different bytes of 'w'"):
+        merge(None, records)  # type: ignore[arg-type] - the records are enough to see it
 
 
 # Continuing, and what is believed
