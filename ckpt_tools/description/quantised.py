@@ -58,7 +58,7 @@ def find_units(tensors: Iterable[TensorEntry], *, is_told: bool = False) -> dict
     coded = {weight for n, weight in weights.items() if is_code(entries[n]) or n == f"{weight}.absmax"}
     found = {name: weight for name, weight in weights.items() if weight in coded}
     codes = (entry for fqn, entry in entries.items() if is_code(entry) and fqn not in found)
-    sure = (e.fqn for e in codes if is_told or (len(e.shape) > 1 and not e.dtype.is_float))
+    sure = (e.fqn for e in codes if is_told or (len(e.shape) > 1 and "." in e.fqn and e.dtype.name[0] in "IU"))
     homes = {fqn.rpartition(".")[0] for fqn in sure}
     more: dict[str, str] = {}
     for fqn in [fqn for fqn in entries if fqn not in found] if homes else []:

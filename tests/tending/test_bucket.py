@@ -42,7 +42,7 @@ def test_what_makes_it_a_checkpoint_goes_first_and_the_note_last(folder, monkeyp
     monkeypatch.setattr(
         Bucket, "delete", lambda self, key: (deleted.append(key.removeprefix("run/")), delete(self, key))
     )
-    assert folder.remove(folder.look().find("step-1"))
+    assert folder.remove([folder.look().find("step-1")])
     assert deleted[0] == "step-1/.metadata"
     assert deleted[-1] == ".ckpt-trash-step-1"
     assert _names(folder) == {"step-2/.metadata"}
@@ -52,7 +52,7 @@ def test_what_makes_it_a_checkpoint_goes_first_and_the_note_last(folder, monkeyp
 def test_what_has_changed_since_it_was_judged_stays(folder, change):
     saved = folder.look().find("step-1")
     folder.write(change, b"another")
-    assert not folder.remove(saved)
+    assert not folder.remove([saved])
     assert _names(folder) == set(FILES)
 
 
