@@ -37,7 +37,7 @@ QUICK = [
     "test_what_has_lost_its_successor_stays",
     "test_removal_is_taken_back_when_somebody_has_come_in_between",
     "test_what_changes_while_it_is_verified_is_not_verified",
-    "test_removal_is_durable_before_the_first_file_goes",
+    "test_removal_is_durable_before_it_is_told",
     "test_one_ckpt_tends_a_folder_at_a_time",
     "test_leftovers_stay_where_nothing_is_verified",
     "test_nothing_goes_while_what_follows_it_has_not_arrived",
