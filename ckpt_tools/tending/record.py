@@ -9,9 +9,9 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
 
 from ckpt_tools.processes import wire
+from ckpt_tools.tending.retention import State
 
 RECORD_NAME = ".ckpt-tend.json"
 MAX_RECORD_BYTES = 64 << 20
@@ -36,7 +36,7 @@ class Entry:
     """Where it was gathered or pushed to."""
 
     @property
-    def state(self) -> Literal["verified", "unsupported", "bad"]:
+    def state(self) -> State:
         """What the verification tells."""
         return "verified" if self.ok else "unsupported" if {*self.codes} == {"unsupported"} else "bad"
 
