@@ -49,7 +49,6 @@ class Assessor:
         for saved in look.saved:
             entry = record.get(saved.name)
             series = saved.place.series
-            state: State
             if entry is not None and self.is_recorded(saved, entry):
                 state, why = entry.state, "; ".join(entry.unfit) or first_few(entry.codes)
             else:

@@ -9,10 +9,10 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ckpt_tools.processes import wire
 from ckpt_tools.tending.fitness import Profile
+from ckpt_tools.tending.retention import State
 
 RECORD_NAME = ".ckpt-tend.json"
 MAX_RECORD_BYTES = 64 << 20
@@ -49,7 +49,7 @@ class Entry:
         return self.ok and not self.unfit
 
     @property
-    def state(self) -> Literal["verified", "unfit", "unsupported", "bad"]:
+    def state(self) -> State:
         """What the verification tells."""
         if self.ok:
             return "unfit" if self.unfit else "verified"

@@ -73,7 +73,8 @@ planner(
     words=NOT_EXECUTED,
 )
 planner("build-on-dict", "BUILD on a dict", b"}}b", words=NOT_EXECUTED)
-planner("build-twice", "BUILD twice on one record", name("torch", "Size") + b")R}b}b", words="build twice")
+STORAGE_META = name("torch.distributed.checkpoint.metadata", "StorageMeta")
+planner("build-twice", "BUILD twice on one record", STORAGE_META + b")\x81}b}b", words="build twice")
 planner(
     "global-with-newlines",
     "a name with more lines than GLOBAL has",
@@ -192,7 +193,7 @@ planner(
 planner("key-without-value", "SETITEMS with a key and no value", b"}(Nu", words="no value")
 planner("cycle-list", "a list in itself", b"]\x94h\x00a", words="part of")
 planner("cycle-dict", "a dict in itself", b"}\x94Nh\x00s", words="part of")
-planner("cycle-record", "a record in its own state", name("torch", "Size") + b")R\x94h\x00\x85b", words="part of")
+planner("cycle-record", "a record in its own state", STORAGE_META + b")\x81\x94h\x00\x85b", words="part of")
 planner(
     "grow-after-use", "a list that grows after it was put into another", b"]\x94]h\x00ah\x00K\x01a", words="part of"
 )
