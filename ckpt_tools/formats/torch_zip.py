@@ -38,7 +38,6 @@ __all__ = [
     "ItemHead",
     "archive_frame",
     "check_archive",
-    "check_small",
     "item_ends",
     "item_frame",
     "parse_item",
