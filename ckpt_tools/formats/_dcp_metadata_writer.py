@@ -1,7 +1,7 @@
 """Write `.metadata` of a DCP checkpoint: a protocol-4 pickle, put together from bytes.
 
-The opcodes are those of CPython's pickler, instance for instance, so that stock torch loads it.
-Sizes that come again are fetched from the memo.
+The opcodes are those of CPython's pickler, instance for instance, so that stock torch loads it and `_pickle_runs`
+reads it fast. Sizes that come again are fetched from the memo.
 
 Source: `dcp_metadata`; CPython `Lib/pickle.py`.
 """

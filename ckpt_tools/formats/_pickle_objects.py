@@ -62,7 +62,7 @@ class Pickled:
 def parse_objects(data: bytes) -> Pickled:
     """Read the pickle that `data` begins with."""
     with collector_paused():
-        reader = _ObjectReader(data, _Every(), LIMITS, persistent_ids=True)
+        reader = _ObjectReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
         value = reader.read()
     return Pickled(value=value, nbytes=reader.end, storages=reader.storages)
 
@@ -70,7 +70,7 @@ def parse_objects(data: bytes) -> Pickled:
 def parse_exactly(data: bytes) -> object:
     """Read a pickle so that `_pickle_writer.build_pickle` writes one that makes the same: nothing is made simpler."""
     with collector_paused():
-        reader = _ExactReader(data, _Every(), LIMITS, persistent_ids=True)
+        reader = _ExactReader(data, _Every(), LIMITS, persistent_ids=True, has_runs=False)
         value = reader.read()
     if reader.end != len(data):
         raise UnreadableError(f"{len(data) - reader.end} bytes follow the end of the pickle")

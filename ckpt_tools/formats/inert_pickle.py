@@ -23,6 +23,7 @@ from itertools import count, repeat
 from typing import Any, ClassVar
 
 from ckpt_tools.errors import LimitError, UnreadableError
+from ckpt_tools.formats._pickle_runs import ObjectRuns
 from ckpt_tools.formats._pickle_values import (
     ANY,
     DEFAULT_LIMITS,
@@ -116,6 +117,9 @@ class Reader:
     """id → depth of every tuple, list and dict made here; negative while it may still be filled."""
     names: dict[str, GlobalName] = field(default_factory=dict)
     num_records: int = 0
+    """Records made by the general loop; those of the fast path take many bytes each."""
+    has_runs: bool = True
+    """Look for what `ObjectRuns` matches."""
     sized: ClassVar[Sized] = SIZED
 
     def _seal(self, values: Iterable[object]) -> int:
@@ -283,6 +287,9 @@ class Reader:
         data = self.data
         depths = self.depths
         limits = self.limits
+        # The fast path does not look at limits, so it serves only where they allow all that it reads.
+        is_wide = limits.max_string_bytes >= 255 and limits.max_int_bytes >= 8 and limits.max_depth >= 16
+        match_object = ObjectRuns(data, self.calls).match if is_wide and self.has_runs else None
         memo: list[Any] = []
         stack: list[Any] = []
         outer: list[list[Any]] = []  # the stacks below each MARK
@@ -309,7 +316,10 @@ class Reader:
                         self._put(_U32(data, i)[0], memo, stack[-1])
                         i += 4
                     elif op == 0x29:  # EMPTY_TUPLE
-                        stack.append(())
+                        if data[i] == 0x81 and match_object and (end := match_object(i, stack, memo)):
+                            i = end
+                        else:
+                            stack.append(())
                     elif op == 0x4B:  # BININT1
                         stack.append(data[i])
                         i += 1

@@ -13,8 +13,9 @@ from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, Tensor
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
+from ckpt_tools.formats import inert_pickle
 from ckpt_tools.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
-from ckpt_tools.formats.inert_pickle import parse_pickle
+from ckpt_tools.formats.inert_pickle import GlobalName, Record, parse_pickle
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SCALARS = st.none() | st.booleans() | INT64 | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -92,6 +93,18 @@ def test_parse_random_opcodes_are_read_or_refused(seed: int) -> None:
 
 
 def read_or_refuse(data: bytes) -> None:
+    """Parse with and without the fast path: both refuse, or both give the same."""
+    outcomes = []
+    fast = inert_pickle.ObjectRuns.match
+    for match in (fast, lambda *_: 0):
+        inert_pickle.ObjectRuns.match = match
+        try:
+            outcomes.append(to_plain(parse_pickle(data, allowed_globals=ALLOWED_GLOBALS)))
+        except UnreadableError:
+            outcomes.append("refused")
+        finally:
+            inert_pickle.ObjectRuns.match = fast
+    assert outcomes[0] == outcomes[1]
     try:
         parsed = parse_metadata(data)
     except UnreadableError:
@@ -100,3 +113,15 @@ def read_or_refuse(data: bytes) -> None:
         for chunk in tensor.chunks:
             assert len(chunk.box.offsets) == len(chunk.box.sizes) == len(tensor.shape)
             assert ".." not in chunk.span.file.split("/")
+
+
+def to_plain(value: object) -> object:
+    if isinstance(value, Record):
+        return ("record", value.name, to_plain(value.args), to_plain(value.state))
+    if isinstance(value, GlobalName):
+        return ("global", value.name)
+    if isinstance(value, dict):
+        return [(to_plain(key), to_plain(item)) for key, item in value.items()]
+    if isinstance(value, tuple | list):
+        return type(value)(map(to_plain, value))
+    return ("scalar", type(value), repr(value))

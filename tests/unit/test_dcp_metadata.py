@@ -36,6 +36,7 @@ from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, Tensor
 from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
+from ckpt_tools.formats import inert_pickle
 from ckpt_tools.formats.dcp_metadata import build_metadata, parse_metadata
 from ckpt_tools.formats.inert_pickle import PickleLimits
 from ckpt_tools.formats.torch_zip import item_frame, parse_item
@@ -154,11 +155,13 @@ def many(num_tensors: int, num_ranks: int, *, separate: bool) -> Metadata:
 
 @pytest.mark.full
 @pytest.mark.parametrize("separate", [False, True])
-def test_parse_metadata_of_many_chunks_equals_torch(separate: bool) -> None:
+def test_parse_metadata_of_many_chunks_equals_torch(separate: bool, monkeypatch) -> None:
     metadata = many(40, 60, separate=separate)
     data = pickle.dumps(metadata, 4)
     assert len(data) > 65536 * 2  # several frames
     parsed = parse_metadata(data)
+    monkeypatch.setattr(inert_pickle.ObjectRuns, "match", lambda *_: 0)
+    assert parse_metadata(data) == parsed
     assert {entry.fqn for entry in parsed.tensors} == set(metadata.state_dict_metadata)
     for entry in parsed.tensors:
         for chunk, theirs in zip(entry.chunks, metadata.state_dict_metadata[entry.fqn].chunks, strict=True):
@@ -166,6 +169,29 @@ def test_parse_metadata_of_many_chunks_equals_torch(separate: bool) -> None:
             info = metadata.storage_data[MetadataIndex(entry.fqn, theirs.offsets)]
             assert chunk.span == ByteSpan(file=info.relative_path, offset=info.offset, nbytes=info.length)
             assert chunk.encoding == "torch_zip"
+
+
+def test_parse_metadata_uses_the_fast_path_for_real_files(monkeypatch) -> None:
+    steps = []
+    match = inert_pickle.ObjectRuns.match
+
+    def counting(self, *args):
+        end = match(self, *args)
+        steps.append(end - args[0] if end else 0)
+        return end
+
+    monkeypatch.setattr(inert_pickle.ObjectRuns, "match", counting)
+    for separate in (False, True):
+        data = pickle.dumps(many(40, 60, separate=separate), 4)
+        steps.clear()
+        parse_metadata(data)
+        assert sum(steps) > 0.9 * len(data)
+        steps.clear()
+        parsed = parse_metadata(data)
+        ours = build_metadata(parsed.tensors, parsed.blobs)
+        steps.clear()
+        parse_metadata(ours)
+        assert sum(steps) > 0.9 * len(ours)
 
 
 # What other versions of torch wrote

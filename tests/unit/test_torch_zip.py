@@ -501,7 +501,7 @@ def test_parse_item_with_any_byte_flipped_is_read_or_refused() -> None:
 
 def test_module_names_its_public_parts() -> None:
     assert set(torch_zip.__all__) == {
-        "ArchiveFrame", "ItemFrame", "ItemHead", "archive_frame", "check_archive", "check_small", "item_ends", "item_frame",
+        "ArchiveFrame", "ItemFrame", "ItemHead", "archive_frame", "check_archive", "item_ends", "item_frame",
         "parse_item", "parse_own_item", "plain_tensor",
     }  # fmt: skip
 
