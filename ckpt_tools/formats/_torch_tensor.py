@@ -154,9 +154,9 @@ def _inner_of(call: Record) -> tuple[object, tuple[object, ...]] | None:
             if function != WRAPPER and (kind in _PLAIN_TYPES or not own):
                 return Record(function, args, None, 0), ()
             if function == WRAPPER and len(args) > 2:
-                there = [value for name, value in own.items() if _INNER.get(kind, name) == name and value is not None]
-                if len(there) == 1 and type(there[0]) is Record and "._rebuild_" in there[0].name:
-                    return there[0], args[1:3]
+                inner = own.get(_INNER[kind]) if kind in _INNER else None  # what another does, its code alone says
+                if type(inner) is Record and "._rebuild_" in inner.name:
+                    return inner, args[1:3]
     return None
 
 
