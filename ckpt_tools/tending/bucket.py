@@ -66,10 +66,11 @@ class BucketFolder(Folder):
     def read(self, file: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """Return the beginning of an object."""
         try:
-            _, content = self._bucket.get(self._key(file), 0, max_bytes)
+            if not self._bucket.head(self._key(file)).nbytes:  # of which no store gives a range
+                return b""
+            return bytes(self._bucket.get(self._key(file), 0, max_bytes)[1])
         except MissingObjectError:
             return None
-        return bytes(content)
 
     def write(self, file: str, content: bytes) -> None:
         """Write an object; a store does that whole or not at all."""

@@ -70,3 +70,9 @@ def test_damaged_note_removes_nothing_but_itself(folder, note):
     folder.write(".ckpt-trash-step-1", note)
     folder.remove_leftover(".ckpt-trash-step-1")
     assert _names(folder) == set(FILES)
+
+
+def test_empty_object_is_read(folder):
+    folder.write("latest", b"")
+    assert folder.read("latest") == b""
+    assert folder.read("none") is None
