@@ -117,6 +117,8 @@ class PartError(UnreadableError):
     """The source is a known part of a model, and nobody asked for a part."""
 
     code = "part"
+    by_names = False
+    """As of `Identity`."""
 
 
 class ForeignLayoutError(UnreadableError):

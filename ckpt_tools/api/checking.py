@@ -21,6 +21,7 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import OpenedStep, open_like, open_repository, open_step
 from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.models.name_options import LibraryNames
+from ckpt_tools.models.opening import reconsider
 from ckpt_tools.options import (
     AnyPath,
     Argument,
@@ -104,7 +105,8 @@ def verify(options: VerifyOptions) -> Verification:
         else:
             source, given, component = os.fspath(options.source), options.shapes_from, options.component
             opened = open_path(source, format=options.format, shapes_from=given, as_part=True, component=component)
-            total = stack.enter_context(opened).checkpoint.total_bytes
+            opened = reconsider(stack.enter_context(opened))
+            total = opened.checkpoint.total_bytes
             if against is not None:
                 pairs = (Pair("", opened, stack.enter_context(open_like(os.fspath(against), component))),)
         total = total if level != "structure" else 0

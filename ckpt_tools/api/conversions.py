@@ -29,6 +29,7 @@ from ckpt_tools.formats.steps import TrainerName
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.name_options import MapFile, OtherNames, ShardNames
 from ckpt_tools.models.naming import Naming, name_live
+from ckpt_tools.models.opening import open_asking
 from ckpt_tools.options import (
     AsPart,
     Component,
@@ -195,7 +196,7 @@ def _resharding_job(opened: Opened, options: ReshardOptions, naming: Naming) -> 
 
 def _open(options: ConvertOptions | GatherOptions) -> Opened:
     """Open the source as the options say."""
-    return open_path(
+    return open_asking(
         os.fspath(options.source),
         format=options.format,
         shapes_from=getattr(options, "shapes_from", None),

@@ -17,6 +17,7 @@ from ckpt_tools.formats.scan import with_executables
 from ckpt_tools.formats.steps import list_contents
 from ckpt_tools.models.name_options import MapFile, OtherNames
 from ckpt_tools.models.naming import Named, Naming, name_live
+from ckpt_tools.models.opening import reconsider
 from ckpt_tools.options import Component, Exclude, From, Include, MeshOptions, ShapesFrom, Source, takes
 
 
@@ -45,7 +46,7 @@ def identify(path: str | os.PathLike[str], *, format: str | None = None) -> Iden
         UnreadableError: Not a readable checkpoint.
     """
     with open_path(os.fspath(path), format=format, as_part=True) as opened:
-        return opened.identity
+        return reconsider(opened).identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ def inspect(options: InspectOptions) -> Summary:
             )
         summary = summarise(checkpoint, path=source, mesh_source=mesh_source)
         contents = () if opened.step is None else tuple(starmap(ContentSummary, list_contents(opened.step)))
-        identity = with_executables(opened)[0].identity
+        identity = with_executables(reconsider(opened))[0].identity
         inside = {fqn: each.holds for fqn, each in look_into(summary.blobs, opened.source).items()}
         return replace(summary, names="; ".join(notes), contents=contents, identity=identity, inside=inside)
 

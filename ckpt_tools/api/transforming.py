@@ -19,8 +19,9 @@ from ckpt_tools.conversions.to_hf import written_names
 from ckpt_tools.conversions.to_own import own_job, renamed
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Named, Naming
+from ckpt_tools.models.opening import open_asking
 from ckpt_tools.options import (
     AnyPath,
     Argument,
@@ -95,7 +96,7 @@ def average(options: AverageOptions) -> Conversion:
         raise UsageError("the same checkpoint is given twice", where=twice[0], hint="--weights says how much it counts")
     with ExitStack() as stack:
         first, *others = opened = [
-            stack.enter_context(open_path(path, format=options.format, as_part=options.as_part)) for path in sources
+            stack.enter_context(open_asking(path, format=options.format, as_part=options.as_part)) for path in sources
         ]
         for each in others:
             refuse_mixed(each)
@@ -161,7 +162,7 @@ def extract(options: ExtractOptions) -> Conversion:
     """
     if not options.include and not options.exclude and options.layers is None:
         raise UsageError("nothing says what to extract", hint="add --include GLOB, --exclude GLOB or --layers N")
-    with open_path(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
+    with open_asking(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
         chosen, notes = opened.checkpoint, []
         assets: AssetList = opened.own_assets
         if options.layers is not None:
@@ -202,7 +203,7 @@ def rename(options: RenameOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     naming = Naming.of("auto", options.map)
-    with open_path(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
+    with open_asking(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
         job = _own(opened, options.destination, options, named=renamed(opened, naming))
         job.not_checked = (*job.not_checked, "names were not held against an architecture: they are the map's own")
         return run(job, dry_run=options.dry_run)

@@ -63,6 +63,8 @@ class Identity:
     whole: Whole = "not known"
     evidence: tuple[str, ...] = ()
     """Why it is whole or a part, in words."""
+    by_names: bool = False
+    """It is a part by ckpt's table of names alone, which may not know the model in this form."""
     hollow: str = ""
     """Why it holds nothing, though its names are there."""
     chosen: str = ""

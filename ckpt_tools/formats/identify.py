@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.identity import Identity, Whole
@@ -38,6 +38,14 @@ _MOST_EMPTY = 0.5
 _INNER = ("text_config", "llm_config", "language_config", "decoder")
 
 
+class _Judged(NamedTuple):
+    """See the fields of `Identity`."""
+
+    whole: Whole
+    evidence: tuple[str, ...]
+    by_names: bool = False
+
+
 def identify(opened: Opened, files: Collection[str], verdict: StepVerdict) -> Identity:
     """Return what an open checkpoint is.
 
@@ -51,11 +59,8 @@ def identify(opened: Opened, files: Collection[str], verdict: StepVerdict) -> Id
     names = [strip_wrappers(entry.fqn)[len(prefix) :] for entry in model.tensors]
     config, problem = read_config(opened)
     hollow = _hollow(opened, model.tensors)
-    whole, evidence = (
-        ("part", (hollow,))
-        if hollow
-        else _judge(opened, files, config, names, [entry.shape for entry in model.tensors])
-    )
+    shapes = [entry.shape for entry in model.tensors]
+    judged = _Judged("part", (hollow,)) if hollow else _judge(opened, files, config, names, shapes)
     dtypes: dict[str, int] = {}
     for entry in model.tensors:
         dtypes[entry.dtype.name] = dtypes.get(entry.dtype.name, 0) + entry.nbytes
@@ -81,11 +86,12 @@ def identify(opened: Opened, files: Collection[str], verdict: StepVerdict) -> Id
         dtypes=dict(sorted(dtypes.items(), key=lambda pair: -pair[1])),
         quantisation=_quantisation(config),
         names=owners[0].code if owners else "",
-        whole=whole,
-        evidence=evidence,
+        whole=judged.whole,
+        evidence=judged.evidence,
+        by_names=judged.by_names,
         hollow=hollow,
         components=() if opened.step is None else opened.step.components,
-        chosen=_chosen(opened) if whole == "part" and not hollow else "",
+        chosen=_chosen(opened) if judged.whole == "part" and not hollow else "",
         candidates=opened.candidates,
         not_read=(*((problem,) if problem else ()), *opened.unread),
     )
@@ -120,7 +126,7 @@ def _judge(
     config: Mapping[str, Any],
     names: list[str],
     shapes: Sequence[Sequence[int]],
-) -> tuple[Whole, tuple[str, ...]]:
+) -> _Judged:
     """Return whether nothing lacks, and why: what the names of files, the format and config.json say, in this order."""
     partial = list(opened.partial)
     forgotten = ""
@@ -142,22 +148,24 @@ def _judge(
         held = None  # the config is of another file
     architecture = architecture or _architecture(config)
     if partial or (forgotten and (held is None or not held.is_whole)):
-        return "part", tuple(filter(None, (*partial, forgotten)))
+        return _Judged("part", tuple(filter(None, (*partial, forgotten))))
     if is_adapter(names):
-        return "not known", ("an adapter alone: its base model is not here",)
+        return _Judged("not known", ("an adapter alone: its base model is not here",))
     if held is None or expected is None:
-        return ("yes", (opened.complete,)) if opened.complete else ("not known", ())
+        return _Judged("yes", (opened.complete,)) if opened.complete else _Judged("not known", ())
     if held.foreign:
         what = f"{len(held.foreign)} of {len(names)} names are not of {architecture}, which {_CONFIG} names"
-        return ("yes" if opened.complete else "not known"), tuple(filter(None, (opened.complete, what)))
+        return _Judged("yes" if opened.complete else "not known", tuple(filter(None, (opened.complete, what))))
     absent = [*held.missing, *held.incomplete]
     # Many save without a pooler (add_pooling_layer), and a counter of batches starts at 0.
     if lacking := [n for n in absent if ".pooler." not in f".{n}" and not n.endswith(".num_batches_tracked")]:
         shown = first_few(folded(lacking, expected), 4)
-        return "part", (f"{len(lacking)} weights of the {architecture} in {_CONFIG} are not here ({shown})",)
+        return _Judged(
+            "part", (f"{len(lacking)} weights of the {architecture} in {_CONFIG} are not here ({shown})",), True
+        )
     if misfits := config_misfits(config, zip(names, shapes, strict=True)):
-        return ("part" if all(each.is_part for each in misfits) else "not known"), tuple(misfits[:4])
-    return "yes", (f"every weight of the {architecture} in {_CONFIG} is here",)
+        return _Judged("part" if all(each.is_part for each in misfits) else "not known", tuple(misfits[:4]))
+    return _Judged("yes", (f"every weight of the {architecture} in {_CONFIG} is here",))
 
 
 def _hollow(opened: Opened, model: Sequence[TensorEntry]) -> str:

@@ -167,7 +167,9 @@ def refuse_part(opened: Opened, path: str, *, can_ask: bool) -> PartError:
     if opened.step is not None and opened.step.is_repository:
         ways = [f"pass one model: {os.path.join(path, opened.step.parts[0].directory or HERE)}"]
     ways += ["--as-part takes it as it is"] if can_ask else []
-    return PartError(f"a part of a model: {why}", where=path, hint="; ".join(ways))
+    error = PartError(f"a part of a model: {why}", where=path, hint="; ".join(ways))
+    error.by_names = opened.identity.by_names
+    return error
 
 
 def _names_above(opened: Opened) -> Iterator[str]:

@@ -78,3 +78,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_goes_the_whole_way(name: str, tmp_path: Path) -> None:
     assert walk(name, tmp_path, FAMILIES[name]) == ""
+
+
+def test_form_that_the_table_of_names_does_not_know_is_asked_for(tmp_path: Path) -> None:
+    given = FAMILIES["MusicgenForConditionalGeneration"]
+    one_layer = {**given, "audio_encoder": {**given["audio_encoder"], "num_lstm_layers": 1}}
+    assert walk("MusicgenForConditionalGeneration", tmp_path, one_layer) == ""
