@@ -146,12 +146,13 @@ def write(path: Path, model: Model, kind: str, root: str, *, is_quantised: bool,
 
 
 def cast(model: Model, row: Mapping[str, str], *, skip: frozenset[str] = frozenset()) -> Model:
-    """What `--dtype` and `--dtype-for` make of the tensors as they are written."""
+    """What `--dtype` and `--dtype-for` make of the tensors; a glob matches the hub's names that came in, too."""
     dtypes = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
     glob, _, own = row.get("dtype-for", "").partition("=")
     found = {}
     for name, tensor in model.items():
-        wanted = own if glob and glob.strip("*") in name else row.get("dtype", "keep")
+        shown = name + ("down" if ".w2." in name and row.get("content") in ("hub", "fp8") else "")
+        wanted = own if glob and glob.strip("*") in shown else row.get("dtype", "keep")
         is_cast = name not in skip and tensor.is_floating_point() and tensor.dtype.itemsize > 1 and wanted in dtypes
         found[name] = tensor.to(dtypes[wanted]) if is_cast else tensor
     return found

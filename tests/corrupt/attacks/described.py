@@ -220,7 +220,7 @@ def _blob_zip(case: Case) -> None:
     _blob(case, _torch_zip(case))
 
 
-@attack("blob-exploit-pickle", "an object that is a bare pickle", carried(mesh=4))
+@attack("blob-exploit-pickle", "an object that is a bare pickle", {**carried(mesh=4), "gather": (4,)})
 def _blob_pickle(case: Case) -> None:
     _blob(case, pickle.dumps(Payload(case.shell)))
 
