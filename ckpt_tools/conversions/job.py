@@ -405,7 +405,8 @@ def cast_target(
         found = find_named(f"--dtype-for {text}", glob, shown)
         if all(floats.get(fqn, "not floating-point") for fqn in found):
             what = floats.get(min(found), "not floating-point")
-            raise UsageError(f"--dtype-for {text} matches no tensor to cast: {min(found)!r} is {what}")
+            hint = "leave it out, or match others: `ckpt inspect SRC --tensors` lists names and dtypes"
+            raise UsageError(f"--dtype-for {text} matches no tensor to cast: {min(found)!r} is {what}", hint=hint)
         chosen = dict.fromkeys(found, name) | chosen
     left: dict[str, list[str]] = {}
     tensors = []

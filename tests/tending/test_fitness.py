@@ -13,7 +13,12 @@ from steps import toy_steps
 from ckpt_tools import api
 from ckpt_tools.cli import main
 
-pytestmark = pytest.mark.full(but=["test_healthy_life_is_pruned"])
+QUICK = [
+    "test_healthy_life_is_pruned",
+    "test_each_reason_is_named_and_accepting_once_is_enough",
+    "test_survivor_that_rotted_keeps_its_predecessors[False-dcp-flip]",
+]
+pytestmark = pytest.mark.full(but=QUICK)
 SHAPES = {"model.embed_tokens.weight": (12, 4), "lm_head.weight": (12, 4)} | {
     f"model.layers.{layer}.{name}.weight": shape
     for layer in range(2)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from threading import Timer
 
 import pytest
 from tending.runs import flip, save_step, write_state
@@ -31,6 +32,8 @@ QUICK = [
     "test_bad_checkpoint_is_a_finding_and_removes_nothing",
     # the guards of what is removed
     "test_unverified_one_that_changes_stays",
+    "test_unverified_one_that_has_just_changed_stays",
+    "test_what_loses_its_successor_at_the_last_moment_stays",
     "test_checkpoint_in_use_stays",
     "test_run_that_went_back_to_an_earlier_step_keeps_what_it_saves",
     "test_what_changes_after_it_was_judged_stays",
@@ -395,6 +398,15 @@ def test_nothing_lies_beside_what_accelerate_counts(tmp_path, template):
     assert sorted(each for each in os.listdir(tmp_path) if "trash" in each) == [".ckpt-trash-elsewhere"]
 
 
+def test_unverified_one_that_has_just_changed_stays(run):
+    flip(run / "step-20" / "__0_0.distcp")
+    watch(run)
+    Timer(0.2, os.utime, [run / "step-20" / "__0_0.distcp"]).start()
+    tended = api.prune(run, unverified=["step-20"], settle=0.6)
+    assert tended.removed == ()
+    assert "step-20" in names(run)
+
+
 def tend_with(run, act):
     """Tend the folder, and let something happen between the plan and the removal."""
     settings = Settings(rules=Rules(last=1), quiet_s=0, send={"there": lambda *_: act()})
@@ -412,6 +424,13 @@ def test_what_has_lost_its_successor_stays(run):
     assert tended.removed == ()
     assert [(each.code, each.where) for each in tended.findings] == [("changed-since", "step-30")]
     assert names(run) == ["step-10", "step-20"]
+
+
+def test_what_loses_its_successor_at_the_last_moment_stays(run, monkeypatch):
+    ready = Tender._ready
+    monkeypatch.setattr(Tender, "_ready", lambda *given: (shutil.rmtree(run / "step-30"), ready(*given))[1])
+    assert tend_with(run, lambda: None).removed == ("step-10",)
+    assert names(run) == ["step-20"]
 
 
 def test_removal_is_taken_back_when_somebody_has_come_in_between(run):
