@@ -130,7 +130,11 @@ class _ObjectReader(Reader):
         name: str = function.name  # type: ignore[attr-defined]
         if name in _DICTS:
             made: dict[object, object] = {}
-            pairs = args[0] if len(args) == 1 and type(args[0]) is list else []
+            is_plain = name.endswith("OrderedDict")  # the other one begins with a factory
+            content = args[0] if args and is_plain else []
+            if len(args) > 1 or type(content) not in (list, dict):
+                raise UnreadableError(f"{name} of {len(args)} arguments, {describe(content)} the first: torch fails")
+            pairs = [*content.items()] if type(content) is dict else content
             if not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
                 raise UnreadableError(f"{name} of something else than pairs")
             self._update(made, [each for pair in pairs for each in pair], what)

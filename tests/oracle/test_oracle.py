@@ -7,6 +7,7 @@ import pickle
 import re
 import zipfile
 import zlib
+from collections import OrderedDict
 from pathlib import Path, PosixPath
 
 import pytest
@@ -120,3 +121,22 @@ def _renamed(raw: bytes) -> tuple[bytes, bytes]:
     spans = [(start, end) for record, start, end in members(raw) if record.endswith("data.pkl")]
     before = raw[slice(*spans[0])] if spans else b""
     return before, before.replace(b"embed.weight", b"embed.weigit")
+
+
+class _Odd:
+    def __init__(self, *given: object) -> None:
+        self.given = given
+
+    def __reduce__(self) -> tuple:
+        return OrderedDict, self.given
+
+
+def test_dict_of_what_makes_none_is_refused(tmp_path: Path) -> None:
+    for given in ((1,), (1, 2), ([("a", 1)], 2)):
+        torch.save({"w": torch.ones(2), "x": _Odd(*given)}, tmp_path / "m.pt")
+        with pytest.raises(Exception, match=r"argument|iterable"):
+            torch.load(tmp_path / "m.pt", weights_only=True)
+        with pytest.raises(UnreadableError, match="OrderedDict of"):
+            api.verify(tmp_path / "m.pt")
+    torch.save({"x": _Odd({"w": torch.ones(2)})}, tmp_path / "m.pt")
+    assert [entry.fqn for entry in api.open_checkpoint(tmp_path / "m.pt").tensors] == ["x.w"]
