@@ -81,7 +81,7 @@ def check_sealed(opened: Opened, prefix: str | None = None) -> None:
     """Refuse to leave out a part of the model that is there and is not read."""
     if sealed := list_sealed(opened, prefix):
         raise UnreadableError(
-            f"{len(sealed)} parts of the model are not plain tensors, and not read: {first_few(sealed)}",
+            f"not read, and perhaps a part of the model: {first_few(sealed)}",
             where=opened.source.root,
             hint="save what belongs to the model as tensors; --exclude GLOB leaves the rest out",
         )

@@ -52,7 +52,7 @@ class Tending:
         metric: See there.
         greater_is_better: See there.
         level: As of `ckpt watch`.
-        on_finding: What `check` does about a bad checkpoint.
+        on_finding: What `check` does about a bad checkpoint. With "raise", make this on every rank: it makes a group.
         export_adapter: Directory to create at the end: the adapter of the last good checkpoint, for PEFT.
         settle_s: For so many seconds a checkpoint must not have changed before it is read.
         patience_s: After so many seconds without any change a save that has not ended is a finding.
