@@ -173,8 +173,9 @@ def _layout(files: Mapping[str, int], top: Iterable[str], path: str) -> Unreadab
             hint="load it with Megatron-LM and --ckpt-convert-format torch_dist --ckpt-convert-save NEW, and use NEW",
         )
     if "metadata.pkl" in top:
-        what = "metadata.pkl, which torch_checkpointing writes, and no file of rank 0 (ITEM_0.pt) beside it"
-        return ForeignLayoutError(what, where=path, hint="restore the files of all ranks")
+        hint = "load it with its CheckpointManager, and write what it gives with torch.distributed.checkpoint.save"
+        what = "a checkpoint of torch_checkpointing's (metadata.pkl), which ckpt does not read"
+        return ForeignLayoutError(what, where=path, hint=hint)
     return None
 
 

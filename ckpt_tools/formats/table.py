@@ -19,7 +19,6 @@ FORMATS: Mapping[str, str] = {
     "dcp": "dcp",
     "step": "step",
     "ranks": "rank_files",
-    "torch-checkpointing": "torch_checkpointing",
     "hf-sharded": "hf_sharded",
     "hf": "hf",
     "deepspeed": "deepspeed",
@@ -45,5 +44,7 @@ def format_of(checkpoint: Checkpoint) -> Format:
 
 def detect_format(files: Mapping[str, int], *, is_file: bool) -> Format | None:
     """Return the first format that `files` (relative name → size) are of, or None."""
+    if not is_file and "metadata.pkl" in files and "config.json" not in files:  # torch_checkpointing's: parts of ranks
+        return None
     known = map(find_format, FORMATS)
     return next((kind for kind in known if kind.is_file == is_file and kind.detects(files)), None)

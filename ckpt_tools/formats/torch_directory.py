@@ -138,8 +138,6 @@ def _choose(files: Mapping[str, int]) -> tuple[str, ...]:
         for name in (stem + INDEX_SUFFIX, stem + ".bin"):
             if name in files:
                 return (name,)
-    if "metadata.pkl" in files:  # torch_checkpointing's
-        return ()
     singles = [name for name in files if "/" not in name and name.endswith(PICKLES) and not is_side_file(name)]
     return tuple(singles) if len(singles) == 1 and explain_part(singles[0], singles[0]) is None else ()
 

@@ -110,7 +110,12 @@ LAYOUTS = {
         "move the files of one away",
     ),
     "deepspeed-nothing-left": (("latest", "zero_to_fp32.py"), "latest names 'x'", "restore it"),
-    "torch_checkpointing": (("metadata.pkl", "0.bin"), "torch_checkpointing", "the files of all ranks"),
+    "torch_checkpointing": (("metadata.pkl", "model_0.pt"), "torch_checkpointing", "torch.distributed.checkpoint.save"),
+    "torch_checkpointing-safetensors": (
+        ("metadata.pkl", "model_0.safetensors"),
+        "torch_checkpointing",
+        "torch.distributed.checkpoint.save",
+    ),
     "megatron-zarr": (
         ("common.pt", "metadata.json", "output_layer.weight/.zarray", "output_layer.weight/0.0"),
         "a checkpoint of Megatron's in zarr",
