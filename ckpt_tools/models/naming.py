@@ -130,7 +130,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
             raise UsageError(
                 error.what if naming.own else f"--names {names}: {error.what}",
                 where=error.where or checkpoint.root,
-                hint=_WHOLE_MAP if naming.own else "leave out --names to keep names that are not known",
+                hint=(error.hint or _WHOLE_MAP) if naming.own else "leave out --names to keep names that are not known",
             ) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
     whose = f"{names}'s {known.architecture}" if names in CONVENTIONS else f"the live {known.architecture}"

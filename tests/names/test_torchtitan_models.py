@@ -17,24 +17,30 @@ for _needed in ("torchtitan", "torchdata", "spmd_types", "tyro"):
     pytest.importorskip(_needed, reason=f"needs {_needed}: see tests/names/test_torchtitan_own.py")
 
 
-def patches(size):
-    return {"vision_config": {"in_channels": 3, "patch_size": size, "temporal_patch_size": 2}}
+def patches(size, layers):
+    sizes = {"in_channels": 3, "patch_size": size, "temporal_patch_size": 2, "num_hidden_layers": layers}
+    return {"vision_config": sizes}
 
 
+MUSE = {
+    "text_config": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    "vision_config": {"num_attention_heads": 4, "num_hidden_layers": 3, "head_dim": 16},
+}
 MODELS = {
     ("llama3", "debugmodel"): ("llama", {"num_attention_heads": 16, "num_key_value_heads": 16}),
     ("qwen3", "debugmodel"): ("qwen3", {}),
     ("qwen3", "debugmodel_moe"): ("qwen3_moe", {"num_experts": 64}),
     ("gpt_oss", "debugmodel"): ("gpt_oss", {}),
     ("deepseek_v3", "debugmodel"): ("deepseek_v3", {"n_routed_experts": 8}),
-    ("kimi_k2_7", "debugmodel"): ("kimi_k25", {"n_routed_experts": 8, **patches(14)}),
-    ("qwen3_5", "debugmodel"): ("qwen3_5", patches(16)),
-    ("qwen3_5", "debugmodel_moe"): ("qwen3_5_moe", patches(16)),
+    ("kimi_k2_7", "debugmodel"): ("kimi_k25", {"n_routed_experts": 8, **patches(14, 4)}),
+    ("qwen3_5", "debugmodel"): ("qwen3_5", patches(16, 4)),
+    ("qwen3_5", "debugmodel_moe"): ("qwen3_5_moe", patches(16, 2)),
+    ("muse_glimmer", "debugmodel_mm"): ("muse_glimmer", MUSE),
 }
 
 
-@pytest.mark.parametrize("model", MODELS, ids="-".join)
-def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
+@pytest.fixture(autouse=True)
+def on_cpu():
     from trainers.test_torchtitan import Absent, let_torchtitan_use_cpu
 
     let_torchtitan_use_cpu()
@@ -50,6 +56,10 @@ def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
         "fla.modules.conv.triton.ops",
     ):  # kernels for GPUs
         sys.modules.setdefault(name, Absent(name))
+
+
+@pytest.mark.parametrize("model", MODELS, ids="-".join)
+def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
     kind, config = MODELS[model]
     entry, live = titan_models.debug_model(*model)
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.state_dict().items()}
@@ -87,8 +97,8 @@ def sizes_of(model, shapes):
     return {"num_hidden_layers": len(model.layers), "moe_intermediate_size": max(experts, default=1), **linear, **tied}
 
 
-def test_models_without_a_map_are_known() -> None:
+def test_every_model_has_a_map() -> None:
     import torchtitan.models
 
     there = {path.parent.name for path in Path(torchtitan.models.__file__).parent.glob("*/state_dict_adapter.py")}
-    assert there - {module for module, _ in MODELS} == {"muse_glimmer"}  # flux: test_torchtitan_own
+    assert there == {module for module, _ in MODELS}  # flux: test_torchtitan_own
