@@ -169,6 +169,11 @@ class KeyMap:
             lost=tuple(name for name in wanted if lost.knows(name)),
         )
 
+    def reads(self, names: Iterable[str]) -> bool:
+        """Are they all names of the hub?"""
+        hub = (name for line in self.section.written for name in line.hub)
+        return all(map(Patterns([(name, None) for name in (*hub, *self.section.dropped)]).knows, names))
+
     def knows(self, names: Iterable[str]) -> bool:
         """Are they all names of the other side?"""
         spellings = [one for line in self.section.lines for one in line.spellings]

@@ -115,6 +115,20 @@ def test_experts_that_are_not_there_are_not_passed_over(experts, gone, config) -
     assert set(held.incomplete) == {f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down")}
 
 
+@pytest.mark.parametrize("names", ["torchtitan", "megatron"])
+def test_experts_in_one_tensor_are_those_that_stand_one_by_one(experts, names, tmp_path) -> None:
+    toys.build("qwen3-moe").save_pretrained(tmp_path / "fused", save_original_format=False)
+    digests = set()
+    for hub in (experts / "hub", tmp_path / "fused"):
+        written, back = (tmp_path / f"{hub.name}-{what}" for what in ("dcp", "back"))
+        assert main(["shard", str(hub), str(written), "--mesh", "dp_shard=2", "--names", names, "-q"]) == 0
+        assert main(["gather", str(written), str(back), "-q"]) == 0
+        assert contents(back) == contents(hub)
+        digests.add(json.loads((written / MANIFEST_NAME).read_text())["origin"]["map"]["digest"])
+    assert len(digests) == 2  # of other rules
+    assert main(["diff", str(tmp_path / "hub-dcp"), str(tmp_path / "fused-dcp"), "-q"]) == 0
+
+
 @pytest.mark.full
 def test_plan_that_does_not_fit_says_why_the_names_are_those_of_the_file(experts, tmp_path, capsys) -> None:
     shutil.copytree(experts / "hub", tmp_path / "hub")

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import transformers
 from names.keymaps import assert_same, backward, forward
+from safetensors.torch import load_file
 from trainers import titan_models
 
+from ckpt_tools.cli import main
 from ckpt_tools.maps.keymap import load_key_maps
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
@@ -95,6 +99,34 @@ def sizes_of(model, shapes):
     linear = {"linear_num_key_heads": 1, "linear_key_head_dim": rows.get("in_proj_q.weight", 1)}
     tied = {"tie_word_embeddings": getattr(model, "enable_weight_tying", False)}
     return {"num_hidden_layers": len(model.layers), "moe_intermediate_size": max(experts, default=1), **linear, **tied}
+
+
+SIZES = {
+    **dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256),
+    **dict.fromkeys(("vocab_size", "head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads"), 2),
+    "num_experts": 8,
+}
+VISION = {"hidden_size": 256, "out_hidden_size": 256, "num_position_embeddings": 1024, "num_heads": 4, "depth": 2}
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_experts_as_transformers_saves_them_load_into_the_model_and_come_back(one_by_one, tmp_path) -> None:
+    made = transformers.Qwen3_5MoeConfig(text_config=SIZES, vision_config=VISION | {"intermediate_size": 512})
+    hub = transformers.Qwen3_5MoeForConditionalGeneration(made)
+    hub.save_pretrained(tmp_path / "hub", save_original_format=one_by_one)
+    assert any(".experts.7." in name for name in load_file(tmp_path / "hub" / "model.safetensors")) is one_by_one
+    paths = [str(tmp_path / name) for name in ("hub", "dcp", "run", "hf")]
+    assert main(["shard", *paths[:2], "--mesh", "dp_shard=2", "--names", "torchtitan", "-q"]) == 0
+    config = titan_models.debug_model("qwen3_5", "debugmodel_moe")[0].model
+    config.tok_embeddings.num_embeddings = config.lm_head.out_features = 64
+    with torch.device("meta"):
+        state = config.build().to_empty(device="cpu").state_dict()
+    dcp.load(state, checkpoint_id=paths[1])
+    dcp.save(state, checkpoint_id=paths[2])
+    assert main(["gather", *paths[2:], "--assets", paths[0], "-q"]) == 0
+    assert_same(type(hub).from_pretrained(tmp_path / "hf").state_dict(), hub.state_dict())
 
 
 def test_every_model_has_a_map() -> None:
