@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.description.quantised import are_told, weights_of
 from ckpt_tools.maps.contract import Contract, settle
+from ckpt_tools.maps.keymap_steps import look_up
 from ckpt_tools.maps.patterns import fold, matches, missing, tree
 from ckpt_tools.maps.renames import rename
 from ckpt_tools.maps.table import Expected
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json that say how many experts a layer has, one or the other in every family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,11 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
     if are_told(given, config):
         given |= {n: w for n, w in weights_of(given).items() if not matches(expected.names, n, expected.counts)}
     renamed = rename(
-        set(given.values()), expected.rules, expected.base, lambda name: matches(expected.names, name, expected.counts)
+        set(given.values()),
+        expected.rules,
+        expected.base,
+        lambda name: matches(expected.names, name, expected.counts),
+        min((count for key in EXPERT_COUNTS if type(count := look_up(key, config)) is int), default=0),
     )
     ties = [(re.compile(tie.target), re.compile(tie.source)) for tie in expected.ties]
     absent = []

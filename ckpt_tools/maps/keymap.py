@@ -23,6 +23,7 @@ is all experts of a layer, and ``fc1.weight7`` is expert 7.
 - ``again model.layers.* = layers.* as model.layers.{*+num_hidden_layers} = mtp.*``: the lines above that begin so, once
   more with other beginnings
 - ``count + num_experts num_local_experts``: how many there are on the hub, by one of these keys of config.json
+- ``count visual.blocks.* vision_config.depth``: the same of one list alone
 - ``tie a b``: two of the hub's names that are one tensor, which the other side writes both
 - ``drop a``: what the other side does without; it keeps its name
 - ``skip b``: what the hub does without, because it is computed; left out on the way there
@@ -48,7 +49,8 @@ apart by ``;``, and is undone in the opposite order on the way back:
 - ``unflatten DIM SIZE SIZE…``: the opposite
 
 A size is a number, a key of config.json (``vision_config.depth`` is a key inside another) or a product of these
-(``num_attention_heads*attention_head_dim``). Where config.json has `head_dim`, heads must be as long.
+(``num_attention_heads*attention_head_dim``). Heads must be as long as the `head_dim` beside their
+key in config.json, where there is one (``vision_config.head_dim`` for ``vision_config.num_heads``).
 """
 
 from __future__ import annotations
@@ -167,6 +169,11 @@ class KeyMap:
             lost=tuple(name for name in wanted if lost.knows(name)),
         )
 
+    def reads(self, names: Iterable[str]) -> bool:
+        """Are they all names of the hub?"""
+        hub = (name for line in self.section.written for name in line.hub)
+        return all(map(Patterns([(name, None) for name in (*hub, *self.section.dropped)]).knows, names))
+
     def knows(self, names: Iterable[str]) -> bool:
         """Are they all names of the other side?"""
         spellings = [one for line in self.section.lines for one in line.spellings]
@@ -177,20 +184,24 @@ class KeyMap:
     def _check_counts(self, found: Mapping[Line, Mapping[Numbers, object]], config: Config) -> None:
         """Refuse a hub's model that is not whole: layers that are lacking, or experts in some of them."""
         there: dict[tuple[tuple[str, ...], str, Numbers], set[int]] = defaultdict(set)
+        counts = dict(self.section.counts)
         for line, items in found.items():
-            for sign, keys in () if shift_of(line.hub[0]) else self.section.counts:
-                if sign in line.signs:
-                    at = line.signs.index(sign)
-                    pattern = line.hub[0] if at else ""  # each layer has all experts, but lines are not of all layers
+            for at, place in enumerate(() if shift_of(line.hub[0]) else line.lists):
+                if keys := counts.get(place) or counts.get(place[-1]):
+                    pattern = line.hub[0] if at else place  # layers have all experts, lines are not of all layers
                     for numbers in items:
                         there[keys, pattern, numbers[:at]].add(numbers[at])
         for (keys, pattern, before), own in there.items():
             key = next((one for one in keys if has_size(one, config)), keys[0])
             count = size_of(key, config)
             if odd := sorted(own.symmetric_difference(range(count))):
-                where = f" of {fill(pattern, SIGNS[: len(before)], before)}" if pattern else ""
+                where = fill(pattern, SIGNS[: len(before)], before)
                 verb = "is lacking" if odd[0] < count else "is one too many"
-                raise UsageError(f"{key} is {count} in config.json, and number {odd[0]}{where} {verb}")
+                raise UsageError(
+                    f"{key} is {count} in config.json, and number {odd[0]} of {where} {verb}",
+                    hint="if another key of config.json says how many there are, add to the map: "
+                    f"count {pattern[: max(map(pattern.find, SIGNS)) + 1]} KEY",
+                )
 
     def _lost_beside(self, tensors: Iterable[str]) -> Iterator[tuple[Spelling, Numbers]]:
         """Yield what the other side has beside tensors of the hub, and the hub has not: once for each number."""

@@ -59,6 +59,11 @@ class Line:
         return signs_of(self.hub[0])
 
     @property
+    def lists(self) -> tuple[str, ...]:
+        """What its numbers count, in the order of `signs`: names of the hub up to each of them."""
+        return tuple(self.hub[0].partition(sign)[0] + sign for sign in self.signs)
+
+    @property
     def may_be_written(self) -> tuple[Spelling, ...]:
         """The spellings with a condition before the first that has none, and that one."""
         certain = next((at for at, one in enumerate(self.spellings) if not one.beside), len(self.spellings))
@@ -79,7 +84,7 @@ class Section:
     lost: tuple[Spelling, ...] = ()
     """The other side's, which the hub has no place for."""
     counts: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(`*` or `+`, keys of config.json of which one says how many of them there are)."""
+    """(one of `Line.lists`, or `*` or `+` for others; keys of config.json of which one says how many there are)."""
 
     @property
     def written(self) -> tuple[Line, ...]:
@@ -211,7 +216,8 @@ def _parse_line(line: str, draft: _Draft, where: str) -> None:
 def _parse_word(word: str, rest: str, draft: _Draft, where: str) -> None:
     """Parse a line that says something about names, and nothing of what they are made of."""
     names = rest.split()
-    if word == "count" and len(names) > 1 and names[0] in SIGNS and all(map(str.isidentifier, names[1:])):
+    is_count = word == "count" and len(names) > 1 and names[0][-1] in SIGNS and names[0] not in dict(draft.counts)
+    if is_count and all(part.isidentifier() for key in names[1:] for part in key.split(".")):
         draft.counts.append((names[0], tuple(names[1:])))
         return
     match word:
@@ -326,6 +332,9 @@ def _finish(draft: _Draft, *, where: str) -> Section:
     for names in ([*hub, *draft.dropped], [*others, *draft.skipped, *lost]):
         if twice := sorted(set(_overlapping(names))):
             raise UsageError(f"{first_few(twice, 2)} stands in two lines: there is no way back", where=where)
+    lists = {*SIGNS, *(name for line in draft.lines for name in line.lists)}
+    if strange := [name for name, _ in draft.counts if name not in lists]:
+        raise UsageError(f"no line has numbers in such a place: count {strange[0]}", where=where)
     lines = sorted(draft.lines, key=lambda line: not shift_of(line.hub[0]))  # later layers are not those of the others
     return Section(
         lines=tuple(lines),

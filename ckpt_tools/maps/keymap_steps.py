@@ -53,7 +53,7 @@ class _Operation:
     has_dim: bool = False
     """Is there a dim before the sizes?"""
     has_heads: bool = False
-    """Do the sizes begin with a number of heads? Then config.json's `head_dim` follows them."""
+    """Do the sizes begin with a number of heads? Then the `head_dim` beside its key in config.json follows them."""
     has_lengths: bool = False
     """May the length of every part follow?"""
     has_dims: bool = False
@@ -137,7 +137,8 @@ def _sizes(step: Step, config: Config) -> list[int]:
     dims, sizes = step.sizes[: operation.has_dim], step.sizes[operation.has_dim :]
     found = [*map(int, dims), *(_NOT_SAID if text == _REST else size_of(text, config) for text in sizes)]
     if operation.has_heads:
-        head = look_up("head_dim", config)
+        section, dot, _ = step.sizes[0].rpartition("*")[2].rpartition(".")
+        head = look_up(f"{section}{dot}head_dim", config)
         found.append(head if type(head) is int else _NOT_SAID)
     return found
 

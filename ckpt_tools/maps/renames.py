@@ -161,23 +161,38 @@ class Renamed:
     """Names in the file that go nowhere."""
 
 
-def rename(names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable[[str], bool]) -> Renamed:
-    """Return where transformers would put every name; arguments as those of `routes`."""
+def rename(
+    names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable[[str], bool], at_least: int = 0
+) -> Renamed:
+    """Return where transformers would put every name; arguments as those of `routes`.
+
+    Lists that are stacked have no holes and at least `at_least` elements.
+    """
     result = Renamed()
-    parts: dict[str, dict[str, int]] = {}
+    parts: dict[str, tuple[Rule, dict[str, list[str]]]] = {}
     for route in routes(names, rules, base, has):
         if not has(route.new):
             result.foreign.append(route.name)
             continue
         if route.rule is not None:
-            parts.setdefault(route.new, dict.fromkeys(route.rule.sources, 0))[route.source] += 1
+            _, columns = parts.setdefault(route.new, (route.rule, {source: [] for source in route.rule.sources}))
+            columns[route.source].append(route.name)
         for target in route.targets:
             result.live.setdefault(target, []).append(route.name)
-    for new, counts in parts.items():
-        lacking = tuple(source for source, count in counts.items() if count < max(counts.values()))
+    for new, (rule, columns) in parts.items():
+        most = max(map(len, columns.values()))
+        is_list = rule.operations.startswith("MergeModulelist")
+        lacking = [s for s, each in columns.items() if len(each) < most or (is_list and not _is_whole(each, at_least))]
         if lacking:
-            result.incomplete[new] = lacking
+            result.incomplete[new] = tuple(lacking)
     return result
+
+
+def _is_whole(names: Sequence[str], at_least: int) -> bool:
+    """Have the names, in natural order, all numbers of a list of that length or longer?"""
+    first, last = (name.split(".") for name in (names[0], names[-1]))
+    number = next((one for other, one in zip(first, last, strict=False) if one != other), "0")
+    return number == str(len(names) - 1) and len(names) >= at_least
 
 
 def _with_base(name: str, base: str, has: Callable[[str], bool]) -> str:

@@ -6,9 +6,10 @@ import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.maps.convert import Converted
+from ckpt_tools.maps.convert import Converted, to_hub, to_live
 from ckpt_tools.maps.hold import Held, hold
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps
 from ckpt_tools.maps.keymap_steps import look_up
@@ -123,9 +124,22 @@ def check_settings(settings: _Config, config: _Config) -> tuple[str, ...]:
     return tuple(found)
 
 
-def check_whole(hub: Collection[str], architecture: str, config: _Config) -> None:
-    """Refuse a file in which tensors are lacking, where the architecture is known: a library's model lacks them too."""
+def named_by(key_map: KeyMap, hub: Mapping[str, Mosaic], architecture: str, config: _Config) -> tuple[Converted, str]:
+    """Return what a convention's map makes of the hub's tensors, and the digest of all rules by which it does.
+
+    transformers saves experts one by one where its modules hold all of a layer in one tensor, or as the modules hold
+    them (`save_original_format=False`). A map reads one of these forms; the other is brought into it first.
+    Refuse a file in which tensors are lacking, where the architecture is known: a library's model lacks them too.
+    """
     expected = load_table().expected(architecture, config)
+    form, digest = hub, key_map.digest
+    if expected is not None and not key_map.reads(hub):
+        live = to_live(hub, expected, config).mosaics
+        form = live if key_map.reads(live) else to_hub(live, expected, config).mosaics
+        rules = repr((digest, expected.digest, expected.save_rules))
+        digest = blake2b(rules.encode(), digest_size=16).hexdigest()
+    found = key_map.forward(form, config)
     held = Held() if expected is None else hold(hub, expected, config)
     if lacking := [*held.missing, *held.incomplete]:
         raise UsageError(f"a {architecture} has tensors that the file has not: {first_few(lacking, 4)}")
+    return found, digest

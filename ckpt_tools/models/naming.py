@@ -24,7 +24,7 @@ from ckpt_tools.maps.mosaic import Mosaic, invert, whole
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected
 from ckpt_tools.models.config import CONFIG_NAME, config_in
-from ckpt_tools.models.conventions import CONVENTIONS, UnclearNamesError, agreed, check_whole, conventions_of, map_of
+from ckpt_tools.models.conventions import CONVENTIONS, UnclearNamesError, agreed, conventions_of, map_of, named_by
 from ckpt_tools.options import AnyPath
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.source import Source
@@ -130,7 +130,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
             raise UsageError(
                 error.what if naming.own else f"--names {names}: {error.what}",
                 where=error.where or checkpoint.root,
-                hint=_WHOLE_MAP if naming.own else "leave out --names to keep names that are not known",
+                hint=(error.hint or _WHOLE_MAP) if naming.own else "leave out --names to keep names that are not known",
             ) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
     whose = f"{names}'s {known.architecture}" if names in CONVENTIONS else f"the live {known.architecture}"
@@ -280,12 +280,12 @@ def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) 
     """Return by which map tensors of the hub get these names, and what they become."""
     if naming.own or naming.names in CONVENTIONS:
         title, key_map, config = _key_map(naming, assets)
-        known = TensorMap(names=naming.names, architecture=title, digest=key_map.digest)
         hub = _whole(tensors)
-        found = key_map.forward(hub, config)
-        if not naming.own:
-            check_whole(hub, title, config)
-        return known, found
+        if naming.own:
+            found, digest = key_map.forward(hub, config), key_map.digest
+        else:
+            found, digest = named_by(key_map, hub, title, config)
+        return TensorMap(names=naming.names, architecture=title, digest=digest), found
     claim = _claim(assets)
     hub = _whole(tensors)
     expected = _expected(claim, lambda one: hold(hub, one, claim.config).is_whole)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.maps.hold import EXPERT_COUNTS
 from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, config_beside, config_path
 from ckpt_tools.remote.places import absolute, open_source
 from ckpt_tools.walls import check_config
@@ -20,7 +21,6 @@ from ckpt_tools.walls import check_config
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _INTERMEDIATE = (
     "intermediate_size",
     "n_inner",
@@ -143,7 +143,7 @@ def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> Model
         num_layers=_whole(text, _LAYERS),
         num_heads=heads,
         num_kv_heads=_whole(text, _KV_HEADS) or (1 if text.get("multi_query") is True else heads),
-        num_experts=_whole(text, _EXPERTS),
+        num_experts=_whole(text, EXPERT_COUNTS),
         vocab_size=_whole(text, ("vocab_size",)),
         intermediate_sizes=tuple(dict.fromkeys(_wholes(text, _INTERMEDIATE))),
         max_positions=_whole(text, _POSITIONS),

@@ -134,6 +134,8 @@ def test_what_was_left_out_and_what_has_no_place_is_told() -> None:
         ("lost", "without a meaning"),
         ("count x n", "without a meaning"),
         ("count * a.b/c", "without a meaning"),
+        ("count * n\ncount * m", "without a meaning"),
+        ("a.* = b.*\ncount b.* n", "no line has numbers"),
         ("again a", "without a meaning"),
         ("again a.* = b.* as c.* = d.*", "no line above"),
         ("a.0.b = c\na.*.b = d.*", "no way back"),
@@ -181,8 +183,8 @@ def test_line_that_cannot_be_meant_is_refused(line: str, what: str) -> None:
         ("a.* = b.*", {"a.1": (2, 3), "a.01": (2, 3)}, "no place for a.01"),
         ("a.* = b.*", {"a.123456": (2, 3)}, "no place for a.123456"),
         ("a.* = b.* if c.*\nc.* = d.*", {"a.1": (2, 3), "c.0": (2, 3)}, "needs one of c.1 beside it"),
-        ("a.* = b.*\ncount * n", {"a.0": (2, 3)}, "number 1 is lacking"),
-        ("a.* = b.*\ncount * n", {"a.0": (2,), "a.1": (2,), "a.2": (2,)}, "number 2 is one too many"),
+        ("a.* = b.*\ncount * n", {"a.0": (2, 3)}, r"number 1 of a\.\* is lacking"),
+        ("a.* = b.*\ncount * n", {"a.0": (2,), "a.1": (2,), "a.2": (2,)}, r"2 of a\.\* is one too many"),
         ("a.*.b.+ = c.*\ncount + n", {"a.0.b.0": (2,), "a.0.b.1": (2,), "a.1.b.0": (2,)}, r"1 of a\.1\.b"),
     ],
 )
@@ -194,10 +196,23 @@ def test_tensors_that_a_line_is_not_of_are_refused(line: str, names: dict, what:
 
 def test_heads_of_another_length_than_the_config_says_are_not_permuted() -> None:
     """Rows that divide by the heads are not enough: a wrong number of heads would permute them without a word."""
-    key_map = parse_key_maps("[*]\na = b : rope n", where="mine.txt")["*"]
-    forward(key_map, {"a": torch.zeros(8, 3)}, {"n": 2, "head_dim": 4})
-    with pytest.raises(UsageError, match="8 rows are not those of 2 heads of 2"):
-        forward(key_map, {"a": torch.zeros(8, 3)}, {"n": 2, "head_dim": 2})
+    key_map = parse_key_maps("[*]\na = b : rope n\nc = d : rope v.n", where="mine.txt")["*"]
+    hub = {"a": torch.zeros(8, 3), "c": torch.zeros(16, 3)}
+    forward(key_map, hub, {"n": 2, "head_dim": 4, "v": {"n": 2, "head_dim": 8}})
+    for text, vision, what in ((2, 8, "8 rows are not those of 2 heads of 2"), (4, 4, "16 rows are not those .* of 4")):
+        with pytest.raises(UsageError, match=what):
+            forward(key_map, hub, {"n": 2, "head_dim": text, "v": {"n": 2, "head_dim": vision}})
+
+
+def test_layers_of_one_list_do_not_stand_for_those_of_another() -> None:
+    text, hub = "[*]\nt.*.a = a.*\nv.*.a = b.*\ncount * n", dict.fromkeys(("t.0.a", "v.0.a", "v.1.a"), torch.zeros(2))
+    key_map = parse_key_maps(text, where="mine.txt")["*"]
+    with pytest.raises(UsageError, match=r"n is 2 in config.json, and number 1 of t\.\* is lacking"):
+        forward(key_map, hub, {"n": 2, "v": {"n": 2}})
+    with pytest.raises(UsageError, match=r"number 1 of v\.\* is one too many") as found:
+        forward(key_map, hub, {"n": 1, "v": {"n": 2}})
+    line = (found.value.hint or "").rpartition(": ")[2].replace("KEY", "v.n")  # as the hint says
+    forward(parse_key_maps(f"{text}\n{line}", where="mine.txt")["*"], hub, {"n": 1, "v": {"n": 2}})
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from ckpt_tools.cli import main
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import open_path
+from ckpt_tools.maps import hold, load_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 QUICK = ("qwen3-moe", "t5")
@@ -104,6 +105,28 @@ def test_layout_that_inspect_shows_is_the_one_that_shard_writes(experts, tmp_pat
     # The way out for names that are not those of the plan.
     assert forked.main(["shard", str(experts / "hub"), str(tmp_path / "other"), *options, "--names", "hub"]) == 2
     assert "names of the live model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gone", "config"), [(1, {}), (3, {"num_local_experts": 4})])
+def test_experts_that_are_not_there_are_not_passed_over(experts, gone, config) -> None:
+    """The others would be stacked without a gap, as other experts than they are."""
+    names = [n for n in load_file(experts / "hub" / "model.safetensors") if f".1.mlp.experts.{gone}." not in n]
+    held = hold(names, load_table().expected("Qwen3MoeForCausalLM", config), config)
+    assert set(held.incomplete) == {f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down")}
+
+
+@pytest.mark.parametrize("names", ["torchtitan", "megatron"])
+def test_experts_in_one_tensor_are_those_that_stand_one_by_one(experts, names, tmp_path) -> None:
+    toys.build("qwen3-moe").save_pretrained(tmp_path / "fused", save_original_format=False)
+    digests = set()
+    for hub in (experts / "hub", tmp_path / "fused"):
+        written, back = (tmp_path / f"{hub.name}-{what}" for what in ("dcp", "back"))
+        assert main(["shard", str(hub), str(written), "--mesh", "dp_shard=2", "--names", names, "-q"]) == 0
+        assert main(["gather", str(written), str(back), "-q"]) == 0
+        assert contents(back) == contents(hub)
+        digests.add(json.loads((written / MANIFEST_NAME).read_text())["origin"]["map"]["digest"])
+    assert len(digests) == 2  # of other rules
+    assert main(["diff", str(tmp_path / "hub-dcp"), str(tmp_path / "fused-dcp"), "-q"]) == 0
 
 
 @pytest.mark.full

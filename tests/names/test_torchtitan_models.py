@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import transformers
 from names.keymaps import assert_same, backward, forward
+from safetensors.torch import load_file
 from trainers import titan_models
 
+from ckpt_tools.cli import main
 from ckpt_tools.maps.keymap import load_key_maps
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
@@ -17,24 +21,30 @@ for _needed in ("torchtitan", "torchdata", "spmd_types", "tyro"):
     pytest.importorskip(_needed, reason=f"needs {_needed}: see tests/names/test_torchtitan_own.py")
 
 
-def patches(size):
-    return {"vision_config": {"in_channels": 3, "patch_size": size, "temporal_patch_size": 2}}
+def patches(size, layers):
+    sizes = {"in_channels": 3, "patch_size": size, "temporal_patch_size": 2, "num_hidden_layers": layers}
+    return {"vision_config": sizes}
 
 
+MUSE = {
+    "text_config": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    "vision_config": {"num_attention_heads": 4, "num_hidden_layers": 3, "head_dim": 16},
+}
 MODELS = {
     ("llama3", "debugmodel"): ("llama", {"num_attention_heads": 16, "num_key_value_heads": 16}),
     ("qwen3", "debugmodel"): ("qwen3", {}),
     ("qwen3", "debugmodel_moe"): ("qwen3_moe", {"num_experts": 64}),
     ("gpt_oss", "debugmodel"): ("gpt_oss", {}),
     ("deepseek_v3", "debugmodel"): ("deepseek_v3", {"n_routed_experts": 8}),
-    ("kimi_k2_7", "debugmodel"): ("kimi_k25", {"n_routed_experts": 8, **patches(14)}),
-    ("qwen3_5", "debugmodel"): ("qwen3_5", patches(16)),
-    ("qwen3_5", "debugmodel_moe"): ("qwen3_5_moe", patches(16)),
+    ("kimi_k2_7", "debugmodel"): ("kimi_k25", {"n_routed_experts": 8, **patches(14, 4)}),
+    ("qwen3_5", "debugmodel"): ("qwen3_5", patches(16, 4)),
+    ("qwen3_5", "debugmodel_moe"): ("qwen3_5_moe", patches(16, 2)),
+    ("muse_glimmer", "debugmodel_mm"): ("muse_glimmer", MUSE),
 }
 
 
-@pytest.mark.parametrize("model", MODELS, ids="-".join)
-def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
+@pytest.fixture(autouse=True)
+def on_cpu():
     from trainers.test_torchtitan import Absent, let_torchtitan_use_cpu
 
     let_torchtitan_use_cpu()
@@ -50,6 +60,10 @@ def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
         "fla.modules.conv.triton.ops",
     ):  # kernels for GPUs
         sys.modules.setdefault(name, Absent(name))
+
+
+@pytest.mark.parametrize("model", MODELS, ids="-".join)
+def test_map_makes_all_tensors_of_the_model_as_its_adapter_does(model) -> None:
     kind, config = MODELS[model]
     entry, live = titan_models.debug_model(*model)
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in live.state_dict().items()}
@@ -87,8 +101,36 @@ def sizes_of(model, shapes):
     return {"num_hidden_layers": len(model.layers), "moe_intermediate_size": max(experts, default=1), **linear, **tied}
 
 
-def test_models_without_a_map_are_known() -> None:
+SIZES = {
+    **dict.fromkeys(("hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 256),
+    **dict.fromkeys(("vocab_size", "head_dim", "linear_key_head_dim", "linear_value_head_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "linear_num_value_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "linear_num_key_heads"), 2),
+    "num_experts": 8,
+}
+VISION = {"hidden_size": 256, "out_hidden_size": 256, "num_position_embeddings": 1024, "num_heads": 4, "depth": 2}
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_experts_as_transformers_saves_them_load_into_the_model_and_come_back(one_by_one, tmp_path) -> None:
+    made = transformers.Qwen3_5MoeConfig(text_config=SIZES, vision_config=VISION | {"intermediate_size": 512})
+    hub = transformers.Qwen3_5MoeForConditionalGeneration(made)
+    hub.save_pretrained(tmp_path / "hub", save_original_format=one_by_one)
+    assert any(".experts.7." in name for name in load_file(tmp_path / "hub" / "model.safetensors")) is one_by_one
+    paths = [str(tmp_path / name) for name in ("hub", "dcp", "run", "hf")]
+    assert main(["shard", *paths[:2], "--mesh", "dp_shard=2", "--names", "torchtitan", "-q"]) == 0
+    config = titan_models.debug_model("qwen3_5", "debugmodel_moe")[0].model
+    config.tok_embeddings.num_embeddings = config.lm_head.out_features = 64
+    with torch.device("meta"):
+        state = config.build().to_empty(device="cpu").state_dict()
+    dcp.load(state, checkpoint_id=paths[1])
+    dcp.save(state, checkpoint_id=paths[2])
+    assert main(["gather", *paths[2:], "--assets", paths[0], "-q"]) == 0
+    assert_same(type(hub).from_pretrained(tmp_path / "hf").state_dict(), hub.state_dict())
+
+
+def test_every_model_has_a_map() -> None:
     import torchtitan.models
 
     there = {path.parent.name for path in Path(torchtitan.models.__file__).parent.glob("*/state_dict_adapter.py")}
-    assert there - {module for module, _ in MODELS} == {"muse_glimmer"}  # flux: test_torchtitan_own
+    assert there == {module for module, _ in MODELS}  # flux: test_torchtitan_own
