@@ -124,7 +124,12 @@ def verify(options: VerifyOptions) -> Verification:
         left_out: list[str] = []
         for pair in pairs:
             difference = diffing.diff(
-                pair.ours, pair.theirs, names=options.names, num_workers=workers, progress=receiver, share=share
+                *(pair.ours, pair.theirs),
+                names=options.names,
+                num_workers=workers,
+                progress=receiver,
+                share=share,
+                told=left_out,
             )
             left_out += difference.notes
             findings += _findings_of(difference, os.fspath(against or "") + (f" ({pair.name})" if pair.name else ""))
