@@ -77,7 +77,7 @@ class Verification:
     has: frozenset[str] = frozenset()
     """What its trainer finds there, in words."""
     objects: Census = field(default_factory=Counter)
-    """What non-tensor items, and files of objects beside their tensors, hold; what it means was not checked."""
+    """What non-tensor items, and files of objects, hold, as `Summary.census`; what it means was not checked."""
 
     def __bool__(self) -> bool:
         """Is it `ok`?"""

@@ -132,7 +132,7 @@ class Summary:
     inside: Mapping[str, Counter[str]] = field(default_factory=dict)
     """Blob → what it holds."""
     census: Counter[str] = field(default_factory=Counter)
-    """What all blobs hold, and files of objects beside their tensors."""
+    """What blobs, and files of objects, hold: how many "tensors", their "bytes", and class → how many objects."""
 
     @property
     def objects(self) -> str:

@@ -176,7 +176,9 @@ def test_odd_keys_are_read_as_dcp_spells_them_or_refused_by_name(tmp_path: Path,
         assert ckpt_tools.open_checkpoint(_save({"odd": {key: a}}, tmp_path / "x")).tensors[0].fqn == f"odd.{name}"
         _same(_gathered(source), {"l.0.w": w, f"odd.0.{name}": a})
         return
-    for refuse in (ckpt_tools.stats, partial(ckpt_tools.diff, source), partial(ckpt_tools.gather, destination="no")):
+    clean = _save({"l.0.w": w}, tmp_path / "clean")
+    diffs = (partial(ckpt_tools.diff, clean), partial(ckpt_tools.diff, b=clean))
+    for refuse in (ckpt_tools.stats, *diffs, partial(ckpt_tools.gather, destination="no")):
         with pytest.raises(UnreadableError, match=re.escape(f"odd.0.({name} as key): a tensor")):
             refuse(source)
     assert ckpt_tools.diff(source, source, exclude=["**odd**"]).equal
