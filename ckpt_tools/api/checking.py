@@ -123,8 +123,9 @@ def verify(options: VerifyOptions) -> Verification:
         findings: list[Finding] = []
         left_out: list[str] = []
         for pair in pairs:
+            sides, names = (pair.ours, pair.theirs), options.names
             difference = diffing.diff(
-                pair.ours, pair.theirs, names=options.names, num_workers=workers, progress=receiver, share=share
+                *sides, names=names, num_workers=workers, progress=receiver, share=share, told=left_out
             )
             left_out += difference.notes
             findings += _findings_of(difference, os.fspath(against or "") + (f" ({pair.name})" if pair.name else ""))

@@ -96,8 +96,9 @@ def inspect(options: InspectOptions) -> Summary:
         summary = summarise(checkpoint, path=source, mesh_source=mesh_source)
         contents = () if opened.step is None else tuple(starmap(ContentSummary, list_contents(opened.step)))
         identity = with_executables(reconsider(opened))[0].identity
-        inside = {fqn: each.holds for fqn, each in look_into(summary.blobs, opened.source).items()}
-        return replace(summary, names="; ".join(notes), contents=contents, identity=identity, inside=inside)
+        inside = {fqn: each.census for fqn, each in look_into(summary.blobs, opened.source).items()}
+        summary = replace(summary, names="; ".join(notes), contents=contents, identity=identity)
+        return replace(summary, inside=inside, census=sum(inside.values(), checkpoint.objects))
 
 
 def _named(opened: Opened, options: InspectOptions, notes: list[str], *, is_overlay: bool) -> Named:

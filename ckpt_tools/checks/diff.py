@@ -14,7 +14,7 @@ from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.quantised import find_units
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.inside import list_sealed, revealed
+from ckpt_tools.formats.inside import Told, check_sealed, revealed
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Named, Naming, name_known, name_live
 from ckpt_tools.moving.beside import Beside, Reading
@@ -75,20 +75,21 @@ def diff(
     num_workers: int,
     progress: Progress | None = None,
     share: Part | None = None,
+    told: Told = None,
 ) -> Difference:
-    """Compare two open checkpoints.
+    """Compare two open checkpoints; what of a model is not read is refused, or `told`.
 
     Values are compared as bytes, so that NaNs and signed zeros count as what they are. With a tolerance, floating-point
     tensors may differ by `atol + rtol * |a|`.
     """
     a, b = revealed(a), revealed(b)
-    our_side, their_side = match_names(a, b, names, include, exclude)
+    our_side, their_side = match_names(a, b, names, include, exclude, told)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
     parts = {f: w for side in (ours, theirs) for f, w in find_units(replace(e, fqn=n) for n, e in side.items()).items()}
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
     changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
-    left_out = (*list_sealed(a), *list_sealed(b))
+    left_out: tuple[str, ...] = ()
     if not keys_only:
         every = [fqn for fqn in shared if fqn not in changed]
         alike = [entry.fqn for entry in own_tensors([replace(ours[fqn], fqn=fqn) for fqn in every], share)]
@@ -145,17 +146,18 @@ class Side:
 
 
 def match_names(
-    a: Opened, b: Opened, names: str, include: Sequence[str] = (), exclude: Sequence[str] = ()
+    a: Opened, b: Opened, names: str, include: Sequence[str] = (), exclude: Sequence[str] = (), told: Told = None
 ) -> tuple[Side, Side]:
     """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model.
 
-    The globs choose pairs, by the common name or by that of either side.
+    The globs choose pairs, by the common name or by that of either side; `told` is as of `diff`.
     """
     sides = _match(a, b, names)
-    if not include and not exclude:
-        return sides
     shown = {fqn: (fqn, *(s.entries[fqn].fqn for s in sides if fqn in s.entries)) for s in sides for fqn in s.entries}
-    kept = choose_names(shown, include, exclude)
+    shown |= {name: (name,) for each in (a, b) for name in each.checkpoint.sealed}
+    kept = choose_names(shown, include, exclude) if include or exclude else shown.keys()
+    check_sealed(a, kept=kept, told=told)
+    check_sealed(b, kept=kept, told=told)
     one, other = (replace(s, entries={fqn: e for fqn, e in s.entries.items() if fqn in kept}) for s in sides)
     return one, other
 

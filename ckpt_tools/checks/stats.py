@@ -20,7 +20,7 @@ from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.quantised import find_units
 from ckpt_tools.description.transform import find_model, plain_names, select
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.inside import list_sealed, revealed
+from ckpt_tools.formats.inside import check_sealed, revealed
 from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.moving.beside import Beside, Reading
@@ -95,13 +95,15 @@ def stats(
     opened, other = revealed(opened), None if other is None else revealed(other)
     named: Mapping[str, TensorEntry] = {}
     theirs: Mapping[str, TensorEntry] = {}
-    missed = [*list_sealed(opened)]
+    missed: list[str] = []
     if other is not None:
         ours, side = match_names(opened, other, names, include, exclude)
         named, theirs = ours.entries, side.entries
         missed += [*ours.left_out, *side.left_out, *_beside(opened, named)]
     else:
-        named = {entry.fqn: entry for entry in select(opened.checkpoint, include=include, exclude=exclude).tensors}
+        chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
+        check_sealed(chosen)
+        named = {entry.fqn: entry for entry in chosen.checkpoint.tensors}
     for entry in named.values():
         check_complete(entry)
     found = zip(named, opened.ahead(named.values()), strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
@@ -14,7 +15,7 @@ from ckpt_tools.checks.reading import Extent, account
 from ckpt_tools.checks.structure import check_structure, is_inside
 from ckpt_tools.checks.trainer import Purpose, check_beside, check_trainer, judge
 from ckpt_tools.checks.values import check_values, unseen_values
-from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan, Checkpoint, Finding, TensorEntry
+from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan, Census, Checkpoint, Finding, TensorEntry, say_census
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.formats.identify import HOLLOW
@@ -22,6 +23,7 @@ from ckpt_tools.formats.inside import look_into
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.scan import with_executables
 from ckpt_tools.formats.steps import note_reading
+from ckpt_tools.maps.foreign import FLAT, FLAT_WAY
 from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress
 from ckpt_tools.moving.split import Part, own_tensors
@@ -74,6 +76,8 @@ class Verification:
     """What was not, and why; files that ckpt does not understand among them."""
     has: frozenset[str] = frozenset()
     """What its trainer finds there, in words."""
+    objects: Census = field(default_factory=Counter)
+    """What non-tensor items, and files of objects, hold, as `Summary.census`; what it means was not checked."""
 
     def __bool__(self) -> bool:
         """Is it `ok`?"""
@@ -125,6 +129,7 @@ def verify(
     proven: set[str] = set()
     counts: Mapping[str, Counts] = {}
     nbytes = 0
+    objects = checkpoint.objects
     if level == "structure":
         unchecked.append(Unchecked(what="the bytes of the tensors (use --level data)"))
         if checkpoint.blobs:
@@ -162,8 +167,9 @@ def verify(
             what = f"what {unsummed} of {len(opened.checkpoint.blobs)} non-tensor items hold, which have no checksum"
             unchecked.append(Unchecked(what=what))
         held = look_into((blob for blob in checkpoint.blobs if is_inside(opened, blob.span)), opened.source)
-        if holding := [f"{fqn} ({each.holds})" for fqn, each in held.items() if each.num_tensors or each.sealed]:
-            unchecked.append(Unchecked(what=f"the values inside of non-tensor items: {first_few(holding)}"))
+        objects = sum((each.census for each in held.values()), objects)
+        if holding := [f"{fqn} ({say_census(each.census)})" for fqn, each in held.items() if each.census]:
+            unchecked.append(Unchecked(what=f"what non-tensor items mean, beyond their bytes: {first_few(holding)}"))
         counts = outcome.counts
         if level == "values":
             findings += check_values(opened, replace(checkpoint, tensors=tuple(sound)), counts)
@@ -196,6 +202,7 @@ def verify(
         read=read,
         not_read=not_read,
         has=verdict.has,
+        objects=objects,
     )
 
 
@@ -210,7 +217,8 @@ def _part_findings(opened: Opened) -> Iterator[Finding]:
             if chosen:
                 yield Finding.info("part-of-a-model", root, f"on purpose ({chosen}): {what}")
             else:
-                yield Finding.error("part-of-a-model", root, what, "restore or fetch the rest of the model")
+                way = FLAT_WAY if what == FLAT else "restore or fetch the rest of the model"
+                yield Finding.error("part-of-a-model", root, what, way)
 
 
 def _without_files(opened: Opened) -> Opened:
@@ -297,6 +305,7 @@ def to_json(result: Verification) -> dict[str, object]:
             "bytes": result.nbytes,
             "values": counts_to_json(result.counts) if result.level == "values" else None,
         },
+        "objects": result.objects,
         "not_checked": list(result.not_checked),
         "read": [{"file": each.file, "bytes": each.nbytes} for each in result.read],
         "not_read": [{"file": each.file, "bytes": each.nbytes, "why": each.why} for each in result.not_read],

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckpt_tools.cli.render_grid import render_tensor
 from ckpt_tools.cli.screen import Screen, pad
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import TensorEntry, say_census
 from ckpt_tools.description.folding import fold_blocks, format_placement, format_ranges
 from ckpt_tools.description.summarise import RankSummary, Summary
 from ckpt_tools.text import display_width, escape_message, escape_name, first_few
@@ -110,8 +110,8 @@ def _render_header(summary: Summary, screen: Screen) -> None:
         lines.append(("mesh", f"{summary.mesh}, {world} ({_SOURCES[summary.mesh_source]})"))
     elif summary.ranks:
         lines.append(("mesh", "unknown: no mesh explains every chunk"))
-    if summary.blobs:
-        lines.append(("blobs", f"{len(summary.blobs):,} (not tensors, never unpickled)"))
+    if summary.objects:
+        lines.append(("blobs" if summary.blobs else "objects", summary.objects))
     if summary.assets:
         size = format_size(sum(asset.nbytes for asset in summary.assets))
         lines.append(("assets", f"{_count(len(summary.assets), 'file')}, {size}"))
@@ -286,7 +286,7 @@ def _render_blobs(summary: Summary, screen: Screen) -> None:
     screen.table(
         ("name", "bytes", "file", "holds"),
         (
-            (*map(escape_name, (b.fqn, f"{b.span.nbytes:,}", b.span.file, summary.inside.get(b.fqn, ""))),)
+            (*map(escape_name, (b.fqn, f"{b.span.nbytes:,}", b.span.file, say_census(summary.inside[b.fqn]))),)
             for b in summary.blobs[:_MAX_BLOBS]
         ),
         align="lrll",

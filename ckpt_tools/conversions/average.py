@@ -15,14 +15,13 @@ from itertools import accumulate
 
 from ckpt_tools.checks.diff import match_names
 from ckpt_tools.checks.values import packed_tensors
-from ckpt_tools.conversions.find import check_sealed
 from ckpt_tools.conversions.job import STATE, Job, check_separate, kept_by
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.inside import revealed
+from ckpt_tools.formats.inside import check_sealed, revealed
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps.adapters import is_factor
 from ckpt_tools.moving.beside import Beside, Reading

@@ -93,11 +93,13 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
     if claim is None:
         if is_adapter(names):
             _decide(job, Held(foreign=tuple(names)), Held(), "a whole model", None, allow_foreign)
-        elif (owners := origins_of(names)) and not allow_foreign:
+        elif owners := origins_of(names):
             what = (
                 f"the names are {owners[0].what}, and no {CONFIG_NAME} names the model: transformers does not load them"
             )
             job.warnings = (*job.warnings, f"{what} (--assets DIR, with the model's {CONFIG_NAME}, to write the hub's)")
+        elif allow_foreign:
+            job.not_checked = (f"names were not held against an architecture: no {CONFIG_NAME} names one",)
         return
     title = escape_name(claim.architecture)
     original = next((one for one in originals if one.source is claim.source), None)

@@ -13,7 +13,7 @@ from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, rename, strip_prefix, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import safetensors
-from ckpt_tools.formats.inside import list_sealed
+from ckpt_tools.formats.inside import check_sealed
 from ckpt_tools.formats.manifest import Origin
 from ckpt_tools.formats.opening import Opened, read_document
 from ckpt_tools.maps.laying import ZEROS_FILE
@@ -60,7 +60,7 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
         if not inside:
             raise UsageError(
                 f"no tensor begins with {prefix!r}",
-                hint="`ckpt inspect SRC` shows the prefixes; --strip-prefix auto finds the model's",
+                hint="`ckpt inspect SRC` shows the prefixes; `ckpt gather SRC DST` finds the model's",
             )
         model = replace(checkpoint, tensors=inside, blobs=())
         new_name = strip_prefix((entry.fqn for entry in inside), prefix)
@@ -70,21 +70,11 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
         raise UnreadableError(
             "the checkpoint holds no model tensors",
             where=checkpoint.root,
-            hint="`ckpt inspect SRC --tensors` lists what it holds; --strip-prefix PFX chooses a part of it",
+            hint="`ckpt inspect SRC --tensors` lists what it holds; `ckpt gather --strip-prefix PFX` takes a part",
         )
     renamed = rename(model, new_name)
     names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
     return renamed, names
-
-
-def check_sealed(opened: Opened, prefix: str | None = None) -> None:
-    """Refuse to leave out a part of the model that is there and is not read."""
-    if sealed := list_sealed(opened, prefix):
-        raise UnreadableError(
-            f"not read, and perhaps a part of the model: {first_few(sealed)}",
-            where=opened.source.root,
-            hint="save what belongs to the model as tensors; --exclude GLOB leaves the rest out",
-        )
 
 
 def _only_state_dict(model: Checkpoint) -> str:
@@ -97,7 +87,7 @@ def _only_state_dict(model: Checkpoint) -> str:
         raise UsageError(
             f"the file holds {len(found)} state dicts: {first_few(found, 6)}",
             where=model.root,
-            hint=f"choose one: --strip-prefix {found[0]}; or --strip-prefix none for all, under these names",
+            hint=f"choose one: `ckpt gather SRC DST --strip-prefix {found[0]}`; or none for all, under these names",
         )
     is_flat = all(len(path) == depth + 1 for path in paths if path[: depth + 1] not in dotted)
     return found[0] if found and is_flat else ""
@@ -211,7 +201,7 @@ def leave_out(named: Named, model: Checkpoint, opened: Opened) -> Named:
             raise UsageError(
                 f"{alias!r} and {name!r} are one tensor by the config, and differ in the checkpoint",
                 where=opened.source.root,
-                hint=f"is tie_word_embeddings in {CONFIG_NAME} what was trained? --names live writes both",
+                hint=f"is tie_word_embeddings in {CONFIG_NAME} what was trained? `ckpt gather --names live` keeps both",
             )
     check_copies(named, opened)
     return named

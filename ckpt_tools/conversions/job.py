@@ -17,12 +17,13 @@ from ckpt_tools.description.layout import Mesh, Placement
 from ckpt_tools.description.ledger import Ledger
 from ckpt_tools.description.quantised import find_units, grouped
 from ckpt_tools.description.transform import plain_names
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import PartError, UnreadableError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, check_candidates, read_document
 from ckpt_tools.formats.steps import is_part, note_reading
 from ckpt_tools.formats.table import detect_format, format_of
+from ckpt_tools.maps.foreign import FLAT, FLAT_WAY, origins_of
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import load_table
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
@@ -215,7 +216,9 @@ def check_claims(job: Job) -> None:
             where=job.opened.source.root,
             hint=f"--from {job.opened.format.name} takes the one at the top alone",
         )
-    own = (job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors)
+    own = [job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors]
+    if flat := [name for name in own if "flat_param" in name and origins_of([name])]:
+        raise PartError(f"{FLAT}: {first_few(flat)}", where=job.opened.source.root, hint=FLAT_WAY)
     if unshaped := sorted(job.opened.unshaped.intersection(own)):
         raise UsageError(
             f"{len(unshaped)} tensors are flat ranges of blocks, and only the metadata that Megatron wrote with "

@@ -145,11 +145,11 @@ def gathering_job(
         original = None  # these files' own names, which are to change
     if like is not None:
         if like.origin is None or not plain:
-            raise UsageError(
-                "--like decides on names, files and dtypes by itself",
-                hint="leave out --to, --dtype, --dtype-for, --max-shard-size, --strip-prefix, --names, --include "
-                "and --exclude",
-            )
+            decided = ("to", "dtype", "dtype_for", "max_shard_size", "strip_prefix", "names", "include", "exclude")
+            plainly = GatherOptions(options.source, options.destination)
+            given = [name.replace("_", "-") for name in decided if getattr(options, name) != getattr(plainly, name)]
+            hint = f"leave out --{', --'.join(given)}" if given else "--like takes a model of safetensors files"
+            raise UsageError("--like decides on names, files and dtypes by itself", hint=hint)
         model, names = model_in(opened, strip, notes)
         return _restore(
             *(opened, model, names, like.origin, destination),
@@ -254,7 +254,7 @@ def _restore(
             hint=f"remove {MANIFEST_NAME} to write files of another arrangement",
         )
     _leave_out_twins(wanted, by_fqn, opened, ties_in(assets), notes)
-    _same_keys(wanted, by_fqn)
+    _same_keys(wanted, by_fqn, is_reference=is_reference)
     for fqn, entry in wanted.items():
         own = by_fqn[fqn]
         castable = own.dtype == entry.dtype or (own.dtype.is_float and entry.dtype.is_float)
@@ -329,7 +329,7 @@ def _leave_out_twins(
             notes.append(f"left out {escape_name(fqn)!r}: it is {escape_name(twin.fqn)!r}, byte for byte")
 
 
-def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntry]) -> None:
+def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntry], *, is_reference: bool) -> None:
     missing = [fqn for fqn in wanted if fqn not in found]
     extra = [fqn for fqn in found if fqn not in wanted]
     if not missing and not extra:
@@ -342,11 +342,9 @@ def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntr
     owners = origins_of(extra)
     if owners:
         parts[-1] += f", names that are {owners[0].what}"
-    raise UsageError(
-        "the checkpoint " + " and ".join(parts),
-        hint="is it a reference of this model? `ckpt diff --keys-only` lists the names; "
-        "--assets REF instead of --like REF keeps the checkpoint's own names where the architecture has them",
-    )
+    hint = "is it one of this model? `ckpt diff --keys-only` lists the names; --assets REF keeps the source's own"
+    hint = hint if is_reference else f"remove {MANIFEST_NAME}, which remembers that, to write what is there"
+    raise UsageError("the checkpoint " + " and ".join(parts), hint=hint)
 
 
 def _stem(assets: AssetList) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckpt_tools.checks.trainer import judge, judge_path, refuse_mixed
-from ckpt_tools.conversions.find import check_sealed, model_in, name_again
+from ckpt_tools.conversions.find import model_in, name_again
 from ckpt_tools.conversions.job import PART_NOTE, Job
 from ckpt_tools.conversions.to_hf import GatherOptions
 from ckpt_tools.conversions.to_mesh import ShardingOptions, find_layout, resharding_job, sharding_job
@@ -18,7 +18,7 @@ from ckpt_tools.description.layout import Layout, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, step as steps_format
 from ckpt_tools.formats.file_names import is_weights
-from ckpt_tools.formats.inside import revealed
+from ckpt_tools.formats.inside import check_sealed, revealed
 from ckpt_tools.formats.judge import StepVerdict
 from ckpt_tools.formats.manifest import TensorRecord
 from ckpt_tools.formats.opening import Opened

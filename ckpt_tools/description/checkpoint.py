@@ -7,13 +7,15 @@ sizes count elements of the global tensor; spans count bytes and are half-open.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.layout import Box, Mesh, Placement
-from ckpt_tools.text import escape_message
+from ckpt_tools.text import escape_message, first_few
+from ckpt_tools.units import format_size
 
 Encoding = Literal["raw", "torch_zip"]
 Severity = Literal["error", "warning", "info"]
@@ -131,6 +133,21 @@ class BlobEntry:
     """As `TensorEntry.path`."""
 
 
+Census = Counter[str]
+"""What lies in objects that nobody runs: how many "tensors", the "bytes" of their storages, and how many objects of
+each class or function, whose names have a dot; "not known: …" counts what could not be looked through."""
+
+
+def say_census(census: Census) -> str:
+    """Return a census as a line for people."""
+    count, others = census["tensors"], sorted(census.keys() - {"tensors", "bytes"})
+    known = [f"{census[name]} × {name}" for name in others if not name.startswith("not known")]
+    unknown = [name for name in others if name.startswith("not known")]
+    size = f", {format_size(census['bytes'])}" if census["bytes"] else ""
+    tensors = f"{count} tensor{'s' * (count > 1)}{size}" if count else "" if unknown else "no tensor"
+    return "; ".join(filter(None, (tensors, first_few(known, 6), first_few(unknown))))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asset:
     """A file that belongs to the model but holds no weights (config, tokenizer, …)."""
@@ -160,6 +177,8 @@ class Checkpoint:
     """Non-tensor items."""
     sealed: Mapping[str, str] = field(default_factory=dict)
     """What is or holds tensors or arrays, and is not read: keys → what it is."""
+    objects: Census = field(default_factory=Counter)
+    """What lies beside the tensors in files that are objects themselves; `blobs` are others."""
     assets: tuple[Asset, ...] = ()
     """Files to copy with the weights."""
     mesh: Mesh | None = None

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry, say_census
 from ckpt_tools.description.dtypes import DType
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.description.infer import block_of, infer_mesh, rank_of_file
@@ -129,8 +129,16 @@ class Summary:
     """What `--names` changed, for people; empty where the names are those that are stored."""
     contents: tuple[ContentSummary, ...] = ()
     """Of a training step whose model this is: everything that it consists of, the model first."""
-    inside: Mapping[str, str] = field(default_factory=dict)
-    """Blob → what it holds, in words."""
+    inside: Mapping[str, Counter[str]] = field(default_factory=dict)
+    """Blob → what it holds."""
+    census: Counter[str] = field(default_factory=Counter)
+    """What blobs, and files of objects, hold: how many "tensors", their "bytes", and class → how many objects."""
+
+    @property
+    def objects(self) -> str:
+        """What is not a tensor, in a line; "" where nothing is."""
+        count = f"{len(self.blobs):,} (not tensors, never unpickled): " if self.blobs else "never unpickled: "
+        return count + say_census(self.census) if self.blobs or self.census else ""
 
     @property
     def imbalance(self) -> float | None:
@@ -415,9 +423,10 @@ def to_json(summary: Summary, *, tensors: Iterable[TensorEntry] | None = None) -
         ],
         "blobs": [
             {"fqn": b.fqn, "file": b.span.file, "offset": b.span.offset, "nbytes": b.span.nbytes}
-            | {"holds": summary.inside.get(b.fqn)}
+            | {"census": (held := summary.inside.get(b.fqn)), "holds": None if held is None else say_census(held)}
             for b in summary.blobs
         ],
+        "objects": summary.census,
         "assets": [{"file": asset.file, "nbytes": asset.nbytes} for asset in summary.assets],
         "prefixes": [
             {"prefix": p.prefix, "num_tensors": p.num_tensors, "num_elements": p.num_elems, "bytes": p.num_bytes}

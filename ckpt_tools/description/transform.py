@@ -60,7 +60,7 @@ def rename(checkpoint: Checkpoint, new_name: Callable[[str], str]) -> Checkpoint
         if new.fqn in seen:
             raise UsageError(
                 f"{old.fqn!r} and {seen[new.fqn]!r} would both be named {new.fqn!r}",
-                hint="say what to strip: --strip-prefix none|PREFIX, or --exclude one of them",
+                hint="say what to strip: `ckpt gather SRC DST --strip-prefix none|PREFIX`, or --exclude one of them",
             )
         seen[new.fqn] = old.fqn
     return replace(checkpoint, tensors=tensors)
@@ -160,7 +160,7 @@ def strip_prefix(fqns: Iterable[str], prefix: str) -> Callable[[str], str]:
     if without is not None:
         raise UsageError(
             f"tensor {without!r} does not begin with {prefix!r}",
-            hint="--strip-prefix auto finds the prefix; --include and --exclude choose the tensors",
+            hint="`ckpt gather SRC DST --strip-prefix auto` finds the prefix; --include and --exclude choose tensors",
         )
     return lambda fqn: fqn[len(prefix) :]
 

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ckpt_tools.description.checkpoint import KeyPath, fqn_problem
+from ckpt_tools.description.checkpoint import Census, KeyPath, fqn_problem
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError
-from ckpt_tools.formats._pickle_values import GlobalName, Record
+from ckpt_tools.formats._pickle_values import KEY, GlobalName, Record
 from ckpt_tools.formats._torch_file import TorchFile
 from ckpt_tools.formats._torch_pieces import Piece, read_piece, show_path
 
@@ -41,6 +41,8 @@ class State:
     """Id of such an object, which may lie under several keys → how many it holds."""
     seen: set[int] = field(default_factory=set)
     """What has been looked through for them."""
+    census: Census = field(default_factory=Counter)
+    """What was found in them."""
 
 
 def settings_of(value: object) -> dict[str, object]:
@@ -68,11 +70,12 @@ def describe_state(file: TorchFile, root: KeyPath = ()) -> State:
             children = value.items() if isinstance(value, dict) else enumerate(value)
             inner: list[tuple[KeyPath, object]] = []
             for key, child in children:
-                if not isinstance(key, str | int) or isinstance(key, bool):
-                    _add_object(state, path, child)
-                    _add_object(state, path, key)
+                if isinstance(key, str | int | None):  # True and None as DCP spells them when it flattens a state dict
+                    inner.append(((*path, key if type(key) is int else str(key)), child))
                 else:
-                    inner.append(((*path, key), child))
+                    of = key.args[0] if isinstance(key, Record) and key.name == KEY else key
+                    name = getattr(of, "name", type(of).__name__).replace("_codecs.encode", "bytes")
+                    _add_object(state, (*path, f"({name} as key)"), child)
             pending += reversed(inner)
         elif type(value) is Record and value.name.startswith(REBUILD):
             if not path:
@@ -105,28 +108,32 @@ def _holds_tensors(values: Iterable[object]) -> bool:
 def _add_object(state: State, path: KeyPath, value: object) -> None:
     name = value.name if isinstance(value, Record | GlobalName) else type(value).__name__
     state.objects[show_path(path)] = name
+    state.census[name] += type(value) is GlobalName
     if id(value) not in state.counts:
-        state.counts[id(value)] = _count_tensors(value, state.seen)
+        state.counts[id(value)] = _count_tensors(value, state)
     if count := state.counts[id(value)]:
-        state.sealed[show_path(path)] = "a numpy array" if _ARRAY.fullmatch(name) else f"{name} with {count} tensors"
+        what = "a tensor" if name.startswith(REBUILD) else f"{name} with {count} tensors"
+        state.sealed[show_path(path)] = "a numpy array" if _ARRAY.fullmatch(name) else what
 
 
-def _count_tensors(value: object, seen: set[int]) -> int:
+def _count_tensors(value: object, state: State) -> int:
     """Count the tensors anywhere in a value, which may contain itself, but for what was seen before."""
     pending = [value]
     count = 0
     while pending:
         each = pending.pop()
-        if type(each) not in (dict, list, tuple, Record) or id(each) in seen:
+        if type(each) not in (dict, list, tuple, Record) or id(each) in state.seen:
             continue
-        seen.add(id(each))
+        state.seen.add(id(each))
         if isinstance(each, Record):
-            if each.name.startswith(REBUILD) or _ARRAY.fullmatch(each.name):
+            name = "tensors" if each.name.startswith(REBUILD) else _ARRAY.sub("numpy.ndarray", each.name)
+            state.census[name] += name not in (KEY, "_codecs.encode")
+            if name in ("tensors", "numpy.ndarray"):
                 count += 1
                 continue
             pending += (*each.args, each.state, *(each.content or ()))
         elif isinstance(each, dict):
-            pending += each.values()
+            pending += (*each, *each.values())
         elif isinstance(each, list | tuple):
             pending += each
     return count

@@ -20,6 +20,7 @@ from ckpt_tools.formats.format import Opened, read_document
 from ckpt_tools.formats.judge import StepVerdict
 from ckpt_tools.formats.part_names import NamedPart, parts_of, read_part_name
 from ckpt_tools.maps import Expected, config_misfits, folded, hold, is_adapter, load_table, origins_of
+from ckpt_tools.maps.foreign import FLAT
 from ckpt_tools.remote.places import is_remote
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
@@ -136,7 +137,7 @@ def _judge(
         else:
             forgotten = what
     if any(owner.code == "fsdp1" for owner in origins_of(names)):
-        partial.append("FSDP1's flat parameters (LOCAL_STATE_DICT) without their shapes: save SHARDED_STATE_DICT")
+        partial.insert(0, FLAT)
     if opened.lost:
         partial.append(f"{len(opened.lost)} of its files are missing: {first_few(opened.lost)}")
     architecture = _architecture(config)

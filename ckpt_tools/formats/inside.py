@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools.description.checkpoint import BlobEntry, TensorEntry
+from ckpt_tools.description.checkpoint import BlobEntry, Census, TensorEntry
 from ckpt_tools.description.transform import find_model, in_model
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats._torch_file import read_torch_file
 from ckpt_tools.formats._torch_state import describe_state
 from ckpt_tools.formats.format import Opened
 from ckpt_tools.formats.torch_save import whole_tensor
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
-from ckpt_tools.units import format_size
+from ckpt_tools.text import first_few
 
+Told = list[str] | None
 _SMALL_BYTES = 1 << 14
 """Blobs that are read at once; most of these are one of a few settings."""
 
@@ -25,10 +27,9 @@ _SMALL_BYTES = 1 << 14
 class Inside(NamedTuple):
     """What a blob holds, as its pickle says without being run."""
 
-    holds: str  # in words
+    census: Census
     sealed: Mapping[str, str]  # as `Checkpoint.sealed`
     tensors: tuple[TensorEntry, ...] = ()  # that keys and indices lead to
-    num_tensors: int = 0  # and arrays, all of them
 
 
 def look_into(blobs: Iterable[BlobEntry], source: Source) -> dict[str, Inside]:
@@ -50,23 +51,31 @@ def _look(blob: BlobEntry, source: Source, seen: dict[bytes, Inside]) -> Inside:
         storages = {key: record._replace(start=start + record.start) for key, record in file.storages.items()}
         state = describe_state(replace(file, storages=storages), blob.path or (blob.fqn,))
     except CkptError as error:
-        return Inside(f"not known: {error.what}", {blob.fqn: f"an object that is not read: {error.what}"})
+        return Inside(Counter([f"not known: {error.what}"]), {blob.fqn: f"an object that is not read: {error.what}"})
     for piece in state.pieces:
         if sum(chunk.box.num_elems for chunk in piece.chunks) != math.prod(piece.shape):
             state.sealed[piece.fqn] = "one rank's part of a tensor"
     tensors = tuple(whole_tensor(piece, where=name) for piece in state.pieces if piece.fqn not in state.sealed)
-    count = len(state.pieces) + sum(state.counts.values())
-    size = f"{count} tensors, {format_size(sum(r.nbytes for r in storages.values()))}" if count else "no tensor"
-    holds = "; ".join((size, *sorted(set(state.objects.values()))))
-    found = Inside(holds, state.sealed, tensors, count)
-    return seen.setdefault(content, found) if content and not count else found
+    size = sum(record.nbytes for record in storages.values())
+    found = Inside(state.census + Counter(tensors=len(state.pieces), bytes=size), state.sealed, tensors)
+    return seen.setdefault(content, found) if content and not (tensors or state.sealed) else found
 
 
-def list_sealed(opened: Opened, prefix: str | None = None) -> tuple[str, ...]:
-    """Say what of the model is not read although it is, or holds, tensors."""
-    sealed = opened.checkpoint.sealed
+def check_sealed(
+    opened: Opened, prefix: str | None = None, *, kept: Collection[str] | None = None, told: Told = None
+) -> None:
+    """Refuse to leave out a part of the model that is not read, of all or of the `kept` names; with `told`, tell it."""
+    sealed = {name: what for name, what in opened.checkpoint.sealed.items() if kept is None or name in kept}
     prefix = find_model(opened.checkpoint)[1] if prefix is None and sealed else prefix or ""
-    return tuple(f"{name}: {what}" for name, what in sealed.items() if in_model(name, prefix))
+    found = [f"{name}: {what}" for name, what in sealed.items() if in_model(name, prefix)]
+    if told is not None:
+        told += found
+    elif found:
+        raise UnreadableError(
+            f"not read, and perhaps a part of the model: {first_few(found)}",
+            where=opened.source.root,
+            hint="save what belongs to the model as tensors; `ckpt extract SRC NEW --exclude GLOB` leaves the rest out",
+        )
 
 
 def revealed(opened: Opened, strip: str = "auto") -> Opened:

@@ -30,6 +30,7 @@ from ckpt_tools.formats.repositories import choose, files_of, find_repository, w
 from ckpt_tools.formats.safetensors import read_file
 from ckpt_tools.formats.steps import HERE
 from ckpt_tools.formats.table import detect_format, find_format
+from ckpt_tools.maps.foreign import FLAT, FLAT_WAY
 from ckpt_tools.remote.places import open_place
 from ckpt_tools.storage.source import Source
 
@@ -163,10 +164,11 @@ def refuse_part(opened: Opened, path: str, *, can_ask: bool) -> PartError:
     if opened.identity.hollow:
         return PartError(f"a model without its weights: {why}", where=path, hint=HOLLOW)
     named = next((each for each in map(read_part_name, _names_above(opened)) if each is not None), None)
-    ways = ["restore or fetch the rest of the model" if named is None else named.kind.whole]
+    rest = "restore or fetch the rest of the model" if named is None else named.kind.whole
+    ways = [FLAT_WAY if why == FLAT else rest]
     if opened.step is not None and opened.step.is_repository:
         ways = [f"pass one model: {os.path.join(path, opened.step.parts[0].directory or HERE)}"]
-    ways += ["--as-part takes it as it is"] if can_ask else []
+    ways += ["--as-part takes it as it is"] if can_ask and why != FLAT else []
     error = PartError(f"a part of a model: {why}", where=path, hint="; ".join(ways))
     error.by_names = opened.identity.by_names
     return error

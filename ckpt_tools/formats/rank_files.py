@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
@@ -109,6 +110,7 @@ class RankFiles(Format):
                 assets=tuple(Asset(file=name, nbytes=files[home + name]) for name in assets),
                 files=own,
                 sealed={path: what for state in states.values() for path, what in state.sealed.items()},
+                objects=sum((state.census for state in states.values()), Counter()),
             ),
             source=VirtualSource(source, optimizer.virtual) if optimizer.virtual else source,
             manifest=manifest if manifest is not None and manifest.format == self.name else None,

@@ -6,6 +6,7 @@ Source: transformers `modeling_utils.py` (4.x `save_pretrained`) for names and i
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -90,6 +91,7 @@ class TorchDirectory(Format):
                 assets=tuple(Asset(file=name, nbytes=files[name]) for name in beside if not is_weights(name)),
                 files={name: files[name] for name in names},
                 sealed={path: what for _, state in read for path, what in state.sealed.items()},
+                objects=sum((state.census for _, state in read), Counter()),
             ),
             source=source,
             manifest=manifest if manifest is not None and manifest.format == self.name else None,

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.errors import UnreadableError
@@ -123,7 +124,7 @@ class TorchSave(Format):
         held = Checkpoint(root=source.root, format=self.name, tensors=tensors, sealed=state.sealed, files=files)
         return Opened(
             format=self,
-            checkpoint=held,
+            checkpoint=replace(held, objects=+state.census),
             source=source,
             unread=list_unread([state]),
             notes=list_tied(tensors),

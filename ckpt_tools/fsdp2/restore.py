@@ -51,9 +51,11 @@ class Restored:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """The keys beside the model that nobody asked for."""
+        """The keys beside the model that nobody asked for; of a model without a root, objects alone."""
         asked = {*self._wanted, MODEL_KEY, *([OPTIMIZER_KEY] if self._optimizers else ())}
-        return tuple(name for name in self.roots if name not in asked) if MODEL_KEY in self._items else ()
+        blobs = [str((*blob.path, blob.fqn)[0]) for blob in self._opened.checkpoint.blobs]
+        names = (*(self.roots if MODEL_KEY in self._items else blobs), *self._opened.checkpoint.sealed)
+        return tuple(dict.fromkeys(name for name in names if name not in asked))
 
     def has(self, name: str) -> bool:
         """Is there anything of this name?"""

@@ -33,6 +33,9 @@ def _origin(code: str, names: str, what: str, way_on: str) -> Origin:
 ADAPTER = "adapter"
 """Code of what is an adapter's."""
 
+FLAT = "FSDP1 flat parameters, whose original names and shapes are not in the files"
+FLAT_WAY = "load it with its own FSDP1 code on as many ranks, and save FULL_STATE_DICT or SHARDED_STATE_DICT"
+
 ORIGINS = (
     _origin(
         ADAPTER,
@@ -44,13 +47,13 @@ ORIGINS = (
         "optimizer",
         r"(?:^|\.)(?:exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer)(?:\.|$)|^optim(?:izer)?s?\.|^param_groups",
         "those of optimizer state",
-        "choose the model's part: --strip-prefix PREFIX, or leave the rest out: --exclude GLOB",
+        "choose the model's part: `ckpt gather {source} DST --strip-prefix PREFIX`, or with --exclude GLOB",
     ),
     _origin(
         "fsdp1",
         r"(?:^|\.)_flat_param(?:_\d+)?$|\.flat_param$",
         "those of FSDP1's flattened parameters",
-        "save it again with sharded or full state dicts: the shapes are not in the checkpoint",
+        FLAT_WAY,
     ),
     _origin(
         "torchtitan",
@@ -97,13 +100,14 @@ ORIGINS = (
         "trl",
         r"^v_head\.|^pretrained_model\.|^value_head\.",
         "those of a model with a value head",
-        "leave the head out: --exclude 'v_head.**', and what stands before the names: --strip-prefix PREFIX",
+        "leave out the head, and what stands before the names: `ckpt gather {source} DST --exclude 'v_head.**' "
+        "--strip-prefix PREFIX`",
     ),
     _origin(
         "wrapper",
         r"(?:^|\.)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.",
         "those of a wrapped model",
-        "strip the wrappers: --strip-prefix auto, or --strip-prefix PREFIX",
+        "strip the wrappers: `ckpt gather {source} DST --strip-prefix auto`, or PREFIX for auto",
     ),
 )
 

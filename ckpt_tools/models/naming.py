@@ -122,7 +122,8 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
     plain = Named.as_it_is(checkpoint)
     names = naming.names
     if names == "hub":
-        return plain
+        said = "names of the file: not known to be the hub's, as --names hub has it"
+        return plain if _is_hub(checkpoint, assets) else replace(plain, note=said)
     try:
         known, found = _forward(checkpoint.tensors, assets, naming)
     except (UsageError, UnreadableError) as error:

@@ -24,7 +24,7 @@ from ckpt_tools.walls.config import without_code_keys
 _ORIGIN = "--tp-plan auto"
 _WRITE_RULES = "write the rules yourself: --rules FILE, or --set 'GLOB=tp:S(0)'"
 
-_OTHER_NAMES = f"the plan has the names of the live model: leave out --names and --engine dtensor, or {_WRITE_RULES}"
+_OTHER_NAMES = f"the plan has the names of the live model, and these tensors have others: {_WRITE_RULES}"
 
 _LLAMA = {
     "lm_head": "colwise_gather_output",

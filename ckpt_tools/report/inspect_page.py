@@ -82,8 +82,8 @@ def _facts(first: Summary, summary: Summary) -> list[Part]:
             rows.append((name, "unknown: no mesh explains every chunk"))
         if each.imbalance is not None:
             rows.append(("imbalance", f"{each.imbalance:.2f} (fullest / mean of {len(each.ranks):,} ranks)"))
-    if first.blobs:
-        rows.append(("blobs", f"{len(first.blobs):,} (not tensors, never unpickled)"))
+    if first.objects:
+        rows.append(("blobs" if first.blobs else "objects", first.objects))
     if first.assets:
         rows.append(("assets", f"{len(first.assets):,} files, {format_size(sum(a.nbytes for a in first.assets))}"))
     missing = [file.file for file in first.files if file.file_bytes is None and not first.is_virtual]

@@ -1,6 +1,7 @@
 """What `ckpt inspect` prints, line by line."""
 
 import io
+from collections import Counter
 from dataclasses import replace
 from textwrap import dedent
 
@@ -46,7 +47,8 @@ def _sharded(model: Checkpoint, mesh: Mesh, tp_dim: int | None = None) -> Checkp
 def _drawn(checkpoint: Checkpoint, *, mesh_source=None, width=100, colour=False, inside=None, **options) -> str:
     stream = io.StringIO()
     screen = Screen(stream=stream, width=width, colour=colour)
-    render(replace(summarise(checkpoint, mesh_source=mesh_source), inside=inside or {}), screen, **options)
+    found = {} if inside is None else {"inside": inside, "census": sum(inside.values(), Counter())}
+    render(replace(summarise(checkpoint, mesh_source=mesh_source), **found), screen, **options)
     return stream.getvalue()
 
 
@@ -57,7 +59,7 @@ def _text(text: str) -> str:
 def test_render_four_ranks_shows_header_ranks_modules_blobs(model: Checkpoint) -> None:
     checkpoint = _sharded(model, Mesh((("dp_shard", 4),)))
     blob = BlobEntry(fqn="rng", span=ByteSpan(file="__0_0.distcp", offset=0, nbytes=1234))
-    assert _drawn(replace(checkpoint, blobs=(blob,)), inside={"rng": "1 tensors, 8 B"}) == _text(
+    assert _drawn(replace(checkpoint, blobs=(blob,)), inside={"rng": Counter(tensors=1, bytes=8)}) == _text(
         """
         path      run
         format    dcp
@@ -67,7 +69,7 @@ def test_render_four_ranks_shows_header_ranks_modules_blobs(model: Checkpoint) -
         chunks    32 in 4 files, 8.16 KiB on disk
         dtypes    BF16 6.09 KiB, F32 2.06 KiB
         mesh      dp_shard=4, 4 ranks (inferred from the chunks)
-        blobs     1 (not tensors, never unpickled)
+        blobs     1 (not tensors, never unpickled): 1 tensor, 8 B
 
         ranks: 4 wrote, imbalance 1.00 (fullest / mean)
           rank     bytes  heat    chunks  files
@@ -85,7 +87,7 @@ def test_render_four_ranks_shows_header_ranks_modules_blobs(model: Checkpoint) -
 
         blobs: 1
           name  bytes  file          holds
-          rng   1,234  __0_0.distcp  1 tensors, 8 B
+          rng   1,234  __0_0.distcp  1 tensor, 8 B
         """
     )
 
@@ -300,13 +302,14 @@ def test_render_hostile_names_are_escaped(model: Checkpoint) -> None:
     tensor = _whole(evil, (2,), file="a\x07.safetensors")
     blob = BlobEntry(fqn="b\x9b", span=ByteSpan(file="c\u2028", offset=0, nbytes=1))
     checkpoint = Checkpoint(root="r\x1b]0;", format="hf", tensors=(tensor,), blobs=(blob,))
+    inside = {"b\x9b": Counter({"os\x1b[31m.system": 1})}
     drawn = "".join(
         [
-            _drawn(checkpoint),
-            _drawn(checkpoint, tensors=checkpoint.tensors),
-            _drawn(checkpoint, grids=checkpoint.tensors),
-            _drawn(checkpoint, by="module"),
-            _drawn(checkpoint, by="file"),
+            _drawn(checkpoint, inside=inside),
+            _drawn(checkpoint, inside=inside, tensors=checkpoint.tensors),
+            _drawn(checkpoint, inside=inside, grids=checkpoint.tensors),
+            _drawn(checkpoint, inside=inside, by="module"),
+            _drawn(checkpoint, inside=inside, by="file"),
         ]
     )
     assert drawn.replace("\n", "").isprintable()

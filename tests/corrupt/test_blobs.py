@@ -107,7 +107,7 @@ def test_stock_checkpoint_with_a_blob_that_is_no_zip_says_so(tmp_path: Path, sto
     assert result.ok
     assert result.not_checked == (
         f"what 1 of {len(parsed.blobs) + 1} non-tensor items hold, which have no checksum",
-        f"the values inside of non-tensor items: free (not known: {NO_PICKLE})",
+        f"what non-tensor items mean, beyond their bytes: free (not known: {NO_PICKLE})",
         VALUES,
         NAMES.replace("of 4", "of 5"),
     )

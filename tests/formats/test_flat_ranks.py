@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from formats.saved import Flat, flat
 from fsdp2.ranks import execute, run_ranks
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, PartError, UnreadableError, UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.moving.boxes import BytesReader
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.full
 
 WORLD = """
 import os, sys, warnings
-import torch, torch.distributed as dist, torch.nn as nn
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.nn as nn
 warnings.simplefilter("ignore")
 rank, world, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
@@ -59,6 +60,16 @@ for mode in ("flat-one", "flat-units", "orig-one", "orig-units", "orig-bf16"):
     torch.save(own, f"{out}/{mode}/pytorch_model_fsdp_rank{rank}.bin")
     if rank == 0:
         torch.save(whole, f"{out}/{mode}.pt")
+    if mode == "flat-units":  # the way on, from a DCP
+        dcp.save({"model": own}, checkpoint_id=f"{out}/dcp")
+        with torch.no_grad():
+            [each.zero_() for each in model.parameters()]
+        with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            own = {"model": model.state_dict()}
+            dcp.load(own, checkpoint_id=f"{out}/dcp")
+            model.load_state_dict(own["model"])
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            torch.save(model.state_dict(), f"{out}/dcp-{rank}.pt")
     dist.barrier()
 dist.destroy_process_group()
 """
@@ -97,6 +108,20 @@ def test_pieces_are_what_fsdp_gathers(mode: str, saved: Path, tmp_path: Path) ->
         api.gather(saved / mode, tmp_path / "hf", shapes_from=saved / "model.safetensors")
         api.reshard(saved / mode, tmp_path / "dcp", mesh="dp_shard=3", shapes_from=saved / "shapes.bin")
         assert api.diff(tmp_path / "hf", tmp_path / "dcp").equal
+
+
+def test_dcp_of_flat_parameters_is_never_written_as_weights_and_fsdp1_itself_is_the_way_on(saved: Path, tmp_path: Path):
+    for options in ({}, {"as_part": True}):
+        for convert in (api.gather, partial(api.reshard, mesh="dp_shard=2")):
+            with pytest.raises(PartError, match="FSDP1 flat parameters, whose original names and shapes") as caught:
+                convert(saved / "dcp", tmp_path / "out", **options)
+            assert "FULL_STATE_DICT" in caught.value.hint
+            assert "--as-part" not in caught.value.hint
+    (finding,) = api.verify(saved / "dcp").errors
+    assert (finding.code, finding.hint) == ("part-of-a-model", caught.value.hint)
+    api.gather(saved / "dcp-0.pt", tmp_path / "out")  # what that way on gives
+    whole = flat(torch.load(saved / "flat-units.pt", weights_only=True))
+    assert flat(load_file(tmp_path / "out" / "model.safetensors")) == whole
 
 
 def test_without_shapes_or_with_others_it_is_refused(saved: Path, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckpt_tools
-from ckpt_tools.errors import PartError, UnreadableError, UsageError
+from ckpt_tools.cli import main
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.fsdp2 import load_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -132,17 +137,69 @@ def test_average_reads_what_lies_inside_and_refuses_what_it_cannot(tmp_path: Pat
         ckpt_tools.average([tmp_path / "c", tmp_path / "d"], tmp_path / "no")
 
 
-def test_inspect_and_verify_say_what_objects_hold(tmp_path: Path) -> None:
-    state = {"model": {"l.0.w": _tensor(2), "l.1.w": _tensor(2)}, "rng": (torch.zeros(3), 1), "lr": 0.1, "o": _Holder()}
-    source = _save(state, tmp_path / "dcp")
-    inside = ckpt_tools.inspect(source).inside
-    assert inside["lr"] == "no tensor"
-    assert inside["rng"] == "1 tensors, 12 B"
-    assert inside["o"].startswith("1 tensors, 16 B; ")
-    assert inside["o"].endswith("_Holder")
-    (told,) = (text for text in ckpt_tools.verify(source).not_checked if "inside" in text)
-    assert "rng (1 tensors, 12 B)" in told
-    assert "lr" not in told
+@pytest.mark.parametrize("kind", ["dcp", "pt"])
+def test_objects_are_counted_by_class_in_text_json_and_page(tmp_path: Path, capsys: Any, kind: str) -> None:
+    holders, source = {"a": _Holder(), "b": [_Holder(), slice(1)]}, tmp_path / kind
+    state = {"model": {"l.0.w": _tensor(2)}, "rng": (torch.zeros(3), 1), "lr": 0.1, "o": (holders,)}
+    _save(state, source) if kind == "dcp" else torch.save(state, source)
+    counted = {f"{__name__}._Holder": 2, "__builtin__.slice": 1, "tensors": 2}
+    counted |= {"tensors": 3, "bytes": 44} if kind == "dcp" else {}  # of a .pt, that of rng is read as a tensor
+    documents = []
+    for verb in ("inspect", "verify"):
+        assert main([verb, str(source), "--json"]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert documents[0]["objects"] == documents[1]["objects"] == counted
+    line = f"{'3 tensors, 44 B' if kind == 'dcp' else '2 tensors'}; 1 × __builtin__.slice, 2 × {__name__}._Holder"
+    assert main(["inspect", str(source), "--html", str(tmp_path / "page.html")]) == 0
+    assert f": {line}\n" in capsys.readouterr().out
+    assert line in (tmp_path / "page.html").read_text()
+    if kind == "dcp":
+        assert [blob["census"] for blob in documents[0]["blobs"] if blob["fqn"] == "lr"] == [{}]
+        (told,) = (text for text in documents[1]["not_checked"] if "beyond their bytes" in text)
+        assert "rng (1 tensor, 12 B), o (2 tensors, 32 B" in told
+        assert "lr" not in told
+
+
+_READ = {"None": None, "True": True, str(2**200): 2**200}
+_REFUSED = {"bytes": b"k", "float": 1.5, "tuple": ("a", 1), "list": frozenset("a"), "torch.float32": torch.float32}
+
+
+@pytest.mark.parametrize("where", ["dcp", "a.pt", "model_world_size_1_rank_0.pt"])
+@pytest.mark.parametrize("name", [*_READ, *_REFUSED])
+def test_odd_keys_are_read_as_dcp_spells_them_or_refused_by_name(tmp_path: Path, name: str, where: str) -> None:
+    a, w, key = _tensor(2, 2), _tensor(2), {**_READ, **_REFUSED}[name]
+    state, file = {"l.0.w": w, "odd": ({key: a},)}, tmp_path / "in" / where
+    (tmp_path / "in").mkdir()
+    _save(state, file) if where == "dcp" else torch.save(state, file)
+    source = file.parent if where.startswith("model") else file
+    if name in _READ:
+        assert ckpt_tools.open_checkpoint(_save({"odd": {key: a}}, tmp_path / "x")).tensors[0].fqn == f"odd.{name}"
+        _same(_gathered(source), {"l.0.w": w, f"odd.0.{name}": a})
+        return
+    clean = _save({"l.0.w": w}, tmp_path / "clean")
+    diffs = (partial(ckpt_tools.diff, clean), partial(ckpt_tools.diff, b=clean))
+    for refuse in (ckpt_tools.stats, *diffs, partial(ckpt_tools.gather, destination="no")):
+        with pytest.raises(UnreadableError, match=re.escape(f"odd.0.({name} as key): a tensor")):
+            refuse(source)
+    assert ckpt_tools.diff(source, source, exclude=["**odd**"]).equal
+    assert ckpt_tools.stats(source, exclude=["**odd**"]).tensors[0].fqn == "l.0.w"
+    ckpt_tools.extract(source, tmp_path / "new", exclude=["**odd**"])  # the hint
+    _same(_gathered(tmp_path / "new"), {"l.0.w": w})
+    model = torch.nn.ParameterDict({"w": torch.zeros(2)})
+    report = load_checkpoint(model, source, names=lambda name: f"l.0.{name}")
+    assert any(each.startswith("odd") for each in report.unread)
+
+
+@pytest.mark.parametrize("where", ["dcp", "a.pt"])
+def test_export_lora_refuses_a_part_that_it_cannot_read(tmp_path: Path, where: str) -> None:
+    root, source = "base_model.model.layers", tmp_path / where
+    state = {f"{root}.0.q_proj.lora_A.weight": _tensor(2, 4), f"{root}.0.q_proj.lora_B.weight": _tensor(4, 2)}
+    odd = {**state, f"{root}.1.q_proj": (np.zeros(3),)}
+    _save(odd, source) if where == "dcp" else torch.save(odd, source)
+    with pytest.raises(UnreadableError, match=r"layers\.1\.q_proj\.0: a numpy array"):
+        ckpt_tools.export_lora(source, tmp_path / "out", to="peft", alpha=2)
+    ckpt_tools.export_lora(source, tmp_path / "out", to="peft", alpha=2, exclude=["**layers.1**"])
+    assert len(load_file(tmp_path / "out" / "adapter_model.safetensors")) == 2
 
 
 def test_inside_damaged_item_is_not_known_and_refused(tmp_path: Path) -> None:
@@ -151,14 +208,8 @@ def test_inside_damaged_item_is_not_known_and_refused(tmp_path: Path) -> None:
     content = bytearray((source / blob.span.file).read_bytes())
     content[blob.span.offset + content[blob.span.offset :].index(b"_rebuild")] ^= 1
     (source / blob.span.file).write_bytes(content)
-    assert ckpt_tools.inspect(source).inside["x"].startswith("not known: ")
+    assert "never unpickled): not known: " in ckpt_tools.inspect(source).objects
     with pytest.raises(UnreadableError, match="x: an object that is not read"):
-        ckpt_tools.gather(source, tmp_path / "out")
-
-
-def test_gather_flat_parameters_of_fsdp1_is_refused_with_the_way_on(tmp_path: Path) -> None:
-    source = _save({"model": {"_flat_param": _tensor(54), "0._flat_param": _tensor(72)}}, tmp_path / "dcp")
-    with pytest.raises(PartError, match="without their shapes: save SHARDED_STATE_DICT"):
         ckpt_tools.gather(source, tmp_path / "out")
 
 

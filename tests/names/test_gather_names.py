@@ -17,6 +17,7 @@ from names.worlds import config_beside, loading_problems, save_live, tiny
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
+from ckpt_tools.formats.manifest import MANIFEST_NAME
 
 TITAN = {
     "model.embed_tokens": "tok_embeddings",
@@ -224,6 +225,38 @@ def test_like_leaves_out_tied_names_that_are_byte_for_byte_another(tmp_path):
     done = api.gather(save_live(model.state_dict(), tmp_path / "dcp"), tmp_path / "out", like=tmp_path / "hf")
     assert sum("byte for byte" in text for text in done.notes) == 3
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "hf/model.safetensors").read_bytes()
+
+
+@pytest.mark.full
+def test_hints_of_restoring_name_only_what_was_given(llama, tmp_path):
+    model, state, _, _ = llama
+    model.save_pretrained(tmp_path / "hf")
+    source = save_live(state, tmp_path / "dcp")
+    with pytest.raises(UsageError, match="--like decides") as caught:
+        api.gather(source, tmp_path / "out", like=tmp_path / "hf", dtype="bf16", names="live")
+    assert caught.value.hint == "leave out --dtype, --names"
+    api.gather(source, tmp_path / "out", like=tmp_path / "hf")
+    api.shard(tmp_path / "hf", tmp_path / "made", mesh="dp_shard=2")
+    manifest = tmp_path / "made" / MANIFEST_NAME
+    stale = manifest.read_bytes()
+    save_live(without(state, "norm"), tmp_path / "made")
+    manifest.write_bytes(stale)
+    with pytest.raises(UsageError, match="lacks") as caught:
+        api.gather(tmp_path / "made", tmp_path / "new")
+    assert "--like" not in caught.value.hint
+    manifest.unlink()
+    api.gather(tmp_path / "made", tmp_path / "new", allow_foreign_names=True)
+
+
+def test_names_that_nothing_is_known_of_are_said_to_be_unchecked(llama, tmp_path):
+    for name, table in (("own", {"self_attn": "attn"}), ("megatron", MEGATRON)):
+        torch.save(renamed(llama[1], table), tmp_path / f"{name}.pt")
+        done = api.gather(tmp_path / f"{name}.pt", tmp_path / name, allow_foreign_names=True)
+        assert "not held against" in done.not_checked[0] if name == "own" else "Megatron's" in done.warnings[0]
+    llama[0].save_pretrained(tmp_path / "hf")
+    for name in ("own", "hf"):
+        done = api.shard(tmp_path / name, tmp_path / f"dcp-{name}", mesh="dp_shard=2", names="hub")
+        assert any("not known to be the hub's" in note for note in done.notes) == (name == "own")
 
 
 @pytest.mark.parametrize("difference", ["one-element", "constant"])

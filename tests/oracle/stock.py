@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import sys
 import warnings
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ProcessPoolExecutor
@@ -48,6 +49,9 @@ def _confine() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     warnings.simplefilter("ignore")
     logging.disable()
+    # CPython 3.11 prints a SystemError here for a bytearray that a mutated `.metadata` makes too large (BYTEARRAY8):
+    # it reads the exports of an object that it could not allocate. `_answer` returns the MemoryError.
+    sys.excepthook = lambda *_: None
 
 
 def _answer(path: Path, keys: AbstractSet[str] | None) -> Flat | str:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -75,7 +76,8 @@ def test_summarise_two_ranks_counts_everything(two_ranks: Checkpoint) -> None:
 
 
 def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
-    summary = summarise(two_ranks)
+    census = Counter({"tensors": 1, "bytes": 8, "a.B": 2})
+    summary = replace(summarise(two_ranks), inside={"rng": census}, census=census)
     document = to_json(summary, tensors=two_ranks.tensors[1:])
     assert document == {
         "path": "/runs/step-9",
@@ -98,7 +100,11 @@ def test_to_json_two_ranks_is_the_contract(two_ranks: Checkpoint) -> None:
             {"file": "__1_0.distcp", "nbytes": 720, "num_chunks": 1, "bytes": 16},
             {"file": "__1_1.distcp", "nbytes": 706, "num_chunks": 1, "bytes": 2},
         ],
-        "blobs": [{"fqn": "rng", "file": "__0_0.distcp", "offset": 2136, "nbytes": 99, "holds": None}],
+        "blobs": [
+            {"fqn": "rng", "file": "__0_0.distcp", "offset": 2136, "nbytes": 99}
+            | {"holds": "1 tensor, 8 B; 2 × a.B", "census": {"tensors": 1, "bytes": 8, "a.B": 2}}
+        ],
+        "objects": {"tensors": 1, "bytes": 8, "a.B": 2},
         "assets": [{"file": "config.json", "nbytes": 12}],
         "prefixes": [
             {"prefix": "model.layers.*.w", "num_tensors": 1, "num_elements": 8, "bytes": 32},

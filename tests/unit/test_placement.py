@@ -599,6 +599,7 @@ def test_tp_plan_rules_names_of_the_files_are_refused_with_the_way_out():
     with pytest.raises(UsageError, match="matches no tensor") as caught:
         place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(llama_config(**MOE), names))
     assert "names of the live model" in caught.value.hint
+    assert "--names" not in caught.value.hint
 
 
 @todays_plans

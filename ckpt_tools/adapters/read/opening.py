@@ -28,7 +28,7 @@ from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.inside import revealed
+from ckpt_tools.formats.inside import check_sealed, revealed
 from ckpt_tools.formats.opening import Opened, open_path, refuse_part
 from ckpt_tools.formats.step import open_optimizer
 
@@ -85,6 +85,7 @@ def read_adapter(
                 "training checkpoint (its DCP directory, or accelerate's pytorch_model_fsdp_0)",
             )
         opened = replace(whole, checkpoint=select(whole.checkpoint, include=include, exclude=exclude))
+        check_sealed(opened)
         sidecars = read_sidecars(location.sidecars, opened.metadata, is_training=opened.format.is_training)
         sidecars = replace(sidecars, peft={**sidecars.peft, **(settings or {})})
         _refuse_type(sidecars, path)
