@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
@@ -16,6 +17,7 @@ from ckpt_tools.api.tending import KeepOptions
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.hooks.work import Answer, ExportJob, Job
 from ckpt_tools.processes.child import Child
+from ckpt_tools.storage.run_folder import leased
 
 _DOES = "tends the run's checkpoints"
 
@@ -54,6 +56,8 @@ class Tending:
         level: As of `ckpt watch`.
         on_finding: What `check` does about a bad checkpoint. With "raise", make this on every rank: it makes a group.
         export_adapter: Directory to create at the end: the adapter of the last good checkpoint, for PEFT.
+        model: Whose `peft_config` the exported adapter gets, beside what is stored; or such a config as a dict.
+        resumed_from: Checkpoint that is held, by a lease, until the run ends.
         settle_s: For so many seconds a checkpoint must not have changed before it is read.
         patience_s: After so many seconds without any change a save that has not ended is a finding.
         rank: Of this process; by default that of torch.distributed, or RANK in the environment.
@@ -74,6 +78,8 @@ class Tending:
         level: Literal["data", "values"] = "values",
         on_finding: Literal["warn", "raise"] = "warn",
         export_adapter: str | os.PathLike[str] | None = None,
+        model: object = None,
+        resumed_from: str | os.PathLike[str] | None = None,
         settle_s: float = 2.0,
         patience_s: float = 300.0,
         rank: int | None = None,
@@ -95,7 +101,10 @@ class Tending:
         )
         self._raises = on_finding == "raise"
         self._export = None if export_adapter is None else os.fspath(export_adapter)
+        self._config = _live_config(model)
         self._acts = (rank if rank is not None else _rank()) == 0
+        self._held = ExitStack()
+        self._held.enter_context(leased(resumed_from or "", is_wanted=self._acts))
         self._change = threading.Condition()
         self._names: list[str] = []
         self._answers: list[Answer | CkptError] = []
@@ -175,6 +184,7 @@ class Tending:
             self._change.notify_all()
         if self._worker is not None:
             self._worker.join()
+        self._held.close()
         if wait:
             self._write_adapter()
             self.check()
@@ -213,7 +223,7 @@ class Tending:
             self._warn("no adapter was exported: no checkpoint is verified")
             return
         try:
-            self._call("export", ExportJob(source=self._last_verified, destination=self._export))
+            self._call("export", ExportJob(source=self._last_verified, destination=self._export, config=self._config))
         except CkptError as error:
             self._warn(f"no adapter was exported: {error}")
 
@@ -221,6 +231,19 @@ class Tending:
         if text not in self._told:
             self._told.add(text)
             warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _live_config(model: Any) -> Mapping[str, object] | None:  # noqa: ANN401 - of a library that may not be there
+    """Return the configuration of the active adapter of a model, or of a module in it; None without one."""
+    if model is None or isinstance(model, Mapping):
+        return model
+    for module in model.modules():
+        if configs := getattr(module, "peft_config", None):
+            active = getattr(module, "active_adapter", None)
+            name = active if isinstance(active, str) and active in configs else next(iter(configs))
+            found: Mapping[str, object] = configs[name].to_dict()
+            return found
+    return None
 
 
 def _group() -> Any:  # noqa: ANN401 - of a library that may not be there

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +13,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.processes.child import Here
 from ckpt_tools.tending.folder import BusyError, open_folder
 from ckpt_tools.tending.retention import Rules
-from ckpt_tools.tending.series import parse_name
+from ckpt_tools.tending.series import place_of
 from ckpt_tools.tending.tend import Settings, Tended, Tender
 
 _POLL_S = 1.0
@@ -51,6 +51,7 @@ class ExportJob:
 
     source: str
     destination: str
+    config: Mapping[str, object] | None
 
 
 def tend(job: Job, here: Here) -> Answer:
@@ -73,7 +74,7 @@ def tend(job: Job, here: Here) -> Answer:
         findings.update(dict.fromkeys(each for each in tended.findings if each.severity == "error"))
         failed = tended.failed
         waiting = _waiting(tended, job.names)
-        now = [(each.candidate.name, each.candidate.state, each.candidate.nbytes) for each in tended.decisions]
+        now = [(each.name, each.state, each.nbytes) for each in tended.checkpoints]
         if now != before:
             before, since = now, time.monotonic()
         if not waiting or time.monotonic() - since > job.patience_s:
@@ -89,20 +90,19 @@ def export(job: ExportJob, here: Here) -> Answer:
     from ckpt_tools.api import export_lora
 
     del here
-    export_lora(job.source, job.destination)
+    export_lora(job.source, job.destination, live_config=job.config)
     return Answer()
 
 
 def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:
     """Return the saves that have not come to an end: name → why. What something later follows is not waited for."""
     found = {}
-    there = {each.candidate.name: each.candidate for each in tended.decisions}
+    there = {each.name: each for each in tended.checkpoints}
     latest: dict[str, int] = {}
     for one in there.values():
         latest[one.series] = max(latest.get(one.series, -1), -1 if one.step is None else one.step)
     for name in {*names, *(name for name, one in there.items() if one.step == latest[one.series])}:
-        place = parse_name(name, is_directory=True) or parse_name(name, is_directory=False)
-        candidate = there.get(name)
+        place, candidate = place_of(name), there.get(name)
         if place is None or (place.step or 0) < latest.get(place.series, -1):
             continue
         if candidate is None or candidate.state not in ("verified", "unfit", "bad", "unsupported"):
@@ -111,7 +111,7 @@ def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:
 
 
 def _last(tended: Tended) -> str:
-    good = [each.candidate for each in tended.decisions if each.candidate.state == "verified"]
+    good = [each for each in tended.checkpoints if each.state == "verified"]
     if not good:
         return ""
     return os.path.join(tended.path, max(good, key=lambda one: -1 if one.step is None else one.step).name)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
+from ckpt_tools.storage.run_folder import RECORD_NAME
 from ckpt_tools.tending.folder import (
     LATEST_GOOD,
     MAX_READ_BYTES,
@@ -24,7 +25,6 @@ from ckpt_tools.tending.folder import (
     gather_saved,
     stamp_of,
 )
-from ckpt_tools.tending.record import RECORD_NAME
 
 
 class BucketFolder(Folder):
@@ -52,7 +52,7 @@ class BucketFolder(Folder):
         for name, facts in self._list().items():
             root, slash, _ = name.partition("/")
             if root.startswith(TRASH_PREFIX):
-                leftovers[root] = tuple(_roots(self.read(root)))
+                leftovers[root] = root.removeprefix(TRASH_PREFIX)
             elif name not in (RECORD_NAME, LATEST_GOOD):
                 files.setdefault(root, {})[name] = facts
                 plain[root] = plain.get(root, True) and bool(slash)

@@ -88,8 +88,8 @@ class Look:
     """Names that no trainer gives to a checkpoint: they are never touched."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Name in the folder that a symbolic link leads to → the link."""
-    leftovers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What an interrupted removal has left → names of the checkpoints in it."""
+    leftovers: Mapping[str, str] = field(default_factory=dict)
+    """What was removed, or an interrupted removal has left → name of the checkpoint that it was."""
 
     def find(self, name: str) -> Saved | None:
         """Return the checkpoint of that name."""

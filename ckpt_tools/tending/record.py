@@ -14,7 +14,6 @@ from ckpt_tools.processes import wire
 from ckpt_tools.tending.fitness import Profile
 from ckpt_tools.tending.retention import State
 
-RECORD_NAME = ".ckpt-tend.json"
 MAX_RECORD_BYTES = 64 << 20
 _VERSION = 2
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.options import ProgressFactory
+from ckpt_tools.storage.run_folder import RECORD_NAME, leased
 from ckpt_tools.tending.assess import Assessor, examine, targets
 from ckpt_tools.tending.fitness import Profile, Profiler, compare, join_profiles
 from ckpt_tools.tending.folder import Folder, Look, Saved
-from ckpt_tools.tending.record import MAX_RECORD_BYTES, RECORD_NAME, Entry, build_line, build_record, parse_record
-from ckpt_tools.tending.retention import Candidate, Decision, Rules, plan_retention
-from ckpt_tools.tending.series import Place, parse_name
+from ckpt_tools.tending.record import MAX_RECORD_BYTES, Entry, build_line, build_record, parse_record
+from ckpt_tools.tending.retention import Candidate, Rules, plan_retention
+from ckpt_tools.tending.series import place_of
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
@@ -26,6 +28,8 @@ _MAX_FINDINGS = 20
 """Of one checkpoint."""
 _SMALL_BYTES = 16 << 20
 """What is not worth a second thread."""
+_NO_SPACE_BYTES = 64 << 10
+"""With less, the quarantine is emptied at once."""
 _RESTORE = "restore it, or resume from another checkpoint"
 
 
@@ -34,8 +38,8 @@ class Tended:
     """What was found in a folder, and done."""
 
     path: str
-    decisions: tuple[Decision, ...]
-    """As it is now; what was removed is in `removed`."""
+    checkpoints: tuple[Candidate, ...]
+    """As it was before anything was removed."""
     unknown: tuple[str, ...] = ()
     """Names in the folder that are of no checkpoint."""
     verified: tuple[str, ...] = ()
@@ -43,6 +47,8 @@ class Tended:
     removed: tuple[str, ...] = ()
     """Names; in a dry run of those that would be."""
     freed_bytes: int = 0
+    quarantine: Mapping[str, str] = field(default_factory=dict)
+    """Name of what can be brought back → until when, as ISO 8601 has it."""
     findings: tuple[Finding, ...] = ()
     failed: tuple[str, ...] = ()
     """What was to be done and was not, and why."""
@@ -97,38 +103,11 @@ class _Done:
     """What → of which checkpoints; of none for what is not about one."""
 
 
-class _Fit:
-    """The fit checkpoints that are known of each series, by their steps; and how many verifications there were."""
-
-    def __init__(self, record: Mapping[str, Entry]) -> None:
-        self.by_series: dict[str, list[tuple[int, str]]] = {}
-        self._count = max((each.order for each in record.values()), default=0)
-        for name, entry in record.items():
-            place = parse_name(name, is_directory=True) or parse_name(name, is_directory=False)
-            if entry.is_fit and place is not None:
-                self.add(name, place)
-
-    def add(self, name: str, place: Place) -> None:
-        """Note one more."""
-        if place.step is not None:
-            insort(self.by_series.setdefault(place.series, []), (place.step, name))
-
-    def count(self) -> int:
-        """Return the number of the next verification."""
-        self._count += 1
-        return self._count
-
-    def judge(
-        self, saved: Saved, profile: Profile, record: Mapping[str, Entry]
-    ) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        """Say why a checkpoint is not fit to succeed the one before it, and how its series has moved."""
-        step = saved.place.step
-        before = self.by_series.get(saved.place.series, []) if step is not None else []
-        at = bisect_left(before, (step or 0, ""))
-        if not at:
-            return (), ()
-        old, name = before[at - 1]
-        return compare(profile, record[name].profile, (step or 0) - old, name)
+def _last_fit(record: Mapping[str, Entry], series: str, before: float = math.inf) -> tuple[int, str] | None:
+    """Return step and name of the last fit checkpoint of a series, of those before a step."""
+    places = (place for name, entry in record.items() if entry.is_fit and (place := place_of(name)) is not None)
+    ours = [(one.step, one.name) for one in places if one.series == series and one.step is not None]
+    return max((one for one in ours if one[0] < before), default=None)
 
 
 class Tender:
@@ -162,7 +141,7 @@ class Tender:
         if self._settings.dry_run:
             return self._pass(wait=False)
         if not self._seen and not self._look().saved:  # nothing is written where no run is
-            return Tended(path=self._folder.path, decisions=())
+            return Tended(path=self._folder.path, checkpoints=())
         with self._folder.lock():
             return self._pass(wait=wait)
 
@@ -177,10 +156,10 @@ class Tender:
                 record[name] = replace(record.get(name, empty), is_back=True)
             if back:
                 self._write_record(record)
-            decisions = self._plan(self._assessor.assess(look, record, self._settings.rules), look)
+            planned = self._plan(self._assessor.assess(look, record, self._settings.rules), look)
         failed = [f"{name} is not in quarantine, or something has its name" for name in names if name not in back]
         notes = [f"{name} is back, and stays until you remove it" for name in back]
-        return Tended(path=self._folder.path, decisions=decisions, notes=tuple(notes), failed=tuple(failed))
+        return Tended(path=self._folder.path, checkpoints=planned, notes=tuple(notes), failed=tuple(failed))
 
     def _pass(self, *, wait: bool) -> Tended:
         rules, settings = self._settings.rules, self._settings
@@ -189,50 +168,52 @@ class Tender:
         record = self._read_record(look)
         if settings.accept:
             self._accept(look, record)
-        candidates = self._assessor.assess(look, record, rules)
-        is_prune = settings.level is None  # a watch may begin before anything is measured
-        _check_rules(candidates, rules, must_measure=is_prune and rules.best is not None)
-        for pause in self._pauses(candidates) if wait else ():
+        found = self._assessor.assess(look, record, rules)
+        reads = settings.level is not None  # and may begin before anything is measured
+        _check_rules(found, rules, must_measure=not reads and rules.best is not None)
+        for pause in self._pauses(found) if wait else ():
             time.sleep(pause)
             look = self._look()
-            candidates = self._assessor.assess(look, record, rules)
-        if settings.level is not None and not settings.dry_run and self._verify_new(look, candidates, record, done):
+            found = self._assessor.assess(look, record, rules)
+        if reads and not settings.dry_run and self._verify_new(look, found, record, done):
             look = self._look()
-            candidates = self._assessor.assess(look, record, rules)
-        decisions = self._send(self._plan(candidates, look), look, record, done)
-        rotten = {} if settings.dry_run else self._read_again(decisions, look, record, done)
-        if rotten:
-            candidates = self._assessor.assess(look, record, rules)
-            why = f"{first_few([*rotten.values()])} is no longer what was verified"
-            decisions = tuple(
-                replace(each, stays=True, reason=each.reason if each.stays else why)
-                if each.candidate.series in rotten
-                else each
-                for each in self._plan(candidates, look)
-            )
-        if settings.level is not None and not settings.dry_run:
-            done.findings += self._bad(candidates, record, {*done.verified, *rotten.values()})
-            good = [each for each in candidates if each.state == "verified"]
+            found = self._assessor.assess(look, record, rules)
+        planned = self._plan(found, look)
+        if not settings.dry_run:
+            planned = self._send(planned, look, record, done)
+            if rotten := self._read_again(planned, look, record, done):
+                found = self._assessor.assess(look, record, rules)
+                why = f"{first_few([*rotten.values()])} is no longer what was verified"
+                planned = _all_stay(self._plan(found, look), why, rotten)
+        if reads:
+            done.findings += self._bad(found, record, done)
+        if reads and not settings.dry_run:
+            good = [each for each in found if each.state == "verified"]
             self._folder.point(max(good, key=lambda each: each.order).name if good else "")
-        stays = [each for each in decisions if each.stays and each.candidate.name in rules.unverified]
-        done.failed += [f"{each.candidate.name} stays: {each.reason}" for each in stays]
-        going = {each.candidate.name: each for each in decisions if not each.stays}
+        done.failed += [
+            f"{each.name} stays: {each.reason}" for each in planned if each.stays and each.name in rules.unverified
+        ]
+        going = {each.name: each for each in planned if not each.stays}
         if settings.dry_run:
             done.removed = _named(look, going)
         elif going:
             self._remove(look, going, record, done)
+        if done.removed and not settings.dry_run:
+            look = self._look()
         if not settings.dry_run and rules.removes:
-            self._remove_leftovers(self._look() if done.removed else look, candidates, done)
+            self._remove_leftovers(look, found, done)
         done.notes += self._folder.notes
         for what in self._folder.unseen if rules.removes else ():
             done.unchecked.setdefault(what, [])
+        removed = tuple(saved.name for saved in done.removed)
         return Tended(
             path=self._folder.path,
-            decisions=decisions,
+            checkpoints=tuple(replace(each, stays=each.name not in removed) for each in planned),
             unknown=look.unknown,
             verified=tuple(done.verified),
-            removed=tuple(saved.name for saved in done.removed),
+            removed=removed,
             freed_bytes=sum(saved.nbytes for saved in done.removed),
+            quarantine=self._quarantine(look),
             findings=tuple(done.findings),
             failed=tuple(done.failed),
             notes=tuple(done.notes),
@@ -242,11 +223,17 @@ class Tender:
             dry_run=settings.dry_run,
         )
 
+    def _quarantine(self, look: Look) -> dict[str, str]:
+        """Return what can be brought back, and until when, the next to go first."""
+        start = time.time() + self._settings.quarantine_s
+        ends = sorted((start - self._folder.age(leftover), name) for leftover, name in look.leftovers.items())
+        shown = ((name, datetime.fromtimestamp(end, UTC)) for end, name in ends if math.isfinite(end))
+        return {name: end.isoformat(timespec="seconds") for name, end in shown}
+
     def _verify_new(self, look: Look, candidates: Sequence[Candidate], record: dict[str, Entry], done: _Done) -> bool:
         """Verify what nobody has; was there anything?"""
-        fit = _Fit(record)
         for saved in _named(look, [each.name for each in candidates if each.state == "complete"]):
-            if self._is_quiet(saved) and (entry := self._verify(saved, fit, record, done)) is not None:
+            if self._is_quiet(saved) and (entry := self._verify(saved, record, done)) is not None:
                 record[saved.name] = entry
                 self._folder.append(RECORD_NAME, build_line(saved.name, entry))
                 done.verified.append(saved.name)
@@ -254,16 +241,16 @@ class Tender:
             self._write_record(record)
         return bool(done.verified)
 
-    def _plan(self, candidates: Sequence[Candidate], look: Look) -> tuple[Decision, ...]:
-        """Decide, and look who uses what is to go."""
+    def _plan(self, found: Sequence[Candidate], look: Look) -> tuple[Candidate, ...]:
+        """Decide, and look who uses what is to go; in a dry run, who uses anything."""
         rules, kept = self._settings.rules, self._settings.kept
         why = "the trainer points at it"
-        candidates = [replace(each, pinned=each.pinned or why * (each.name in kept)) for each in candidates]
-        decisions = plan_retention(candidates, rules)
-        going = [each.candidate.name for each in decisions if not each.stays]
-        used = self._folder.users(_named(look, going)) if going else {}
-        pins = {name: f"in use by {user}" for name, user in used.items()}
-        return plan_retention([replace(each, pinned=pins.get(each.name, each.pinned)) for each in candidates], rules)
+        planned = plan_retention(
+            [replace(each, pinned=each.pinned or why * (each.name in kept)) for each in found], rules
+        )
+        asked = [each.name for each in planned if self._settings.dry_run or not each.stays]
+        used = self._folder.users(_named(look, asked)) if asked else {}
+        return plan_retention([replace(each, used_by=used.get(each.name, "")) for each in planned], rules)
 
     def _look(self) -> Look:
         """List the folder, and note since when everything is as it is."""
@@ -298,8 +285,9 @@ class Tender:
     def _read_record(self, look: Look) -> dict[str, Entry]:
         """Return what was verified, of what is there, of what can be brought back, and the last fit one of a series."""
         known = parse_record(self._folder.read(RECORD_NAME, MAX_RECORD_BYTES))
-        there = {saved.name for saved in look.saved}.union(*look.leftovers.values())
-        there |= {found[-1][1] for found in _Fit(known).by_series.values()}
+        there = {*(saved.name for saved in look.saved), *look.leftovers.values()}
+        series = {place.series for name in known if (place := place_of(name)) is not None}
+        there |= {last[1] for each in series if (last := _last_fit(known, each)) is not None}
         return {name: entry for name, entry in known.items() if name in there}
 
     def _write_record(self, record: Mapping[str, Entry]) -> None:
@@ -329,12 +317,13 @@ class Tender:
         for label, path in targets(self._folder, saved):
             profiler = Profiler(path, label)
             workers = self._settings.num_workers if saved.nbytes > _SMALL_BYTES else 1
-            result = examine(path, level=level, num_workers=workers, progress=self._progress, looks=profiler.looks)
+            with leased(path):
+                result = examine(path, level=level, num_workers=workers, progress=self._progress, looks=profiler.looks)
             results.append((label, result))
             profiles.append(profiler.profile())
         return results, join_profiles(profiles)
 
-    def _verify(self, saved: Saved, fit: _Fit, record: Mapping[str, Entry], done: _Done) -> Entry | None:
+    def _verify(self, saved: Saved, record: Mapping[str, Entry], done: _Done) -> Entry | None:
         """Verify a checkpoint, and return what is recorded of it; None where that is nothing."""
         level = self._settings.level or "values"
         found: list[Finding] = []
@@ -360,7 +349,11 @@ class Tender:
             found, errors = [replace(each, severity="warning") if each in errors else each for each in found], []
         rest = [each for each in found if each.severity != "error"]
         done.findings += errors[:_MAX_FINDINGS] + rest[:_MAX_FINDINGS]
-        unfit, moves = ((), ()) if codes else fit.judge(saved, profile, record)
+        unfit: tuple[str, ...] = ()
+        moves: tuple[float, ...] = ()
+        step = saved.place.step
+        if not codes and step is not None and (last := _last_fit(record, saved.place.series, step)) is not None:
+            unfit, moves = compare(profile, record[last[1]].profile, step - last[0], last[1])
         before = record.get(saved.name)
         is_rewritten = before is None or before.written != saved.written
         if before is not None and before.ok and not is_rewritten and before.profile.content != profile.content:
@@ -368,35 +361,31 @@ class Tender:
         unfit = () if saved.name in self._settings.accept else unfit
         state = "NOT ok" if errors else "unsupported" if is_unsupported else "NOT fit" if unfit else "verified"
         self._say(f"{saved.name}: {state} ({format_size(nbytes)} of data, level {level})")
-        entry = Entry(
+        return Entry(
             stamp=saved.stamp,
             written=saved.written,
             digest=digest,
             ok=not codes,
             level=level,
-            order=fit.count(),
+            order=1 + max((each.order for each in record.values()), default=0),
             codes=codes,
             unfit=unfit,
             profile=replace(profile, moves=moves),
             is_back=before is not None and before.is_back,
         )
-        if entry.is_fit:
-            fit.add(saved.name, saved.place)
-        return entry
 
     def _read_again(
-        self, decisions: Sequence[Decision], look: Look, record: dict[str, Entry], done: _Done
+        self, planned: Sequence[Candidate], look: Look, record: dict[str, Entry], done: _Done
     ) -> dict[str, str]:
         """Read those again whose last predecessors go; return series → the one that is not what was verified."""
         last: dict[str, int] = {}
-        for each in decisions:
-            if not each.stays and each.candidate.step is not None:
-                last[each.candidate.series] = max(last.get(each.candidate.series, -1), each.candidate.step)
+        for each in planned:
+            if not each.stays and each.step is not None:
+                last[each.series] = max(last.get(each.series, -1), each.step)
         rotten = {}
         for series, step in last.items():
-            later = (each.candidate for each in decisions if each.stays and each.candidate.state == "verified")
-            heirs = [one for one in later if one.series == series and one.step is not None and one.step > step]
-            name = min(heirs, key=lambda one: one.step or 0).name
+            good = [each for each in planned if each.stays and each.state == "verified" and each.series == series]
+            name = min((each.step, each.name) for each in good if each.step is not None and each.step > step)[1]
             entry, (saved,) = record[name], _named(look, [name])
             try:
                 self._folder.forget(saved)
@@ -418,12 +407,12 @@ class Tender:
         return rotten
 
     def _send(
-        self, decisions: Sequence[Decision], look: Look, record: dict[str, Entry], done: _Done
-    ) -> tuple[Decision, ...]:
+        self, planned: tuple[Candidate, ...], look: Look, record: dict[str, Entry], done: _Done
+    ) -> tuple[Candidate, ...]:
         """Bring what is verified and stays to where it is wanted; nothing goes before what follows it has arrived."""
         failed = len(done.failed)
-        wanted = [each.candidate.name for each in decisions if each.stays and each.candidate.state == "verified"]
-        for saved in _named(look, [] if self._settings.dry_run else wanted):
+        wanted = [each.name for each in planned if each.stays and each.state == "verified"]
+        for saved in _named(look, wanted):
             for where, bring in self._settings.send.items():
                 if where in record[saved.name].sent:
                     continue
@@ -436,12 +425,10 @@ class Tender:
                 self._say(f"{saved.name}: arrived at {where}")
                 record[saved.name] = replace(record[saved.name], sent=(*record[saved.name].sent, where))
                 self._write_record(record)
-        if len(done.failed) == failed:
-            return tuple(decisions)
-        waits = "what follows it has not arrived yet"
-        return tuple(each if each.stays else replace(each, stays=True, reason=waits) for each in decisions)
+        is_sent = len(done.failed) == failed
+        return planned if is_sent else _all_stay(planned, "what follows it has not arrived yet")
 
-    def _remove(self, look: Look, going: Mapping[str, Decision], record: dict[str, Entry], done: _Done) -> None:
+    def _remove(self, look: Look, going: Mapping[str, Candidate], record: dict[str, Entry], done: _Done) -> None:
         """Remove what can go."""
         ready = self._ready(look, going, record, done)
         gone = set(self._folder.remove(ready)) if ready else set()
@@ -455,36 +442,31 @@ class Tender:
             self._write_record(record)
 
     def _ready(
-        self, look: Look, going: Mapping[str, Decision], record: Mapping[str, Entry], done: _Done
+        self, look: Look, going: Mapping[str, Candidate], record: Mapping[str, Entry], done: _Done
     ) -> list[Saved]:
-        """Return what can go: what is, at this moment, as it was judged, and so are as many later ones as must be."""
-        now = {each.name: each for each in self._folder.look().saved}
-        heirs: dict[str, list[int]] = {}
-        for each in now.values():
-            if each.name in record and record[each.name].is_fit and record[each.name].stamp == each.stamp:
-                heirs.setdefault(each.place.series, []).append(each.place.step or -1)
+        """Return what can go: what is, at this moment, as it was judged, and would be judged so again."""
+        now = self._folder.look()
+        again = self._plan(self._assessor.assess(now, record, self._settings.rules), now)
+        goes = {each.name for each in again if not each.stays}
+        stamps = {each.name: each.stamp for each in now.saved}
         ready = []
         for saved in _named(look, going):
-            steps = heirs.get(saved.place.series, [])  # in their order, as a look lists them
-            later = len(steps) - bisect_right(steps, saved.place.step or -1)
-            is_same = saved.name in now and now[saved.name].stamp == saved.stamp
-            if going[saved.name].candidate.state != "verified" and not self._is_quiet(saved):
+            if going[saved.name].state != "verified" and not self._is_quiet(saved):
                 done.failed.append(f"{saved.name} stays: it may be being written")
-            elif not is_same or later < (self._settings.rules.last or 1):
+            elif saved.name not in goes or stamps[saved.name] != saved.stamp:
                 done.failed.append(f"{saved.name} stays: something has opened or changed it, or what supersedes it")
             else:
                 ready.append(saved)
         return ready
 
-    def _bad(
-        self, candidates: Sequence[Candidate], record: Mapping[str, Entry], verified: Collection[str]
-    ) -> list[Finding]:
+    def _bad(self, candidates: Sequence[Candidate], record: Mapping[str, Entry], done: _Done) -> list[Finding]:
         """Return findings of what is bad or unfit, and of what is not whole, an error unless its save may go on."""
         found = []
+        told = {*done.verified, *(each.where for each in done.findings if each.code == "changed-since")}
         last = {each.series: each.step or 0 for each in candidates if each.state == "verified"}
         for each in candidates:
             hint = f"ckpt verify {os.path.join(self._folder.path, each.name)} says why"
-            if each.state == "bad" and each.name not in verified:
+            if each.state == "bad" and each.name not in told:
                 what = f"it failed its verification: {each.why}"
                 found.append(Finding.error("bad-checkpoint", each.name, what, hint))
             elif each.state == "unfit":
@@ -493,7 +475,9 @@ class Tender:
             elif each.state in ("incomplete", "changing", "unsupported"):
                 was_good = each.name in record and record[each.name].ok
                 age = time.monotonic() - self._seen[each.name][1]
-                is_passed = (each.step or 0) < last.get(each.series, -1) and age >= self._settings.quiet_s
+                is_passed = (each.step or 0) < last.get(each.series, -1) and (
+                    age >= self._settings.quiet_s or self._settings.dry_run
+                )
                 is_error = was_good or (each.state != "unsupported" and (is_passed or age >= self._patience))
                 what = f"it was verified, and has changed since: {each.why}" if was_good else each.why
                 make = Finding.error if is_error else Finding.warning
@@ -505,8 +489,8 @@ class Tender:
         """End what is in quarantine for long enough, or in the way, where something verified of the series is there."""
         safe = {each.series for each in candidates if each.state == "verified"}
         needs = max((each.nbytes for each in look.saved), default=0)
-        is_full = bool(done.verified) and self._folder.free_bytes() < 2 * needs
-        for leftover, names in look.leftovers.items():
+        is_full = self._folder.free_bytes() < (2 * needs if done.verified else _NO_SPACE_BYTES)
+        for leftover, name in look.leftovers.items():
             if not is_full and 0 <= self._folder.age(leftover) < self._settings.quarantine_s:
                 if done.removed:
                     size = format_size(sum(each.nbytes for each in done.removed))
@@ -514,8 +498,7 @@ class Tender:
                     way = f"{way}; --quarantine 0s frees {size}"
                     done.notes += [] if way in done.notes else [way]
                 continue
-            places = [parse_name(name, is_directory=True) or parse_name(name, is_directory=False) for name in names]
-            if all(place is None or place.series in safe for place in places):
+            if (place := place_of(name)) is None or place.series in safe:
                 self._folder.remove_leftover(leftover)
             else:
                 done.notes.append(
@@ -541,16 +524,17 @@ def _check_rules(candidates: Sequence[Candidate], rules: Rules, *, must_measure:
         )
 
 
+def _all_stay(planned: Sequence[Candidate], why: str, series: Collection[str] | None = None) -> tuple[Candidate, ...]:
+    """Let nothing go, or nothing of some series."""
+    return tuple(
+        each
+        if each.stays or (series is not None and each.series not in series)
+        else replace(each, stays=True, reason=why)
+        for each in planned
+    )
+
+
 def tended_json(tended: Tended) -> dict[str, object]:
     """Return the JSON document of `prune` and `watch`."""
-    rows = [
-        {
-            **asdict(each.candidate),
-            "fit": each.candidate.state == "verified",
-            "stays": each.candidate.name not in tended.removed,
-            "reason": each.reason,
-        }
-        for each in tended.decisions
-    ]
-    rest = {name: value for name, value in asdict(tended).items() if name != "decisions"}
-    return {**rest, "ok": tended.ok, "checkpoints": rows}
+    rows = [{**asdict(each), "fit": each.state == "verified"} for each in tended.checkpoints]
+    return {**asdict(tended), "ok": tended.ok, "checkpoints": rows}
