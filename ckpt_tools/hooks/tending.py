@@ -135,7 +135,7 @@ class Tending:
             self._names += [os.path.basename(name.rstrip("/"))] if name else []
             if keep is not None:
                 kept = tuple(os.path.basename(each.rstrip("/")) for each in keep)
-                self._job = replace(self._job, kept=kept)
+                self._job = replace(self._job, rules=replace(self._job.rules, kept=kept))
             self._is_wanted = True
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="ckpt-tending", daemon=True)

@@ -31,8 +31,6 @@ class Job:
     settle_s: float
     patience_s: float
     """For so long nothing changes before a save counts as given up."""
-    kept: tuple[str, ...] = ()
-    """What the trainer points at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ class ExportJob:
 def tend(job: Job, here: Here) -> Answer:
     """Tend the folder until everything that was saved is verified, or nothing more comes."""
     del here
-    settings = Settings(rules=job.rules, level=job.level, quiet_s=job.settle_s, patience_s=math.inf, kept=job.kept)
+    settings = Settings(rules=job.rules, level=job.level, quiet_s=job.settle_s, patience_s=math.inf)
     tender = Tender(open_folder(job.path), settings)
     findings: dict[Finding, None] = {}
     failed: tuple[str, ...] = ()
@@ -81,7 +79,8 @@ def tend(job: Job, here: Here) -> Answer:
             for name, why in waiting.items():
                 finding = Finding.error("unfinished-checkpoint", name, f"its save has not ended: {why}")
                 findings[finding] = None
-            return Answer(findings=tuple(findings), failed=failed, last_verified=_last(tended))
+            last = os.path.join(tended.path, tended.last_fit) if tended.last_fit else ""
+            return Answer(findings=tuple(findings), failed=failed, last_verified=last)
         time.sleep(_POLL_S)
 
 
@@ -108,10 +107,3 @@ def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:
         if candidate is None or candidate.state not in ("verified", "unfit", "bad", "unsupported"):
             found[name] = "it is not there" if candidate is None else candidate.why or candidate.state
     return found
-
-
-def _last(tended: Tended) -> str:
-    good = [each for each in tended.checkpoints if each.state == "verified"]
-    if not good:
-        return ""
-    return os.path.join(tended.path, max(good, key=lambda one: -1 if one.step is None else one.step).name)

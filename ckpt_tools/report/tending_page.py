@@ -19,7 +19,7 @@ def tending_page(tended: Tended, command: str) -> Page:
     size = format_size(sum(each.nbytes for each in found))
     going = f"{count(len(tended.removed), 'checkpoint')}, {format_size(tended.freed_bytes)}"
     facts = [("checkpoints", f"{count(len(found), 'checkpoint')}, {size}"), ("fit", f"{len(fit):,}")]
-    facts += [("last verified", max(fit, key=lambda each: each.order).name)] if fit else []
+    facts += [("last verified", tended.last_fit)] if fit else []
     facts += [("would go" if tended.dry_run else "removed", going)]
     shown = found[-MAX_ROWS:]
     headers = ("checkpoint", "size", "state", "metric", "stays", "why", "goes")

@@ -56,6 +56,7 @@ class Assessor:
             link = next((look.links[root] for root in saved.roots if root in look.links), "")
             pins = (
                 saved.oddity,
+                "the trainer points at it" if saved.name in rules.kept else "",
                 "`prune --undo` brought it back" if entry is not None and entry.is_back else "",
                 f"the link {escape_name(link)} leads to it" if link else "",
                 named.get(saved.name, ""),

@@ -323,11 +323,6 @@ class DiskFolder(Folder):
             files.update(self._walk(root, device, {})[0])
         return stamp_of(files)
 
-    def append(self, file: str, content: bytes) -> None:
-        """Append to it, as far as there is space."""
-        with contextlib.suppress(OSError), open(self._home.path(file), "ab") as stream:
-            stream.write(content)
-
     def forget(self, saved: Saved) -> None:
         """Drop its pages from memory, where the kernel does."""
         for file in saved.files:
@@ -392,10 +387,8 @@ def _is_locked(path: str) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(descriptor)
     return False

@@ -139,9 +139,6 @@ class Folder(ABC):
     def stamp(self, saved: Saved) -> str:
         """Return the stamp that a checkpoint has now."""
 
-    def append(self, file: str, content: bytes) -> None:  # noqa: B027 - a store cannot; what is lost is read again
-        """Append to a file of the folder's own, without waiting for the disk."""
-
     def forget(self, saved: Saved) -> None:  # noqa: B027
         """Let the next read of a checkpoint be one of the disk."""
 

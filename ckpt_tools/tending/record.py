@@ -56,7 +56,7 @@ class Entry:
 
 
 def parse_record(content: bytes | None) -> dict[str, Entry]:
-    """Return name → entry; what is not as `build_record` and `build_line` write it counts as never verified."""
+    """Return name → entry; what is not as `build_record` writes it counts as never verified."""
     found = {}
     layouts: dict[str, dict[str, str]] = {}
     for line in (content or b"").splitlines():
@@ -84,8 +84,3 @@ def build_record(entries: Mapping[str, Entry]) -> bytes:
         row["profile"]["layout"] = numbers.setdefault(layout, str(len(numbers)))
     layouts = {number: json.loads(layout) for layout, number in numbers.items()}
     return json.dumps({"version": _VERSION, "layouts": layouts, "checkpoints": rows}).encode() + b"\n"
-
-
-def build_line(name: str, entry: Entry) -> bytes:
-    """Return what is appended to the document for one more entry."""
-    return wire.dumps({"version": _VERSION, "checkpoints": {name: entry}}).encode() + b"\n"

@@ -63,6 +63,9 @@ class Rules:
     unverified: tuple[str, ...] = ()
     """Names of checkpoints that go although they are not verified."""
 
+    kept: tuple[str, ...] = ()
+    """Names of checkpoints that the trainer points at."""
+
     @property
     def removes(self) -> bool:
         """Is anything to be removed?"""
