@@ -6,12 +6,13 @@ rest, then the note: whoever finds one goes on there, and leaves alone what was 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.formats.file_names import is_weights
+from ckpt_tools.processes import wire
 from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
 from ckpt_tools.storage.run_folder import RECORD_NAME
 from ckpt_tools.tending.folder import (
@@ -25,6 +26,15 @@ from ckpt_tools.tending.folder import (
     gather_saved,
     stamp_of,
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Note:
+    """What is removed."""
+
+    roots: tuple[str, ...]
+    objects: Mapping[str, str]
+    """Key below the folder → its version."""
 
 
 class BucketFolder(Folder):
@@ -98,7 +108,7 @@ class BucketFolder(Folder):
                 continue
             note = f"{TRASH_PREFIX}{each.name}"
             versions = {name: facts.version for name, facts in each.files.items()}
-            self.write(note, json.dumps({"roots": each.roots, "objects": versions}).encode())
+            self.write(note, wire.dumps(_Note(roots=each.roots, objects=versions)).encode())
             self.remove_leftover(note)
             gone.append(each.name)
         return gone
@@ -117,16 +127,11 @@ class BucketFolder(Folder):
 
     def remove_leftover(self, name: str) -> None:
         """Remove the objects that a note names, as far as they are those that it was written about."""
-        try:
-            note = json.loads(self.read(name) or b"{}")
-            wanted = {str(file): version for file, version in note["objects"].items()}
-            roots = _roots(self.read(name))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            wanted, roots = {}, []
-        there: dict[str, Facts] = {}
-        for root in roots:
-            there |= self._list(root)
-        ours = [file for file, version in wanted.items() if file in there and there[file].version == version]
+        note = _Note(roots=(), objects={})  # a damaged one removes nothing
+        with suppress(ValueError, RecursionError):
+            note = wire.loads(_Note, (self.read(name) or b"").decode())
+        there = {file: facts for root in note.roots if "/" not in root for file, facts in self._list(root).items()}
+        ours = [file for file, version in note.objects.items() if file in there and there[file].version == version]
         for file in sorted(ours, key=lambda file: (not _is_marker(file), file)):
             self._bucket.delete(self._key(file))
         self._bucket.delete(self._key(name))
@@ -134,15 +139,6 @@ class BucketFolder(Folder):
 
 def _facts(stored: StoredObject) -> Facts:
     return Facts(nbytes=stored.nbytes, version=stored.etag or stored.modified.isoformat())
-
-
-def _roots(note: bytes | None) -> list[str]:
-    """Return the checkpoints that a note is about; none where it is damaged, which then removes nothing."""
-    try:
-        roots = json.loads(note or b"{}")["roots"]
-    except (ValueError, KeyError, TypeError):
-        return []
-    return [root for root in roots if isinstance(root, str) and "/" not in root] if isinstance(roots, list) else []
 
 
 def _is_marker(file: str) -> bool:
