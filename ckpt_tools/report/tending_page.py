@@ -16,21 +16,21 @@ def tending_page(tended: Tended, command: str) -> Page:
     """Return the page of a look at a run's folder."""
     found = tended.checkpoints
     fit = [each for each in found if each.state == "verified"]
-    size = format_size(sum(each.nbytes for each in found))
-    going = f"{count(len(tended.removed), 'checkpoint')}, {format_size(tended.freed_bytes)}"
-    facts = [("checkpoints", f"{count(len(found), 'checkpoint')}, {size}"), ("fit", f"{len(fit):,}")]
-    facts += [("last verified", tended.last_fit)] if fit else []
-    facts += [("would go" if tended.dry_run else "removed", going)]
+    would = "would go" if tended.dry_run else "removed"
+    facts = [
+        ("checkpoints", f"{len(found):,}, {format_size(sum(each.nbytes for each in found))}"),
+        ("last verified", tended.last_fit or "none"),
+        (would, f"{len(tended.removed):,}, {format_size(tended.freed_bytes)}"),
+    ]
     shown = found[-MAX_ROWS:]
     headers = ("checkpoint", "size", "state", "metric", "stays", "why", "goes")
-    fate = {True: "yes", False: "would go" if tended.dry_run else "removed"}
     rows = [
         (
             each.name,
             format_size(each.nbytes),
             each.state,
             "" if each.metric is None else f"{each.metric:.5g}",
-            fate[each.stays],
+            "yes" if each.stays else would,
             ", ".join(dict.fromkeys((each.explained, *each.kept_by))),
             each.goes_when,
         )
@@ -43,20 +43,13 @@ def tending_page(tended: Tended, command: str) -> Page:
         *findings_section(tended.findings),
         Section(title="Checkpoints", parts=[*_drawn(found), table]),
     ]
-    if tended.quarantine:
-        back = Table(
-            caption="Brought back by `ckpt prune DIR --undo NAME`",
-            headers=("checkpoint", "until"),
-            rows=[*tended.quarantine.items()],
-            align="ll",
-        )
-        sections.append(Section(title="In quarantine", parts=(back,)))
+    back = [f"{name} until {end}" for name, end in tended.quarantine.items()]
+    sections += notes_section("In quarantine, and brought back by `ckpt prune DIR --undo NAME`", back)
     sections += notes_section("Not done", tended.failed)
     sections += notes_section("Not checked", tended.not_checked)
     sections += notes_section("Notes", tended.notes)
     verdict = f"{'ok' if tended.ok else 'NOT ok'}: {len(fit)} of {count(len(found), 'checkpoint')} fit"
-    is_known = all(each.state == "verified" for each in found)
-    left = not is_known or tended.findings or tended.not_checked or tended.failed or tended.notes
+    left = len(fit) < len(found) or tended.findings or tended.not_checked or tended.failed or tended.notes
     mood = mood_of(ok=tended.ok, left=left)
     return Page(command=command, subject=tended.path, sections=sections, mood=mood, verdict=verdict)
 

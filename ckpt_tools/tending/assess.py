@@ -37,7 +37,6 @@ class Assessor:
         self._folder = folder
         self._examined: dict[str, tuple[State, str, frozenset[str]]] = {}
         """Stamp → by its headers, what the checkpoint is, why, and what it holds: what a resumed run would miss."""
-        self._digests: dict[str, str] = {}
 
     def assess(self, look: Look, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
         """Say what is known of every checkpoint."""
@@ -47,7 +46,7 @@ class Assessor:
         for saved in look.saved:
             entry = record.get(saved.name)
             series = saved.place.series
-            if entry is not None and self.is_recorded(saved, entry):
+            if entry is not None and entry.stamp == saved.stamp:
                 state, why = entry.state, "; ".join(entry.unfit) or first_few(entry.codes)
             else:
                 state, why = self._look_at(saved, last.get(series))
@@ -76,17 +75,6 @@ class Assessor:
                 )
             )
         return tuple(found)
-
-    def is_recorded(self, saved: Saved, entry: Entry) -> bool:
-        """Is this the very content that the entry is about?"""
-        return entry.stamp == saved.stamp and entry.digest == self.digest(saved)
-
-    def digest(self, saved: Saved) -> str:
-        """Return the digest of its metadata."""
-        stamp = saved.stamp
-        if stamp not in self._digests:
-            self._digests[stamp] = self._folder.digest(saved)
-        return self._digests[stamp]
 
     def _look_at(self, saved: Saved, before: Saved | None) -> tuple[State, str]:
         """Return the state of a checkpoint that nobody has verified, and why."""

@@ -86,10 +86,6 @@ class BucketFolder(Folder):
         """Write an object; a store does that whole or not at all."""
         self._bucket.put(self._key(file), content)
 
-    def digest(self, saved: Saved) -> str:  # noqa: ARG002 - ETags stand for the content
-        """Nothing is read: the ETags in the stamp tell one content from another."""
-        return "etags"
-
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Nothing: a lock in a store would outlive its owner. Whoever else tends it does what this one would."""

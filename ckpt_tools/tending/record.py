@@ -24,8 +24,6 @@ class Entry:
 
     stamp: str
     """Of its files' names, sizes and times (on a store their ETags)."""
-    digest: str
-    """Of its metadata."""
     written: str = ""
     """As `stamp`, of names, sizes and times of modification alone."""
     ok: bool

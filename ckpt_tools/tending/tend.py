@@ -149,7 +149,7 @@ class Tender:
             back = self._folder.restore(names)
             self._begin()
             for name in back:
-                empty = Entry(stamp="", digest="", ok=False, level="", order=0)
+                empty = Entry(stamp="", ok=False, level="", order=0)
                 self._record[name] = replace(self._record.get(name, empty), is_back=True)
             self._write_record()
             planned = self._plan(self._assess())
@@ -307,7 +307,6 @@ class Tender:
         """Verify a checkpoint, and return what is recorded of it; None where that is nothing."""
         level, done, before = self._settings.level or "values", self._done, self._record.get(saved.name)
         found: list[Finding] = []
-        digest = self._assessor.digest(saved)
         try:
             results, profile = self._read(saved, level)
         except CkptError as error:
@@ -333,7 +332,6 @@ class Tender:
         entry = Entry(
             stamp=saved.stamp,
             written=saved.written,
-            digest=digest,
             ok=not codes,
             level=level,
             order=1 + max((each.order for each in self._record.values()), default=0),

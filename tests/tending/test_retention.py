@@ -148,7 +148,7 @@ def test_metric_is_read_of_a_name():
 
 
 def test_record_comes_back():
-    entries = {"step-1": Entry(stamp="a", digest="b", ok=False, level="data", order=3, codes=("x",), sent=("hub",))}
+    entries = {"step-1": Entry(stamp="a", ok=False, level="data", order=3, codes=("x",), sent=("hub",))}
     assert parse_record(build_record(entries)) == entries
 
 
@@ -162,13 +162,13 @@ def test_damaged_record_means_that_nothing_is_verified(content):
 
 
 def test_record_of_another_version_counts_for_nothing():
-    content = build_record({"step-1": Entry(stamp="a", digest="b", ok=True, level="data", order=1)})
+    content = build_record({"step-1": Entry(stamp="a", ok=True, level="data", order=1)})
     assert content.count(b'"version": 2') == 1
     assert parse_record(content.replace(b'"version": 2', b'"version": 3')) == {}
 
 
 def test_damaged_entry_counts_for_nothing():
-    entry = Entry(stamp="a", digest="b", ok=True, level="data", order=1)
+    entry = Entry(stamp="a", ok=True, level="data", order=1)
     document = json.loads(build_record({"step-1": entry, "step-2": entry}))
     document["checkpoints"]["step-1"]["ok"] = "yes"
     assert parse_record(json.dumps(document).encode()) == {"step-2": entry}
