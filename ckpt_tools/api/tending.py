@@ -67,13 +67,12 @@ class KeepOptions:
 
     def rules(self, unverified: Sequence[str] = ()) -> Rules:
         """Return the rules that they are."""
-        greater = self.greater_is_better
         return Rules(
             last=self.keep_last,
             every=self.keep_every,
             best=self.keep_best,
             metric=self.metric,
-            greater_is_better=not self.metric.endswith("loss") if greater is None else greater,
+            greater_is_better=self.greater_is_better,
             unverified=tuple(unverified),
         )
 

@@ -62,7 +62,8 @@ def _print(tended: Tended, output: Output) -> None:
     for text in tended.notes:
         note(f"note: {escape_name(text)}")
     if tended.dry_run and tended.quarantine:
-        note("in quarantine: " + ", ".join(f"{name} until {end}" for name, end in tended.quarantine.items()))
+        back = first_few([f"{name} until {end}" for name, end in tended.quarantine.items()], 20)
+        note(f"in quarantine: {back}")
     for text in tended.not_checked:
         note(f"not checked: {escape_name(text)}")
     if tended.unknown and output.verbose:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -13,11 +14,12 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckpt_tools.api.tending import KeepOptions
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.hooks.work import Answer, ExportJob, Job
 from ckpt_tools.processes.child import Child
 from ckpt_tools.storage.run_folder import leased
+from ckpt_tools.tending.retention import Rules
+from ckpt_tools.tending.tend import Settings
 
 _DOES = "tends the run's checkpoints"
 
@@ -84,21 +86,16 @@ class Tending:
         patience_s: float = 300.0,
         rank: int | None = None,
     ) -> None:
-        keep = KeepOptions(
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            metric=metric,
-            greater_is_better=greater_is_better,
-        )
-        for name in ("keep_last", "keep_every", "keep_best"):
-            if (value := getattr(keep, name)) is not None and value < 1:
+        for name, value in {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}.items():
+            if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if level not in ("data", "values") or on_finding not in ("warn", "raise"):
             raise UsageError('level must be "data" or "values", on_finding "warn" or "raise"')
-        self._job = Job(
-            path=os.fspath(directory), rules=keep.rules(), level=level, settle_s=settle_s, patience_s=patience_s
+        rules = Rules(
+            last=keep_last, every=keep_every, best=keep_best, metric=metric, greater_is_better=greater_is_better
         )
+        settings = Settings(rules=rules, level=level, quiet_s=settle_s, patience_s=math.inf)
+        self._job = Job(path=os.fspath(directory), settings=settings, patience_s=patience_s)
         self._raises = on_finding == "raise"
         self._export = None if export_adapter is None else os.fspath(export_adapter)
         self._config = _live_config(model)
@@ -135,7 +132,9 @@ class Tending:
             self._names += [os.path.basename(name.rstrip("/"))] if name else []
             if keep is not None:
                 kept = tuple(os.path.basename(each.rstrip("/")) for each in keep)
-                self._job = replace(self._job, rules=replace(self._job.rules, kept=kept))
+                settings = self._job.settings
+                settings = replace(settings, rules=replace(settings.rules, kept=kept))
+                self._job = replace(self._job, settings=settings)
             self._is_wanted = True
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="ckpt-tending", daemon=True)

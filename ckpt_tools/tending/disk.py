@@ -241,7 +241,9 @@ class DiskFolder(Folder):
     def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
         """Look for locks and claims of ckpt's, and for open and mapped files of processes that may be looked at."""
         found: dict[str, str] = {}
-        used = self._used()
+        used, hidden = _used_by_processes()
+        more = f" ({len(hidden)} processes here: {first_few(hidden)})" if hidden else ""
+        self.unseen = (DiskFolder.unseen[0] + more,)
         for name, root in ((each.name, root) for each in saved for root in each.roots):
             path = os.path.join(self._real, root)
             pids = (f"process {used[inode]}" for inode in self._inodes.get(root, set()) & used.keys())
@@ -250,13 +252,6 @@ class DiskFolder(Folder):
             if who := who or next(pids, ""):
                 found.setdefault(name, who)
         return found
-
-    def _used(self) -> dict[tuple[int, int], str]:
-        """Return (device, inode) of what processes have open or mapped, or are in → process; say who cannot be seen."""
-        used, hidden = _used_by_processes()
-        more = f" ({len(hidden)} processes here: {first_few(hidden)})" if hidden else ""
-        self.unseen = (DiskFolder.unseen[0] + more,)
-        return used
 
     def remove(self, saved: Sequence[Saved]) -> list[str]:
         """Rename them, which takes no space, see that nobody came in between, and put back what somebody uses."""
@@ -279,7 +274,7 @@ class DiskFolder(Folder):
                 raise StorageError(f"cannot remove: {error.strerror}", where=where) from error
         for directory in {self._real, self._home.directory}:
             sync_directory(directory)
-        device, used = os.stat(self._real).st_dev, self._used()
+        device, (used, _) = os.stat(self._real).st_dev, _used_by_processes()
         for each in saved:
             now, is_used = {}, False
             for root, path in moved.get(each.name, {}).items():

@@ -59,7 +59,8 @@ class Rules:
     best: int | None = None
     """So many with the best metric."""
     metric: str = "eval_loss"
-    greater_is_better: bool = False
+    greater_is_better: bool | None = None
+    """None: unless the name of the metric ends in loss."""
     unverified: tuple[str, ...] = ()
     """Names of checkpoints that go although they are not verified."""
 
@@ -183,7 +184,8 @@ def _is_measured(one: Candidate) -> bool:
 
 def _best(verified: Sequence[Candidate], rules: Rules) -> Sequence[Candidate]:
     """Return the best ones, and those that are as good as the last of them."""
-    sign = -1 if rules.greater_is_better else 1
+    greater = rules.greater_is_better
+    sign = -1 if (not rules.metric.endswith("loss") if greater is None else greater) else 1
     ranks = sorted(sign * (each.metric or 0.0) for each in verified if _is_measured(each))
     worst = ranks[: rules.best][-1]
     return [each for each in verified if _is_measured(each) and sign * (each.metric or 0.0) <= worst]

@@ -172,15 +172,9 @@ class Tender:
             self._look()
             found = self._assess()
         planned = self._plan(found)
-        if acts:
-            planned = self._send(planned)
-            if rotten := self._read_again(planned):
-                found = self._assess()
-                why = f"{first_few([*rotten.values()])} is no longer what was verified"
-                planned = _all_stay(self._plan(found), why, rotten)
-        done.checkpoints = planned
+        done.checkpoints = planned = self._read_again(self._send(planned)) if acts else planned
         if reads:
-            done.findings += tuple(self._bad(found))
+            done.findings += tuple(self._bad(planned))
         if reads and acts:
             self._folder.point(done.last_fit)
         named = [each for each in planned if each.stays and each.name in rules.unverified]
@@ -195,7 +189,7 @@ class Tender:
             self._look()
         done.quarantine = self._quarantine()
         if acts and rules.removes:
-            self._remove_leftovers({each.series for each in found if each.state == "verified"})
+            self._remove_leftovers({each.series for each in planned if each.state == "verified"})
         done.unknown, done.notes = self._now.unknown, done.notes + self._folder.notes
         unseen = dict.fromkeys(self._folder.unseen if rules.removes else (), ())
         unchecked = {**self._unchecked, **unseen}
@@ -353,9 +347,10 @@ class Tender:
             return (), ()
         return compare(profile, self._record[last[1]].profile, step - last[0], last[1])
 
-    def _read_again(self, planned: Sequence[Candidate]) -> dict[str, str]:
-        """Read those again whose last predecessors go; return series → the one that is not what was verified."""
+    def _read_again(self, planned: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Read those again whose last predecessors go; these stay where one is not what was verified."""
         rotten: dict[str, str] = {}
+        """Series → the one that is not."""
         going = {each.series: each.step for each in planned if not each.stays and each.step is not None}  # by step
         for series, step in going.items():
             good = [each for each in planned if each.stays and each.state == "verified" and each.series == series]
@@ -377,7 +372,10 @@ class Tender:
                 self._done.findings += (Finding.error("changed-since", name, what, _RESTORE),)
                 self._record[name] = replace(entry, ok=False, codes=("changed-since",))
                 self._write_record()
-        return rotten
+        if not rotten:
+            return planned
+        why = f"{first_few([*rotten.values()])} is no longer what was verified"
+        return _all_stay(self._plan(self._assess()), why, rotten)
 
     def _send(self, planned: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Bring what is verified and stays to where it is wanted; nothing goes before what follows it has arrived."""
@@ -402,13 +400,13 @@ class Tender:
     def _remove(self, going: Mapping[str, Candidate]) -> list[Saved]:
         """Remove what can go, and return it."""
         ready = self._ready(going)
-        gone = set(self._folder.remove(ready)) if ready else set()
-        for saved in ready:
-            if saved.name in gone:
-                self._say(f"{saved.name}: removed ({format_size(saved.nbytes)})")
-            else:
-                self._done.failed += (f"{saved.name} stays: something has opened or changed it",)
-        return [saved for saved in ready if saved.name in gone]
+        names = self._folder.remove(ready) if ready else []
+        gone = [saved for saved in ready if saved.name in names]
+        for saved in gone:
+            self._say(f"{saved.name}: removed ({format_size(saved.nbytes)})")
+        stay = [saved.name for saved in ready if saved not in gone]
+        self._done.failed += tuple(f"{name} stays: something has opened or changed it" for name in stay)
+        return gone
 
     def _ready(self, going: Mapping[str, Candidate]) -> list[Saved]:
         """Return what can go: what is, at this moment, as it was judged, and would be judged so again."""
