@@ -411,7 +411,7 @@ class Tender:
     def _ready(self, going: Mapping[str, Candidate]) -> list[Saved]:
         """Return what can go: what is, at this moment, as it was judged, and would be judged so again."""
         judged, self._now = self._now, self._folder.look()
-        goes = {each.name for each in self._plan(self._assess()) if not each.stays}
+        goes = {each.name for each in plan_retention(self._assess(), self._settings.rules) if not each.stays}
         stamps = {each.name: each.stamp for each in self._now.saved}
         ready = []
         for saved in _named(judged, going):
