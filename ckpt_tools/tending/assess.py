@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.checks.step import verify_step
@@ -60,20 +61,11 @@ class Assessor:
                 f"the link {escape_name(link)} leads to it" if link else "",
                 named.get(saved.name, ""),
             )
-            found.append(
-                Candidate(
-                    name=saved.name,
-                    series=series,
-                    step=saved.place.step,
-                    state=state,
-                    why=why,
-                    metric=self._metric(saved, rules.metric) if rules.best is not None else None,
-                    pinned=next(filter(None, pins), ""),
-                    nbytes=saved.nbytes,
-                    order=0 if entry is None else entry.order,
-                    unfit=entry.unfit if entry is not None and state == "unfit" else (why,) * (state in _UNFIT),
-                )
-            )
+            one = Candidate(name=saved.name, series=series, step=saved.place.step, state=state, why=why)
+            metric = self._metric(saved, rules.metric) if rules.best is not None else None
+            unfit = entry.unfit if entry is not None and state == "unfit" else (why,) * (state in _UNFIT)
+            order, pinned = 0 if entry is None else entry.order, next(filter(None, pins), "")
+            found.append(replace(one, metric=metric, unfit=unfit, order=order, pinned=pinned, nbytes=saved.nbytes))
         return tuple(found)
 
     def _look_at(self, saved: Saved, before: Saved | None) -> tuple[State, str]:

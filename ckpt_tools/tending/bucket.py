@@ -93,7 +93,8 @@ class BucketFolder(Folder):
 
     def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
         """See what is being written by ckpt, from its claim."""
-        return {each.name: "a ckpt that is writing it" for each in saved if _is_claimed(each)}
+        claimed = (each.name for each in saved if any("/.ckpt/" in f"/{name}" for name in each.files))
+        return dict.fromkeys(claimed, "a ckpt that is writing it")
 
     def remove(self, saved: Sequence[Saved]) -> list[str]:
         """Leave a note of each, and remove what it names, what makes it a checkpoint first."""
@@ -140,7 +141,3 @@ def _facts(stored: StoredObject) -> Facts:
 def _is_marker(file: str) -> bool:
     """Is this what readers look for first? Everything is, but the data of DCP and what lies beside the weights."""
     return is_weights(file) and not file.endswith(".distcp")
-
-
-def _is_claimed(saved: Saved) -> bool:
-    return any("/.ckpt/" in f"/{name}" for name in saved.files)

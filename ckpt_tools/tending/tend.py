@@ -155,7 +155,7 @@ class Tender:
             planned = self._plan(self._assess())
         failed = [f"{name} is not in quarantine, or something has its name" for name in names if name not in back]
         notes = [f"{name} is back, and stays until you remove it" for name in back]
-        return Tended(path=self._folder.path, checkpoints=planned, notes=tuple(notes), failed=tuple(failed))
+        return replace(self._done, checkpoints=planned, notes=tuple(notes), failed=tuple(failed))
 
     def _pass(self, *, wait: bool) -> Tended:
         rules, settings = self._settings.rules, self._settings
@@ -209,11 +209,8 @@ class Tender:
     def _look(self) -> None:
         """List the folder, and note since when everything is as it is."""
         self._now, now, before = self._folder.look(), time.monotonic(), self._seen
-        seen = {saved.name: before.get(saved.name, ("", now)) for saved in self._now.saved}
-        self._seen = {
-            saved.name: seen[saved.name] if seen[saved.name][0] == saved.stamp else (saved.stamp, now)
-            for saved in self._now.saved
-        }
+        self._seen = {saved.name: (saved.stamp, now) for saved in self._now.saved}
+        self._seen |= {name: was for name, was in before.items() if self._seen.get(name, ("",))[0] == was[0]}
 
     def _assess(self) -> tuple[Candidate, ...]:
         return self._assessor.assess(self._now, self._record, self._settings.rules)
@@ -319,33 +316,23 @@ class Tender:
             found = [replace(each, severity="warning") if each.severity == "error" else each for each in found]
         for is_error in (True, False):
             done.findings += tuple(each for each in found if (each.severity == "error") == is_error)[:_MAX_FINDINGS]
-        unfit, moves = self._judge(saved, profile) if not codes else ((), ())
+        step = -1 if saved.place.step is None else saved.place.step
+        last = None if codes else _last_fit(self._record, saved.place.series, step)
+        unfit: tuple[str, ...] = ()
+        moves: tuple[float, ...] = ()
+        if last is not None:
+            unfit, moves = compare(profile, self._record[last[1]].profile, step - last[0], last[1])
         is_rewritten = before is None or before.written != saved.written
         if before is not None and before.ok and not is_rewritten and before.profile.content != profile.content:
             unfit = ("its bytes are others than when it was verified, under the same sizes and times", *unfit)
-        entry = Entry(
-            stamp=saved.stamp,
-            written=saved.written,
-            ok=not codes,
-            level=level,
-            order=1 + max((each.order for each in self._record.values()), default=0),
-            codes=codes,
-            unfit=() if saved.name in self._settings.accept else unfit,
-            profile=replace(profile, moves=moves),
-            is_back=before is not None and before.is_back,
-        )
+        order = 1 + max((each.order for each in self._record.values()), default=0)
+        entry = Entry(stamp=saved.stamp, written=saved.written, ok=not codes, level=level, order=order, codes=codes)
+        unfit, is_back = () if saved.name in self._settings.accept else unfit, before is not None and before.is_back
+        entry = replace(entry, unfit=unfit, profile=replace(profile, moves=moves), is_back=is_back)
         state = {"bad": "NOT ok", "unfit": "NOT fit"}.get(entry.state, entry.state)
         nbytes = format_size(sum(result.nbytes for _, result in results))
         self._say(f"{saved.name}: {state} ({nbytes} of data, level {level})")
         return entry
-
-    def _judge(self, saved: Saved, profile: Profile) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        """Say why a checkpoint is not fit to succeed the one before it, and how its series has moved."""
-        step = saved.place.step
-        last = None if step is None else _last_fit(self._record, saved.place.series, step)
-        if step is None or last is None:
-            return (), ()
-        return compare(profile, self._record[last[1]].profile, step - last[0], last[1])
 
     def _read_again(self, planned: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Read those again whose last predecessors go; these stay where one is not what was verified."""
