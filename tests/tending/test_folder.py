@@ -158,12 +158,8 @@ def test_half_written_checkpoints_stay(run, template):
     shutil.rmtree(run / "step-60")
     (run / "step-60").mkdir()
     tended = watch(run, keep_last=1)
-    assert [state_of(tended, f"step-{step}") for step in (30, 40, 50, 60)] == [
-        "verified",
-        "incomplete",
-        "changing",
-        "incomplete",
-    ]
+    states = [state_of(tended, f"step-{step}") for step in (30, 40, 50, 60)]
+    assert states == ["verified", "incomplete", "changing", "incomplete"]
     assert names(run) == ["step-30", "step-40", "step-50", "step-60"]
     assert {each.severity for each in tended.findings} == {"error"}  # nothing changes any more
     assert {each.severity for each in api.watch(run, once=True, settle=0.3).findings} == {"error"}
@@ -594,24 +590,9 @@ def test_new_checkpoint_must_keep_still(run):
 
 @pytest.mark.full
 def test_watch_goes_on_until_it_is_stopped(run, template):
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "ckpt_tools",
-            "watch",
-            str(run),
-            "--interval",
-            "0.2",
-            "--settle",
-            "0",
-            "--keep-last",
-            "1",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "ckpt_tools", "watch", str(run)]
+    command += ["--interval", "0.2", "--settle", "0", "--keep-last", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while names(run) != ["step-30"] and time.monotonic() < deadline:
         time.sleep(0.05)
