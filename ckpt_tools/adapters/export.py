@@ -29,7 +29,7 @@ from ckpt_tools.adapters.ecosystems.forms import (
 )
 from ckpt_tools.adapters.ecosystems.header import with_training
 from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, write
-from ckpt_tools.adapters.ecosystems.peft.config import infer_config, parse_overrides
+from ckpt_tools.adapters.ecosystems.peft.config import infer_config, live_settings, parse_overrides
 from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
 from ckpt_tools.adapters.ecosystems.peft.variants import (
     doubt_about,
@@ -62,6 +62,7 @@ from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
+from ckpt_tools.storage.run_folder import leased
 from ckpt_tools.storage.staging import check_destination, check_space
 from ckpt_tools.text import escape_name
 
@@ -133,15 +134,16 @@ def export_lora(options: ExportOptions) -> Export:
     if options.dtype not in DTYPES:
         raise UsageError(f"{options.dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
     target = os.fspath(options.destination)
-    with read_adapter(
+    reading = read_adapter(
         os.fspath(options.source),
         adapter_name=options.adapter,
         format=options.format,
         include=options.include,
         exclude=options.exclude,
-        settings=parse_overrides(options.config),
+        settings={**live_settings(options.live_config or {}), **parse_overrides(options.config)},
         as_part=options.as_part,
-    ) as read:
+    )
+    with leased(options.source, is_wanted=not options.dry_run), reading as read:
         check_separate(read.opened, target)
         check_destination(target, overwrite=options.overwrite)
         if options.overwrite:

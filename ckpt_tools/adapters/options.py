@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -14,6 +14,7 @@ from ckpt_tools.options import (
     Argument,
     AsPart,
     Destination,
+    Doc,
     DryRun,
     DTypeFor,
     DTypeName,
@@ -58,6 +59,10 @@ class ExportOptions:
     base: Base = None
     adapter: AdapterName = None
     config: Config = ()
+    live_config: Annotated[
+        Mapping[str, object] | None,
+        Doc("PEFT's configuration of the live model: `peft_config[name].to_dict()`."),
+    ] = None
     architecture: Architecture = None
     svd_rank: Annotated[
         int | None,

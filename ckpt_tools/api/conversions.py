@@ -48,6 +48,7 @@ from ckpt_tools.options import (
 )
 from ckpt_tools.quantised.decoded import dequantised
 from ckpt_tools.remote.places import is_directory
+from ckpt_tools.storage.run_folder import leased
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def shard(options: ShardOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     _check_serialization(options, use_dtensor=options.engine == "dtensor")
-    with ExitStack() as stack:
+    with leased(options.source, is_wanted=not options.dry_run), ExitStack() as stack:
         return _run(_each(options, stack, partial(_sharding_job, options=options)), options)
 
 
@@ -165,7 +166,7 @@ def reshard(options: ReshardOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     _check_serialization(options)
-    with ExitStack() as stack:
+    with leased(options.source, is_wanted=not options.dry_run), ExitStack() as stack:
         naming = Naming.of(options.names, options.map)
         is_step = options.format is None and options.component is None
         step = open_step(os.fspath(options.source), as_part=options.as_part) if is_step else None
@@ -235,7 +236,7 @@ def gather(options: GatherOptions) -> Conversion:
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
-    with ExitStack() as stack:
+    with leased(options.source, is_wanted=not options.dry_run), ExitStack() as stack:
         return _run(_each(options, stack, partial(_gathering_job, options=options, stack=stack)), options)
 
 

@@ -9,6 +9,7 @@ from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import Push, PushOptions
 from ckpt_tools.options import default_num_workers, takes
 from ckpt_tools.remote.places import is_remote
+from ckpt_tools.storage.run_folder import leased
 
 
 @takes(PushOptions)
@@ -33,4 +34,5 @@ def push(options: PushOptions) -> PushResult:
         if os.path.lexists(path):
             raise UsageError("push takes a directory", where=path)
         raise UnreadableError("no such directory", where=path)
-    return Push(options, options.num_workers or default_num_workers()).run()
+    with leased(path):
+        return Push(options, options.num_workers or default_num_workers()).run()

@@ -67,13 +67,12 @@ class KeepOptions:
 
     def rules(self, unverified: Sequence[str] = ()) -> Rules:
         """Return the rules that they are."""
-        greater = self.greater_is_better
         return Rules(
             last=self.keep_last,
             every=self.keep_every,
             best=self.keep_best,
             metric=self.metric,
-            greater_is_better=not self.metric.endswith("loss") if greater is None else greater,
+            greater_is_better=self.greater_is_better,
             unverified=tuple(unverified),
         )
 
@@ -131,6 +130,9 @@ class WatchOptions(KeepOptions):
         str | None, Option("Also push what stays (with --gather, the result) to the hub.", metavar="REPO")
     ] = None
     once: Annotated[bool, Option("Look once, and end: for cron. Exit code 3 with a bad checkpoint.")] = False
+    status: Annotated[
+        bool, Option("Only show what is known and what goes when: nothing is verified or written. Exit code as --once.")
+    ] = False
     interval: Annotated[float, Option("Seconds between two looks.", metavar="SECONDS", min=0.1)] = 30.0
     settle: Quiet = 10.0
     num_workers: NumWorkers = None
@@ -147,7 +149,7 @@ def watch(options: WatchOptions) -> Tended:
 
     Raises:
         UsageError: Options that contradict each other.
-        UnreadableError: There is no such folder; with `once`, no checkpoints of a run.
+        UnreadableError: There is no such folder; with `once` or `status`, no checkpoints of a run.
         BusyError: With `once`, another ckpt tends the folder.
     """
     path = os.fspath(options.directory)
@@ -160,10 +162,11 @@ def watch(options: WatchOptions) -> Tended:
         level=options.level,
         quiet_s=options.settle,
         num_workers=options.num_workers or default_num_workers(path),
+        dry_run=options.status,
         send=_senders(options),
     )
     tender = options.tender(path, settings, say=options.say, progress=options.progress)
-    if options.once:
+    if options.once or options.status:
         return _require(tender.once())
     return _for_ever(tender, options)
 
@@ -190,7 +193,7 @@ def _for_ever(tender: Tender, options: WatchOptions) -> Tended:
 
 def _require(tended: Tended) -> Tended:
     """Refuse a folder without a checkpoint: it is hardly the one that is meant."""
-    if not tended.decisions:
+    if not tended.checkpoints:
         raise UnreadableError(
             "no checkpoint of a trainer is here",
             where=tended.path,

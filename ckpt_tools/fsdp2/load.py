@@ -31,6 +31,7 @@ from ckpt_tools.fsdp2.restore import Restored
 from ckpt_tools.fsdp2.state import MODEL_KEY, check_names, model_of, models_of, refuse_shared
 from ckpt_tools.fsdp2.ties import declared_ties, plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
+from ckpt_tools.storage.run_folder import leased
 from ckpt_tools.text import first_few
 
 T = TypeVar("T")
@@ -104,7 +105,7 @@ def load_checkpoint(
 
     def read() -> tuple[dict[str, torch.Tensor], LoadReport, Restored]:
         check_names(wanted)
-        with open_path(os.fspath(path), as_part=True) as opened:  # what lacks is refused by name
+        with leased(path), open_path(os.fspath(path), as_part=True) as opened:  # what lacks is refused by name
             found, report = read_state(
                 model,
                 opened,

@@ -21,10 +21,11 @@ class LightningTending(Callback):
         self._tending: Tending | None = None
         self._has_saved = False
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401, ARG002 - the library's
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401 - the library's
         """Begin; raise `UsageError` where nothing says where the checkpoints go."""
         places = [each.dirpath for each in trainer.checkpoint_callbacks if getattr(each, "dirpath", None)]
-        given = {**({"directory": places[0]} if places else {}), **self._settings}
+        known = {"model": pl_module, "resumed_from": trainer.ckpt_path, **({"directory": places[0]} if places else {})}
+        given = known | self._settings
         if "directory" not in given:
             raise UsageError("LightningTending finds no ModelCheckpoint", hint="LightningTending(directory=…)")
         self._tending = Tending(**given, rank=trainer.global_rank)

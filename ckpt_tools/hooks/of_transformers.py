@@ -17,10 +17,10 @@ class TrainerTending(TrainerCallback):
         self._settings = settings
         self._tending: Tending | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401, ARG002 - the library's
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:  # noqa: ANN401, ARG002 - the library's
         """Begin; settings that make no sense end the run here."""
-        given = {"directory": args.output_dir, **self._settings}
-        self._tending = Tending(**given, rank=0 if state.is_world_process_zero else 1)
+        known = {"model": given.get("model"), "resumed_from": args.resume_from_checkpoint, "directory": args.output_dir}
+        self._tending = Tending(**known | self._settings, rank=0 if state.is_world_process_zero else 1)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401, ARG002 - the library's
         """Let the new checkpoint be verified."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckpt_tools.api.tending import KeepOptions
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.hooks.work import Answer, ExportJob, Job
 from ckpt_tools.processes.child import Child
+from ckpt_tools.storage.run_folder import leased
+from ckpt_tools.tending.retention import Rules
+from ckpt_tools.tending.tend import Settings
 
 _DOES = "tends the run's checkpoints"
 
@@ -54,6 +58,8 @@ class Tending:
         level: As of `ckpt watch`.
         on_finding: What `check` does about a bad checkpoint. With "raise", make this on every rank: it makes a group.
         export_adapter: Directory to create at the end: the adapter of the last good checkpoint, for PEFT.
+        model: Whose `peft_config` the exported adapter gets, beside what is stored; or such a config as a dict.
+        resumed_from: Checkpoint that is held, by a lease, until the run ends.
         settle_s: For so many seconds a checkpoint must not have changed before it is read.
         patience_s: After so many seconds without any change a save that has not ended is a finding.
         rank: Of this process; by default that of torch.distributed, or RANK in the environment.
@@ -74,28 +80,28 @@ class Tending:
         level: Literal["data", "values"] = "values",
         on_finding: Literal["warn", "raise"] = "warn",
         export_adapter: str | os.PathLike[str] | None = None,
+        model: object = None,
+        resumed_from: str | os.PathLike[str] | None = None,
         settle_s: float = 2.0,
         patience_s: float = 300.0,
         rank: int | None = None,
     ) -> None:
-        keep = KeepOptions(
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=keep_best,
-            metric=metric,
-            greater_is_better=greater_is_better,
-        )
-        for name in ("keep_last", "keep_every", "keep_best"):
-            if (value := getattr(keep, name)) is not None and value < 1:
+        for name, value in {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}.items():
+            if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         if level not in ("data", "values") or on_finding not in ("warn", "raise"):
             raise UsageError('level must be "data" or "values", on_finding "warn" or "raise"')
-        self._job = Job(
-            path=os.fspath(directory), rules=keep.rules(), level=level, settle_s=settle_s, patience_s=patience_s
+        rules = Rules(
+            last=keep_last, every=keep_every, best=keep_best, metric=metric, greater_is_better=greater_is_better
         )
+        settings = Settings(rules=rules, level=level, quiet_s=settle_s, patience_s=math.inf)
+        self._job = Job(path=os.fspath(directory), settings=settings, patience_s=patience_s)
         self._raises = on_finding == "raise"
         self._export = None if export_adapter is None else os.fspath(export_adapter)
+        self._config = _live_config(model)
         self._acts = (rank if rank is not None else _rank()) == 0
+        self._held = ExitStack()
+        self._held.enter_context(leased(resumed_from or "", is_wanted=self._acts))
         self._change = threading.Condition()
         self._names: list[str] = []
         self._answers: list[Answer | CkptError] = []
@@ -126,7 +132,9 @@ class Tending:
             self._names += [os.path.basename(name.rstrip("/"))] if name else []
             if keep is not None:
                 kept = tuple(os.path.basename(each.rstrip("/")) for each in keep)
-                self._job = replace(self._job, kept=kept)
+                settings = self._job.settings
+                settings = replace(settings, rules=replace(settings.rules, kept=kept))
+                self._job = replace(self._job, settings=settings)
             self._is_wanted = True
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="ckpt-tending", daemon=True)
@@ -175,6 +183,7 @@ class Tending:
             self._change.notify_all()
         if self._worker is not None:
             self._worker.join()
+        self._held.close()
         if wait:
             self._write_adapter()
             self.check()
@@ -213,7 +222,7 @@ class Tending:
             self._warn("no adapter was exported: no checkpoint is verified")
             return
         try:
-            self._call("export", ExportJob(source=self._last_verified, destination=self._export))
+            self._call("export", ExportJob(source=self._last_verified, destination=self._export, config=self._config))
         except CkptError as error:
             self._warn(f"no adapter was exported: {error}")
 
@@ -221,6 +230,19 @@ class Tending:
         if text not in self._told:
             self._told.add(text)
             warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _live_config(model: Any) -> Mapping[str, object] | None:  # noqa: ANN401 - of a library that may not be there
+    """Return the configuration of the active adapter of a model, or of a module in it; None without one."""
+    if model is None or isinstance(model, Mapping):
+        return model
+    for module in model.modules():
+        if configs := getattr(module, "peft_config", None):
+            active = getattr(module, "active_adapter", None)
+            name = active if isinstance(active, str) and active in configs else next(iter(configs))
+            found: Mapping[str, object] = configs[name].to_dict()
+            return found
+    return None
 
 
 def _group() -> Any:  # noqa: ANN401 - of a library that may not be there

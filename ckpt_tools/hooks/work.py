@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.processes.child import Here
 from ckpt_tools.tending.folder import BusyError, open_folder
-from ckpt_tools.tending.retention import Rules
-from ckpt_tools.tending.series import parse_name
+from ckpt_tools.tending.series import place_of
 from ckpt_tools.tending.tend import Settings, Tended, Tender
 
 _POLL_S = 1.0
@@ -26,13 +24,9 @@ class Job:
     path: str
     names: tuple[str, ...] = ()
     """What was saved, or is being saved."""
-    rules: Rules
-    level: Literal["data", "values"]
-    settle_s: float
+    settings: Settings
     patience_s: float
     """For so long nothing changes before a save counts as given up."""
-    kept: tuple[str, ...] = ()
-    """What the trainer points at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +45,15 @@ class ExportJob:
 
     source: str
     destination: str
+    config: Mapping[str, object] | None
 
 
 def tend(job: Job, here: Here) -> Answer:
     """Tend the folder until everything that was saved is verified, or nothing more comes."""
     del here
-    settings = Settings(rules=job.rules, level=job.level, quiet_s=job.settle_s, patience_s=math.inf, kept=job.kept)
-    tender = Tender(open_folder(job.path), settings)
+    tender = Tender(open_folder(job.path), job.settings)
     findings: dict[Finding, None] = {}
-    failed: tuple[str, ...] = ()
-    before: object = None
-    since = time.monotonic()
+    before, since = None, time.monotonic()
     while True:
         try:
             tended = tender.once(wait=False)
@@ -71,16 +63,15 @@ def tend(job: Job, here: Here) -> Answer:
             time.sleep(_POLL_S)
             continue
         findings.update(dict.fromkeys(each for each in tended.findings if each.severity == "error"))
-        failed = tended.failed
         waiting = _waiting(tended, job.names)
-        now = [(each.candidate.name, each.candidate.state, each.candidate.nbytes) for each in tended.decisions]
+        now = [(each.name, each.state, each.nbytes) for each in tended.checkpoints]
         if now != before:
             before, since = now, time.monotonic()
         if not waiting or time.monotonic() - since > job.patience_s:
-            for name, why in waiting.items():
-                finding = Finding.error("unfinished-checkpoint", name, f"its save has not ended: {why}")
-                findings[finding] = None
-            return Answer(findings=tuple(findings), failed=failed, last_verified=_last(tended))
+            ends = (f"its save has not ended: {why}" for why in waiting.values())
+            found = map(Finding.error, itertools.repeat("unfinished-checkpoint"), waiting, ends)
+            last = os.path.join(tended.path, tended.last_fit) if tended.last_fit else ""
+            return Answer(findings=(*findings, *found), failed=tended.failed, last_verified=last)
         time.sleep(_POLL_S)
 
 
@@ -89,29 +80,20 @@ def export(job: ExportJob, here: Here) -> Answer:
     from ckpt_tools.api import export_lora
 
     del here
-    export_lora(job.source, job.destination)
+    export_lora(job.source, job.destination, live_config=job.config)
     return Answer()
 
 
 def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:
     """Return the saves that have not come to an end: name → why. What something later follows is not waited for."""
     found = {}
-    there = {each.candidate.name: each.candidate for each in tended.decisions}
-    latest: dict[str, int] = {}
-    for one in there.values():
-        latest[one.series] = max(latest.get(one.series, -1), -1 if one.step is None else one.step)
-    for name in {*names, *(name for name, one in there.items() if one.step == latest[one.series])}:
-        place = parse_name(name, is_directory=True) or parse_name(name, is_directory=False)
-        candidate = there.get(name)
-        if place is None or (place.step or 0) < latest.get(place.series, -1):
+    there = {each.name: each for each in tended.checkpoints}
+    latest = {each.series: each for each in tended.checkpoints}  # by step
+    for name in {*names, *(each.name for each in latest.values())}:
+        place, candidate = place_of(name), there.get(name)
+        is_passed = place and place.series in latest and (place.step or 0) < (latest[place.series].step or -1)
+        if place is None or is_passed:
             continue
         if candidate is None or candidate.state not in ("verified", "unfit", "bad", "unsupported"):
             found[name] = "it is not there" if candidate is None else candidate.why or candidate.state
     return found
-
-
-def _last(tended: Tended) -> str:
-    good = [each.candidate for each in tended.decisions if each.candidate.state == "verified"]
-    if not good:
-        return ""
-    return os.path.join(tended.path, max(good, key=lambda one: -1 if one.step is None else one.step).name)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.checks.step import verify_step
@@ -35,11 +36,8 @@ class Assessor:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._problems: dict[str, tuple[State, str]] = {}
-        """Stamp → by its headers, what the checkpoint is, and why."""
-        self._digests: dict[str, str] = {}
-        self._holds: dict[str, frozenset[str]] = {}
-        """Stamp → what it holds, in words: what a resumed run would miss."""
+        self._examined: dict[str, tuple[State, str, frozenset[str]]] = {}
+        """Stamp → by its headers, what the checkpoint is, why, and what it holds: what a resumed run would miss."""
 
     def assess(self, look: Look, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
         """Say what is known of every checkpoint."""
@@ -49,7 +47,7 @@ class Assessor:
         for saved in look.saved:
             entry = record.get(saved.name)
             series = saved.place.series
-            if entry is not None and self.is_recorded(saved, entry):
+            if entry is not None and entry.stamp == saved.stamp:
                 state, why = entry.state, "; ".join(entry.unfit) or first_few(entry.codes)
             else:
                 state, why = self._look_at(saved, last.get(series))
@@ -58,71 +56,50 @@ class Assessor:
             link = next((look.links[root] for root in saved.roots if root in look.links), "")
             pins = (
                 saved.oddity,
+                "the trainer points at it" if saved.name in rules.kept else "",
                 "`prune --undo` brought it back" if entry is not None and entry.is_back else "",
                 f"the link {escape_name(link)} leads to it" if link else "",
                 named.get(saved.name, ""),
             )
-            found.append(
-                Candidate(
-                    name=saved.name,
-                    series=series,
-                    step=saved.place.step,
-                    state=state,
-                    why=why,
-                    metric=self._metric(saved, rules.metric) if rules.best is not None else None,
-                    pinned=next(filter(None, pins), ""),
-                    nbytes=saved.nbytes,
-                    order=0 if entry is None else entry.order,
-                    unfit=entry.unfit if entry is not None and state == "unfit" else (why,) * (state in _UNFIT),
-                )
-            )
+            one = Candidate(name=saved.name, series=series, step=saved.place.step, state=state, why=why)
+            metric = self._metric(saved, rules.metric) if rules.best is not None else None
+            unfit = entry.unfit if entry is not None and state == "unfit" else (why,) * (state in _UNFIT)
+            order, pinned = 0 if entry is None else entry.order, next(filter(None, pins), "")
+            found.append(replace(one, metric=metric, unfit=unfit, order=order, pinned=pinned, nbytes=saved.nbytes))
         return tuple(found)
-
-    def is_recorded(self, saved: Saved, entry: Entry) -> bool:
-        """Is this the very content that the entry is about?"""
-        return entry.stamp == saved.stamp and entry.digest == self.digest(saved)
-
-    def digest(self, saved: Saved) -> str:
-        """Return the digest of its metadata."""
-        stamp = saved.stamp
-        if stamp not in self._digests:
-            self._digests[stamp] = self._folder.digest(saved)
-        return self._digests[stamp]
 
     def _look_at(self, saved: Saved, before: Saved | None) -> tuple[State, str]:
         """Return the state of a checkpoint that nobody has verified, and why."""
         temporary = [name for name in saved.files if _TEMPORARY.fullmatch(name.rpartition("/")[2])]
         if temporary:
             return "changing", f"being written, or left by a killed save: {first_few(temporary)}"
-        stamp = saved.stamp
-        if stamp not in self._problems:
-            try:
-                self._problems[stamp] = self._problem(saved)
-            except CkptError as error:  # of the disk or the network: at the next look it may be gone
-                return "incomplete", f"cannot be looked at: {error.what}"
-        if self._problems[stamp][1]:
-            return self._problems[stamp]
-        if before is not None and before.stamp not in self._holds:
-            self._problem(before)
-        if before is not None and (lacks := self._holds[before.stamp] - self._holds[stamp]):
+        try:
+            state, why, holds = self._examine(saved)
+            lacks = self._examine(before)[2] - holds if before is not None and state == "complete" else ()
+        except CkptError as error:  # of the disk or the network: at the next look it may be gone
+            return "incomplete", f"cannot be looked at: {error.what}"
+        if before is not None and lacks:
             return "incomplete", f"lacks {first_few(sorted(lacks))}, which {before.name} has"
-        return "complete", ""
+        return state, why
 
-    def _problem(self, saved: Saved) -> tuple[State, str]:
-        """Return why a checkpoint cannot be read, as long as its save goes on; what can be and is wrong is bad."""
+    def _examine(self, saved: Saved) -> tuple[State, str, frozenset[str]]:
+        """Say why a checkpoint cannot be read, as long as its save goes on; what can be and is wrong is bad."""
+        if saved.stamp not in self._examined:
+            self._examined[saved.stamp] = self._read_headers(saved)
+        return self._examined[saved.stamp]
+
+    def _read_headers(self, saved: Saved) -> tuple[State, str, frozenset[str]]:
         holds: frozenset[str] = frozenset()
-        self._holds[saved.stamp] = holds
         for label, path in targets(self._folder, saved):
             try:
                 result = examine(path, level="structure", num_workers=1)
             except (UnreadableError, UsageError) as error:
                 state: State = "unsupported" if isinstance(error, UnsupportedError) else "incomplete"
-                return state, f"{label}: {error.what}" if label else error.what
+                return state, f"{label}: {error.what}" if label else error.what, holds
             holds |= result.has
-            self._holds[saved.stamp] = holds
             for each in (each for each in result.findings if each.code == "not-resumable"):
-                return "incomplete", f"{each.where}: {each.what}"
-        return "complete", ""
+                return "incomplete", f"{each.where}: {each.what}", holds
+        return "complete", "", holds
 
     def _metric(self, saved: Saved, metric: str) -> float | None:
         """Return what the trainer has measured at this very step."""

@@ -6,13 +6,15 @@ rest, then the note: whoever finds one goes on there, and leaves alone what was 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.formats.file_names import is_weights
+from ckpt_tools.processes import wire
 from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
+from ckpt_tools.storage.run_folder import RECORD_NAME
 from ckpt_tools.tending.folder import (
     LATEST_GOOD,
     MAX_READ_BYTES,
@@ -24,7 +26,15 @@ from ckpt_tools.tending.folder import (
     gather_saved,
     stamp_of,
 )
-from ckpt_tools.tending.record import RECORD_NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Note:
+    """What is removed."""
+
+    roots: tuple[str, ...]
+    objects: Mapping[str, str]
+    """Key below the folder → its version."""
 
 
 class BucketFolder(Folder):
@@ -52,7 +62,7 @@ class BucketFolder(Folder):
         for name, facts in self._list().items():
             root, slash, _ = name.partition("/")
             if root.startswith(TRASH_PREFIX):
-                leftovers[root] = tuple(_roots(self.read(root)))
+                leftovers[root] = root.removeprefix(TRASH_PREFIX)
             elif name not in (RECORD_NAME, LATEST_GOOD):
                 files.setdefault(root, {})[name] = facts
                 plain[root] = plain.get(root, True) and bool(slash)
@@ -76,10 +86,6 @@ class BucketFolder(Folder):
         """Write an object; a store does that whole or not at all."""
         self._bucket.put(self._key(file), content)
 
-    def digest(self, saved: Saved) -> str:  # noqa: ARG002 - ETags stand for the content
-        """Nothing is read: the ETags in the stamp tell one content from another."""
-        return "etags"
-
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Nothing: a lock in a store would outlive its owner. Whoever else tends it does what this one would."""
@@ -87,7 +93,8 @@ class BucketFolder(Folder):
 
     def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
         """See what is being written by ckpt, from its claim."""
-        return {each.name: "a ckpt that is writing it" for each in saved if _is_claimed(each)}
+        claimed = (each.name for each in saved if any("/.ckpt/" in f"/{name}" for name in each.files))
+        return dict.fromkeys(claimed, "a ckpt that is writing it")
 
     def remove(self, saved: Sequence[Saved]) -> list[str]:
         """Leave a note of each, and remove what it names, what makes it a checkpoint first."""
@@ -98,7 +105,7 @@ class BucketFolder(Folder):
                 continue
             note = f"{TRASH_PREFIX}{each.name}"
             versions = {name: facts.version for name, facts in each.files.items()}
-            self.write(note, json.dumps({"roots": each.roots, "objects": versions}).encode())
+            self.write(note, wire.dumps(_Note(roots=each.roots, objects=versions)).encode())
             self.remove_leftover(note)
             gone.append(each.name)
         return gone
@@ -117,16 +124,11 @@ class BucketFolder(Folder):
 
     def remove_leftover(self, name: str) -> None:
         """Remove the objects that a note names, as far as they are those that it was written about."""
-        try:
-            note = json.loads(self.read(name) or b"{}")
-            wanted = {str(file): version for file, version in note["objects"].items()}
-            roots = _roots(self.read(name))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            wanted, roots = {}, []
-        there: dict[str, Facts] = {}
-        for root in roots:
-            there |= self._list(root)
-        ours = [file for file, version in wanted.items() if file in there and there[file].version == version]
+        note = _Note(roots=(), objects={})  # a damaged one removes nothing
+        with suppress(ValueError, RecursionError):
+            note = wire.loads(_Note, (self.read(name) or b"").decode())
+        there = {file: facts for root in note.roots if "/" not in root for file, facts in self._list(root).items()}
+        ours = [file for file, version in note.objects.items() if file in there and there[file].version == version]
         for file in sorted(ours, key=lambda file: (not _is_marker(file), file)):
             self._bucket.delete(self._key(file))
         self._bucket.delete(self._key(name))
@@ -136,19 +138,6 @@ def _facts(stored: StoredObject) -> Facts:
     return Facts(nbytes=stored.nbytes, version=stored.etag or stored.modified.isoformat())
 
 
-def _roots(note: bytes | None) -> list[str]:
-    """Return the checkpoints that a note is about; none where it is damaged, which then removes nothing."""
-    try:
-        roots = json.loads(note or b"{}")["roots"]
-    except (ValueError, KeyError, TypeError):
-        return []
-    return [root for root in roots if isinstance(root, str) and "/" not in root] if isinstance(roots, list) else []
-
-
 def _is_marker(file: str) -> bool:
     """Is this what readers look for first? Everything is, but the data of DCP and what lies beside the weights."""
     return is_weights(file) and not file.endswith(".distcp")
-
-
-def _is_claimed(saved: Saved) -> bool:
-    return any("/.ckpt/" in f"/{name}" for name in saved.files)

@@ -7,25 +7,24 @@ never has a checkpoint's name.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
 import re
 import shlex
 import shutil
+import socket
 import stat
 import time
-import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from ckpt_tools.errors import LimitError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.claim import NO_LOCKS, staging_path
-from ckpt_tools.storage.publish import replace_file, sync_directory
+from ckpt_tools.storage.publish import sync_directory
+from ckpt_tools.storage.run_folder import LEASE_PREFIX, RECORD_NAME, homes_of
 from ckpt_tools.storage.source import MAX_FILES
 from ckpt_tools.tending.folder import (
     LATEST_GOOD,
@@ -39,16 +38,16 @@ from ckpt_tools.tending.folder import (
     gather_saved,
     stamp_of,
 )
-from ckpt_tools.tending.record import RECORD_NAME
-from ckpt_tools.tending.series import parse_name
+from ckpt_tools.tending.series import parse_name, place_of
 from ckpt_tools.text import first_few
 
-_LOCK_NAME = ".ckpt-tend.lock"
-_LEASE = ".ckpt-lease-"
-_TRASH = re.compile(r"([0-9a-f]{8,9})-([0-9a-f]+)", re.ASCII)
-_PART = re.compile(r"[0-9a-f]{8}", re.ASCII)
+_LOCK_NAME, _PART_NAME, _LINK_NAME = ".ckpt-tend.lock", ".ckpt-tend.part", ".ckpt-tend.link"
+_TRASH = re.compile(r"([0-9a-f]{8,9})-([0-9a-f]+)-(.+)", re.ASCII | re.DOTALL)
 _MOST_LINKS = 100_000
-_OWN = (RECORD_NAME, _LOCK_NAME)
+_OWN = (RECORD_NAME, _LOCK_NAME, _PART_NAME, _LINK_NAME)
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_RESERVED_BYTES = 64 << 10
+"""For a record, beside twice what the last one took."""
 _COUNTED = re.compile(r"checkpoint_\d+", re.ASCII)
 """accelerate takes whatever lies beside these for one of them, counts it, and may load it as the latest: nothing of
 ckpt's may lie there.
@@ -69,8 +68,7 @@ class DiskFolder(Folder):
             raise UnreadableError("no such directory", where=path)
         super().__init__(path)
         self._real = os.path.realpath(path)
-        self._home, self._tag = self._real, ""
-        """Where files of the folder's own lie, and what their names have to tell from those of other folders."""
+        self._home = homes_of(self._real)[0]
         self._also = tuple(map(os.path.realpath, also_used_by))
         self._inodes: dict[str, set[tuple[int, int]]] = {}
         """Name in the folder → (device, inode) of all that is there."""
@@ -90,18 +88,18 @@ class DiskFolder(Folder):
             raise StorageError(f"cannot list: {error.strerror}", where=self.path) from error
         self._choose_home([entry.name for entry in entries])
         self._inodes, self._leases, self.notes = {}, {}, ()
-        for name in _listed(self._home) if self._tag else ():
-            if self._is_own_trash(f"../{name}"):
-                leftovers[f"../{name}"] = tuple(sorted(_listed(os.path.join(self._home, name))))
+        for name in _listed(self._home.directory):
+            if (trash := self._own_trash(name)) is not None:
+                leftovers[name] = place.name if (place := place_of(trash[3])) is not None else trash[3]
+            elif self._home.tag and name.startswith(LEASE_PREFIX + self._home.tag):
+                self._note_lease("", os.path.relpath(os.path.join(self._home.directory, name), self._real))
         for entry in entries:
             if entry.is_symlink():
                 if entry.name != LATEST_GOOD:
                     self._note_link(links, entry.path, entry.name)
-            elif self._is_own_trash(entry.name):
-                leftovers[entry.name] = tuple(sorted(_listed(entry.path)))
-            elif entry.name.startswith(_LEASE):
+            elif entry.name.startswith(LEASE_PREFIX):
                 self._note_lease("", entry.name)
-            elif entry.name not in _OWN:
+            elif entry.name not in _OWN and entry.name not in leftovers:
                 is_directory = entry.is_dir(follow_symlinks=False)
                 known = parse_name(entry.name, is_directory=is_directory) is not None
                 files, oddity = self._walk(entry.name, device, links) if known else ({}, "")
@@ -114,9 +112,7 @@ class DiskFolder(Folder):
         return Look(saved=saved, unknown=unknown, links=links, leftovers=leftovers)
 
     def _choose_home(self, names: Collection[str]) -> None:
-        if any(map(_COUNTED.fullmatch, names)):
-            self._home = os.path.dirname(self._real)
-            self._tag = hashlib.sha256(os.fsencode(os.path.basename(self._real))).hexdigest()[:8] + "-"
+        self._home = homes_of(self._real)[any(map(_COUNTED.fullmatch, names))]
 
     def _walk(self, root: str, device: int, links: dict[str, str]) -> tuple[dict[str, Facts], str]:
         """Return the files at and below `root`, and what is odd. What vanishes meanwhile has changed."""
@@ -127,7 +123,7 @@ class DiskFolder(Folder):
             name = pending.pop()
             path = os.path.join(self._real, name)
             try:
-                if name.rpartition("/")[2].startswith(_LEASE):
+                if name.rpartition("/")[2].startswith(LEASE_PREFIX):
                     self._note_lease(root, name)
                     continue
                 status = os.lstat(path)
@@ -167,12 +163,14 @@ class DiskFolder(Folder):
                 return
 
     def _note_lease(self, root: str, name: str) -> None:
-        """Remember who says that a checkpoint is in use; one that cannot be read or is stale holds it as well."""
+        """Remember who holds a checkpoint, by a stale lease as well, but not of a process here that is gone."""
         path = os.path.join(self.path, name)
         try:
             found = json.loads(self.read(name, 1 << 16) or b"")
             root, who = root or str(found["checkpoint"]), f"{found['host']}:{found['pid']}"
             ended = float(found["until"]) < time.time()
+            if ended and found["host"] == socket.gethostname() and not os.path.exists(f"/proc/{int(found['pid'])}"):
+                return
         except (ValueError, KeyError, TypeError):
             who, ended = "somebody", True
         text = f"{who}, by a lease" + (
@@ -191,7 +189,7 @@ class DiskFolder(Folder):
 
     def read(self, file: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """Return the beginning of a file; never of a link or a pipe."""
-        path = self._own(file) if file in _OWN else os.path.join(self._real, file)
+        path = self._home.path(file) if file in _OWN else os.path.join(self._real, file)
         try:
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with open(os.open(path, flags), "rb") as stream:
@@ -200,22 +198,31 @@ class DiskFolder(Folder):
             return None
 
     def write(self, file: str, content: bytes) -> None:
-        """Replace a file at once, and durably."""
-        part = os.path.join(self._home, f"{TRASH_PREFIX}{self._tag}{uuid.uuid4().hex[:8]}")
-        replace_file(self._own(file), content, part)
+        """Replace a file at once, and durably, by way of one whose space is reserved."""
+        path, part = self._home.path(file), self._home.path(_PART_NAME)
+        try:
+            with open(os.open(part, _FLAGS, 0o666), "r+b") as stream:
+                stream.write(content)
+                stream.truncate()
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(part, path)
+            sync_directory(self._home.directory)
+        except OSError as error:
+            raise StorageError(f"cannot write: {error.strerror}", where=path) from error
+        self._reserve(len(content))
 
-    def _own(self, file: str) -> str:
-        """Return the path of a file of the folder's own."""
-        name, dot, end = file.rpartition(".")
-        return os.path.join(self._home, f"{name}-{self._tag[:-1]}{dot}{end}" if self._tag else file)
+    def _reserve(self, nbytes: int) -> None:
+        """Keep space for the next record, so that a full disk costs no verification."""
+        with contextlib.suppress(OSError), open(os.open(self._home.path(_PART_NAME), _FLAGS, 0o666), "r+b") as stream:
+            os.posix_fallocate(stream.fileno(), 0, 2 * nbytes + _RESERVED_BYTES)
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold a lock on a file of the folder's own; where there are no locks, nothing keeps another one out."""
         self._choose_home(_listed(self._real))
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            descriptor = os.open(self._own(_LOCK_NAME), flags, 0o666)
+            descriptor = os.open(self._home.path(_LOCK_NAME), _FLAGS, 0o666)
         except OSError as error:
             raise StorageError(f"cannot write here: {error.strerror}", where=self.path) from error
         try:
@@ -226,114 +233,81 @@ class DiskFolder(Folder):
             except OSError as error:
                 if error.errno not in NO_LOCKS:
                     raise
+            self._reserve(0)
             yield
         finally:
             os.close(descriptor)
 
     def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
         """Look for locks and claims of ckpt's, and for open and mapped files of processes that may be looked at."""
-        owners = {root: each.name for each in saved for root in each.roots}
         found: dict[str, str] = {}
-        for root, name in owners.items():
-            path = os.path.join(self._real, root)
-            if os.path.lexists(staging_path(path)) or _is_locked(path):
-                found[name] = "a ckpt that is writing it"
-        for root, name in owners.items():
-            if who := self._leases.get(root) or self._leases.get(""):
-                found.setdefault(name, who)
-        used = self._used()
-        for root, name in owners.items():
-            for inode in self._inodes.get(root, set()) & used.keys():
-                found.setdefault(name, f"process {used[inode]}")
-        return found
-
-    def _used(self) -> dict[tuple[int, int], str]:
-        """Return (device, inode) of what processes have open or mapped, or are in → process; say who cannot be seen."""
         used, hidden = _used_by_processes()
         more = f" ({len(hidden)} processes here: {first_few(hidden)})" if hidden else ""
         self.unseen = (DiskFolder.unseen[0] + more,)
-        return used
+        for name, root in ((each.name, root) for each in saved for root in each.roots):
+            path = os.path.join(self._real, root)
+            pids = (f"process {used[inode]}" for inode in self._inodes.get(root, set()) & used.keys())
+            is_written = os.path.lexists(staging_path(path)) or _is_locked(path)
+            who = "a ckpt that is writing it" if is_written else self._leases.get(root) or self._leases.get("")
+            if who := who or next(pids, ""):
+                found.setdefault(name, who)
+        return found
 
     def remove(self, saved: Sequence[Saved]) -> list[str]:
-        """Rename them into quarantine, see that nobody came in between, and put back what somebody uses."""
-        moved: dict[str, list[str]] = {}
-        trash = os.path.join(self._home, f"{TRASH_PREFIX}{self._tag}{uuid.uuid4().hex[:8]}")
-        try:
-            os.mkdir(trash, 0o700)
-            trash, bare = os.path.join(self._home, self._trash_name(os.stat(trash).st_ino)), trash
-            os.rename(bare, trash)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise StorageError(f"cannot remove: {error.strerror}", where=self.path) from error
-            return [each.name for each in saved if self._remove_now(each)]
+        """Rename them, which takes no space, see that nobody came in between, and put back what somebody uses."""
+        moved: dict[str, dict[str, str]] = {}
+        """Name → what was renamed of it → its path now."""
         for each in saved:
+            ours = moved.setdefault(each.name, {})
             try:
                 for root in each.roots:
-                    os.rename(os.path.join(self._real, root), os.path.join(trash, root))
-                    moved.setdefault(each.name, []).append(root)
+                    path = os.path.join(self._real, root)
+                    trash = f"{TRASH_PREFIX}{self._home.tag}{int(time.time()):08x}-{os.lstat(path).st_ino:x}-{root}"
+                    os.rename(path, os.path.join(self._home.directory, trash))
+                    ours[root] = os.path.join(self._home.directory, trash)
             except FileNotFoundError:  # the trainer has removed it itself
-                self._put_back(trash, moved.pop(each.name, []))
+                self._put_back(moved.pop(each.name))
             except OSError as error:
-                self._put_back(trash, [root for roots in moved.values() for root in roots])
+                for roots in moved.values():
+                    self._put_back(roots)
                 where = os.path.join(self.path, each.name)
                 raise StorageError(f"cannot remove: {error.strerror}", where=where) from error
-        for directory in (trash, self._real, self._home):
+        for directory in {self._real, self._home.directory}:
             sync_directory(directory)
-        inside, used = os.path.relpath(trash, self._real), self._used()
-        device = os.stat(self._real).st_dev
+        device, (used, _) = os.stat(self._real).st_dev, _used_by_processes()
         for each in saved:
-            now = {}
-            for root in moved.get(each.name, ()):
-                files, _ = self._walk(f"{inside}/{root}", device, {})
-                now.update({name[len(inside) + 1 :]: facts for name, facts in files.items()})
-            inodes = set().union(*(self._inodes.get(f"{inside}/{root}", set()) for root in each.roots))
-            if each.name in moved and (_own_files(now) != _own_files(each.files) or inodes & used.keys()):
-                self._put_back(trash, moved.pop(each.name))
-        with contextlib.suppress(OSError):
-            os.rmdir(trash)
+            now, is_used = {}, False
+            for root, path in moved.get(each.name, {}).items():
+                inside = os.path.relpath(path, self._real)
+                files, _ = self._walk(inside, device, {})
+                now.update({root + name[len(inside) :]: facts for name, facts in files.items()})
+                is_used = is_used or inside in self._leases or bool(self._inodes.get(inside, set()) & used.keys())
+            if each.name in moved and (is_used or _own_files(now) != _own_files(each.files)):
+                self._put_back(moved.pop(each.name))
         return list(moved)
 
-    def _remove_now(self, saved: Saved) -> bool:
-        """Remove one where there is no space for a quarantine, by a name that is ckpt's until it is gone."""
-        for root in saved.roots:
-            path = os.path.join(self._real, root)
-            name = self._trash_name(os.lstat(path).st_ino)
-            os.rename(path, os.path.join(self._home, name))
-            self.remove_leftover(os.path.relpath(os.path.join(self._home, name), self._real))
-        return True
-
-    def _trash_name(self, inode: int) -> str:
-        return f"{TRASH_PREFIX}{self._tag}{int(time.time()):x}-{inode:x}"
-
-    def _is_own_trash(self, name: str) -> bool:
-        """Was this put away by ckpt? A directory's name then has its inode, which no copy and nothing else has."""
-        base = name.rpartition("/")[2]
-        if not base.startswith(TRASH_PREFIX + self._tag):
-            return False
-        rest, path = base[len(TRASH_PREFIX + self._tag) :], os.path.join(self._real, name)
-        if found := _TRASH.fullmatch(rest):
-            with contextlib.suppress(OSError):
-                return os.lstat(path).st_ino == int(found[2], 16)
-        is_empty = os.path.isdir(path) and not os.path.islink(path) and not _listed(path)
-        return _PART.fullmatch(rest) is not None and (is_empty or os.path.isfile(path))
+    def _own_trash(self, name: str) -> re.Match[str] | None:
+        """Return when this was put away by ckpt, its inode and its name: no copy and nothing else has that inode."""
+        start = TRASH_PREFIX + self._home.tag
+        found = _TRASH.fullmatch(name[len(start) :]) if name.startswith(start) else None
+        with contextlib.suppress(OSError):
+            if found and os.lstat(os.path.join(self._home.directory, name)).st_ino == int(found[2], 16):
+                return found
+        return None
 
     def age(self, leftover: str) -> float:
         """Return for how many seconds it is in quarantine, by its name."""
-        found = _TRASH.fullmatch(leftover.rpartition("/")[2][len(TRASH_PREFIX + self._tag) :])
+        found = self._own_trash(leftover)
         return math.inf if found is None else time.time() - int(found[1], 16)
 
     def restore(self, names: Collection[str]) -> list[str]:
         """Rename back what has these names, the latest removed first."""
         back: list[str] = []
-        for leftover, roots in sorted(self.look().leftovers.items(), reverse=True):
-            for root in roots:
-                place = parse_name(root, is_directory=True) or parse_name(root, is_directory=False)
-                is_free = not os.path.lexists(os.path.join(self._real, root))
-                if place is not None and (not names or place.name in names) and is_free:
-                    self._put_back(os.path.join(self._real, leftover), [root])
-                    back.append(place.name)
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.join(self._real, leftover))
+        for leftover, name in sorted(self.look().leftovers.items(), reverse=True):
+            trash = self._own_trash(leftover)
+            if trash and (not names or name in names) and not os.path.lexists(os.path.join(self._real, trash[3])):
+                os.rename(os.path.join(self._home.directory, leftover), os.path.join(self._real, trash[3]))
+                back.append(name)
         sync_directory(self._real)
         return [*dict.fromkeys(back)]
 
@@ -343,11 +317,6 @@ class DiskFolder(Folder):
         for root in saved.roots:
             files.update(self._walk(root, device, {})[0])
         return stamp_of(files)
-
-    def append(self, file: str, content: bytes) -> None:
-        """Append to it, as far as there is space."""
-        with contextlib.suppress(OSError), open(self._own(file), "ab") as stream:
-            stream.write(content)
 
     def forget(self, saved: Saved) -> None:
         """Drop its pages from memory, where the kernel does."""
@@ -361,30 +330,32 @@ class DiskFolder(Folder):
 
     def free_bytes(self) -> float:
         """Return how much space the file system has for this user."""
-        found = os.statvfs(self._home)
-        return found.f_bavail * found.f_frsize
+        found = os.statvfs(self._home.directory)
+        return found.f_bavail * found.f_frsize if found.f_favail or not found.f_files else 0
 
     def point(self, name: str) -> None:
         """Let the link lead there at once; what is called so and is no link is left alone."""
-        path = os.path.join(self._home, (f"{os.path.basename(self._real)}-" if self._tag else "") + LATEST_GOOD)
-        target = os.path.relpath(os.path.join(self._real, name), self._home)
+        tag = f"{os.path.basename(self._real)}-" if self._home.tag else ""
+        path, part = os.path.join(self._home.directory, tag + LATEST_GOOD), self._home.path(_LINK_NAME)
+        target = os.path.relpath(os.path.join(self._real, name), self._home.directory)
         if not name or (os.path.lexists(path) and not os.path.islink(path)):
             return
         with contextlib.suppress(OSError):  # a help, and nothing depends on it
             if not os.path.islink(path) or os.readlink(path) != target:
-                part = os.path.join(self._home, f"{TRASH_PREFIX}{self._tag}{uuid.uuid4().hex[:8]}")
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(part)
                 os.symlink(target, part)
                 os.replace(part, path)
 
-    def _put_back(self, trash: str, roots: Collection[str]) -> None:
-        for root in roots:
+    def _put_back(self, roots: Mapping[str, str]) -> None:
+        for root, path in roots.items():
             if not os.path.lexists(os.path.join(self._real, root)):
-                os.rename(os.path.join(trash, root), os.path.join(self._real, root))
+                os.rename(path, os.path.join(self._real, root))
 
     def remove_leftover(self, name: str) -> None:
         """Remove what was renamed away; links in it are removed, never followed."""
-        path = os.path.join(self._real, name)
-        if not self._is_own_trash(name):
+        path = os.path.join(self._home.directory, name)
+        if self._own_trash(name) is None:
             return
         try:
             if os.path.isdir(path) and not os.path.islink(path):
@@ -411,10 +382,8 @@ def _is_locked(path: str) -> bool:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(descriptor)
     return False

@@ -205,16 +205,18 @@ def join_profiles(profiles: Sequence[Profile]) -> Profile:
 
 def compare(new: Profile, old: Profile, gap: int, name: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
     """Say why `new` is not fit to succeed `old`, `gap` steps later; and how the model has moved so far."""
-    reasons = [*_compare_layout(new.layout, old.layout, name), *_compare_values(new, old, name)]
-    move = _distance([key for key in new.figures if key.startswith("model ")], new, old)
-    if move is None:
-        return tuple(reasons), old.moves
-    rate = move / max(gap, 1)
-    if len(old.moves) > 1 and move > 0.25 and rate > 8 * max(old.moves):
-        reasons.append(
-            f"its weights differ from {name}'s by {move:.2g} of their size, far more than before in this run"
-        )
-    return tuple(reasons), (*old.moves, rate)[-_MOST_MOVES:]
+    top = max((row[0] for key, row in old.figures.items() if key.startswith("model ")), default=0.0)
+    moves = {
+        key: move
+        for key, row in old.figures.items()
+        if key.startswith("model ") and row[0] > top / 64 and "," in old.layout[key] and key in new.figures
+        if (move := _distance(new.figures[key][3:], row[3:])) is not None
+    }
+    typical = median(moves.values()) if moves else 0.0
+    usual = gap * max(old.moves) if old.moves else typical
+    far = {key for key, move in moves.items() if move > 1 and move > 8 * usual}
+    reasons = [*_compare_layout(new.layout, old.layout, name), *_compare_values(new, old, name, top, far)]
+    return tuple(reasons), (*old.moves, typical / max(gap, 1))[-_MOST_MOVES:] if moves else old.moves
 
 
 def _compare_layout(new: Mapping[str, str], old: Mapping[str, str], name: str) -> Iterator[str]:
@@ -230,40 +232,35 @@ def _compare_layout(new: Mapping[str, str], old: Mapping[str, str], name: str) -
         yield f"it lacks {len(lost)} things that {name} has: {first_few(lost)}"
 
 
-def _compare_values(new: Profile, old: Profile, name: str) -> Iterator[str]:
-    both = [key for key in new.figures if key in old.figures]
-    rms, absmax, flat = ({key: (new.figures[key][i], old.figures[key][i]) for key in both} for i in range(3))
-    model = [key for key in both if key.startswith("model ")]
-    top = max((rms[key][1] for key in model), default=0.0)
-    # Rows of an optimizer's state may decay to zero: of it, only what has become one number altogether counts.
-    least = {key: 0.4 if key.startswith("model ") else 0.999 for key in both}
-    even = [key for key, (now, was) in flat.items() if now >= least[key] and now - was > 0.25]
+def _compare_values(new: Profile, old: Profile, name: str, top: float, far: set[str]) -> Iterator[str]:
+    even, strange = [], []
+    for key in [key for key in new.figures if key in old.figures]:
+        (rms, absmax, flat, *_), (old_rms, old_absmax, old_flat, *_) = new.figures[key], old.figures[key]
+        is_model = key.startswith("model ")
+        # Rows of an optimizer's state may decay to zero: of it, only what has become one number altogether counts.
+        if flat >= (0.4 if is_model else 0.999) and flat - old_flat > 0.25:
+            even.append(_plain(key))
+        is_large = rms > 8 * old_rms and (rms > 2 * top or old_rms > top / 64)
+        is_small = rms < old_rms / 64 and _plain(key) not in even
+        if absmax > 1e12 * max(old_absmax, 1e-6) or (is_model and (is_large or is_small)):
+            strange.append(f"{_plain(key)} {rms:.2g}, was {old_rms:.2g}")
+        if key in far and (is_large or is_small or _plain(key) in even):
+            far.remove(key)
     if even:
-        shown = first_few(sorted(map(_plain, even)))
+        shown = first_few(sorted(even))
         yield f"{len(even)} tensors are all or half zero or constant, and were not in {name}: {shown}"
-    strange = {key for key, (now, was) in absmax.items() if now > 1e12 * max(was, 1e-6)}
-    for key in model:
-        now, was = rms[key]
-        is_large = now > 8 * was and (now > 2 * top or was > top / 64)
-        if is_large or (now < was / 64 and key not in even):
-            strange.add(key)
     if strange:
-        shown = first_few([f"{_plain(key)} {rms[key][0]:.2g}, was {rms[key][1]:.2g}" for key in sorted(strange)])
-        yield f"{len(strange)} tensors have implausible magnitudes (rms): {shown}"
-    matrices = [key for key in model if rms[key][1] > top / 64 and "," in old.layout[key]]
-    moves = {key: move for key in matrices if (move := _distance([key], new, old)) is not None}
-    far = [key for key, move in moves.items() if move > 1 and key not in strange and key not in even]
-    if far and median(moves.values()) < 0.05:
-        shown = first_few([*map(_plain, far)])
-        yield f"{len(far)} tensors are others than in {name}, while the rest hardly changed: {shown}"
+        yield f"{len(strange)} tensors have implausible magnitudes (rms): {first_few(sorted(strange))}"
+    if far:
+        shown = first_few(sorted(map(_plain, far)))
+        yield f"{len(far)} tensors are others than in {name}, by far more than training has moved the model: {shown}"
 
 
-def _distance(keys: Sequence[str], new: Profile, old: Profile) -> float | None:
-    """Return |new - old| / |old| of some tensors, as their few elements tell; None without any."""
-    pairs = [pair for key in keys if key in old.figures for pair in zip(new.figures[key][3:], old.figures[key][3:])]  # noqa: B905
-    size = math.fsum(b * b for _, b in pairs)
-    change = math.fsum((a - b) ** 2 for a, b in pairs)
-    return math.sqrt(change / size) if size > 0 and math.isfinite(change / size) else None
+def _distance(new: Sequence[float], old: Sequence[float]) -> float | None:
+    """Return |new - old| / |old| of a tensor, as its few elements tell; None where that is no number."""
+    size = math.fsum(each * each for each in old)
+    change = math.fsum((a - b) ** 2 for a, b in zip(new, old)) / size if size > 0 else math.nan  # noqa: B905
+    return math.sqrt(change) if math.isfinite(change) else None
 
 
 def _plain(key: str) -> str:

@@ -11,9 +11,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
-from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.formats.steps import PROGRESS_FILE
 from ckpt_tools.remote.places import is_remote, local, scheme_of
 from ckpt_tools.tending.series import Place, parse_name
 
@@ -23,7 +20,6 @@ LATEST_GOOD = "latest-good"
 """A link to the newest fit checkpoint, in a bucket an object with its name."""
 MAX_READ_BYTES = 64 << 20
 """Of one document that says something about a checkpoint."""
-_HEAD_BYTES = 1 << 20
 
 
 class BusyError(CkptError):
@@ -71,12 +67,6 @@ class Saved:
         """Of all files."""
         return sum(facts.nbytes for facts in self.files.values())
 
-    @property
-    def documents(self) -> tuple[str, ...]:
-        """The files that say what the others hold."""
-        ends = (METADATA_NAME, MANIFEST_NAME, INDEX_SUFFIX, PROGRESS_FILE)
-        return tuple(name for name in sorted(self.files) if name.endswith(ends))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
@@ -88,8 +78,8 @@ class Look:
     """Names that no trainer gives to a checkpoint: they are never touched."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Name in the folder that a symbolic link leads to → the link."""
-    leftovers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What an interrupted removal has left → names of the checkpoints in it."""
+    leftovers: Mapping[str, str] = field(default_factory=dict)
+    """What was removed, or an interrupted removal has left → name of the checkpoint that it was."""
 
     def find(self, name: str) -> Saved | None:
         """Return the checkpoint of that name."""
@@ -139,9 +129,6 @@ class Folder(ABC):
     def stamp(self, saved: Saved) -> str:
         """Return the stamp that a checkpoint has now."""
 
-    def append(self, file: str, content: bytes) -> None:  # noqa: B027 - a store cannot; what is lost is read again
-        """Append to a file of the folder's own, without waiting for the disk."""
-
     def forget(self, saved: Saved) -> None:  # noqa: B027
         """Let the next read of a checkpoint be one of the disk."""
 
@@ -164,14 +151,6 @@ class Folder(ABC):
     @abstractmethod
     def remove_leftover(self, name: str) -> None:
         """End what an interrupted `remove` has begun."""
-
-    def digest(self, saved: Saved) -> str:
-        """Return the digest of what its documents say, and of the heads of files that are checkpoints by themselves."""
-        found = hashlib.sha256()
-        for name in sorted({*saved.documents, *(root for root in saved.roots if root in saved.files)}):
-            limit = MAX_READ_BYTES if name in saved.documents else _HEAD_BYTES
-            found.update(b"\0" + (self.read(name, limit) or b""))
-        return found.hexdigest()
 
 
 def open_folder(path: str, also_used_by: Sequence[str] = ()) -> Folder:

@@ -14,7 +14,6 @@ from ckpt_tools.processes import wire
 from ckpt_tools.tending.fitness import Profile
 from ckpt_tools.tending.retention import State
 
-RECORD_NAME = ".ckpt-tend.json"
 MAX_RECORD_BYTES = 64 << 20
 _VERSION = 2
 
@@ -25,8 +24,6 @@ class Entry:
 
     stamp: str
     """Of its files' names, sizes and times (on a store their ETags)."""
-    digest: str
-    """Of its metadata."""
     written: str = ""
     """As `stamp`, of names, sizes and times of modification alone."""
     ok: bool
@@ -57,7 +54,7 @@ class Entry:
 
 
 def parse_record(content: bytes | None) -> dict[str, Entry]:
-    """Return name → entry; what is not as `build_record` and `build_line` write it counts as never verified."""
+    """Return name → entry; what is not as `build_record` writes it counts as never verified."""
     found = {}
     layouts: dict[str, dict[str, str]] = {}
     for line in (content or b"").splitlines():
@@ -85,8 +82,3 @@ def build_record(entries: Mapping[str, Entry]) -> bytes:
         row["profile"]["layout"] = numbers.setdefault(layout, str(len(numbers)))
     layouts = {number: json.loads(layout) for layout, number in numbers.items()}
     return json.dumps({"version": _VERSION, "layouts": layouts, "checkpoints": rows}).encode() + b"\n"
-
-
-def build_line(name: str, entry: Entry) -> bytes:
-    """Return what is appended to the document for one more entry."""
-    return wire.dumps({"version": _VERSION, "checkpoints": {name: entry}}).encode() + b"\n"

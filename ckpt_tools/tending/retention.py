@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import shlex
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 State = Literal["verified", "unfit", "bad", "unsupported", "complete", "incomplete", "changing"]
 """verified: it was, and is unchanged. unfit: verified, and not fit to stand for the earlier ones. bad: verified, with
 errors. unsupported: in part not read. complete: by its headers; nobody has verified it."""
+_WAITS = ("complete", "incomplete", "changing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What is known of a checkpoint."""
+    """What is known of a checkpoint, and what becomes of it."""
 
     name: str
     series: str
@@ -24,12 +27,25 @@ class Candidate:
     """Why it is in this state."""
     metric: float | None = None
     pinned: str = ""
-    """Why it stays, whatever the rules say: who names or uses it."""
+    """Why it stays, whatever the rules say: who names it."""
+    used_by: str = ""
     nbytes: int = 0
     order: int = 0
     """When it was verified, counted and not by a clock."""
     unfit: tuple[str, ...] = ()
     """Why it must not succeed earlier ones, reason by reason."""
+    stays: bool = True
+    reason: str = ""
+    """Why it stays, or goes."""
+    kept_by: tuple[str, ...] = ()
+    """The rules that keep it."""
+    goes_when: str = ""
+    """What would have to come, as far as that can be said."""
+
+    @property
+    def explained(self) -> str:
+        """Why it stays or goes, and why it is in its state."""
+        return self.reason if not self.why or self.why in self.reason else f"{self.reason}; {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,58 +59,67 @@ class Rules:
     best: int | None = None
     """So many with the best metric."""
     metric: str = "eval_loss"
-    greater_is_better: bool = False
+    greater_is_better: bool | None = None
+    """None: unless the name of the metric ends in loss."""
     unverified: tuple[str, ...] = ()
     """Names of checkpoints that go although they are not verified."""
+
+    kept: tuple[str, ...] = ()
+    """Names of checkpoints that the trainer points at."""
 
     @property
     def removes(self) -> bool:
         """Is anything to be removed?"""
-        return any(rule is not None for rule in (self.last, self.every, self.best)) or bool(self.unverified)
+        return self.is_given or bool(self.unverified)
+
+    @property
+    def is_given(self) -> bool:
+        """Is there one that is not about names?"""
+        return any(rule is not None for rule in (self.last, self.every, self.best))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What becomes of a checkpoint."""
-
-    candidate: Candidate
-    stays: bool
-    reason: str
-
-
-def plan_retention(candidates: Sequence[Candidate], rules: Rules) -> tuple[Decision, ...]:
+def plan_retention(candidates: Sequence[Candidate], rules: Rules) -> tuple[Candidate, ...]:
     """Decide about every checkpoint.
 
     The last verified one of a series stays, and so does everything after it, everything that is not verified and
-    everything that is pinned; `Rules` tells of the others.
+    everything that is pinned or in use; `Rules` tells of the others.
     """
     verified: dict[str, list[Candidate]] = {}
+    waiting: dict[str, list[Candidate]] = {}
     for each in sorted(candidates, key=lambda each: each.step or 0):
-        if each.state == "verified" and each.step is not None:
-            verified.setdefault(each.series, []).append(each)
+        found = verified if each.state == "verified" else waiting if each.state in _WAITS else None
+        if found is not None and each.step is not None:
+            found.setdefault(each.series, []).append(each)
     kept = {series: _kept(found, rules) for series, found in verified.items()}
-    decisions = []
+    steps = {series: [each.step or 0 for each in found] for series, found in verified.items()}
+    decided = []
     for one in candidates:
-        stays = _reason(one, verified.get(one.series, []), kept.get(one.series, {}), rules)
+        ours, kept_by = verified.get(one.series, []), kept.get(one.series, {}).get(one.name, ())
+        later = len(ours) - bisect_right(steps.get(one.series, []), -1 if one.step is None else one.step)
+        stays = _reason(one, ours, kept_by, rules)
+        when = "" if stays is None else _when(one, ours, waiting.get(one.series, []), later, kept_by, rules)
         reason = stays or ("named by --unverified" if one.name in rules.unverified else "superseded")
-        decisions.append(Decision(candidate=one, stays=stays is not None, reason=reason))
-    return tuple(decisions)
+        decided.append(replace(one, stays=stays is not None, reason=reason, kept_by=kept_by, goes_when=when))
+    return tuple(decided)
 
 
-def _kept(verified: Sequence[Candidate], rules: Rules) -> dict[str, str]:
-    """Return the verified checkpoints of a series that a rule keeps: name → which."""
-    found: dict[str, str] = {}
+def _kept(verified: Sequence[Candidate], rules: Rules) -> dict[str, tuple[str, ...]]:
+    """Return the verified checkpoints of a series that rules keep: name → which."""
+    found: dict[str, tuple[str, ...]] = {}
+    for one in verified[-rules.last :] if rules.last is not None else ():
+        found[one.name] = (f"--keep-last {rules.last}",)
+    for one in verified if rules.every is not None else ():
+        if (one.step or 0) % (rules.every or 1) == 0:
+            found[one.name] = (*found.get(one.name, ()), f"--keep-every {rules.every}")
     for one in _best(verified, rules) if rules.best is not None and any(map(_is_measured, verified)) else ():
-        found[one.name] = f"--keep-best {rules.best}: {rules.metric} {one.metric:g}"
-    if rules.every is not None:
-        found |= {one.name: f"--keep-every {rules.every}" for one in verified if (one.step or 0) % rules.every == 0}
-    if rules.last is not None:
-        found |= {one.name: f"--keep-last {rules.last}" for one in verified[-rules.last :]}
+        found[one.name] = (*found.get(one.name, ()), f"--keep-best {rules.best}: {rules.metric} {one.metric:g}")
     return found
 
 
-def _reason(one: Candidate, verified: Sequence[Candidate], kept: Mapping[str, str], rules: Rules) -> str | None:
+def _reason(one: Candidate, verified: Sequence[Candidate], kept_by: Sequence[str], rules: Rules) -> str | None:
     """Return why a checkpoint stays; None where it goes."""
+    if one.used_by:
+        return f"in use by {one.used_by}"
     if one.pinned:
         return one.pinned
     if not rules.removes:
@@ -114,14 +139,43 @@ def _reason(one: Candidate, verified: Sequence[Candidate], kept: Mapping[str, st
         return f"not verified: {one.why or one.state}"
     if one.order > last.order:
         return f"verified later than {last.name}: the run may have gone back to an earlier step"
-    if rules.last is None and rules.every is None and rules.best is None:
+    if not rules.is_given:
         return "no rule removes it"
-    if one.name in kept:
-        return kept[one.name]
+    if kept_by:
+        return kept_by[0]
     if rules.best is not None and not _is_measured(one):
         there = any(map(_is_measured, verified))
         return f"it has no finite {rules.metric}" if there else f"nothing here has a {rules.metric}"
     return None
+
+
+def _when(
+    one: Candidate,
+    verified: Sequence[Candidate],
+    waiting: Sequence[Candidate],
+    later: int,
+    kept_by: Sequence[str],
+    rules: Rules,
+) -> str:
+    """Say when a checkpoint that stays goes, of which `later` verified ones are later; "" where that is not known."""
+    if one.used_by or one.pinned:
+        return "when that is over"
+    if one.step is None:
+        return ""
+    if one.state in ("complete", "changing"):
+        return "when it is verified, and superseded"
+    if one.state != "verified":
+        return f"with --unverified {shlex.quote(one.name)}" + ("" if later else ", when a later one is verified")
+    is_counted = rules.is_given and all(rule.startswith("--keep-last") for rule in kept_by)
+    is_counted = is_counted and (rules.best is None or _is_measured(one))
+    need = (rules.last or 1) if is_counted else max(later, 1)
+    after, missing = one.step, need - later
+    if one.order > verified[-1].order:
+        after, missing = verified[-1].step or 0, max(missing, 1)
+    rule = "" if is_counted else f"with --keep-last {need}" + " alone" * rules.is_given
+    coming = next((each.name for each in waiting if (each.step or 0) > after), f"a step after {after}")
+    time = f"when {coming} is verified" if missing == 1 else f"when {missing} later ones are verified"
+    return ", ".join(filter(None, (rule, time if missing > 0 else "")))
 
 
 def _is_measured(one: Candidate) -> bool:
@@ -130,7 +184,8 @@ def _is_measured(one: Candidate) -> bool:
 
 def _best(verified: Sequence[Candidate], rules: Rules) -> Sequence[Candidate]:
     """Return the best ones, and those that are as good as the last of them."""
-    sign = -1 if rules.greater_is_better else 1
+    greater = rules.greater_is_better
+    sign = -1 if (not rules.metric.endswith("loss") if greater is None else greater) else 1
     ranks = sorted(sign * (each.metric or 0.0) for each in verified if _is_measured(each))
     worst = ranks[: rules.best][-1]
     return [each for each in verified if _is_measured(each) and sign * (each.metric or 0.0) <= worst]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from ckpt_tools.formats.table import detect_format
 from ckpt_tools.remote.places import is_remote, local, open_source
@@ -51,6 +52,12 @@ def parse_name(name: str, *, is_directory: bool) -> Place | None:
         common = name if found[3] is None else f"{found[1]}{found[2]}{found[4] or ''}"
         return Place(name=common, series=f"{found[1]}*{found[4] or ''}", step=int(found[2]))
     return None
+
+
+@cache
+def place_of(name: str) -> Place | None:
+    """Return whose checkpoint has this name, whether of a file or of a directory."""
+    return parse_name(name, is_directory=True) or parse_name(name, is_directory=False)
 
 
 def checkpoints_in(path: str) -> list[str]:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 
 from ckpt_tools.checks.verify import Level, Verification
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.options import ProgressFactory
+from ckpt_tools.storage.run_folder import RECORD_NAME, leased
 from ckpt_tools.tending.assess import Assessor, examine, targets
 from ckpt_tools.tending.fitness import Profile, Profiler, compare, join_profiles
 from ckpt_tools.tending.folder import Folder, Look, Saved
-from ckpt_tools.tending.record import MAX_RECORD_BYTES, RECORD_NAME, Entry, build_line, build_record, parse_record
-from ckpt_tools.tending.retention import Candidate, Decision, Rules, plan_retention
-from ckpt_tools.tending.series import Place, parse_name
+from ckpt_tools.tending.record import MAX_RECORD_BYTES, Entry, build_record, parse_record
+from ckpt_tools.tending.retention import Candidate, Rules, plan_retention
+from ckpt_tools.tending.series import place_of
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
@@ -26,16 +28,20 @@ _MAX_FINDINGS = 20
 """Of one checkpoint."""
 _SMALL_BYTES = 16 << 20
 """What is not worth a second thread."""
+_NO_SPACE_BYTES = 64 << 10
+"""With less, the quarantine is emptied at once."""
+_RECORD_S = 10.0
+"""What a killed pass has to verify again at most, beside the checkpoint that it was at."""
 _RESTORE = "restore it, or resume from another checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Tended:
     """What was found in a folder, and done."""
 
     path: str
-    decisions: tuple[Decision, ...]
-    """As it is now; what was removed is in `removed`."""
+    checkpoints: tuple[Candidate, ...] = ()
+    """As it was before anything was removed."""
     unknown: tuple[str, ...] = ()
     """Names in the folder that are of no checkpoint."""
     verified: tuple[str, ...] = ()
@@ -43,6 +49,8 @@ class Tended:
     removed: tuple[str, ...] = ()
     """Names; in a dry run of those that would be."""
     freed_bytes: int = 0
+    quarantine: Mapping[str, str] = field(default_factory=dict)
+    """Name of what can be brought back → until when, as ISO 8601 has it."""
     findings: tuple[Finding, ...] = ()
     failed: tuple[str, ...] = ()
     """What was to be done and was not, and why."""
@@ -54,6 +62,12 @@ class Tended:
     def ok(self) -> bool:
         """True without a bad checkpoint."""
         return not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def last_fit(self) -> str:
+        """The fit one that was verified last; "" without any."""
+        fit = [each for each in self.checkpoints if each.state == "verified"]
+        return max(fit, key=lambda each: each.order).name if fit else ""
 
     @property
     def exit_code(self) -> int:
@@ -74,8 +88,6 @@ class Settings:
     """For so long one that is not whole must not have changed before it counts as given up; None: twice `quiet_s`."""
     quarantine_s: float = 86400.0
     """For so long what was removed can be brought back."""
-    kept: tuple[str, ...] = ()
-    """Names of checkpoints that the trainer points at."""
     accept: tuple[str, ...] = ()
     """Names of checkpoints that are fit, whatever sets them apart from those before them."""
     num_workers: int = 1
@@ -84,51 +96,11 @@ class Settings:
     """Where to → what brings a verified checkpoint there, given a name and a path of it; CkptError where it cannot."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Done:
-    """What a pass has done so far."""
-
-    verified: list[str] = field(default_factory=list)
-    removed: list[Saved] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    unchecked: dict[str, list[str]] = field(default_factory=dict)
-    """What → of which checkpoints; of none for what is not about one."""
-
-
-class _Fit:
-    """The fit checkpoints that are known of each series, by their steps; and how many verifications there were."""
-
-    def __init__(self, record: Mapping[str, Entry]) -> None:
-        self.by_series: dict[str, list[tuple[int, str]]] = {}
-        self._count = max((each.order for each in record.values()), default=0)
-        for name, entry in record.items():
-            place = parse_name(name, is_directory=True) or parse_name(name, is_directory=False)
-            if entry.is_fit and place is not None:
-                self.add(name, place)
-
-    def add(self, name: str, place: Place) -> None:
-        """Note one more."""
-        if place.step is not None:
-            insort(self.by_series.setdefault(place.series, []), (place.step, name))
-
-    def count(self) -> int:
-        """Return the number of the next verification."""
-        self._count += 1
-        return self._count
-
-    def judge(
-        self, saved: Saved, profile: Profile, record: Mapping[str, Entry]
-    ) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        """Say why a checkpoint is not fit to succeed the one before it, and how its series has moved."""
-        step = saved.place.step
-        before = self.by_series.get(saved.place.series, []) if step is not None else []
-        at = bisect_left(before, (step or 0, ""))
-        if not at:
-            return (), ()
-        old, name = before[at - 1]
-        return compare(profile, record[name].profile, (step or 0) - old, name)
+def _last_fit(record: Mapping[str, Entry], series: str, before: float = math.inf) -> tuple[int, str] | None:
+    """Return step and name of the last fit checkpoint of a series, of those before a step."""
+    places = (place for name, entry in record.items() if entry.is_fit and (place := place_of(name)) is not None)
+    ours = [(one.step, one.name) for one in places if one.series == series and one.step is not None]
+    return max((one for one in ours if one[0] < before), default=None)
 
 
 class Tender:
@@ -156,13 +128,18 @@ class Tender:
         self._assessor = Assessor(folder)
         self._seen: dict[str, tuple[str, float]] = {}
         """Name → its stamp, and since when it is so, by a clock that does not jump."""
+        self._now = Look(saved=(), unknown=())
+        self._record: dict[str, Entry] = {}
+        self._done = Tended(path=folder.path)
+        self._unchecked: dict[str, list[str]] = {}
+        """What → of which checkpoints; of none for what is not about one."""
 
     def once(self, *, wait: bool = True) -> Tended:
         """Tend the folder; with `wait`, new checkpoints get the time that they must stay unchanged."""
         if self._settings.dry_run:
             return self._pass(wait=False)
-        if not self._seen and not self._look().saved:  # nothing is written where no run is
-            return Tended(path=self._folder.path, decisions=())
+        if not self._seen and not self._folder.look().saved:  # nothing is written where no run is
+            return Tended(path=self._folder.path)
         with self._folder.lock():
             return self._pass(wait=wait)
 
@@ -170,123 +147,112 @@ class Tender:
         """Bring back what was removed, of these names or all, and let it stay."""
         with self._folder.lock():
             back = self._folder.restore(names)
-            look = self._look()
-            record = self._read_record(look)
+            self._begin()
             for name in back:
-                empty = Entry(stamp="", digest="", ok=False, level="", order=0)
-                record[name] = replace(record.get(name, empty), is_back=True)
-            if back:
-                self._write_record(record)
-            decisions = self._plan(self._assessor.assess(look, record, self._settings.rules), look)
+                empty = Entry(stamp="", ok=False, level="", order=0)
+                self._record[name] = replace(self._record.get(name, empty), is_back=True)
+            self._write_record()
+            planned = self._plan(self._assess())
         failed = [f"{name} is not in quarantine, or something has its name" for name in names if name not in back]
         notes = [f"{name} is back, and stays until you remove it" for name in back]
-        return Tended(path=self._folder.path, decisions=decisions, notes=tuple(notes), failed=tuple(failed))
+        return replace(self._done, checkpoints=planned, notes=tuple(notes), failed=tuple(failed))
 
     def _pass(self, *, wait: bool) -> Tended:
         rules, settings = self._settings.rules, self._settings
-        done = _Done()
-        look = self._look()
-        record = self._read_record(look)
-        if settings.accept:
-            self._accept(look, record)
-        candidates = self._assessor.assess(look, record, rules)
-        is_prune = settings.level is None  # a watch may begin before anything is measured
-        _check_rules(candidates, rules, must_measure=is_prune and rules.best is not None)
-        for pause in self._pauses(candidates) if wait else ():
+        reads, acts = settings.level is not None, not settings.dry_run
+        self._begin()
+        self._accept()
+        done, found = self._done, self._assess()
+        _check_rules(found, rules, must_measure=not reads and rules.best is not None)  # a watch may begin before that
+        for pause in self._pauses(found) if wait else ():
             time.sleep(pause)
-            look = self._look()
-            candidates = self._assessor.assess(look, record, rules)
-        if settings.level is not None and not settings.dry_run and self._verify_new(look, candidates, record, done):
-            look = self._look()
-            candidates = self._assessor.assess(look, record, rules)
-        decisions = self._send(self._plan(candidates, look), look, record, done)
-        rotten = {} if settings.dry_run else self._read_again(decisions, look, record, done)
-        if rotten:
-            candidates = self._assessor.assess(look, record, rules)
-            why = f"{first_few([*rotten.values()])} is no longer what was verified"
-            decisions = tuple(
-                replace(each, stays=True, reason=each.reason if each.stays else why)
-                if each.candidate.series in rotten
-                else each
-                for each in self._plan(candidates, look)
-            )
-        if settings.level is not None and not settings.dry_run:
-            done.findings += self._bad(candidates, record, {*done.verified, *rotten.values()})
-            good = [each for each in candidates if each.state == "verified"]
-            self._folder.point(max(good, key=lambda each: each.order).name if good else "")
-        stays = [each for each in decisions if each.stays and each.candidate.name in rules.unverified]
-        done.failed += [f"{each.candidate.name} stays: {each.reason}" for each in stays]
-        going = {each.candidate.name: each for each in decisions if not each.stays}
-        if settings.dry_run:
-            done.removed = _named(look, going)
-        elif going:
-            self._remove(look, going, record, done)
-        if not settings.dry_run and rules.removes:
-            self._remove_leftovers(self._look() if done.removed else look, candidates, done)
-        done.notes += self._folder.notes
-        for what in self._folder.unseen if rules.removes else ():
-            done.unchecked.setdefault(what, [])
-        return Tended(
-            path=self._folder.path,
-            decisions=decisions,
-            unknown=look.unknown,
-            verified=tuple(done.verified),
-            removed=tuple(saved.name for saved in done.removed),
-            freed_bytes=sum(saved.nbytes for saved in done.removed),
-            findings=tuple(done.findings),
-            failed=tuple(done.failed),
-            notes=tuple(done.notes),
-            not_checked=tuple(
-                f"{what} ({first_few(names)})" if names else what for what, names in done.unchecked.items()
-            ),
-            dry_run=settings.dry_run,
-        )
+            self._look()
+            found = self._assess()
+        if reads and acts and self._verify_new(found):
+            self._look()
+            found = self._assess()
+        planned = self._plan(found)
+        done.checkpoints = planned = self._read_again(self._send(planned)) if acts else planned
+        if reads:
+            done.findings += tuple(self._bad(planned))
+        if reads and acts:
+            self._folder.point(done.last_fit)
+        named = [each for each in planned if each.stays and each.name in rules.unverified]
+        done.failed += tuple(f"{each.name} stays: {each.reason}" for each in named)
+        going = {each.name: each for each in planned if not each.stays}
+        for saved in self._remove(going) if going and acts else _named(self._now, going):
+            done.removed += (saved.name,)
+            done.freed_bytes += saved.nbytes
+        done.checkpoints = tuple(replace(each, stays=each.name not in done.removed) for each in planned)
+        if acts and done.removed:
+            self._write_record()
+            self._look()
+        done.quarantine = self._quarantine()
+        if acts and rules.removes:
+            self._remove_leftovers({each.series for each in planned if each.state == "verified"})
+        done.unknown, done.notes = self._now.unknown, done.notes + self._folder.notes
+        unseen = dict.fromkeys(self._folder.unseen if rules.removes else (), ())
+        unchecked = {**self._unchecked, **unseen}
+        done.not_checked = tuple(f"{what} ({first_few(names)})" if names else what for what, names in unchecked.items())
+        return done
 
-    def _verify_new(self, look: Look, candidates: Sequence[Candidate], record: dict[str, Entry], done: _Done) -> bool:
-        """Verify what nobody has; was there anything?"""
-        fit = _Fit(record)
-        for saved in _named(look, [each.name for each in candidates if each.state == "complete"]):
-            if self._is_quiet(saved) and (entry := self._verify(saved, fit, record, done)) is not None:
-                record[saved.name] = entry
-                self._folder.append(RECORD_NAME, build_line(saved.name, entry))
-                done.verified.append(saved.name)
-        if done.verified:
-            self._write_record(record)
-        return bool(done.verified)
+    def _begin(self) -> None:
+        """Look, and read of the record what is there or can be brought back, and the last fit one of each series."""
+        self._done, self._unchecked = Tended(path=self._folder.path, dry_run=self._settings.dry_run), {}
+        self._look()
+        known = parse_record(self._folder.read(RECORD_NAME, MAX_RECORD_BYTES))
+        there = {*(saved.name for saved in self._now.saved), *self._now.leftovers.values()}
+        series = {place.series for name in known if (place := place_of(name)) is not None}
+        there |= {last[1] for each in series if (last := _last_fit(known, each)) is not None}
+        self._record = {name: entry for name, entry in known.items() if name in there}
 
-    def _plan(self, candidates: Sequence[Candidate], look: Look) -> tuple[Decision, ...]:
-        """Decide, and look who uses what is to go."""
-        rules, kept = self._settings.rules, self._settings.kept
-        why = "the trainer points at it"
-        candidates = [replace(each, pinned=each.pinned or why * (each.name in kept)) for each in candidates]
-        decisions = plan_retention(candidates, rules)
-        going = [each.candidate.name for each in decisions if not each.stays]
-        used = self._folder.users(_named(look, going)) if going else {}
-        pins = {name: f"in use by {user}" for name, user in used.items()}
-        return plan_retention([replace(each, pinned=pins.get(each.name, each.pinned)) for each in candidates], rules)
-
-    def _look(self) -> Look:
+    def _look(self) -> None:
         """List the folder, and note since when everything is as it is."""
-        look = self._folder.look()
-        now = time.monotonic()
-        before = self._seen
-        self._seen = {}
-        for saved in look.saved:
-            stamp = saved.stamp
-            was, since = before.get(saved.name, ("", now))
-            self._seen[saved.name] = (stamp, since if was == stamp else now)
-        return look
+        self._now, now, before = self._folder.look(), time.monotonic(), self._seen
+        self._seen = {saved.name: (saved.stamp, now) for saved in self._now.saved}
+        self._seen |= {name: was for name, was in before.items() if self._seen.get(name, ("",))[0] == was[0]}
+
+    def _assess(self) -> tuple[Candidate, ...]:
+        return self._assessor.assess(self._now, self._record, self._settings.rules)
+
+    def _plan(self, found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """Decide, and look who uses what is to go; in a dry run, who uses anything."""
+        planned = plan_retention(found, self._settings.rules)
+        asked = [each.name for each in planned if self._settings.dry_run or not each.stays]
+        used = self._folder.users(_named(self._now, asked)) if asked else {}
+        return plan_retention([replace(each, used_by=used.get(each.name, "")) for each in found], self._settings.rules)
+
+    def _quarantine(self) -> dict[str, str]:
+        """Return what can be brought back, and until when, the next to go first."""
+        start = time.time() + self._settings.quarantine_s
+        ends = sorted((start - self._folder.age(leftover), name) for leftover, name in self._now.leftovers.items())
+        shown = ((name, datetime.fromtimestamp(end, UTC)) for end, name in ends if math.isfinite(end))
+        return {name: end.isoformat(timespec="seconds") for name, end in shown}
+
+    def _verify_new(self, found: Sequence[Candidate]) -> bool:
+        """Verify what nobody has; was there anything?"""
+        written = time.monotonic()
+        for saved in _named(self._now, [each.name for each in found if each.state == "complete"]):
+            if self._is_quiet(saved) and (entry := self._verify(saved)) is not None:
+                self._record[saved.name] = entry
+                self._done.verified += (saved.name,)
+                if time.monotonic() - written > _RECORD_S:
+                    self._write_record()
+                    written = time.monotonic()
+        if self._done.verified:
+            self._write_record()
+        return bool(self._done.verified)
 
     def _is_quiet(self, saved: Saved) -> bool:
         stamp, since = self._seen[saved.name]
         return stamp == saved.stamp and time.monotonic() - since >= self._settings.quiet_s
 
-    def _pauses(self, candidates: Collection[Candidate]) -> list[float]:
+    def _pauses(self, found: Collection[Candidate]) -> list[float]:
         """Return for how long to wait, look by look, until it is known which saves have come to an end."""
         named, reads = self._settings.rules.unverified, self._settings.level is not None
-        new = any(each.state == "complete" and reads for each in candidates)
-        new = new or any(each.name in named and each.state != "verified" for each in candidates)
-        stuck = any(each.state in ("incomplete", "changing") and reads for each in candidates)
+        new = any(each.state == "complete" and reads for each in found)
+        new = new or any(each.name in named and each.state != "verified" for each in found)
+        stuck = any(each.state in ("incomplete", "changing") and reads for each in found)
         quiet = self._settings.quiet_s
         return [quiet] * (new or stuck) + [self._patience - quiet] * stuck
 
@@ -295,33 +261,26 @@ class Tender:
         given = self._settings.patience_s
         return 2 * self._settings.quiet_s if given is None else given
 
-    def _read_record(self, look: Look) -> dict[str, Entry]:
-        """Return what was verified, of what is there, of what can be brought back, and the last fit one of a series."""
-        known = parse_record(self._folder.read(RECORD_NAME, MAX_RECORD_BYTES))
-        there = {saved.name for saved in look.saved}.union(*look.leftovers.values())
-        there |= {found[-1][1] for found in _Fit(known).by_series.values()}
-        return {name: entry for name, entry in known.items() if name in there}
-
-    def _write_record(self, record: Mapping[str, Entry]) -> None:
+    def _write_record(self) -> None:
         with suppress(StorageError):  # no space: what is not recorded is verified again
-            self._folder.write(RECORD_NAME, build_record(record))
+            self._folder.write(RECORD_NAME, build_record(self._record))
 
-    def _accept(self, look: Look, record: dict[str, Entry]) -> None:
+    def _accept(self) -> None:
         """Let what was found unfit be fit; what was judged by its predecessors is judged again by it."""
+        there = {saved.name: saved.place for saved in self._now.saved}
         for name in self._settings.accept:
-            saved = look.find(name)
-            if saved is None:
-                there = first_few([each.name for each in look.saved], 6) or "nothing"
-                raise UsageError(f"--accept: no checkpoint is called {name!r}", hint=f"there is {there}")
-            if (entry := record.get(name)) is None or not entry.unfit:
+            if name not in there:
+                hint = f"there is {first_few([*there], 6) or 'nothing'}"
+                raise UsageError(f"--accept: no checkpoint is called {name!r}", hint=hint)
+            if name not in self._record or not self._record[name].unfit:
                 continue
-            record[name] = replace(entry, unfit=())
-            for each in look.saved:
-                later = each.place.series == saved.place.series and (each.place.step or 0) > (saved.place.step or 0)
-                if later and each.name in record and record[each.name].unfit:
-                    del record[each.name]
+            self._record[name] = replace(self._record[name], unfit=())
+            for other, place in there.items():
+                later = place.series == there[name].series and (place.step or 0) > (there[name].step or 0)
+                if later and other in self._record and self._record[other].unfit:
+                    del self._record[other]
             if not self._settings.dry_run:
-                self._write_record(record)
+                self._write_record()
 
     def _read(self, saved: Saved, level: Level) -> tuple[list[tuple[str, Verification]], Profile]:
         """Read a checkpoint whole: (part of it, what was found), and what it is like."""
@@ -329,198 +288,168 @@ class Tender:
         for label, path in targets(self._folder, saved):
             profiler = Profiler(path, label)
             workers = self._settings.num_workers if saved.nbytes > _SMALL_BYTES else 1
-            result = examine(path, level=level, num_workers=workers, progress=self._progress, looks=profiler.looks)
+            with leased(path):
+                result = examine(path, level=level, num_workers=workers, progress=self._progress, looks=profiler.looks)
             results.append((label, result))
             profiles.append(profiler.profile())
         return results, join_profiles(profiles)
 
-    def _verify(self, saved: Saved, fit: _Fit, record: Mapping[str, Entry], done: _Done) -> Entry | None:
+    def _verify(self, saved: Saved) -> Entry | None:
         """Verify a checkpoint, and return what is recorded of it; None where that is nothing."""
-        level = self._settings.level or "values"
+        level, done, before = self._settings.level or "values", self._done, self._record.get(saved.name)
         found: list[Finding] = []
-        nbytes = 0
-        digest = self._assessor.digest(saved)
         try:
             results, profile = self._read(saved, level)
-            for label, result in results:
-                inside = "/".join(filter(None, (saved.name, label)))
-                found += [replace(each, where=f"{inside}/{each.where}".rstrip("/")) for each in result.findings]
-                for what in result.not_checked:
-                    done.unchecked.setdefault(f"{label}: {what}" if label else what, []).append(saved.name)
-                nbytes += result.nbytes
         except CkptError as error:
-            done.failed.append(f"{saved.name} could not be verified: {error}")
+            done.failed += (f"{saved.name} could not be verified: {error}",)
             return None
+        for label, result in results:
+            inside = "/".join(filter(None, (saved.name, label)))
+            found += [replace(each, where=f"{inside}/{each.where}".rstrip("/")) for each in result.findings]
+            for what in result.not_checked:
+                self._unchecked.setdefault(f"{label}: {what}" if label else what, []).append(saved.name)
         if self._folder.stamp(saved) != saved.stamp:
-            done.notes.append(f"{saved.name} changed while it was verified: it counts as not verified")
+            done.notes += (f"{saved.name} changed while it was verified: it counts as not verified",)
             return None
-        errors = [each for each in found if each.severity == "error"]
-        codes = tuple(dict.fromkeys(each.code for each in errors))
-        if is_unsupported := codes == ("unsupported",):
-            found, errors = [replace(each, severity="warning") if each in errors else each for each in found], []
-        rest = [each for each in found if each.severity != "error"]
-        done.findings += errors[:_MAX_FINDINGS] + rest[:_MAX_FINDINGS]
-        unfit, moves = ((), ()) if codes else fit.judge(saved, profile, record)
-        before = record.get(saved.name)
+        codes = tuple(dict.fromkeys(each.code for each in found if each.severity == "error"))
+        if codes == ("unsupported",):
+            found = [replace(each, severity="warning") if each.severity == "error" else each for each in found]
+        for is_error in (True, False):
+            done.findings += tuple(each for each in found if (each.severity == "error") == is_error)[:_MAX_FINDINGS]
+        step = -1 if saved.place.step is None else saved.place.step
+        last = None if codes else _last_fit(self._record, saved.place.series, step)
+        unfit: tuple[str, ...] = ()
+        moves: tuple[float, ...] = ()
+        if last is not None:
+            unfit, moves = compare(profile, self._record[last[1]].profile, step - last[0], last[1])
         is_rewritten = before is None or before.written != saved.written
         if before is not None and before.ok and not is_rewritten and before.profile.content != profile.content:
             unfit = ("its bytes are others than when it was verified, under the same sizes and times", *unfit)
-        unfit = () if saved.name in self._settings.accept else unfit
-        state = "NOT ok" if errors else "unsupported" if is_unsupported else "NOT fit" if unfit else "verified"
-        self._say(f"{saved.name}: {state} ({format_size(nbytes)} of data, level {level})")
-        entry = Entry(
-            stamp=saved.stamp,
-            written=saved.written,
-            digest=digest,
-            ok=not codes,
-            level=level,
-            order=fit.count(),
-            codes=codes,
-            unfit=unfit,
-            profile=replace(profile, moves=moves),
-            is_back=before is not None and before.is_back,
-        )
-        if entry.is_fit:
-            fit.add(saved.name, saved.place)
+        order = 1 + max((each.order for each in self._record.values()), default=0)
+        entry = Entry(stamp=saved.stamp, written=saved.written, ok=not codes, level=level, order=order, codes=codes)
+        unfit, is_back = () if saved.name in self._settings.accept else unfit, before is not None and before.is_back
+        entry = replace(entry, unfit=unfit, profile=replace(profile, moves=moves), is_back=is_back)
+        state = {"bad": "NOT ok", "unfit": "NOT fit"}.get(entry.state, entry.state)
+        nbytes = format_size(sum(result.nbytes for _, result in results))
+        self._say(f"{saved.name}: {state} ({nbytes} of data, level {level})")
         return entry
 
-    def _read_again(
-        self, decisions: Sequence[Decision], look: Look, record: dict[str, Entry], done: _Done
-    ) -> dict[str, str]:
-        """Read those again whose last predecessors go; return series → the one that is not what was verified."""
-        last: dict[str, int] = {}
-        for each in decisions:
-            if not each.stays and each.candidate.step is not None:
-                last[each.candidate.series] = max(last.get(each.candidate.series, -1), each.candidate.step)
-        rotten = {}
-        for series, step in last.items():
-            later = (each.candidate for each in decisions if each.stays and each.candidate.state == "verified")
-            heirs = [one for one in later if one.series == series and one.step is not None and one.step > step]
-            name = min(heirs, key=lambda one: one.step or 0).name
-            entry, (saved,) = record[name], _named(look, [name])
+    def _read_again(self, planned: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Read those again whose last predecessors go; these stay where one is not what was verified."""
+        rotten: dict[str, str] = {}
+        """Series → the one that is not."""
+        going = {each.series: each.step for each in planned if not each.stays and each.step is not None}  # by step
+        for series, step in going.items():
+            good = [each for each in planned if each.stays and each.state == "verified" and each.series == series]
+            name = min((each.step, each.name) for each in good if each.step is not None and each.step > step)[1]
+            entry, (saved,) = self._record[name], _named(self._now, [name])
             try:
                 self._folder.forget(saved)
                 results, profile = self._read(saved, "values" if entry.level == "values" else "data")
             except UnreadableError as error:
                 results, profile = [], Profile(content=str(error))
             except CkptError as error:
-                done.failed.append(f"{name} could not be read again, and what it supersedes stays: {error}")
+                self._done.failed += (f"{name} could not be read again, and what it supersedes stays: {error}",)
                 rotten[series] = name
                 continue
             is_same = profile.content == entry.profile.content and all(result.ok for _, result in results)
-            if is_same and self._folder.stamp(saved) == entry.stamp:
-                continue
-            rotten[series] = name
-            what = "read again, it is no longer what was verified: what it supersedes stays"
-            done.findings.append(Finding.error("changed-since", name, what, _RESTORE))
-            record[name] = replace(entry, ok=False, codes=("changed-since",))
-            self._write_record(record)
-        return rotten
+            if not is_same or self._folder.stamp(saved) != entry.stamp:
+                rotten[series] = name
+                what = "read again, it is no longer what was verified: what it supersedes stays"
+                self._done.findings += (Finding.error("changed-since", name, what, _RESTORE),)
+                self._record[name] = replace(entry, ok=False, codes=("changed-since",))
+                self._write_record()
+        if not rotten:
+            return planned
+        why = f"{first_few([*rotten.values()])} is no longer what was verified"
+        return _all_stay(self._plan(self._assess()), why, rotten)
 
-    def _send(
-        self, decisions: Sequence[Decision], look: Look, record: dict[str, Entry], done: _Done
-    ) -> tuple[Decision, ...]:
+    def _send(self, planned: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Bring what is verified and stays to where it is wanted; nothing goes before what follows it has arrived."""
-        failed = len(done.failed)
-        wanted = [each.candidate.name for each in decisions if each.stays and each.candidate.state == "verified"]
-        for saved in _named(look, [] if self._settings.dry_run else wanted):
+        failed = len(self._done.failed)
+        for saved in _named(self._now, [each.name for each in planned if each.stays and each.state == "verified"]):
             for where, bring in self._settings.send.items():
-                if where in record[saved.name].sent:
+                if where in self._record[saved.name].sent:
                     continue
                 try:
                     for root in saved.roots:
                         bring(root, os.path.join(self._folder.path, root))
                 except CkptError as error:
-                    done.failed.append(f"{saved.name} did not arrive at {where}: {error}")
+                    self._done.failed += (f"{saved.name} did not arrive at {where}: {error}",)
                     continue
                 self._say(f"{saved.name}: arrived at {where}")
-                record[saved.name] = replace(record[saved.name], sent=(*record[saved.name].sent, where))
-                self._write_record(record)
-        if len(done.failed) == failed:
-            return tuple(decisions)
-        waits = "what follows it has not arrived yet"
-        return tuple(each if each.stays else replace(each, stays=True, reason=waits) for each in decisions)
+                entry = self._record[saved.name]
+                self._record[saved.name] = replace(entry, sent=(*entry.sent, where))
+                self._write_record()
+        is_sent = len(self._done.failed) == failed
+        return planned if is_sent else _all_stay(planned, "what follows it has not arrived yet")
 
-    def _remove(self, look: Look, going: Mapping[str, Decision], record: dict[str, Entry], done: _Done) -> None:
-        """Remove what can go."""
-        ready = self._ready(look, going, record, done)
-        gone = set(self._folder.remove(ready)) if ready else set()
-        for saved in ready:
-            if saved.name in gone:
-                done.removed.append(saved)
-                self._say(f"{saved.name}: removed ({format_size(saved.nbytes)})")
-            else:
-                done.failed.append(f"{saved.name} stays: something has opened or changed it")
-        if gone:
-            self._write_record(record)
+    def _remove(self, going: Mapping[str, Candidate]) -> list[Saved]:
+        """Remove what can go, and return it."""
+        ready = self._ready(going)
+        names = self._folder.remove(ready) if ready else []
+        gone = [saved for saved in ready if saved.name in names]
+        for saved in gone:
+            self._say(f"{saved.name}: removed ({format_size(saved.nbytes)})")
+        stay = [saved.name for saved in ready if saved not in gone]
+        self._done.failed += tuple(f"{name} stays: something has opened or changed it" for name in stay)
+        return gone
 
-    def _ready(
-        self, look: Look, going: Mapping[str, Decision], record: Mapping[str, Entry], done: _Done
-    ) -> list[Saved]:
-        """Return what can go: what is, at this moment, as it was judged, and so are as many later ones as must be."""
-        now = {each.name: each for each in self._folder.look().saved}
-        heirs: dict[str, list[int]] = {}
-        for each in now.values():
-            if each.name in record and record[each.name].is_fit and record[each.name].stamp == each.stamp:
-                heirs.setdefault(each.place.series, []).append(each.place.step or -1)
+    def _ready(self, going: Mapping[str, Candidate]) -> list[Saved]:
+        """Return what can go: what is, at this moment, as it was judged, and would be judged so again."""
+        judged, self._now = self._now, self._folder.look()
+        goes = {each.name for each in plan_retention(self._assess(), self._settings.rules) if not each.stays}
+        stamps = {each.name: each.stamp for each in self._now.saved}
         ready = []
-        for saved in _named(look, going):
-            steps = heirs.get(saved.place.series, [])  # in their order, as a look lists them
-            later = len(steps) - bisect_right(steps, saved.place.step or -1)
-            is_same = saved.name in now and now[saved.name].stamp == saved.stamp
-            if going[saved.name].candidate.state != "verified" and not self._is_quiet(saved):
-                done.failed.append(f"{saved.name} stays: it may be being written")
-            elif not is_same or later < (self._settings.rules.last or 1):
-                done.failed.append(f"{saved.name} stays: something has opened or changed it, or what supersedes it")
+        for saved in _named(judged, going):
+            if going[saved.name].state != "verified" and not self._is_quiet(saved):
+                self._done.failed += (f"{saved.name} stays: it may be being written",)
+            elif saved.name not in goes or stamps[saved.name] != saved.stamp:
+                what = "something has opened or changed it, or what supersedes it"
+                self._done.failed += (f"{saved.name} stays: {what}",)
             else:
                 ready.append(saved)
         return ready
 
-    def _bad(
-        self, candidates: Sequence[Candidate], record: Mapping[str, Entry], verified: Collection[str]
-    ) -> list[Finding]:
-        """Return findings of what is bad or unfit, and of what is not whole, an error unless its save may go on."""
-        found = []
-        last = {each.series: each.step or 0 for each in candidates if each.state == "verified"}
-        for each in candidates:
+    def _bad(self, found: Sequence[Candidate]) -> Iterator[Finding]:
+        """Yield findings of what is bad or unfit, and of what is not whole, an error unless its save may go on."""
+        told = {*self._done.verified, *(each.where for each in self._done.findings if each.code == "changed-since")}
+        last = {each.series: each.step or 0 for each in found if each.state == "verified"}
+        for each in found:
             hint = f"ckpt verify {os.path.join(self._folder.path, each.name)} says why"
-            if each.state == "bad" and each.name not in verified:
-                what = f"it failed its verification: {each.why}"
-                found.append(Finding.error("bad-checkpoint", each.name, what, hint))
+            if each.state == "bad" and each.name not in told:
+                yield Finding.error("bad-checkpoint", each.name, f"it failed its verification: {each.why}", hint)
             elif each.state == "unfit":
                 accept = f"if it is as it should be: --accept {each.name}"
-                found += [Finding.error("unfit-checkpoint", each.name, why, accept) for why in each.unfit]
+                yield from (Finding.error("unfit-checkpoint", each.name, why, accept) for why in each.unfit)
             elif each.state in ("incomplete", "changing", "unsupported"):
-                was_good = each.name in record and record[each.name].ok
-                age = time.monotonic() - self._seen[each.name][1]
+                was_good = each.name in self._record and self._record[each.name].ok
+                age = math.inf if self._settings.dry_run else time.monotonic() - self._seen[each.name][1]
                 is_passed = (each.step or 0) < last.get(each.series, -1) and age >= self._settings.quiet_s
-                is_error = was_good or (each.state != "unsupported" and (is_passed or age >= self._patience))
+                is_over = is_passed or self._patience <= age < math.inf
+                is_error = was_good or (each.state != "unsupported" and is_over)
                 what = f"it was verified, and has changed since: {each.why}" if was_good else each.why
                 make = Finding.error if is_error else Finding.warning
                 code = "incomplete-checkpoint" if each.state != "unsupported" else each.state
-                found.append(make(code, each.name, what, hint if is_error else None))
-        return found
+                yield make(code, each.name, what, hint if is_error else None)
 
-    def _remove_leftovers(self, look: Look, candidates: Sequence[Candidate], done: _Done) -> None:
+    def _remove_leftovers(self, safe: Collection[str]) -> None:
         """End what is in quarantine for long enough, or in the way, where something verified of the series is there."""
-        safe = {each.series for each in candidates if each.state == "verified"}
-        needs = max((each.nbytes for each in look.saved), default=0)
-        is_full = bool(done.verified) and self._folder.free_bytes() < 2 * needs
-        for leftover, names in look.leftovers.items():
-            if not is_full and 0 <= self._folder.age(leftover) < self._settings.quarantine_s:
-                if done.removed:
-                    size = format_size(sum(each.nbytes for each in done.removed))
-                    way = f"`ckpt prune {escape_name(self._folder.path)} --undo all` brings back what is in quarantine"
-                    way = f"{way}; --quarantine 0s frees {size}"
-                    done.notes += [] if way in done.notes else [way]
-                continue
-            places = [parse_name(name, is_directory=True) or parse_name(name, is_directory=False) for name in names]
-            if all(place is None or place.series in safe for place in places):
+        done = self._done
+        needs = max((each.nbytes for each in self._now.saved), default=0)
+        is_full = self._folder.free_bytes() < (2 * needs if done.verified else _NO_SPACE_BYTES)
+        ages = {leftover: self._folder.age(leftover) for leftover in self._now.leftovers}
+        kept = {name for name, age in ages.items() if not is_full and 0 <= age < self._settings.quarantine_s}
+        if kept and done.removed:
+            way = f"`ckpt prune {escape_name(self._folder.path)} --undo all` brings back what is in quarantine"
+            done.notes += (f"{way}; --quarantine 0s frees {format_size(done.freed_bytes)}",)
+        for leftover in ages.keys() - kept:
+            place = place_of(self._now.leftovers[leftover])
+            if place is None or place.series in safe:
                 self._folder.remove_leftover(leftover)
             else:
-                done.notes.append(
-                    f"{leftover} stays, what a killed run had begun to remove: nothing verified is beside it"
-                )
+                what = "what a killed run had begun to remove: nothing verified is beside it"
+                done.notes += (f"{leftover} stays, {what}",)
 
 
 def _named(look: Look, names: Collection[str]) -> list[Saved]:
@@ -541,16 +470,17 @@ def _check_rules(candidates: Sequence[Candidate], rules: Rules, *, must_measure:
         )
 
 
+def _all_stay(planned: Sequence[Candidate], why: str, series: Collection[str] | None = None) -> tuple[Candidate, ...]:
+    """Let nothing go, or nothing of some series."""
+    return tuple(
+        each
+        if each.stays or (series is not None and each.series not in series)
+        else replace(each, stays=True, reason=why)
+        for each in planned
+    )
+
+
 def tended_json(tended: Tended) -> dict[str, object]:
     """Return the JSON document of `prune` and `watch`."""
-    rows = [
-        {
-            **asdict(each.candidate),
-            "fit": each.candidate.state == "verified",
-            "stays": each.candidate.name not in tended.removed,
-            "reason": each.reason,
-        }
-        for each in tended.decisions
-    ]
-    rest = {name: value for name, value in asdict(tended).items() if name != "decisions"}
-    return {**rest, "ok": tended.ok, "checkpoints": rows}
+    rows = [{**asdict(each), "fit": each.state == "verified"} for each in tended.checkpoints]
+    return {**asdict(tended), "ok": tended.ok, "checkpoints": rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from ckpt_tools.checks.diff import Change, Difference
 from ckpt_tools.checks.stats import Stats, TensorStats
@@ -24,8 +25,11 @@ from ckpt_tools.report.inspect_page import build_page
 from ckpt_tools.report.page import Page
 from ckpt_tools.report.run_pages import estimate_page, preflight_page, smoke_page
 from ckpt_tools.report.stats_page import stats_page
+from ckpt_tools.report.tending_page import tending_page
 from ckpt_tools.report.write import failed_page, unfinished_page
 from ckpt_tools.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
+from ckpt_tools.tending.retention import Candidate, Rules, State, plan_retention
+from ckpt_tools.tending.tend import Tended
 
 HOSTILE = (
     "</script><img src=x onerror=window.hit=1>",
@@ -169,6 +173,20 @@ def preflight(**changes) -> PreflightReport:
     return replace(result, **changes)
 
 
+def tended() -> Tended:
+    """A run's folder with a checkpoint of every state."""
+    states = get_args(State)
+    found = [
+        Candidate(
+            name=f"{HOSTILE[0]}-{step}", series="s", step=step, state=state, metric=1 / step, nbytes=step, why=state
+        )
+        for step, state in enumerate((*states, *states), 1)
+    ]
+    planned = plan_retention(found, Rules(last=1, best=2))
+    quarantine = {HOSTILE[1]: "2026-01-01T00:00:00+00:00"}
+    return Tended(path=HOSTILE[2], checkpoints=planned, quarantine=quarantine, findings=FINDINGS, dry_run=True)
+
+
 def pages() -> dict[str, Page]:
     """A page of every command, with something in each of its sections."""
     return {
@@ -182,6 +200,7 @@ def pages() -> dict[str, Page]:
         "preflight": preflight_page(
             preflight(findings=FINDINGS, not_checked=(HOSTILE[1],), estimate=estimate(True), smoke=smoke())
         ),
+        "watch": tending_page(tended(), "watch"),
         "unfinished": unfinished_page("verify", HOSTILE[0]),
         "failed": failed_page("verify", HOSTILE[0], ValueError(HOSTILE[1])),
     }

@@ -15,7 +15,7 @@ from tending.walk import walk
 
 from ckpt_tools import api
 from ckpt_tools.remote.store import Bucket
-from ckpt_tools.tending.record import RECORD_NAME
+from ckpt_tools.storage.run_folder import RECORD_NAME
 
 
 @pytest.mark.full

@@ -152,7 +152,7 @@ def test_healthy_life_is_pruned(tmp_path, layout, capsys):
     run = tmp_path / "run"
     names = make_run(run, layout, 10, 20, 30)
     tended = api.watch(run, once=True, settle=0, keep_last=1)
-    assert tended.removed == tuple(names[:2]), (tended.findings, tended.failed, tended.decisions)
+    assert tended.removed == tuple(names[:2]), (tended.findings, tended.failed, tended.checkpoints)
     assert tended.exit_code == 0
     names = make_run(run, layout, 40)
     assert api.watch(run, once=True, settle=0, keep_last=1).removed == ((*there(run), *names)[0].replace("40", "30"),)
@@ -269,7 +269,7 @@ def test_metrics_that_are_no_numbers_remove_nothing(tmp_path, template):
         write_state(path, step, **({} if loss is None else {"eval_loss": float(loss)}))
     tended = api.watch(run, once=True, settle=0, keep_best=1)
     assert tended.removed == ("checkpoint-2", "checkpoint-7")
-    reasons = {each.candidate.name: each.reason for each in tended.decisions}
+    reasons = {each.name: each.reason for each in tended.checkpoints}
     assert reasons["checkpoint-1"] == reasons["checkpoint-6"] == "it has no finite eval_loss"
     assert reasons["checkpoint-4"] == reasons["checkpoint-5"] == "--keep-best 1: eval_loss 0.3"  # of equals both
 

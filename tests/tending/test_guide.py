@@ -32,7 +32,5 @@ def test_guides_loop_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     guide.run("tending", "loop", {"train_step": lambda: {"model": toy_steps.state_of(0)}})
-    assert sorted(each for each in os.listdir("run") if not each.startswith((".", "latest-good"))) == [
-        "step-3",
-        "step-4",
-    ]
+    there = sorted(each for each in os.listdir("run") if not each.startswith((".", "latest-good")))
+    assert there == ["step-3", "step-4"]

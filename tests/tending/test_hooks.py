@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -17,9 +18,10 @@ from seeds import guide
 from steps import toy_steps
 from tending.runs import flip
 
-from ckpt_tools import hooks
+from ckpt_tools import api, hooks
 from ckpt_tools.errors import UsageError
-from ckpt_tools.tending.record import RECORD_NAME, parse_record
+from ckpt_tools.storage.run_folder import RECORD_NAME
+from ckpt_tools.tending.record import parse_record
 
 pytestmark = pytest.mark.full(but=["test_settings_that_make_no_sense_are_refused", "test_other_ranks_do_nothing"])
 FAST = {"settle_s": 0.0, "patience_s": 20.0}
@@ -170,6 +172,50 @@ def test_adapter_of_the_last_good_checkpoint_is_exported_at_the_end(tmp_path):
     from safetensors.torch import load_file
 
     assert load_file(out / "adapter_model.safetensors")["base_model.model.a.lora_A.weight"].unique().tolist() == [1.0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("given", ["dict", "trainer"])
+def test_exported_adapter_has_the_live_settings(tmp_path, given):
+    """The checkpoint has no adapter_config.json, as TRL's sharded ones."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    peft = pytest.importorskip("peft", reason="needs peft")
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes))
+    config = {"r": 4, "lora_alpha": 12, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config))
+    run, out, tokens = tmp_path / "run", tmp_path / "adapter", torch.arange(8)
+    if given == "trainer":
+
+        class Sharded(transformers.TrainerCallback):
+            def on_save(self, args, state, control, **_):
+                (run / "checkpoint-1" / "adapter_config.json").unlink()
+
+        options = {"output_dir": str(run), "use_cpu": True, "max_steps": 1, "save_steps": 1, "report_to": []}
+        callbacks = [Sharded(), hooks.TrainerTending(export_adapter=out, **FAST)]
+        rows = [{"input_ids": tokens, "labels": tokens}] * 8
+        arguments = transformers.TrainingArguments(**options)
+        transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks).train()
+    else:
+        alone = model.peft_config["default"].to_dict()
+        with hooks.Tending(run, export_adapter=out, model=alone, rank=0, **FAST) as tending:
+            dcp.save({"model": model.state_dict()}, checkpoint_id=run / "step-1")
+            tending.saved("step-1")
+    written = json.loads((out / "adapter_config.json").read_text())
+    assert {name: written[name] for name in config} == config
+    live = model.eval()(tokens[None]).logits
+    loaded = peft.PeftModel.from_pretrained(model.unload(), out).eval()
+    torch.testing.assert_close(loaded(tokens[None]).logits, live)
+
+
+def test_what_the_run_was_resumed_from_is_held(run):
+    api.watch(run, once=True, settle=0)
+    with hooks.Tending(run, keep_last=1, rank=0, resumed_from=run / "step-20", **FAST):
+        assert api.prune(run, keep_last=1).removed == ("step-10",)
+    assert api.prune(run, keep_last=1).removed == ("step-20",)
 
 
 def test_what_the_trainer_points_at_stays(run):

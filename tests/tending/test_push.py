@@ -26,8 +26,5 @@ def test_nothing_goes_while_the_hub_refuses(hub, ckpt, run, tmp_path, monkeypatc
     code, _, err = ckpt("watch", run, *options)
     assert code == 1
     assert "step-30 did not arrive at me/model (hub)" in err
-    assert sorted(each for each in os.listdir(run) if not each.startswith((".", "latest-good"))) == [
-        "step-10",
-        "step-20",
-        "step-30",
-    ]
+    there = sorted(each for each in os.listdir(run) if not each.startswith((".", "latest-good")))
+    assert there == ["step-10", "step-20", "step-30"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -21,6 +23,7 @@ candidates = st.lists(
         state=st.sampled_from(STATES),
         metric=st.none() | st.floats(0, 1) | st.just(float("nan")),
         pinned=st.sampled_from(["", "", "in use"]),
+        order=st.integers(0, 3),
     ),
     max_size=10,
     unique_by=lambda each: each.name,
@@ -33,12 +36,12 @@ counts = st.none() | st.integers(1, 4)
 def test_plan_keeps_the_last_verified_one_and_all_that_is_not_verified(found, last, every, best, greater):
     rules = Rules(last=last, every=every, best=best, greater_is_better=greater)
     decisions = plan_retention(found, rules)
-    assert [each.candidate for each in decisions] == found
+    assert [each.name for each in decisions] == [each.name for each in found]
     for series in {each.series for each in found}:
-        ours = [each for each in decisions if each.candidate.series == series]
-        good = [e.candidate.step for e in ours if e.candidate.state == "verified" and e.candidate.step is not None]
+        ours = [each for each in decisions if each.series == series]
+        good = [e.step for e in ours if e.state == "verified" and e.step is not None]
         for each in ours:
-            one = each.candidate
+            one = each
             if each.stays:
                 continue
             assert one.state == "verified"
@@ -50,9 +53,38 @@ def test_plan_keeps_the_last_verified_one_and_all_that_is_not_verified(found, la
         assert all(each.stays for each in decisions)
 
 
+def come_true(one, found, rules):
+    """Let happen what a checkpoint goes with or when; return the plan's inputs then."""
+    more, found = [], [*found]
+    for said in one.goes_when.split(", "):
+        if with_last := re.fullmatch(r"with --keep-last (\d+)( alone)?", said):
+            rules = Rules(last=int(with_last[1]))
+        elif said.startswith("with --unverified"):
+            rules = replace(rules, unverified=(one.name,))
+        elif named := re.fullmatch(r"when ([a-h]{6}) is verified", said):
+            found = [replace(e, state="verified", order=9) if e.name == named[1] else e for e in found]
+        elif said not in ("when that is over", "when it is verified", "and superseded"):
+            count = re.fullmatch(r"when (?:(\d+) later ones are|a .*) verified|when a step after \d+ is verified", said)
+            more = [
+                replace(one, name=f"n{n}", step=90 + n, state="verified", order=9) for n in range(int(count[1] or 1))
+            ]
+    return [*found, *more], rules
+
+
+@settings(max_examples=300, deadline=None)
+@given(candidates, counts, counts, counts)
+def test_what_a_checkpoint_goes_with_or_when_is_true(found, last, every, best):
+    rules = Rules(last=last, every=every, best=best)
+    for one in plan_retention(found, rules):
+        assert bool(one.goes_when) == (one.stays and (one.step is not None or bool(one.pinned)))
+        if one.stays and one.step is not None and not one.pinned and one.state not in ("complete", "changing"):
+            then = plan_retention(*come_true(one, found, rules))
+            assert not next(each.stays for each in then if each.name == one.name), one
+
+
 def names_that_stay(rules, *rows):
     found = [Candidate(name=f"step-{row[0]}", series="step-*", step=row[0], state=row[1], **row[2]) for row in rows]
-    return [each.candidate.step for each in plan_retention(found, rules) if each.stays]
+    return [each.step for each in plan_retention(found, rules) if each.stays]
 
 
 def test_rules_add_up():
@@ -116,7 +148,7 @@ def test_metric_is_read_of_a_name():
 
 
 def test_record_comes_back():
-    entries = {"step-1": Entry(stamp="a", digest="b", ok=False, level="data", order=3, codes=("x",), sent=("hub",))}
+    entries = {"step-1": Entry(stamp="a", ok=False, level="data", order=3, codes=("x",), sent=("hub",))}
     assert parse_record(build_record(entries)) == entries
 
 
@@ -130,13 +162,13 @@ def test_damaged_record_means_that_nothing_is_verified(content):
 
 
 def test_record_of_another_version_counts_for_nothing():
-    content = build_record({"step-1": Entry(stamp="a", digest="b", ok=True, level="data", order=1)})
+    content = build_record({"step-1": Entry(stamp="a", ok=True, level="data", order=1)})
     assert content.count(b'"version": 2') == 1
     assert parse_record(content.replace(b'"version": 2', b'"version": 3')) == {}
 
 
 def test_damaged_entry_counts_for_nothing():
-    entry = Entry(stamp="a", digest="b", ok=True, level="data", order=1)
+    entry = Entry(stamp="a", ok=True, level="data", order=1)
     document = json.loads(build_record({"step-1": entry, "step-2": entry}))
     document["checkpoints"]["step-1"]["ok"] = "yes"
     assert parse_record(json.dumps(document).encode()) == {"step-2": entry}

@@ -25,7 +25,7 @@ from tending import runs
 
 from ckpt_tools import api
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.tending.record import RECORD_NAME
+from ckpt_tools.storage.run_folder import RECORD_NAME
 
 _CHANGES = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
 """Calls of `os` at one of which a pass is killed; a few are killed while they only look."""

@@ -22,6 +22,7 @@ from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.families.family import MERGE_HINT
 from ckpt_tools.adapters.families.tokens import fields_of
 from ckpt_tools.errors import UsageError
+from ckpt_tools.processes import wire
 
 _MAX_SHOWN = 3
 _OWN_FIELDS = """
@@ -203,6 +204,11 @@ def parse_overrides(given: Sequence[str]) -> Mapping[str, Sourced[object]]:
             raise UsageError(f"{name} is given twice", where="--config")
         found[name] = Sourced(value if name in _TEXT else _value(value), "--config")
     return found
+
+
+def live_settings(config: Mapping[str, object]) -> Mapping[str, Sourced[object]]:
+    """Return field → value of a configuration that a process in training has."""
+    return {name: Sourced(value, "live peft_config") for name, value in json.loads(wire.dumps(config)).items()}
 
 
 def _value(text: str) -> object:

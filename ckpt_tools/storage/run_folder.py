@@ -1,0 +1,67 @@
+"""Where ckpt's own files of a run's folder lie, and the leases by which readers of its checkpoints hold them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+RECORD_NAME = ".ckpt-tend.json"
+LEASE_PREFIX = ".ckpt-lease-"
+LEASE_S = 3600.0
+"""After so long the lease of a process of this machine that is gone is over."""
+_MOST_LEVELS = 4
+"""By which what is read lies below the run's folder."""
+
+
+class Home(NamedTuple):
+    """A directory for files of ckpt's own."""
+
+    directory: str
+    tag: str
+    """What their names have to tell from those of other folders; with "-"."""
+
+    def path(self, file: str) -> str:
+        """Return where a file lies."""
+        name, dot, end = file.rpartition(".")
+        return os.path.join(self.directory, f"{name}-{self.tag[:-1]}{dot}{end}" if self.tag else file)
+
+
+def homes_of(folder: str) -> tuple[Home, Home]:
+    """Return where they lie for a real path: in the folder, or beside it where nothing may lie in it."""
+    parent, name = os.path.split(folder)
+    return Home(folder, ""), Home(parent, hashlib.sha256(os.fsencode(name)).hexdigest()[:8] + "-")
+
+
+@contextmanager
+def leased(path: str | os.PathLike[str], *, is_wanted: bool = True) -> Iterator[None]:
+    """Hold what is at `path`, if that is of a checkpoint in a folder that ckpt keeps a record of; never fails."""
+    lease = ""
+    with suppress(OSError, ValueError):
+        lease = _write(os.path.realpath(path)) if is_wanted and os.path.exists(path) else ""
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.unlink(lease)
+
+
+def _write(path: str) -> str:
+    """Write the lease, and return where it lies; "" without a record."""
+    for _ in range(_MOST_LEVELS):
+        path, name = os.path.split(path)
+        for home in homes_of(path) if name else ():
+            if os.path.exists(home.path(RECORD_NAME)):
+                now = time.time()
+                lease = {"checkpoint": name, "host": socket.gethostname(), "pid": os.getpid()}
+                file = os.path.join(home.directory, f"{LEASE_PREFIX}{home.tag}{uuid.uuid4().hex[:8]}")
+                with suppress(OSError), open(file, "x", encoding="utf-8", errors="surrogateescape") as stream:
+                    json.dump({**lease, "since": now, "until": now + LEASE_S}, stream)
+                return file
+    return ""
