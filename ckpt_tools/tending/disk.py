@@ -262,9 +262,7 @@ class DiskFolder(Folder):
             try:
                 for root in each.roots:
                     path = os.path.join(self._real, root)
-                    trash = f"{TRASH_PREFIX}{self._home.tag}{int(time.time()):08x}-{os.lstat(path).st_ino:x}-{root}"
-                    os.rename(path, os.path.join(self._home.directory, trash))
-                    ours[root] = os.path.join(self._home.directory, trash)
+                    ours[root] = self._put_away(path, root, time.time())
             except FileNotFoundError:  # the trainer has removed it itself
                 self._put_back(moved.pop(each.name))
             except OSError as error:
@@ -286,6 +284,13 @@ class DiskFolder(Folder):
                 self._put_back(moved.pop(each.name))
         return list(moved)
 
+    def _put_away(self, path: str, root: str, since: float) -> str:
+        """Rename into quarantine, or with 0 for `since` to where there is no way back from; return the path."""
+        name = f"{TRASH_PREFIX}{self._home.tag}{int(since):08x}-{os.lstat(path).st_ino:x}-{root}"
+        trash = os.path.join(self._home.directory, name)
+        os.rename(path, trash)
+        return trash
+
     def _own_trash(self, name: str) -> re.Match[str] | None:
         """Return when this was put away by ckpt, its inode and its name: no copy and nothing else has that inode."""
         start = TRASH_PREFIX + self._home.tag
@@ -296,15 +301,16 @@ class DiskFolder(Folder):
         return None
 
     def age(self, leftover: str) -> float:
-        """Return for how many seconds it is in quarantine, by its name."""
+        """Return for how many seconds it is in quarantine, by its name; inf where its removal has begun."""
         found = self._own_trash(leftover)
-        return math.inf if found is None else time.time() - int(found[1], 16)
+        since = 0 if found is None else int(found[1], 16)
+        return time.time() - since if since else math.inf
 
     def restore(self, names: Collection[str]) -> list[str]:
         """Rename back what has these names, the latest removed first."""
         back: list[str] = []
         for leftover, name in sorted(self.look().leftovers.items(), reverse=True):
-            trash = self._own_trash(leftover)
+            trash = self._own_trash(leftover) if self.age(leftover) < math.inf else None
             if trash and (not names or name in names) and not os.path.lexists(os.path.join(self._real, trash[3])):
                 os.rename(os.path.join(self._home.directory, leftover), os.path.join(self._real, trash[3]))
                 back.append(name)
@@ -353,13 +359,13 @@ class DiskFolder(Folder):
                 os.rename(path, os.path.join(self._real, root))
 
     def remove_leftover(self, name: str) -> None:
-        """Remove what was renamed away; links in it are removed, never followed."""
-        path = os.path.join(self._home.directory, name)
-        if self._own_trash(name) is None:
+        """Remove what was renamed away, from which there is no way back then; links in it are never followed."""
+        path, trash = os.path.join(self._home.directory, name), self._own_trash(name)
+        if trash is None:
             return
         try:
             if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
+                shutil.rmtree(self._put_away(path, trash[3], since=0))
             else:
                 os.unlink(path)
         except FileNotFoundError:

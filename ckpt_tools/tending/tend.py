@@ -439,7 +439,7 @@ class Tender:
         needs = max((each.nbytes for each in self._now.saved), default=0)
         is_full = self._folder.free_bytes() < (2 * needs if done.verified else _NO_SPACE_BYTES)
         ages = {leftover: self._folder.age(leftover) for leftover in self._now.leftovers}
-        kept = {name for name, age in ages.items() if not is_full and 0 <= age < self._settings.quarantine_s}
+        kept = {name for name, age in ages.items() if not is_full and abs(age) < self._settings.quarantine_s}
         if kept and done.removed:
             way = f"`ckpt prune {escape_name(self._folder.path)} --undo all` brings back what is in quarantine"
             done.notes += (f"{way}; --quarantine 0s frees {format_size(done.freed_bytes)}",)
