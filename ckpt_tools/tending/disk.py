@@ -95,7 +95,7 @@ class DiskFolder(Folder):
                 leftovers[f"../{name}"] = tuple(sorted(_listed(os.path.join(self._home, name))))
         for entry in entries:
             if entry.is_symlink():
-                if entry.name != LATEST_GOOD:
+                if entry.name.removesuffix(".part") != LATEST_GOOD:  # a killed watch leaves the other one
                     self._note_link(links, entry.path, entry.name)
             elif self._is_own_trash(entry.name):
                 leftovers[entry.name] = tuple(sorted(_listed(entry.path)))
@@ -260,7 +260,7 @@ class DiskFolder(Folder):
         trash = os.path.join(self._home, f"{TRASH_PREFIX}{self._tag}{uuid.uuid4().hex[:8]}")
         try:
             os.mkdir(trash, 0o700)
-            trash, bare = os.path.join(self._home, self._trash_name(os.stat(trash).st_ino)), trash
+            trash, bare = os.path.join(self._home, self._trash_name(os.stat(trash).st_ino, time.time())), trash
             os.rename(bare, trash)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -297,13 +297,13 @@ class DiskFolder(Folder):
         """Remove one where there is no space for a quarantine, by a name that is ckpt's until it is gone."""
         for root in saved.roots:
             path = os.path.join(self._real, root)
-            name = self._trash_name(os.lstat(path).st_ino)
+            name = self._trash_name(os.lstat(path).st_ino, since=0)
             os.rename(path, os.path.join(self._home, name))
             self.remove_leftover(os.path.relpath(os.path.join(self._home, name), self._real))
         return True
 
-    def _trash_name(self, inode: int) -> str:
-        return f"{TRASH_PREFIX}{self._tag}{int(time.time()):x}-{inode:x}"
+    def _trash_name(self, inode: int, since: float) -> str:
+        return f"{TRASH_PREFIX}{self._tag}{int(since):08x}-{inode:x}"
 
     def _is_own_trash(self, name: str) -> bool:
         """Was this put away by ckpt? A directory's name then has its inode, which no copy and nothing else has."""
@@ -318,15 +318,15 @@ class DiskFolder(Folder):
         return _PART.fullmatch(rest) is not None and (is_empty or os.path.isfile(path))
 
     def age(self, leftover: str) -> float:
-        """Return for how many seconds it is in quarantine, by its name."""
+        """Return for how many seconds it is in quarantine, by its name; inf where its removal has begun."""
         found = _TRASH.fullmatch(leftover.rpartition("/")[2][len(TRASH_PREFIX + self._tag) :])
-        return math.inf if found is None else time.time() - int(found[1], 16)
+        return math.inf if found is None or not int(found[1], 16) else time.time() - int(found[1], 16)
 
     def restore(self, names: Collection[str]) -> list[str]:
         """Rename back what has these names, the latest removed first."""
         back: list[str] = []
         for leftover, roots in sorted(self.look().leftovers.items(), reverse=True):
-            for root in roots:
+            for root in roots if self.age(leftover) < math.inf else ():
                 place = parse_name(root, is_directory=True) or parse_name(root, is_directory=False)
                 is_free = not os.path.lexists(os.path.join(self._real, root))
                 if place is not None and (not names or place.name in names) and is_free:
@@ -372,7 +372,8 @@ class DiskFolder(Folder):
             return
         with contextlib.suppress(OSError):  # a help, and nothing depends on it
             if not os.path.islink(path) or os.readlink(path) != target:
-                part = os.path.join(self._home, f"{TRASH_PREFIX}{self._tag}{uuid.uuid4().hex[:8]}")
+                if os.path.islink(part := f"{path}.part"):
+                    os.unlink(part)
                 os.symlink(target, part)
                 os.replace(part, path)
 
@@ -382,13 +383,15 @@ class DiskFolder(Folder):
                 os.rename(os.path.join(trash, root), os.path.join(self._real, root))
 
     def remove_leftover(self, name: str) -> None:
-        """Remove what was renamed away; links in it are removed, never followed."""
+        """Remove what was renamed away, from which there is no way back then; links in it are never followed."""
         path = os.path.join(self._real, name)
         if not self._is_own_trash(name):
             return
         try:
             if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
+                begun = os.path.join(os.path.dirname(path), self._trash_name(os.lstat(path).st_ino, since=0))
+                os.rename(path, begun)
+                shutil.rmtree(begun)
             else:
                 os.unlink(path)
         except FileNotFoundError:

@@ -26,6 +26,7 @@ from ckpt_tools.formats._torch_file import read_torch_file
 from ckpt_tools.formats.contracts import describe
 from ckpt_tools.formats.judge import PICKLE
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.moving.execute import scan
 from ckpt_tools.moving.moments import measures
 from ckpt_tools.moving.strides import start_of
 from ckpt_tools.moving.task import Look
@@ -154,8 +155,6 @@ class Profiler:
     def profile(self) -> Profile:
         """Return what was noted, with what lies beside the tensors."""
         found = xxhash.xxh3_128()
-        for name, sketch in sorted(self._sketches.items()):
-            found.update(f"{name}\0{sketch.digest:x}\0".encode("utf-8", "surrogatepass"))
         with ExitStack() as stack:
             if os.path.isdir(self._path) or "://" in self._path:
                 source = stack.enter_context(open_source(self._path))
@@ -166,6 +165,8 @@ class Profiler:
                     with suppress(CkptError):  # a link that leads out
                         found.update(bytes(source.read(file, 0, min(nbytes, _HEAD_BYTES))))
                     self._note_file(file, stack)
+        for name, sketch in sorted(self._sketches.items()):
+            found.update(f"{name}\0{sketch.digest:x}\0".encode("utf-8", "surrogatepass"))
         figures = {name: row for name, sketch in self._sketches.items() if (row := sketch.figures) is not None}
         return Profile(layout=self._layout, figures=figures, content=found.hexdigest())
 
@@ -184,9 +185,14 @@ class Profiler:
             return
         with suppress(CkptError):
             opened = stack.enter_context(open_path(os.path.join(self._path, file), as_part=True))
-            for entry in opened.checkpoint.tensors:
-                if is_optimizer(entry) or base.startswith(("optim", "bf16_", "fp16_", "zero_")):
-                    self._layout[f"state {name} {entry.fqn}"] = f"{entry.dtype.name}{list(entry.shape)}"
+            is_state = base.startswith(("optim", "bf16_", "fp16_", "zero_"))
+            state = [entry for entry in opened.checkpoint.tensors if is_state or is_optimizer(entry)]
+            self._layout |= {f"state {name} {each.fqn}": f"{each.dtype.name}{list(each.shape)}" for each in state}
+            looks = {
+                each.fqn: _Sketch(each, is_measured=each.dtype.is_float and measures(each.dtype)) for each in state
+            }
+            self._sketches |= {f"state {name} {fqn}": look for fqn, look in looks.items()}
+            scan(state, opened.source, num_workers=1, looks={fqn: (look,) for fqn, look in looks.items()})
         with suppress(CkptError):
             value = read_torch_file(stack.enter_context(open_source(self._path)), file).value
             keys = [key for key in value if isinstance(key, str)] if isinstance(value, dict) else []

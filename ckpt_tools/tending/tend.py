@@ -507,7 +507,7 @@ class Tender:
         needs = max((each.nbytes for each in look.saved), default=0)
         is_full = bool(done.verified) and self._folder.free_bytes() < 2 * needs
         for leftover, names in look.leftovers.items():
-            if not is_full and 0 <= self._folder.age(leftover) < self._settings.quarantine_s:
+            if not is_full and abs(self._folder.age(leftover)) < self._settings.quarantine_s:
                 if done.removed:
                     size = format_size(sum(each.nbytes for each in done.removed))
                     way = f"`ckpt prune {escape_name(self._folder.path)} --undo all` brings back what is in quarantine"
