@@ -1,4 +1,4 @@
-"""Nothing verified is lost, whatever happens: random lives of a folder in a bucket. Those on a disk are `tests/lives`."""
+"""Nothing verified is lost, whatever happens: random lives of a folder in a bucket (on a disk: `tests/lives`)."""
 
 from __future__ import annotations
 
