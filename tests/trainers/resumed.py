@@ -215,11 +215,6 @@ def train_lightning(out: Path, resume: Path | None, kind: str) -> tuple:
 
 
 def train_torchtitan(out: Path, resume: Path | None, kind: str) -> tuple:
-    from torchtitan.components.checkpoint import CheckpointManager
-    from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-    from torchtitan.config import ParallelismConfig, TrainingConfig
-    from torchtitan.trainer import Trainer
     from trainers import test_torchtitan, worlds
 
     worlds.SIZES, worlds.tokens = SIZES, tokens
@@ -227,24 +222,9 @@ def train_torchtitan(out: Path, resume: Path | None, kind: str) -> tuple:
         (out / "checkpoint").mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # of the other rank
             (out / "checkpoint" / f"step-{SAVED}").symlink_to(resume)
-    config = Trainer.Config(
-        model_spec=test_torchtitan.llama(),
-        dump_folder=str(out),
-        loss=CrossEntropyLoss.Config(),
-        optimizer=default_adamw(lr=1e-2),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.9),
-        training=TrainingConfig(
-            local_batch_size=BATCH // 2,
-            seq_len=7,
-            steps=LAST,
-            mixed_precision_param="float32",
-            disable_cuda_graphs=True,
-        ),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        checkpoint=CheckpointManager.Config(enable=True, interval=100 if resume else 1, last_save_model_only=False),
-        **test_torchtitan.components(skip=0),
-    )
-    run, trainer = Run(resumes=resume is not None), Trainer(config)
+    checkpoint = {"interval": 100 if resume else 1, "last_save_model_only": False}
+    run = Run(resumes=resume is not None)
+    trainer = test_torchtitan.trainer_of(out, checkpoint, steps=LAST, decay_ratio=0.9)
     (model,), take = trainer.model_parts, trainer.train_step
 
     def step(*arguments, **options):

@@ -14,61 +14,68 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 pytest.importorskip("lightning", reason="needs lightning")
 
 
-def train(kind, *, start=None, resume=None, save=None):
-    """Train to the last step; return the losses, and the logits where the second step is saved."""
+def script_of(model):
+    """The class of a script that trains a model under FSDP2, and what it has lost by step."""
     import lightning
-    import torch.distributed as dist
-    from lightning.pytorch.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
     class Script(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = worlds.model_of(kind)
-            self.losses, self.logits = [], None
+            self.model, self.losses = model, {}
 
         def configure_model(self):
-            mesh = self.device_mesh["data_parallel"]
-            for layer in self.model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+            for module in (*self.model.model.layers, self.model):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])
 
         def training_step(self, batch, _):
             loss = self.model(input_ids=batch, labels=batch).loss
-            self.losses.append(worlds.mean_of_ranks(loss))
+            self.losses[self.global_step + 1] = worlds.mean_of_ranks(loss)
             return loss
-
-        def on_train_batch_end(self, *_):  # as ModelCheckpoint does
-            if save and self.global_step == 2:
-                self.trainer.save_checkpoint(save)
-                self.logits = worlds.logits_of(self.model)
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    if start:
-        Script.on_fit_start = guide.run("trainers/lightning", "lightning", {"start": start})["on_fit_start"]
+    return Script
+
+
+def fit(script, resume, steps=worlds.NUM_STEPS, **more):
+    """Let Lightning's Trainer train a script on all ranks."""
+    import lightning
+    import torch.distributed as dist
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
     num_ranks = dist.get_world_size()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=ModelParallelStrategy(data_parallel_size=num_ranks, tensor_parallel_size=1),
-        max_steps=worlds.NUM_STEPS,
-        use_distributed_sampler=False,  # it shuffles
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    script = Script()
+    quiet = ("use_distributed_sampler", "logger", "enable_progress_bar", "enable_model_summary")  # the first shuffles
+    strategy = ModelParallelStrategy(data_parallel_size=num_ranks, tensor_parallel_size=1)
+    settings = {"accelerator": "cpu", "devices": num_ranks, "strategy": strategy, **dict.fromkeys(quiet, False)}
+    trainer = lightning.Trainer(max_steps=steps, **settings, **more)
     batch = worlds.tokens()[: worlds.GLOBAL_BATCH]
-    rows = batch.repeat(worlds.NUM_STEPS, 1)  # always the same: Lightning does not restore the place in plain data
+    rows = batch.repeat(steps, 1)  # always the same: Lightning does not restore the place in plain data
     sampler = DistributedSampler(rows, shuffle=False)
     data = DataLoader(rows, batch_size=worlds.GLOBAL_BATCH // num_ranks, sampler=sampler)
     trainer.fit(script, data, ckpt_path=resume)
-    return script.losses, script.logits
+    return trainer
+
+
+def train(kind, *, start=None, resume=None, save=None):
+    """Train to the last step; return the losses, and the logits where the second step is saved."""
+
+    class Script(script_of(worlds.model_of(kind))):
+        logits = None
+
+        def on_train_batch_end(self, *_):  # as ModelCheckpoint does
+            if save and self.global_step == 2:
+                self.trainer.save_checkpoint(save)
+                self.logits = worlds.logits_of(self.model)
+
+    if start:
+        Script.on_fit_start = guide.run("trainers/lightning", "lightning", {"start": start})["on_fit_start"]
+    script = Script()
+    fit(script, resume, enable_checkpointing=False)
+    return [*script.losses.values()], script.logits
 
 
 def walk(rank, world_size, kind, directory):

@@ -144,46 +144,49 @@ def components(skip):
     }
 
 
-def train(folder, *, start=None, with_data=True):
-    """Go on in `folder`, or start from `start`, up to the last step; return the losses, and the weights by the hub."""
+def trainer_of(folder, checkpoint, *, skip=0, steps=worlds.NUM_STEPS, **schedule):
+    """torchtitan's Trainer on this rank, with these settings of its checkpoints and its schedule."""
     import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config import ParallelismConfig, TrainingConfig
     from torchtitan.trainer import Trainer
 
-    checkpoint = CheckpointManager.Config(
-        enable=True,
-        interval=2,
-        initial_load_path=start and str(start),
-        exclude_from_loading=[] if with_data else ["dataloader"],
-    )
     config = Trainer.Config(
         model_spec=llama(),
         dump_folder=str(folder),
         loss=CrossEntropyLoss.Config(),
         optimizer=default_adamw(lr=1e-2),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, **schedule),
         training=TrainingConfig(
             local_batch_size=worlds.GLOBAL_BATCH // dist.get_world_size(),
-            seq_len=15,
-            steps=worlds.NUM_STEPS,
+            seq_len=worlds.tokens().shape[1] - 1,
+            steps=steps,
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        checkpoint=checkpoint,
-        **components(skip=0 if with_data else 2),
+        checkpoint=CheckpointManager.Config(enable=True, **checkpoint),
+        **components(skip),
     )
-    trainer = Trainer(config)
+    return Trainer(config)
+
+
+def train(folder, *, start=None, with_data=True):
+    """Go on in `folder`, or start from `start`, up to the last step; return the losses, and the weights by the hub."""
+    from torch.distributed.tensor import DTensor
+
+    excluded = [] if with_data else ["dataloader"]
+    checkpoint = {"interval": 2, "initial_load_path": start and str(start), "exclude_from_loading": excluded}
+    trainer = trainer_of(folder, checkpoint, skip=0 if with_data else 2)
     trainer.train()
     state = {
         name: t.full_tensor() if isinstance(t, DTensor) else t
         for name, t in trainer.model_parts[0].state_dict().items()
     }
-    adapter = config.model_spec.state_dict_adapter(config.model_spec.model, None)
+    entry = trainer.config.model_spec
+    adapter = entry.state_dict_adapter(entry.model, None)
     trainer.close()
     return trainer.metrics_processor.losses, adapter.to_hf(state)
 

@@ -28,13 +28,27 @@ def adapted(hub):
     return get_peft_model(transformers.LlamaForCausalLM.from_pretrained(hub), settings)
 
 
-def trainer_of(way, model, script, **settings):
+def trainer_of(way, model, script, *, kind="SHARDED_STATE_DICT", **more):
     """The Trainer, or TRL's own on the same tokens: with a toy tokenizer, and a step for every sample."""
+    import torch.distributed as dist
     from transformers import Trainer, TrainingArguments
 
+    settings = {
+        "use_cpu": True,
+        "fsdp": True,
+        "fsdp_config": {"version": 2, "state_dict_type": kind},
+        "per_device_train_batch_size": worlds.GLOBAL_BATCH // dist.get_world_size(),
+        "train_sampling_strategy": "sequential",
+        "max_steps": worlds.NUM_STEPS,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+    } | more
     rows = [{"input_ids": row, "labels": row} for row in worlds.tokens()]
     if way != "trl":
-        return Trainer(model, TrainingArguments(**settings), train_dataset=rows, callbacks=[script])
+        return Trainer(model, TrainingArguments(**settings), None, rows, rows, callbacks=[script])
     import datasets
     import tokenizers
     import trl
@@ -46,10 +60,12 @@ def trainer_of(way, model, script, **settings):
         tokenizer_object=tokenizers.Tokenizer(words), eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
     )
     more = {"dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_checkpointing": False, "bf16": False}
+    rows = datasets.Dataset(table, fingerprint="tokens")  # else it pickles the table for one
     return trl.SFTTrainer(
         model,
         trl.SFTConfig(**settings, **more, max_length=None),
-        train_dataset=datasets.Dataset(table, fingerprint="tokens"),  # else it pickles the table for one
+        train_dataset=rows,
+        eval_dataset=rows,
         processing_class=tokenizer,
         callbacks=[script],
     )
@@ -57,7 +73,6 @@ def trainer_of(way, model, script, **settings):
 
 def train(output, *, way="whole", base=None, first=0, start=None, resume=None, save=False):
     """Train from step `first` to the last; return the losses, and the logits where the second step is saved."""
-    import torch.distributed as dist
     from transformers import TrainerCallback
 
     class Script(TrainerCallback):
@@ -70,23 +85,9 @@ def train(output, *, way="whole", base=None, first=0, start=None, resume=None, s
             control.should_save = save and state.global_step == 2
             return control
 
-    settings = {
-        "output_dir": str(output),
-        "use_cpu": True,
-        "fsdp": True,
-        "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
-        "per_device_train_batch_size": worlds.GLOBAL_BATCH // dist.get_world_size(),
-        "train_sampling_strategy": "sequential",
-        "max_steps": worlds.NUM_STEPS,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-    }
     script = Script()
     model = adapted(base) if base else worlds.model_of("llama")
-    trainer = trainer_of(way, model, script, **settings)
+    trainer = trainer_of(way, model, script, output_dir=str(output))
     if start:
         guide.run("trainers/accelerate", "trainer", {"trainer": trainer, "start": str(start)})
     trainer.train(resume_from_checkpoint=resume and str(resume))

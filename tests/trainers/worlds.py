@@ -113,18 +113,27 @@ def run_ranks(world_size: int, function, *arguments, **options):
 
     Call it from a process of its own that has imported the trainer: it is imported once for all worlds.
     """
-    parent = os.getpid()
-    with tempfile.TemporaryDirectory(prefix="world-") as meeting:
-        pids = []
-        for rank in range(world_size):
-            pid = os.fork()
-            if pid == 0:
-                die_with_parent(parent)
-                _be_rank(rank, world_size, meeting, lambda: function(*arguments, **options))
-            pids.append(pid)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        assert not any(codes), f"ranks ended with {codes}"
-        return pickle.loads(Path(meeting, "result").read_bytes())
+    return start_ranks(world_size, function, *arguments, **options)()
+
+
+def start_ranks(world_size: int, function, *arguments, **options):
+    """The same without waiting: return what waits."""
+    parent, pids = os.getpid(), []
+    meeting = tempfile.TemporaryDirectory(prefix="world-")
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(parent)
+            _be_rank(rank, world_size, meeting.name, lambda: function(*arguments, **options))
+        pids.append(pid)
+
+    def wait():
+        with meeting:
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            assert not any(codes), f"ranks ended with {codes}"
+            return pickle.loads(Path(meeting.name, "result").read_bytes())
+
+    return wait
 
 
 def _be_rank(rank, world_size, meeting, work):
