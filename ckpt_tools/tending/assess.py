@@ -51,7 +51,7 @@ class Assessor:
                 state, why = entry.state, "; ".join(entry.unfit) or first_few(entry.codes)
             else:
                 state, why = self._look_at(saved, last.get(series))
-            if state in ("verified", "complete"):
+            if state == "verified" or (state == "complete" and not why):
                 last[series] = saved
             link = next((look.links[root] for root in saved.roots if root in look.links), "")
             pins = (
@@ -79,7 +79,7 @@ class Assessor:
         except CkptError as error:  # of the disk or the network: at the next look it may be gone
             return "incomplete", f"cannot be looked at: {error.what}"
         if before is not None and lacks:
-            return "incomplete", f"lacks {first_few(sorted(lacks))}, which {before.name} has"
+            return state, f"lacks {first_few(sorted(lacks))}, which {before.name} has"
         return state, why
 
     def _examine(self, saved: Saved) -> tuple[State, str, frozenset[str]]:

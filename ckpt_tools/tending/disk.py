@@ -24,7 +24,7 @@ from dataclasses import replace
 from ckpt_tools.errors import LimitError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.claim import NO_LOCKS, staging_path
 from ckpt_tools.storage.publish import sync_directory
-from ckpt_tools.storage.run_folder import LEASE_PREFIX, RECORD_NAME, homes_of
+from ckpt_tools.storage.run_folder import LEASE_PREFIX, RECORD_NAME, homes_of, is_locked
 from ckpt_tools.storage.source import MAX_FILES
 from ckpt_tools.tending.folder import (
     LATEST_GOOD,
@@ -95,7 +95,7 @@ class DiskFolder(Folder):
                 self._note_lease("", os.path.relpath(os.path.join(self._home.directory, name), self._real))
         for entry in entries:
             if entry.is_symlink():
-                if entry.name != LATEST_GOOD:
+                if entry.name not in (LATEST_GOOD, _LINK_NAME):  # a killed watch leaves the other one
                     self._note_link(links, entry.path, entry.name)
             elif entry.name.startswith(LEASE_PREFIX):
                 self._note_lease("", entry.name)
@@ -168,9 +168,10 @@ class DiskFolder(Folder):
         try:
             found = json.loads(self.read(name, 1 << 16) or b"")
             root, who = root or str(found["checkpoint"]), f"{found['host']}:{found['pid']}"
-            ended = float(found["until"]) < time.time()
-            if ended and found["host"] == socket.gethostname() and not os.path.exists(f"/proc/{int(found['pid'])}"):
+            is_ours = found["host"] == socket.gethostname() and found.get("is_locked") is True
+            if is_ours and is_locked(path) is False:  # its process is gone
                 return
+            ended = float(found["until"]) < time.time() and not (is_ours and is_locked(path))
         except (ValueError, KeyError, TypeError):
             who, ended = "somebody", True
         text = f"{who}, by a lease" + (
@@ -247,7 +248,7 @@ class DiskFolder(Folder):
         for name, root in ((each.name, root) for each in saved for root in each.roots):
             path = os.path.join(self._real, root)
             pids = (f"process {used[inode]}" for inode in self._inodes.get(root, set()) & used.keys())
-            is_written = os.path.lexists(staging_path(path)) or _is_locked(path)
+            is_written = os.path.lexists(staging_path(path)) or is_locked(path)
             who = "a ckpt that is writing it" if is_written else self._leases.get(root) or self._leases.get("")
             if who := who or next(pids, ""):
                 found.setdefault(name, who)
@@ -378,21 +379,6 @@ def _own_files(files: Mapping[str, Facts]) -> dict[str, Facts]:
     """Return the files without links, which lead elsewhere from another place, and times that a rename changes."""
     own = {name: facts for name, facts in files.items() if not facts.version.startswith("link ")}
     return {name: replace(facts, version=facts.version.rpartition(" ")[0]) for name, facts in own.items()}
-
-
-def _is_locked(path: str) -> bool:
-    """Does a ckpt hold the lock of this directory?"""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _used_by_processes() -> tuple[dict[tuple[int, int], str], list[str]]:

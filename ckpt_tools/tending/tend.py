@@ -232,8 +232,10 @@ class Tender:
     def _verify_new(self, found: Sequence[Candidate]) -> bool:
         """Verify what nobody has; was there anything?"""
         written = time.monotonic()
-        for saved in _named(self._now, [each.name for each in found if each.state == "complete"]):
-            if self._is_quiet(saved) and (entry := self._verify(saved)) is not None:
+        lacks = {each.name: each.why for each in found if each.state == "complete"}
+        for saved in _named(self._now, lacks):
+            why = lacks[saved.name]
+            if self._is_quiet(saved, 1 + bool(why)) and (entry := self._verify(saved, why)) is not None:
                 self._record[saved.name] = entry
                 self._done.verified += (saved.name,)
                 if time.monotonic() - written > _RECORD_S:
@@ -243,9 +245,9 @@ class Tender:
             self._write_record()
         return bool(self._done.verified)
 
-    def _is_quiet(self, saved: Saved) -> bool:
+    def _is_quiet(self, saved: Saved, times: int = 1) -> bool:
         stamp, since = self._seen[saved.name]
-        return stamp == saved.stamp and time.monotonic() - since >= self._settings.quiet_s
+        return stamp == saved.stamp and time.monotonic() - since >= times * self._settings.quiet_s
 
     def _pauses(self, found: Collection[Candidate]) -> list[float]:
         """Return for how long to wait, look by look, until it is known which saves have come to an end."""
@@ -253,8 +255,9 @@ class Tender:
         new = any(each.state == "complete" and reads for each in found)
         new = new or any(each.name in named and each.state != "verified" for each in found)
         stuck = any(each.state in ("incomplete", "changing") and reads for each in found)
+        lacks = any(each.state == "complete" and each.why and reads for each in found)
         quiet = self._settings.quiet_s
-        return [quiet] * (new or stuck) + [self._patience - quiet] * stuck
+        return [quiet] * (new or stuck) + [max(stuck * self._patience, 2 * lacks * quiet) - quiet] * (stuck or lacks)
 
     @property
     def _patience(self) -> float:
@@ -294,8 +297,8 @@ class Tender:
             profiles.append(profiler.profile())
         return results, join_profiles(profiles)
 
-    def _verify(self, saved: Saved) -> Entry | None:
-        """Verify a checkpoint, and return what is recorded of it; None where that is nothing."""
+    def _verify(self, saved: Saved, lacks: str = "") -> Entry | None:
+        """Verify a checkpoint, whose headers tell what it `lacks`; return what is recorded, if anything."""
         level, done, before = self._settings.level or "values", self._done, self._record.get(saved.name)
         found: list[Finding] = []
         try:
@@ -322,6 +325,8 @@ class Tender:
         moves: tuple[float, ...] = ()
         if last is not None:
             unfit, moves = compare(profile, self._record[last[1]].profile, step - last[0], last[1])
+        if lacks and not any(each.startswith("it lacks ") for each in unfit):
+            unfit = (f"it {lacks}", *unfit)
         is_rewritten = before is None or before.written != saved.written
         if before is not None and before.ok and not is_rewritten and before.profile.content != profile.content:
             unfit = ("its bytes are others than when it was verified, under the same sizes and times", *unfit)

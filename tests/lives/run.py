@@ -294,7 +294,8 @@ class Life:
     def ckpt(self, command: str, *options: str) -> tuple[int, dict]:
         """Run a command line here, by this life's clock; exit code and document."""
         out, err, now, skew = io.StringIO(), io.StringIO(), time.time, self.skew
-        line = [command, str(self.run), *["--once"] * (command == "watch"), "--settle", "0", "--json", *options]
+        once = ["--once"] * (command == "watch" and "--status" not in options)
+        line = [command, str(self.run), *once, "--settle", "0", "--json", *options]
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), patch("time.time", lambda: now() + skew):
             code = cli.main(line)
         return code, json.loads(out.getvalue() or json.dumps({"said": err.getvalue()}))
@@ -324,7 +325,7 @@ class Life:
                 raise Broken(f"{what}: ends with {code}: {document}")
             return
         seen = {row["name"]: row["fit"] for row in document["checkpoints"]}
-        new = [step for step in folder.steps.values() if not step.verdict]
+        new = {name: step for name, step in folder.steps.items() if not step.verdict}
         if command == "watch":
             self.counts["left open"] += folder.verify(rules.accept, seen)
         gone, fit = folder.plan(rules), {name for name, _ in folder.fit()}
@@ -337,9 +338,11 @@ class Life:
         self.check(folder, gone, what, is_full=fault == "full")
         self.settle()
         self.counts["removed"] += len(gone)
-        if fault == "full":  # nothing could be recorded
-            for step in new:
-                step.change()
+        if fault == "full":  # what was verified is recorded as far as space was reserved
+            states = {row["name"]: row["state"] for row in self.ckpt("watch", "--status")[1]["checkpoints"]}
+            for name, step in new.items():
+                if states.get(name) == "complete":
+                    step.change()
         elif self.chance.random() < 0.25:
             again = self.ckpt(command, *options)
             if again[1]["removed"] or again[0] != code:
@@ -389,12 +392,10 @@ class Life:
 
     def found(self) -> tuple[dict[str, Content], dict[str, Content]]:
         """Return what is in its place, and what is in quarantine."""
+        steps = {path.name: path for path in self.run.glob(f"{PREFIX[self.layout]}*")}
         return tuple(
-            {
-                path.name: {file.name: file.read_bytes() for file in path.iterdir()}
-                for path in self.run.glob(f"{where}{PREFIX[self.layout]}*")
-            }
-            for where in ("", ".ckpt-trash-*/")
+            {name: {file.name: file.read_bytes() for file in path.iterdir()} for name, path in found.items()}
+            for found in (steps, in_quarantine(self.run))
         )
 
     def settle(self) -> None:
@@ -404,6 +405,12 @@ class Life:
             self.folder.away[name] = replace(self.folder.steps.pop(name), away_since=self.now)
         for name in [name for name, step in self.folder.away.items() if trash.get(name) != step.content]:
             self.lose(self.folder.away, name)
+
+
+def in_quarantine(run: Path) -> dict[str, Path]:
+    """Return the steps that can be brought back: name → path."""
+    parts = [(path.name.split("-", 4), path) for path in run.glob(".ckpt-trash-*")]
+    return {name: path for (_, _, since, _, name), path in parts if int(since, 16)}
 
 
 @contextlib.contextmanager
@@ -421,7 +428,7 @@ def full_disk() -> Iterator[None]:
         is_new = flags & os.O_CREAT and not os.path.lexists(path)
         return fail() if is_new else make(path, flags, *rest, **options)
 
-    none = SimpleNamespace(f_bavail=0, f_frsize=4096)
+    none = SimpleNamespace(f_bavail=0, f_frsize=4096, f_favail=1, f_files=1)
     calls = {"mkdir": fail, "symlink": fail, "open": making, "statvfs": lambda _: none}
     with patch.multiple(os, **calls), patch("builtins.open", opening):
         yield
