@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -96,11 +97,13 @@ class Settings:
     """Where to → what brings a verified checkpoint there, given a name and a path of it; CkptError where it cannot."""
 
 
-def _last_fit(record: Mapping[str, Entry], series: str, before: float = math.inf) -> tuple[int, str] | None:
-    """Return step and name of the last fit checkpoint of a series, of those before a step."""
+def _fit_ones(record: Mapping[str, Entry]) -> dict[str, list[tuple[int, str]]]:
+    """Return series → (step, name) of its fit checkpoints, by step."""
+    found: dict[str, list[tuple[int, str]]] = {}
     places = (place for name, entry in record.items() if entry.is_fit and (place := place_of(name)) is not None)
-    ours = [(one.step, one.name) for one in places if one.series == series and one.step is not None]
-    return max((one for one in ours if one[0] < before), default=None)
+    for step, name, series in sorted((one.step, one.name, one.series) for one in places if one.step is not None):
+        found.setdefault(series, []).append((step, name))
+    return found
 
 
 class Tender:
@@ -130,6 +133,8 @@ class Tender:
         """Name → its stamp, and since when it is so, by a clock that does not jump."""
         self._now = Look(saved=(), unknown=())
         self._record: dict[str, Entry] = {}
+        self._fit: dict[str, list[tuple[int, str]]] = {}
+        self._order = 0
         self._done = Tended(path=folder.path)
         self._unchecked: dict[str, list[str]] = {}
         """What → of which checkpoints; of none for what is not about one."""
@@ -202,8 +207,7 @@ class Tender:
         self._look()
         known = parse_record(self._folder.read(RECORD_NAME, MAX_RECORD_BYTES))
         there = {*(saved.name for saved in self._now.saved), *self._now.leftovers.values()}
-        series = {place.series for name in known if (place := place_of(name)) is not None}
-        there |= {last[1] for each in series if (last := _last_fit(known, each)) is not None}
+        there |= {fit[-1][1] for fit in _fit_ones(known).values()}
         self._record = {name: entry for name, entry in known.items() if name in there}
 
     def _look(self) -> None:
@@ -232,10 +236,16 @@ class Tender:
     def _verify_new(self, found: Sequence[Candidate]) -> bool:
         """Verify what nobody has; was there anything?"""
         written = time.monotonic()
+        self._fit, self._order = _fit_ones(self._record), max((each.order for each in self._record.values()), default=0)
         lacks = {each.name: each.why for each in found if each.state == "complete"}
         for saved in _named(self._now, lacks):
             why = lacks[saved.name]
             if self._is_quiet(saved, 1 + bool(why)) and (entry := self._verify(saved, why)) is not None:
+                fit, one = self._fit.setdefault(saved.place.series, []), (saved.place.step or 0, saved.name)
+                if saved.name in self._record and one in fit:
+                    fit.remove(one)
+                if entry.is_fit and saved.place.step is not None:
+                    insort(fit, one)
                 self._record[saved.name] = entry
                 self._done.verified += (saved.name,)
                 if time.monotonic() - written > _RECORD_S:
@@ -320,7 +330,8 @@ class Tender:
         for is_error in (True, False):
             done.findings += tuple(each for each in found if (each.severity == "error") == is_error)[:_MAX_FINDINGS]
         step = -1 if saved.place.step is None else saved.place.step
-        last = None if codes else _last_fit(self._record, saved.place.series, step)
+        ours = [] if codes else self._fit.get(saved.place.series, [])
+        last = ours[at - 1] if (at := bisect_left(ours, (step, ""))) else None
         unfit: tuple[str, ...] = ()
         moves: tuple[float, ...] = ()
         if last is not None:
@@ -330,8 +341,10 @@ class Tender:
         is_rewritten = before is None or before.written != saved.written
         if before is not None and before.ok and not is_rewritten and before.profile.content != profile.content:
             unfit = ("its bytes are others than when it was verified, under the same sizes and times", *unfit)
-        order = 1 + max((each.order for each in self._record.values()), default=0)
-        entry = Entry(stamp=saved.stamp, written=saved.written, ok=not codes, level=level, order=order, codes=codes)
+        self._order += 1
+        entry = Entry(
+            stamp=saved.stamp, written=saved.written, ok=not codes, level=level, order=self._order, codes=codes
+        )
         unfit, is_back = () if saved.name in self._settings.accept else unfit, before is not None and before.is_back
         entry = replace(entry, unfit=unfit, profile=replace(profile, moves=moves), is_back=is_back)
         state = {"bad": "NOT ok", "unfit": "NOT fit"}.get(entry.state, entry.state)
