@@ -133,17 +133,22 @@ def _check_name(path: str) -> None:
 
 
 def digest_files(
-    source: Source, files: Iterable[str], *, num_workers: int, progress: Progress | None = None
+    source: Source,
+    files: Iterable[str],
+    *,
+    num_workers: int,
+    block_bytes: int = _BLOCK_BYTES,
+    progress: Progress | None = None,
 ) -> dict[str, LocalFile]:
-    """Read every file, and return path → size and digests. Memory: 1 MiB for each of `num_workers` threads."""
+    """Read every file, and return path → size and digests. Memory: `block_bytes` for each of `num_workers` threads."""
 
     def digest(path: str) -> LocalFile:
         nbytes = source.size(path)
         sha256 = hashlib.sha256()
         git = hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False) if nbytes <= MAX_BLOB_BYTES else None
-        buffer = memoryview(bytearray(min(_BLOCK_BYTES, nbytes)))
-        for offset in range(0, nbytes, _BLOCK_BYTES):
-            block = buffer[: min(_BLOCK_BYTES, nbytes - offset)]
+        buffer = memoryview(bytearray(min(block_bytes, nbytes)))
+        for offset in range(0, nbytes, block_bytes):
+            block = buffer[: min(block_bytes, nbytes - offset)]
             source.read_into(path, offset, block)
             sha256.update(block)
             if git is not None:

@@ -13,7 +13,7 @@ from ckpt_tools.errors import HubError, LimitError, UsageError
 from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, facts_in, kept_keys, missing_keys
 from ckpt_tools.hub.card_body import build_card
 from ckpt_tools.hub.check import check_directory
-from ckpt_tools.hub.client import Hub
+from ckpt_tools.hub.client import Hub, Log, quiet_client
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory
@@ -22,7 +22,6 @@ from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, R
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.secrets import refuse_secrets
-from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.options import AnyPath, Argument, Doc, KeepPickles, NumWorkers, Option, Progress
 from ckpt_tools.remote.account import find_pusher
 from ckpt_tools.storage.source import LocalSource
@@ -73,7 +72,7 @@ class PushOptions:
     )
     num_workers: NumWorkers = None
     progress: Progress = None
-    say: Annotated[Say | None, Doc("Called with a line of text before each slow step.")] = None
+    log: Annotated[Log | None, Doc("Called with a line of text before each slow step.")] = None
     bars: Annotated[bool, Doc("Let the hub's client draw its own bars while it uploads.")] = False
 
 
@@ -85,7 +84,7 @@ class Push:
         self._directory = os.fspath(options.directory)
         self._num_workers = num_workers
         self._asked = options.card if isinstance(options.card, CardFacts) else CardFacts()
-        self._say: Say = options.say or (lambda _: None)
+        self._log: Log = options.log or (lambda _: None)
         self._notes: list[str] = []
         self._hub: Hub
         self._source: LocalSource
@@ -101,18 +100,18 @@ class Push:
         self._asked.check()
         start = time.monotonic()
         account = find_pusher(endpoint=options.endpoint, token=options.token)
-        with quiet_client(account.token, self._say, bars=options.bars), LocalSource(self._directory) as source:
+        with quiet_client(account.token, self._log, bars=options.bars), LocalSource(self._directory) as source:
             self._source = source
             chosen, left_out = list_directory(
                 source, include=options.include, exclude=options.exclude, keep_pickles=options.keep_pickles
             )
             self._kind, self._adapters, notes = check_directory(source, chosen, num_workers=self._num_workers)
             self._notes += notes
-            hub = self._hub = Hub(account, options.repo, revision=options.revision, say=self._say)
+            hub = self._hub = Hub(account, options.repo, revision=options.revision, log=self._log)
             receiver = options.progress(sum(chosen.values())) if options.progress is not None else None
             self._local = digest_files(source, chosen, num_workers=self._num_workers, progress=receiver)
             self._notes += refuse_secrets(source, self._local.values(), account.token)
-            self._look()
+            self._find_remote()
             self._add_card()
             # The card says what configs and headers say.
             made = (file for file in self._local.values() if file.content is not None)
@@ -126,7 +125,7 @@ class Push:
             if not options.dry_run:
                 if created:
                     hub.create(private=options.private)
-                    self._look()
+                    self._find_remote()
                     self._plan()
                 done = self._commit(created=created)
                 findings, num_checked, checked_bytes = self._check(done)
@@ -150,19 +149,19 @@ class Push:
             seconds=time.monotonic() - start,
         )
 
-    def _look(self) -> None:
+    def _find_remote(self) -> None:
         hub = self._hub
-        self._remote = hub.look()
+        self._remote = hub.snapshot()
         if self._remote.exists and self._options.private and self._remote.private is False:
             raise HubError(
                 f"{hub.repo} is public, but --private was given; nothing was uploaded",
-                where=hub.place("").where,
+                where=hub.where,
                 hint="make it private on the hub, choose another name, or leave --private out",
             )
         if not self._remote.exists and hub.revision != "main":
             raise HubError(
                 f"{hub.repo} does not exist, so it has no revision {hub.revision!r}",
-                where=hub.place("").where,
+                where=hub.where,
                 hint="push to main first",
             )
 
@@ -223,9 +222,10 @@ class Push:
             raise LimitError(f"more than {MAX_CARD_BYTES} bytes", where=CARD_NAME)
         if here is not None:
             return bytes(self._source.read(CARD_NAME, 0, here.nbytes)).decode("utf-8")
-        if there is not None and self._remote.commit is not None:
-            return self._hub.read(CARD_NAME, self._remote.commit, limit=MAX_CARD_BYTES).decode("utf-8")
-        return None
+        if there is None:
+            return None
+        with self._hub.open(self._remote) as source:
+            return source.read(CARD_NAME, 0, there.nbytes).decode("utf-8")
 
     def _plan(self) -> None:
         local, remote, options = self._local, self._remote, self._options
@@ -247,7 +247,7 @@ class Push:
         if ignored:
             raise HubError(
                 f"the repository's .gitignore leaves out {first_few(ignored)}",
-                where=hub.place("").where,
+                where=hub.where,
                 hint="change the .gitignore on the hub, or exclude them here as well: --exclude GLOB",
             )
         sending = [plan for plan in planned if plan.state in ("new", "changed")]
@@ -255,7 +255,7 @@ class Push:
         if not sending and not deletions:
             return None
         total = sum(plan.nbytes for plan in sending)
-        self._say(f"uploading {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
+        self._log(f"uploading {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
         pr = options.create_pr
         is_uploaded = False
         try:
@@ -286,9 +286,8 @@ class Push:
         total = sum(self._local[path].nbytes for path in paths)
         receiver = progress(total) if progress is not None and total else None
         try:
-            findings, nbytes = check_arrival(
-                self._hub, oid, self._planned, self._local, read_back=paths, progress=receiver
-            )
+            hub, planned, local, workers = self._hub, self._planned, self._local, self._num_workers
+            findings, nbytes = check_arrival(hub, oid, planned, local, paths, num_workers=workers, progress=receiver)
         except BaseException as error:
             if done is not None:
                 error.add_note(f"the commit {oid} was made, but the check of what arrived did not finish")

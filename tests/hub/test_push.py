@@ -557,7 +557,7 @@ def test_push_failed_upload_resumes_without_sending_again(hub: Hub, push_json, m
         (Fault("revision/main", status=429, headers={"Retry-After": "86400"}), "retry after 86400 s", "later"),
         (Fault("PUT", status=503, headers={"Retry-After": "86400"}, times=9), "failed with status 503", "later"),
         (Fault("preupload", status=200, body={"files": [{"path": 3}]}), "unexpected response", None),
-        (Fault("batch", status=200, body={"objects": 3}), "uploading: ValueError", None),
+        (Fault("batch", status=200, body={"objects": 3}), "unexpected response from the hub", None),
     ],
     ids=lambda value: f"{value.match}-{value.kind}-{value.status}" if isinstance(value, Fault) else None,
 )
@@ -697,18 +697,33 @@ def test_push_process_proxy_or_certificates_that_cannot_be_are_clear_errors(
     assert hub.requests == []
 
 
-def test_push_process_interrupted_says_that_nothing_was_committed(hub: Hub, environment, tmp_path: Path):
-    model = write_model(tmp_path / "model")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_push_that_is_stopped_commits_nothing_and_is_run_again(
+    hub: Hub, environment, push_json, tmp_path: Path, sent: int
+):
+    """A file that arrived is not sent again; one that was cut is, from its beginning. The commit is made once."""
+    hub.multipart_over = 1000
+    weights = {name: ("F32", (1000,), os.urandom(4000)) for name in ("a", "b")}
+    model = write_model(tmp_path / "model", weights, num_files=2)
+    first, second = (hashlib.sha256((model / name).read_bytes()).hexdigest() for name in WEIGHTS)
     has_ended = threading.Event()
-    hub.faults.append(Fault("PUT", kind="act", act=lambda: has_ended.wait(60)))
-    command = [sys.executable, "-m", "ckpt_tools", "push", str(model), "me/model"]
+    hub.faults.append(Fault(f"PUT /store/{second}/.*/3$", kind="act", act=lambda: has_ended.wait(60)))
+    command = [sys.executable, "-m", "ckpt_tools", "push", str(model), "me/model", "-j", "1"]
     with subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True) as process:
-        while not hub.puts() and process.poll() is None:
+        while not any(r.path.endswith("/3") and second in r.path for r in hub.puts()) and process.poll() is None:
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
+        time.sleep(0.2)
+        has_ended.set()
         _, err = process.communicate(timeout=60)
-    has_ended.set()
-    assert process.returncode == 130
-    assert "Error: interrupted; nothing was committed" in err
-    assert "already uploaded" in err
+    assert process.returncode == (130 if sent == signal.SIGINT else -sent), err
+    if sent == signal.SIGINT:
+        assert "Error: interrupted; nothing was committed" in err
+        assert "already uploaded" in err
     assert len(hub.repos["me/model"].commits) == 1
+    hub.requests.clear()
+    assert push_json(model, "me/model")["ok"] is True
+    assert len(hub.puts()) == (0 if sent == signal.SIGINT else 5)  # an interrupted client ends the file that it sends
+    assert not any(first in request.path for request in hub.puts())
+    assert hub.files("me/model")[WEIGHTS[1]] == (model / WEIGHTS[1]).read_bytes()
+    assert len(hub.repos["me/model"].commits) == 2
