@@ -1,23 +1,25 @@
-"""Search what is to be sent for access tokens. The table is `secret_rules`.
+"""Search what is to be sent for access tokens. The rules are data: secrets.toml.
 
 Every file that holds no weights is searched, and the header of safetensors, whose `__metadata__` is text. Only the
-surroundings of long runs of letters and digits are looked at, which a vocabulary has few of; there a token is found by
-a literal that it begins with, and only then its pattern is tried. Every pattern is bounded: time is linear.
+surroundings of long runs of letters and digits are searched, which a vocabulary has few of; there a rule's keyword finds
+the place, and only then its pattern is tried. Every pattern is bounded: time is linear.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from itertools import pairwise
+from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.formats.safetensors import MAX_HEADER_BYTES
 from ckpt_tools.hub.plan import LocalFile
-from ckpt_tools.hub.secret_rules import SECRET_RULES, SecretRule
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -119,16 +121,26 @@ def find_secrets(
     return tuple(found.values())
 
 
+class Rules(NamedTuple):
+    """What secrets.toml says."""
+
+    by_keyword: Mapping[bytes, Sequence[tuple[str, re.Pattern[bytes], bool]]]
+    """Keyword → (kind, what is matched there, whether the value must look random)."""
+    stopwords: Sequence[bytes]
+    """In lower case; a value with one of them is a placeholder."""
+
+
 @functools.cache
-def _compiled() -> tuple[tuple[bytes, tuple[tuple[SecretRule, re.Pattern[bytes]], ...]], ...]:
-    """Anchor → its rules."""
-    by_anchor: dict[bytes, list[tuple[SecretRule, re.Pattern[bytes]]]] = {}
-    for rule in SECRET_RULES:
-        before, after = _ALONE if rule.whole else ("", "")
-        pattern = re.compile((before + rule.pattern + after).encode(), re.ASCII)
-        for anchor in rule.anchors:
-            by_anchor.setdefault(anchor.encode(), []).append((rule, pattern))
-    return tuple((anchor, tuple(rules)) for anchor, rules in by_anchor.items())
+def rules() -> Rules:
+    """Return the rules, most specific kinds first."""
+    document = tomllib.loads(files("ckpt_tools.hub").joinpath("secrets.toml").read_text(encoding="utf-8"))
+    by_keyword: dict[bytes, list[tuple[str, re.Pattern[bytes], bool]]] = {}
+    for rule in document["rules"]:
+        before, after = ("", "") if rule.get("within") else _ALONE
+        pattern = re.compile((before + rule["regex"] + after).encode(), re.ASCII)
+        for keyword in rule["keywords"]:
+            by_keyword.setdefault(keyword.encode(), []).append((rule["description"], pattern, "random" in rule))
+    return Rules(by_keyword, [word.encode() for word in document["allowlist"]["stopwords"]])
 
 
 def _search(block: bytes, token: str | None) -> Iterator[tuple[int, str]]:
@@ -141,17 +153,17 @@ def _search(block: bytes, token: str | None) -> Iterator[tuple[int, str]]:
     for start, end in _windows(block):
         window = block[start:end]
         lower = window.lower()
-        for anchor, rules in _compiled():
-            position = lower.find(anchor)
+        for keyword, known in rules().by_keyword.items():
+            position = lower.find(keyword)
             while position >= 0:
-                for rule, pattern in rules:
+                for kind, pattern, must_be_random in known:
                     match = pattern.match(window, position)
                     if match is None or start + match.end(1) in ends or is_placeholder(match[1]):
                         continue
-                    if not rule.random or is_random(match[1]):
+                    if not must_be_random or is_random(match[1]):
                         ends.add(start + match.end(1))
-                        yield start + position, rule.kind
-                position = lower.find(anchor, position + 1)
+                        yield start + position, kind
+                position = lower.find(keyword, position + 1)
 
 
 def _windows(block: bytes) -> Iterator[tuple[int, int]]:
@@ -173,9 +185,9 @@ def _windows(block: bytes) -> Iterator[tuple[int, int]]:
 
 
 def is_placeholder(value: bytes) -> bool:
-    """Is it what documentation writes in place of a secret: few letters again and again, the alphabet, EXAMPLE?"""
+    """Return True for what documentation writes in place of a secret: few letters repeated, the alphabet, EXAMPLE."""
     lower = value.lower()
-    if any(word in lower for word in (b"example", b"xxxx", b"placeholder", b"your", b"redacted", b"....")):
+    if any(word in lower for word in rules().stopwords):
         return True
     steps = sum(after - before in (0, 1) for before, after in pairwise(value))
     return len(set(value)) < 4 or steps * 2 > len(value)
