@@ -17,7 +17,7 @@ from ckpt_tools.hub.client import Hub, Log, quiet_client
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory
-from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter, refuse_local_base
+from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter
 from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.samples import add_gallery
@@ -174,7 +174,7 @@ class Push:
         was_left_out = bool(self._options.include) or CARD_NAME in source.list_files(max_depth=0)
         if self._options.card is False or (here is None and was_left_out):
             if here is not None and here.nbytes <= MAX_CARD_BYTES:
-                refuse_local_base(source.read(CARD_NAME, 0, here.nbytes).decode("utf-8"))
+                name_base(source.read(CARD_NAME, 0, here.nbytes).decode("utf-8"), None)
             return
         try:
             text = self._card_so_far(here)

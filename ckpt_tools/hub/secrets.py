@@ -1,8 +1,8 @@
 """Search what is to be sent for access tokens. The rules are data: secrets.toml.
 
 Every file that holds no weights is searched, and the header of safetensors, whose `__metadata__` is text. Only the
-surroundings of long runs of letters and digits are searched, which a vocabulary has few of; there a rule's keyword finds
-the place, and only then its pattern is tried. Every pattern is bounded: time is linear.
+surroundings of long runs of letters and digits are searched, which a vocabulary has few of; there a rule's keyword
+finds the place, and only then its pattern is tried. Every pattern is bounded: time is linear.
 """
 
 from __future__ import annotations

@@ -288,10 +288,12 @@ def test_samples_of_another_content_are_not_taken_for_those_here(tmp_path: Path)
 @pytest.mark.parametrize(
     ("tags", "expected"),
     [
-        ("tags:\n- a\n-   b   # mine\n", "tags:\n- a\n-   b   # mine\n- new\n"),
-        ("tags:\n  - a\n  - b\nx: 1\n", "tags:\n  - a\n  - b\n  - new\nx: 1\n"),
-        ("tags: [a, b]\n", "tags: [a, b, new]\n"),
+        ("tags:\n-   a\n- b\n# mine\nx:   no\n", "tags:\n- a\n- b\n- new\n# mine\nx:   no\n"),
+        ("tags:\n  - a\n  - b\n\nx: 1\n", "tags:\n- a\n- b\n- new\n\nx: 1\n"),
+        ("tags: [a, b]\n", "tags:\n- a\n- b\n- new\n"),
         ("tags: a\n", "tags: a\n"),
+        ("x: &t [a, b]\ntags: *t\n", "x: &t [a, b]\ntags:\n- a\n- b\n- new\n"),
+        ('"tags": [a, b]\n', '"tags": [a, b]\n'),
     ],
 )
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
