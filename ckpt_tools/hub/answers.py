@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ckpt_tools.remote.refusals import RefusalError, scrub
 from ckpt_tools.remote.web import TRANSIENT, retry_after
+
+if TYPE_CHECKING:
+    import httpx2
 
 _QUOTA = re.compile(r"storage|quota|billing|payment|upgrade|subscri", re.IGNORECASE)
 
@@ -47,11 +51,11 @@ def to_refusal(error: BaseException, token: str | None) -> RefusalError:
     return RefusalError(None, f"unexpected response from the hub{detail}", code=code, is_lasting=True)
 
 
-def refusal_of(response: object, token: str | None, message: str | None = None) -> RefusalError:
-    """Return what a response of the client's library refuses."""
-    headers: Mapping[str, str] = getattr(response, "headers")  # noqa: B009 - of httpx2, imported only to send
+def refusal_of(response: httpx2.Response, token: str | None, message: str | None = None) -> RefusalError:
+    """Return what a response refuses; `message` is what the client made of its body."""
+    headers = response.headers
     message = scrub(str(message or headers.get("X-Error-Message") or ""), token)
-    refusal = RefusalError(getattr(response, "status_code", None), message, code=headers.get("X-Error-Code"))
+    refusal = RefusalError(response.status_code, message, code=headers.get("X-Error-Code"))
     refusal.retry_after_s = retry_after(headers)
     return refusal
 
@@ -127,15 +131,16 @@ def explain(
 
 
 def _words(refusal: RefusalError, status: int, *, creates: bool) -> tuple[str, str | None]:
-    if (code := refusal.code or "") in _BY_CODE and status in (403, 404):
-        return _BY_CODE[code]
+    if status in (403, 404) and (refusal.code or "") in _BY_CODE:
+        return _BY_CODE[refusal.code or ""]
     if status in (403, 507) and _QUOTA.search(refusal.message):
         return _BY_STATUS[402]
     if status == 403 and creates:
         return _NOT_IN_NAMESPACE
-    if status >= 500:
-        return "{doing}: the hub failed with status {status}{tries}{says}", _AGAIN
-    return _BY_STATUS.get(status, ("{doing}: the hub refused with status {status}{says}", None))
+    failed = ("{doing}: the hub failed with status {status}{tries}{says}", _AGAIN)
+    return _BY_STATUS.get(
+        status, failed if status >= 500 else ("{doing}: the hub refused with status {status}{says}", None)
+    )
 
 
 def _unanswered(refusal: RefusalError, doing: str, tries: str) -> tuple[str, str | None]:

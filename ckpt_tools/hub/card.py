@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Literal, get_args
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hub.front_matter import hub_id_of, is_hub_id, read_front_matter
+from ckpt_tools.hub.front_matter import CARD_NAME, hub_id_of, is_hub_id, read_front_matter
 from ckpt_tools.options import AnyPath, Doc, Option
+from ckpt_tools.text import escape_name
 
 Library = Literal["peft", "diffusers", "transformers"]
 """Which library loads the weights; the hub shows its snippet."""
@@ -99,7 +100,7 @@ class CardFacts:
 
     @property
     def is_empty(self) -> bool:
-        """Is there nothing to say of the weights themselves?"""
+        """True if nothing is known about the weights themselves."""
         return not any(getattr(self, field.name) for field in fields(self) if field.name not in ("notes", "training"))
 
     def or_else(self, other: CardFacts) -> CardFacts:
@@ -154,19 +155,18 @@ def facts_in(text: str) -> CardFacts:
     )
 
 
-def missing_keys(facts: CardFacts, text: str) -> tuple[str, ...]:
-    """Return the keys that `facts` know and the front matter of a card does not have."""
-    known = read_front_matter(text)
-    return tuple(key for key in front_keys(facts) if key not in known)
-
-
-def kept_keys(asked: CardFacts, text: str) -> tuple[str, ...]:
-    """Return the keys of which the card says something else than what was asked for."""
+def notes_on(facts: CardFacts, asked: CardFacts, text: str) -> list[str]:
+    """Return what the front matter of a card lacks of `facts`, and what it keeps although something else was asked."""
     known = read_front_matter(text)
 
-    def says(key: str, value: object) -> bool:
-        here = known[key]
+    def has(here: object, value: object) -> bool:
         return here == value or (isinstance(here, list) and isinstance(value, list) and all(x in here for x in value))
 
+    missing = [key for key in front_keys(facts) if key not in known]
     wanted = front_keys(asked).items()
-    return tuple(f"{key}: {known[key]}" for key, value in wanted if key in known and not says(key, value))
+    kept = [f"{key}: {known[key]}" for key, value in wanted if key in known and not has(known[key], value)]
+    notes = [f"{CARD_NAME} is written in a way that ckpt cannot extend: add {', '.join(missing)}"] if missing else []
+    notes += [f"{CARD_NAME} keeps what it says already: {escape_name('; '.join(kept))}"] if kept else []
+    return notes + [f"{CARD_NAME} has no <Gallery />: add it where the samples are to be shown"] * (
+        bool(facts.gallery) and "<Gallery" not in text
+    )

@@ -37,8 +37,6 @@ ASK_FILES = 256
 """Files in one question about how they will be kept; the hub's own limit."""
 SAMPLE_BYTES = 512
 """First bytes of a file that it asks for, and tells text from."""
-_ABSENT = (404, 405, 501)
-"""What a hub of one's own or a mirror says of a route that it does not have."""
 
 
 class Hub:
@@ -118,8 +116,12 @@ class Hub:
                 return None
 
         def tree(commit: str) -> dict[str, RemoteFile]:
-            entries = self.api.list_repo_tree(self.repo, revision=commit, recursive=True)
-            return {entry.path: _remote_file(entry) for entry in entries if isinstance(entry, RepoFile)}
+            found = {}
+            for each in self.api.list_repo_tree(self.repo, revision=commit, recursive=True):
+                if isinstance(each, RepoFile):
+                    nbytes, oid = (each.size, each.blob_id) if each.lfs is None else (each.lfs.size, each.lfs.sha256)
+                    found[each.path] = RemoteFile(nbytes=nbytes, version={"oid": oid})
+            return found
 
         found = self.call(doing, info)
         if found is None:
@@ -141,9 +143,11 @@ class Hub:
         doing = "asking how the files will be kept"
         found: dict[str, Answer] = {}
         for start in range(0, len(files), ASK_FILES):
-            question = {"files": [_question(source, file) for file in files[start : start + ASK_FILES]]}
-            route = f"models/{self.repo}/preupload/{quote(self.revision, safe='')}" + "?create_pr=1" * create_pr
-            document = self._request(doing, "POST", route, question)
+            rows = []
+            for file in files[start : start + ASK_FILES]:
+                sample = base64.b64encode(file.read(source, 0, min(SAMPLE_BYTES, file.nbytes)))
+                rows.append({"path": file.path, "sample": sample.decode("ascii"), "size": file.nbytes})
+            document = self._request(doing, "POST", self._route("preupload", create_pr=create_pr), {"files": rows})
             try:
                 for row in document["files"]:
                     found[row["path"]] = Answer(row["uploadMode"], row.get("shouldIgnore") is True)
@@ -155,53 +159,37 @@ class Hub:
 
     def offers_xet(self, *, create_pr: bool) -> bool:
         """Return True if this hub has Xet; raise HubError if the token may not write here or the hub is away."""
-        route = f"models/{self.repo}/xet-write-token/{quote(self.revision, safe='')}" + "?create_pr=1" * create_pr
-        return self._request("asking for the storage", "GET", route, absent=_ABSENT) is not None
+        route = self._route("xet-write-token", create_pr=create_pr)
+        return self._request("asking for the storage", "GET", route) is not None
 
     def validate_card(self, text: str) -> None:
         """Raise HubError with the hub's reasons if it does not take a model card: it would refuse the commit."""
         document = {"repoType": "model", "content": text}
-        found = self._request("checking the model card", "POST", "validate-yaml", document, absent=_ABSENT, answers=400)
+        found = self._request("checking the model card", "POST", "validate-yaml", document, answers=400)
         rows = found.get("errors") if isinstance(found, dict) else None
         reasons = [str(row.get("message")) for row in rows or () if isinstance(row, dict)]
         if reasons:
             what = f"the hub refuses the model card: {scrub('; '.join(reasons), self.account.token)}"
             raise HubError(what, where=CARD_NAME, hint="fix README.md or the option, or leave it out: --no-card")
 
-    def _request(
-        self,
-        doing: str,
-        method: str,
-        route: str,
-        document: object = None,
-        *,
-        absent: Sequence[int] = (),
-        answers: int = 200,
-    ) -> Any:  # noqa: ANN401 - whatever JSON it is
-        """Return the JSON of a route for which the client has no function; None where the hub does not have it."""
+    def _route(self, name: str, *, create_pr: bool) -> str:
+        return f"models/{self.repo}/{name}/{quote(self.revision, safe='')}" + "?create_pr=1" * create_pr
+
+    def _request(self, doing: str, method: str, route: str, document: object = None, *, answers: int = 200) -> Any:  # noqa: ANN401
+        """Return the JSON of a route that the client has no function for; None where a hub of one's own has it not."""
         headers = _utils().build_hf_headers(token=self.account.token, library_name="ckpt-tools")
 
         def work() -> Any:  # noqa: ANN401
             url = f"{self.account.endpoint}/api/{route}"
             response = _utils().get_session().request(method, url, json=document, headers=headers)
-            if response.status_code in absent:
+            status = response.status_code
+            if status in (405, 501) or (status == 404 and "X-Error-Code" not in response.headers):
                 return None
-            if response.status_code != answers:
+            if status != answers:
                 _utils().hf_raise_for_status(response)
             return response.json()
 
         return self.call(doing, work)
-
-
-def _remote_file(entry: Any) -> RemoteFile:  # noqa: ANN401 - RepoFile, which a type checker finds only when installed
-    if entry.lfs is None:
-        return RemoteFile(nbytes=entry.size, version={"oid": entry.blob_id})
-    return RemoteFile(nbytes=entry.lfs.size, version={"oid": entry.lfs.sha256})
-
-
-def _question(source: Source, file: LocalFile) -> dict[str, object]:
-    sample = file.read(source, 0, min(SAMPLE_BYTES, file.nbytes))
-    return {"path": file.path, "sample": base64.b64encode(sample).decode("ascii"), "size": file.nbytes}
 
 
 # The client's connections and logs are shared with whatever else runs in this process.

@@ -6,10 +6,8 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, HubError
@@ -38,8 +36,7 @@ _XET_BOUNDS = {
 _OID = re.compile(r"[0-9a-f]{40}", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class Committed(NamedTuple):
     """A commit that the hub has made."""
 
     oid: str
@@ -60,28 +57,17 @@ def upload(
     from huggingface_hub import CommitOperationAdd
 
     additions = []
-    for plan in planned:
-        if plan.state in ("new", "changed"):
-            # What lies inside of git is read once and sent from memory.
-            is_whole = plan.mode == "regular" or local[plan.path].content is not None
-            content: bytes | str = read_whole(source, local[plan.path]) if is_whole else source.path(plan.path)
-            additions.append(CommitOperationAdd(path_in_repo=plan.path, path_or_fileobj=content))
+    for plan in filter(lambda plan: plan.is_sent, planned):
+        # What lies inside of git is read once and sent from memory.
+        is_whole = plan.mode == "regular" or local[plan.path].content is not None
+        content = read_whole(source, local[plan.path]) if is_whole else source.path(plan.path)
+        additions.append(CommitOperationAdd(path_in_repo=plan.path, path_or_fileobj=content))
+    options: dict[str, Any] = {"create_pr": create_pr, "num_threads": num_workers, "free_memory": False}
 
     def send() -> None:
-        hub.api.preupload_lfs_files(
-            hub.repo,
-            additions,
-            revision=hub.revision,
-            create_pr=create_pr,
-            num_threads=num_workers,
-            free_memory=False,
-        )
+        hub.api.preupload_lfs_files(hub.repo, additions, revision=hub.revision, **options)
 
-    has_large = any(plan.mode == "lfs" and plan.state in ("new", "changed") for plan in planned)
-    if not (has_large and _is_sent_to_xet(hub, send, create_pr=create_pr)):
-        with _without_xet():
-            # The client repeats every request of its own; as a whole it costs little, since it skips what has arrived.
-            hub.call("uploading", send, retries=False)
+    _upload_large(hub, send, create_pr=create_pr)
     try:
         source.check_unchanged()
     except CkptError as error:
@@ -93,36 +79,27 @@ def upload(
     return additions
 
 
-def _is_sent_to_xet(hub: Hub, send: Callable[[], None], *, create_pr: bool) -> bool:
-    """Upload by Xet where both sides have it, within a minute or so of tries; say so where it fails."""
+def _upload_large(hub: Hub, send: Callable[[], None], *, create_pr: bool) -> None:
+    """Upload by Xet where both sides have it, and by LFS otherwise or where Xet fails; both go by the sha256."""
     from huggingface_hub import constants
 
-    has_client = not constants.HF_HUB_DISABLE_XET and importlib.util.find_spec("hf_xet") is not None
-    if not has_client or not hub.offers_xet(create_pr=create_pr):
-        return False
-    ours = {name: value for name, value in _XET_BOUNDS.items() if name not in os.environ}
-    os.environ.update(ours)
+    is_off = constants.HF_HUB_DISABLE_XET
+    if not is_off and importlib.util.find_spec("hf_xet") is not None and hub.offers_xet(create_pr=create_pr):
+        ours = {name: value for name, value in _XET_BOUNDS.items() if name not in os.environ}
+        os.environ.update(ours)
+        try:
+            return hub.call("uploading to Xet", send, retries=False)
+        except HubError as error:
+            hub.log(f"{error.what}; trying without Xet")
+        finally:
+            for name in ours:
+                os.environ.pop(name, None)
+    constants.HF_HUB_DISABLE_XET = True
     try:
-        hub.call("uploading to Xet", send, retries=False)
-    except HubError as error:
-        hub.log(f"{error.what}; trying without Xet")
-        return False
+        # The client repeats every request of its own; as a whole it costs little, since it skips what has arrived.
+        hub.call("uploading", send, retries=False)
     finally:
-        for name in ours:
-            os.environ.pop(name, None)
-    return True
-
-
-@contextmanager
-def _without_xet() -> Iterator[None]:
-    """Let the client upload by LFS, which names the content by its sha256 as Xet does."""
-    from huggingface_hub import constants
-
-    before, constants.HF_HUB_DISABLE_XET = constants.HF_HUB_DISABLE_XET, True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_DISABLE_XET = before
+        constants.HF_HUB_DISABLE_XET = is_off
 
 
 def commit(
@@ -137,14 +114,15 @@ def commit(
 ) -> Committed:
     """Make the commit, if the revision still is what the plan was made on.
 
-    An answer can get lost after the hub has committed, so after a failure the repository is looked at before anything
-    is sent again. A pull request, which cannot be told from an earlier one, is not asked for twice. Raise HubError if
+    An answer can get lost after the hub has committed, so after a failure the repository is read before anything is
+    sent again. A pull request, which cannot be told from an earlier one, is not asked for twice. Raise HubError if
     somebody else committed meanwhile, the hub refused, or the outcome is not known.
     """
+    operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *deletions]
     doing = "opening the pull request" if create_pr else "committing"
     for attempt in range(1, MAX_COMMIT_TRIES + 1):
         try:
-            return _send(hub, [*additions, *deletions], parent=parent, message=message, create_pr=create_pr)
+            return _send(hub, operations, parent_commit=parent, commit_message=message, create_pr=create_pr)
         except client_errors() as error:
             refusal = to_refusal(error, hub.account.token)
             problem = hub.error(doing, refusal, attempts=attempt)
@@ -165,21 +143,11 @@ def commit(
 def _send(
     hub: Hub,
     operations: Sequence[CommitOperationAdd | CommitOperationDelete],
-    *,
-    parent: str | None,
-    message: str,
-    create_pr: bool,
+    **options: Any,  # noqa: ANN401 - of create_commit
 ) -> Committed:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        done = hub.api.create_commit(
-            hub.repo,
-            operations,
-            commit_message=message,
-            revision=hub.revision,
-            create_pr=create_pr,
-            parent_commit=parent,
-        )
+        done = hub.api.create_commit(hub.repo, operations, revision=hub.revision, **options)
     notes = tuple(escape_name(" ".join(str(warning.message).split())) for warning in caught)
     if not isinstance(done.oid, str) or not _OID.fullmatch(done.oid):
         raise hub.unexpected("committing")
@@ -243,9 +211,5 @@ def check_arrival(
 
 
 def _finding(code: str, path: str, what: str) -> Finding:
-    return Finding.error(
-        code=code,
-        where=path,
-        what=what,
-        hint="delete it on the hub and push again; if that does not help, report it to the hub's operators",
-    )
+    hint = "delete it on the hub and push again; if that does not help, report it to the hub's operators"
+    return Finding.error(code=code, where=path, what=what, hint=hint)

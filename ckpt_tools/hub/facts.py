@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -57,7 +58,10 @@ def facts_of(
     """Return what the files in a directory say; `chosen` are those to be pushed."""
     if kind != "weights":  # beside and below a model lie others; below an adapter its earlier steps
         adapters = {name: check for name, check in adapters.items() if kind == "peft" and "/" not in name}
-    headers = {name: _metadata(source, name) for name in adapters}
+    headers: dict[str, Mapping[str, str]] = {name: {} for name in adapters}
+    for name in adapters:
+        with suppress(CkptError):
+            headers[name] = read_file(source, name).header.metadata
     facts = _facts(source, chosen, kind)
     if base_model is not None:
         facts = replace(facts, base_model=base_model, notes=())
@@ -65,33 +69,27 @@ def facts_of(
         ((name, check),) = adapters.items()
         facts = _with_adapter(facts, name, check, headers[name], source)
     trigger = value_at(ai_toolkit_config(source.root), "trigger_word") if adapters else None
+    prompt, training = facts.instance_prompt or _text(trigger), training_facts(source, chosen, headers.values())
     relation: Relation | None = "adapter" if adapters else _relation(source, chosen)
     notes = facts.notes
     if relation not in (None, "adapter") and facts.base_model is None:
         notes = (*notes, "the base model is not known: --base-model ORG/NAME puts it into the card")
-    return replace(
-        facts,
-        relation=relation,
-        instance_prompt=facts.instance_prompt or _text(trigger),
-        training=training_facts(source, chosen, headers.values()),
-        notes=notes,
-    )
+    return replace(facts, relation=relation, instance_prompt=prompt, training=training, notes=notes)
 
 
 def _facts(source: Source, chosen: Collection[str], kind: Kind) -> CardFacts:
     if kind == "peft":
         return _peft(source)
     if kind == "transformers":
-        return _transformers(_config(source, CONFIG_NAME), any(name in chosen for name in _TOKENIZER))
-    if kind == "diffusers":
-        is_pipeline = PIPELINE_CONFIG in chosen
-        config = _config(source, PIPELINE_CONFIG if is_pipeline else CONFIG_NAME)
-        name = _text(config.get("_class_name"))
-        load = LoadFacts(is_pipeline=is_pipeline, model_class=None if is_pipeline else name)
-        task = task_of_class(name) if is_pipeline else None
-        rows = rows_of("model class", name, "its config")
-        return CardFacts(library="diffusers", pipeline_tag=task, load=load, settings=rows)
-    return CardFacts()
+        return _transformers(config_in(source, CONFIG_NAME).values, any(name in chosen for name in _TOKENIZER))
+    if kind != "diffusers":
+        return CardFacts()
+    is_pipeline = PIPELINE_CONFIG in chosen
+    name = _text(config_in(source, PIPELINE_CONFIG if is_pipeline else CONFIG_NAME).values.get("_class_name"))
+    load = LoadFacts(is_pipeline=is_pipeline, model_class=None if is_pipeline else name)
+    task = task_of_class(name) if is_pipeline else None
+    rows = rows_of("model class", name, "its config")
+    return CardFacts(library="diffusers", pipeline_tag=task, load=load, settings=rows)
 
 
 def _relation(source: Source, chosen: Collection[str]) -> Relation | None:
@@ -99,17 +97,6 @@ def _relation(source: Source, chosen: Collection[str]) -> Relation | None:
         return None
     made = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES)).source
     return next((relation for key, relation in _MADE.items() if key in made), None)
-
-
-def _metadata(source: Source, name: str) -> Mapping[str, str]:
-    try:
-        return read_file(source, name).header.metadata
-    except CkptError:
-        return {}
-
-
-def _config(source: Source, name: str) -> Mapping[str, object]:
-    return config_in(source, name).values
 
 
 def _text(value: object) -> str | None:
@@ -121,9 +108,7 @@ def rows_of(name: str, value: object, origin: str) -> tuple[Row, ...]:
     if value is None or value in ([], {}) or (value is False and not origin.startswith("assumed")):
         return ()
     shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    if len(shown) > _MAX_VALUE_CHARS:
-        shown = shown[: _MAX_VALUE_CHARS - 1] + "…"
-    return ((name, shown, origin),)
+    return ((name, shown if len(shown) <= _MAX_VALUE_CHARS else shown[: _MAX_VALUE_CHARS - 1] + "…", origin),)
 
 
 def base_model_of(text: str | None, *, root: str) -> tuple[str | None, tuple[str, ...]]:
@@ -134,21 +119,15 @@ def base_model_of(text: str | None, *, root: str) -> tuple[str | None, tuple[str
     is_here = os.path.exists(text) or os.path.exists(os.path.join(root, text))
     if found is not None and not (found == text and is_here):
         return found, ()
-    return None, (
-        f"the base model is a local path ({escape_name(text)}), which the card leaves out; --base-model names it",
-    )
+    what = f"the base model is a local path ({escape_name(text)})"
+    return None, (f"{what}, which the card leaves out; --base-model names it",)
 
 
 def _peft(source: Source) -> CardFacts:
-    config = _config(source, ADAPTER_CONFIG)
+    config = config_in(source, ADAPTER_CONFIG).values
     auto_class, pipeline_tag = _TASKS.get(str(config.get("task_type")), (None, None))
-    mapping = config.get("auto_mapping")
-    if (
-        auto_class is None
-        and isinstance(mapping, dict)
-        and str(mapping.get("parent_library")).startswith("transformers")
-    ):
-        auto_class = _text(mapping.get("base_model_class"))
+    if auto_class is None and str(value_at(config, "auto_mapping.parent_library")).startswith("transformers"):
+        auto_class = _text(value_at(config, "auto_mapping.base_model_class"))
     base, notes = base_model_of(_text(config.get("base_model_name_or_path")), root=source.root)
     family = str(config.get("peft_type") or "lora").lower()
     settings = tuple(row for key in _SETTINGS for row in rows_of(key, config.get(key), ADAPTER_CONFIG))
@@ -224,8 +203,7 @@ def _assumed(metadata: Mapping[str, str]) -> tuple[Row, ...]:
 
 
 def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFacts:
-    architectures = config.get("architectures")
-    name = _text(architectures[0]) if isinstance(architectures, list) and architectures else None
+    name = _text(value_at(config, "architectures.0"))
     ending = next((end for end in HEADS if name is not None and name.endswith(end)), None)
     auto_class, pipeline_tag = HEADS[ending] if ending is not None else (None, None)
     if ending is None and str(name).endswith("ForConditionalGeneration") and "vision_config" in config:

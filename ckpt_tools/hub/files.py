@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 import re
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ckpt_tools.description.globs import find_named
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.scan import why_not_inert
 from ckpt_tools.hub.plan import LocalFile
@@ -49,16 +48,11 @@ def list_directory(
     state, unless `include` asks for them. Links are followed inside of the directory alone. A glob without a slash
     matches the name alone, in every directory; `*` stays inside one component, `**` crosses.
     """
-    left_out: list[tuple[str, str]] = []
-    found: dict[str, int] = {}
     files = source.list_files(max_depth=MAX_DEPTH)
-    left_out += _odd_entries(source.root)
-    for path, nbytes in files.items():
-        name = path.rpartition("/")[2]
-        if name.startswith(".") and name != METADATA_NAME:
-            left_out.append((path, "hidden"))
-        else:
-            found[path] = nbytes
+    names = {path: path.rpartition("/")[2] for path in files}
+    hidden = {path for path, name in names.items() if name.startswith(".") and name != METADATA_NAME}
+    left_out = _odd_entries(source.root) + [(path, "hidden") for path in hidden]
+    found = {path: nbytes for path, nbytes in files.items() if path not in hidden}
     included = _matching(found, include, "--include")
     excluded = _matching(found, exclude, "--exclude")
     chosen: dict[str, int] = {}
@@ -70,19 +64,20 @@ def list_directory(
         elif not include and (reason := _why_private(path)) is not None:
             left_out.append((path, f"{reason}; --include uploads it"))
         else:
-            _check_name(path)
+            if escape_name(path) != path or "\\" in path:
+                raise UsageError("the hub cannot hold a file of this name", where=path, hint="rename or exclude it")
             source.path(path)  # refuses a link that leads out
-            if keep_pickles or not (runs := why_not_inert(source, path, nbytes)):
-                chosen[path] = nbytes
-            else:
+            if not keep_pickles and (runs := why_not_inert(source, path, nbytes)):
                 left_out.append((path, f"loading it runs {escape_name(runs)}; --keep-pickles uploads it"))
+            else:
+                chosen[path] = nbytes
     if not chosen:
         raise UsageError("there is nothing to push", where=source.root)
     return chosen, tuple(sorted(left_out))
 
 
 def _why_private(path: str) -> str | None:
-    """Say why a file stays at home unless it is asked for by `--include`; None when it does not."""
+    """Return why a file is not uploaded unless `--include` asks for it; None if it is."""
     name = path.rpartition("/")[2]
     if _STATE.fullmatch(name):
         return "a trainer's own state"
@@ -115,21 +110,16 @@ def _odd_entries(root: str) -> list[tuple[str, str]]:
 
 def _matching(files: Iterable[str], globs: Sequence[str], option: str) -> set[str]:
     matched: set[str] = set()
+    options = {"hint": "it is matched against file names", "kind": "file"}
     for glob in globs:
         names = {path: (_swap(path if "/" in glob else path.rpartition("/")[2]),) for path in files}
-        hint = "it is matched against file names"
-        matched |= find_named(f"{option} {glob}", _swap(glob), names, hint=hint, kind="file")
+        matched |= find_named(f"{option} {glob}", _swap(glob), names, **options)
     return matched
 
 
 def _swap(text: str) -> str:
     """Globs know components between dots; those of paths are between slashes."""
     return text.translate({ord("."): "/", ord("/"): "."})
-
-
-def _check_name(path: str) -> None:
-    if escape_name(path) != path or "\\" in path:
-        raise UsageError("the hub cannot hold a file of this name", where=path, hint="rename it, or leave it out")
 
 
 def digest_files(
@@ -164,14 +154,9 @@ def digest_files(
 
 def file_of_bytes(path: str, content: bytes) -> LocalFile:
     """Return what a file with `content` would be."""
-    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
-    return LocalFile(
-        path=path,
-        nbytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-        blob_id=git.hexdigest(),
-        content=content,
-    )
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    sha256 = hashlib.sha256(content).hexdigest()
+    return LocalFile(path=path, nbytes=len(content), sha256=sha256, blob_id=git, content=content)
 
 
 def read_whole(source: Source, file: LocalFile) -> bytes:
@@ -184,23 +169,5 @@ def read_whole(source: Source, file: LocalFile) -> bytes:
 
 def changed(path: str) -> CkptError:
     """Return the error for a file that is written to while it is pushed."""
-    return CkptError(
-        "the file changed while it was pushed; nothing was committed",
-        where=path,
-        hint="wait until its writer has finished, then run the command again",
-    )
-
-
-def check_is_text(source: Source, file: LocalFile) -> None:
-    """Refuse a model card that is not UTF-8: the hub's client reads it before it sends anything, and breaks off."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        for start in range(0, file.nbytes, _BLOCK_BYTES):
-            nbytes = min(_BLOCK_BYTES, file.nbytes - start)
-            decoder.decode(bytes(source.read(file.path, start, nbytes)), final=start + nbytes == file.nbytes)
-    except UnicodeDecodeError as error:
-        raise UnreadableError(
-            "the model card is not UTF-8 text, which the hub's client refuses",
-            where=file.path,
-            hint=f"save it as UTF-8, or leave it out: --exclude {file.path}",
-        ) from error
+    hint = "wait until its writer has finished, then run the command again"
+    return CkptError("the file changed while it was pushed; nothing was committed", where=path, hint=hint)

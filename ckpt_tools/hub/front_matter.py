@@ -71,7 +71,7 @@ def with_keys(text: str, changes: Mapping[str, object]) -> str:
         return text
     known, newline, match = read_front_matter(text), newline_of(text), _block(text)
     dump = functools.partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=1000, line_break=newline)
-    lines = {key: dump({key: value}).rstrip() for key, value in changes.items()}
+    lines = {key: str(dump({key: value})).rstrip() for key, value in changes.items()}
     if match is None:
         return newline.join(["---", *lines.values(), "---", "", text])
     front = match[2]

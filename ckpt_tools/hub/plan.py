@@ -78,6 +78,11 @@ class PlannedFile:
     sha256: str
     """Of the content; empty for a file to be deleted."""
 
+    @property
+    def is_sent(self) -> bool:
+        """True if a push uploads it."""
+        return self.state in ("new", "changed")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushResult:
@@ -121,7 +126,7 @@ class PushResult:
     @property
     def sent_bytes(self) -> int:
         """Size of what is new or changed."""
-        return sum(file.nbytes for file in self.files if file.state in ("new", "changed"))
+        return sum(file.nbytes for file in self.files if file.is_sent)
 
 
 def plan_files(

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.errors import HubError, LimitError, UsageError
-from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, facts_in, kept_keys, missing_keys
+from ckpt_tools.errors import HubError, UnreadableError, UsageError
+from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, facts_in, notes_on
 from ckpt_tools.hub.card_body import build_card
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub, Log, quiet_client
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
-from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory
+from ckpt_tools.hub.files import digest_files, file_of_bytes, list_directory
 from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter
 from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
@@ -25,7 +25,7 @@ from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.options import AnyPath, Argument, Doc, KeepPickles, NumWorkers, Option, Progress
 from ckpt_tools.remote.account import find_pusher
 from ckpt_tools.storage.source import LocalSource
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
 CheckLevel = Literal["sent", "all", "names"]
@@ -102,9 +102,8 @@ class Push:
         account = find_pusher(endpoint=options.endpoint, token=options.token)
         with quiet_client(account.token, self._log, bars=options.bars), LocalSource(self._directory) as source:
             self._source = source
-            chosen, left_out = list_directory(
-                source, include=options.include, exclude=options.exclude, keep_pickles=options.keep_pickles
-            )
+            wanted = {"include": options.include, "exclude": options.exclude}
+            chosen, left_out = list_directory(source, **wanted, keep_pickles=options.keep_pickles)
             self._kind, self._adapters, notes = check_directory(source, chosen, num_workers=self._num_workers)
             self._notes += notes
             hub = self._hub = Hub(account, options.repo, revision=options.revision, log=self._log)
@@ -153,34 +152,34 @@ class Push:
         hub = self._hub
         self._remote = hub.snapshot()
         if self._remote.exists and self._options.private and self._remote.private is False:
-            raise HubError(
-                f"{hub.repo} is public, but --private was given; nothing was uploaded",
-                where=hub.where,
-                hint="make it private on the hub, choose another name, or leave --private out",
-            )
+            what = f"{hub.repo} is public, but --private was given; nothing was uploaded"
+            hint = "make it private on the hub, choose another name, or leave --private out"
+            raise HubError(what, where=hub.where, hint=hint)
         if not self._remote.exists and hub.revision != "main":
-            raise HubError(
-                f"{hub.repo} does not exist, so it has no revision {hub.revision!r}",
-                where=hub.where,
-                hint="push to main first",
-            )
+            what = f"{hub.repo} does not exist, so it has no revision {hub.revision!r}"
+            raise HubError(what, where=hub.where, hint="push to main first")
 
     def _add_card(self) -> None:
         """Add the model card, or what the README lacks; the directory itself stays as it is."""
         asked, source = self._asked, self._source
-        here = self._local.get(CARD_NAME)
-        if here is not None:
-            check_is_text(source, here)
+        here, there = self._local.get(CARD_NAME), self._remote.files.get(CARD_NAME)
+        nbytes = here.nbytes if here is not None else there.nbytes if there is not None else 0
         was_left_out = bool(self._options.include) or CARD_NAME in source.list_files(max_depth=0)
-        if self._options.card is False or (here is None and was_left_out):
-            if here is not None and here.nbytes <= MAX_CARD_BYTES:
-                name_base(source.read(CARD_NAME, 0, here.nbytes).decode("utf-8"), None)
+        is_kept = self._options.card is False or (here is None and was_left_out)
+        if is_kept and here is None:
             return
         try:
-            text = self._card_so_far(here)
-        except (LimitError, UnicodeDecodeError) as error:
-            why = "too large to add to" if isinstance(error, LimitError) else "not UTF-8 text"
-            self._notes.append(f"{CARD_NAME} is {why}: left unchanged")
+            text = self._card_so_far(nbytes) if here is not None or nbytes <= MAX_CARD_BYTES else None
+        except UnicodeDecodeError as error:
+            if here is None:
+                self._notes.append(f"{CARD_NAME} is not UTF-8 text: left unchanged")
+                return
+            what = "the model card is not UTF-8 text, which the hub's client refuses"
+            hint = f"save it as UTF-8, or leave it out: --exclude {CARD_NAME}"
+            raise UnreadableError(what, where=CARD_NAME, hint=hint) from error
+        if is_kept or nbytes > MAX_CARD_BYTES:
+            name_base(text or "", None)
+            self._notes += [] if is_kept else [f"{CARD_NAME} is too large to add to: left unchanged"]
             return
         if text is not None:
             text, before = name_base(text, asked.base_model), text
@@ -199,39 +198,30 @@ class Push:
         if text is None and facts.is_empty:
             return
         card = build_card(facts, repo=self._hub.repo, existing=text, asked=asked)
-        if missing := missing_keys(facts, card):
-            self._notes.append(f"{CARD_NAME} is written in a way that ckpt cannot extend: add {', '.join(missing)}")
-        if gallery and "<Gallery" not in card:
-            self._notes.append(f"{CARD_NAME} has no <Gallery />: add it where the samples are to be shown")
-        if kept := kept_keys(asked, card):
-            self._notes.append(f"{CARD_NAME} keeps what it says already: {'; '.join(map(escape_name, kept))}")
+        self._notes += notes_on(facts, asked, card)
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
         self._local = dict(sorted(self._local.items()))
 
-    def _validate_card(self) -> None:
-        """Let the hub judge the card before anything is sent: by itself it does so after the upload."""
-        if any(plan.path == CARD_NAME and plan.state in ("new", "changed") for plan in self._planned):
-            card = self._local[CARD_NAME]
-            if card.nbytes <= MAX_CARD_BYTES:
-                self._hub.validate_card(card.read(self._source, 0, card.nbytes).decode("utf-8"))
-
-    def _card_so_far(self, here: LocalFile | None) -> str | None:
+    def _card_so_far(self, nbytes: int) -> str | None:
         """Return the README that is here, or else on the hub; None where there is none."""
-        there = self._remote.files.get(CARD_NAME)
-        if (here.nbytes if here is not None else there.nbytes if there is not None else 0) > MAX_CARD_BYTES:
-            raise LimitError(f"more than {MAX_CARD_BYTES} bytes", where=CARD_NAME)
-        if here is not None:
-            return bytes(self._source.read(CARD_NAME, 0, here.nbytes)).decode("utf-8")
-        if there is None:
+        if CARD_NAME in self._local:
+            return self._source.read(CARD_NAME, 0, nbytes).decode("utf-8")
+        if CARD_NAME not in self._remote.files:
             return None
         with self._hub.open(self._remote) as source:
-            return source.read(CARD_NAME, 0, there.nbytes).decode("utf-8")
+            return source.read(CARD_NAME, 0, nbytes).decode("utf-8")
+
+    def _validate_card(self) -> None:
+        """Let the hub judge the card before anything is sent: by itself it does so after the upload."""
+        card = self._local.get(CARD_NAME)
+        is_sent = any(plan.path == CARD_NAME and plan.is_sent for plan in self._planned)
+        if card is not None and is_sent and card.nbytes <= MAX_CARD_BYTES:
+            self._hub.validate_card(card.read(self._source, 0, card.nbytes).decode("utf-8"))
 
     def _plan(self) -> None:
         local, remote, options = self._local, self._remote, self._options
-        answers = {}
-        if remote.exists:
-            answers = self._hub.ask(self._source, list(local.values()), create_pr=options.create_pr)
+        files = list(local.values()) if remote.exists else []
+        answers = self._hub.ask(self._source, files, create_pr=options.create_pr) if files else {}
         self._planned = plan_files(local, remote, answers, delete_stale=options.delete_stale)
         if not options.delete_stale and (stale := stale_weights(local, remote)):
             self._notes.append(
@@ -245,17 +235,15 @@ class Push:
         hub, planned, options = self._hub, self._planned, self._options
         ignored = [plan.path for plan in planned if plan.state == "ignored"]
         if ignored:
-            raise HubError(
-                f"the repository's .gitignore leaves out {first_few(ignored)}",
-                where=hub.where,
-                hint="change the .gitignore on the hub, or exclude them here as well: --exclude GLOB",
-            )
-        sending = [plan for plan in planned if plan.state in ("new", "changed")]
+            what = f"the repository's .gitignore leaves out {first_few(ignored)}"
+            hint = "change the .gitignore on the hub, or exclude them here as well: --exclude GLOB"
+            raise HubError(what, where=hub.where, hint=hint)
+        sending = [plan for plan in planned if plan.is_sent]
         deletions = [CommitOperationDelete(plan.path) for plan in planned if plan.state == "deleted"]
         if not sending and not deletions:
             return None
-        total = sum(plan.nbytes for plan in sending)
-        self._log(f"uploading {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
+        size = format_size(sum(plan.nbytes for plan in sending))
+        self._log(f"uploading {len(sending)} file{'s' if len(sending) != 1 else ''}, {size}")
         pr = options.create_pr
         is_uploaded = False
         try:

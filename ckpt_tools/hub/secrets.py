@@ -11,7 +11,6 @@ import functools
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
 from typing import NamedTuple
@@ -43,14 +42,11 @@ _BEFORE_BYTES, _AFTER_BYTES = 256, 8
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Secret:
-    """Where something looks like a secret; never what it is."""
+class Secret(NamedTuple):
+    """Where something looks like a secret, never what it is; `line` is from 1, of a safetensors file in its header."""
 
     path: str
-    """Relative, with forward slashes."""
     line: int
-    """From 1; of a safetensors file, in its header."""
     kind: str
 
 
@@ -62,23 +58,20 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
         start, nbytes = _text_of(source, file)
         if nbytes > MAX_SEARCHED_BYTES:
             notes.append(f"{escape_name(file.path)} was not searched for secrets: {format_size(nbytes)}")
-            continue
-
-        def read(offset: int, nbytes: int, file: LocalFile = file, start: int = start) -> bytes:
-            return file.read(source, start + offset, nbytes)
-
-        found += find_secrets(file.path, read, nbytes, token)
+        else:
+            found += find_secrets(file.path, functools.partial(_read, source, file, start), nbytes, token)
     if not found:
         return tuple(notes)
     first, *others = found
-    more = "; ".join(f"{each.path}, line {each.line}: {each.kind}" for each in others[: _MAX_NAMED - 1])
-    if len(others) >= _MAX_NAMED:
-        more += f"; and {len(others) - _MAX_NAMED + 1} more"
-    raise UsageError(
-        f"the file holds what looks like {first.kind}" + (f" (also {more})" if more else ""),
-        where=f"{first.path}, line {first.line}",
-        hint=f"remove and revoke it, or leave the file out: --exclude {first.path}",
-    )
+    also = [f"{each.path}, line {each.line}: {each.kind}" for each in others[: _MAX_NAMED - 1]]
+    also += [f"and {len(others) - _MAX_NAMED + 1} more"] if len(others) >= _MAX_NAMED else []
+    what = f"the file holds what looks like {first.kind}" + (f" (also {'; '.join(also)})" if also else "")
+    hint = f"remove and revoke it, or leave the file out: --exclude {first.path}"
+    raise UsageError(what, where=f"{first.path}, line {first.line}", hint=hint)
+
+
+def _read(source: Source, file: LocalFile, start: int, offset: int, nbytes: int) -> bytes:
+    return file.read(source, start + offset, nbytes)
 
 
 def _text_of(source: Source, file: LocalFile) -> tuple[int, int]:
@@ -105,34 +98,27 @@ def find_secrets(
     while offset < nbytes:
         block = read(offset, min(BLOCK_BYTES, nbytes - offset))
         size = len(block)
-        if offset == 0 and block.startswith(_UTF16):
-            stride = 2
-        if stride == 2:
-            block = block.replace(b"\0", b"")
+        stride = 2 if offset == 0 and block.startswith(_UTF16) else stride
+        block = block.replace(b"\0", b"") if stride == 2 else block
         is_last = offset + size >= nbytes
         # What begins in the overlap is found with the next block, whole.
         end = len(block) if is_last else len(block) - OVERLAP_BYTES // stride
         for position, kind in sorted(_search(block, token)):
             if position < end:
                 line = 1 + lines + block.count(b"\n", 0, position)
-                found.setdefault((line, kind), Secret(path=path, line=line, kind=kind))
+                found.setdefault((line, kind), Secret(path, line, kind))
         lines += block.count(b"\n", 0, end)
         offset += size if is_last else size - OVERLAP_BYTES
     return tuple(found.values())
 
 
-class Rules(NamedTuple):
-    """What secrets.toml says."""
-
-    by_keyword: Mapping[bytes, Sequence[tuple[str, re.Pattern[bytes], bool]]]
-    """Keyword → (kind, what is matched there, whether the value must look random)."""
-    stopwords: Sequence[bytes]
-    """In lower case; a value with one of them is a placeholder."""
+Rules = Mapping[bytes, Sequence[tuple[str, re.Pattern[bytes], bool]]]
+"""Keyword → (kind, what is matched there, whether the value must look random)."""
 
 
 @functools.cache
-def rules() -> Rules:
-    """Return the rules, most specific kinds first."""
+def rules() -> tuple[Rules, Sequence[bytes]]:
+    """Return the rules of secrets.toml, most specific kinds first, and the words that placeholders have."""
     document = tomllib.loads(files("ckpt_tools.hub").joinpath("secrets.toml").read_text(encoding="utf-8"))
     by_keyword: dict[bytes, list[tuple[str, re.Pattern[bytes], bool]]] = {}
     for rule in document["rules"]:
@@ -140,20 +126,18 @@ def rules() -> Rules:
         pattern = re.compile((before + rule["regex"] + after).encode(), re.ASCII)
         for keyword in rule["keywords"]:
             by_keyword.setdefault(keyword.encode(), []).append((rule["description"], pattern, "random" in rule))
-    return Rules(by_keyword, [word.encode() for word in document["allowlist"]["stopwords"]])
+    return (by_keyword, [word.encode() for word in document["allowlist"]["stopwords"]])
 
 
 def _search(block: bytes, token: str | None) -> Iterator[tuple[int, str]]:
     """Yield (position, kind); a value that several rules know goes by the first."""
-    if token:
-        position = block.find(token.encode())
-        if position >= 0:
-            yield position, "your own access token of the hub"
+    if token and (position := block.find(token.encode())) >= 0:
+        yield position, "your own access token of the hub"
     ends: set[int] = set()
     for start, end in _windows(block):
         window = block[start:end]
         lower = window.lower()
-        for keyword, known in rules().by_keyword.items():
+        for keyword, known in rules()[0].items():
             position = lower.find(keyword)
             while position >= 0:
                 for kind, pattern, must_be_random in known:
@@ -187,7 +171,7 @@ def _windows(block: bytes) -> Iterator[tuple[int, int]]:
 def is_placeholder(value: bytes) -> bool:
     """Return True for what documentation writes in place of a secret: few letters repeated, the alphabet, EXAMPLE."""
     lower = value.lower()
-    if any(word in lower for word in rules().stopwords):
+    if any(word in lower for word in rules()[1]):
         return True
     steps = sum(after - before in (0, 1) for before, after in pairwise(value))
     return len(set(value)) < 4 or steps * 2 > len(value)
@@ -197,7 +181,7 @@ def is_random(value: bytes) -> bool:
     """Return True if a value looks random, unlike names and paths.
 
     Its longest piece between `_`, `-` and `/` decides: long, with digits, and changing between lower case, upper case
-    and digits at least at every fifth character (random ones: two of five in the worst alphabet, base 36).
+    and digits at least at every fifth character.
     """
     if _UUID.fullmatch(value):
         return True

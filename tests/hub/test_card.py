@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 from samples import safetensors_bytes, tensor
 
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.hub.card import CardFacts, LoadFacts, missing_keys
+from ckpt_tools.hub.card import CardFacts, LoadFacts, notes_on
 from ckpt_tools.hub.card_body import build_card
 from ckpt_tools.hub.front_matter import hub_id_of, read_front_matter
 
@@ -119,14 +119,14 @@ def test_card_merged_is_valid_and_says_both(keys: dict[str, str], body: str):
     merged = build_card(FACTS, repo="me/x", existing=theirs)
     assert read_front_matter(merged) == {**read_front_matter(build_card(FACTS, repo="me/x")), **keys}
     assert merged.endswith(f"---\n{body}")
-    assert missing_keys(FACTS, merged) == ()
+    assert notes_on(FACTS, CardFacts(), merged) == []
 
 
 @pytest.mark.parametrize("closed", ["{license: mit}", "license: mit\n..."])
 def test_card_whose_mapping_is_closed_stays_as_it_is(closed: str):
     theirs = f"---\n{closed}\n---\nText\n"
     assert build_card(FACTS, repo="me/x", existing=theirs) == theirs
-    assert "base_model" in missing_keys(FACTS, theirs)
+    assert "base_model" in notes_on(FACTS, CardFacts(), theirs)[0]
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_secrets_rules_each_have_a_token_that_only_they_find():
     """No dead row: without it, one of the tokens above is missed, or goes by a vaguer name."""
     kinds = {said for _, token in TOKENS for _, said in find(f"key {token}")}
     kinds |= {said for _, text in IN_CONTEXT for _, said in find(text)}
-    assert {kind for known in rules().by_keyword.values() for kind, *_ in known} - kinds == {"a PuTTY private key"}
+    assert {kind for known in rules()[0].values() for kind, *_ in known} - kinds == {"a PuTTY private key"}
     assert find("PuTTY-User-Key" + "-File-3: ssh-ed25519\nEncryption: none\n") == [(1, "a PuTTY private key")]
 
 
@@ -221,7 +221,7 @@ def test_secrets_across_two_blocks_are_found_once(shift: int):
 def test_secrets_search_takes_time_in_proportion():
     """A vocabulary takes 2 ns a byte; the bound for what looks most like tokens is ten times what it takes."""
     vocabulary = json.dumps({some(ALNUM, 6) + str(i): i for i in range(20_000)}, indent=1).encode() * 50
-    anchors = b"".join(rules().by_keyword)
+    anchors = b"".join(rules()[0])
     for data, seconds in (
         (vocabulary[: 20 << 20], 1),
         (anchors * 500, 10),
