@@ -6,7 +6,7 @@ import base64
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -51,10 +51,8 @@ class Hub:
         try:
             _utils().validate_repo_id(repo)
         except ValueError:
-            raise UsageError(
-                f"{repo!r} cannot name a repository",
-                hint="write namespace/name with letters, digits, '-', '_' and '.'",
-            ) from None
+            hint = "write namespace/name with letters, digits, '-', '_' and '.'"
+            raise UsageError(f"{repo!r} cannot name a repository", hint=hint) from None
         self.repo = repo
         if "/" not in repo:  # a bare name on the hub is somebody's old model, not one's own
             doing = "asking who the token belongs to"
@@ -125,13 +123,13 @@ class Hub:
 
         found = self.call(doing, info)
         if found is None:
-            return Remote(repo=self.repo, exists=False, files={})
+            return Remote(exists=False, files={})
         files = {} if found.sha is None else self.call(doing, lambda: tree(found.sha))
-        return Remote(repo=self.repo, exists=True, private=found.private, commit=found.sha, files=files)
+        return Remote(exists=True, private=found.private, commit=found.sha, files=files)
 
-    def open(self, remote: Remote) -> HubSource:
-        """Open what a repository holds, to read it from the hub itself."""
-        return open_commit(self.repo, remote.commit or "", remote.files, self.account)
+    def open(self, remote: Remote, paths: Iterable[str]) -> HubSource:
+        """Open some of what a repository holds, to read it from the hub itself."""
+        return open_commit(self.repo, remote.commit or "", {path: remote.files[path] for path in paths}, self.account)
 
     def create(self, *, private: bool) -> None:
         """Create the repository; no harm if somebody else just has."""
@@ -206,10 +204,8 @@ def _bound_session(*, undo: bool = False) -> None:
     try:
         session: httpx2.Client = _utils().get_session()
     except (ImportError, OSError, ValueError) as error:
-        raise HubError(
-            f"no connection can be set up: {scrub(str(error), None)}",
-            hint="check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set",
-        ) from None
+        hint = "check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set"
+        raise HubError(f"no connection can be set up: {scrub(str(error), None)}", hint=hint) from None
     ours, theirs = httpx2.Timeout(SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), httpx2.Timeout(None)
     if session.timeout == (ours if undo else theirs):
         session.timeout = theirs if undo else ours

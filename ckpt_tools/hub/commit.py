@@ -115,7 +115,7 @@ def commit(
     """Make the commit, if the revision still is what the plan was made on.
 
     An answer can get lost after the hub has committed, so after a failure the repository is read before anything is
-    sent again. A pull request, which cannot be told from an earlier one, is not asked for twice. Raise HubError if
+    sent again. A pull request, which looks like an earlier one, is not asked for twice. Raise HubError if
     somebody else committed meanwhile, the hub refused, or the outcome is not known.
     """
     operations: list[CommitOperationAdd | CommitOperationDelete] = [*additions, *deletions]
@@ -199,9 +199,9 @@ def check_arrival(
             findings.append(_finding("arrived-different", plan.path, what))
     wrong = {finding.where for finding in findings}
     read_back = [path for path in read_back if path not in wrong]
-    with hub.open(remote) as source:
-        options = {"num_workers": num_workers, "block_bytes": READ_BACK_BYTES}
-        found = digest_files(source, read_back, progress=progress, **options)
+    with hub.open(remote, read_back) as theirs:
+        sizes = {"num_workers": num_workers, "block_bytes": READ_BACK_BYTES}
+        found = digest_files(theirs, read_back, progress=progress, **sizes)
     for path in read_back:
         sha256, expected = found[path].sha256, local[path].sha256
         if sha256 != expected:

@@ -1,8 +1,12 @@
-"""What a directory's own files say for its card. Nothing is guessed: what they do not say is left out."""
+"""What a directory's own files say for its card. Nothing is guessed: what they do not say is left out.
+
+Source of the tasks: huggingface.co/tasks; diffusers 0.42, pipelines/__init__.py, and the tags of its training examples.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +21,6 @@ from ckpt_tools.formats.opening import read_file
 from ckpt_tools.hub.card import CardFacts, LoadFacts, Relation, Row
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
 from ckpt_tools.hub.front_matter import hub_id_of
-from ckpt_tools.hub.tasks import HEADS, tag_of, task_of_adapter, task_of_class
 from ckpt_tools.hub.training import ai_toolkit_config, training_facts, value_at
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.storage.source import Source
@@ -45,6 +48,44 @@ _MADE: Mapping[str, Relation] = {"quantised": "quantized", "merged": "finetune",
 _PICTURES = ("kohya", "comfyui", "diffusers", "ai-toolkit")
 """Conventions that only adapters of image and video models have."""
 _MAX_VALUE_CHARS = 200
+
+
+def _family(task: str, tags: str, *, is_all: bool) -> dict[str, tuple[str, tuple[str, ...], bool]]:
+    return {tag: (task, (tag.replace("-", ""),), is_all) for tag in tags.split()}
+
+
+_FAMILIES: dict[str, tuple[str, tuple[str, ...], bool]] = {
+    "stable-diffusion-xl": ("text-to-image", ("stablediffusionxl", "sdxl"), True),
+    "sd3": ("text-to-image", ("stablediffusion3", "sd3"), True),
+    "stable-diffusion": ("text-to-image", ("stablediffusion", "sd1", "sd2"), True),
+    **_family("text-to-image", "kolors chroma z-image lumina pixart auraflow hunyuandit cogview", is_all=True),
+    "sana-video": ("text-to-video", ("sanavideo",), False),
+    "sana": ("text-to-image", ("sana",), True),
+    **_family("text-to-image", "flux2 flux qwen-image hidream hunyuan-image", is_all=False),
+    **_family("text-to-video", "hunyuan-video cogvideox wan skyreels ltx-2 ltx mochi", is_all=False),
+    "stable-audio": ("text-to-audio", ("stableaudio",), True),
+}
+"""Tag → task, begins of its classes and names, and whether every model of these modules has that task."""
+_VARIANTS: tuple[tuple[re.Pattern[str], str | None], ...] = (
+    (re.compile(r"ImageToVideo|Image2Video|Img2Vid|(?<!T)I2V|VideoDiffusion(?!Decode)"), "image-to-video"),
+    (re.compile(r"VideoToVideo|V2V"), "video-to-video"),
+    (re.compile(r"2Img|Inpaint|Edit(?!i)|Kontext|Pix2Pix|Upscale|Variation|Fill(?![a-z])|Layered"), "image-to-image"),
+    (re.compile(r"Control|VACE|Animate|S2V|Canny|Depth|Redux|Prior|Decode|Adapter|Refine"), None),
+)
+"""Words of a class or of a model's name → the task that they stand for; None: another one than the family's usual."""
+_HEADS = {
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
+    "ForObjectDetection": ("AutoModelForObjectDetection", "object-detection"),
+    "ForCTC": ("AutoModelForCTC", "automatic-speech-recognition"),
+    "ForSpeechSeq2Seq": ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+}
+"""How the name of a class of transformers ends → what loads it, and the hub's name of the task."""
 
 
 def facts_of(
@@ -204,8 +245,8 @@ def _assumed(metadata: Mapping[str, str]) -> tuple[Row, ...]:
 
 def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFacts:
     name = _text(value_at(config, "architectures.0"))
-    ending = next((end for end in HEADS if name is not None and name.endswith(end)), None)
-    auto_class, pipeline_tag = HEADS[ending] if ending is not None else (None, None)
+    ending = next((end for end in _HEADS if name is not None and name.endswith(end)), None)
+    auto_class, pipeline_tag = _HEADS[ending] if ending is not None else (None, None)
     if ending is None and str(name).endswith("ForConditionalGeneration") and "vision_config" in config:
         auto_class, pipeline_tag = "AutoModelForImageTextToText", "image-text-to-text"
     settings = (
@@ -219,3 +260,29 @@ def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFact
         load=LoadFacts(auto_class=auto_class, has_tokenizer=has_tokenizer),
         settings=settings,
     )
+
+
+def task_of_class(name: str | None) -> str | None:
+    """Return the task of a pipeline of diffusers'; None where its name does not tell."""
+    return _task(tag_of(name or ""), name or "")
+
+
+def task_of_adapter(family: str, base_model: str | None) -> str | None:
+    """Return the task of an adapter: of models whose modules have the same names, the base's own name tells which."""
+    tag = tag_of(family)
+    if tag is None or (base_model is None and not _FAMILIES[tag][2]):
+        return None
+    return _task(tag, (base_model or "").rpartition("/")[2])
+
+
+def tag_of(family: str) -> str | None:
+    """Return the tag under which the hub lists models of a family, by its name or class."""
+    plain = re.sub(r"[-.\s]", "", family).lower()
+    return next((tag for tag, (_, begins, _) in _FAMILIES.items() if plain.startswith(begins)), None)
+
+
+def _task(tag: str | None, name: str) -> str | None:
+    usual = None if tag is None else _FAMILIES[tag][0]
+    variant = next((task for pattern, task in _VARIANTS if pattern.search(name)), usual)
+    # Of sounds, shapes and videos there is editing as well.
+    return None if variant == "image-to-image" and usual != "text-to-image" else variant

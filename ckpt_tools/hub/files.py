@@ -61,7 +61,7 @@ def list_directory(
             left_out.append((path, "not in --include"))
         elif path in excluded:
             left_out.append((path, "--exclude"))
-        elif not include and (reason := _why_private(path)) is not None:
+        elif not include and (reason := _why_private(names[path])) is not None:
             left_out.append((path, f"{reason}; --include uploads it"))
         else:
             if escape_name(path) != path or "\\" in path:
@@ -76,12 +76,10 @@ def list_directory(
     return chosen, tuple(sorted(left_out))
 
 
-def _why_private(path: str) -> str | None:
+def _why_private(name: str) -> str | None:
     """Return why a file is not uploaded unless `--include` asks for it; None if it is."""
-    name = path.rpartition("/")[2]
-    if _STATE.fullmatch(name):
-        return "a trainer's own state"
-    return "may hold a secret" if _SECRET.fullmatch(name) else None
+    secret = "may hold a secret" if _SECRET.fullmatch(name) else None
+    return "a trainer's own state" if _STATE.fullmatch(name) else secret
 
 
 def _odd_entries(root: str) -> list[tuple[str, str]]:

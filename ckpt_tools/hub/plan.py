@@ -40,7 +40,6 @@ class LocalFile:
 class Remote:
     """A repository at a revision, as it was at one moment."""
 
-    repo: str
     exists: bool
     """False: the first push creates it."""
     private: bool | None = None
@@ -154,8 +153,5 @@ def plan_files(
 def stale_weights(local: Mapping[str, LocalFile], remote: Remote) -> tuple[str, ...]:
     """Return the files with weights that only the hub has, beside new ones: a loader may prefer them."""
     directories = {path.rpartition("/")[0] for path in local if is_weights(path)}
-    return tuple(
-        path
-        for path in sorted(remote.files)
-        if is_weights(path) and path not in local and path.rpartition("/")[0] in directories
-    )
+    others = sorted(remote.files.keys() - local.keys())
+    return tuple(path for path in others if is_weights(path) and path.rpartition("/")[0] in directories)

@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import HubError, UnreadableError, UsageError
-from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, facts_in, notes_on
-from ckpt_tools.hub.card_body import build_card
+from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, notes_on
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub, Log, quiet_client
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
@@ -51,10 +50,7 @@ class PushOptions:
     )
     include: Annotated[
         Sequence[str],
-        Option(
-            "Only these files (repeatable). Without a slash, names in every directory match.",
-            metavar="GLOB",
-        ),
+        Option("Only these files (repeatable). Without a slash, names in every directory match.", metavar="GLOB"),
     ] = ()
     exclude: Annotated[Sequence[str], Option("Skip these files (repeatable).", metavar="GLOB")] = ()
     keep_pickles: KeepPickles = False
@@ -208,7 +204,7 @@ class Push:
             return self._source.read(CARD_NAME, 0, nbytes).decode("utf-8")
         if CARD_NAME not in self._remote.files:
             return None
-        with self._hub.open(self._remote) as source:
+        with self._hub.open(self._remote, [CARD_NAME]) as source:
             return source.read(CARD_NAME, 0, nbytes).decode("utf-8")
 
     def _validate_card(self) -> None:
@@ -224,10 +220,8 @@ class Push:
         answers = self._hub.ask(self._source, files, create_pr=options.create_pr) if files else {}
         self._planned = plan_files(local, remote, answers, delete_stale=options.delete_stale)
         if not options.delete_stale and (stale := stale_weights(local, remote)):
-            self._notes.append(
-                f"the repository holds weights that this directory does not: {first_few(stale)}; a loader may load "
-                "those (--delete-stale deletes them)"
-            )
+            what = f"the repository holds weights that this directory does not: {first_few(stale)}"
+            self._notes.append(f"{what}; a loader may load those (--delete-stale deletes them)")
 
     def _commit(self, *, created: bool) -> Committed | None:
         from huggingface_hub import CommitOperationDelete

@@ -79,9 +79,7 @@ _MAX_BYTES = 64 << 20
 _WORD = re.compile(r"[A-Za-z][\w .+-]{0,39}|\(?\d{1,5}, ?\d{1,5}\)?|\d{1,5}x\d{1,5}", re.ASCII)
 
 
-def training_facts(
-    source: Source, names: Collection[str], headers: Iterable[Mapping[str, str]] = ()
-) -> tuple[Row, ...]:
+def training_facts(source: Source, names: Collection[str], headers: Iterable[Mapping[str, str]]) -> tuple[Row, ...]:
     """Return (fact, value, where it stands), each fact once: what was done before what was asked for."""
     found: dict[str, Row] = {}
 

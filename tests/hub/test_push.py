@@ -68,14 +68,6 @@ def test_push_dry_run_changes_nothing_and_shows_every_state(hub: Hub, push_json,
     assert len(hub.repos["me/model"].commits) == 1
 
 
-def test_push_dry_run_of_a_new_repository_does_not_create_it(hub: Hub, push, model: Path):
-    code, out, _ = push(model, "me/model", "--dry-run", "--private")
-    assert code == 0
-    assert "me/model, private: would create it; 6 new" in out
-    assert hub.repos == {}
-    assert hub.writes == []
-
-
 def test_push_again_sends_nothing_and_check_all_reads_everything(hub: Hub, push_json, model: Path):
     first = push_json(model, "me/model")
     hub.requests.clear()
@@ -151,13 +143,13 @@ def test_push_into_what_belongs_to_somebody_else_is_refused(hub: Hub, push_json,
     assert push_json(model, "you/open", "--create-pr")["pull_request"] is not None
 
 
-def test_push_private_creates_private(hub: Hub, push_json, model: Path):
-    assert push_json(model, "me/model", "--private")["private"] is True
-    assert hub.repos["me/model"].private is True
-
-
-def test_push_private_into_public_repository_is_refused(hub: Hub, push_json, model: Path):
+def test_push_private_creates_private_and_refuses_a_public_repository(hub: Hub, push, push_json, model: Path):
+    code, out, _ = push(model, "me/other", "--dry-run", "--private")
+    assert (code, hub.repos) == (0, {})
+    assert "me/other, private: would create it; 6 new" in out
+    assert push_json(model, "me/other", "--private")["private"] is hub.repos["me/other"].private is True
     hub.make("me/model", private=False)
+    hub.requests.clear()
     error = push_json(model, "me/model", "--private", code=1)
     assert "is public" in error["what"]
     assert hub.writes == []
@@ -377,17 +369,7 @@ def test_push_commit_in_between_is_not_run_over(hub: Hub, push_json, model: Path
     assert hub.puts() == []  # what had been uploaded is not sent again
 
 
-STAGES = (
-    "revision/main",
-    "repos/create",
-    "tree/",
-    "validate-yaml",
-    "preupload",
-    "batch",
-    "PUT",
-    "commit/main",
-    "resolve",
-)
+STAGES = ["revision/main", "repos/create", "tree/", "validate-yaml", "preupload", "batch", "PUT", "commit", "resolve"]
 """What a push asks of the hub, in its order."""
 
 
@@ -445,14 +427,6 @@ def test_push_answer_to_a_pull_request_lost_is_not_asked_again(hub: Hub, push_js
     assert sum(ref.startswith("refs/pr/") for ref in repo.refs) == 1
 
 
-def test_push_download_cut_in_the_middle_goes_on(hub: Hub, push_json, tmp_path: Path, naps: list[float]):
-    model = write_model(tmp_path / "model", {"weight": ("F32", (1_000_000,), os.urandom(4_000_000))})
-    hub.faults.append(Fault("GET .*resolve.*safetensors", kind="truncate", times=1))
-    document = push_json(model, "me/model")
-    assert document["ok"] is True
-    assert document["checked"]["bytes"] == sum(map(len, hub.files("me/model").values()))
-
-
 def test_push_wrong_bytes_on_the_hub_are_findings(hub: Hub, push_json, model: Path):
     hub.corrupt = {hashlib.sha256((model / WEIGHTS[0]).read_bytes()).hexdigest()}
     document = push_json(model, "me/model", code=3)
@@ -491,19 +465,6 @@ def test_push_file_changed_meanwhile_is_not_committed(hub: Hub, push_json, model
     assert len(hub.repos["me/model"].commits) == 1
 
 
-def test_push_failed_upload_resumes_without_sending_again(hub: Hub, push_json, model: Path, naps: list[float]):
-    second = hashlib.sha256((model / WEIGHTS[1]).read_bytes()).hexdigest()
-    hub.faults.append(Fault(f"PUT /store/{second}", status=500, times=1000))
-    error = push_json(model, "me/model", code=1)
-    assert "uploading" in error["what"]
-    assert "500" in error["what"]
-    assert len(hub.repos["me/model"].commits) == 1
-    hub.faults.clear()
-    hub.requests.clear()
-    assert push_json(model, "me/model")["ok"] is True
-    assert [r.path for r in hub.puts()] == [f"/store/{second}"]
-
-
 LIMIT, QUOTA = {"error": "Private repository storage limit reached"}, {"code": 422, "message": "Storage quota exceeded"}
 BATCH_ERROR = {"objects": [{"oid": "a" * 64, "size": 1, "error": QUOTA}]}
 GATED, GONE, DAY = {"X-Error-Code": "GatedRepo"}, {"X-Error-Code": "RepoNotFound"}, {"Retry-After": "86400"}
@@ -524,6 +485,7 @@ REFUSALS = [
     (Fault("commit", status=422, body={"error": "bad name"}), "status 422 (the hub says: bad name)", None),
     (Fault("commit", status=503, times=99), "failed with status 503 after 5 tries", "again later"),
     (Fault("commit", kind="cut", times=99), "connection to the hub broke after 5 tries", "run the command again"),
+    (Fault("PUT", status=500, times=999), "uploading: the hub failed with status 500", "already uploaded"),
     (Fault("PUT", kind="cut", times=999), "connection to the hub broke", "run the command again"),
     (Fault("revision/main", status=429, headers=DAY), "retry after 86400 s", "later"),
     (Fault("PUT", status=503, headers=DAY, times=9), "failed with status 503", "later"),
