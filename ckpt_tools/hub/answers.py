@@ -20,8 +20,7 @@ def client_errors() -> tuple[type[Exception], ...]:
     """Return what the client raises when the hub refuses, is away or sends an unexpected response."""
     import httpx2
 
-    lookup = (KeyError, TypeError, AttributeError)
-    return (RefusalError, httpx2.HTTPError, OSError, ValueError, RuntimeError, *lookup)
+    return (RefusalError, httpx2.HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 
 
 def to_refusal(error: BaseException, token: str | None) -> RefusalError:

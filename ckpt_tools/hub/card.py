@@ -194,10 +194,9 @@ def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, aske
     if existing is None or not existing.strip():
         return with_keys(body, keys)
     known = read_front_matter(existing)
-    wanted = {} if asked is None else front_keys(asked)
+    text, wanted = existing, front_keys(asked or CardFacts())
     if asked is not None and asked.samples and "widget" in keys:
         wanted["widget"] = keys["widget"]
-    text = existing
     for key in LISTS:
         here, more = known.get(key), wanted.get(key, [])
         if isinstance(here, list) and isinstance(more, list) and (new := [each for each in more if each not in here]):
@@ -214,10 +213,10 @@ def _render(facts: CardFacts, repo: str) -> str:
     is_adapter = facts.library == "peft" or load.is_adapter
     rank = next((each for each in _VLLM_RANKS if each >= (load.rank or 0)), None)
     is_plain = load.weight_name is None or _PLAIN.fullmatch(load.weight_name) is not None
+    is_named = is_plain if load.is_adapter else load.is_pipeline or _is_class(load.model_class)
     ways = {
         "PEFT": facts.library == "peft",
-        "diffusers": facts.library == "diffusers"
-        and (is_plain if load.is_adapter else load.is_pipeline or _is_class(load.model_class)),
+        "diffusers": facts.library == "diffusers" and is_named,
         "transformers": facts.library == "transformers",
         "vLLM": "vllm" in load.loaders and facts.base_model is not None and rank is not None,
         "ComfyUI": "comfyui" in load.loaders and load.weight_name is not None and is_plain,
@@ -225,8 +224,8 @@ def _render(facts: CardFacts, repo: str) -> str:
     # Markdown: `shown` escapes what HTML's escapes would leave.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701
     environment.filters["shown"] = _shown
-    template = environment.from_string(files("ckpt_tools.hub").joinpath("card.md.j2").read_text(encoding="utf-8"))
-    text = template.render(
+    template = files("ckpt_tools.hub").joinpath("card.md.j2").read_text(encoding="utf-8")
+    text = environment.from_string(template).render(
         facts=facts,
         load=load,
         repo=repo,

@@ -45,8 +45,7 @@ class Hub:
     def __init__(self, account: Account, repo: str, *, revision: str | None, log: Log) -> None:
         from huggingface_hub import HfApi
 
-        self.account, self.log = account, log
-        self.revision = revision or "main"
+        self.account, self.revision, self.log = account, revision or "main", log
         self.api: HfApi = HfApi(endpoint=account.endpoint, token=account.token, library_name="ckpt-tools")
         try:
             _utils().validate_repo_id(repo)

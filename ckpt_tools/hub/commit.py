@@ -183,8 +183,7 @@ def check_arrival(
 
     The hub's own word is taken for the names and digests of all files; of those in `read_back` every byte is read.
     """
-    findings = []
-    remote = hub.snapshot(oid)
+    findings, remote = [], hub.snapshot(oid)
     if not remote.exists:
         raise CkptError("the repository is gone", where=hub.where)
     for plan in planned:

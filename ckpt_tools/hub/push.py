@@ -100,8 +100,7 @@ class Push:
             self._source = source
             wanted = {"include": options.include, "exclude": options.exclude}
             chosen, left_out = list_directory(source, **wanted, keep_pickles=options.keep_pickles)
-            self._kind, self._adapters, notes = check_directory(source, chosen, num_workers=self._num_workers)
-            self._notes += notes
+            self._kind, self._adapters, self._notes = check_directory(source, chosen, num_workers=self._num_workers)
             hub = self._hub = Hub(account, options.repo, revision=options.revision, log=self._log)
             receiver = options.progress(sum(chosen.values())) if options.progress is not None else None
             self._local = digest_files(source, chosen, num_workers=self._num_workers, progress=receiver)

@@ -59,7 +59,7 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
         if nbytes > MAX_SEARCHED_BYTES:
             notes.append(f"{escape_name(file.path)} was not searched for secrets: {format_size(nbytes)}")
         else:
-            found += find_secrets(file.path, functools.partial(_read, source, file, start), nbytes, token)
+            found += find_secrets(file.path, functools.partial(file.read, source), nbytes, token, start=start)
     if not found:
         return tuple(notes)
     first, *others = found
@@ -68,10 +68,6 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
     what = f"the file holds what looks like {first.kind}" + (f" (also {'; '.join(also)})" if also else "")
     hint = f"remove and revoke it, or leave the file out: --exclude {first.path}"
     raise UsageError(what, where=f"{first.path}, line {first.line}", hint=hint)
-
-
-def _read(source: Source, file: LocalFile, start: int, offset: int, nbytes: int) -> bytes:
-    return file.read(source, start + offset, nbytes)
 
 
 def _text_of(source: Source, file: LocalFile) -> tuple[int, int]:
@@ -86,17 +82,16 @@ def _text_of(source: Source, file: LocalFile) -> tuple[int, int]:
 
 
 def find_secrets(
-    path: str, read: Callable[[int, int], bytes], nbytes: int, token: str | None = None
+    path: str, read: Callable[[int, int], bytes], nbytes: int, token: str | None = None, *, start: int = 0
 ) -> tuple[Secret, ...]:
     """Return everything in a text that looks like a secret, in the order of the lines, once for each line and kind.
 
-    `read` returns the bytes at (offset, length) of the text; `token` counts as a secret whatever it looks like.
+    `read` returns the bytes at (offset, length), where the text begins at `start`; `token` is a secret in any form.
     """
     found: dict[tuple[int, str], Secret] = {}
-    lines = offset = 0
-    stride = 1  # bytes of a character
+    lines, offset, stride = 0, 0, 1  # stride: bytes of a character
     while offset < nbytes:
-        block = read(offset, min(BLOCK_BYTES, nbytes - offset))
+        block = read(start + offset, min(BLOCK_BYTES, nbytes - offset))
         size = len(block)
         stride = 2 if offset == 0 and block.startswith(_UTF16) else stride
         block = block.replace(b"\0", b"") if stride == 2 else block
