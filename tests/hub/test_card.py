@@ -184,12 +184,8 @@ def test_push_card_that_names_a_path_is_refused_or_named(hub: Hub, push_json, tm
     assert any("local path" in note for note in document["notes"])
     card = hub.files("me/lora")["README.md"].decode()
     head, body = text.split("---\n\n")
-    assert (
-        card
-        == head.replace(path, "org/base")
-        + "base_model_relation: adapter\npipeline_tag: text-generation\n---\n\n"
-        + body
-    )
+    more = "base_model_relation: adapter\npipeline_tag: text-generation\n---\n\n"
+    assert card == head.replace(path, "org/base") + more + body
     assert (adapter / "README.md").read_text() == text
 
 

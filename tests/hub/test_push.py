@@ -438,6 +438,18 @@ def test_push_wrong_bytes_on_the_hub_are_findings(hub: Hub, push_json, model: Pa
     assert push_json(model, "me/model", "--check", "all", code=3)["ok"] is False
 
 
+def test_push_reads_back_from_the_hub_and_not_from_the_cache(hub: Hub, push_json, model, tmp_path, monkeypatch):
+    done = push_json(model, "me/model")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    oid = hashlib.sha256((model / WEIGHTS[0]).read_bytes()).hexdigest()
+    snapshot = tmp_path / "hub-cache" / "models--me--model" / "snapshots" / done["commit"]
+    snapshot.mkdir(parents=True)
+    (tmp_path / oid).write_bytes((model / WEIGHTS[0]).read_bytes())
+    (snapshot / WEIGHTS[0]).symlink_to(tmp_path / oid)
+    hub.corrupt = {oid}
+    assert push_json(model, "me/model", "--check", "all", code=3)["ok"] is False
+
+
 def test_push_file_missing_after_the_commit_is_a_finding(hub: Hub, push_json, model: Path):
     repo = hub.make("me/model")
 
