@@ -7,17 +7,21 @@ values come from untrusted files: nothing of them becomes markup or code. The te
 
 from __future__ import annotations
 
+import functools
 import keyword
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib.resources import files
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.front_matter import CARD_NAME, hub_id_of, is_hub_id, newline_of, read_front_matter, with_keys
 from ckpt_tools.options import AnyPath, Doc, Option
 from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    import jinja2
 
 Library = Literal["peft", "diffusers", "transformers"]
 """Which library loads the weights; the hub shows its snippet."""
@@ -207,10 +211,7 @@ def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, aske
 
 
 def _render(facts: CardFacts, repo: str) -> str:
-    from jinja2 import Environment, StrictUndefined
-
     load = facts.load or LoadFacts()
-    is_adapter = facts.library == "peft" or load.is_adapter
     rank = next((each for each in _VLLM_RANKS if each >= (load.rank or 0)), None)
     is_plain = load.weight_name is None or _PLAIN.fullmatch(load.weight_name) is not None
     is_named = is_plain if load.is_adapter else load.is_pipeline or _is_class(load.model_class)
@@ -221,23 +222,32 @@ def _render(facts: CardFacts, repo: str) -> str:
         "vLLM": "vllm" in load.loaders and facts.base_model is not None and rank is not None,
         "ComfyUI": "comfyui" in load.loaders and load.weight_name is not None and is_plain,
     }
-    # Markdown: `shown` escapes what HTML's escapes would leave.
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701
-    environment.filters["shown"] = _shown
-    template = files("ckpt_tools.hub").joinpath("card.md.j2").read_text(encoding="utf-8")
-    text = environment.from_string(template).render(
+    text = _template().render(
         facts=facts,
         load=load,
         repo=repo,
         name=repo.rpartition("/")[2],
         title=facts.title or repo.rpartition("/")[2],
         base=facts.base_model or _BASE_PLACEHOLDER,
-        made="An adapter for" if is_adapter else _MADE.get(facts.relation or "", "From"),
+        made="An adapter for"
+        if facts.library == "peft" or load.is_adapter
+        else _MADE.get(facts.relation or "", "From"),
         auto_class=load.auto_class if _is_class(load.auto_class) else "AutoModel",
         vllm_rank=rank,
         ways=[way for way, is_known in ways.items() if is_known],
     )
     return text.rstrip() + "\n"
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    import jinja2
+
+    # Markdown: `shown` escapes what HTML's escapes would leave.
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)  # noqa: S701
+    environment.filters["shown"] = _shown
+    with open(os.path.join(os.path.dirname(__file__), "card.md.j2"), encoding="utf-8") as file:
+        return environment.from_string(file.read())
 
 
 def _shown(text: str) -> str:

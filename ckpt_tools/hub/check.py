@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools.checks.values import VALUE_CODES
 from ckpt_tools.checks.verify import verify
-from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import CkptError, PartError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
 from ckpt_tools.formats.hf_sharded import SHARDED_FILE
@@ -55,7 +54,8 @@ def check_adapters(source: Source, chosen: Iterable[str]) -> dict[str, LoraCheck
         directory, _, last = name.rpartition("/")
         is_named = last in (ADAPTER_WEIGHTS[0], DIFFUSERS_LORA)
         is_whole = last.endswith(".safetensors") and not SHARDED_FILE.fullmatch(last) and not _PART.fullmatch(last)
-        if not is_named and not (is_whole and any(is_factor(each.fqn) for each in _tensors(source, name))):
+        tensors = read_file(source, name).header.tensors if is_whole and not is_named else ()
+        if not is_named and not any(is_factor(entry.fqn) for entry in tensors):
             continue
         try:
             check = check_lora(os.path.join(source.root, directory if is_named else name))
@@ -72,10 +72,6 @@ def check_adapters(source: Source, chosen: Iterable[str]) -> dict[str, LoraCheck
         if is_loaded:
             found[name] = check
     return found
-
-
-def _tensors(source: Source, name: str) -> Sequence[TensorEntry]:
-    return read_file(source, name).header.tensors
 
 
 def check_directory(
@@ -157,7 +153,7 @@ def _check_checkpoint(
     with LocalSource(root) as beside:
         for name in here:
             if name.endswith(".safetensors") and name not in seen:
-                num_tensors += len(_tensors(beside, name))
+                num_tensors += len(read_file(beside, name).header.tensors)
     return num_tensors
 
 

@@ -22,8 +22,6 @@ MAX_DEPTH = 32
 MAX_BLOB_BYTES = 64 << 20
 """Git's own name is worked out up to this size; the hub keeps nothing as large inside of git."""
 _BLOCK_BYTES = 1 << 20
-_FORBIDDEN = (".git", ".cache")
-"""Directories that the hub takes nothing below of."""
 _STATE = re.compile(
     r"(?:optimizer|scheduler|scaler|rng_state|training_args|random_states)(?:_\d+)*\.(?:pt|pth|bin|pkl)"
     r"|(?:bf16_)?zero_pp_rank_.*_optim_states\.pt",
@@ -95,9 +93,9 @@ def _odd_entries(root: str) -> list[tuple[str, str]]:
             if entry.is_dir(follow_symlinks=False):
                 if entry.name.startswith("."):
                     odd.append((path + "/", "hidden"))
-                elif entry.name not in _FORBIDDEN:
-                    if depth == MAX_DEPTH:
-                        raise UsageError(f"directories nested deeper than {MAX_DEPTH}", where=path)
+                elif depth == MAX_DEPTH:
+                    raise UsageError(f"directories nested deeper than {MAX_DEPTH}", where=path)
+                else:
                     pending.append((path + "/", depth + 1))
             elif entry.is_symlink() and entry.is_dir():
                 odd.append((path, "a link to a directory"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.formats.file_names import is_weights
-from ckpt_tools.remote.source import RemoteFile
-from ckpt_tools.storage.source import Source
+
+if TYPE_CHECKING:
+    from ckpt_tools.remote.source import RemoteFile
+    from ckpt_tools.storage.source import Source
 
 State = Literal["new", "changed", "unchanged", "ignored", "deleted"]
 """ignored: the repository's .gitignore leaves the file out. deleted: on the hub only, and asked to go."""

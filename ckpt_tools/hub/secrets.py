@@ -8,10 +8,9 @@ finds the place, and only then its pattern is tried. Every pattern is bounded: t
 from __future__ import annotations
 
 import functools
+import os
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.resources import files
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -114,7 +113,10 @@ Rules = Mapping[bytes, Sequence[tuple[str, re.Pattern[bytes], bool]]]
 @functools.cache
 def rules() -> tuple[Rules, Sequence[bytes]]:
     """Return the rules of secrets.toml, most specific kinds first, and the words that placeholders have."""
-    document = tomllib.loads(files("ckpt_tools.hub").joinpath("secrets.toml").read_text(encoding="utf-8"))
+    import tomllib
+
+    with open(os.path.join(os.path.dirname(__file__), "secrets.toml"), "rb") as file:
+        document = tomllib.load(file)
     by_keyword: dict[bytes, list[tuple[str, re.Pattern[bytes], bool]]] = {}
     for rule in document["rules"]:
         before, after = ("", "") if rule.get("within") else _ALONE

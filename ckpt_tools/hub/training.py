@@ -90,7 +90,9 @@ def training_facts(source: Source, names: Collection[str], headers: Iterable[Map
                 found.setdefault(fact, (fact, value, origin))
 
     for name in filter(names.__contains__, _JSON):
-        take(_json(source, name), _JSON[name], name)
+        with suppress(CkptError):  # a trainer's file that is damaged: the card is silent about it
+            text = read_document(source, name, _MAX_BYTES)
+            take(parse_json(text, what=name, where=None, max_bytes=_MAX_BYTES, infinite=True), _JSON[name], name)
     for metadata in headers:
         nested = {}
         for key in {"training_info", "software"} & metadata.keys():
@@ -125,13 +127,6 @@ def ai_toolkit_config(directory: str) -> object:
         names = source.list_files(max_depth=0)
         found = [_yaml(source, name) for name in ("config.yaml", "config.yml") if name in names]
         return value_at(found[0], _PROCESS) if found else None
-    return None
-
-
-def _json(source: Source, name: str) -> object:
-    with suppress(CkptError):  # a trainer's file that is none: the card is silent about it
-        text = read_document(source, name, _MAX_BYTES)
-        return parse_json(text, what=name, where=None, max_bytes=_MAX_BYTES, infinite=True)
     return None
 
 
