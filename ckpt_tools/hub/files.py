@@ -21,7 +21,6 @@ MAX_DEPTH = 32
 """Directories below the root; deeper ones are refused, not left out."""
 MAX_BLOB_BYTES = 64 << 20
 """Git's own name is worked out up to this size; the hub keeps nothing as large inside of git."""
-_BLOCK_BYTES = 1 << 20
 _STATE = re.compile(
     r"(?:optimizer|scheduler|scaler|rng_state|training_args|random_states)(?:_\d+)*\.(?:pt|pth|bin|pkl)"
     r"|(?:bf16_)?zero_pp_rank_.*_optim_states\.pt",
@@ -123,7 +122,7 @@ def digest_files(
     files: Iterable[str],
     *,
     num_workers: int,
-    block_bytes: int = _BLOCK_BYTES,
+    block_bytes: int = 1 << 20,
     progress: Progress | None = None,
 ) -> dict[str, LocalFile]:
     """Read every file, and return path → size and digests. Memory: `block_bytes` for each of `num_workers` threads."""

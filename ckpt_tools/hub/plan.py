@@ -58,11 +58,10 @@ class Remote:
 
 
 class Answer(NamedTuple):
-    """What the hub says about a file that is to come."""
+    """What the hub says about a file that is to come; `is_ignored`: its .gitignore leaves the file out."""
 
     mode: Mode
     is_ignored: bool
-    """Its .gitignore leaves the file out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

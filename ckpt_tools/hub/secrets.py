@@ -38,7 +38,6 @@ _RUN_BYTES = bytes(
 _RUN = b"a" * 20
 """What a block is searched for once its bytes are only "part of a value" or not: no secret is shorter."""
 _BEFORE_BYTES, _AFTER_BYTES = 256, 8
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class Secret(NamedTuple):
@@ -92,7 +91,7 @@ def find_secrets(
     while offset < nbytes:
         block = read(start + offset, min(BLOCK_BYTES, nbytes - offset))
         size = len(block)
-        stride = 2 if offset == 0 and block.startswith(_UTF16) else stride
+        stride = 2 if offset == 0 and block.startswith((b"\xff\xfe", b"\xfe\xff")) else stride
         block = block.replace(b"\0", b"") if stride == 2 else block
         is_last = offset + size >= nbytes
         # What begins in the overlap is found with the next block, whole.
