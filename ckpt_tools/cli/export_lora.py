@@ -64,7 +64,7 @@ def run(
         revision=revision,
         commit_message=commit_message,
         endpoint=endpoint,
-        say=None if output.is_silent else note,
+        log=None if output.is_silent else note,
     )
     pushed = None
     dry_run = call.given["dry_run"]

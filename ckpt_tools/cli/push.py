@@ -28,7 +28,7 @@ def run(
         result = call(
             card=False if no_card else card,
             progress=factory,
-            say=None if output.is_silent else note,
+            log=None if output.is_silent else note,
             bars=output.has_bars,
         )
     is_done = result.ok and not call.given["dry_run"]

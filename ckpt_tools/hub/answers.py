@@ -1,71 +1,67 @@
-"""What went wrong between here and the hub, in the user's terms; no secret gets into it."""
+"""What the hub refused or failed at, in the user's terms; no secret gets into it."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import HubError
-from ckpt_tools.remote.web import TRANSIENT
+from ckpt_tools.remote.refusals import RefusalError, scrub
+from ckpt_tools.remote.web import TRANSIENT, retry_after
+
+if TYPE_CHECKING:
+    import httpx2
 
 _QUOTA = re.compile(r"storage|quota|billing|payment|upgrade|subscri", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """What a request was about."""
+def client_errors() -> tuple[type[Exception], ...]:
+    """Return what the client raises when the hub refuses, is away or sends an unexpected response."""
+    import httpx2
 
-    doing: str
-    """For people: "reading the repository", "uploading"."""
-    repo: str
-    """namespace/name."""
-    revision: str
-    """Branch, tag or commit."""
-    endpoint: str
-    namespace_only: bool = False
-    """The request creates the repository: the right is one over the namespace."""
-
-    @property
-    def where(self) -> str:
-        """For the second line of an error."""
-        at = "" if self.revision == "main" else f" at {self.revision}"
-        return f"{self.repo}{at} on {self.endpoint}"
+    return (RefusalError, httpx2.HTTPError, OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """What came back instead of an answer."""
+def to_refusal(error: BaseException, token: str | None) -> RefusalError:
+    """Return what an exception of the client means."""
+    import httpx2
+    from huggingface_hub.errors import OfflineModeIsEnabled
 
-    status: int | None
-    """HTTP status; None when there was no answer, or none that the client understood."""
-    code: str | None
-    """X-Error-Code: RepoNotFound, RevisionNotFound, EntryNotFound, GatedRepo."""
-    message: str
-    """The hub's or the system's words, without secrets."""
-    retry_after_s: float | None = None
-    was_sent: bool = True
-    """False: the connection did not come about, so the hub has not seen the request."""
-    is_lasting: bool = False
-    """The client gave up for a reason that will be there again: an answer it does not understand or take."""
-    is_json: bool = True
-    """False: the answer was to be JSON and is not."""
-
-    @property
-    def is_quota(self) -> bool:
-        """Does it say that there is no more storage, or none that is paid for?"""
-        return self.status == 402 or (self.status in (403, 507) and _QUOTA.search(self.message) is not None)
-
-    @property
-    def is_transient(self) -> bool:
-        """May the same request succeed a moment later?"""
-        return not self.is_lasting and (self.status is None or self.status in TRANSIENT)
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:  # an upload's thread wraps what it met
+        error = error.__cause__
+    if isinstance(error, RefusalError):
+        return error
+    response = getattr(error, "response", None)
+    if response is not None:
+        return refusal_of(response, token, getattr(error, "server_message", None))
+    message = scrub(str(error), token)
+    if isinstance(error, OfflineModeIsEnabled):
+        return RefusalError(None, "offline mode is on: unset HF_HUB_OFFLINE", is_lasting=True)
+    if isinstance(error, (httpx2.HTTPError, ConnectionError, TimeoutError)):  # the network, not the hub or the client
+        refusal = RefusalError(None, message)
+        never_left = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError, httpx2.UnsupportedProtocol)
+        refusal.was_sent = not isinstance(error, never_left)
+        return refusal
+    if isinstance(error, (OSError, RuntimeError)) and message:
+        return RefusalError(None, message, is_lasting=True)
+    detail = f": {message}" if type(error) is ValueError and message else ""
+    code = "NotJson" if isinstance(error, json.JSONDecodeError) else None
+    return RefusalError(None, f"unexpected response from the hub{detail}", code=code, is_lasting=True)
 
 
-def to_error(failure: Failure, place: Place, *, attempts: int = 1) -> HubError:
-    """Return the error that a failure is, with what to do about it."""
-    what, hint = _explain(failure, place, attempts)
-    return HubError(what, where=place.where, hint=hint)
+def refusal_of(response: httpx2.Response, token: str | None, message: str | None = None) -> RefusalError:
+    """Return what a response refuses; `message` is what the client made of its body."""
+    headers = response.headers
+    message = scrub(str(message or headers.get("X-Error-Message") or ""), token)
+    refusal = RefusalError(response.status_code, message, code=headers.get("X-Error-Code"))
+    refusal.retry_after_s = retry_after(headers)
+    return refusal
+
+
+def is_transient(refusal: RefusalError) -> bool:
+    """Return True if the same request may succeed a moment later."""
+    return not refusal.is_lasting and (refusal.status is None or refusal.status in TRANSIENT)
 
 
 _AGAIN = "run the command again later: it skips what is already uploaded"
@@ -109,53 +105,51 @@ _NOT_IN_NAMESPACE = (
 )
 
 
-def _explain(failure: Failure, place: Place, attempts: int) -> tuple[str, str | None]:
-    status, message = failure.status, failure.message
+def explain(
+    refusal: RefusalError, doing: str, repo: str, *, revision: str, endpoint: str, attempts: int, creates: bool
+) -> tuple[str, str | None]:
+    """Return what happened and what to do about it; `creates`: the request was to create the repository."""
     tries = f" after {attempts} tries" if attempts > 1 else ""
-    if failure.is_lasting:
-        return f"{place.doing}: {message}", _lasting_hint(failure)
-    if status is None:
-        return _unreachable(failure, place, tries)
-    if (code := failure.code or "") in _BY_CODE and status in (403, 404):
-        what, hint = _BY_CODE[code]
-    elif failure.is_quota:
-        what, hint = _BY_STATUS[402]
-    elif status == 403 and place.namespace_only:
-        what, hint = _NOT_IN_NAMESPACE
-    elif status in _BY_STATUS:
-        what, hint = _BY_STATUS[status]
-    elif status >= 500:
-        what, hint = "{doing}: the hub failed with status {status}{tries}{says}", _AGAIN
-    else:
-        what, hint = "{doing}: the hub refused with status {status}{says}", None
+    if refusal.status is None:
+        return _unanswered(refusal, doing, tries)
+    what, hint = _words(refusal, refusal.status, creates=creates)
     words = {
-        "doing": place.doing,
-        "repo": place.repo,
-        "revision": place.revision,
-        "status": status,
+        "doing": doing,
+        "repo": repo,
+        "revision": revision,
+        "status": refusal.status,
         "tries": tries,
-        "says": f" (the hub says: {message})" if message else "",
-        "wait": "" if failure.retry_after_s is None else f"; retry after {failure.retry_after_s:.0f} s",
-        "owner": place.repo.partition("/")[0],
-        "page": f"{place.endpoint}/{place.repo}",
-        "settings": f"{place.endpoint}/settings/tokens",
-        "billing": f"{place.endpoint}/settings/billing",
+        "says": f" (the hub says: {refusal.message})" if refusal.message else "",
+        "wait": "" if refusal.retry_after_s is None else f"; retry after {refusal.retry_after_s:.0f} s",
+        "owner": repo.partition("/")[0],
+        "page": f"{endpoint}/{repo}",
+        "settings": f"{endpoint}/settings/tokens",
+        "billing": f"{endpoint}/settings/billing",
     }
     return what.format(**words), hint and hint.format(**words)
 
 
-def _lasting_hint(failure: Failure) -> str | None:
-    if _QUOTA.search(failure.message):
-        return "free storage on the hub or extend it (settings, billing)"
-    return None if failure.is_json else "check the address of the hub: a proxy or a login page may have answered"
-
-
-def _unreachable(failure: Failure, place: Place, tries: str) -> tuple[str, str | None]:
-    detail = f": {failure.message}" if failure.message else ""
-    if failure.was_sent:
-        what = f"{place.doing}: the connection to the hub broke{tries}{detail}"
-        return what, "run the command again: it skips what is already uploaded"
-    return (
-        f"{place.doing}: cannot reach the hub{tries}{detail}",
-        "check the network, and HF_ENDPOINT and HTTPS_PROXY if they are set",
+def _words(refusal: RefusalError, status: int, *, creates: bool) -> tuple[str, str | None]:
+    if status in (403, 404) and (refusal.code or "") in _BY_CODE:
+        return _BY_CODE[refusal.code or ""]
+    if status in (403, 507) and _QUOTA.search(refusal.message):
+        return _BY_STATUS[402]
+    if status == 403 and creates:
+        return _NOT_IN_NAMESPACE
+    failed = ("{doing}: the hub failed with status {status}{tries}{says}", _AGAIN)
+    return _BY_STATUS.get(
+        status, failed if status >= 500 else ("{doing}: the hub refused with status {status}{says}", None)
     )
+
+
+def _unanswered(refusal: RefusalError, doing: str, tries: str) -> tuple[str, str | None]:
+    detail = f": {refusal.message}" if refusal.message else ""
+    if refusal.is_lasting and _QUOTA.search(refusal.message):
+        return f"{doing}{detail}", "free storage on the hub or extend it (settings, billing)"
+    if refusal.is_lasting:
+        hint = "check the address of the hub: a proxy or a login page may have answered"
+        return f"{doing}{detail}", hint if refusal.code == "NotJson" else None
+    if refusal.was_sent:
+        return f"{doing}: the connection to the hub broke{tries}{detail}", _AGAIN
+    hint = "check the network, and HF_ENDPOINT and HTTPS_PROXY if they are set"
+    return f"{doing}: cannot reach the hub{tries}{detail}", hint

@@ -1,18 +1,27 @@
 """The model card: what is known about the weights, and what becomes of a card that is there already.
 
 Source: the hub's documentation of model cards: a README.md that begins with YAML between two lines of dashes; of
-their keys (base_model_relation, widget, license_name, …), and of its component `<Gallery />`.
+their keys (base_model_relation, widget, license_name, …), and of its component `<Gallery />`. Names and
+values come from untrusted files: nothing of them becomes markup or code. The text is card.md.j2.
 """
 
 from __future__ import annotations
 
+import functools
+import keyword
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.hub.front_matter import hub_id_of, is_hub_id, read_front_matter
+from ckpt_tools.hub.front_matter import CARD_NAME, hub_id_of, is_hub_id, newline_of, read_front_matter, with_keys
 from ckpt_tools.options import AnyPath, Doc, Option
+from ckpt_tools.text import escape_name
+
+if TYPE_CHECKING:
+    import jinja2
 
 Library = Literal["peft", "diffusers", "transformers"]
 """Which library loads the weights; the hub shows its snippet."""
@@ -25,6 +34,15 @@ MAX_CARD_BYTES = 4 << 20
 """A README above this size is left as it is."""
 LISTS = ("tags", "language", "datasets", "widget")
 """Keys of which a card that is there gets what was asked for beside what it has."""
+_SECTION = re.compile(r"<!-- ckpt:([a-z]+) -->.*?<!-- /ckpt:\1 -->", re.DOTALL)
+_MARKUP = re.compile(r"""[\\`*_\[\]<>|&~$#!:@(){}"']""")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
+_PLAIN = re.compile(r"[\w./-]{1,255}", re.ASCII)
+_BASE_PLACEHOLDER = "path/or/id/of/the/base-model"
+"""Stands in the code where the base model is not known by a hub id."""
+_VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
+"""Source: vLLM, config/lora.py: what --max-lora-rank takes, from its default on."""
+_MADE = {"quantized": "Quantized from", "merge": "Merged from", "finetune": "Trained from"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +68,10 @@ class LoadFacts:
     """Others that take the adapter, as check-lora names them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A picture or a video for the gallery."""
+class Sample(NamedTuple):
+    """A picture or a video for the gallery; `url` is its path in the repository."""
 
     url: str
-    """Its path in the repository."""
     prompt: str | None = None
 
 
@@ -99,7 +115,7 @@ class CardFacts:
 
     @property
     def is_empty(self) -> bool:
-        """Is there nothing to say of the weights themselves?"""
+        """True if nothing is known about the weights themselves."""
         return not any(getattr(self, field.name) for field in fields(self) if field.name not in ("notes", "training"))
 
     def or_else(self, other: CardFacts) -> CardFacts:
@@ -154,19 +170,90 @@ def facts_in(text: str) -> CardFacts:
     )
 
 
-def missing_keys(facts: CardFacts, text: str) -> tuple[str, ...]:
-    """Return the keys that `facts` know and the front matter of a card does not have."""
-    known = read_front_matter(text)
-    return tuple(key for key in front_keys(facts) if key not in known)
-
-
-def kept_keys(asked: CardFacts, text: str) -> tuple[str, ...]:
-    """Return the keys of which the card says something else than what was asked for."""
+def notes_on(facts: CardFacts, asked: CardFacts, text: str) -> list[str]:
+    """Return what the front matter of a card lacks of `facts`, and what it keeps although something else was asked."""
     known = read_front_matter(text)
 
-    def says(key: str, value: object) -> bool:
-        here = known[key]
+    def has(here: object, value: object) -> bool:
         return here == value or (isinstance(here, list) and isinstance(value, list) and all(x in here for x in value))
 
+    missing = [key for key in front_keys(facts) if key not in known]
     wanted = front_keys(asked).items()
-    return tuple(f"{key}: {known[key]}" for key, value in wanted if key in known and not says(key, value))
+    kept = [f"{key}: {known[key]}" for key, value in wanted if key in known and not has(known[key], value)]
+    notes = [f"{CARD_NAME} is written in a way that ckpt cannot extend: add {', '.join(missing)}"] if missing else []
+    notes += [f"{CARD_NAME} keeps what it says already: {escape_name('; '.join(kept))}"] if kept else []
+    return notes + [f"{CARD_NAME} has no <Gallery />: add it where the samples are to be shown"] * (
+        bool(facts.gallery) and "<Gallery" not in text
+    )
+
+
+def build_card(facts: CardFacts, *, repo: str, existing: str | None = None, asked: CardFacts | None = None) -> str:
+    """Return the text of the card.
+
+    An existing text gets the keys that its front matter lacks, and what ckpt wrote between its own comments
+    (`<!-- ckpt:load -->` … `<!-- /ckpt:load -->`) is written anew. The rest stays as it is, to the letter. What was
+    `asked` for in so many words joins the lists that the card has.
+    """
+    keys, body = front_keys(facts), _render(facts, repo)
+    if existing is None or not existing.strip():
+        return with_keys(body, keys)
+    known = read_front_matter(existing)
+    text, wanted = existing, front_keys(asked or CardFacts())
+    if asked is not None and asked.samples and "widget" in keys:
+        wanted["widget"] = keys["widget"]
+    for key in LISTS:
+        here, more = known.get(key), wanted.get(key, [])
+        if isinstance(here, list) and isinstance(more, list) and (new := [each for each in more if each not in here]):
+            text = with_keys(text, {key: [*here, *new]})
+    text = with_keys(text, {key: value for key, value in keys.items() if key not in known})
+    anew = {match[1]: match[0].replace("\n", newline_of(existing)) for match in _SECTION.finditer(body)}
+    return _SECTION.sub(lambda match: anew.get(match[1], match[0]), text)
+
+
+def _render(facts: CardFacts, repo: str) -> str:
+    load = facts.load or LoadFacts()
+    rank = next((each for each in _VLLM_RANKS if each >= (load.rank or 0)), None)
+    is_plain = load.weight_name is None or _PLAIN.fullmatch(load.weight_name) is not None
+    is_named = is_plain if load.is_adapter else load.is_pipeline or _is_class(load.model_class)
+    ways = {
+        "PEFT": facts.library == "peft",
+        "diffusers": facts.library == "diffusers" and is_named,
+        "transformers": facts.library == "transformers",
+        "vLLM": "vllm" in load.loaders and facts.base_model is not None and rank is not None,
+        "ComfyUI": "comfyui" in load.loaders and load.weight_name is not None and is_plain,
+    }
+    text = _template().render(
+        facts=facts,
+        load=load,
+        repo=repo,
+        name=repo.rpartition("/")[2],
+        title=facts.title or repo.rpartition("/")[2],
+        base=facts.base_model or _BASE_PLACEHOLDER,
+        made="An adapter for"
+        if facts.library == "peft" or load.is_adapter
+        else _MADE.get(facts.relation or "", "From"),
+        auto_class=load.auto_class if _is_class(load.auto_class) else "AutoModel",
+        vllm_rank=rank,
+        ways=[way for way, is_known in ways.items() if is_known],
+    )
+    return text.rstrip() + "\n"
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    import jinja2
+
+    # Markdown: `shown` escapes what HTML's escapes would leave.
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)  # noqa: S701
+    environment.filters["shown"] = _shown
+    with open(os.path.join(os.path.dirname(__file__), "card.md.j2"), encoding="utf-8") as file:
+        return environment.from_string(file.read())
+
+
+def _shown(text: str) -> str:
+    """Return text for Markdown in which nothing is markup: a name from a file must not become a link or a tag."""
+    return _MARKUP.sub(lambda match: f"&#{ord(match[0])};", escape_name(text))
+
+
+def _is_class(name: str | None) -> bool:
+    return name is not None and _IDENTIFIER.fullmatch(name) is not None and not keyword.iskeyword(name)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from ckpt_tools.checks.values import VALUE_CODES
 from ckpt_tools.checks.verify import verify
-from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, PartError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
 from ckpt_tools.formats.hf_sharded import SHARDED_FILE
@@ -54,7 +53,9 @@ def check_adapters(source: Source, chosen: Iterable[str]) -> dict[str, LoraCheck
     for name in sorted(chosen):
         directory, _, last = name.rpartition("/")
         is_named = last in (ADAPTER_WEIGHTS[0], DIFFUSERS_LORA)
-        if not is_named and not _has_factors(source, name, last):
+        is_whole = last.endswith(".safetensors") and not SHARDED_FILE.fullmatch(last) and not _PART.fullmatch(last)
+        tensors = read_file(source, name).header.tensors if is_whole and not is_named else ()
+        if not is_named and not any(is_factor(entry.fqn) for entry in tensors):
             continue
         try:
             check = check_lora(os.path.join(source.root, directory if is_named else name))
@@ -71,11 +72,6 @@ def check_adapters(source: Source, chosen: Iterable[str]) -> dict[str, LoraCheck
         if is_loaded:
             found[name] = check
     return found
-
-
-def _has_factors(source: Source, name: str, last: str) -> bool:
-    is_whole = last.endswith(".safetensors") and not SHARDED_FILE.fullmatch(last) and not _PART.fullmatch(last)
-    return is_whole and any(is_factor(entry.fqn) for entry in read_file(source, name).header.tensors)
 
 
 def check_directory(
@@ -115,11 +111,10 @@ def _check_adapter(source: Source, top: set[str]) -> None:
     there = set(source.list_files(max_depth=0))
     weights = [name for name in ADAPTER_WEIGHTS if name in there]
     if weights and ADAPTER_CONFIG not in top:
-        what = "is left out" if ADAPTER_CONFIG in there else "is missing"
+        is_there = ADAPTER_CONFIG in there
+        what, hint = ("is left out", "push it as well") if is_there else ("is missing", "ckpt export-lora writes one")
         raise UsageError(
-            f"an adapter whose {ADAPTER_CONFIG} {what}: no loader could use it",
-            where=source.root,
-            hint="ckpt export-lora writes one" if ADAPTER_CONFIG not in there else "push it as well",
+            f"an adapter whose {ADAPTER_CONFIG} {what}: no loader could use it", where=source.root, hint=hint
         )
     if ADAPTER_CONFIG in top and not weights:
         raise UnreadableError(f"{ADAPTER_CONFIG} without an adapter beside it", where=source.root, hint="save it again")
@@ -127,14 +122,8 @@ def _check_adapter(source: Source, top: set[str]) -> None:
 
 def _directories(chosen: Iterable[str]) -> list[str]:
     """Return the directories ("" is the root) in which weights lie that ckpt reads."""
-    return sorted(
-        {
-            path.rpartition("/")[0]
-            for path in chosen
-            if path.endswith((".safetensors", INDEX_SUFFIX, ".distcp", MANIFEST_NAME))
-            or path.rpartition("/")[2] == METADATA_NAME
-        }
-    )
+    ends = (".safetensors", INDEX_SUFFIX, ".distcp", MANIFEST_NAME, f"/{METADATA_NAME}")
+    return sorted({path.rpartition("/")[0] for path in chosen if f"/{path}".endswith(ends)})
 
 
 def _check_checkpoint(
@@ -154,7 +143,7 @@ def _check_checkpoint(
         if not may_be_repository(root):  # whose models lie in directories of their own
             raise
     except UnreadableError:
-        # Several files that no index joins, as in a collection of LoRAs: each is looked at by itself.
+        # Several files that no index joins, as in a collection of LoRAs: each is checked by itself.
         if any(name.endswith(INDEX_SUFFIX) or name in (METADATA_NAME, MANIFEST_NAME) for name in here):
             raise
     else:
@@ -172,38 +161,25 @@ def _check_parts(root: str, names: list[str]) -> None:
     """Refuse numbered files without the index that says what the others hold: the last one may be missing."""
     parts = [name for name in names if _PART.fullmatch(name) and not SHARDED_FILE.fullmatch(name)]
     if parts and not any(name.endswith(INDEX_SUFFIX) for name in os.listdir(root)):
-        raise UnreadableError(
-            f"{first_few(parts)}: parts of a model without the index that names them all",
-            where=root,
-            hint="restore the index, or save the model again",
-        )
+        what = f"{first_few(parts)}: parts of a model without the index that names them all"
+        raise UnreadableError(what, where=root, hint="restore the index, or save the model again")
 
 
 def _check_opened(opened: Opened, root: str, inside: set[str], num_workers: int, notes: list[str]) -> int:
     missing = sorted(set(opened.checkpoint.files) - inside)
     if missing and len(missing) < len(opened.checkpoint.files):
-        raise UsageError(
-            f"{first_few(missing)} would be left out, and the checkpoint needs it",
-            where=root,
-            hint="push all of the checkpoint, or none of it",
-        )
+        what = f"{first_few(missing)} would be left out, and the checkpoint needs it"
+        raise UsageError(what, where=root, hint="push all of the checkpoint, or none of it")
     if missing:
         return 0
     result = verify(opened, level="values", num_workers=num_workers, purpose="weights")
     if errors := [finding for finding in result.errors if finding.code not in (*VALUE_CODES, DANGER)]:
-        raise _not_whole(errors, root)
+        more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
+        what = f"not pushed, because it is not complete: {errors[0].what}{more}"
+        hint = f"ckpt verify {root} lists everything"
+        raise UnreadableError(what, where=f"{root}: {errors[0].where}", hint=hint)
     notes += [f"{each.code}: {each.where}: {each.what}" for each in result.findings if each.code in VALUE_CODES]
     notes.append(opened.identity.title)
     if not result.tensors:
         raise UnreadableError("a checkpoint without a single tensor", where=root)
     return result.tensors
-
-
-def _not_whole(errors: Sequence[Finding], root: str) -> CkptError:
-    first = errors[0]
-    more = f" (and {len(errors) - 1} more findings)" if len(errors) > 1 else ""
-    return UnreadableError(
-        f"not pushed, because it is not complete: {first.what}{more}",
-        where=f"{root}: {first.where}",
-        hint=f"ckpt verify {root} lists everything",
-    )

@@ -1,9 +1,14 @@
-"""What a directory's own files say for its card. Nothing is guessed: what they do not say is left out."""
+"""What a directory's own files say for its card. Nothing is guessed: what they do not say is left out.
+
+Source of the tasks: huggingface.co/tasks; diffusers 0.42, pipelines/__init__.py, and the tags of its training examples.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,7 +21,6 @@ from ckpt_tools.formats.opening import read_file
 from ckpt_tools.hub.card import CardFacts, LoadFacts, Relation, Row
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
 from ckpt_tools.hub.front_matter import hub_id_of
-from ckpt_tools.hub.tasks import HEADS, tag_of, task_of_adapter, task_of_class
 from ckpt_tools.hub.training import ai_toolkit_config, training_facts, value_at
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.storage.source import Source
@@ -46,6 +50,44 @@ _PICTURES = ("kohya", "comfyui", "diffusers", "ai-toolkit")
 _MAX_VALUE_CHARS = 200
 
 
+def _family(task: str, tags: str, *, is_all: bool) -> dict[str, tuple[str, tuple[str, ...], bool]]:
+    return {tag: (task, (tag.replace("-", ""),), is_all) for tag in tags.split()}
+
+
+_FAMILIES: dict[str, tuple[str, tuple[str, ...], bool]] = {
+    "stable-diffusion-xl": ("text-to-image", ("stablediffusionxl", "sdxl"), True),
+    "sd3": ("text-to-image", ("stablediffusion3", "sd3"), True),
+    "stable-diffusion": ("text-to-image", ("stablediffusion", "sd1", "sd2"), True),
+    **_family("text-to-image", "kolors chroma z-image lumina pixart auraflow hunyuandit cogview", is_all=True),
+    "sana-video": ("text-to-video", ("sanavideo",), False),
+    "sana": ("text-to-image", ("sana",), True),
+    **_family("text-to-image", "flux2 flux qwen-image hidream hunyuan-image", is_all=False),
+    **_family("text-to-video", "hunyuan-video cogvideox wan skyreels ltx-2 ltx mochi", is_all=False),
+    "stable-audio": ("text-to-audio", ("stableaudio",), True),
+}
+"""Tag → task, begins of its classes and names, and whether every model of these modules has that task."""
+_VARIANTS: tuple[tuple[re.Pattern[str], str | None], ...] = (
+    (re.compile(r"ImageToVideo|Image2Video|Img2Vid|(?<!T)I2V|VideoDiffusion(?!Decode)"), "image-to-video"),
+    (re.compile(r"VideoToVideo|V2V"), "video-to-video"),
+    (re.compile(r"2Img|Inpaint|Edit(?!i)|Kontext|Pix2Pix|Upscale|Variation|Fill(?![a-z])|Layered"), "image-to-image"),
+    (re.compile(r"Control|VACE|Animate|S2V|Canny|Depth|Redux|Prior|Decode|Adapter|Refine"), None),
+)
+"""Words of a class or of a model's name → the task that they stand for; None: another one than the family's usual."""
+_HEADS = {
+    "ForCausalLM": ("AutoModelForCausalLM", "text-generation"),
+    "LMHeadModel": ("AutoModelForCausalLM", "text-generation"),
+    "ForMaskedLM": ("AutoModelForMaskedLM", "fill-mask"),
+    "ForSequenceClassification": ("AutoModelForSequenceClassification", "text-classification"),
+    "ForTokenClassification": ("AutoModelForTokenClassification", "token-classification"),
+    "ForQuestionAnswering": ("AutoModelForQuestionAnswering", "question-answering"),
+    "ForImageClassification": ("AutoModelForImageClassification", "image-classification"),
+    "ForObjectDetection": ("AutoModelForObjectDetection", "object-detection"),
+    "ForCTC": ("AutoModelForCTC", "automatic-speech-recognition"),
+    "ForSpeechSeq2Seq": ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+}
+"""How the name of a class of transformers ends → what loads it, and the hub's name of the task."""
+
+
 def facts_of(
     source: Source,
     chosen: Collection[str],
@@ -57,7 +99,10 @@ def facts_of(
     """Return what the files in a directory say; `chosen` are those to be pushed."""
     if kind != "weights":  # beside and below a model lie others; below an adapter its earlier steps
         adapters = {name: check for name, check in adapters.items() if kind == "peft" and "/" not in name}
-    headers = {name: _metadata(source, name) for name in adapters}
+    headers: dict[str, Mapping[str, str]] = {name: {} for name in adapters}
+    for name in adapters:
+        with suppress(CkptError):
+            headers[name] = read_file(source, name).header.metadata
     facts = _facts(source, chosen, kind)
     if base_model is not None:
         facts = replace(facts, base_model=base_model, notes=())
@@ -65,33 +110,27 @@ def facts_of(
         ((name, check),) = adapters.items()
         facts = _with_adapter(facts, name, check, headers[name], source)
     trigger = value_at(ai_toolkit_config(source.root), "trigger_word") if adapters else None
+    prompt, training = facts.instance_prompt or _text(trigger), training_facts(source, chosen, headers.values())
     relation: Relation | None = "adapter" if adapters else _relation(source, chosen)
     notes = facts.notes
     if relation not in (None, "adapter") and facts.base_model is None:
         notes = (*notes, "the base model is not known: --base-model ORG/NAME puts it into the card")
-    return replace(
-        facts,
-        relation=relation,
-        instance_prompt=facts.instance_prompt or _text(trigger),
-        training=training_facts(source, chosen, headers.values()),
-        notes=notes,
-    )
+    return replace(facts, relation=relation, instance_prompt=prompt, training=training, notes=notes)
 
 
 def _facts(source: Source, chosen: Collection[str], kind: Kind) -> CardFacts:
     if kind == "peft":
         return _peft(source)
     if kind == "transformers":
-        return _transformers(_config(source, CONFIG_NAME), any(name in chosen for name in _TOKENIZER))
-    if kind == "diffusers":
-        is_pipeline = PIPELINE_CONFIG in chosen
-        config = _config(source, PIPELINE_CONFIG if is_pipeline else CONFIG_NAME)
-        name = _text(config.get("_class_name"))
-        load = LoadFacts(is_pipeline=is_pipeline, model_class=None if is_pipeline else name)
-        task = task_of_class(name) if is_pipeline else None
-        rows = rows_of("model class", name, "its config")
-        return CardFacts(library="diffusers", pipeline_tag=task, load=load, settings=rows)
-    return CardFacts()
+        return _transformers(config_in(source, CONFIG_NAME).values, any(name in chosen for name in _TOKENIZER))
+    if kind != "diffusers":
+        return CardFacts()
+    is_pipeline = PIPELINE_CONFIG in chosen
+    name = _text(config_in(source, PIPELINE_CONFIG if is_pipeline else CONFIG_NAME).values.get("_class_name"))
+    load = LoadFacts(is_pipeline=is_pipeline, model_class=None if is_pipeline else name)
+    task = task_of_class(name) if is_pipeline else None
+    rows = rows_of("model class", name, "its config")
+    return CardFacts(library="diffusers", pipeline_tag=task, load=load, settings=rows)
 
 
 def _relation(source: Source, chosen: Collection[str]) -> Relation | None:
@@ -99,17 +138,6 @@ def _relation(source: Source, chosen: Collection[str]) -> Relation | None:
         return None
     made = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES)).source
     return next((relation for key, relation in _MADE.items() if key in made), None)
-
-
-def _metadata(source: Source, name: str) -> Mapping[str, str]:
-    try:
-        return read_file(source, name).header.metadata
-    except CkptError:
-        return {}
-
-
-def _config(source: Source, name: str) -> Mapping[str, object]:
-    return config_in(source, name).values
 
 
 def _text(value: object) -> str | None:
@@ -121,9 +149,7 @@ def rows_of(name: str, value: object, origin: str) -> tuple[Row, ...]:
     if value is None or value in ([], {}) or (value is False and not origin.startswith("assumed")):
         return ()
     shown = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    if len(shown) > _MAX_VALUE_CHARS:
-        shown = shown[: _MAX_VALUE_CHARS - 1] + "…"
-    return ((name, shown, origin),)
+    return ((name, shown if len(shown) <= _MAX_VALUE_CHARS else shown[: _MAX_VALUE_CHARS - 1] + "…", origin),)
 
 
 def base_model_of(text: str | None, *, root: str) -> tuple[str | None, tuple[str, ...]]:
@@ -134,21 +160,15 @@ def base_model_of(text: str | None, *, root: str) -> tuple[str | None, tuple[str
     is_here = os.path.exists(text) or os.path.exists(os.path.join(root, text))
     if found is not None and not (found == text and is_here):
         return found, ()
-    return None, (
-        f"the base model is a local path ({escape_name(text)}), which the card leaves out; --base-model names it",
-    )
+    what = f"the base model is a local path ({escape_name(text)})"
+    return None, (f"{what}, which the card leaves out; --base-model names it",)
 
 
 def _peft(source: Source) -> CardFacts:
-    config = _config(source, ADAPTER_CONFIG)
+    config = config_in(source, ADAPTER_CONFIG).values
     auto_class, pipeline_tag = _TASKS.get(str(config.get("task_type")), (None, None))
-    mapping = config.get("auto_mapping")
-    if (
-        auto_class is None
-        and isinstance(mapping, dict)
-        and str(mapping.get("parent_library")).startswith("transformers")
-    ):
-        auto_class = _text(mapping.get("base_model_class"))
+    if auto_class is None and str(value_at(config, "auto_mapping.parent_library")).startswith("transformers"):
+        auto_class = _text(value_at(config, "auto_mapping.base_model_class"))
     base, notes = base_model_of(_text(config.get("base_model_name_or_path")), root=source.root)
     family = str(config.get("peft_type") or "lora").lower()
     settings = tuple(row for key in _SETTINGS for row in rows_of(key, config.get(key), ADAPTER_CONFIG))
@@ -224,10 +244,9 @@ def _assumed(metadata: Mapping[str, str]) -> tuple[Row, ...]:
 
 
 def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFacts:
-    architectures = config.get("architectures")
-    name = _text(architectures[0]) if isinstance(architectures, list) and architectures else None
-    ending = next((end for end in HEADS if name is not None and name.endswith(end)), None)
-    auto_class, pipeline_tag = HEADS[ending] if ending is not None else (None, None)
+    name = _text(value_at(config, "architectures.0"))
+    ending = next((end for end in _HEADS if name is not None and name.endswith(end)), None)
+    auto_class, pipeline_tag = _HEADS[ending] if ending is not None else (None, None)
     if ending is None and str(name).endswith("ForConditionalGeneration") and "vision_config" in config:
         auto_class, pipeline_tag = "AutoModelForImageTextToText", "image-text-to-text"
     settings = (
@@ -241,3 +260,29 @@ def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFact
         load=LoadFacts(auto_class=auto_class, has_tokenizer=has_tokenizer),
         settings=settings,
     )
+
+
+def task_of_class(name: str | None) -> str | None:
+    """Return the task of a pipeline of diffusers'; None where its name does not tell."""
+    return _task(tag_of(name or ""), name or "")
+
+
+def task_of_adapter(family: str, base_model: str | None) -> str | None:
+    """Return the task of an adapter: of models whose modules have the same names, the base's own name tells which."""
+    tag = tag_of(family)
+    if tag is None or (base_model is None and not _FAMILIES[tag][2]):
+        return None
+    return _task(tag, (base_model or "").rpartition("/")[2])
+
+
+def tag_of(family: str) -> str | None:
+    """Return the tag under which the hub lists models of a family, by its name or class."""
+    plain = re.sub(r"[-.\s]", "", family).lower()
+    return next((tag for tag, (_, begins, _) in _FAMILIES.items() if plain.startswith(begins)), None)
+
+
+def _task(tag: str | None, name: str) -> str | None:
+    usual = None if tag is None else _FAMILIES[tag][0]
+    variant = next((task for pattern, task in _VARIANTS if pattern.search(name)), usual)
+    # Of sounds, shapes and videos there is editing as well.
+    return None if variant == "image-to-image" and usual != "text-to-image" else variant

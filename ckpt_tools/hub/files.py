@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import os
 import re
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ckpt_tools.description.globs import find_named
-from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.scan import why_not_inert
 from ckpt_tools.hub.plan import LocalFile
@@ -22,9 +21,6 @@ MAX_DEPTH = 32
 """Directories below the root; deeper ones are refused, not left out."""
 MAX_BLOB_BYTES = 64 << 20
 """Git's own name is worked out up to this size; the hub keeps nothing as large inside of git."""
-_BLOCK_BYTES = 1 << 20
-_FORBIDDEN = (".git", ".cache")
-"""Directories that the hub takes nothing below of."""
 _STATE = re.compile(
     r"(?:optimizer|scheduler|scaler|rng_state|training_args|random_states)(?:_\d+)*\.(?:pt|pth|bin|pkl)"
     r"|(?:bf16_)?zero_pp_rank_.*_optim_states\.pt",
@@ -49,16 +45,11 @@ def list_directory(
     state, unless `include` asks for them. Links are followed inside of the directory alone. A glob without a slash
     matches the name alone, in every directory; `*` stays inside one component, `**` crosses.
     """
-    left_out: list[tuple[str, str]] = []
-    found: dict[str, int] = {}
     files = source.list_files(max_depth=MAX_DEPTH)
-    left_out += _odd_entries(source.root)
-    for path, nbytes in files.items():
-        name = path.rpartition("/")[2]
-        if name.startswith(".") and name != METADATA_NAME:
-            left_out.append((path, "hidden"))
-        else:
-            found[path] = nbytes
+    names = {path: path.rpartition("/")[2] for path in files}
+    hidden = {path for path, name in names.items() if name.startswith(".") and name != METADATA_NAME}
+    left_out = _odd_entries(source.root) + [(path, "hidden") for path in hidden]
+    found = {path: nbytes for path, nbytes in files.items() if path not in hidden}
     included = _matching(found, include, "--include")
     excluded = _matching(found, exclude, "--exclude")
     chosen: dict[str, int] = {}
@@ -67,26 +58,25 @@ def list_directory(
             left_out.append((path, "not in --include"))
         elif path in excluded:
             left_out.append((path, "--exclude"))
-        elif not include and (reason := _why_private(path)) is not None:
+        elif not include and (reason := _why_private(names[path])) is not None:
             left_out.append((path, f"{reason}; --include uploads it"))
         else:
-            _check_name(path)
+            if escape_name(path) != path or "\\" in path:
+                raise UsageError("the hub cannot hold a file of this name", where=path, hint="rename or exclude it")
             source.path(path)  # refuses a link that leads out
-            if keep_pickles or not (runs := why_not_inert(source, path, nbytes)):
-                chosen[path] = nbytes
-            else:
+            if not keep_pickles and (runs := why_not_inert(source, path, nbytes)):
                 left_out.append((path, f"loading it runs {escape_name(runs)}; --keep-pickles uploads it"))
+            else:
+                chosen[path] = nbytes
     if not chosen:
         raise UsageError("there is nothing to push", where=source.root)
     return chosen, tuple(sorted(left_out))
 
 
-def _why_private(path: str) -> str | None:
-    """Say why a file stays at home unless it is asked for by `--include`; None when it does not."""
-    name = path.rpartition("/")[2]
-    if _STATE.fullmatch(name):
-        return "a trainer's own state"
-    return "may hold a secret" if _SECRET.fullmatch(name) else None
+def _why_private(name: str) -> str | None:
+    """Return why a file is not uploaded unless `--include` asks for it; None if it is."""
+    secret = "may hold a secret" if _SECRET.fullmatch(name) else None
+    return "a trainer's own state" if _STATE.fullmatch(name) else secret
 
 
 def _odd_entries(root: str) -> list[tuple[str, str]]:
@@ -102,9 +92,9 @@ def _odd_entries(root: str) -> list[tuple[str, str]]:
             if entry.is_dir(follow_symlinks=False):
                 if entry.name.startswith("."):
                     odd.append((path + "/", "hidden"))
-                elif entry.name not in _FORBIDDEN:
-                    if depth == MAX_DEPTH:
-                        raise UsageError(f"directories nested deeper than {MAX_DEPTH}", where=path)
+                elif depth == MAX_DEPTH:
+                    raise UsageError(f"directories nested deeper than {MAX_DEPTH}", where=path)
+                else:
                     pending.append((path + "/", depth + 1))
             elif entry.is_symlink() and entry.is_dir():
                 odd.append((path, "a link to a directory"))
@@ -115,10 +105,10 @@ def _odd_entries(root: str) -> list[tuple[str, str]]:
 
 def _matching(files: Iterable[str], globs: Sequence[str], option: str) -> set[str]:
     matched: set[str] = set()
+    options = {"hint": "it is matched against file names", "kind": "file"}
     for glob in globs:
         names = {path: (_swap(path if "/" in glob else path.rpartition("/")[2]),) for path in files}
-        hint = "it is matched against file names"
-        matched |= find_named(f"{option} {glob}", _swap(glob), names, hint=hint, kind="file")
+        matched |= find_named(f"{option} {glob}", _swap(glob), names, **options)
     return matched
 
 
@@ -127,23 +117,23 @@ def _swap(text: str) -> str:
     return text.translate({ord("."): "/", ord("/"): "."})
 
 
-def _check_name(path: str) -> None:
-    if escape_name(path) != path or "\\" in path:
-        raise UsageError("the hub cannot hold a file of this name", where=path, hint="rename it, or leave it out")
-
-
 def digest_files(
-    source: Source, files: Iterable[str], *, num_workers: int, progress: Progress | None = None
+    source: Source,
+    files: Iterable[str],
+    *,
+    num_workers: int,
+    block_bytes: int = 1 << 20,
+    progress: Progress | None = None,
 ) -> dict[str, LocalFile]:
-    """Read every file, and return path → size and digests. Memory: 1 MiB for each of `num_workers` threads."""
+    """Read every file, and return path → size and digests. Memory: `block_bytes` for each of `num_workers` threads."""
 
     def digest(path: str) -> LocalFile:
         nbytes = source.size(path)
         sha256 = hashlib.sha256()
         git = hashlib.sha1(b"blob %d\0" % nbytes, usedforsecurity=False) if nbytes <= MAX_BLOB_BYTES else None
-        buffer = memoryview(bytearray(min(_BLOCK_BYTES, nbytes)))
-        for offset in range(0, nbytes, _BLOCK_BYTES):
-            block = buffer[: min(_BLOCK_BYTES, nbytes - offset)]
+        buffer = memoryview(bytearray(min(block_bytes, nbytes)))
+        for offset in range(0, nbytes, block_bytes):
+            block = buffer[: min(block_bytes, nbytes - offset)]
             source.read_into(path, offset, block)
             sha256.update(block)
             if git is not None:
@@ -159,14 +149,9 @@ def digest_files(
 
 def file_of_bytes(path: str, content: bytes) -> LocalFile:
     """Return what a file with `content` would be."""
-    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
-    return LocalFile(
-        path=path,
-        nbytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-        blob_id=git.hexdigest(),
-        content=content,
-    )
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    sha256 = hashlib.sha256(content).hexdigest()
+    return LocalFile(path=path, nbytes=len(content), sha256=sha256, blob_id=git, content=content)
 
 
 def read_whole(source: Source, file: LocalFile) -> bytes:
@@ -179,23 +164,5 @@ def read_whole(source: Source, file: LocalFile) -> bytes:
 
 def changed(path: str) -> CkptError:
     """Return the error for a file that is written to while it is pushed."""
-    return CkptError(
-        "the file changed while it was pushed; nothing was committed",
-        where=path,
-        hint="wait until its writer has finished, then run the command again",
-    )
-
-
-def check_is_text(source: Source, file: LocalFile) -> None:
-    """Refuse a model card that is not UTF-8: the hub's client reads it before it sends anything, and breaks off."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        for start in range(0, file.nbytes, _BLOCK_BYTES):
-            nbytes = min(_BLOCK_BYTES, file.nbytes - start)
-            decoder.decode(bytes(source.read(file.path, start, nbytes)), final=start + nbytes == file.nbytes)
-    except UnicodeDecodeError as error:
-        raise UnreadableError(
-            "the model card is not UTF-8 text, which the hub's client refuses",
-            where=file.path,
-            hint=f"save it as UTF-8, or leave it out: --exclude {file.path}",
-        ) from error
+    hint = "wait until its writer has finished, then run the command again"
+    return CkptError("the file changed while it was pushed; nothing was committed", where=path, hint=hint)

@@ -1,9 +1,13 @@
-"""The YAML between the first two lines of dashes of a model card: read, extended, and otherwise kept to the letter."""
+"""The YAML at the start of a model card: found as the hub finds it, extended by whole keys, else kept to the letter.
+
+`ModelCard` writes all of it anew: comments are lost, and YAML 1.1 turns `language: no` into false.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any
+from collections.abc import Mapping
 
 import yaml
 
@@ -12,7 +16,6 @@ from ckpt_tools.errors import UnreadableError
 CARD_NAME = "README.md"
 """Where the hub looks for a card."""
 
-_FRONT = re.compile(r"\ufeff?---[ \t]*\r?\n(?P<yaml>.*?)(?P<end>^---[ \t]*(?:\r?\n|\Z))", re.DOTALL | re.MULTILINE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _OLD_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 """Of a model from before there were namespaces ("gpt2")."""
@@ -30,39 +33,31 @@ def hub_id_of(text: str) -> str | None:
 
 
 def is_hub_id(text: str) -> bool:
-    """Is it an id of the hub, be it one from before there were namespaces?"""
+    """Return True for an id of the hub, be it one from before there were namespaces."""
     return hub_id_of(text) == text or _OLD_ID.fullmatch(text) is not None
 
 
-def dump(keys: dict[str, object]) -> str:
-    """Return YAML that says `keys`, without the lines of dashes."""
-    if not keys:
-        return ""
-    return yaml.safe_dump(keys, sort_keys=False, allow_unicode=True, width=1000, default_flow_style=False)
+def _block(text: str) -> re.Match[str] | None:
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+    found: re.Match[str] | None = REGEX_YAML_BLOCK.search(text)
+    return found
 
 
 def read_front_matter(text: str) -> dict[str, object]:
     """Return the keys of a README's front matter; none if it has none."""
-    match = _FRONT.match(text)
-    if match is None:
-        return {}
+    match, why = _block(text), "is not a mapping of keys to values"
     try:
-        found = yaml.safe_load(match["yaml"])
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _bad_front("is not valid YAML") from error
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise _bad_front("is not a mapping of keys to values")
-    return {str(key): value for key, value in found.items()}
-
-
-def _bad_front(what: str) -> UnreadableError:
-    return UnreadableError(
-        f"the front matter of the model card {what}",
-        where=CARD_NAME,
-        hint="fix the part between the first two lines of dashes; the hub refuses it as well",
-    )
+        found = yaml.safe_load(match[2]) if match is not None else None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        found, why = [], "is not valid YAML"
+    if found is not None and not isinstance(found, dict):
+        raise UnreadableError(
+            f"the front matter of the model card {why}",
+            where=CARD_NAME,
+            hint="fix the part between the first two lines of dashes; the hub refuses it as well",
+        )
+    return {str(key): value for key, value in (found or {}).items()}
 
 
 def newline_of(text: str) -> str:
@@ -70,95 +65,47 @@ def newline_of(text: str) -> str:
     return "\r\n" if "\r\n" in text.partition("\n")[0] + "\n" else "\n"
 
 
-def extend(existing: str, keys: dict[str, object]) -> str:
-    """Return the card with the keys that its front matter lacks; unchanged where that takes no more lines."""
-    known = read_front_matter(existing)
-    newline = newline_of(existing)
-    added = dump({key: value for key, value in keys.items() if key not in known}).replace("\n", newline)
-    if not added:
-        return existing
-    match = _FRONT.match(existing)
+def with_keys(text: str, changes: Mapping[str, object]) -> str:
+    """Return the card whose front matter has `changes`; unchanged where its lines do not take them (as in braces)."""
+    if not changes:
+        return text
+    known, newline, match = read_front_matter(text), newline_of(text), _block(text)
+    dump = functools.partial(yaml.safe_dump, sort_keys=False, allow_unicode=True, width=1000, line_break=newline)
+    lines = {key: str(dump({key: value})).rstrip() for key, value in changes.items()}
     if match is None:
-        return f"---{newline}{added}---{newline}{newline}{existing}"
-    at = match.start("end")
-    # A mapping in braces, or one that ends in "...", takes no more lines: it stays as it is.
-    return _if_says(existing[:at] + added + existing[at:], {**keys, **known}, existing)
-
-
-def unite(existing: str, lists: dict[str, list[object]]) -> str:
-    """Return the card with what `lists` has beyond the lists of its front matter appended to these.
-
-    Keys that are missing or hold no list stay as they are; so does everything where YAML's own marks do not tell the
-    lines of a list from the others (aliases, braces).
-    """
-    for key, values in lists.items():
-        match, known = _FRONT.match(existing), read_front_matter(existing)
-        here = known.get(key)
-        more = [value for value in values if isinstance(here, list) and value not in here]
-        if match is None or not isinstance(here, list) or not more:
+        return newline.join(["---", *lines.values(), "---", "", text])
+    front = match[2]
+    for key, own in lines.items():
+        if key not in known:
+            front = f"{front}{newline}{own}"
             continue
-        root: Any = yaml.compose(match["yaml"], Loader=yaml.SafeLoader)
-        node = next(value for name, value in root.value if name.value == key)
-        start, end = node.start_mark.index, node.end_mark.index
-        front, newline = match["yaml"], newline_of(existing)
-        if node.flow_style:
-            text = yaml.safe_dump([*here, *more], default_flow_style=True, width=10**6, allow_unicode=True).strip()
-        else:
-            end = start + len(front[start:end].rstrip())
-            indent = " " * node.start_mark.column
-            rows = yaml.safe_dump(more, sort_keys=False, allow_unicode=True, width=1000).splitlines()
-            text = front[start:end] + "".join(f"{newline}{indent}{row}" for row in rows)
-        at = match.start("yaml")
-        merged = existing[: at + start] + text + existing[at + end :]
-        existing = _if_says(merged, {**known, key: [*here, *more]}, existing)
-    return existing
-
-
-def _if_says(merged: str, keys: dict[str, object], otherwise: str) -> str:
+        old = re.search(rf"^{re.escape(key)}[ \t]*:.*?(?=\s*^[^\s-]|\s*\Z)", front, re.MULTILINE | re.DOTALL)
+        if old is None:
+            return text
+        front = front[: old.start()] + own + front[old.end() :]
+    merged = text[: match.start(2)] + front + text[match.end(2) :]
     try:
-        return merged if read_front_matter(merged) == keys else otherwise
+        return merged if read_front_matter(merged) == known | dict(changes) else text
     except UnreadableError:
-        return otherwise
-
-
-def local_bases(text: str) -> tuple[str, ...]:
-    """Return the values of a front matter's base_model that are no hub ids: paths on the machine that trained."""
-    value = read_front_matter(text).get("base_model")
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(str(each) for each in values if not is_hub_id(str(each)))
-
-
-def refuse_local_base(text: str) -> None:
-    """Refuse a card that names its base model by a path, as PEFT writes it: the hub takes ids alone."""
-    if local_bases(text):
-        raise _local_base(text)
-
-
-def _local_base(text: str) -> UnreadableError:
-    return UnreadableError(
-        f"the model card names the base model by a local path: base_model is {local_bases(text)[0]}",
-        where=CARD_NAME,
-        hint="--base-model ORG/NAME puts the hub id into the uploaded card; or fix README.md",
-    )
+        return text
 
 
 def name_base(text: str, base_model: str | None) -> str:
-    """Put a hub id where a card has a local path as its base model; the rest stays as it is, to the letter."""
-    bases = local_bases(text)
-    if not bases:
+    """Put a hub id where a card names its base model by a path, as PEFT writes it; refuse it where that cannot be."""
+    known = read_front_matter(text)
+    value, tags = known.get("base_model"), known.get("tags")
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    paths = [str(each) for each in values if not is_hub_id(str(each))]
+    if not paths:
         return text
-    match = _FRONT.match(text)
-    if base_model is None or match is None or len(bases) > 1:
-        raise _local_base(text)
-    old = re.escape(bases[0])
-    front = re.sub(
-        rf"^(base_model:[ \t]*)[\"']?{old}[\"']?(?=[ \t]*\r?$)",
-        rf"\g<1>{base_model}",
-        match["yaml"],
-        flags=re.MULTILINE,
+    if base_model is not None and len(values) == 1:
+        changes: dict[str, object] = {"base_model": base_model}
+        if isinstance(tags, list) and any(paths[0] in str(tag) for tag in tags):
+            changes["tags"] = [str(tag).replace(paths[0], base_model) for tag in tags]
+        if (named := with_keys(text, changes)) != text:
+            return named
+    raise UnreadableError(
+        f"the model card names the base model by a local path: base_model is {paths[0]}",
+        where=CARD_NAME,
+        hint="--base-model ORG/NAME puts the hub id into the uploaded card; or fix README.md",
     )
-    front = re.sub(rf"(base_model:\w+:){old}(?=[\"']?[ \t]*\r?$)", rf"\g<1>{base_model}", front, flags=re.MULTILINE)
-    named = text[: match.start("yaml")] + front + text[match.end("yaml") :]
-    if read_front_matter(named).get("base_model") != base_model:
-        raise _local_base(text)
-    return named

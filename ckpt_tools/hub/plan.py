@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.formats.file_names import is_weights
-from ckpt_tools.storage.source import Source
+
+if TYPE_CHECKING:
+    from ckpt_tools.remote.source import RemoteFile
+    from ckpt_tools.storage.source import Source
 
 State = Literal["new", "changed", "unchanged", "ignored", "deleted"]
 """ignored: the repository's .gitignore leaves the file out. deleted: on the hub only, and asked to go."""
@@ -31,35 +34,14 @@ class LocalFile:
 
     def read(self, source: Source, offset: int, nbytes: int) -> bytes:
         """Return a part of it."""
-        return (
-            source.read(self.path, offset, nbytes) if self.content is None else self.content[offset : offset + nbytes]
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteFile:
-    """What the hub says of a file that it has."""
-
-    path: str
-    nbytes: int
-    """Size of the content, not of the pointer to it."""
-    blob_id: str
-    """Git's name of the blob; of a large object that is its pointer."""
-    sha256: str | None
-    """Of a large object's content; None inside of git."""
-
-    def holds(self, file: LocalFile) -> bool:
-        """Does the hub say that it has this very content?"""
-        if self.nbytes != file.nbytes:
-            return False
-        return self.sha256 == file.sha256 if self.sha256 is not None else self.blob_id == file.blob_id
+        content = self.content
+        return source.read(self.path, offset, nbytes) if content is None else content[offset : offset + nbytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remote:
-    """A repository at a revision, as it was when it was looked at."""
+    """A repository at a revision, as it was at one moment."""
 
-    repo: str
     exists: bool
     """False: the first push creates it."""
     private: bool | None = None
@@ -67,15 +49,19 @@ class Remote:
     commit: str | None = None
     """What the revision stands for; None while there is no commit."""
     files: Mapping[str, RemoteFile]
+    """Path → size of the content, and its `oid`: of a large object the sha256, inside of git the blob's id."""
+
+    def holds(self, file: LocalFile) -> bool:
+        """Return True if the hub says that it has this very content under this path."""
+        there = self.files.get(file.path)
+        return there is not None and there.nbytes == file.nbytes and there.version["oid"] in (file.sha256, file.blob_id)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What the hub answers when it is told which files are to come."""
+class Answer(NamedTuple):
+    """What the hub says about a file that is to come; `is_ignored`: its .gitignore leaves the file out."""
 
     mode: Mode
     is_ignored: bool
-    """Its .gitignore leaves the file out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +77,11 @@ class PlannedFile:
     """None where the hub was not asked: a repository that does not exist yet, or a file to be deleted."""
     sha256: str
     """Of the content; empty for a file to be deleted."""
+
+    @property
+    def is_sent(self) -> bool:
+        """True if a push uploads it."""
+        return self.state in ("new", "changed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,27 +126,22 @@ class PushResult:
     @property
     def sent_bytes(self) -> int:
         """Size of what is new or changed."""
-        return sum(file.nbytes for file in self.files if file.state in ("new", "changed"))
+        return sum(file.nbytes for file in self.files if file.is_sent)
 
 
 def plan_files(
     local: Mapping[str, LocalFile], remote: Remote, answers: Mapping[str, Answer], *, delete_stale: bool = False
 ) -> tuple[PlannedFile, ...]:
-    """Say what becomes of every file."""
+    """Return what becomes of every file."""
     planned = []
     for path, file in local.items():
-        answer = answers.get(path)
-        there = remote.files.get(path)
-        state: State
-        if there is None:
-            state = "ignored" if answer is not None and answer.is_ignored else "new"
-        else:
-            state = "unchanged" if there.holds(file) else "changed"
-            if state == "changed" and answer is not None and answer.is_ignored:
-                state = "ignored"
-        mode = answer.mode if answer is not None else None
+        answer, there = answers.get(path), remote.files.get(path)
+        state: State = "unchanged" if remote.holds(file) else "new" if there is None else "changed"
+        if state != "unchanged" and answer is not None and answer.is_ignored:
+            state = "ignored"
+        mode: Mode | None = answer.mode if answer is not None else None
         if mode is None and there is not None:
-            mode = "regular" if there.sha256 is None else "lfs"
+            mode = "lfs" if len(str(there.version["oid"])) == 64 else "regular"
         planned.append(PlannedFile(path=path, nbytes=file.nbytes, state=state, mode=mode, sha256=file.sha256))
     if delete_stale:
         planned += [
@@ -168,8 +154,5 @@ def plan_files(
 def stale_weights(local: Mapping[str, LocalFile], remote: Remote) -> tuple[str, ...]:
     """Return the files with weights that only the hub has, beside new ones: a loader may prefer them."""
     directories = {path.rpartition("/")[0] for path in local if is_weights(path)}
-    return tuple(
-        path
-        for path in sorted(remote.files)
-        if is_weights(path) and path not in local and path.rpartition("/")[0] in directories
-    )
+    others = sorted(remote.files.keys() - local.keys())
+    return tuple(path for path in others if is_weights(path) and path.rpartition("/")[0] in directories)

@@ -9,24 +9,22 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Literal
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.errors import HubError, LimitError, UsageError
-from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, facts_in, kept_keys, missing_keys
-from ckpt_tools.hub.card_body import build_card
+from ckpt_tools.errors import HubError, UnreadableError, UsageError
+from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, notes_on
 from ckpt_tools.hub.check import check_directory
-from ckpt_tools.hub.client import Hub
+from ckpt_tools.hub.client import Hub, Log, quiet_client
 from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
-from ckpt_tools.hub.files import check_is_text, digest_files, file_of_bytes, list_directory
-from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter, refuse_local_base
+from ckpt_tools.hub.files import digest_files, file_of_bytes, list_directory
+from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter
 from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.secrets import refuse_secrets
-from ckpt_tools.hub.session import Say, quiet_client
 from ckpt_tools.options import AnyPath, Argument, Doc, KeepPickles, NumWorkers, Option, Progress
 from ckpt_tools.remote.account import find_pusher
 from ckpt_tools.storage.source import LocalSource
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
 CheckLevel = Literal["sent", "all", "names"]
@@ -52,10 +50,7 @@ class PushOptions:
     )
     include: Annotated[
         Sequence[str],
-        Option(
-            "Only these files (repeatable). Without a slash, names in every directory match.",
-            metavar="GLOB",
-        ),
+        Option("Only these files (repeatable). Without a slash, names in every directory match.", metavar="GLOB"),
     ] = ()
     exclude: Annotated[Sequence[str], Option("Skip these files (repeatable).", metavar="GLOB")] = ()
     keep_pickles: KeepPickles = False
@@ -73,7 +68,7 @@ class PushOptions:
     )
     num_workers: NumWorkers = None
     progress: Progress = None
-    say: Annotated[Say | None, Doc("Called with a line of text before each slow step.")] = None
+    log: Annotated[Log | None, Doc("Called with a line of text before each slow step.")] = None
     bars: Annotated[bool, Doc("Let the hub's client draw its own bars while it uploads.")] = False
 
 
@@ -85,7 +80,7 @@ class Push:
         self._directory = os.fspath(options.directory)
         self._num_workers = num_workers
         self._asked = options.card if isinstance(options.card, CardFacts) else CardFacts()
-        self._say: Say = options.say or (lambda _: None)
+        self._log: Log = options.log or (lambda _: None)
         self._notes: list[str] = []
         self._hub: Hub
         self._source: LocalSource
@@ -101,18 +96,16 @@ class Push:
         self._asked.check()
         start = time.monotonic()
         account = find_pusher(endpoint=options.endpoint, token=options.token)
-        with quiet_client(account.token, self._say, bars=options.bars), LocalSource(self._directory) as source:
+        with quiet_client(account.token, self._log, bars=options.bars), LocalSource(self._directory) as source:
             self._source = source
-            chosen, left_out = list_directory(
-                source, include=options.include, exclude=options.exclude, keep_pickles=options.keep_pickles
-            )
-            self._kind, self._adapters, notes = check_directory(source, chosen, num_workers=self._num_workers)
-            self._notes += notes
-            hub = self._hub = Hub(account, options.repo, revision=options.revision, say=self._say)
+            wanted = {"include": options.include, "exclude": options.exclude}
+            chosen, left_out = list_directory(source, **wanted, keep_pickles=options.keep_pickles)
+            self._kind, self._adapters, self._notes = check_directory(source, chosen, num_workers=self._num_workers)
+            hub = self._hub = Hub(account, options.repo, revision=options.revision, log=self._log)
             receiver = options.progress(sum(chosen.values())) if options.progress is not None else None
             self._local = digest_files(source, chosen, num_workers=self._num_workers, progress=receiver)
             self._notes += refuse_secrets(source, self._local.values(), account.token)
-            self._look()
+            self._find_remote()
             self._add_card()
             # The card says what configs and headers say.
             made = (file for file in self._local.values() if file.content is not None)
@@ -126,7 +119,7 @@ class Push:
             if not options.dry_run:
                 if created:
                     hub.create(private=options.private)
-                    self._look()
+                    self._find_remote()
                     self._plan()
                 done = self._commit(created=created)
                 findings, num_checked, checked_bytes = self._check(done)
@@ -150,38 +143,38 @@ class Push:
             seconds=time.monotonic() - start,
         )
 
-    def _look(self) -> None:
+    def _find_remote(self) -> None:
         hub = self._hub
-        self._remote = hub.look()
+        self._remote = hub.snapshot()
         if self._remote.exists and self._options.private and self._remote.private is False:
-            raise HubError(
-                f"{hub.repo} is public, but --private was given; nothing was uploaded",
-                where=hub.place("").where,
-                hint="make it private on the hub, choose another name, or leave --private out",
-            )
+            what = f"{hub.repo} is public, but --private was given; nothing was uploaded"
+            hint = "make it private on the hub, choose another name, or leave --private out"
+            raise HubError(what, where=hub.where, hint=hint)
         if not self._remote.exists and hub.revision != "main":
-            raise HubError(
-                f"{hub.repo} does not exist, so it has no revision {hub.revision!r}",
-                where=hub.place("").where,
-                hint="push to main first",
-            )
+            what = f"{hub.repo} does not exist, so it has no revision {hub.revision!r}"
+            raise HubError(what, where=hub.where, hint="push to main first")
 
     def _add_card(self) -> None:
         """Add the model card, or what the README lacks; the directory itself stays as it is."""
         asked, source = self._asked, self._source
-        here = self._local.get(CARD_NAME)
-        if here is not None:
-            check_is_text(source, here)
+        here, there = self._local.get(CARD_NAME), self._remote.files.get(CARD_NAME)
+        nbytes = here.nbytes if here is not None else there.nbytes if there is not None else 0
         was_left_out = bool(self._options.include) or CARD_NAME in source.list_files(max_depth=0)
-        if self._options.card is False or (here is None and was_left_out):
-            if here is not None and here.nbytes <= MAX_CARD_BYTES:
-                refuse_local_base(source.read(CARD_NAME, 0, here.nbytes).decode("utf-8"))
+        is_kept = self._options.card is False or (here is None and was_left_out)
+        if is_kept and here is None:
             return
         try:
-            text = self._card_so_far(here)
-        except (LimitError, UnicodeDecodeError) as error:
-            why = "too large to add to" if isinstance(error, LimitError) else "not UTF-8 text"
-            self._notes.append(f"{CARD_NAME} is {why}: left unchanged")
+            text = self._card_so_far(nbytes) if here is not None or nbytes <= MAX_CARD_BYTES else None
+        except UnicodeDecodeError as error:
+            if here is None:
+                self._notes.append(f"{CARD_NAME} is not UTF-8 text: left unchanged")
+                return
+            what = "the model card is not UTF-8 text, which the hub's client refuses"
+            hint = f"save it as UTF-8, or leave it out: --exclude {CARD_NAME}"
+            raise UnreadableError(what, where=CARD_NAME, hint=hint) from error
+        if is_kept or nbytes > MAX_CARD_BYTES:
+            name_base(text or "", None)
+            self._notes += [] if is_kept else [f"{CARD_NAME} is too large to add to: left unchanged"]
             return
         if text is not None:
             text, before = name_base(text, asked.base_model), text
@@ -200,44 +193,34 @@ class Push:
         if text is None and facts.is_empty:
             return
         card = build_card(facts, repo=self._hub.repo, existing=text, asked=asked)
-        if missing := missing_keys(facts, card):
-            self._notes.append(f"{CARD_NAME} is written in a way that ckpt cannot extend: add {', '.join(missing)}")
-        if gallery and "<Gallery" not in card:
-            self._notes.append(f"{CARD_NAME} has no <Gallery />: add it where the samples are to be shown")
-        if kept := kept_keys(asked, card):
-            self._notes.append(f"{CARD_NAME} keeps what it says already: {'; '.join(map(escape_name, kept))}")
+        self._notes += notes_on(facts, asked, card)
         self._local[CARD_NAME] = file_of_bytes(CARD_NAME, card.encode("utf-8"))
         self._local = dict(sorted(self._local.items()))
 
+    def _card_so_far(self, nbytes: int) -> str | None:
+        """Return the README that is here, or else on the hub; None where there is none."""
+        if CARD_NAME in self._local:
+            return self._source.read(CARD_NAME, 0, nbytes).decode("utf-8")
+        if CARD_NAME not in self._remote.files:
+            return None
+        with self._hub.open(self._remote, [CARD_NAME]) as source:
+            return source.read(CARD_NAME, 0, nbytes).decode("utf-8")
+
     def _validate_card(self) -> None:
         """Let the hub judge the card before anything is sent: by itself it does so after the upload."""
-        if any(plan.path == CARD_NAME and plan.state in ("new", "changed") for plan in self._planned):
-            card = self._local[CARD_NAME]
-            if card.nbytes <= MAX_CARD_BYTES:
-                self._hub.validate_card(card.read(self._source, 0, card.nbytes).decode("utf-8"))
-
-    def _card_so_far(self, here: LocalFile | None) -> str | None:
-        """Return the README that is here, or else on the hub; None where there is none."""
-        there = self._remote.files.get(CARD_NAME)
-        if (here.nbytes if here is not None else there.nbytes if there is not None else 0) > MAX_CARD_BYTES:
-            raise LimitError(f"more than {MAX_CARD_BYTES} bytes", where=CARD_NAME)
-        if here is not None:
-            return bytes(self._source.read(CARD_NAME, 0, here.nbytes)).decode("utf-8")
-        if there is not None and self._remote.commit is not None:
-            return self._hub.read(CARD_NAME, self._remote.commit, limit=MAX_CARD_BYTES).decode("utf-8")
-        return None
+        card = self._local.get(CARD_NAME)
+        is_sent = any(plan.path == CARD_NAME and plan.is_sent for plan in self._planned)
+        if card is not None and is_sent and card.nbytes <= MAX_CARD_BYTES:
+            self._hub.validate_card(card.read(self._source, 0, card.nbytes).decode("utf-8"))
 
     def _plan(self) -> None:
         local, remote, options = self._local, self._remote, self._options
-        answers = {}
-        if remote.exists:
-            answers = self._hub.ask(self._source, list(local.values()), create_pr=options.create_pr)
+        files = list(local.values()) if remote.exists else []
+        answers = self._hub.ask(self._source, files, create_pr=options.create_pr) if files else {}
         self._planned = plan_files(local, remote, answers, delete_stale=options.delete_stale)
         if not options.delete_stale and (stale := stale_weights(local, remote)):
-            self._notes.append(
-                f"the repository holds weights that this directory does not: {first_few(stale)}; a loader may load "
-                "those (--delete-stale deletes them)"
-            )
+            what = f"the repository holds weights that this directory does not: {first_few(stale)}"
+            self._notes.append(f"{what}; a loader may load those (--delete-stale deletes them)")
 
     def _commit(self, *, created: bool) -> Committed | None:
         from huggingface_hub import CommitOperationDelete
@@ -245,17 +228,15 @@ class Push:
         hub, planned, options = self._hub, self._planned, self._options
         ignored = [plan.path for plan in planned if plan.state == "ignored"]
         if ignored:
-            raise HubError(
-                f"the repository's .gitignore leaves out {first_few(ignored)}",
-                where=hub.place("").where,
-                hint="change the .gitignore on the hub, or exclude them here as well: --exclude GLOB",
-            )
-        sending = [plan for plan in planned if plan.state in ("new", "changed")]
+            what = f"the repository's .gitignore leaves out {first_few(ignored)}"
+            hint = "change the .gitignore on the hub, or exclude them here as well: --exclude GLOB"
+            raise HubError(what, where=hub.where, hint=hint)
+        sending = [plan for plan in planned if plan.is_sent]
         deletions = [CommitOperationDelete(plan.path) for plan in planned if plan.state == "deleted"]
         if not sending and not deletions:
             return None
-        total = sum(plan.nbytes for plan in sending)
-        self._say(f"uploading {len(sending)} file{'s' if len(sending) != 1 else ''}, {format_size(total)}")
+        size = format_size(sum(plan.nbytes for plan in sending))
+        self._log(f"uploading {len(sending)} file{'s' if len(sending) != 1 else ''}, {size}")
         pr = options.create_pr
         is_uploaded = False
         try:
@@ -286,9 +267,8 @@ class Push:
         total = sum(self._local[path].nbytes for path in paths)
         receiver = progress(total) if progress is not None and total else None
         try:
-            findings, nbytes = check_arrival(
-                self._hub, oid, self._planned, self._local, read_back=paths, progress=receiver
-            )
+            hub, planned, local, workers = self._hub, self._planned, self._local, self._num_workers
+            findings, nbytes = check_arrival(hub, oid, planned, local, paths, num_workers=workers, progress=receiver)
         except BaseException as error:
             if done is not None:
                 error.add_note(f"the commit {oid} was made, but the check of what arrived did not finish")

@@ -76,10 +76,7 @@ def _is_sample(name: str, nbytes: int) -> bool:
 
 def _of_step(name: str) -> tuple[str, int] | None:
     match = _OF_STEP.fullmatch(name)
-    if match is None:
-        return None
-    step, index = match[1] or match[3], match[2] or match[4]
-    return step.removeprefix("e").zfill(12), int(index)
+    return match and ((match[1] or match[3]).removeprefix("e").zfill(12), int(match[2] or match[4]))
 
 
 def _latest(names: list[str]) -> list[str]:
@@ -112,7 +109,7 @@ def _prompt(source: Source, name: str, sizes: Mapping[str, int], listed: list[st
         if f"{stem}.txt" in sizes:
             found = _text(source, f"{stem}.txt")
         elif f"{stem}.json" in sizes:
-            found = _said(_json(_text(source, f"{stem}.json")), "prompt", "caption", "text")
+            found = _first_of(_json(_text(source, f"{stem}.json")), "prompt", "caption", "text")
         elif name.lower().endswith(".png"):
             found = _png_prompt(source, name, sizes[name])
     except CkptError:  # a sidecar that is none: the picture is shown without a prompt, and that is said
@@ -131,8 +128,8 @@ def _json(text: str) -> object:
     return parse_json(text.encode(), what="the prompt", where=None, max_bytes=_MAX_TEXT_BYTES, infinite=True)
 
 
-def _said(document: object, *keys: str) -> str | None:
-    values = [document.get(key) for key in keys] if isinstance(document, Mapping) else []
+def _first_of(document: object, *keys: str) -> str | None:
+    values = (value_at(document, key) for key in keys)
     return next((value for value in values if isinstance(value, str) and value), None)
 
 
@@ -162,5 +159,5 @@ def _graph_prompt(graph: object) -> str | None:
     """Return the text that leads into the `positive` inputs of ComfyUI's graph; None where several do."""
     inputs = {key: value_at(node, "inputs") for key, node in graph.items()} if isinstance(graph, Mapping) else {}
     links = [value_at(each, "positive") for each in inputs.values()]
-    found = {_said(inputs.get(str(link[0])), "text", "prompt") for link in links if isinstance(link, list) and link}
+    found = {_first_of(inputs.get(str(link[0])), "text", "prompt") for link in links if isinstance(link, list) and link}
     return found.pop() if len(found) == 1 else None

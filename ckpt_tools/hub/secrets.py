@@ -1,23 +1,23 @@
-"""Search what is to be sent for access tokens. The table is `secret_rules`.
+"""Search what is to be sent for access tokens. The rules are data: secrets.toml.
 
 Every file that holds no weights is searched, and the header of safetensors, whose `__metadata__` is text. Only the
-surroundings of long runs of letters and digits are looked at, which a vocabulary has few of; there a token is found by
-a literal that it begins with, and only then its pattern is tried. Every pattern is bounded: time is linear.
+surroundings of long runs of letters and digits are searched, which a vocabulary has few of; there a rule's keyword
+finds the place, and only then its pattern is tried. Every pattern is bounded: time is linear.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.formats.safetensors import MAX_HEADER_BYTES
 from ckpt_tools.hub.plan import LocalFile
-from ckpt_tools.hub.secret_rules import SECRET_RULES, SecretRule
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -38,17 +38,13 @@ _RUN_BYTES = bytes(
 _RUN = b"a" * 20
 """What a block is searched for once its bytes are only "part of a value" or not: no secret is shorter."""
 _BEFORE_BYTES, _AFTER_BYTES = 256, 8
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Secret:
-    """Where something looks like a secret; never what it is."""
+class Secret(NamedTuple):
+    """Where something looks like a secret, never what it is; `line` is from 1, of a safetensors file in its header."""
 
     path: str
-    """Relative, with forward slashes."""
     line: int
-    """From 1; of a safetensors file, in its header."""
     kind: str
 
 
@@ -60,23 +56,16 @@ def refuse_secrets(source: Source, files: Iterable[LocalFile], token: str | None
         start, nbytes = _text_of(source, file)
         if nbytes > MAX_SEARCHED_BYTES:
             notes.append(f"{escape_name(file.path)} was not searched for secrets: {format_size(nbytes)}")
-            continue
-
-        def read(offset: int, nbytes: int, file: LocalFile = file, start: int = start) -> bytes:
-            return file.read(source, start + offset, nbytes)
-
-        found += find_secrets(file.path, read, nbytes, token)
+        else:
+            found += find_secrets(file.path, functools.partial(file.read, source), nbytes, token, start=start)
     if not found:
         return tuple(notes)
     first, *others = found
-    more = "; ".join(f"{each.path}, line {each.line}: {each.kind}" for each in others[: _MAX_NAMED - 1])
-    if len(others) >= _MAX_NAMED:
-        more += f"; and {len(others) - _MAX_NAMED + 1} more"
-    raise UsageError(
-        f"the file holds what looks like {first.kind}" + (f" (also {more})" if more else ""),
-        where=f"{first.path}, line {first.line}",
-        hint=f"remove and revoke it, or leave the file out: --exclude {first.path}",
-    )
+    also = [f"{each.path}, line {each.line}: {each.kind}" for each in others[: _MAX_NAMED - 1]]
+    also += [f"and {len(others) - _MAX_NAMED + 1} more"] if len(others) >= _MAX_NAMED else []
+    what = f"the file holds what looks like {first.kind}" + (f" (also {'; '.join(also)})" if also else "")
+    hint = f"remove and revoke it, or leave the file out: --exclude {first.path}"
+    raise UsageError(what, where=f"{first.path}, line {first.line}", hint=hint)
 
 
 def _text_of(source: Source, file: LocalFile) -> tuple[int, int]:
@@ -91,67 +80,70 @@ def _text_of(source: Source, file: LocalFile) -> tuple[int, int]:
 
 
 def find_secrets(
-    path: str, read: Callable[[int, int], bytes], nbytes: int, token: str | None = None
+    path: str, read: Callable[[int, int], bytes], nbytes: int, token: str | None = None, *, start: int = 0
 ) -> tuple[Secret, ...]:
     """Return everything in a text that looks like a secret, in the order of the lines, once for each line and kind.
 
-    `read` returns the bytes at (offset, length) of the text; `token` counts as a secret whatever it looks like.
+    `read` returns the bytes at (offset, length), where the text begins at `start`; `token` is a secret in any form.
     """
     found: dict[tuple[int, str], Secret] = {}
-    lines = offset = 0
-    stride = 1  # bytes of a character
+    lines, offset, stride = 0, 0, 1  # stride: bytes of a character
     while offset < nbytes:
-        block = read(offset, min(BLOCK_BYTES, nbytes - offset))
+        block = read(start + offset, min(BLOCK_BYTES, nbytes - offset))
         size = len(block)
-        if offset == 0 and block.startswith(_UTF16):
-            stride = 2
-        if stride == 2:
-            block = block.replace(b"\0", b"")
+        stride = 2 if offset == 0 and block.startswith((b"\xff\xfe", b"\xfe\xff")) else stride
+        block = block.replace(b"\0", b"") if stride == 2 else block
         is_last = offset + size >= nbytes
         # What begins in the overlap is found with the next block, whole.
         end = len(block) if is_last else len(block) - OVERLAP_BYTES // stride
         for position, kind in sorted(_search(block, token)):
             if position < end:
                 line = 1 + lines + block.count(b"\n", 0, position)
-                found.setdefault((line, kind), Secret(path=path, line=line, kind=kind))
+                found.setdefault((line, kind), Secret(path, line, kind))
         lines += block.count(b"\n", 0, end)
         offset += size if is_last else size - OVERLAP_BYTES
     return tuple(found.values())
 
 
+Rules = Mapping[bytes, Sequence[tuple[str, re.Pattern[bytes], bool]]]
+"""Keyword → (kind, what is matched there, whether the value must look random)."""
+
+
 @functools.cache
-def _compiled() -> tuple[tuple[bytes, tuple[tuple[SecretRule, re.Pattern[bytes]], ...]], ...]:
-    """Anchor → its rules."""
-    by_anchor: dict[bytes, list[tuple[SecretRule, re.Pattern[bytes]]]] = {}
-    for rule in SECRET_RULES:
-        before, after = _ALONE if rule.whole else ("", "")
-        pattern = re.compile((before + rule.pattern + after).encode(), re.ASCII)
-        for anchor in rule.anchors:
-            by_anchor.setdefault(anchor.encode(), []).append((rule, pattern))
-    return tuple((anchor, tuple(rules)) for anchor, rules in by_anchor.items())
+def rules() -> tuple[Rules, Sequence[bytes]]:
+    """Return the rules of secrets.toml, most specific kinds first, and the words that placeholders have."""
+    import tomllib
+
+    with open(os.path.join(os.path.dirname(__file__), "secrets.toml"), "rb") as file:
+        document = tomllib.load(file)
+    by_keyword: dict[bytes, list[tuple[str, re.Pattern[bytes], bool]]] = {}
+    for rule in document["rules"]:
+        before, after = ("", "") if rule.get("within") else _ALONE
+        pattern = re.compile((before + rule["regex"] + after).encode(), re.ASCII)
+        for keyword in rule["keywords"]:
+            by_keyword.setdefault(keyword.encode(), []).append((rule["description"], pattern, "random" in rule))
+    return (by_keyword, [word.encode() for word in document["allowlist"]["stopwords"]])
 
 
 def _search(block: bytes, token: str | None) -> Iterator[tuple[int, str]]:
     """Yield (position, kind); a value that several rules know goes by the first."""
-    if token:
-        position = block.find(token.encode())
-        if position >= 0:
-            yield position, "your own access token of the hub"
+    if token and (position := block.find(token.encode())) >= 0:
+        yield position, "your own access token of the hub"
     ends: set[int] = set()
     for start, end in _windows(block):
         window = block[start:end]
         lower = window.lower()
-        for anchor, rules in _compiled():
-            position = lower.find(anchor)
+        for keyword, known in rules()[0].items():
+            position = lower.find(keyword)
             while position >= 0:
-                for rule, pattern in rules:
+                for kind, pattern, must_be_random in known:
                     match = pattern.match(window, position)
                     if match is None or start + match.end(1) in ends or is_placeholder(match[1]):
                         continue
-                    if not rule.random or is_random(match[1]):
+                    if not must_be_random or is_random(match[1]):
                         ends.add(start + match.end(1))
-                        yield start + position, rule.kind
-                position = lower.find(anchor, position + 1)
+                        yield start + position, kind
+                position = lower.find(keyword, position + 1)
 
 
 def _windows(block: bytes) -> Iterator[tuple[int, int]]:
@@ -173,9 +165,9 @@ def _windows(block: bytes) -> Iterator[tuple[int, int]]:
 
 
 def is_placeholder(value: bytes) -> bool:
-    """Is it what documentation writes in place of a secret: few letters again and again, the alphabet, EXAMPLE?"""
+    """Return True for what documentation writes in place of a secret: few letters repeated, the alphabet, EXAMPLE."""
     lower = value.lower()
-    if any(word in lower for word in (b"example", b"xxxx", b"placeholder", b"your", b"redacted", b"....")):
+    if any(word in lower for word in rules()[1]):
         return True
     steps = sum(after - before in (0, 1) for before, after in pairwise(value))
     return len(set(value)) < 4 or steps * 2 > len(value)
@@ -185,7 +177,7 @@ def is_random(value: bytes) -> bool:
     """Return True if a value looks random, unlike names and paths.
 
     Its longest piece between `_`, `-` and `/` decides: long, with digits, and changing between lower case, upper case
-    and digits at least at every fifth character (random ones: two of five in the worst alphabet, base 36).
+    and digits at least at every fifth character.
     """
     if _UUID.fullmatch(value):
         return True

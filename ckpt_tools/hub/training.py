@@ -71,15 +71,15 @@ _FLAT: Paths = {
     "sequence length": ("sequence_len", "cutoff_len", "max_length"),
     "seed": ("seed",),
 }
+_PROCESS = "config.process.0"
+"""Where ai-toolkit's config.yaml has what it does."""
 _BASE_KEYS = ("base_model", "model_name_or_path")
 """A YAML file with one of these and a learning rate is axolotl's, LLaMA-Factory's or TRL's."""
 _MAX_BYTES = 64 << 20
 _WORD = re.compile(r"[A-Za-z][\w .+-]{0,39}|\(?\d{1,5}, ?\d{1,5}\)?|\d{1,5}x\d{1,5}", re.ASCII)
 
 
-def training_facts(
-    source: Source, names: Collection[str], headers: Iterable[Mapping[str, str]] = ()
-) -> tuple[Row, ...]:
+def training_facts(source: Source, names: Collection[str], headers: Iterable[Mapping[str, str]]) -> tuple[Row, ...]:
     """Return (fact, value, where it stands), each fact once: what was done before what was asked for."""
     found: dict[str, Row] = {}
 
@@ -90,7 +90,9 @@ def training_facts(
                 found.setdefault(fact, (fact, value, origin))
 
     for name in filter(names.__contains__, _JSON):
-        take(_json(source, name), _JSON[name], name)
+        with suppress(CkptError):  # a trainer's file that is damaged: the card is silent about it
+            text = read_document(source, name, _MAX_BYTES)
+            take(parse_json(text, what=name, where=None, max_bytes=_MAX_BYTES, infinite=True), _JSON[name], name)
     for metadata in headers:
         nested = {}
         for key in {"training_info", "software"} & metadata.keys():
@@ -99,13 +101,10 @@ def training_facts(
         take({**metadata, **nested}, _HEADER, "header of the weights")
     for name in sorted(names):
         document = _yaml(source, name) if name.endswith((".yaml", ".yml")) and "/" not in name else None
-        if (
-            isinstance(document, Mapping)
-            and "learning_rate" in document
-            and any(map(document.__contains__, _BASE_KEYS))
-        ):
+        keys = document.keys() if isinstance(document, Mapping) else set()
+        if "learning_rate" in keys and any(key in keys for key in _BASE_KEYS):
             take(document, _FLAT, f"{name} (as configured)")
-        take(_process(document), _AI_TOOLKIT, f"{name} (as configured)")
+        take(value_at(document, _PROCESS), _AI_TOOLKIT, f"{name} (as configured)")
     return tuple(found.values())
 
 
@@ -126,18 +125,8 @@ def ai_toolkit_config(directory: str) -> object:
     """Return what ai-toolkit's config.yaml in a directory says of its first process; None where there is none."""
     with suppress(CkptError), LocalSource(directory) as source:
         names = source.list_files(max_depth=0)
-        return next((_process(_yaml(source, name)) for name in ("config.yaml", "config.yml") if name in names), None)
-    return None
-
-
-def _process(document: object) -> object:
-    return value_at(document, "config.process.0")
-
-
-def _json(source: Source, name: str) -> object:
-    with suppress(CkptError):  # a trainer's file that is none: the card is silent about it
-        text = read_document(source, name, _MAX_BYTES)
-        return parse_json(text, what=name, where=None, max_bytes=_MAX_BYTES, infinite=True)
+        found = [_yaml(source, name) for name in ("config.yaml", "config.yml") if name in names]
+        return value_at(found[0], _PROCESS) if found else None
     return None
 
 

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from urllib.parse import quote, urlsplit
@@ -116,6 +116,12 @@ def open_place(path: str) -> tuple[Source, str | None]:
         what = f"no such file or directory in commit {pinned.commit[:12]}"
         raise UnreadableError(what, where=path, hint=f"{account.endpoint}/{address.repo}/tree/{pinned.commit}")
     return HubSource(address, account, pinned), None
+
+
+def open_commit(repo: str, commit: str, files: Mapping[str, RemoteFile], account: Account) -> HubSource:
+    """Open a commit whose `files` are known; what is read comes from the hub itself, whatever the local cache has."""
+    pinned = _Pinned(commit=commit, files=dict(files), web=_web(account))
+    return HubSource(Address(repo=repo, revision=commit, path=""), account, pinned)
 
 
 class HubSource(RemoteSource):

@@ -18,7 +18,7 @@ from samples import write_model
 from ckpt_tools.cli import main
 
 NOWHERE = "http://127.0.0.1:9"
-"""What the client was told when it was imported: whatever still goes there is a bug."""
+"""The address that the client had when it was imported: whatever still goes there is a bug."""
 
 
 @pytest.fixture

@@ -39,9 +39,8 @@ class File:
     def row(self, path: str) -> dict:
         row = {"type": "file", "path": path, "size": len(self.content), "oid": blob_id(self.content)}
         if self.is_lfs:
-            pointer = (
-                f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {len(self.content)}\n"
-            )
+            end = f"oid sha256:{self.sha256}\nsize {len(self.content)}\n"
+            pointer = f"version https://git-lfs.github.com/spec/v1\n{end}"
             row["oid"] = blob_id(pointer.encode())
             row["lfs"] = {"oid": self.sha256, "size": len(self.content), "pointerSize": len(pointer)}
         return row
@@ -66,9 +65,8 @@ class Repo:
     commits: dict[str, Commit] = field(default_factory=dict)
 
     def add(self, ref: str, files: dict[str, File], *, parent: str | None, title: str) -> Commit:
-        text = json.dumps(
-            [parent, title, sorted((path, file.sha256) for path, file in files.items()), len(self.commits)]
-        )
+        held = sorted((path, file.sha256) for path, file in files.items())
+        text = json.dumps([parent, title, held, len(self.commits)])
         commit = Commit(hashlib.sha1(text.encode()).hexdigest(), parent, title, files)
         self.commits[commit.oid] = commit
         self.refs[ref] = commit.oid
@@ -293,9 +291,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def hides(self, repo: Repo | None, name: str) -> bool:
         own = self.server.own
-        return repo is None or (
-            repo.private and (self.token is None or (own is not None and name.split("/")[0] not in own))
-        )
+        is_strange = self.token is None or (own is not None and name.split("/")[0] not in own)
+        return repo is None or (repo.private and is_strange)
 
     def validate_yaml(self) -> None:
         text = json.loads(self.body)["content"]
@@ -356,10 +353,8 @@ class Handler(BaseHTTPRequestHandler):
                     store = f"{self.server.url}/store/{oid}/{self.server.num_uploads}"
                     self.server.uploads[str(self.server.num_uploads)] = {}
                     self.server.num_uploads += 1
-                    parts = {
-                        f"{n:05d}": f"{store}/{n}?X-Amz-Signature=secretsignature"
-                        for n in range(1, -(-size // chunk) + 1)
-                    }
+                    numbers = range(1, -(-size // chunk) + 1)
+                    parts = {f"{n:05d}": f"{store}/{n}?X-Amz-Signature=secretsignature" for n in numbers}
                     href = store.replace("/store/", "/lfs/complete/")
                     upload = {"href": href, "header": {"chunk_size": str(chunk), **parts}}
                 row["actions"] = {"upload": upload}

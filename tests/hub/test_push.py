@@ -68,14 +68,6 @@ def test_push_dry_run_changes_nothing_and_shows_every_state(hub: Hub, push_json,
     assert len(hub.repos["me/model"].commits) == 1
 
 
-def test_push_dry_run_of_a_new_repository_does_not_create_it(hub: Hub, push, model: Path):
-    code, out, _ = push(model, "me/model", "--dry-run", "--private")
-    assert code == 0
-    assert "me/model, private: would create it; 6 new" in out
-    assert hub.repos == {}
-    assert hub.writes == []
-
-
 def test_push_again_sends_nothing_and_check_all_reads_everything(hub: Hub, push_json, model: Path):
     first = push_json(model, "me/model")
     hub.requests.clear()
@@ -151,13 +143,13 @@ def test_push_into_what_belongs_to_somebody_else_is_refused(hub: Hub, push_json,
     assert push_json(model, "you/open", "--create-pr")["pull_request"] is not None
 
 
-def test_push_private_creates_private(hub: Hub, push_json, model: Path):
-    assert push_json(model, "me/model", "--private")["private"] is True
-    assert hub.repos["me/model"].private is True
-
-
-def test_push_private_into_public_repository_is_refused(hub: Hub, push_json, model: Path):
+def test_push_private_creates_private_and_refuses_a_public_repository(hub: Hub, push, push_json, model: Path):
+    code, out, _ = push(model, "me/other", "--dry-run", "--private")
+    assert (code, hub.repos) == (0, {})
+    assert "me/other, private: would create it; 6 new" in out
+    assert push_json(model, "me/other", "--private")["private"] is hub.repos["me/other"].private is True
     hub.make("me/model", private=False)
+    hub.requests.clear()
     error = push_json(model, "me/model", "--private", code=1)
     assert "is public" in error["what"]
     assert hub.writes == []
@@ -377,17 +369,7 @@ def test_push_commit_in_between_is_not_run_over(hub: Hub, push_json, model: Path
     assert hub.puts() == []  # what had been uploaded is not sent again
 
 
-STAGES = (
-    "revision/main",
-    "repos/create",
-    "tree/",
-    "validate-yaml",
-    "preupload",
-    "batch",
-    "PUT",
-    "commit/main",
-    "resolve",
-)
+STAGES = ["revision/main", "repos/create", "tree/", "validate-yaml", "preupload", "batch", "PUT", "commit", "resolve"]
 """What a push asks of the hub, in its order."""
 
 
@@ -397,6 +379,7 @@ def test_push_busy_hub_is_asked_again(hub: Hub, push_json, model: Path, naps: li
     hub.faults.append(Fault(where, status=503))
     assert push_json(model, "me/model")["ok"] is True
     assert len(naps) >= 2
+    assert max(naps) >= 3  # as it asked
     assert len(hub.repos["me/model"].commits) == 2
 
 
@@ -444,14 +427,6 @@ def test_push_answer_to_a_pull_request_lost_is_not_asked_again(hub: Hub, push_js
     assert sum(ref.startswith("refs/pr/") for ref in repo.refs) == 1
 
 
-def test_push_download_cut_in_the_middle_goes_on(hub: Hub, push_json, tmp_path: Path, naps: list[float]):
-    model = write_model(tmp_path / "model", {"weight": ("F32", (1_000_000,), os.urandom(4_000_000))})
-    hub.faults.append(Fault("GET .*resolve.*safetensors", kind="truncate", times=1))
-    document = push_json(model, "me/model")
-    assert document["ok"] is True
-    assert document["checked"]["bytes"] == sum(map(len, hub.files("me/model").values()))
-
-
 def test_push_wrong_bytes_on_the_hub_are_findings(hub: Hub, push_json, model: Path):
     hub.corrupt = {hashlib.sha256((model / WEIGHTS[0]).read_bytes()).hexdigest()}
     document = push_json(model, "me/model", code=3)
@@ -460,6 +435,18 @@ def test_push_wrong_bytes_on_the_hub_are_findings(hub: Hub, push_json, model: Pa
     # Names and digests alone do not show it, and say that they have not looked.
     blind = push_json(model, "me/model", "--check", "names")
     assert any("not read back" in text for text in blind["notes"])
+    assert push_json(model, "me/model", "--check", "all", code=3)["ok"] is False
+
+
+def test_push_reads_back_from_the_hub_and_not_from_the_cache(hub: Hub, push_json, model, tmp_path, monkeypatch):
+    done = push_json(model, "me/model")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    oid = hashlib.sha256((model / WEIGHTS[0]).read_bytes()).hexdigest()
+    snapshot = tmp_path / "hub-cache" / "models--me--model" / "snapshots" / done["commit"]
+    snapshot.mkdir(parents=True)
+    (tmp_path / oid).write_bytes((model / WEIGHTS[0]).read_bytes())
+    (snapshot / WEIGHTS[0]).symlink_to(tmp_path / oid)
+    hub.corrupt = {oid}
     assert push_json(model, "me/model", "--check", "all", code=3)["ok"] is False
 
 
@@ -474,8 +461,11 @@ def test_push_file_missing_after_the_commit_is_a_finding(hub: Hub, push_json, mo
     assert [(f["code"], f["where"]) for f in document["findings"]] == [("not-arrived", "tokenizer.json")]
 
 
-def test_push_file_changed_meanwhile_is_not_committed(hub: Hub, push_json, model: Path):
+@pytest.mark.parametrize("has_times", [True, False])
+def test_push_file_changed_meanwhile_is_not_committed(hub: Hub, push_json, model: Path, monkeypatch, has_times: bool):
     weights = model / WEIGHTS[0]
+    if not has_times:  # the content alone tells
+        monkeypatch.setattr("ckpt_tools.storage.source.LocalSource.check_unchanged", lambda _: None)
 
     def train_on() -> None:
         content = bytearray(weights.read_bytes())
@@ -490,76 +480,37 @@ def test_push_file_changed_meanwhile_is_not_committed(hub: Hub, push_json, model
     assert len(hub.repos["me/model"].commits) == 1
 
 
-def test_push_failed_upload_resumes_without_sending_again(hub: Hub, push_json, model: Path, naps: list[float]):
-    second = hashlib.sha256((model / WEIGHTS[1]).read_bytes()).hexdigest()
-    hub.faults.append(Fault(f"PUT /store/{second}", status=500, times=1000))
-    error = push_json(model, "me/model", code=1)
-    assert "uploading" in error["what"]
-    assert "500" in error["what"]
-    assert len(hub.repos["me/model"].commits) == 1
-    hub.faults.clear()
-    hub.requests.clear()
-    assert push_json(model, "me/model")["ok"] is True
-    assert [r.path for r in hub.puts()] == [f"/store/{second}"]
+LIMIT, QUOTA = {"error": "Private repository storage limit reached"}, {"code": 422, "message": "Storage quota exceeded"}
+BATCH_ERROR = {"objects": [{"oid": "a" * 64, "size": 1, "error": QUOTA}]}
+GATED, GONE, DAY = {"X-Error-Code": "GatedRepo"}, {"X-Error-Code": "RepoNotFound"}, {"Retry-After": "86400"}
+REFUSALS = [
+    (Fault("commit", status=401), "does not accept the token", "settings/tokens"),
+    (Fault("repos/create", status=403), "may not create repositories in me", "settings/tokens"),
+    (Fault("commit", status=403), "may not write to me/model", "--create-pr"),
+    (Fault("batch", status=403, body=LIMIT), "out of storage", "billing"),
+    (Fault("repos/create", status=402), "payment required", "billing"),
+    (Fault("commit", status=413, body={"error": "storage limit of 1TB reached"}), "too large", "--exclude"),
+    (Fault("batch", status=200, body=BATCH_ERROR), "Storage quota exceeded", "free storage"),
+    (Fault("preupload", status=403, headers=GATED, body={"error": "no"}), "is gated", "ask for access"),
+    (Fault("tree/", status=401, body={"error": "Invalid"}), "does not accept the token", "settings/tokens"),
+    (Fault("commit", status=404, headers=GONE), "no such repository", "name"),
+    (Fault("commit", status=409), "another change is under way", "in a minute"),
+    (Fault("PUT", status=413), "too large", "--max-shard-size"),
+    (Fault("commit", status=412), "somebody else committed", "run the command again"),
+    (Fault("commit", status=422, body={"error": "bad name"}), "status 422 (the hub says: bad name)", None),
+    (Fault("commit", status=503, times=99), "failed with status 503 after 5 tries", "again later"),
+    (Fault("commit", kind="cut", times=99), "connection to the hub broke after 5 tries", "run the command again"),
+    (Fault("PUT", status=500, times=999), "uploading: the hub failed with status 500", "already uploaded"),
+    (Fault("PUT", kind="cut", times=999), "connection to the hub broke", "run the command again"),
+    (Fault("revision/main", status=429, headers=DAY), "retry after 86400 s", "later"),
+    (Fault("PUT", status=503, headers=DAY, times=9), "failed with status 503", "later"),
+    (Fault("preupload", status=200, body={"files": [{"path": 3}]}), "unexpected response", None),
+    (Fault("batch", status=200, body={"objects": 3}), "unexpected response from the hub", None),
+]
 
 
 @pytest.mark.parametrize(
-    ("fault", "what", "hint"),
-    [
-        (Fault("commit", status=401), "does not accept the token", "settings/tokens"),
-        (Fault("repos/create", status=403), "may not create repositories in me", "settings/tokens"),
-        (Fault("commit", status=403), "may not write to me/model", "--create-pr"),
-        (
-            Fault("batch", status=403, body={"error": "Private repository storage limit reached"}),
-            "out of storage",
-            "billing",
-        ),
-        (Fault("repos/create", status=402), "payment required", "billing"),
-        (Fault("preupload", status=402, body={"error": "Payment required"}), "out of storage", "billing"),
-        (Fault("commit", status=413, body={"error": "storage limit of 1TB reached"}), "too large", "--exclude"),
-        (
-            Fault(
-                "batch",
-                status=200,
-                body={
-                    "objects": [
-                        {"oid": "a" * 64, "size": 1, "error": {"code": 422, "message": "Storage quota exceeded"}}
-                    ]
-                },
-            ),
-            "Storage quota exceeded",
-            "free storage",
-        ),
-        (
-            Fault(
-                "preupload", status=403, headers={"X-Error-Code": "GatedRepo"}, body={"error": "Access is restricted"}
-            ),
-            "is gated",
-            "ask for access",
-        ),
-        (
-            Fault("tree/", status=401, body={"error": "Invalid credentials"}),
-            "does not accept the token",
-            "settings/tokens",
-        ),
-        (Fault("commit", status=404, headers={"X-Error-Code": "RepoNotFound"}), "no such repository", "name"),
-        (Fault("commit", status=409), "another change is under way", "in a minute"),
-        (Fault("PUT", status=413), "too large", "--max-shard-size"),
-        (Fault("commit", status=412), "somebody else committed", "run the command again"),
-        (
-            Fault("commit", status=422, body={"error": "bad file name"}),
-            "status 422 (the hub says: bad file name)",
-            None,
-        ),
-        (Fault("commit", status=503, times=99), "failed with status 503 after 5 tries", "again later"),
-        (Fault("commit", kind="cut", times=99), "connection to the hub broke after 5 tries", "run the command again"),
-        (Fault("PUT", kind="cut", times=999), "connection to the hub broke", "run the command again"),
-        (Fault("revision/main", status=429, headers={"Retry-After": "86400"}), "retry after 86400 s", "later"),
-        (Fault("PUT", status=503, headers={"Retry-After": "86400"}, times=9), "failed with status 503", "later"),
-        (Fault("preupload", status=200, body={"files": [{"path": 3}]}), "unexpected response", None),
-        (Fault("batch", status=200, body={"objects": 3}), "uploading: ValueError", None),
-    ],
-    ids=lambda value: f"{value.match}-{value.kind}-{value.status}" if isinstance(value, Fault) else None,
+    ("fault", "what", "hint"), REFUSALS, ids=[f"{row[0].match}-{row[0].kind}-{row[0].status}" for row in REFUSALS]
 )
 def test_push_refusal_is_a_clear_error(
     hub: Hub, push_json, model: Path, naps, fault: Fault, what: str, hint: str | None
@@ -572,12 +523,6 @@ def test_push_refusal_is_a_clear_error(
     assert (hint is None) == (error["hint"] is None) or hint in error["hint"]
     assert max(naps, default=0) <= 120
     assert "me/model" not in hub.repos or len(hub.repos["me/model"].commits) == 1
-
-
-def test_push_hub_that_asks_for_patience_gets_it(hub: Hub, push_json, model: Path, naps: list[float]):
-    hub.faults.append(Fault("revision/main", status=429, headers={"Retry-After": "37"}))
-    push_json(model, "me/model")
-    assert 37 in naps
 
 
 def test_push_revision_that_is_not_there_is_named(hub: Hub, push_json, model: Path):
@@ -629,86 +574,72 @@ def test_push_leaves_the_client_as_it_was(hub: Hub, push_json, model: Path):
 
 
 @pytest.mark.full
-def test_push_process_finds_token_and_endpoint_in_the_environment(hub: Hub, push_process, model: Path):
-    done = push_process(model, "me/model")
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_push_process_finds_token_and_endpoint(hub: Hub, push_process, model: Path, tmp_path: Path, is_stored: bool):
+    (tmp_path / "hf-home").mkdir()
+    (tmp_path / "hf-home" / "token").write_text(WRITE_TOKEN + "\n")
+    done = push_process(model, "me/model", **({"HF_TOKEN": None} if is_stored else {}))
     assert done.returncode == 0, done.stderr
     assert "checked: 6 files" in done.stdout
     assert hub.files("me/model")[WEIGHTS[0]] == (model / WEIGHTS[0]).read_bytes()
 
 
-@pytest.mark.full
-def test_push_process_stored_token_is_used(hub: Hub, push_process, model: Path, tmp_path: Path):
-    (tmp_path / "hf-home").mkdir()
-    (tmp_path / "hf-home" / "token").write_text(WRITE_TOKEN + "\n")
-    done = push_process(model, "me/model", "-n", HF_TOKEN=None)
-    assert done.returncode == 0, done.stderr
-    assert {r.token for r in hub.requests if r.path.startswith("/api/models")} == {WRITE_TOKEN}
+PROXIES = dict.fromkeys(("ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"))
+BY_PROXY: dict[str, str | None] = PROXIES | {"NO_PROXY": None, "no_proxy": None}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("argv", "changes", "what", "hint", "is_asked"),
+    ("changes", "what", "hint"),
     [
-        ((), {"HF_TOKEN": None}, "needs a token", "hf auth login", False),
-        ((), {"HF_HUB_OFFLINE": "1"}, "offline mode is on", "unset HF_HUB_OFFLINE", False),
-        (("-v",), {"HF_TOKEN": "hf_WrongWrongWrongWrong99"}, "does not accept the token", "", True),
+        ({"HF_TOKEN": None}, "needs a token", "hf auth login"),
+        ({"HF_HUB_OFFLINE": "1"}, "offline mode is on", "unset HF_HUB_OFFLINE"),
+        ({"HF_TOKEN": "hf_WrongWrongWrongWrong99"}, "does not accept the token", "create a new one"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot reach the hub", "HF_ENDPOINT"),
+        (BY_PROXY | {"ALL_PROXY": "socks4://me:hushhush@127.0.0.1:9"}, "Unknown scheme", "PROXY"),
+        (BY_PROXY | {"ALL_PROXY": "socks5://me:hushhush@127.0.0.1:9"}, "SOCKS proxy", "PROXY"),
+        (BY_PROXY | {"HTTP_PROXY": "http://me:hushhush@127.0.0.1:9"}, "cannot reach the hub", "PROXY"),
+        (BY_PROXY | {"SSL_CERT_FILE": "/no/such/file.pem"}, "No such file", "SSL_CERT_FILE"),
     ],
-    ids=["no token", "offline", "wrong token"],
+    ids=lambda value: next(reversed(value)) if isinstance(value, dict) else None,
 )
-def test_push_process_that_cannot_be_is_a_clear_error(
-    hub: Hub, push_process, model: Path, argv, changes, what, hint, is_asked
-):
-    done = push_process(model, "me/model", *argv, **changes)
+def test_push_process_that_cannot_be_is_a_clear_error(hub: Hub, push_process, model: Path, changes, what, hint):
+    done = push_process(model, "me/model", "-v", **changes)
     assert done.returncode == 1
     assert what in done.stderr
     assert hint in done.stderr
-    assert bool(hub.requests) == is_asked
+    assert bool(hub.requests) == ("does not accept" in what)
     assert "hf_WrongWrong" not in done.stderr + done.stdout
-
-
-@pytest.mark.full
-def test_push_process_hub_that_is_away_is_a_clear_error(push_process, model: Path):
-    done = push_process(model, "me/model", "--endpoint", "http://127.0.0.1:9", HF_HUB_OFFLINE=None)
-    assert done.returncode == 1
-    assert "cannot reach the hub" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("setting", "value", "what"),
-    [
-        ("ALL_PROXY", "socks4://me:hushhush@127.0.0.1:9", "Unknown scheme"),
-        ("ALL_PROXY", "socks5://me:hushhush@127.0.0.1:9", "SOCKS proxy"),
-        ("HTTP_PROXY", "http://me:hushhush@127.0.0.1:9", "cannot reach the hub"),
-        ("SSL_CERT_FILE", "/no/such/file.pem", "No such file"),
-    ],
-)
-def test_push_process_proxy_or_certificates_that_cannot_be_are_clear_errors(
-    hub: Hub, push_process, model: Path, setting: str, value: str, what: str
-):
-    proxies = dict.fromkeys(("ALL_PROXY", "all_proxy", "HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"))
-    done = push_process(model, "me/model", **proxies | {"NO_PROXY": None, "no_proxy": None, setting: value})
-    assert done.returncode == 1
-    assert what in done.stderr
-    assert "PROXY" in done.stderr
-    assert "Traceback" not in done.stderr
     assert "hushhush" not in done.stderr
-    assert hub.requests == []
 
 
-def test_push_process_interrupted_says_that_nothing_was_committed(hub: Hub, environment, tmp_path: Path):
-    model = write_model(tmp_path / "model")
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_push_that_is_stopped_commits_nothing_and_is_run_again(
+    hub: Hub, environment, push_json, tmp_path: Path, sent: int
+):
+    """A file that arrived is not sent again; one that was cut is, from its beginning. The commit is made once."""
+    hub.multipart_over = 1000
+    weights = {name: ("F32", (1000,), os.urandom(4000)) for name in ("a", "b")}
+    model = write_model(tmp_path / "model", weights, num_files=2)
+    first, second = (hashlib.sha256((model / name).read_bytes()).hexdigest() for name in WEIGHTS)
     has_ended = threading.Event()
-    hub.faults.append(Fault("PUT", kind="act", act=lambda: has_ended.wait(60)))
-    command = [sys.executable, "-m", "ckpt_tools", "push", str(model), "me/model"]
+    hub.faults.append(Fault(f"PUT /store/{second}/.*/3$", kind="act", act=lambda: has_ended.wait(60)))
+    command = [sys.executable, "-m", "ckpt_tools", "push", str(model), "me/model", "-j", "1"]
     with subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True) as process:
-        while not hub.puts() and process.poll() is None:
+        while not any(r.path.endswith("/3") and second in r.path for r in hub.puts()) and process.poll() is None:
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
+        time.sleep(0.2)
+        has_ended.set()
         _, err = process.communicate(timeout=60)
-    has_ended.set()
-    assert process.returncode == 130
-    assert "Error: interrupted; nothing was committed" in err
-    assert "already uploaded" in err
+    assert process.returncode == (130 if sent == signal.SIGINT else -sent), err
+    if sent == signal.SIGINT:
+        assert "Error: interrupted; nothing was committed" in err
+        assert "already uploaded" in err
     assert len(hub.repos["me/model"].commits) == 1
+    hub.requests.clear()
+    assert push_json(model, "me/model")["ok"] is True
+    assert len(hub.puts()) == (0 if sent == signal.SIGINT else 5)  # an interrupted client ends the file that it sends
+    assert not any(first in request.path for request in hub.puts())
+    assert hub.files("me/model")[WEIGHTS[1]] == (model / WEIGHTS[1]).read_bytes()
+    assert len(hub.repos["me/model"].commits) == 2

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
-from hub.local_hub import READ_TOKEN, WRITE_TOKEN, XET_TOKEN, Fault, Hub
+from hub.local_hub import READ_TOKEN, XET_TOKEN, Fault, Hub
 from samples import write_model
 
 pytestmark = pytest.mark.full
@@ -100,21 +96,3 @@ def test_push_leaves_the_choice_of_xet_as_it_was(hub: Hub, push_json, model: Pat
         push_json(model, "me/model")
     assert constants.HF_HUB_DISABLE_XET is False
     assert dict(os.environ) == before
-
-
-def test_push_interrupted_in_xet_says_that_nothing_was_committed(hub: Hub, environment, model: Path):
-    hub.has_xet = True
-    has_ended = threading.Event()
-    hub.faults.append(Fault("/v1/xorbs/", kind="act", act=lambda: has_ended.wait(60)))
-    env = {k: v for k, v in (os.environ | environment | PLAIN).items() if k != "HF_HUB_DISABLE_XET"}
-    command = [sys.executable, "-m", "ckpt_tools", "push", str(model), "me/model"]
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
-        while not large_paths(hub) and process.poll() is None:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-    has_ended.set()
-    assert process.returncode == 130, err
-    assert "nothing was committed" in err
-    assert WRITE_TOKEN not in err
-    assert len(hub.repos["me/model"].commits) == 1
