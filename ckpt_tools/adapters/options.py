@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.base.combine import METHODS
 from ckpt_tools.formats.table import FORMATS
-from ckpt_tools.options import (
-    AnyPath,
-    Argument,
+from ckpt_tools.options import AnyPath, Argument, Option
+from ckpt_tools.options.common import (
     AsPart,
     Destination,
     DryRun,
@@ -23,7 +22,6 @@ from ckpt_tools.options import (
     KeepPickles,
     MaxShardSize,
     NumWorkers,
-    Option,
     Overwrite,
     Progress,
 )

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from ckpt_tools.api.commands import parse_command
 from ckpt_tools.api.conversions import gather, reshard, shard
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
-from ckpt_tools.options import Destination, Progress, options_of, takes
+from ckpt_tools.options import options_of, takes
+from ckpt_tools.options.rewrite import CommitOptions
 from ckpt_tools.remote.places import is_remote, open_shared_sink
 from ckpt_tools.text import first_few
 
 _FUNCTIONS: Mapping[str, Callable[..., Conversion]] = {"shard": shard, "reshard": reshard, "gather": gather}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitOptions:
-    """The options of `commit`."""
-
-    destination: Destination = field(kw_only=False)
-    progress: Progress = None
 
 
 @takes(CommitOptions)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Literal
 
 from ckpt_tools.api.commands import build_command
 from ckpt_tools.api.parts import parse_part
@@ -18,80 +17,20 @@ from ckpt_tools.conversions.find import model_in
 from ckpt_tools.conversions.job import Conversion, Job, choose
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_fp8 import quantised_job, warn_of_settings
-from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
-from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_hf import gathering_job
+from ckpt_tools.conversions.to_mesh import sharding_job
 from ckpt_tools.conversions.to_ranks import is_of_verl, ranks_job
 from ckpt_tools.conversions.to_step import converted_job, layout_for, repository_job, starting_job, step_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import open_repository, open_step
-from ckpt_tools.formats.steps import TrainerName
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.name_options import MapFile, OtherNames, ShardNames
 from ckpt_tools.models.naming import Naming, name_live
 from ckpt_tools.models.opening import open_asking
-from ckpt_tools.options import (
-    AsPart,
-    Component,
-    DryRun,
-    From,
-    KeepPickles,
-    NumWorkers,
-    OnlyCommit,
-    Option,
-    Overwrite,
-    PartText,
-    Progress,
-    ShapesFrom,
-    default_num_workers,
-    takes,
-)
+from ckpt_tools.options import default_num_workers, takes
+from ckpt_tools.options.convert import ConvertOptions, GatherOptions, ReshardOptions, ShardingOptions, ShardOptions
 from ckpt_tools.quantised.decoded import dequantised
 from ckpt_tools.remote.places import is_directory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertOptions(ShardingOptions):
-    """What `shard` and `reshard` take beside what is to be written."""
-
-    trainer: Annotated[
-        TrainerName | None,
-        Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
-    ] = None
-    overwrite: Overwrite = False
-    keep_pickles: KeepPickles = False
-    part: PartText = None
-    only_commit: OnlyCommit = False
-    dry_run: DryRun = False
-    num_workers: NumWorkers = None
-    format: From = None
-    as_part: AsPart = False
-    component: Component = None
-    progress: Progress = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardOptions(ConvertOptions):
-    """The options of `reshard`."""
-
-    shapes_from: ShapesFrom = None
-    names: OtherNames = "auto"
-    map: MapFile = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOptions(ConvertOptions):
-    """The options of `shard`."""
-
-    engine: Annotated[
-        Literal["stream", "dtensor"],
-        Option(
-            "stream, or the reference path through PyTorch: one process per rank, distribute_tensor, dcp.save.",
-            after="prefix",
-        ),
-    ] = "stream"
-    names: ShardNames = "auto"
-    map: MapFile = None
 
 
 @takes(ShardOptions)

@@ -9,17 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError, UsageError
-from ckpt_tools.options import (
-    AnyPath,
-    Argument,
-    Doc,
-    DryRun,
-    NumWorkers,
-    Option,
-    Progress,
-    default_num_workers,
-    takes,
-)
+from ckpt_tools.options import AnyPath, Argument, Doc, Option, default_num_workers, takes
+from ckpt_tools.options.common import DryRun, NumWorkers, Progress
 from ckpt_tools.remote.places import is_remote
 from ckpt_tools.tending.folder import open_folder
 from ckpt_tools.tending.retention import Rules

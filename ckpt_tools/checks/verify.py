@@ -5,14 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
 
 from ckpt_tools.checks.causes import Cause, find_causes
 from ckpt_tools.checks.copies import equal_layouts
 from ckpt_tools.checks.data import check_blobs, check_data, firsts
 from ckpt_tools.checks.reading import Extent, account
 from ckpt_tools.checks.structure import check_structure, is_inside
-from ckpt_tools.checks.trainer import Purpose, check_beside, check_trainer, judge
+from ckpt_tools.checks.trainer import check_beside, check_trainer, judge
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import MAX_ELEMS, ByteSpan, Checkpoint, Finding, TensorEntry
 from ckpt_tools.description.identity import Identity
@@ -26,9 +25,9 @@ from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress
 from ckpt_tools.moving.split import Part, own_tensors
 from ckpt_tools.moving.task import Look
+from ckpt_tools.options.check import Level, Purpose
 from ckpt_tools.text import first_few
 
-Level = Literal["structure", "data", "values"]
 Looks = Callable[[Opened, Sequence[TensorEntry]], Mapping[str, Sequence[Look]]]
 """Given what is open and the tensors that are about to be read: FQN → who sees the elements as they pass."""
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from ckpt_tools.cli.render_grid import render_tensor
 from ckpt_tools.cli.screen import Screen, pad
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.description.folding import fold_blocks, format_placement, format_ranges
 from ckpt_tools.description.summarise import RankSummary, Summary
+from ckpt_tools.options.check import By
 from ckpt_tools.text import display_width, escape_message, escape_name, first_few
 from ckpt_tools.units import format_size
-
-By = Literal["rank", "file", "dtype", "module"]
 
 FOLD_ABOVE = 32
 """Ranks, and files unless asked for, that are listed one by one."""

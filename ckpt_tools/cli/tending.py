@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.threads import one_thread_each
+from ckpt_tools.options.output import Output
 from ckpt_tools.tending.retention import Decision
 from ckpt_tools.tending.tend import Tended, tended_json
 from ckpt_tools.text import escape_name, first_few
@@ -17,7 +18,7 @@ from ckpt_tools.units import format_size
 _MAX_SHOWN = 100
 
 
-def run(call: Call[Tended], *, output: Output) -> int:
+def run(call: Call[Tended], output: Output) -> int:
     """Tend the folder, and print what was found and done."""
     one_thread_each()
     goes_on = call.given.get("once") is False

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckpt_tools.conversions.job import Job
-from ckpt_tools.conversions.to_mesh import ShardingOptions
 from ckpt_tools.conversions.to_step import outer_job
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, Chunk
 from ckpt_tools.description.layout import Mesh, parse_mesh
@@ -20,6 +19,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.rank_files import VERL_FILE, RankFiles
 from ckpt_tools.formats.rank_writer import RankFile, places_of, plan_rank_file
+from ckpt_tools.options.convert import ShardingOptions
 from ckpt_tools.text import first_few
 
 _CONFIG = "fsdp_config.json"

@@ -11,8 +11,7 @@ from functools import partial
 from ckpt_tools.checks.trainer import judge, judge_path, refuse_mixed
 from ckpt_tools.conversions.find import check_sealed, model_in, name_again
 from ckpt_tools.conversions.job import PART_NOTE, Job
-from ckpt_tools.conversions.to_hf import GatherOptions
-from ckpt_tools.conversions.to_mesh import ShardingOptions, find_layout, resharding_job, sharding_job
+from ckpt_tools.conversions.to_mesh import find_layout, resharding_job, sharding_job
 from ckpt_tools.description.checkpoint import Checkpoint
 from ckpt_tools.description.layout import Layout, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -27,12 +26,12 @@ from ckpt_tools.formats.step import OpenedStep
 from ckpt_tools.formats.steps import (
     TRAINERS,
     TrainerLayout,
-    TrainerName,
     dataloader_ranks,
 )
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Named, Naming
+from ckpt_tools.options.convert import GatherOptions, ShardingOptions, TrainerName
 from ckpt_tools.text import first_few
 
 _OTHER_LIBRARIES = ("torchtitan", "megatron", "nanotron", "gguf")

@@ -10,9 +10,10 @@ from ckpt_tools.estimate import formula
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import Figures
 from ckpt_tools.estimate.margin import Margin, margin_of
-from ckpt_tools.estimate.options import DEFAULT_LORA_RANK, EstimateOptions, cases_of
+from ckpt_tools.estimate.options import EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Proposal
 from ckpt_tools.estimate.tables import OPTIMIZERS
+from ckpt_tools.options.estimate import DEFAULT_LORA_RANK
 
 Track = Callable[[Case], Memory | str]
 """Returns what was tracked, or why it cannot be."""

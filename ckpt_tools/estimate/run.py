@@ -17,6 +17,7 @@ from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.skeleton import skeleton
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.config import component_of, config_path, read_config
+from ckpt_tools.options import takes
 from ckpt_tools.processes.child import Child
 from ckpt_tools.remote.places import exists, is_directory, is_file
 from ckpt_tools.text import escape_name
@@ -25,11 +26,15 @@ ESTIMATE = "ckpt_tools.estimate.child:estimate"
 _NO_CONFIG = "there is no config.json, so there is nothing to run"
 
 
-def run_estimate(options: EstimateOptions) -> Estimate:
-    """Estimate how much memory a training run takes on the rank that holds the most.
+@takes(EstimateOptions)
+def estimate(options: EstimateOptions) -> Estimate:
+    """Estimate how much memory training a model takes on the rank that holds the most; nothing is allocated.
 
-    With a config.json, two training steps run in a process of their own, on tensors without data, and PyTorch's own
-    tracker counts; the formula stands beside it. Otherwise the formula alone answers.
+    With a config.json, a training step runs without data and is tracked; otherwise a formula gives the estimate.
+
+    Raises:
+        UsageError: Invalid options, an impossible mesh, or a model that cannot be built.
+        UnreadableError: The checkpoint cannot be described.
     """
     start = time.perf_counter()
     which = ""

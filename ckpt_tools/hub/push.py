@@ -23,7 +23,8 @@ from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan
 from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.session import Say, quiet_client
-from ckpt_tools.options import AnyPath, Argument, Doc, KeepPickles, NumWorkers, Option, Progress
+from ckpt_tools.options import AnyPath, Argument, Doc, Option
+from ckpt_tools.options.common import KeepPickles, NumWorkers, Progress
 from ckpt_tools.remote.account import find_pusher
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import escape_name, first_few

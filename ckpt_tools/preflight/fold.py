@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
 from ckpt_tools.models.config import config_path, read_config
+from ckpt_tools.options.smoke import ADAPTERS
 from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.smoke import SmokeOptions
-from ckpt_tools.smoke.options import ADAPTERS
 from ckpt_tools.text import escape_name
 
 MAX_RANKS = 4

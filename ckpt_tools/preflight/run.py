@@ -11,6 +11,7 @@ from itertools import chain
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate import Estimate
+from ckpt_tools.options import takes
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.flight import TITLES, Check, Flight
@@ -39,8 +40,18 @@ from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
 
+@takes(PreflightOptions)
 def preflight(options: PreflightOptions) -> PreflightReport:
-    """Check a trainer's config against the model, the checkpoint and the machines, and say what is wrong."""
+    """Read a trainer's config and say whether the run will start, fit, load and train.
+
+    Config and rules, memory, the checkpoint against the model and the mesh, and a smoke run of a cut-down model. What
+    could not be checked is listed in the report (`not_checked`); where that is the config itself, or an option on which
+    something depends, `ok` is false. The trainer itself is never imported.
+
+    Raises:
+        UsageError: Not the config of a known trainer, or a path that does not exist.
+        UnreadableError: The config is damaged.
+    """
     for name in options.only:
         if name not in CHECKS:
             raise UsageError(f"--only must be one of {', '.join(CHECKS)}, got {name!r}")
