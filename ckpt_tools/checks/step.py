@@ -19,7 +19,7 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import OpenedStep
 from ckpt_tools.formats.steps import HERE
 from ckpt_tools.moving.execute import Progress
-from ckpt_tools.options.check import Level, Purpose
+from ckpt_tools.options.common import Level, Purpose
 from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:

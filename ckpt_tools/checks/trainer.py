@@ -15,7 +15,7 @@ from ckpt_tools.formats.judge import PICKLE, StepVerdict, judge_step
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.steps import is_part
 from ckpt_tools.formats.torch_zip import check_archive
-from ckpt_tools.options.check import Purpose
+from ckpt_tools.options.common import Purpose
 from ckpt_tools.remote.places import open_place
 from ckpt_tools.text import escape_name
 

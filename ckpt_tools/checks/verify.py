@@ -25,7 +25,7 @@ from ckpt_tools.moving.counts import Counts, counts_to_json
 from ckpt_tools.moving.execute import Outcome, Progress
 from ckpt_tools.moving.split import Part, own_tensors
 from ckpt_tools.moving.task import Look
-from ckpt_tools.options.check import Level, Purpose
+from ckpt_tools.options.common import Level, Purpose
 from ckpt_tools.text import first_few
 
 Looks = Callable[[Opened, Sequence[TensorEntry]], Mapping[str, Sequence[Look]]]

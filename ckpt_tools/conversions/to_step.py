@@ -31,7 +31,8 @@ from ckpt_tools.formats.steps import (
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Named, Naming
-from ckpt_tools.options.convert import GatherOptions, ShardingOptions, TrainerName
+from ckpt_tools.options.common import TrainerName
+from ckpt_tools.options.convert import GatherOptions, ShardingOptions
 from ckpt_tools.text import first_few
 
 _OTHER_LIBRARIES = ("torchtitan", "megatron", "nanotron", "gguf")

@@ -7,6 +7,7 @@ What does not fit the pattern exactly is left to the general loop, which gives t
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,9 +23,9 @@ _SIZE = _GET + _DIMS + rb"\x85\x94R\x94"
 _STRING = rb"\x8c.[^\x94]{0,255}\x94"
 _PAIR = b"(" + _GET + b")(" + b"|".join((_SIZE, _GET, _INT, b"N", _STRING)) + b")"
 # EMPTY_TUPLE NEWOBJ MEMOIZE EMPTY_DICT MEMOIZE MARK (key value){2,4} SETITEMS BUILD
-_OBJECT = re.compile(rb"\)\x81\x94\}\x94\(" + 2 * _PAIR + b"(?:" + _PAIR + b")?(?:" + _PAIR + b")?ub", re.DOTALL)
-_CLASS_AND_OBJECT = re.compile(b"(" + _GET + b")" + _OBJECT.pattern, re.DOTALL)
-_ONE_INT = re.compile(_INT, re.DOTALL)
+_OBJECT = rb"\)\x81\x94\}\x94\(" + 2 * _PAIR + b"(?:" + _PAIR + b")?(?:" + _PAIR + b")?ub"
+_CLASS_AND_OBJECT = b"(" + _GET + b")" + _OBJECT
+_compiled = functools.cache(functools.partial(re.compile, flags=re.DOTALL))  # the long ones take milliseconds
 
 _OBJECT_DEPTH = 5
 """`Record.depth` of an object made here: record, state, size, arguments, tuple."""
@@ -57,13 +58,13 @@ class ObjectRuns:
         """
         if not stack or type(stack[-1]) is not GlobalName:
             return 0
-        found = _OBJECT.match(self._data, position - 1)
+        found = _compiled(_OBJECT).match(self._data, position - 1)
         if found is None or (record := self._record(stack[-1].name, found.groups(), memo)) is None:
             return 0
         stack[-1] = record
         data = self._data
         twins = self._twins
-        follow = _CLASS_AND_OBJECT.match
+        follow = _compiled(_CLASS_AND_OBJECT).match
         while True:
             position = found.end()
             found = follow(data, position)
@@ -153,7 +154,7 @@ class ObjectRuns:
             if len(atom) > 5 or (first == 0x68 and len(atom) > 2):
                 if not isinstance(fetched, GlobalName) or fetched.name != _SIZE_CALL:
                     return _UNKNOWN
-                numbers = _ONE_INT.findall(atom[5 if first == 0x6A else 2 : -5].lstrip(b"("))
+                numbers = _compiled(_INT).findall(atom[5 if first == 0x6A else 2 : -5].lstrip(b"("))
                 value = (fetched.name, (tuple(map(_int, numbers)),))
             elif type(fetched) not in _PLAIN and not (isinstance(fetched, Record) and fetched.depth == _LEAF):
                 return _UNKNOWN

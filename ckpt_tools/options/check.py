@@ -10,9 +10,6 @@ from ckpt_tools.options import AnyPath, Argument, Option, common
 from ckpt_tools.options.output import Html
 
 By = Literal["rank", "file", "dtype", "module"]
-Level = Literal["structure", "data", "values"]
-"""How much is read: headers, every byte, or every byte and what the values are."""
-Purpose = Literal["resume", "weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +52,11 @@ class VerifyOptions:
     )
     names: common.LibraryNames = "auto"
     level: Annotated[
-        Level,
+        common.Level,
         Option("What to check: structure, headers only; data, every byte; values, also NaN, Inf and all-zero weights."),
     ] = "data"
     purpose: Annotated[
-        Purpose | None,
+        common.Purpose | None,
         Option("Purpose: resume, all that the trainer resumes from; weights (default: as saved).", name="--for"),
     ] = None
     part: CheckedPart = None

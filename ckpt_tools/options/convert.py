@@ -11,7 +11,6 @@ from ckpt_tools.units import parse_size
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 """Largest HF file when nothing else says how to split, as in huggingface_hub."""
-TrainerName = Literal["accelerate", "trainer", "torchtitan", "lightning", "verl", "plain"]
 PartsFrom = Literal["auto", "none", "torchrun", "slurm", "k8s", "mpi"]
 
 
@@ -38,7 +37,7 @@ class ConvertOptions(ShardingOptions):
     """What `shard` and `reshard` take beside what is to be written."""
 
     trainer: Annotated[
-        TrainerName | None,
+        common.TrainerName | None,
         Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
     ] = None
     overwrite: common.Overwrite = False

@@ -15,7 +15,7 @@ from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import PROGRESS_FILE, ROLES
 from ckpt_tools.options import ProgressFactory
-from ckpt_tools.options.check import Level
+from ckpt_tools.options.common import Level
 from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import Entry
 from ckpt_tools.tending.retention import Candidate, Rules, State

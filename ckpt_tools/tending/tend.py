@@ -13,7 +13,7 @@ from ckpt_tools.checks.verify import Verification
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.options import ProgressFactory
-from ckpt_tools.options.check import Level
+from ckpt_tools.options.common import Level
 from ckpt_tools.tending.assess import Assessor, examine, targets
 from ckpt_tools.tending.fitness import Profile, Profiler, compare, join_profiles
 from ckpt_tools.tending.folder import Folder, Look, Saved

@@ -11,7 +11,7 @@ from samples import shard_model, tensor
 
 from ckpt_tools import api
 from ckpt_tools.checks.verify import Verification
-from ckpt_tools.options.check import Level
+from ckpt_tools.options.common import Level
 
 
 def codes(result: Verification) -> set[str]:
