@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from ckpt_tools.adapters.check import check_lora as check_lora
     from ckpt_tools.adapters.export import export_lora as export_lora
     from ckpt_tools.api.checking import diff as diff, stats as stats, verify as verify
-    from ckpt_tools.api.committing import commit as commit
-    from ckpt_tools.api.conversions import gather as gather, reshard as reshard, shard as shard
+    from ckpt_tools.api.conversions import commit as commit, gather as gather, reshard as reshard, shard as shard
     from ckpt_tools.api.merging import merge_lora as merge_lora
     from ckpt_tools.api.pushing import push as push
     from ckpt_tools.api.reading import identify as identify, inspect as inspect, open_checkpoint as open_checkpoint
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "adapters.check": "check_lora",
     "adapters.export": "export_lora",
-    "api.committing": "commit",
-    "api.conversions": "gather reshard shard",
+    "api.conversions": "commit gather reshard shard",
     "estimate.run": "estimate",
     "api.merging": "merge_lora",
     "preflight.run": "preflight",

@@ -21,7 +21,7 @@ from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Named, Naming
 from ckpt_tools.options.common import MeshOptions
-from ckpt_tools.options.convert import ShardingOptions
+from ckpt_tools.options.convert import ConvertOptions
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
 from ckpt_tools.placement.place import cut_entry, place_tensors
@@ -191,7 +191,7 @@ def _find_layout(opened: Opened, checkpoint: Checkpoint, named: Named, options: 
 
 def sharding_job(
     opened: Opened,
-    options: ShardingOptions,
+    options: ConvertOptions,
     *,
     named: Named | None = None,
     root: str = "",
@@ -261,7 +261,7 @@ def sharding_job(
     )
 
 
-def resharding_job(opened: Opened, options: ShardingOptions, naming: Naming) -> Job:
+def resharding_job(opened: Opened, options: ConvertOptions, naming: Naming) -> Job:
     """Return the job that writes `opened`, cut as `options` say, and by the names of `naming` if it asks for some."""
     if naming.names == "auto":
         return sharding_job(opened, options)

@@ -15,7 +15,7 @@ PartsFrom = Literal["auto", "none", "torchrun", "slurm", "k8s", "mpi"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingOptions(common.MeshOptions):
+class ConvertOptions(common.MeshOptions):
     """What `shard` and `reshard` both take."""
 
     source: common.Source = field(kw_only=False)
@@ -30,12 +30,6 @@ class ShardingOptions(common.MeshOptions):
     ] = "torch"
     include: common.Include = ()
     exclude: common.Exclude = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertOptions(ShardingOptions):
-    """What `shard` and `reshard` take beside what is to be written."""
-
     trainer: Annotated[
         common.TrainerName | None,
         Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),

@@ -27,16 +27,28 @@ from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import CONFIG_NAME, config_beside
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.boxes import BytesReader
-from ckpt_tools.quantised import comfyui, torchao
+from ckpt_tools.quantised import awq, bnb, comfyui, compressed, fp8, gptq, modelopt, mxfp4, torchao
 from ckpt_tools.quantised.bands import Bands
-from ckpt_tools.quantised.scheme import Found, Quantised, Tensors
-from ckpt_tools.quantised.table import SCHEMES, find_scheme
+from ckpt_tools.quantised.scheme import Found, Quantised, Scheme, Tensors
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import Bytes
+
+# Every scheme of quantisation that ckpt decodes, by the `quant_method` of config.json
+
+SCHEMES: tuple[Scheme, ...] = (
+    *(fp8.SCHEME, mxfp4.SCHEME, bnb.SCHEME, compressed.SCHEME),
+    *(gptq.SCHEME, gptq.AUTO_ROUND, awq.SCHEME, modelopt.SCHEME, torchao.SCHEME, comfyui.SCHEME),
+)
+
+
+def find_scheme(method: object) -> Scheme | None:
+    """Return the scheme of a `quant_method`; None for one that is not known."""
+    return next((scheme for scheme in SCHEMES if scheme.method == method), None)
+
 
 KEY = "quantization_config"
 _OTHER_CONFIGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}

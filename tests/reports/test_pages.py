@@ -25,8 +25,7 @@ from ckpt_tools.description.summarise import summarise
 from ckpt_tools.options.output import Output
 from ckpt_tools.report.checks_pages import diff_page, verify_page
 from ckpt_tools.report.html import MARK, build_html
-from ckpt_tools.report.inspect_page import build_page
-from ckpt_tools.report.layouts import LayoutData, encode_runs
+from ckpt_tools.report.inspect_page import LayoutData, build_page, encode_runs
 from ckpt_tools.report.parts import MAX_FINDINGS
 from ckpt_tools.report.run_pages import estimate_page, preflight_page, smoke_page
 from ckpt_tools.text import escape_message
