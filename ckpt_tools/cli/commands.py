@@ -13,44 +13,44 @@ class Command(NamedTuple):
     run: str
     """Module of this package whose `run`, or the function named after a dot, prints the result."""
     options: str
-    """Classes of options: the library function's, - for a command without one, then those of the command line alone."""
+    """Classes in `ckpt_tools.options`: of the library's function (- without one), then of the command line alone."""
     help: str
 
 
 COMMANDS: dict[str, Command] = {
     "inspect": Command(
         "inspection",
-        "options.check.InspectOptions options.check.InspectView",
+        "check.InspectOptions check.InspectView",
         "Show what a checkpoint holds and how it is sharded, from its headers alone; with --mesh, how it would be.",
     ),
     "shard": Command(
         "convert",
-        "options.convert.ShardOptions options.convert.RunOptions",
+        "convert.ShardOptions convert.RunOptions",
         "Convert full safetensors into a DTensor-sharded DCP checkpoint.",
     ),
     "gather": Command(
         "convert",
-        "options.convert.GatherOptions options.convert.RunOptions",
+        "convert.GatherOptions convert.RunOptions",
         "Convert a sharded checkpoint into full safetensors that transformers loads.",
     ),
     "reshard": Command(
         "convert",
-        "options.convert.ReshardOptions options.convert.RunOptions",
+        "convert.ReshardOptions convert.RunOptions",
         "Convert a sharded checkpoint for another mesh, optimizer state and non-tensor items included.",
     ),
     "verify": Command(
         "verify",
-        "options.check.VerifyOptions options.check.VerifyView",
+        "check.VerifyOptions check.VerifyView",
         "Check that a checkpoint is complete and intact: every element exactly once, every byte as written.",
     ),
     "diff": Command(
         "diff",
-        "options.check.DiffOptions options.check.DiffView",
+        "check.DiffOptions check.DiffView",
         "Compare two checkpoints: names, shapes, dtypes and values. Exit code 3 when they differ.",
     ),
     "stats": Command(
         "stats",
-        "options.check.StatsOptions options.check.StatsView",
+        "check.StatsOptions check.StatsView",
         """
         Measure the values of every tensor: spread, extremes, zeros, NaN and Inf, and what stands out among layers.
 
@@ -60,7 +60,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "scan": Command(
         "scan",
-        "options.check.ScanOptions options.check.ScanView",
+        "check.ScanOptions check.ScanView",
         """
         List what the files of a checkpoint would run when they are loaded: names in pickles, code. Executes nothing.
 
@@ -70,7 +70,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "smoke": Command(
         "smoke",
-        "options.smoke.SmokeFields options.output.HtmlOptions",
+        "smoke.SmokeFields output.HtmlOptions",
         """
         Train a few steps under FSDP2, before a long run: does this checkpoint load, train, save and reload correctly?
 
@@ -80,7 +80,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "estimate": Command(
         "estimate",
-        "options.estimate.EstimateFields options.output.HtmlOptions",
+        "estimate.EstimateFields output.HtmlOptions",
         """
         Estimate the memory of a training rank, strategy by strategy, and whether it fits a device.
 
@@ -90,7 +90,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "preflight": Command(
         "preflight",
-        "options.preflight.PreflightFields options.preflight.PreflightView",
+        "preflight.PreflightFields preflight.PreflightView",
         """
         Check a training run before it starts: will what a trainer's config describes start, fit, load and train?
 
@@ -101,42 +101,42 @@ COMMANDS: dict[str, Command] = {
     ),
     "export-lora": Command(
         "export_lora",
-        "adapters.options.ExportOptions hub.options.ExportPush hub.card.CardFacts",
+        "adapters.ExportOptions hub.ExportPush hub.CardFields",
         "Extract a LoRA-family adapter from any checkpoint and write it for PEFT, diffusers, kohya or ComfyUI.",
     ),
     "merge-lora": Command(
         "convert.convert",
-        "adapters.options.MergeOptions",
+        "adapters.MergeOptions",
         "Merge adapters (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into their base, streaming.",
     ),
     "commit": Command(
         "convert.convert",
-        "options.rewrite.CommitOptions",
+        "rewrite.CommitOptions",
         "Publish what the parts of a conversion have written, when the last one died before it.",
     ),
     "average": Command(
         "convert.convert",
-        "options.rewrite.AverageOptions",
+        "rewrite.AverageOptions",
         "Average the weights of several checkpoints (SWA, EMA, soups), streaming, in the format of the first.",
     ),
     "extract": Command(
         "convert.convert",
-        "options.rewrite.ExtractOptions",
+        "rewrite.ExtractOptions",
         "Write chosen tensors of a checkpoint, or the model of its first layers, in its own format.",
     ),
     "rename": Command(
         "convert.convert",
-        "options.rewrite.RenameOptions",
+        "rewrite.RenameOptions",
         "Write a model's weights by the names of a key map, in its own format.",
     ),
     "check-lora": Command(
         "check_lora",
-        "adapters.options.CheckOptions",
+        "adapters.CheckOptions",
         "Check an adapter: is it whole, and will peft, diffusers, ComfyUI, kohya or vLLM load it and change anything?",
     ),
     "push": Command(
         "push",
-        "hub.push.PushOptions hub.options.PushView hub.card.CardFacts",
+        "hub.PushFields hub.PushView hub.CardFields",
         """
         Upload a directory to the Hugging Face hub in one commit, and check what arrived.
 
@@ -146,7 +146,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "watch": Command(
         "tending",
-        "api.tending.WatchOptions",
+        "tending.WatchOptions",
         """
         Verify the checkpoints of a run as they are saved, and remove what is superseded.
 
@@ -156,14 +156,14 @@ COMMANDS: dict[str, Command] = {
     ),
     "prune": Command(
         "tending",
-        "api.tending.PruneOptions",
+        "tending.PruneOptions",
         """
         Remove the checkpoints of a run that are verified and superseded.
 
         What `ckpt watch` has not verified stays, and so does what is in use. --dry-run says what would be freed.
         """,
     ),
-    "env": Command("env", "- options.output.EnvOptions", "Print versions for a bug report."),
+    "env": Command("env", "- output.EnvOptions", "Print versions for a bug report."),
 }
 
 
@@ -186,4 +186,4 @@ def load(name: str) -> Callable[..., int]:
 
 def _find(name: str) -> Any:  # noqa: ANN401 - a class, or None for -
     module, _, kind = name.rpartition(".")
-    return getattr(import_module(f"ckpt_tools.{module}"), kind) if module else None
+    return getattr(import_module(f"ckpt_tools.options.{module}"), kind) if module else None

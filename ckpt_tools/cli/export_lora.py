@@ -27,20 +27,20 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts
 from ckpt_tools.hub.facts import rows_of
 from ckpt_tools.hub.front_matter import hub_id_of
-from ckpt_tools.hub.options import ExportPush
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json as push_json
 from ckpt_tools.hub.training import training_of
+from ckpt_tools.options.hub import CardFields, ExportPush
 from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name
 
 
-def run(call: Call[Export], how: ExportPush, card: CardFacts, output: Output) -> int:
+def run(call: Call[Export], how: ExportPush, card: CardFields, output: Output) -> int:
     """Export, print the configuration, and push if asked to."""
     push = how.push
-    if push is None and (how != ExportPush() or card != CardFacts()):
+    if push is None and (how != ExportPush() or card != CardFields()):
         raise UsageError("options of push need --push REPO", hint="add --push REPO, or leave these options out")
-    send = functools.partial(_push, card=card, how=how, say=None if output.is_silent else note)
+    send = functools.partial(_push, card=CardFacts.of(card), how=how, say=None if output.is_silent else note)
     pushed = None
     dry_run = call.given["dry_run"]
     with progress_of(output) as factory:

@@ -12,9 +12,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckpt_tools.api.tending import KeepOptions
+from ckpt_tools.api.tending import rules_of
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.hooks.work import Answer, ExportJob, Job
+from ckpt_tools.options.tending import KeepOptions
 from ckpt_tools.processes.child import Child
 
 _DOES = "tends the run's checkpoints"
@@ -91,7 +92,7 @@ class Tending:
         if level not in ("data", "values") or on_finding not in ("warn", "raise"):
             raise UsageError('level must be "data" or "values", on_finding "warn" or "raise"')
         self._job = Job(
-            path=os.fspath(directory), rules=keep.rules(), level=level, settle_s=settle_s, patience_s=patience_s
+            path=os.fspath(directory), rules=rules_of(keep), level=level, settle_s=settle_s, patience_s=patience_s
         )
         self._raises = on_finding == "raise"
         self._export = None if export_adapter is None else os.fspath(export_adapter)

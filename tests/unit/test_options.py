@@ -10,9 +10,11 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools import UsageError
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.base.combine import METHODS
 from ckpt_tools.cli import build
 from ckpt_tools.cli.commands import COMMANDS
-from ckpt_tools.options import Argument, Doc, Option, options_of, takes
+from ckpt_tools.options import Argument, Doc, Option, adapters, options_of, takes
 from ckpt_tools.options.output import Output
 
 
@@ -68,6 +70,11 @@ def test_command_has_what_the_classes_state() -> None:
     rest = {"many_times": 1, "json": False, "quiet": False, "verbose": False, "storage": None}
     assert made(place="here", level="high", loud=False, **rest) == 7
     assert made(place="here", level="low", loud=True, **rest | {"json": True}) == 8
+
+
+def test_words_of_options_are_those_of_the_tables() -> None:
+    assert "|".join(METHODS) == adapters.METHODS
+    assert "|".join((*ARCHITECTURES, "llm")) == adapters.ARCHITECTURES
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "env"])
