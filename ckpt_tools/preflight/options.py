@@ -26,7 +26,6 @@ class PreflightOptions(PreflightFields):
         Callable[[tuple[Finding, ...]], None] | None,
         Doc("Called with new findings as soon as they are known, before the slow checks begin; each finding once."),
     ] = None
-
     on_places: Annotated[
         Callable[[Mapping[Finding, Place]], None] | None,
         Doc("Called once, at the beginning, with a mapping that fills: finding → the line that it points at."),
