@@ -19,7 +19,6 @@ from ckpt_tools.adapters.checks.values import look_at
 from ckpt_tools.adapters.ecosystems.loaders import LOADERS, simulate
 from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loader, LoaderReport
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.options import CheckOptions
 from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, list_directory
 from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, is_there, read_json
@@ -29,6 +28,7 @@ from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
+from ckpt_tools.options.adapters import CheckOptions
 from ckpt_tools.remote.places import is_directory, open_source
 from ckpt_tools.text import first_few
 

@@ -39,7 +39,6 @@ from ckpt_tools.adapters.ecosystems.peft.variants import (
 )
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
-from ckpt_tools.adapters.options import ExportOptions
 from ckpt_tools.adapters.read.locate import PEFT_FILE
 from ckpt_tools.adapters.read.opening import OpenedAdapter, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
@@ -62,6 +61,7 @@ from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
+from ckpt_tools.options.adapters import ExportOptions
 from ckpt_tools.storage.run_folder import leased
 from ckpt_tools.storage.staging import check_destination, check_space
 from ckpt_tools.text import escape_name

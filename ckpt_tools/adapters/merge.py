@@ -23,7 +23,6 @@ from ckpt_tools.adapters.base.trainers import in_hub_names
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.peft.variants import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.options import MergeOptions
 from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.read.tensors import LazyAdapter
@@ -37,6 +36,7 @@ from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.moving.execute import scan
+from ckpt_tools.options.adapters import MergeOptions
 from ckpt_tools.quantised.decoded import dequantised, is_quantised
 
 _NUMPY_BYTES = 64 << 20

@@ -11,32 +11,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckpt_tools.adapters.check import check_lora as check_lora
     from ckpt_tools.adapters.export import export_lora as export_lora
-    from ckpt_tools.api.checking import diff as diff, verify as verify
-    from ckpt_tools.api.committing import commit as commit
-    from ckpt_tools.api.conversions import gather as gather, reshard as reshard, shard as shard
-    from ckpt_tools.api.estimating import estimate as estimate
-    from ckpt_tools.api.measuring import stats as stats
+    from ckpt_tools.api.checking import diff as diff, stats as stats, verify as verify
+    from ckpt_tools.api.conversions import commit as commit, gather as gather, reshard as reshard, shard as shard
     from ckpt_tools.api.merging import merge_lora as merge_lora
-    from ckpt_tools.api.preflighting import preflight as preflight
     from ckpt_tools.api.pushing import push as push
     from ckpt_tools.api.reading import identify as identify, inspect as inspect, open_checkpoint as open_checkpoint
     from ckpt_tools.api.scanning import scan as scan
     from ckpt_tools.api.tending import prune as prune, watch as watch
     from ckpt_tools.api.training import smoke as smoke
     from ckpt_tools.api.transforming import average as average, extract as extract, rename as rename
+    from ckpt_tools.estimate.run import estimate as estimate
     from ckpt_tools.options import ProgressFactory as ProgressFactory, default_num_workers as default_num_workers
+    from ckpt_tools.preflight.run import preflight as preflight
 
 _ROOMS = {
     "adapters.check": "check_lora",
     "adapters.export": "export_lora",
-    "api.committing": "commit",
-    "api.conversions": "gather reshard shard",
-    "api.estimating": "estimate",
-    "api.measuring": "stats",
+    "api.conversions": "commit gather reshard shard",
+    "estimate.run": "estimate",
     "api.merging": "merge_lora",
-    "api.preflighting": "preflight",
+    "preflight.run": "preflight",
     "api.pushing": "push",
-    "api.checking": "diff verify",
+    "api.checking": "diff stats verify",
     "api.reading": "identify inspect open_checkpoint",
     "api.scanning": "scan",
     "api.tending": "prune watch",

@@ -1,78 +1,30 @@
-"""`verify` and `diff`: what reads every byte."""
+"""`verify`, `diff` and `stats`: what reads every byte."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Annotated
+from dataclasses import replace
 
 from ckpt_tools.api.parts import parse_part
-from ckpt_tools.checks import diff as diffing, verify as verifying
+from ckpt_tools.checks import diff as diffing, stats as measuring, verify as verifying
 from ckpt_tools.checks.accept import accept
 from ckpt_tools.checks.diff import Difference
+from ckpt_tools.checks.stats import Stats
 from ckpt_tools.checks.step import Pair, join, pair_parts, verify_step
-from ckpt_tools.checks.trainer import Purpose
-from ckpt_tools.checks.verify import Level, Verification
+from ckpt_tools.checks.verify import Verification
+from ckpt_tools.conversions.job import is_told
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import OpenedStep, open_like, open_repository, open_step
 from ckpt_tools.formats.steps import note_reading
-from ckpt_tools.models.name_options import LibraryNames
 from ckpt_tools.models.opening import reconsider
-from ckpt_tools.options import (
-    AnyPath,
-    Argument,
-    Component,
-    Exclude,
-    From,
-    Include,
-    NumWorkers,
-    Option,
-    Progress,
-    ShapesFrom,
-    Source,
-    default_num_workers,
-    takes,
-)
+from ckpt_tools.options import default_num_workers, takes
+from ckpt_tools.options.check import DiffOptions, StatsOptions, VerifyOptions
+from ckpt_tools.quantised.decoded import dequantised
 from ckpt_tools.remote.places import absolute
 from ckpt_tools.text import escape_name
-
-CheckedPart = Annotated[
-    str | None,
-    Option("Read the bytes of one part of N of the tensors, from 0; nobody sums the parts up.", metavar="I/N"),
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyOptions:
-    """The options of `verify`."""
-
-    source: Source = field(kw_only=False)
-    against: Annotated[AnyPath | None, Option("Copy to compare with, bit for bit, of any format.", metavar="REF")] = (
-        None
-    )
-    names: LibraryNames = "auto"
-    level: Annotated[
-        Level,
-        Option("What to check: structure, headers only; data, every byte; values, also NaN, Inf and all-zero weights."),
-    ] = "data"
-    purpose: Annotated[
-        Purpose | None,
-        Option("Purpose: resume, all that the trainer resumes from; weights (default: as saved).", name="--for"),
-    ] = None
-    part: CheckedPart = None
-    accept: Annotated[
-        Sequence[str],
-        Option("Record that this file was changed on purpose, in the manifest (repeatable).", metavar="FILE"),
-    ] = ()
-    num_workers: NumWorkers = None
-    format: From = None
-    component: Component = None
-    shapes_from: ShapesFrom = None
-    progress: Progress = None
 
 
 @takes(VerifyOptions)
@@ -144,24 +96,6 @@ def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
     return tuple(replace(finding, tensor=fqn) for fqn, finding in found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffOptions:
-    """The options of `diff`."""
-
-    a: Annotated[AnyPath, Argument("A checkpoint of any format.", "A")] = field(kw_only=False)
-    b: Annotated[AnyPath, Argument("The other checkpoint.", "B")] = field(kw_only=False)
-    keys_only: Annotated[bool, Option("Names, shapes and dtypes only; reads no tensor.")] = False
-    atol: Annotated[float | None, Option("Absolute tolerance (default: bitwise).", min=0)] = None
-    rtol: Annotated[float | None, Option("Relative tolerance.", min=0)] = None
-    include: Include = ()
-    exclude: Exclude = ()
-    names: LibraryNames = "auto"
-    component: Component = None
-    part: CheckedPart = None
-    num_workers: NumWorkers = None
-    progress: Progress = None
-
-
 @takes(DiffOptions)
 def diff(options: DiffOptions) -> Difference:
     """Compare two checkpoints of any formats: names, shapes, dtypes and bytes.
@@ -209,3 +143,58 @@ def _diff(one: Opened, other: Opened, options: DiffOptions) -> Difference:
         progress=progress(total) if progress is not None and not options.keys_only else None,
         share=None if options.part is None else parse_part(options.part),
     )
+
+
+@takes(StatsOptions)
+def stats(options: StatsOptions) -> Stats:
+    """Measure the values of every tensor, and what training has changed since another checkpoint.
+
+    Raises:
+        UnreadableError: One of them is incomplete or damaged.
+        UsageError: A glob that matches nothing, or names that cannot be matched.
+    """
+    if options.frozen and options.against is None:
+        raise UsageError("--frozen needs --against", hint="name the checkpoint that the run started from")
+    source, against = os.fspath(options.source), None if options.against is None else os.fspath(options.against)
+    with ExitStack() as stack:
+        is_any = options.format is None and options.component is None
+        if is_any and (step := open_repository(source)) is not None:
+            stack.enter_context(step)
+            other = None if against is None else open_repository(against) or open_like(against, None)
+            if other is None:
+                found = {part.name: _measure([opened], options) for part, opened in step.parts}
+                return join(found, identities=(step.identity,))
+            stack.callback(other.__exit__)
+            found = {pair.name: _measure([pair.ours, pair.theirs], options) for pair in pair_parts(step, other)}
+            return join(found, identities=(step.identity, other.identity))
+        given, name = options.shapes_from, options.component
+        opened = open_path(source, format=options.format, shapes_from=given, as_part=True, component=name)
+        one = stack.enter_context(opened)
+        others = [] if against is None else [stack.enter_context(open_like(against, options.component))]
+        return _measure([one, *others], options)
+
+
+def _measure(sides: list[Opened], options: StatsOptions) -> Stats:
+    """Measure one model, against another where there are two."""
+    notes = [note_reading(side.step) for side in sides if side.step is not None]
+    identities = tuple(side.identity for side in sides)
+    if options.dequantize:
+        is_quantised = [True, *(is_told(side, side.own_assets) for side in sides[1:])]
+        sides = [dequantised(s, "f32") if found else s for s, found in zip(sides, is_quantised, strict=True)]
+    one, *others = sides
+    total = one.checkpoint.total_bytes
+    result = measuring.stats(
+        one,
+        *others,
+        names=options.names,
+        include=options.include,
+        exclude=options.exclude,
+        frozen=options.frozen,
+        rank=options.rank,
+        num_workers=options.num_workers or default_num_workers(options.source, options.against),
+        progress=options.progress(total) if options.progress is not None and total else None,
+    )
+    missed = result.not_checked
+    if not options.dequantize and is_told(one, one.own_assets):
+        missed = ("what quantised weights stand for: the figures are those of their codes (--dequantize)", *missed)
+    return replace(result, identities=identities, not_checked=missed, notes=(*map(escape_name, notes), *result.notes))

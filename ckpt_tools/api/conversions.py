@@ -1,15 +1,14 @@
-"""`shard`, `reshard` and `gather`."""
+"""`shard`, `reshard` and `gather`, and `commit`, which publishes what their parts have written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Literal
 
-from ckpt_tools.api.commands import build_command
+from ckpt_tools.api.commands import build_command, parse_command
 from ckpt_tools.api.parts import parse_part
 from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.conversions.assets import choose_assets, model_beside, own_assets
@@ -18,81 +17,23 @@ from ckpt_tools.conversions.find import model_in
 from ckpt_tools.conversions.job import Conversion, Job, choose
 from ckpt_tools.conversions.run import run
 from ckpt_tools.conversions.to_fp8 import quantised_job, warn_of_settings
-from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
-from ckpt_tools.conversions.to_mesh import ShardingOptions, sharding_job
+from ckpt_tools.conversions.to_hf import gathering_job
+from ckpt_tools.conversions.to_mesh import sharding_job
 from ckpt_tools.conversions.to_ranks import is_of_verl, ranks_job
 from ckpt_tools.conversions.to_step import converted_job, layout_for, repository_job, starting_job, step_job
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import open_repository, open_step
-from ckpt_tools.formats.steps import TrainerName
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.name_options import MapFile, OtherNames, ShardNames
 from ckpt_tools.models.naming import Naming, name_live
 from ckpt_tools.models.opening import open_asking
-from ckpt_tools.options import (
-    AsPart,
-    Component,
-    DryRun,
-    From,
-    KeepPickles,
-    NumWorkers,
-    OnlyCommit,
-    Option,
-    Overwrite,
-    PartText,
-    Progress,
-    ShapesFrom,
-    default_num_workers,
-    takes,
-)
+from ckpt_tools.options import default_num_workers, options_of, takes
+from ckpt_tools.options.convert import ConvertOptions, GatherOptions, ReshardOptions, ShardOptions
+from ckpt_tools.options.rewrite import CommitOptions
 from ckpt_tools.quantised.decoded import dequantised
-from ckpt_tools.remote.places import is_directory
+from ckpt_tools.remote.places import is_directory, is_remote, open_shared_sink
 from ckpt_tools.storage.run_folder import leased
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertOptions(ShardingOptions):
-    """What `shard` and `reshard` take beside what is to be written."""
-
-    trainer: Annotated[
-        TrainerName | None,
-        Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
-    ] = None
-    overwrite: Overwrite = False
-    keep_pickles: KeepPickles = False
-    part: PartText = None
-    only_commit: OnlyCommit = False
-    dry_run: DryRun = False
-    num_workers: NumWorkers = None
-    format: From = None
-    as_part: AsPart = False
-    component: Component = None
-    progress: Progress = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardOptions(ConvertOptions):
-    """The options of `reshard`."""
-
-    shapes_from: ShapesFrom = None
-    names: OtherNames = "auto"
-    map: MapFile = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOptions(ConvertOptions):
-    """The options of `shard`."""
-
-    engine: Annotated[
-        Literal["stream", "dtensor"],
-        Option(
-            "stream, or the reference path through PyTorch: one process per rank, distribute_tensor, dcp.save.",
-            after="prefix",
-        ),
-    ] = "stream"
-    names: ShardNames = "auto"
-    map: MapFile = None
+from ckpt_tools.text import first_few
 
 
 @takes(ShardOptions)
@@ -280,7 +221,7 @@ def _quantised(job: Job, options: GatherOptions) -> Job:
     )
 
 
-def _plain(opened: Opened, options: ShardingOptions | GatherOptions) -> Opened:
+def _plain(opened: Opened, options: ConvertOptions | GatherOptions) -> Opened:
     """Return the source as it is to be converted: with `--dequantize`, what its quantised tensors stand for."""
     refuse_mixed(opened)
     if not options.dequantize:
@@ -312,3 +253,65 @@ def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
 
 def _num_workers(options: ConvertOptions | GatherOptions) -> int:
     return options.num_workers or default_num_workers(options.source, options.destination)
+
+
+# `commit`: the last step of a conversion whose last part died before it
+
+_FUNCTIONS: Mapping[str, Callable[..., Conversion]] = {"shard": shard, "reshard": reshard, "gather": gather}
+
+
+@takes(CommitOptions)
+def commit(options: CommitOptions) -> Conversion:
+    """Publish what the parts of a conversion have written; what they were asked for stands beside it.
+
+    The source must be there as it was for them, under the same path.
+
+    Raises:
+        UnreadableError: Nothing is being written there.
+        StorageError: Parts are missing; the message says which.
+        UsageError: What is being written there does not say by which command.
+        DestinationExistsError: It is published already, or the source has changed since.
+    """
+    destination = os.fspath(options.destination)
+    try:
+        with open_shared_sink(destination) as sink:
+            claim = sink.find_claim()
+    except DestinationExistsError:
+        hint = "`ckpt verify` says whether it is whole"
+        raise DestinationExistsError("it is published already", where=destination, hint=hint) from None
+    if claim is None:
+        raise UnreadableError("nothing is being written here", where=destination, hint="is it published already?")
+    command = parse_command(claim.command, {verb: options_of(each) for verb, each in _FUNCTIONS.items()})
+    if command is None:
+        hint = f"run any part again: --part 0/{claim.num_parts}"
+        raise UsageError("what is being written here does not say by which command", where=destination, hint=hint)
+    verb, given = command
+    _check_paths(verb, given, destination)
+    done = _FUNCTIONS[verb](
+        **given, destination=destination, part=f"0/{claim.num_parts}", only_commit=True, progress=options.progress
+    )
+    if not done.published:
+        missing = [str(index) for index in done.waiting_for]
+        again = " and ".join(f"--part {index}/{claim.num_parts}" for index in missing[:4])
+        raise StorageError(
+            f"part{'s' * (len(missing) > 1)} {first_few(missing, 8)} of {claim.num_parts} "
+            f"{'are' if len(missing) > 1 else 'is'} missing",
+            where=destination,
+            hint=f"run {again} again; the others are kept",
+        )
+    return done
+
+
+def _check_paths(verb: str, given: Mapping[str, object], destination: str) -> None:
+    """Refuse to read what a bucket says should be read of this machine: whoever may write there wrote it.
+
+    A staging directory on this machine is its owner's alone.
+    """
+    paths = {each.name for each in options_of(_FUNCTIONS[verb]) if each.is_path}
+    own = [str(value) for name, value in given.items() if name in paths and not is_remote(str(value))]
+    if own and is_remote(destination):
+        raise UsageError(
+            f"what is being written here reads {first_few(own)} of the machine that began it",
+            where=destination,
+            hint="run any part of it again there: one that is done publishes",
+        )

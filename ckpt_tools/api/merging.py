@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack
 
 from ckpt_tools.adapters.ecosystems.peft.config import parse_overrides
 from ckpt_tools.adapters.merge import merging_job
-from ckpt_tools.adapters.options import MergeOptions
 from ckpt_tools.adapters.pipeline import pipeline_job
 from ckpt_tools.adapters.read.opening import OpenedAdapter, read_adapter
 from ckpt_tools.conversions.job import Conversion
@@ -17,6 +16,7 @@ from ckpt_tools.conversions.run import run
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.repositories import PIPELINE_NAME
 from ckpt_tools.options import default_num_workers, takes
+from ckpt_tools.options.adapters import MergeOptions
 from ckpt_tools.remote.places import is_file
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.share_record import MAX_PARTS
 from ckpt_tools.moving.split import Part
-
-PartsFrom = Literal["auto", "none", "torchrun", "slurm", "k8s", "mpi"]
+from ckpt_tools.options.convert import PartsFrom
 
 _STARTERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "torchrun": (("RANK", "WORLD_SIZE"),),

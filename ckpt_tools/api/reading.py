@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import starmap
 
 from ckpt_tools.description.checkpoint import Checkpoint
@@ -15,10 +15,10 @@ from ckpt_tools.formats.inside import look_into
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.scan import with_executables
 from ckpt_tools.formats.steps import list_contents
-from ckpt_tools.models.name_options import MapFile, OtherNames
 from ckpt_tools.models.naming import Named, Naming, name_live
 from ckpt_tools.models.opening import reconsider
-from ckpt_tools.options import Component, Exclude, From, Include, MeshOptions, ShapesFrom, Source, takes
+from ckpt_tools.options import takes
+from ckpt_tools.options.check import InspectOptions
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, format: str | None = None) -> Checkpoint:  # noqa: A002
@@ -47,20 +47,6 @@ def identify(path: str | os.PathLike[str], *, format: str | None = None) -> Iden
     """
     with open_path(os.fspath(path), format=format, as_part=True) as opened:
         return reconsider(opened).identity
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectOptions(MeshOptions):
-    """The options of `inspect`; those of `MeshOptions` show a layout that is not on disk."""
-
-    source: Source = field(kw_only=False)
-    include: Include = ()
-    exclude: Exclude = ()
-    names: OtherNames = "auto"
-    map: MapFile = None
-    format: From = None
-    component: Component = None
-    shapes_from: ShapesFrom = None
 
 
 @takes(InspectOptions)

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Annotated
 
 from ckpt_tools.formats.scan import Scan, scan_place
-from ckpt_tools.options import AnyPath, Argument, takes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanOptions:
-    """The options of `scan`."""
-
-    source: Annotated[AnyPath, Argument("Any file or directory, or a repository of the hub.", "SRC")] = field(
-        kw_only=False
-    )
+from ckpt_tools.options import takes
+from ckpt_tools.options.check import ScanOptions
 
 
 @takes(ScanOptions)

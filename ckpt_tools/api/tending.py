@@ -5,90 +5,36 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError, UsageError
-from ckpt_tools.options import (
-    AnyPath,
-    Argument,
-    Doc,
-    DryRun,
-    NumWorkers,
-    Option,
-    Progress,
-    default_num_workers,
-    takes,
-)
+from ckpt_tools.options import AnyPath, Doc, default_num_workers, takes
+from ckpt_tools.options.tending import KeepOptions, PruneOptions, WatchOptions
 from ckpt_tools.remote.places import is_remote
 from ckpt_tools.tending.folder import open_folder
 from ckpt_tools.tending.retention import Rules
 from ckpt_tools.tending.tend import Settings, Tended, Tender
 from ckpt_tools.units import parse_duration
 
-Run = Annotated[AnyPath, Argument("Folder that a run saves its checkpoints to, on a disk or in a bucket.", "DIR")]
-Unverified = Annotated[
-    Sequence[str], Option("Also remove this one, which is not verified (repeatable).", metavar="NAME")
-]
-Quiet = Annotated[
-    float, Option("Seconds that a checkpoint must not change before it is read or removed.", metavar="SECONDS", min=0)
-]
-Say = Callable[[str], None]
+
+def _tender(options: KeepOptions, directory: AnyPath, settings: Settings, **told: Any) -> Tender:  # noqa: ANN401 - as Tender has it
+    """Return what tends a folder so."""
+    folder = open_folder(os.fspath(directory), [os.fspath(each) for each in options.also_used_by])
+    kept = parse_duration(options.quarantine)
+    return Tender(folder, replace(settings, accept=tuple(options.accept), quarantine_s=kept), **told)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepOptions:
-    """What to keep, as the user said it."""
-
-    keep_last: Annotated[int | None, Option("Keep the latest K verified checkpoints.", metavar="K", min=1)] = None
-    keep_every: Annotated[int | None, Option("Keep those whose step is a multiple of N.", metavar="N", min=1)] = None
-    keep_best: Annotated[int | None, Option("Keep the K with the best metric.", metavar="K", min=1)] = None
-    metric: Annotated[str, Option("Metric of --keep-best, as the Trainer logs it or Lightning puts it into names.")] = (
-        "eval_loss"
+def rules_of(options: KeepOptions, unverified: Sequence[str] = ()) -> Rules:
+    """Return the rules that they are."""
+    return Rules(
+        last=options.keep_last,
+        every=options.keep_every,
+        best=options.keep_best,
+        metric=options.metric,
+        greater_is_better=options.greater_is_better,
+        unverified=tuple(unverified),
     )
-    greater_is_better: Annotated[
-        bool | None, Option("Highest is best (default: unless the metric's name ends in loss).")
-    ] = None
-    accept: Annotated[
-        Sequence[str], Option("Let this one succeed the others although it differs (repeatable).", metavar="NAME")
-    ] = ()
-    quarantine: Annotated[
-        str, Option("How long what was removed can be brought back by prune --undo.", metavar="DURATION")
-    ] = "1d"
-    also_used_by: Annotated[
-        Sequence[AnyPath], Option("Directory whose links keep what they lead to (repeatable).", metavar="DIR")
-    ] = ()
-
-    def tender(self, directory: AnyPath, settings: Settings, **told: Any) -> Tender:  # noqa: ANN401 - as Tender has it
-        """Return what tends a folder so."""
-        folder = open_folder(os.fspath(directory), [os.fspath(each) for each in self.also_used_by])
-        kept = parse_duration(self.quarantine)
-        return Tender(folder, replace(settings, accept=tuple(self.accept), quarantine_s=kept), **told)
-
-    def rules(self, unverified: Sequence[str] = ()) -> Rules:
-        """Return the rules that they are."""
-        return Rules(
-            last=self.keep_last,
-            every=self.keep_every,
-            best=self.keep_best,
-            metric=self.metric,
-            greater_is_better=self.greater_is_better,
-            unverified=tuple(unverified),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruneOptions(KeepOptions):
-    """The options of `prune`."""
-
-    directory: Run = field(kw_only=False)
-    unverified: Unverified = ()
-    undo: Annotated[
-        Sequence[str], Option("Bring this one back from quarantine, or all (repeatable).", metavar="NAME|all")
-    ] = ()
-    settle: Quiet = 10.0
-    dry_run: DryRun = False
-    say: Annotated[Say | None, Doc("Called with a line of text for all that is done.")] = None
 
 
 @takes(PruneOptions)
@@ -103,9 +49,9 @@ def prune(options: PruneOptions) -> Tended:
         UnreadableError: There are no checkpoints of a run.
         BusyError: Another ckpt tends the folder.
     """
-    rules = options.rules(options.unverified)
+    rules = rules_of(options, options.unverified)
     settings = Settings(rules=rules, level=None, quiet_s=options.settle, dry_run=options.dry_run)
-    tender = options.tender(options.directory, settings, say=options.say)
+    tender = _tender(options, options.directory, settings, say=options.say)
     if options.undo:
         return tender.undo([name for name in options.undo if name != "all"])
     if not rules.removes:
@@ -114,37 +60,16 @@ def prune(options: PruneOptions) -> Tended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WatchOptions(KeepOptions):
-    """The options of `watch`."""
+class WatchCall(WatchOptions):
+    """The options of `watch`, and who is told of each look."""
 
-    directory: Run = field(kw_only=False)
-    level: Annotated[
-        Literal["data", "values"],
-        Option("What to check of a new checkpoint; values: every byte, NaN and Inf; data: bytes with a checksum."),
-    ] = "values"
-    gather: Annotated[
-        AnyPath | None, Option("Also convert what stays into full safetensors, below this directory.", metavar="OUT")
-    ] = None
-    assets: Annotated[AnyPath | None, Option("Model with the config and tokenizer for --gather.", metavar="DIR")] = None
-    push: Annotated[
-        str | None, Option("Also push what stays (with --gather, the result) to the hub.", metavar="REPO")
-    ] = None
-    once: Annotated[bool, Option("Look once, and end: for cron. Exit code 3 with a bad checkpoint.")] = False
-    status: Annotated[
-        bool, Option("Only show what is known and what goes when: nothing is verified or written. Exit code as --once.")
-    ] = False
-    interval: Annotated[float, Option("Seconds between two looks.", metavar="SECONDS", min=0.1)] = 30.0
-    settle: Quiet = 10.0
-    num_workers: NumWorkers = None
-    progress: Progress = None
-    say: Annotated[Say | None, Doc("Called with a line of text for all that is done.")] = None
     each: Annotated[Callable[[Tended], None] | None, Doc("Called after each look, until it ends by an exception.")] = (
         None
     )
 
 
-@takes(WatchOptions)
-def watch(options: WatchOptions) -> Tended:
+@takes(WatchCall)
+def watch(options: WatchCall) -> Tended:
     """Verify the checkpoints of a run as they come, and remove what is superseded; without `once`, for ever.
 
     Raises:
@@ -158,20 +83,20 @@ def watch(options: WatchOptions) -> Tended:
     if options.assets is not None and options.gather is None:
         raise UsageError("--assets needs --gather", hint="add --gather OUT")
     settings = Settings(
-        rules=options.rules(),
+        rules=rules_of(options),
         level=options.level,
         quiet_s=options.settle,
         num_workers=options.num_workers or default_num_workers(path),
         dry_run=options.status,
         send=_senders(options),
     )
-    tender = options.tender(path, settings, say=options.say, progress=options.progress)
+    tender = _tender(options, path, settings, say=options.say, progress=options.progress)
     if options.once or options.status:
         return _require(tender.once())
     return _for_ever(tender, options)
 
 
-def _for_ever(tender: Tender, options: WatchOptions) -> Tended:
+def _for_ever(tender: Tender, options: WatchCall) -> Tended:
     """Look again and again. What fails is told once, and tried again: the run goes on."""
     say = options.say or (lambda _: None)
     trouble = ""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Annotated
+from dataclasses import replace
 
 from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.conversions.average import averaging_job, steps_of
@@ -22,60 +20,8 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Named, Naming
 from ckpt_tools.models.opening import open_asking
-from ckpt_tools.options import (
-    AnyPath,
-    Argument,
-    AsPart,
-    Destination,
-    DryRun,
-    DTypeFor,
-    DTypeName,
-    Exclude,
-    From,
-    Include,
-    KeepPickles,
-    MaxShardSize,
-    NumWorkers,
-    Option,
-    Overwrite,
-    Progress,
-    Source,
-    default_num_workers,
-    takes,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _WritingOptions:
-    """What all of these take of how to write."""
-
-    dtype: DTypeName = "keep"
-    dtype_for: DTypeFor = ()
-    max_shard_size: MaxShardSize = None
-    overwrite: Overwrite = False
-    keep_pickles: KeepPickles = False
-    dry_run: DryRun = False
-    num_workers: NumWorkers = None
-    format: From = None
-    as_part: AsPart = False
-    progress: Progress = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AverageOptions(_WritingOptions):
-    """The options of `average`."""
-
-    sources: Annotated[Sequence[AnyPath], Argument("Checkpoints of one model, of any formats.", "SRC")] = field(
-        kw_only=False
-    )
-    destination: Destination = field(kw_only=False)
-    weights: Annotated[
-        str | None, Option("Weight of every source, 1 together (default: equal weights).", metavar="W,W,…")
-    ] = None
-    ema: Annotated[
-        float | None,
-        Option("Exponential moving average instead, oldest source first: how much of it stays.", metavar="DECAY"),
-    ] = None
+from ckpt_tools.options import AnyPath, default_num_workers, takes
+from ckpt_tools.options.rewrite import AverageOptions, ExtractOptions, RenameOptions, WritingOptions
 
 
 @takes(AverageOptions)
@@ -138,19 +84,6 @@ def _parse_weights(text: str) -> list[float]:
     return weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtractOptions(_WritingOptions):
-    """The options of `extract`."""
-
-    source: Source = field(kw_only=False)
-    destination: Destination = field(kw_only=False)
-    include: Include = ()
-    exclude: Exclude = ()
-    layers: Annotated[
-        int | None, Option("Only the first N layers, with a config.json that says so.", metavar="N", min=1)
-    ] = None
-
-
 @takes(ExtractOptions)
 def extract(options: ExtractOptions) -> Conversion:
     """Write a part of a checkpoint, in its own format: chosen tensors, or a model of its first layers.
@@ -182,15 +115,6 @@ def extract(options: ExtractOptions) -> Conversion:
         return run(job, dry_run=options.dry_run)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenameOptions(_WritingOptions):
-    """The options of `rename`."""
-
-    source: Source = field(kw_only=False)
-    destination: Destination = field(kw_only=False)
-    map: Annotated[AnyPath, Option("Key map, from the hub's names to those to write.", metavar="FILE")]
-
-
 @takes(RenameOptions)
 def rename(options: RenameOptions) -> Conversion:
     """Write a model's weights by other names, in its own format: renamed, joined or split as a key map says.
@@ -212,7 +136,7 @@ def rename(options: RenameOptions) -> Conversion:
 def _own(
     opened: Opened,
     destination: AnyPath,
-    options: _WritingOptions,
+    options: WritingOptions,
     *,
     only_model: bool = True,
     named: Named | None = None,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ckpt_tools.checks.reading import Extent
 from ckpt_tools.checks.structure import check_candidates
-from ckpt_tools.checks.trainer import Purpose
-from ckpt_tools.checks.verify import Level, Looks, Unchecked, Verification, verify
+from ckpt_tools.checks.verify import Looks, Unchecked, Verification, verify
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.errors import UsageError
@@ -20,6 +19,7 @@ from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.step import OpenedStep
 from ckpt_tools.formats.steps import HERE
 from ckpt_tools.moving.execute import Progress
+from ckpt_tools.options.common import Level, Purpose
 from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import Literal
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
@@ -16,10 +15,10 @@ from ckpt_tools.formats.judge import PICKLE, StepVerdict, judge_step
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.steps import is_part
 from ckpt_tools.formats.torch_zip import check_archive
+from ckpt_tools.options.common import Purpose
 from ckpt_tools.remote.places import open_place
 from ckpt_tools.text import escape_name
 
-Purpose = Literal["resume", "weights"]
 _WEIGHTS = "restore it; --for weights checks the weights alone"
 
 

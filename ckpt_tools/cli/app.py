@@ -10,10 +10,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from ckpt_tools._version import __version__
 from ckpt_tools.cli import commands
@@ -22,10 +22,6 @@ from ckpt_tools.cli.streams import OutputError, guarded_streams
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.storage.signals import STOP_SIGNALS
 from ckpt_tools.text import escape_name
-
-if TYPE_CHECKING:
-    from typer._click import HelpFormatter
-    from typer._click.core import Parameter
 
 EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff,
 stats, smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable checkpoint, 5 destination
@@ -71,7 +67,7 @@ def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-def _quickly(params: list[Parameter]) -> list[Parameter]:
+def _quickly(params: list[Any]) -> list[Any]:
     """Let options read text by themselves: typer's conversion loads pydantic, which nobody need wait for.
 
     Releases of typer without type descriptors convert as they do.
@@ -83,7 +79,7 @@ def _quickly(params: list[Parameter]) -> list[Parameter]:
 
 
 def _value_of(
-    param: Parameter, convert: Callable[[typer.Context, Any], Any], ctx: typer.Context, value: object
+    param: TyperArgument | TyperOption, convert: Callable[[typer.Context, Any], Any], ctx: typer.Context, value: object
 ) -> object:
     """Return the value of an option, converted where it is neither text nor absent."""
     if value is None and not param.required:
@@ -100,14 +96,14 @@ class _Command(TyperCommand):
             args = [*args[:at], *(f"--override={word}" for word in args[at + 1 :])]
         return super().parse_args(ctx, args)
 
-    def get_params(self, ctx: typer.Context) -> list[Parameter]:  # type: ignore[override]
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
         return _quickly(super().get_params(ctx))
 
 
 class _Commands(TyperGroup):
     """Lists commands as their table has them, and loads the one that runs."""
 
-    def get_params(self, ctx: typer.Context) -> list[Parameter]:  # type: ignore[override]
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
         """Return the options before a command."""
         return _quickly(super().get_params(ctx))
 
@@ -115,7 +111,7 @@ class _Commands(TyperGroup):
         """Load a command."""
         return _load(cmd_name) if cmd_name in self.commands else None
 
-    def format_commands(self, ctx: typer.Context, formatter: HelpFormatter) -> None:  # type: ignore[override]  # noqa: ARG002
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ARG002, ANN401
         """Write the list of --help, from the table alone."""
         limit = formatter.width - 6 - max(map(len, self.commands))
         rows = [(name, listed.get_short_help_str(limit)) for name, listed in self.commands.items()]

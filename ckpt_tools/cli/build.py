@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin
 
 import typer
 
-from ckpt_tools.cli.output import Output
-from ckpt_tools.options import Argument, Option, Parameter, options_of, parameter, parameters
-from ckpt_tools.remote.places import set_storage
+from ckpt_tools.options import Argument, Option, Options, Parameter, parameters
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name
 
 Result = TypeVar("Result")
@@ -34,48 +33,53 @@ class Call(Generic[Result]):
         return escape_name(str(self.given[name]))
 
 
-def command(run: Callable[..., int], function: Callable[..., object] | None) -> Callable[..., int]:
+def command(
+    options: type | None,
+    own: Sequence[type],
+    resolve: Callable[[], tuple[Callable[..., int], Callable[..., object] | None]],
+) -> Callable[..., int]:
     """Return the command as typer reads it.
 
-    `run` makes the call of the library's function (made by `takes`; None without one), prints the result and returns
-    the exit code. It gets a `Call`, and as keywords its own options, beside those of that function, and `output`. A
-    keyword of a class of options stands for those of its options that the function does not have.
+    `options` states the options of the library's function (None without one), `own` those that only the command line
+    has; what the function has as well is stated once. `resolve` returns what prints and the function, when the command
+    runs. What prints gets a `Call`, an instance of every class of `own` and an `Output`, and returns the exit code.
     """
-    options = () if function is None else options_of(function)
-    stated = [each for each in options if isinstance(each.stated, Argument | Option)]
-    hints = get_type_hints(run, include_extras=True)
-    keywords = [each for each in inspect.signature(run).parameters.values() if each.kind is each.KEYWORD_ONLY]
+    all_stated = () if options is None else parameters(options)
+    names = {each.name for each in all_stated}
+    stated = [each for each in all_stated if isinstance(each.stated, Argument | Option)]
     groups = {
-        each.name: hints[each.name] for each in keywords if is_dataclass(hints[each.name]) and each.name != "output"
+        kind: [
+            each for each in parameters(kind) if isinstance(each.stated, Argument | Option) and each.name not in names
+        ]
+        for kind in own
     }
-    taken = {each.name for each in stated}
-    own = []
-    for each in keywords:
-        if each.name in groups:
-            own += [one for one in parameters(groups[each.name]) if _is_new_option(one, taken)]
-        elif each.name != "output":
-            own.append(parameter(each.name, hints[each.name], each.default))
-    shows = parameters(Output) if "output" in hints else ()
-    if "progress" not in {each.name for each in options}:
-        shows = tuple(each for each in shows if each.name != "progress")
-    known = {each.name: each for each in (*stated, *own, *shows)}
+    added = [each for group in groups.values() for each in group]
+    shown = [
+        each for each in parameters(Output) if options is not None and (each.name != "progress" or "progress" in names)
+    ]
+    known = {each.name: each for each in (*stated, *added, *shown)}
 
     def callback(**values: Any) -> int:  # noqa: ANN401 - whatever typer reads
         given = {name: value for name, value in values.items() if not _is_absent(known[name], value)}
-        more: dict[str, Any] = {each.name: given.pop(each.name) for each in own if each.name in given}
-        for each in (*own, *shows):
+        for each in (*added, *shown):
             each.check(values[each.name])
-        for name, group in groups.items():
-            names = [each.name for each in parameters(group) if each.name in more]
-            more[name] = group(**{each: more.pop(each) for each in names})
-        if shows:
-            shown = {each.name: given.pop(each.name) for each in shows if each.name in given}
-            more["output"] = output = Output(**shown)
-            set_storage(output.storage)
-        return run(*(() if function is None else (Call(function, given),)), **more)
 
-    made = [_typed(each) for each in (*_in_order(stated, own), *shows)]
-    callback.__dict__["__signature__"] = inspect.Signature(made)
+        def take(kind: Callable[..., Options], group: Iterable[Parameter]) -> Options:
+            return kind(**{each.name: given.pop(each.name) for each in group if each.name in given})
+
+        parts = [take(kind, group) for kind, group in groups.items()]
+        output = take(Output, shown)
+        run, function = resolve()
+        if function is None:
+            return run(*parts)
+        from ckpt_tools.remote.places import set_storage
+
+        set_storage(output.storage)
+        return run(Call(function, given), *parts, output)
+
+    callback.__dict__["__signature__"] = inspect.Signature(
+        [_typed(each) for each in (*_in_order(stated, added), *shown)]
+    )
     return callback
 
 
@@ -89,10 +93,6 @@ def _in_order(stated: Iterable[Parameter], own: Iterable[Parameter]) -> list[Par
         ordered.insert(place, each)
         place += 1
     return sorted(ordered, key=lambda each: not isinstance(each.stated, Argument))
-
-
-def _is_new_option(each: Parameter, taken: Collection[str]) -> bool:
-    return isinstance(each.stated, Option) and each.name not in taken
 
 
 def _after(each: Parameter) -> str | None:

@@ -3,36 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What is known of a command before it is loaded."""
+class Command(NamedTuple):
+    """What is known of a command before it is loaded: names, of what is imported when it is needed."""
 
-    module: str
-    """The one of this package whose `run` prints what the library's function of the command's name returns. Loaded on
-    use: nobody waits for the others."""
+    run: str
+    """Module of this package whose `run`, or the function named after a dot, prints the result."""
+    options: str
+    """Classes in `ckpt_tools.options`: of the library's function (- without one), then of the command line alone."""
     help: str
 
 
 COMMANDS: dict[str, Command] = {
     "inspect": Command(
         "inspection",
+        "check.InspectOptions check.InspectView",
         "Show what a checkpoint holds and how it is sharded, from its headers alone; with --mesh, how it would be.",
     ),
-    "shard": Command("convert", "Convert full safetensors into a DTensor-sharded DCP checkpoint."),
-    "gather": Command("convert", "Convert a sharded checkpoint into full safetensors that transformers loads."),
+    "shard": Command(
+        "convert",
+        "convert.ShardOptions convert.RunOptions",
+        "Convert full safetensors into a DTensor-sharded DCP checkpoint.",
+    ),
+    "gather": Command(
+        "convert",
+        "convert.GatherOptions convert.RunOptions",
+        "Convert a sharded checkpoint into full safetensors that transformers loads.",
+    ),
     "reshard": Command(
-        "convert", "Convert a sharded checkpoint for another mesh, optimizer state and non-tensor items included."
+        "convert",
+        "convert.ReshardOptions convert.RunOptions",
+        "Convert a sharded checkpoint for another mesh, optimizer state and non-tensor items included.",
     ),
     "verify": Command(
-        "verify", "Check that a checkpoint is complete and intact: every element exactly once, every byte as written."
+        "verify",
+        "check.VerifyOptions check.VerifyView",
+        "Check that a checkpoint is complete and intact: every element exactly once, every byte as written.",
     ),
-    "diff": Command("diff", "Compare two checkpoints: names, shapes, dtypes and values. Exit code 3 when they differ."),
+    "diff": Command(
+        "diff",
+        "check.DiffOptions check.DiffView",
+        "Compare two checkpoints: names, shapes, dtypes and values. Exit code 3 when they differ.",
+    ),
     "stats": Command(
         "stats",
+        "check.StatsOptions check.StatsView",
         """
         Measure the values of every tensor: spread, extremes, zeros, NaN and Inf, and what stands out among layers.
 
@@ -42,6 +60,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "scan": Command(
         "scan",
+        "check.ScanOptions check.ScanView",
         """
         List what the files of a checkpoint would run when they are loaded: names in pickles, code. Executes nothing.
 
@@ -51,6 +70,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "smoke": Command(
         "smoke",
+        "smoke.SmokeFields output.HtmlOptions",
         """
         Train a few steps under FSDP2, before a long run: does this checkpoint load, train, save and reload correctly?
 
@@ -60,6 +80,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "estimate": Command(
         "estimate",
+        "estimate.EstimateFields output.HtmlOptions",
         """
         Estimate the memory of a training rank, strategy by strategy, and whether it fits a device.
 
@@ -69,6 +90,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "preflight": Command(
         "preflight",
+        "preflight.PreflightFields preflight.PreflightView",
         """
         Check a training run before it starts: will what a trainer's config describes start, fit, load and train?
 
@@ -79,28 +101,42 @@ COMMANDS: dict[str, Command] = {
     ),
     "export-lora": Command(
         "export_lora",
+        "adapters.ExportOptions hub.ExportPush hub.CardFields",
         "Extract a LoRA-family adapter from any checkpoint and write it for PEFT, diffusers, kohya or ComfyUI.",
     ),
     "merge-lora": Command(
-        "rewrite", "Merge adapters (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into their base, streaming."
+        "convert.convert",
+        "adapters.MergeOptions",
+        "Merge adapters (LoRA, DoRA, LoHa, LoKr, OFT, BOFT, …) into their base, streaming.",
     ),
     "commit": Command(
-        "rewrite", "Publish what the parts of a conversion have written, when the last one died before it."
+        "convert.convert",
+        "rewrite.CommitOptions",
+        "Publish what the parts of a conversion have written, when the last one died before it.",
     ),
     "average": Command(
-        "rewrite",
+        "convert.convert",
+        "rewrite.AverageOptions",
         "Average the weights of several checkpoints (SWA, EMA, soups), streaming, in the format of the first.",
     ),
     "extract": Command(
-        "rewrite", "Write chosen tensors of a checkpoint, or the model of its first layers, in its own format."
+        "convert.convert",
+        "rewrite.ExtractOptions",
+        "Write chosen tensors of a checkpoint, or the model of its first layers, in its own format.",
     ),
-    "rename": Command("rewrite", "Write a model's weights by the names of a key map, in its own format."),
+    "rename": Command(
+        "convert.convert",
+        "rewrite.RenameOptions",
+        "Write a model's weights by the names of a key map, in its own format.",
+    ),
     "check-lora": Command(
         "check_lora",
+        "adapters.CheckOptions",
         "Check an adapter: is it whole, and will peft, diffusers, ComfyUI, kohya or vLLM load it and change anything?",
     ),
     "push": Command(
         "push",
+        "hub.PushFields hub.PushView hub.CardFields",
         """
         Upload a directory to the Hugging Face hub in one commit, and check what arrived.
 
@@ -110,6 +146,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "watch": Command(
         "tending",
+        "tending.WatchOptions output.HtmlOptions",
         """
         Verify the checkpoints of a run as they are saved, and remove what is superseded.
 
@@ -119,20 +156,34 @@ COMMANDS: dict[str, Command] = {
     ),
     "prune": Command(
         "tending",
+        "tending.PruneOptions output.HtmlOptions",
         """
         Remove the checkpoints of a run that are verified and superseded.
 
         What `ckpt watch` has not verified stays, and so does what is in use. --dry-run says what would be freed.
         """,
     ),
-    "env": Command("env", "Print versions for a bug report."),
+    "env": Command("env", "- output.EnvOptions", "Print versions for a bug report."),
 }
 
 
 def load(name: str) -> Callable[..., int]:
-    """Return a command as typer reads it."""
-    from ckpt_tools import api
+    """Return a command as typer reads it: its options are imported, and what runs when it is called."""
     from ckpt_tools.cli.build import command
 
-    run: Callable[..., int] = import_module(f"ckpt_tools.cli.{COMMANDS[name].module}").run
-    return command(run, getattr(api, name.replace("-", "_"), None))
+    found = COMMANDS[name]
+    stated, *own = map(_find, found.options.split())
+
+    def resolve() -> tuple[Callable[..., int], Callable[..., object] | None]:
+        from ckpt_tools import api
+
+        module, _, function = found.run.partition(".")
+        run: Callable[..., int] = getattr(import_module(f"ckpt_tools.cli.{module}"), function or "run")
+        return run, None if stated is None else getattr(api, name.replace("-", "_"))
+
+    return command(stated, own, resolve)
+
+
+def _find(name: str) -> Any:  # noqa: ANN401 - a class, or None for -
+    module, _, kind = name.rpartition(".")
+    return getattr(import_module(f"ckpt_tools.options.{module}"), kind) if module else None

@@ -1,53 +1,31 @@
-"""`ckpt shard`, `gather`, `reshard` and `merge-lora`: what converts."""
+"""`ckpt shard`, `gather` and `reshard`, and whatever else writes a checkpoint."""
 
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal, cast, get_args
+from typing import cast, get_args
 
-from ckpt_tools.api.parts import PartsFrom, find_part
+from ckpt_tools.api.parts import find_part
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_conversion, progress_of
+from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, say
+from ckpt_tools.cli.streams import complete
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.errors import UsageError
+from ckpt_tools.moving.counts import counts_to_json
 from ckpt_tools.moving.share_record import MAX_PARTS
 from ckpt_tools.moving.threads import one_thread_each
-from ckpt_tools.options import Option
-from ckpt_tools.units import parse_size
+from ckpt_tools.options.convert import PartsFrom, RunOptions
+from ckpt_tools.options.output import Output
+from ckpt_tools.remote.places import is_remote
+from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.units import format_size, parse_size
 
 
-def run(
-    call: Call[Conversion],
-    *,
-    output: Output,
-    parts: Annotated[
-        str,
-        Option(
-            "What says in the environment which part this process is (auto: torchrun, if it runs); with --on how many.",
-            metavar="|".join((*get_args(PartsFrom), "N")),
-            after="part",
-        ),
-    ] = "auto",
-    on: Annotated[
-        str | None,
-        Option("Run all parts as tasks of a Ray cluster.", metavar="ray|ray://HOST:PORT", after="parts"),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        Option("Memory for what is on its way to a store (default: 1GiB).", metavar="SIZE", after="num_workers"),
-    ] = None,
-    verify_written: Annotated[
-        Literal["sample", "all"],
-        Option("What to read back from a store: the ends of 64 files, or everything.", after="memory"),
-    ] = "sample",
-    no_conditional_writes: Annotated[
-        bool,
-        Option("Write to a store that cannot keep a second writer out, too.", after="verify_written"),
-    ] = False,
-) -> int:
+def run(call: Call[Conversion], how: RunOptions, output: Output) -> int:
     """Convert, and print what was written."""
-    if memory is not None or verify_written != "sample" or no_conditional_writes:
-        _set_how_to_write(memory, verify_all=verify_written == "all", conditional=not no_conditional_writes)
+    parts, on = how.parts, how.on
+    if how != RunOptions(parts=parts, on=on):
+        _set_how_to_write(how)
     is_number = parts.isascii() and parts.isdecimal() and 0 < int(parts) <= MAX_PARTS
     if parts not in get_args(PartsFrom) and not (is_number and on is not None):
         words = ", ".join(get_args(PartsFrom))
@@ -66,12 +44,15 @@ def run(
     return convert(call, output, **({} if part is None else {"part": str(part)}))
 
 
-def _set_how_to_write(memory: str | None, *, verify_all: bool, conditional: bool) -> None:
+def _set_how_to_write(how: RunOptions) -> None:
     from ckpt_tools.remote.object_sink import set_write_settings
     from ckpt_tools.remote.writing import MEMORY_BYTES, WriteSettings
 
-    memory_bytes = MEMORY_BYTES if memory is None else parse_size(memory)
-    set_write_settings(WriteSettings(memory_bytes=memory_bytes, needs_conditions=conditional, verify_all=verify_all))
+    memory_bytes = MEMORY_BYTES if how.memory is None else parse_size(how.memory)
+    needs_conditions, verify_all = not how.no_conditional_writes, how.verify_written == "all"
+    set_write_settings(
+        WriteSettings(memory_bytes=memory_bytes, needs_conditions=needs_conditions, verify_all=verify_all)
+    )
 
 
 def convert(call: Call[Conversion], output: Output, **more: str) -> int:
@@ -81,3 +62,102 @@ def convert(call: Call[Conversion], output: Output, **more: str) -> int:
         result = call(progress=factory, **more)
     print_conversion(result, output)
     return 0
+
+
+def conversion_json(result: Conversion) -> dict[str, object]:
+    """Return the JSON document of shard, gather and reshard."""
+    document: dict[str, object] = {
+        "source": result.source,
+        "destination": result.destination,
+        "num_tensors": result.num_tensors,
+    }
+    if result.dry_run:
+        document["plan"] = {
+            "files": [{"file": name, "nbytes": nbytes} for name, nbytes in result.files],
+            "bytes": result.bytes_written,
+            "peak_bytes": result.peak_rss_bytes,
+        }
+    else:
+        document |= {
+            "bytes_read": result.bytes_read,
+            "bytes_written": result.bytes_written,
+            "seconds": round(result.seconds, 3),
+            "throughput_bytes_per_s": round(result.throughput_bytes_per_s),
+            "peak_rss_bytes": result.peak_rss_bytes,
+            "files": [name for name, _ in result.files],
+            "verified": result.verified,
+            "checked": dict(result.checked),
+            "values": counts_to_json(result.counts),
+        }
+    if result.part is not None:
+        document |= {
+            "part": {"index": result.part.index, "count": result.part.count},
+            "published": result.published,
+            "waiting_for": list(result.waiting_for),
+        }
+    return document | {
+        "architecture": result.architecture,
+        "identity": None if result.identity is None else result.identity.to_json(),
+        "notes": list(result.notes),
+        "warnings": list(result.warnings),
+        "not_checked": list(result.not_checked),
+    }
+
+
+def print_conversion(result: Conversion, output: Output) -> None:
+    """Print what a conversion did; under torchrun, on the rank that published, and on every part."""
+    if result.dry_run or (result.part is not None and not result.published):
+        _print_conversion(result, output)
+    elif result.published:
+        with complete(escape_name(result.destination)):
+            _print_conversion(result, output)
+
+
+def _print_conversion(result: Conversion, output: Output) -> None:
+    if output.json:
+        print_json(conversion_json(result))
+        return
+    note_identities([result.identity] if result.identity is not None else [], output)
+    for text in result.notes:
+        note(f"note: {text}")
+    for text in result.warnings:
+        note(f"warning: {text}")
+    for text in result.not_checked:
+        note(f"not checked: {text}")
+    if output.quiet:
+        return
+    destination = escape_name(result.destination)
+    files = f"{len(result.files)} file" + ("s" if len(result.files) != 1 else "")
+    size = format_size(result.bytes_written)
+    if result.part is not None and not result.published:
+        done = result.part.count - len(result.waiting_for)
+        say(f"wrote part {result.part}: {files}, {size}; {done} of {result.part.count} parts are there")
+        missing = first_few([str(index) for index in result.waiting_for], 8)
+        say(f"{destination} is not published yet: waiting for {missing}")
+    elif result.dry_run:
+        say(f"would write {files}, {size}, to {destination}")
+        room = "storage" if is_remote(result.destination) else "disk"
+        say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {size} of {room}")
+    else:
+        say(f"wrote {result.num_tensors} tensors, {files}, {size}, to {destination}")
+        rate = format_size(result.throughput_bytes_per_s)
+        say(f"in {result.seconds:.1f} s ({rate}/s), peak memory {format_size(result.peak_rss_bytes)}")
+    if checked := _checked(result):
+        say(f"checked: {checked}")
+    if result.dry_run or output.verbose:
+        shown = result.files if output.verbose or len(result.files) <= 20 else result.files[:18]
+        for name, nbytes in shown:
+            say(f"  {format_size(nbytes):>10}  {escape_name(name)}")
+        if len(shown) < len(result.files):
+            say(f"  … and {len(result.files) - len(shown)} more (-v lists all)")
+
+
+def _checked(result: Conversion) -> str:
+    parts = ["structure of the result"] if result.published else []
+    if result.architecture:
+        parts.append(f"names against {result.architecture}")
+    if count := result.checked.get("digests"):
+        parts.append(f"{count} tensors against the source's digests")
+    if count := result.checked.get("crcs"):
+        parts.append(f"{count} chunks against the source's CRC-32s")
+    return ", ".join(parts)

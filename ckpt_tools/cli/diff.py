@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Annotated
 
 from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, note_identities, print_json, progress_of, say
-from ckpt_tools.cli.reports import Html, report_to
-from ckpt_tools.options import Option
+from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, say
+from ckpt_tools.cli.reports import report_to
+from ckpt_tools.options.check import DiffView
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name
 
 _MOST = 20
@@ -24,16 +24,10 @@ def _shown(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def run(
-    call: Call[Difference],
-    *,
-    output: Output,
-    tensors: Annotated[bool, Option("List every tensor that differs (default: up to 20, then by module).")] = False,
-    html: Html = None,
-) -> int:
+def run(call: Call[Difference], view: DiffView, output: Output) -> int:
     """Compare, and print the differences."""
     a, b = str(call.given["a"]), str(call.given["b"])
-    with report_to(html, "diff", f"{a} ↔ {b}", output) as report:
+    with report_to(view.html, "diff", f"{a} ↔ {b}", output) as report:
         with progress_of(output) as factory:
             difference = call(progress=factory)
         if report is not None:
@@ -51,7 +45,7 @@ def run(
         say(f"- {escape_name(fqn)}: only in {call.shown('a')}")
     for fqn in difference.only_in_b:
         say(f"+ {escape_name(fqn)}: only in {call.shown('b')}")
-    if tensors or len(difference.changed) <= _MOST:
+    if view.tensors or len(difference.changed) <= _MOST:
         for change in difference.changed:
             relative = "" if change.relative is None else f", by {change.relative:.2g} of its size"
             say(f"~ {escape_name(change.fqn)}: {change.what}{relative}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 
 from ckpt_tools._version import __version__
-from ckpt_tools.cli.output import Json, print_json, say
+from ckpt_tools.cli.output import print_json, say
 from ckpt_tools.floors import FLOORS, TESTED_TORCH, installed_release, is_older
+from ckpt_tools.options.output import EnvOptions
 
 _PACKAGES = (
     "torch", "safetensors", "huggingface-hub", "typer", "tqdm", "rich", "pyyaml", "numpy", "isal", "xxhash",
@@ -14,7 +15,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def run(*, json: Json = False) -> int:
+def run(options: EnvOptions) -> int:
     """Print the versions of what ckpt works with."""
     facts: dict[str, str | None] = {
         "ckpt": __version__,
@@ -28,7 +29,7 @@ def run(*, json: Json = False) -> int:
         for name, oldest in FLOORS.items()
         if (version := facts[name]) is not None and is_older(version, oldest)
     }
-    if json:
+    if options.json:
         print_json({"env": facts, "too_old": too_old, "tested_torch": list(TESTED_TORCH)})
     else:
         for name, version in facts.items():

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json, waiting
-from ckpt_tools.cli.reports import Html, report_to
+from ckpt_tools.cli.output import print_json, waiting
+from ckpt_tools.cli.reports import report_to
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Estimate
+from ckpt_tools.options.output import HtmlOptions, Output
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
 
-def run(call: Call[Estimate], *, html: Html = None, output: Output) -> int:
+def run(call: Call[Estimate], page: HtmlOptions, output: Output) -> int:
     """Estimate, and print how much memory is needed."""
     given = call.given
     if "frozen_dtype" in given and not given.get("lora") and "lora_rank" not in given:
         raise UsageError("--frozen-dtype needs --lora")
     shows_all = "all" in given.get("strategy", ()) and "activation_checkpointing" not in given
-    with report_to(html, "estimate", str(given.get("model") or given.get("params") or ""), output) as report:
+    with report_to(page.html, "estimate", str(given.get("model") or given.get("params") or ""), output) as report:
         with waiting(output, "estimating"):
             result = call(activation_checkpointing="both") if shows_all else call()
         if report is not None:

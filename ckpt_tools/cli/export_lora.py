@@ -8,16 +8,14 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 from ckpt_tools import api
 from ckpt_tools.adapters.export import Export
 from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.convert import conversion_json, print_conversion
 from ckpt_tools.cli.output import (
-    Output,
-    conversion_json,
     note,
-    print_conversion,
     print_json,
     progress_of,
     say,
@@ -29,43 +27,20 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.card import CardFacts
 from ckpt_tools.hub.facts import rows_of
 from ckpt_tools.hub.front_matter import hub_id_of
-from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json as push_json
 from ckpt_tools.hub.training import training_of
-from ckpt_tools.options import Option
+from ckpt_tools.options.hub import CardFields, ExportPush
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name
 
 
-def run(
-    call: Call[Export],
-    *,
-    push: Annotated[
-        str | None,
-        Option("Then push it to the hub, as `ckpt push DST REPO` does.", metavar="REPO", after="exclude"),
-    ] = None,
-    private: Private = False,
-    create_pr: CreatePr = False,
-    revision: Revision = None,
-    commit_message: CommitMessage = None,
-    card: CardFacts,
-    endpoint: Endpoint = None,
-    output: Output,
-) -> int:
+def run(call: Call[Export], how: ExportPush, card: CardFields, output: Output) -> int:
     """Export, print the configuration, and push if asked to."""
-    if push is None and (private or create_pr or revision or commit_message or card != CardFacts() or endpoint):
+    push = how.push
+    if push is None and (how != ExportPush() or card != CardFields()):
         raise UsageError("options of push need --push REPO", hint="add --push REPO, or leave these options out")
-    send = functools.partial(
-        _push,
-        card=card,
-        repo=push or "",
-        private=private,
-        create_pr=create_pr,
-        revision=revision,
-        commit_message=commit_message,
-        endpoint=endpoint,
-        log=None if output.is_silent else note,
-    )
+    send = functools.partial(_push, card=CardFacts.of(card), how=how, log=None if output.is_silent else note)
     pushed = None
     dry_run = call.given["dry_run"]
     with progress_of(output) as factory:
@@ -104,9 +79,10 @@ def _push_dry(
 _BASE_KEYS = ("base_model_name_or_path", "base_model")
 
 
-def _push(result: Export, *, card: CardFacts, repo: str, **options: Any) -> PushResult:  # noqa: ANN401
+def _push(result: Export, *, card: CardFacts, how: ExportPush, **told: Any) -> PushResult:  # noqa: ANN401
     """Push what was exported, with the options of `push`; its card says where every setting came from."""
     destination = result.conversion.destination
+    options = {each.name: getattr(how, each.name) for each in dataclasses.fields(how) if each.name != "push"}
     named = next((result.config[key].value for key in _BASE_KEYS if key in result.config), None)
     known = {name: found for name, found in result.config.items() if name not in _BASE_KEYS}  # which may be a path
     facts = dataclasses.replace(
@@ -116,11 +92,13 @@ def _push(result: Export, *, card: CardFacts, repo: str, **options: Any) -> Push
         settings=tuple(row for name, found in known.items() for row in rows_of(name, found.value, found.source)),
     )
     try:
-        return api.push(destination, repo, card=facts, **options)
+        return api.push(destination, str(how.push), card=facts, **options, **told)
     except BaseException as error:
-        if not options.get("dry_run"):
+        if not told.get("dry_run"):
             shown = escape_name(destination)
-            error.add_note(f"the adapter is written and complete in {shown}; to upload it: ckpt push {shown} {repo}")
+            error.add_note(
+                f"the adapter is written and complete in {shown}; to upload it: ckpt push {shown} {how.push}"
+            )
         raise
 
 

@@ -1,33 +1,437 @@
-"""`ckpt inspect`."""
+"""`ckpt inspect`: header, ranks, files, dtypes, modules, the rank × layer map, tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+import statistics
+from collections.abc import Iterator, Sequence
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, print_json, waiting
-from ckpt_tools.cli.render_inspect import By, render
-from ckpt_tools.cli.reports import Html, report_to
-from ckpt_tools.cli.screen import terminal
-from ckpt_tools.description.summarise import Summary, to_json
+from ckpt_tools.cli.output import print_json, waiting
+from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.screen import Screen, pad, terminal
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry, say_census
+from ckpt_tools.description.folding import fold_blocks, format_placement, format_ranges
+from ckpt_tools.description.infer import rank_of_file
+from ckpt_tools.description.summarise import RankSummary, Summary, to_json
 from ckpt_tools.errors import UsageError
-from ckpt_tools.options import Option
+from ckpt_tools.options.check import By, InspectView
+from ckpt_tools.options.output import Output
+from ckpt_tools.text import display_width, escape_message, escape_name, first_few
+from ckpt_tools.units import format_size
+
+FOLD_ABOVE = 32
+"""Ranks, and files unless asked for, that are listed one by one."""
+UNEVEN_ABOVE = 1.1
+"""Imbalance from which ranks are called uneven."""
+_MAX_MAP_ROWS = 48
+_MAX_BLOBS = 8
+_MIN_BAR, _MAX_BAR = 10, 24
+"""Columns that a bar beside a module may take; with less room there is none."""
+
+_SOURCES = {
+    "manifest": "from the manifest",
+    "inferred": "inferred from the chunks",
+    "overlay": "overlay, nothing is written",
+}
+
+
+def render(
+    summary: Summary,
+    screen: Screen,
+    *,
+    by: By | None = None,
+    tensors: Sequence[TensorEntry] | None = None,
+    grids: Sequence[TensorEntry] = (),
+) -> None:
+    """Write `summary` for people: one table (`by`), `tensors`, or `grids` chunk by chunk; else the usual tables."""
+    if grids:
+        for number, tensor in enumerate(grids):
+            if number:
+                screen.line()
+            render_tensor(summary, tensor, screen=screen)
+        return
+    _render_header(summary, screen)
+    if tensors is not None:
+        _render_tensors(summary, tensors, screen)
+    elif by == "rank":
+        _render_ranks(summary, screen)
+    elif by == "file":
+        _render_files(summary, screen, most=None)
+    elif by == "dtype":
+        _render_dtypes(summary, screen)
+    elif by == "module":
+        _render_prefixes(summary, screen)
+        _render_map(summary, screen)
+    else:
+        if summary.ranks:
+            _render_ranks(summary, screen)
+        else:
+            _render_files(summary, screen, most=FOLD_ABOVE)
+        _render_prefixes(summary, screen)
+        _render_blobs(summary, screen)
+        _render_contents(summary, screen)
+
+
+def _render_contents(summary: Summary, screen: Screen) -> None:
+    if summary.contents:
+        screen.section("the step")
+        screen.table(
+            ("part", "bytes", "what it is"),
+            ((escape_name(c.name), format_size(c.num_bytes), c.what or "not known") for c in summary.contents),
+            align="lrl",
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def _render_header(summary: Summary, screen: Screen) -> None:
+    files = [file for file in summary.files if file.num_chunks or file.file_bytes]
+    on_disk = sum(file.file_bytes or 0 for file in files)
+    chunks = f"{summary.num_chunks:,} in {_count(len(files), 'file')}"
+    if not summary.is_virtual:
+        chunks += f", {format_size(on_disk)} on disk"
+    lines = [
+        ("path", escape_name(summary.path)),
+        *_identity_lines(summary),
+        *([("part", f"{summary.contents[0].name} of the {_whole_of(summary)}")] if summary.contents else []),
+        ("format", summary.format),
+        *([("names", summary.names)] if summary.names else []),
+        ("tensors", f"{summary.num_tensors:,}"),
+        ("elements", f"{summary.num_elems:,}"),
+        ("bytes", f"{summary.total_bytes:,} ({format_size(summary.total_bytes)})"),
+        ("chunks", chunks),
+        ("dtypes", ", ".join(f"{name} {format_size(size)}" for name, size in summary.dtypes.items()) or "-"),
+    ]
+    if summary.mesh is not None and summary.mesh_source is not None:
+        world = _count(summary.mesh.world_size, "rank")
+        lines.append(("mesh", f"{summary.mesh}, {world} ({_SOURCES[summary.mesh_source]})"))
+    elif summary.ranks:
+        lines.append(("mesh", "unknown: no mesh explains every chunk"))
+    if summary.objects:
+        lines.append(("blobs" if summary.blobs else "objects", summary.objects))
+    if summary.assets:
+        size = format_size(sum(asset.nbytes for asset in summary.assets))
+        lines.append(("assets", f"{_count(len(summary.assets), 'file')}, {size}"))
+    for name, text in lines:
+        screen.line(f"{name:<9} {text}", "warning" if name == "runs" and text.startswith("dangerous") else None)
+    missing = [escape_name(file.file) for file in summary.files if file.file_bytes is None]
+    if missing:
+        more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
+        screen.line(f"missing   {', '.join(missing[:3])}{more}", "warning")
+
+
+def _whole_of(summary: Summary) -> str:
+    return "repository" if summary.identity is not None and summary.identity.components else "step"
+
+
+def _identity_lines(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield what it is, how that is known, and what came along."""
+    identity = summary.identity
+    if identity is None:
+        return
+    yield "is", identity.title
+    yield from (
+        ("", escape_message(f"{'part' if identity.whole == 'part' else 'whole'}: {each}")) for each in identity.evidence
+    )
+    yield from (("", escape_message(f"resume: {each}")) for each in identity.reasons)
+    for count in identity.steps if len(identity.steps) > 1 else ():
+        yield "", f"step {count.step}: {first_few(count.files)}"
+    for each in identity.candidates:
+        yield "", escape_message(f"{'takes' if each.is_taken else 'not'} {each.name}: {each.why}")
+    if identity.components:
+        yield "models", first_few(identity.components, 8)
+    yield from (("runs", escape_message(each)) for each in identity.executables)
+
+
+def _render_ranks(summary: Summary, screen: Screen) -> None:
+    if not summary.ranks:
+        screen.section("ranks: the names of these files carry none; see --by file")
+        return
+    imbalance = summary.imbalance
+    title = f"ranks: {len(summary.ranks):,} wrote"
+    if imbalance is not None:
+        title += f", imbalance {imbalance:.2f} (fullest / mean)"
+    screen.section(title)
+    mean = sum(rank.num_bytes for rank in summary.ranks) / len(summary.ranks)
+    if imbalance is not None and imbalance > UNEVEN_ABOVE:
+        fullest = max(summary.ranks, key=lambda rank: rank.num_bytes)
+        held = format_size(fullest.num_bytes)
+        screen.line(f"  uneven: rank {fullest.rank} holds {held}, the mean is {format_size(mean)}", "warning")
+    most = max(rank.num_bytes for rank in summary.ranks)
+    if len(summary.ranks) > FOLD_ABOVE:
+        _render_folded_ranks(summary.ranks, mean, most, screen)
+        return
+    screen.table(
+        ("rank", "bytes", "heat", "", "chunks", "files"),
+        (
+            (
+                str(rank.rank),
+                format_size(rank.num_bytes),
+                screen.heat(rank.num_bytes, most) * 4,
+                _deviation(rank.num_bytes, mean),
+                f"{rank.num_chunks:,}",
+                _name_files(rank.files),
+            )
+            for rank in summary.ranks
+        ),
+        align="rrllrl",
+    )
+
+
+def _deviation(num_bytes: int, mean: float) -> str:
+    """Say how far a rank is off the mean, when that is far."""
+    if not mean or 2 - UNEVEN_ABOVE <= num_bytes / mean <= UNEVEN_ABOVE:
+        return ""
+    percent = round(100 * (num_bytes / mean - 1))
+    return f"{'high' if percent > 0 else 'low'} {percent:+d}%"
+
+
+def _name_files(files: Sequence[str]) -> str:
+    more = f" +{len(files) - 1}" if len(files) > 1 else ""
+    return escape_name(files[0]) + more
+
+
+def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, screen: Screen) -> None:
+    sizes = [rank.num_bytes for rank in ranks]
+    low, middle, high = min(sizes), statistics.median(sizes), max(sizes)
+    screen.line(f"  min {format_size(low)}, median {format_size(middle)}, max {format_size(high)} per rank")
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks:
+        groups.setdefault((rank.num_bytes, rank.num_chunks), []).append(rank.rank)
+    shown = list(groups.items())
+    if len(shown) > FOLD_ABOVE:
+        ordered = sorted(shown, key=lambda group: -group[0][0])
+        shown = ordered[: FOLD_ABOVE // 2] + ordered[-FOLD_ABOVE // 2 :]
+        left_out = sum(len(members) for _, members in ordered[FOLD_ABOVE // 2 : -FOLD_ABOVE // 2])
+        screen.line(f"  the fullest and the emptiest, {left_out:,} ranks between them left out")
+    screen.table(
+        ("ranks", "count", "bytes each", "heat", "", "chunks each"),
+        (
+            (
+                format_ranges(members),
+                f"{len(members):,}",
+                format_size(num_bytes),
+                screen.heat(num_bytes, most) * 4,
+                _deviation(num_bytes, mean),
+                f"{num_chunks:,}",
+            )
+            for (num_bytes, num_chunks), members in shown
+        ),
+        align="lrrllr",
+    )
+
+
+def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None:
+    screen.section(f"files: {len(summary.files):,}")
+    shown = summary.files if most is None else summary.files[:most]
+    largest = max((file.num_bytes for file in summary.files), default=0)
+    virtual = summary.is_virtual
+    screen.table(
+        ("file", "on disk", "tensor bytes", "heat", "chunks"),
+        (
+            (
+                escape_name(file.file),
+                "virtual" if virtual else "missing" if file.file_bytes is None else format_size(file.file_bytes),
+                format_size(file.num_bytes),
+                screen.heat(file.num_bytes, largest) * 4,
+                f"{file.num_chunks:,}",
+            )
+            for file in shown
+        ),
+        align="lrrlr",
+    )
+    if len(shown) < len(summary.files):
+        screen.line(f"  ... and {len(summary.files) - len(shown):,} more; --by file lists all")
+
+
+def _render_dtypes(summary: Summary, screen: Screen) -> None:
+    screen.section(f"dtypes: {len(summary.dtypes):,}")
+    screen.table(
+        ("dtype", "bytes", "share"),
+        ((name, format_size(size), _share(size, summary.total_bytes)) for name, size in summary.dtypes.items()),
+        align="lrr",
+    )
+
+
+def _render_prefixes(summary: Summary, screen: Screen) -> None:
+    screen.section("modules")
+    headers = ("module", "tensors", "elements", "bytes", "share")
+    rows = [
+        (
+            escape_name(row.prefix),
+            f"{row.num_tensors:,}",
+            f"{row.num_elems:,}",
+            format_size(row.num_bytes),
+            _share(row.num_bytes, summary.total_bytes),
+        )
+        for row in summary.prefixes
+    ]
+    widths = [max(map(display_width, column)) for column in zip(headers, *rows, strict=True)]
+    room = min(screen.width - sum(widths) - 2 * len(widths) - 2, _MAX_BAR)
+    if room < _MIN_BAR:
+        screen.table(headers, rows, align="lrrrr")
+        return
+    most = max((row.num_bytes for row in summary.prefixes), default=0)
+    bars = (screen.bar(row.num_bytes, most, room) for row in summary.prefixes)
+    screen.table((*headers, ""), [(*row, bar) for row, bar in zip(rows, bars, strict=True)], align="lrrrrl")
+
+
+def _render_blobs(summary: Summary, screen: Screen) -> None:
+    if not summary.blobs:
+        return
+    screen.section(f"blobs: {len(summary.blobs):,}")
+    screen.table(
+        ("name", "bytes", "file", "holds"),
+        (
+            (*map(escape_name, (b.fqn, f"{b.span.nbytes:,}", b.span.file, say_census(summary.inside[b.fqn]))),)
+            for b in summary.blobs[:_MAX_BLOBS]
+        ),
+        align="lrll",
+    )
+    if len(summary.blobs) > _MAX_BLOBS:
+        screen.line(f"  ... and {len(summary.blobs) - _MAX_BLOBS:,} more; --json lists all")
+
+
+def _render_map(summary: Summary, screen: Screen) -> None:
+    """Draw bytes by block and rank: every row against its own largest, so that any unevenness shows."""
+    if not summary.ranks or not summary.blocks:
+        return
+    rows = [(escape_name(name), count, by_rank) for name, count, by_rank in fold_blocks(summary.blocks)]
+    shown = rows[:_MAX_MAP_ROWS]
+    name_width = max(display_width(name) for name, _, _ in shown)
+    num_ranks = len(summary.ranks)
+    per_column = -(-num_ranks // max(8, screen.width - min(name_width, screen.width // 2) - 16))
+    starts = range(0, num_ranks, per_column)
+    each = "one rank" if per_column == 1 else f"{per_column} ranks (their mean)"
+    screen.section(f"bytes by module and rank: a column is {each}, a row is scaled to its fullest")
+    ruler = [" "] * (len(starts) + 8)
+    for column in range(0, len(starts), 8):
+        label = str(summary.ranks[starts[column]].rank)[:7]
+        ruler[column : column + len(label)] = label
+    screen.line(f"  {pad('', name_width)}  {''.join(ruler)}", "dim")
+    for name, count, by_rank in shown:
+        means = [sum(part) / len(part) for part in (by_rank[i : i + per_column] for i in starts)]
+        cells = "".join(screen.heat(mean, max(means)) for mean in means)
+        screen.line(f"  {pad(name, name_width)}  {cells}  {format_size(sum(by_rank))}{' each' if count > 1 else ''}")
+    if len(rows) > len(shown):
+        screen.line(f"  ... and {len(rows) - len(shown):,} more rows")
+
+
+def _render_tensors(summary: Summary, tensors: Sequence[TensorEntry], screen: Screen) -> None:
+    screen.section(f"tensors: {len(tensors):,}")
+    screen.table(
+        ("name", "dtype", "shape", "placement", "chunks", "bytes"),
+        (
+            (
+                escape_name(tensor.fqn),
+                tensor.dtype.name,
+                str(list(tensor.shape)),
+                format_placement(summary, tensor.fqn),
+                f"{len(tensor.chunks):,}",
+                f"{-(-tensor.num_elems * tensor.dtype.bits // 8):,}",
+            )
+            for tensor in tensors
+        ),
+        align="llllrr",
+    )
+
+
+# Draws one tensor chunk by chunk: a small grid of who holds what, and the table of chunks
+
+_MAX_ROWS = 64
+
+
+def render_tensor(summary: Summary, tensor: TensorEntry, *, screen: Screen) -> None:
+    """Write the shape, the placements, the chunk grid and every chunk of `tensor`."""
+    screen.line(f"{escape_name(tensor.fqn)}  {tensor.dtype.name} {list(tensor.shape)}", "heading")
+    placements = summary.placements_of(tensor.fqn)
+    if placements is not None:
+        said = ", ".join(f"{placement} on {axis}" for axis, placement in placements.items())
+        suffix = {"inferred": " (inferred)", "overlay": " (overlay)"}.get(summary.mesh_source or "", "")
+        screen.line(f"  placement: {said}{suffix}")
+    _draw_grid(tensor, screen)
+    screen.line()
+    screen.table(
+        ("rank", "offsets", "sizes", "file", "offset", "bytes"),
+        (
+            (
+                _rank_text(chunk),
+                str(list(chunk.box.offsets)),
+                str(list(chunk.box.sizes)),
+                escape_name(chunk.span.file),
+                "-" if summary.is_virtual else f"{chunk.span.offset:,}",
+                f"{chunk.span.nbytes:,}",
+            )
+            for chunk in tensor.chunks
+        ),
+        align="rlllrr",
+    )
+
+
+def _rank_text(chunk: Chunk) -> str:
+    rank = rank_of_file(chunk.span.file)
+    return "-" if rank is None else str(rank)
+
+
+def _draw_grid(tensor: TensorEntry, screen: Screen) -> None:
+    """Draw rows along the first cut dim and columns along the second; a single cut dim runs to the right."""
+    full = [chunk for chunk in tensor.chunks if chunk.box.num_elems]
+    starts = [sorted({chunk.box.offsets[dim] for chunk in full}) for dim in range(len(tensor.shape))]
+    cut_dims = [dim for dim, offsets in enumerate(starts) if len(offsets) > 1]
+    num_empty = len(tensor.chunks) - len(full)
+    if not cut_dims or len(cut_dims) > 2:
+        if len(cut_dims) > 2:
+            screen.line(f"  cut along {len(cut_dims)} dims: no drawing")
+        return
+    held: dict[tuple[int, ...], list[str]] = {}
+    for number, chunk in enumerate(tensor.chunks):
+        if chunk.box.num_elems:
+            key = tuple(chunk.box.offsets[dim] for dim in cut_dims)
+            rank = rank_of_file(chunk.span.file)
+            held.setdefault(key, []).append(f"#{number}" if rank is None else str(rank))
+    column_dim = cut_dims[-1]
+    columns = starts[column_dim]
+    rows = starts[cut_dims[0]] if len(cut_dims) == 2 else [None]
+    labels = [
+        ["+".join(held.get((column,) if row is None else (row, column), ("?",))) for column in columns] for row in rows
+    ]
+    heads = [str(row) for row in rows] if len(cut_dims) == 2 else ["rank"]
+    corner = f"dim {cut_dims[0]} \\ dim {column_dim}" if len(cut_dims) == 2 else f"dim {column_dim} from"
+    widest = max(len(text) for text in (*map(str, columns), *(text for line in labels for text in line)))
+    fitting = max(1, (screen.width - len(corner) - 4) // (widest + 2))
+    clipped = len(columns) > fitting
+    if clipped:
+        # The last column is worth more than one in the middle: it shows where the tensor ends.
+        fitting = max(1, (screen.width - len(corner) - 9) // (widest + 2))
+        columns, labels = [*columns[: fitting - 1], columns[-1]], [[*x[: fitting - 1], x[-1]] for x in labels]
+
+    def join(cells: list[str]) -> list[str]:
+        return [*cells[:-1], "...", cells[-1]] if clipped else cells
+
+    screen.line()
+    screen.table(
+        (corner, *join([str(column) for column in columns])),
+        ((head, *join(line)) for head, line in list(zip(heads, labels, strict=True))[:_MAX_ROWS]),
+        align="r" * (1 + len(columns) + clipped),
+    )
+    if len(rows) > _MAX_ROWS:
+        screen.line(f"  ... and {len(rows) - _MAX_ROWS:,} more rows")
+    if num_empty:
+        screen.line(f"  and {num_empty:,} empty: {'chunk' if num_empty == 1 else 'chunks'} without elements")
+
 
 _AS_STORED = {"mesh": None, "rules": None, "set": (), "tp_plan": None, "world_size": None}
 
 
-def run(
-    call: Call[Summary],
-    *,
-    tensors: Annotated[bool, Option("List every tensor.")] = False,
-    tensor: Annotated[Sequence[str], Option("Show the chunks of a tensor (repeatable).", metavar="FQN")] = (),
-    by: Annotated[By | None, Option("Show only this table.")] = None,
-    html: Html = None,
-    output: Output,
-) -> int:
+def run(call: Call[Summary], view: InspectView, output: Output) -> int:
     """Print what a checkpoint holds."""
-    with report_to(html, "inspect", str(call.given["source"]), output) as report:
+    with report_to(view.html, "inspect", str(call.given["source"]), output) as report:
         with waiting(output, "looking"):
             summary = call()
         if report is not None:
@@ -35,13 +439,13 @@ def run(
 
             report(build_page(summary, call(**_AS_STORED) if summary.is_virtual else None))
     by_fqn = {entry.fqn: entry for entry in summary.tensors}
-    unknown = [fqn for fqn in tensor if fqn not in by_fqn]
+    unknown = [fqn for fqn in view.tensor if fqn not in by_fqn]
     if unknown:
         raise UsageError(f"there is no tensor {unknown[0]!r}", hint="--tensors lists the names")
-    chosen = [by_fqn[fqn] for fqn in tensor]
-    listed = summary.tensors if tensors else None
+    chosen = [by_fqn[fqn] for fqn in view.tensor]
+    listed = summary.tensors if view.tensors else None
     if output.json:
         print_json(to_json(summary, tensors=chosen or listed))
     elif not output.quiet:
-        render(summary, terminal(), by=by, tensors=listed, grids=chosen)
+        render(summary, terminal(), by=view.by, tensors=listed, grids=chosen)
     return 0

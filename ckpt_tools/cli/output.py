@@ -8,19 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import CkptError
-from ckpt_tools.moving.counts import counts_to_json
-from ckpt_tools.options import Option, ProgressFactory
-from ckpt_tools.remote.places import is_remote
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.options import ProgressFactory
+from ckpt_tools.options.output import Output
+from ckpt_tools.text import first_few
 from ckpt_tools.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from ckpt_tools.conversions.job import Conversion
     from ckpt_tools.description.checkpoint import Finding
     from ckpt_tools.description.identity import Identity
 
@@ -28,35 +24,6 @@ SCHEMA_VERSION = 1
 """Of every JSON document."""
 PLAIN_INTERVAL_S = 30.0
 """Seconds between progress lines when stderr is not a terminal."""
-
-Json = Annotated[bool, Option("One JSON document on stdout.", env=True)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """How a command shows its result."""
-
-    progress: Annotated[Literal["auto", "bar", "plain", "none"], Option("Progress on stderr.", env=True)] = "auto"
-    """Only where the library tells of it."""
-    json: Json = False
-    quiet: Annotated[bool, Option("Errors only.", short="-q", env=True)] = False
-    verbose: Annotated[bool, Option("More detail; tracebacks of failures.", short="-v", env=True)] = False
-
-    storage: Annotated[
-        Sequence[str],
-        Option("Setting of object stores by obstore's name, e.g. region (repeatable).", metavar="KEY=VALUE"),
-    ] = ()
-
-    @property
-    def is_silent(self) -> bool:
-        """Nothing is told on the way."""
-        return self.quiet or self.json
-
-    @property
-    def has_bars(self) -> bool:
-        """Progress is drawn, and not told line by line."""
-        wanted = self.progress == "bar" or (self.progress == "auto" and sys.stderr.isatty())
-        return wanted and not self.is_silent
 
 
 def print_json(document: Mapping[str, object]) -> None:
@@ -220,102 +187,3 @@ def _plain(total: int) -> Callable[[int], None]:
             note(f"{format_size(done)}/{format_size(total)} {share}% {format_size(rate)}/s ETA {left}")
 
     return advance
-
-
-def conversion_json(result: Conversion) -> dict[str, object]:
-    """Return the JSON document of shard, gather and reshard."""
-    document: dict[str, object] = {
-        "source": result.source,
-        "destination": result.destination,
-        "num_tensors": result.num_tensors,
-    }
-    if result.dry_run:
-        document["plan"] = {
-            "files": [{"file": name, "nbytes": nbytes} for name, nbytes in result.files],
-            "bytes": result.bytes_written,
-            "peak_bytes": result.peak_rss_bytes,
-        }
-    else:
-        document |= {
-            "bytes_read": result.bytes_read,
-            "bytes_written": result.bytes_written,
-            "seconds": round(result.seconds, 3),
-            "throughput_bytes_per_s": round(result.throughput_bytes_per_s),
-            "peak_rss_bytes": result.peak_rss_bytes,
-            "files": [name for name, _ in result.files],
-            "verified": result.verified,
-            "checked": dict(result.checked),
-            "values": counts_to_json(result.counts),
-        }
-    if result.part is not None:
-        document |= {
-            "part": {"index": result.part.index, "count": result.part.count},
-            "published": result.published,
-            "waiting_for": list(result.waiting_for),
-        }
-    return document | {
-        "architecture": result.architecture,
-        "identity": None if result.identity is None else result.identity.to_json(),
-        "notes": list(result.notes),
-        "warnings": list(result.warnings),
-        "not_checked": list(result.not_checked),
-    }
-
-
-def print_conversion(result: Conversion, output: Output) -> None:
-    """Print what a conversion did; under torchrun, on the rank that published, and on every part."""
-    if result.dry_run or (result.part is not None and not result.published):
-        _print_conversion(result, output)
-    elif result.published:
-        with complete(escape_name(result.destination)):
-            _print_conversion(result, output)
-
-
-def _print_conversion(result: Conversion, output: Output) -> None:
-    if output.json:
-        print_json(conversion_json(result))
-        return
-    note_identities([result.identity] if result.identity is not None else [], output)
-    for text in result.notes:
-        note(f"note: {text}")
-    for text in result.warnings:
-        note(f"warning: {text}")
-    for text in result.not_checked:
-        note(f"not checked: {text}")
-    if output.quiet:
-        return
-    destination = escape_name(result.destination)
-    files = f"{len(result.files)} file" + ("s" if len(result.files) != 1 else "")
-    size = format_size(result.bytes_written)
-    if result.part is not None and not result.published:
-        done = result.part.count - len(result.waiting_for)
-        say(f"wrote part {result.part}: {files}, {size}; {done} of {result.part.count} parts are there")
-        missing = first_few([str(index) for index in result.waiting_for], 8)
-        say(f"{destination} is not published yet: waiting for {missing}")
-    elif result.dry_run:
-        say(f"would write {files}, {size}, to {destination}")
-        room = "storage" if is_remote(result.destination) else "disk"
-        say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {size} of {room}")
-    else:
-        say(f"wrote {result.num_tensors} tensors, {files}, {size}, to {destination}")
-        rate = format_size(result.throughput_bytes_per_s)
-        say(f"in {result.seconds:.1f} s ({rate}/s), peak memory {format_size(result.peak_rss_bytes)}")
-    if checked := _checked(result):
-        say(f"checked: {checked}")
-    if result.dry_run or output.verbose:
-        shown = result.files if output.verbose or len(result.files) <= 20 else result.files[:18]
-        for name, nbytes in shown:
-            say(f"  {format_size(nbytes):>10}  {escape_name(name)}")
-        if len(shown) < len(result.files):
-            say(f"  … and {len(result.files) - len(shown)} more (-v lists all)")
-
-
-def _checked(result: Conversion) -> str:
-    parts = ["structure of the result"] if result.published else []
-    if result.architecture:
-        parts.append(f"names against {result.architecture}")
-    if count := result.checked.get("digests"):
-        parts.append(f"{count} tensors against the source's digests")
-    if count := result.checked.get("crcs"):
-        parts.append(f"{count} chunks against the source's CRC-32s")
-    return ", ".join(parts)

@@ -6,14 +6,14 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Literal
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import ChangingLine, Output, print_json, say, say_findings
-from ckpt_tools.cli.reports import Html, report_to
+from ckpt_tools.cli.output import ChangingLine, print_json, say, say_findings
+from ckpt_tools.cli.reports import report_to
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.options import Option
+from ckpt_tools.options.output import Output
+from ckpt_tools.options.preflight import PreflightView
 from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.report import PreflightReport, describe_spec, describe_verdict
 from ckpt_tools.text import escape_name
@@ -22,15 +22,9 @@ _MARKS = {True: "ok", False: "FAILED", None: "not checked"}
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
-Format = Annotated[
-    Literal["text", "json", "sarif", "github"],
-    Option("How the result is printed; github: as annotations of a workflow; json is the same as --json."),
-]
-
-
-def run(call: Call[PreflightReport], *, format: Format = "text", html: Html = None, output: Output) -> int:  # noqa: A002
+def run(call: Call[PreflightReport], view: PreflightView, output: Output) -> int:
     """Check a run, and print what was found."""
-    form = "json" if output.json else format
+    form = "json" if output.json else view.format
     line = ChangingLine(shown=form == "text" and not output.quiet)
 
     def follow(check: str, state: str) -> None:
@@ -50,7 +44,7 @@ def run(call: Call[PreflightReport], *, format: Format = "text", html: Html = No
         sys.stdout.flush()  # the slow checks follow
 
     with report_to(
-        html, "preflight", ", ".join(map(str, call.given.get("config", ("this machine",)))), output
+        view.html, "preflight", ", ".join(map(str, call.given.get("config", ("this machine",)))), output
     ) as write:
         try:
             report = call(on_check=follow, on_findings=tell if form == "text" else None, on_places=keep)

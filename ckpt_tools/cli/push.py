@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Annotated
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.hub.card import CardFacts
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json
-from ckpt_tools.options import Option
+from ckpt_tools.options.hub import CardFields, PushView
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
 
-def run(
-    call: Call[PushResult],
-    *,
-    card: CardFacts,
-    no_card: Annotated[bool, Option("Write no model card, and add nothing to README.md.")] = False,
-    output: Output,
-) -> int:
+def run(call: Call[PushResult], view: PushView, said: CardFields, output: Output) -> int:
     """Push, and print the proof that it arrived."""
     with progress_of(output) as factory:
         result = call(
-            card=False if no_card else card,
+            card=False if view.no_card else CardFacts.of(said),
             progress=factory,
             log=None if output.is_silent else note,
             bars=output.has_bars,

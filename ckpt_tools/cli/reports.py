@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from ckpt_tools.cli.output import Output, note
+from ckpt_tools.cli.output import note
 from ckpt_tools.errors import CkptError
-from ckpt_tools.options import AnyPath, Option
+from ckpt_tools.options import AnyPath
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
     from ckpt_tools.report.page import Page
-
-Html = Annotated[
-    AnyPath | None,
-    Option("Also write the result as a page for browsers: one self-contained file.", metavar="FILE"),
-]
 
 
 @contextmanager

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Literal
 
 from ckpt_tools.checks.for_ci import Located, build_sarif, describe_failure
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_json, say, waiting
+from ckpt_tools.cli.output import note, print_json, say, waiting
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.scan import Scan, describe_scan, find_dangerous, scan_to_json
-from ckpt_tools.options import Option
+from ckpt_tools.options.check import ScanView
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name, first_few
 
-Format = Annotated[Literal["text", "json", "sarif"], Option("How the result is printed; json is the same as --json.")]
 _MAX_NAMES = 8
 
 
-def run(call: Call[Scan], *, format: Format = "text", output: Output) -> int:  # noqa: A002
+def run(call: Call[Scan], view: ScanView, output: Output) -> int:
     """Scan, and print what could run."""
-    form = "json" if output.json else format
+    form = "json" if output.json else view.format
     try:
         with waiting(output, "looking"):
             result = call()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import ChangingLine, Output, note, print_json, say, say_findings
-from ckpt_tools.cli.reports import Html, report_to
+from ckpt_tools.cli.output import ChangingLine, note, print_json, say, say_findings
+from ckpt_tools.cli.reports import report_to
 from ckpt_tools.cli.screen import Screen, terminal
+from ckpt_tools.options.output import HtmlOptions, Output
 from ckpt_tools.smoke.report import HOW_MEMORY, PHASES, SmokeReport, describe_compared, describe_verdict
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
 
-def run(call: Call[SmokeReport], *, html: Html = None, output: Output) -> int:
+def run(call: Call[SmokeReport], page: HtmlOptions, output: Output) -> int:
     """Try a model, and print what was found."""
     is_shown = os.environ.get("RANK", "0") == "0" and not output.is_silent
     line = ChangingLine(shown=is_shown and not output.verbose)
@@ -26,7 +27,7 @@ def run(call: Call[SmokeReport], *, html: Html = None, output: Output) -> int:
         elif is_shown and output.verbose:
             note(f"{phase}: {state}")
 
-    with report_to(html, "smoke", str(call.given.get("source", "")), output) as write:
+    with report_to(page.html, "smoke", str(call.given.get("source", "")), output) as write:
 
         def show(report: SmokeReport) -> None:
             if report.is_primary and write is not None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Annotated
 
 from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.stats import Stats, TensorStats, to_json
 from ckpt_tools.checks.updates import Update
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, note_identities, print_json, progress_of, say, say_findings
-from ckpt_tools.cli.reports import Html, report_to
+from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.reports import report_to
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.moving.threads import one_thread_each
-from ckpt_tools.options import Option
+from ckpt_tools.options.check import StatsView
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -22,17 +22,11 @@ _MAX_KINDS = 40
 _MAX_SHOWN = 50
 
 
-def run(
-    call: Call[Stats],
-    *,
-    output: Output,
-    tensors: Annotated[bool, Option("List every tensor (default: a line for the same weight of all layers).")] = False,
-    html: Html = None,
-) -> int:
+def run(call: Call[Stats], view: StatsView, output: Output) -> int:
     """Measure, and print what stands out, then the figures."""
     one_thread_each()
     source, against = str(call.given["source"]), call.given.get("against")
-    with report_to(html, "stats", source, output) as report:
+    with report_to(view.html, "stats", source, output) as report:
         with progress_of(output) as factory:
             result = call(progress=factory)
         if report is not None:
@@ -49,7 +43,7 @@ def run(
     if not output.quiet:
         for text in result.not_checked:
             note(f"not checked: {text}")
-        _tables(result, terminal(), every=tensors)
+        _tables(result, terminal(), every=view.tensors)
         for where, fqns in (("SRC", result.only_in_source), ("--against", result.only_in_other)):
             if fqns:
                 say(f"only in {where}: {len(fqns)} tensors, e.g. {escape_name(fqns[0])}")

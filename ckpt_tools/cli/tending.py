@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import Output, note, print_json, progress_of, say, say_findings
-from ckpt_tools.cli.reports import Html, report_to
+from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
+from ckpt_tools.cli.reports import report_to
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.threads import one_thread_each
+from ckpt_tools.options.output import HtmlOptions, Output
 from ckpt_tools.tending.retention import Candidate
 from ckpt_tools.tending.tend import Tended, tended_json
 from ckpt_tools.text import escape_name, first_few
@@ -18,11 +19,11 @@ from ckpt_tools.units import format_size
 _MAX_SHOWN = 100
 
 
-def run(call: Call[Tended], *, html: Html = None, output: Output) -> int:
+def run(call: Call[Tended], page: HtmlOptions, output: Output) -> int:
     """Tend the folder, and print what was found and done."""
     one_thread_each()
     goes_on = call.given.get("once") is False and not call.given["status"]
-    if goes_on and (output.json or html is not None):
+    if goes_on and (output.json or page.html is not None):
         what = f"--{'json' if output.json else 'html'} needs --once or --status"
         raise UsageError(what, hint="one document is written at the end, and this goes on")
     more: dict[str, object] = {"say": None if output.is_silent else lambda text: note(escape_name(text))}
@@ -36,7 +37,7 @@ def run(call: Call[Tended], *, html: Html = None, output: Output) -> int:
         shown[:] = [now]
 
     command = "watch" if "once" in call.given else "prune"
-    with report_to(html, command, str(call.given["directory"]), output) as report, progress_of(output) as factory:
+    with report_to(page.html, command, str(call.given["directory"]), output) as report, progress_of(output) as factory:
         if command == "watch":
             more |= {"progress": factory, "each": each}
         tended = call(**more)

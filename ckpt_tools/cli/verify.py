@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 from ckpt_tools.checks.reading import describe
 from ckpt_tools.checks.verify import Verification, to_json
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import (
-    Output,
     error_json,
     note,
     note_identities,
@@ -19,31 +17,33 @@ from ckpt_tools.cli.output import (
     say,
     say_findings,
 )
-from ckpt_tools.cli.reports import Html, report_to
+from ckpt_tools.cli.reports import report_to
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.moving.threads import one_thread_each
-from ckpt_tools.options import AnyPath, Argument
+from ckpt_tools.options.check import VerifyView
+from ckpt_tools.options.output import Output
 from ckpt_tools.tending.series import checkpoints_in
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
-More = Annotated[Sequence[AnyPath], Argument("Further checkpoints; the folder of a run stands for all in it.", "SRC")]
 _MAX_SHOWN = 50
 _MAX_FILES = 12
 """Names of unread files in a line; -v shows all."""
 
 
-def run(call: Call[Verification], *, more: More = (), html: Html = None, output: Output) -> int:
+def run(call: Call[Verification], view: VerifyView, output: Output) -> int:
     """Verify, and print what was found."""
     one_thread_each()
     source = str(call.given["source"])
-    paths = [path for given in (*map(str, more), source) for path in checkpoints_in(given) or (given,)]
-    for_one = [f"--{name}" for name in ("against", "part", "accept") if call.given.get(name)] + ["--html"] * bool(html)
+    paths = [path for given in (*map(str, view.more), source) for path in checkpoints_in(given) or (given,)]
+    for_one = [f"--{name}" for name in ("against", "part", "accept") if call.given.get(name)] + ["--html"] * bool(
+        view.html
+    )
     if len(paths) > 1 and for_one:
         raise UsageError(f"{for_one[0]} takes one checkpoint, got {len(paths)}", hint="verify them one by one")
     if len(paths) > 1:
         return _run_each(call, paths, output)
-    with report_to(html, "verify", source, output) as report:
+    with report_to(view.html, "verify", source, output) as report:
         with progress_of(output) as factory:
             result = call(source=paths[0], progress=factory)
         if report is not None:

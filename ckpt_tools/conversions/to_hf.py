@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from dataclasses import replace
 
 from ckpt_tools.conversions.check_names import Ties, ties_in
 from ckpt_tools.conversions.find import as_stored, check_copies, differences, is_same, leave_out, model_in
@@ -21,94 +20,10 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import CONFIG_NAME, config_in
-from ckpt_tools.models.name_options import GatherNames, MapFile
 from ckpt_tools.models.naming import AssetList, Naming, name_back, name_hub
 from ckpt_tools.moving.plan import Seal
-from ckpt_tools.options import (
-    AnyPath,
-    AsPart,
-    Component,
-    Dequantize,
-    Destination,
-    DryRun,
-    DTypeFor,
-    DTypeName,
-    Exclude,
-    From,
-    Include,
-    KeepPickles,
-    MaxShardSize,
-    NumWorkers,
-    OnlyCommit,
-    Option,
-    Overwrite,
-    PartText,
-    Progress,
-    ShapesFrom,
-    Source as SourcePath,
-)
+from ckpt_tools.options.convert import GatherOptions
 from ckpt_tools.text import escape_name, first_few
-from ckpt_tools.units import parse_size
-
-DEFAULT_MAX_SHARD_SIZE = "5GB"
-"""Largest HF file when nothing else says how to split, as in huggingface_hub."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherOptions:
-    """The options of `gather`."""
-
-    source: SourcePath = field(kw_only=False)
-    destination: Destination = field(kw_only=False)
-    max_shard_size: MaxShardSize = None
-    dtype: DTypeName = "keep"
-    dtype_for: DTypeFor = ()
-    dequantize: Dequantize = False
-    quantize: Annotated[
-        Literal["fp8"] | None,
-        Option("Quantise linear layers (fp8: 8-bit floats with one scale per 128×128 block, as in DeepSeek-V3)."),
-    ] = None
-    keep_precision: Annotated[Sequence[str], Option("Tensors that --quantize skips (repeatable).", metavar="GLOB")] = ()
-    strip_prefix: Annotated[
-        str,
-        Option(
-            "Prefix to strip; auto finds the model inside a trainer's state and strips wrappers such as _orig_mod.",
-            metavar="auto|none|PFX",
-        ),
-    ] = "auto"
-    assets: Annotated[
-        AnyPath | None, Option("Directory with the config and tokenizer that the source itself lacks.", metavar="DIR")
-    ] = None
-    like: Annotated[
-        AnyPath | None, Option("Reference model whose names, order, files and dtypes to restore.", metavar="REF")
-    ] = None
-    include: Include = ()
-    exclude: Exclude = ()
-    names: GatherNames = "auto"
-    map: MapFile = None
-    allow_foreign_names: Annotated[bool, Option("Allow names that do not match the architecture in config.json.")] = (
-        False
-    )
-    overwrite: Overwrite = False
-    keep_pickles: KeepPickles = False
-    part: PartText = None
-    only_commit: OnlyCommit = False
-    dry_run: DryRun = False
-    num_workers: NumWorkers = None
-    format: From = None
-    as_part: AsPart = False
-    component: Component = None
-    shapes_from: ShapesFrom = None
-    to: Annotated[
-        Literal["safetensors", "torch"],
-        Option("What to write: model.safetensors, or pytorch_model.bin as torch.save does."),
-    ] = "safetensors"
-    progress: Progress = None
-
-    @property
-    def max_file_nbytes(self) -> int:
-        """Largest file, where nothing else says how to split."""
-        return parse_size(self.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
 
 
 def gathering_job(

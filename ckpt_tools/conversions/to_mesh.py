@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from dataclasses import replace
 
 from ckpt_tools.conversions.check_names import warn_of_ties
 from ckpt_tools.conversions.find import name_again, shown_again, with_zeros
@@ -21,17 +20,8 @@ from ckpt_tools.formats.hf_sharded_placing import notes_on_loading, place_sharde
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Named, Naming
-from ckpt_tools.options import (
-    Dequantize,
-    Destination,
-    DTypeFor,
-    DTypeName,
-    Exclude,
-    Include,
-    MeshOptions,
-    Option,
-    Source,
-)
+from ckpt_tools.options.common import MeshOptions
+from ckpt_tools.options.convert import ConvertOptions
 from ckpt_tools.placement.auto_plan import auto_plan
 from ckpt_tools.placement.parse import parse_rules, parse_set
 from ckpt_tools.placement.place import cut_entry, place_tensors
@@ -43,24 +33,6 @@ from ckpt_tools.text import first_few
 
 _Own = Mapping[str, str]
 _MAX_RULES_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingOptions(MeshOptions):
-    """What `shard` and `reshard` both take."""
-
-    source: Source = field(kw_only=False)
-    destination: Destination = field(kw_only=False)
-    dtype: DTypeName = "keep"
-    dtype_for: DTypeFor = ()
-    dequantize: Dequantize = False
-    prefix: Annotated[str, Option("Prefix for every name, e.g. model.", metavar="PFX")] = ""
-    serialization: Annotated[
-        Literal["torch", "safetensors"],
-        Option("torch: items that dcp.load reads; safetensors: only tensors, for torch's HuggingFaceStorageReader."),
-    ] = "torch"
-    include: Include = ()
-    exclude: Exclude = ()
 
 
 def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions, sources: _Own | None = None) -> Layout:
@@ -219,7 +191,7 @@ def _find_layout(opened: Opened, checkpoint: Checkpoint, named: Named, options: 
 
 def sharding_job(
     opened: Opened,
-    options: ShardingOptions,
+    options: ConvertOptions,
     *,
     named: Named | None = None,
     root: str = "",
@@ -289,7 +261,7 @@ def sharding_job(
     )
 
 
-def resharding_job(opened: Opened, options: ShardingOptions, naming: Naming) -> Job:
+def resharding_job(opened: Opened, options: ConvertOptions, naming: Naming) -> Job:
     """Return the job that writes `opened`, cut as `options` say, and by the names of `naming` if it asks for some."""
     if naming.names == "auto":
         return sharding_job(opened, options)

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from ckpt_tools.conversions.find import model_in, name_again, omitted, with_zeros
 from ckpt_tools.conversions.job import Job, cast_target, check_whole, notes_on
-from ckpt_tools.conversions.to_hf import GatherOptions, gathering_job
+from ckpt_tools.conversions.to_hf import gathering_job
 from ckpt_tools.description.transform import find_model
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.dcp_placing import kept_cells, place
 from ckpt_tools.formats.inside import check_sealed, revealed
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import Named, Naming, name_live
+from ckpt_tools.options.convert import GatherOptions
 from ckpt_tools.text import first_few
 
 

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckpt_tools.conversions.job import Job
-from ckpt_tools.conversions.to_mesh import ShardingOptions
 from ckpt_tools.conversions.to_step import outer_job
 from ckpt_tools.description.checkpoint import Asset, Checkpoint, Chunk
 from ckpt_tools.description.layout import Mesh, parse_mesh
@@ -20,6 +19,7 @@ from ckpt_tools.formats.manifest import MANIFEST_NAME
 from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.formats.rank_files import VERL_FILE, RankFiles
 from ckpt_tools.formats.rank_writer import RankFile, places_of, plan_rank_file
+from ckpt_tools.options.convert import ConvertOptions
 from ckpt_tools.text import first_few
 
 _CONFIG = "fsdp_config.json"
@@ -34,7 +34,7 @@ def is_of_verl(opened: Opened) -> bool:
     return isinstance(opened.format, RankFiles) and any(map(VERL_FILE.fullmatch, names))
 
 
-def ranks_job(opened: Opened, options: ShardingOptions, stack: ExitStack) -> Job:
+def ranks_job(opened: Opened, options: ConvertOptions, stack: ExitStack) -> Job:
     """Return the job that writes files of ranks for another mesh, of one model or of every model of a step."""
     mesh, destination = _mesh(options), os.fspath(options.destination)
     if opened.step is None:
@@ -48,7 +48,7 @@ def ranks_job(opened: Opened, options: ShardingOptions, stack: ExitStack) -> Job
     return outer
 
 
-def _mesh(options: ShardingOptions) -> Mesh:
+def _mesh(options: ConvertOptions) -> Mesh:
     stated: Sequence[tuple[str, object]] = (
         *(("--rules", options.rules), ("--set", options.set), ("--tp-plan", options.tp_plan)),
         *(("--prefix", options.prefix), ("--include", options.include), ("--exclude", options.exclude)),

@@ -11,8 +11,7 @@ from functools import partial
 from ckpt_tools.checks.trainer import judge, judge_path, refuse_mixed
 from ckpt_tools.conversions.find import model_in, name_again
 from ckpt_tools.conversions.job import PART_NOTE, Job
-from ckpt_tools.conversions.to_hf import GatherOptions
-from ckpt_tools.conversions.to_mesh import ShardingOptions, find_layout, resharding_job, sharding_job
+from ckpt_tools.conversions.to_mesh import find_layout, resharding_job, sharding_job
 from ckpt_tools.description.checkpoint import Checkpoint
 from ckpt_tools.description.layout import Layout, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -27,12 +26,13 @@ from ckpt_tools.formats.step import OpenedStep
 from ckpt_tools.formats.steps import (
     TRAINERS,
     TrainerLayout,
-    TrainerName,
     dataloader_ranks,
 )
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Named, Naming
+from ckpt_tools.options.common import TrainerName
+from ckpt_tools.options.convert import ConvertOptions, GatherOptions
 from ckpt_tools.text import first_few
 
 _OTHER_LIBRARIES = ("torchtitan", "megatron", "nanotron", "gguf")
@@ -95,7 +95,7 @@ def outer_job(opened: Opened, destination: str, parts: dict[str, Job], mesh: Mes
     )
 
 
-def step_job(step: OpenedStep, options: ShardingOptions) -> Job:
+def step_job(step: OpenedStep, options: ConvertOptions) -> Job:
     """Return the job that writes a whole step, each part cut as `options` say, and the files beside as they are."""
     path = step.root.source.root
     refuse_mixed(step.root)
@@ -137,7 +137,7 @@ def _refuse(verdict: StepVerdict, path: str) -> None:
         raise UnreadableError(what, where=path, hint="restore it; `ckpt gather`, or --for plain, takes the model alone")
 
 
-def repository_job(step: OpenedStep, options: ShardingOptions | GatherOptions, build: Callable[[Opened], Job]) -> Job:
+def repository_job(step: OpenedStep, options: ConvertOptions | GatherOptions, build: Callable[[Opened], Job]) -> Job:
     """Return the job that writes every model of a repository, each as `build` makes it, and the files beside."""
     path = step.root.source.root
     for _, error in step.broken:
@@ -207,7 +207,7 @@ def _join(whole: Checkpoint, part: Checkpoint, rename: Callable[[str], str]) -> 
     return replace(whole, tensors=(*whole.tensors, *moved), files={**whole.files, **files})
 
 
-def _refuse_options(step: OpenedStep, options: ShardingOptions | GatherOptions, fields: Sequence[str]) -> None:
+def _refuse_options(step: OpenedStep, options: ConvertOptions | GatherOptions, fields: Sequence[str]) -> None:
     """Refuse options that are for one checkpoint.
 
     Raises:
@@ -226,7 +226,7 @@ def _give(step: OpenedStep) -> str:
     return os.path.join(step.root.source.root, step.parts[0][0].directory)
 
 
-def _layout(step: OpenedStep, group: list[Opened], options: ShardingOptions) -> Layout:
+def _layout(step: OpenedStep, group: list[Opened], options: ConvertOptions) -> Layout:
     """Return where a model and its optimizer go: rules and plans are of parameters, and state follows them."""
     tensors = tuple(entry for opened in group for entry in opened.checkpoint.tensors)
     has_config = (opened for opened in (*group, step.root) if config_beside(opened.source) is not None)
@@ -234,7 +234,7 @@ def _layout(step: OpenedStep, group: list[Opened], options: ShardingOptions) -> 
     return find_layout(with_config, replace(group[0].checkpoint, tensors=tensors), options)
 
 
-def converted_job(opened: Opened, options: ShardingOptions, naming: Naming, trainer: TrainerName | None) -> Job:
+def converted_job(opened: Opened, options: ConvertOptions, naming: Naming, trainer: TrainerName | None) -> Job:
     """Return the job of `reshard` on one DCP checkpoint: all of it, or for another trainer its model alone."""
     verdict = judge(opened)
     own = verdict.trainer if verdict.trainer in ("lightning", "torchtitan") else None

@@ -5,6 +5,6 @@ from __future__ import annotations
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.options import EstimateOptions
 from ckpt_tools.estimate.report import CaseEstimate, Estimate, Memory
-from ckpt_tools.estimate.run import run_estimate
+from ckpt_tools.estimate.run import estimate
 
-__all__ = ["Case", "CaseEstimate", "Estimate", "EstimateOptions", "Memory", "run_estimate"]
+__all__ = ["Case", "CaseEstimate", "Estimate", "EstimateOptions", "Memory", "estimate"]

@@ -4,65 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
 from ckpt_tools.description.layout import Mesh
-from ckpt_tools.options import Option
+from ckpt_tools.options.estimate import Training
 
 DEFAULT_WORLD_SIZE = 8
 """Ranks when nothing says how many: one node."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
-"""Of pipelines, by the part of the step that keeps activations."""
-_DTYPES = "bf16|f16|f32"
 _DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
-
-
-@dataclass(frozen=True, kw_only=True)  # no slots: another class has this one and a second base
-class Training:
-    """What all cases of an estimate have in common."""
-
-    seq_len: Annotated[int, Option("Tokens per sample.", min=1)] = 2048
-    batch_size: Annotated[int, Option("Samples per rank.", min=1)] = 1
-    param_dtype: Annotated[str, Option("Compute dtype.", metavar=_DTYPES)] = "bf16"
-    reduce_dtype: Annotated[str, Option("Dtype of the gradient average.", metavar=_DTYPES)] = "f32"
-    master_dtype: Annotated[str, Option("Dtype of trained parameters and gradients.", metavar=_DTYPES)] = "f32"
-    frozen_dtype: Annotated[
-        str, Option("With --lora: dtype of frozen weights (default: bf16).", metavar=_DTYPES, is_tristate=True)
-    ] = "bf16"
-    optimizer: Annotated[str, Option("Optimizer: adamw, adamw-8bit, lion, muon, …", metavar="NAME")] = "adamw"
-    state_dtype: Annotated[
-        str | None,
-        Option("Dtype of the optimizer state (default: --master-dtype, as in PyTorch).", metavar=_DTYPES),
-    ] = None
-    quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4", after="lora_rank")] = (
-        None
-    )
-    offload: Annotated[bool, Option("Keep parameters, gradients and state in host memory.", after="quantize")] = False
-    offload_optimizer: Annotated[
-        bool, Option("Keep the optimizer state in host memory between steps.", after="offload")
-    ] = False
-    offload_activations: Annotated[
-        bool, Option("Keep activations in host memory between forward and backward.", after="offload_optimizer")
-    ] = False
-    selective_checkpointing: Annotated[
-        bool,
-        Option(
-            "Keep attention and every second matrix product, recompute the rest (torchtitan's selective, per op).",
-            after="activation_checkpointing",
-        ),
-    ] = False
-    sequence_parallel: Annotated[bool, Option("With tp: cut activations between blocks along the sequence.")] = False
-    loss_parallel: Annotated[bool, Option("With tp: cut logits along the vocabulary.")] = False
-    fused_loss: Annotated[bool, Option("Compute the loss in chunks; the logits never exist whole (Liger).")] = False
-    expert_parallel: Annotated[
-        int, Option("Ranks over which experts are cut, out of those of dp_shard, cp and tp.", min=1)
-    ] = 1
-    micro_batches: Annotated[
-        int | None, Option("With pp: parts that --batch-size is split into (default: one sample each).", min=1)
-    ] = None
-    schedule: Annotated[str, Option("With pp: schedule of the pipeline.", metavar="|".join(SCHEDULES))] = "1f1b"
-    compile: Annotated[bool, Option("Compile blocks with torch.compile.")] = False
-    fp8: Annotated[bool, Option("Linear layers compute in float8 (torchao).")] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

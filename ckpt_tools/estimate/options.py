@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ckpt_tools.description.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.estimate.case import DEFAULT_WORLD_SIZE, SCHEDULES, Case, Training
+from ckpt_tools.estimate.case import DEFAULT_WORLD_SIZE, Case
 from ckpt_tools.estimate.tables import DTYPE_BYTES, GPUS, OPTIMIZERS, gpu_bytes
-from ckpt_tools.options import AnyPath, Argument, MeshText, Option, WorldSize
+from ckpt_tools.options.estimate import DEFAULT_LORA_RANK, SCHEDULES, EstimateFields, Training
 from ckpt_tools.units import parse_count, parse_size
 
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
@@ -32,8 +32,6 @@ ALIASES: Mapping[str, str] = {
 """FSDP1's names and accelerate's numbers, as `fsdp2.parse_strategy` takes them."""
 NODE_SIZE = 8
 """Ranks that hybrid_shard cuts over when the mesh does not say."""
-DEFAULT_LORA_RANK = 16
-"""Rank of the adapters when nothing says it."""
 MAX_COUNT = 10**15
 """Parameters, tokens or layers; more are a slip of the keyboard."""
 MAX_WORLD_SIZE = 10**6
@@ -45,58 +43,8 @@ _DP = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ModelAndRanks:
-    model: Annotated[
-        AnyPath | None,
-        Argument("A config.json or its directory; or a checkpoint without one, for the formula only.", "[MODEL]"),
-    ] = field(default=None, kw_only=False)
-    params: Annotated[
-        int | str | None,
-        Option(
-            "Parameters (7B) of a model without a config, for the formula; with --layers and --hidden.", metavar="N"
-        ),
-    ] = None
-    layers: Annotated[int | None, Option("With --params: number of blocks.")] = None
-    hidden: Annotated[int | None, Option("With --params: hidden size.")] = None
-    vocab: Annotated[int | None, Option("With --params: rows of the output layer; 0 for none.")] = None
-    mesh: MeshText = None
-    world_size: WorldSize = None
-    strategy: Annotated[
-        str | Sequence[str] | None,
-        Option(
-            "Sharding strategy (repeatable; default: what suits the mesh); "
-            "all shows all, with and without checkpointing.",
-            metavar="full_shard|shard_grad_op|hybrid_shard|no_shard|all",
-        ),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EstimateOptions(Training, _ModelAndRanks):
-    """The options of `ckpt estimate`."""
-
-    activation_checkpointing: Annotated[
-        bool | Literal["both"],
-        Option(
-            "Recompute activations in the backward pass.",
-            name="--activation-checkpointing/--no-activation-checkpointing",
-            is_tristate=True,
-        ),
-    ] = False
-    lora: Annotated[bool | int | None, Option("Freeze the model; train LoRA adapters on its linear layers.")] = None
-    lora_rank: Annotated[
-        int | None, Option(f"Rank of the adapters (default: {DEFAULT_LORA_RANK}); implies --lora.", min=1)
-    ] = None
-    gpu_memory: Annotated[
-        str | int | None,
-        Option(
-            "Memory of a device (80GB): shows what fits; if nothing does, suggests a change that would.",
-            metavar="SIZE",
-        ),
-    ] = None
-    gpu: Annotated[
-        str | None, Option("Device by name (H100-80GB, A100-40GB, RTX4090, …), in place of --gpu-memory.")
-    ] = None
+class EstimateOptions(EstimateFields):
+    """The options of `ckpt estimate`, and what follows from them."""
 
     def __post_init__(self) -> None:
         gpu_bytes = self.gpu_bytes

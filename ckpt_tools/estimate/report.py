@@ -128,7 +128,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What `run_estimate` found."""
+    """What `estimate` found."""
 
     model: str
     """What was estimated, and where its sizes come from."""

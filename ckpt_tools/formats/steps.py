@@ -18,6 +18,7 @@ from ckpt_tools.description.checkpoint import Asset, Checkpoint
 from ckpt_tools.formats.contracts import describe
 from ckpt_tools.formats.file_names import METADATA_NAME, is_hf_asset
 from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.options.common import TrainerName
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.text import first_few
 
@@ -137,7 +138,6 @@ class TrainerLayout:
     """What to do then."""
 
 
-TrainerName = Literal["accelerate", "trainer", "torchtitan", "lightning", "verl", "plain"]
 TRAINERS: Mapping[TrainerName, TrainerLayout] = {
     "accelerate": TrainerLayout(
         prefix="model.",

@@ -11,13 +11,13 @@ import functools
 import keyword
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, get_args
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.hub.front_matter import CARD_NAME, hub_id_of, is_hub_id, newline_of, read_front_matter, with_keys
-from ckpt_tools.options import AnyPath, Doc, Option
+from ckpt_tools.options import Doc
+from ckpt_tools.options.hub import CardFields, Relation
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 Library = Literal["peft", "diffusers", "transformers"]
 """Which library loads the weights; the hub shows its snippet."""
-Relation = Literal["adapter", "finetune", "quantized", "merge"]
-"""How the hub's tree of models hangs a model under its base."""
-
 Row = tuple[str, str, str]
 """(what, value, where it came from)."""
 MAX_CARD_BYTES = 4 << 20
@@ -76,35 +73,9 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardFacts:
+class CardFacts(CardFields):
     """What a card says. None and empty: not known, so the card is silent about it."""
 
-    base_model: Annotated[
-        str | None,
-        Option("Hub id of the base model, for the model card.", metavar="ORG/NAME", after="commit_message"),
-    ] = None
-    relation: Annotated[
-        Relation | None,
-        Option("How it was made from the base model, if ckpt cannot tell.", name="--base-model-relation"),
-    ] = None
-    pipeline_tag: Annotated[
-        str | None, Option("Task for the model card: text-to-image, text-generation, …", metavar="TASK")
-    ] = None
-    tags: Annotated[Sequence[str], Option("Tag for the model card (repeatable).", name="--tag", metavar="TAG")] = ()
-    instance_prompt: Annotated[str | None, Option("Trigger words, for the model card.", metavar="TEXT")] = None
-    samples: Annotated[
-        AnyPath | None,
-        Option("Directory of sample images or videos with their prompts, for the card's gallery.", metavar="DIR"),
-    ] = None
-    license: Annotated[str | None, Option("License for the model card: apache-2.0, other, …", metavar="NAME")] = None
-    license_name: Annotated[str | None, Option("Name of a license of its own (with other).", metavar="NAME")] = None
-    license_link: Annotated[str | None, Option("Where that license is: URL or LICENSE file.", metavar="LINK")] = None
-    languages: Annotated[
-        Sequence[str], Option("Language code for the card (repeatable).", name="--language", metavar="CODE")
-    ] = ()
-    datasets: Annotated[
-        Sequence[str], Option("Hub id of a dataset (repeatable).", name="--dataset", metavar="ORG/NAME")
-    ] = ()
     title: Annotated[str | None, Doc("Heading; the repository's name by default.")] = None
     library: Annotated[Library | None, Doc("Library that loads the weights.")] = None
     load: Annotated[LoadFacts | None, Doc("What the code blocks need beyond the names.")] = None
@@ -112,6 +83,11 @@ class CardFacts:
     training: Annotated[tuple[Row, ...], Doc("(fact, value, where it came from).")] = ()
     settings: Annotated[tuple[Row, ...], Doc("(setting, value, where it came from).")] = ()
     notes: Annotated[tuple[str, ...], Doc("For whoever pushes: what was left out, and why.")] = ()
+
+    @classmethod
+    def of(cls, said: CardFields) -> CardFacts:
+        """Return what the user says, and no more."""
+        return cls(**{each.name: getattr(said, each.name) for each in fields(CardFields)})
 
     @property
     def is_empty(self) -> bool:

@@ -18,11 +18,12 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.format import read_document
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.formats.opening import read_file
-from ckpt_tools.hub.card import CardFacts, LoadFacts, Relation, Row
+from ckpt_tools.hub.card import CardFacts, LoadFacts, Row
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
 from ckpt_tools.hub.front_matter import hub_id_of
 from ckpt_tools.hub.training import ai_toolkit_config, training_facts, value_at
 from ckpt_tools.models.config import CONFIG_NAME, config_in
+from ckpt_tools.options.hub import Relation
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import HubError, UnreadableError, UsageError
@@ -17,59 +16,24 @@ from ckpt_tools.hub.commit import Committed, check_arrival, commit, upload
 from ckpt_tools.hub.facts import facts_of
 from ckpt_tools.hub.files import digest_files, file_of_bytes, list_directory
 from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter
-from ckpt_tools.hub.options import CommitMessage, CreatePr, Endpoint, Private, Revision
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.secrets import refuse_secrets
-from ckpt_tools.options import AnyPath, Argument, Doc, KeepPickles, NumWorkers, Option, Progress
+from ckpt_tools.options import Doc
+from ckpt_tools.options.hub import PushFields
 from ckpt_tools.remote.account import find_pusher
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
-CheckLevel = Literal["sent", "all", "names"]
-"""What is read back: what was sent, everything, or nothing (the hub's own digests are compared all the same)."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PushOptions:
+class PushOptions(PushFields):
     """The options of `push`."""
 
-    directory: Annotated[AnyPath, Argument("What to push: a model, an adapter, a checkpoint.", "DIR")] = field(
-        kw_only=False
-    )
-    repo: Annotated[str, Argument("NAMESPACE/NAME, or NAME for one of your own; created if new.", "REPO")] = field(
-        kw_only=False
-    )
-    private: Private = False
-    create_pr: CreatePr = False
-    revision: Revision = None
-    commit_message: CommitMessage = None
     card: Annotated[CardFacts | bool, Doc("Facts for the model card beside those of the configs; False for none.")] = (
         True
     )
-    include: Annotated[
-        Sequence[str],
-        Option("Only these files (repeatable). Without a slash, names in every directory match.", metavar="GLOB"),
-    ] = ()
-    exclude: Annotated[Sequence[str], Option("Skip these files (repeatable).", metavar="GLOB")] = ()
-    keep_pickles: KeepPickles = False
-    delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
-    check: Annotated[
-        CheckLevel,
-        Option("Read back what was uploaded, everything, or nothing (the hub's digests are always compared)."),
-    ] = "sent"
-    token: Annotated[str | None, Doc("Access token (default: HF_TOKEN, or that of `hf auth login`).")] = field(
-        default=None, repr=False
-    )
-    endpoint: Endpoint = None
-    dry_run: Annotated[bool, Option("Plan only: new, changed and unchanged files. Uploads nothing.", short="-n")] = (
-        False
-    )
-    num_workers: NumWorkers = None
-    progress: Progress = None
-    log: Annotated[Log | None, Doc("Called with a line of text before each slow step.")] = None
-    bars: Annotated[bool, Doc("Let the hub's client draw its own bars while it uploads.")] = False
 
 
 class Push:

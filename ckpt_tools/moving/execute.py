@@ -7,10 +7,13 @@ combined into those of whole items; digests of blocks into those of whole tensor
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import xxhash
 from isal import isal_zlib
 
 from ckpt_tools.description.checkpoint import TensorEntry
@@ -19,12 +22,11 @@ from ckpt_tools.errors import CkptError, UnreachableError
 from ckpt_tools.formats.digest import digest_block
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.counts import Counts
-from ckpt_tools.moving.framing import Sealing, digest_planned_frames, gaps_of, has_frames
-from ckpt_tools.moving.order import front_to_back
 from ckpt_tools.moving.plan import (
     TILE_BLOCKS,
     Copy,
     FilePlan,
+    Seal,
     blocks_at_once,
     group_by_tensor,
     is_plain,
@@ -438,3 +440,133 @@ def scan(
     if tasks:
         run.run(num_workers)
     return run.outcome
+
+
+# In which order to write tensors into files that are sent front to back
+
+Copies = Sequence[tuple[str, Copy]]
+
+
+def front_to_back(groups: Sequence[Copies]) -> list[int]:
+    """Return the order in which every file is written from its beginning, as near to the given one as that allows.
+
+    Files that have two tensors in opposite orders cannot both have theirs: the first tensor that waits goes ahead.
+    """
+    files: dict[str, list[tuple[int, int]]] = {}
+    for number, copies in enumerate(groups):
+        for file, copy in copies:
+            files.setdefault(file, []).append((copy.offset, number))
+    after: list[list[int]] = [[] for _ in groups]
+    waits_for = [0] * len(groups)
+    for placed in files.values():
+        placed.sort()
+        for (_, first), (_, second) in pairwise(placed):
+            if first != second:
+                after[first].append(second)
+                waits_for[second] += 1
+    ready = [number for number, count in enumerate(waits_for) if not count]
+    order: list[int] = []
+    done = [False] * len(groups)
+    oldest = 0
+    while len(order) < len(groups):
+        if not ready:
+            while done[oldest]:
+                oldest += 1
+            ready.append(oldest)
+        number = heapq.heappop(ready)
+        if done[number]:
+            continue
+        done[number] = True
+        order.append(number)
+        for each in after[number]:
+            waits_for[each] -= 1
+            if waits_for[each] == 0:
+                heapq.heappush(ready, each)
+    return order
+
+
+# What lies around the payloads of a file that a plan writes: known from the plan and the CRC-32s, never read back
+# The digest is that of `formats.frames`, which reads the same bytes from a file.
+
+_ZEROS = bytes(1 << 16)
+
+
+def has_frames(plan: FilePlan) -> bool:
+    """Does the file hold anything around its payloads that says what they are?"""
+    return plan.seal is not None or any(copy.encoding != "raw" for copy in plan.copies)
+
+
+def digest_planned_frames(plan: FilePlan, crcs: Mapping[int, int]) -> str:
+    """Return the digest of every byte of a file that belongs to no payload; `crcs` are by where a payload begins."""
+    state = xxhash.xxh3_128()
+    position = 0
+    for start, piece, nbytes in sorted(_pieces(plan, crcs), key=lambda each: each[:1] + each[2:]):
+        _skip(state, start - position)
+        state.update(piece)
+        position = start + (nbytes or len(piece))
+    _skip(state, plan.nbytes - position)
+    return state.hexdigest()
+
+
+class Sealing:
+    """What closes the payloads of an archive: each piece as soon as it is known. One thread at a time."""
+
+    def __init__(self, plan: FilePlan, seal: Seal) -> None:
+        self._starts = sorted({copy.offset for copy in plan.copies if not is_plain(copy.source)})
+        self._crcs: dict[int, int] = {}
+        self._num_told = 0
+        self._pieces = iter(seal(self._crcs[start] for start in self._starts))
+
+    def add(self, start: int | None = None, crc32: int = 0) -> list[tuple[int, bytes]]:
+        """Take the CRC-32 of the payload at `start`, if there is any; return what can be written now."""
+        if start is None:
+            return list(self._pieces)
+        self._crcs[start] = crc32
+        told = self._num_told
+        while self._num_told < len(self._starts) and self._starts[self._num_told] in self._crcs:
+            self._num_told += 1
+        return [next(self._pieces) for _ in range(self._num_told - told)]
+
+
+def gaps_of(plan: FilePlan) -> Iterator[tuple[int, int]]:
+    """Yield (offset, bytes) of what lies between the pieces of a file, and is zeros, in order."""
+    if plan.seal is not None:  # an archive has none
+        return
+    position = len(plan.head)
+    for start, end in sorted(map(_extent, plan.copies)):
+        if start > position:
+            yield position, start - position
+        position = max(position, end)
+    if position < plan.nbytes:
+        yield position, plan.nbytes - position
+
+
+def _extent(copy: Copy) -> tuple[int, int]:
+    if copy.encoding == "raw":
+        return copy.offset, copy.offset + copy.nbytes
+    frame = item_frame(copy.dtype, copy.box.sizes)
+    start = copy.offset - frame.payload_offset
+    return start, start + frame.nbytes
+
+
+def _pieces(plan: FilePlan, crcs: Mapping[int, int]) -> Iterator[tuple[int, bytes, int]]:
+    """Yield (offset, bytes, 0) of what lies around payloads, and (offset, b"", bytes) of those."""
+    if plan.head:
+        yield 0, plan.head, 0
+    for copy in plan.copies:
+        if copy.nbytes:
+            yield copy.offset, b"", copy.nbytes
+        if copy.encoding != "raw":
+            frame = item_frame(copy.dtype, copy.box.sizes)
+            yield copy.offset - frame.payload_offset, frame.before, 0
+            yield copy.offset + copy.nbytes, frame.after(crcs[copy.offset]), 0
+    if plan.seal is not None:
+        for offset, content in plan.seal([crcs[start] for start in sorted(crcs)]):
+            yield offset, content, 0
+
+
+def _skip(state: xxhash.xxh3_128, nbytes: int) -> None:
+    """Add the zeros that lie between two pieces."""
+    while nbytes > 0:
+        state.update(_ZEROS[:nbytes])
+        nbytes -= len(_ZEROS)

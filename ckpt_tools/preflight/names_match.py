@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.transform import WRAPPERS, strip_wrappers
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.comparison import Comparison
-from ckpt_tools.preflight.spec import Framework
 from ckpt_tools.text import escape_name
 
 DCP_ROOTS: Mapping[str, str] = {"accelerate": "model.", "trainer": "model.", "axolotl": "model.", "torchtitan": ""}

@@ -11,10 +11,11 @@ from itertools import chain
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate import Estimate
+from ckpt_tools.options import takes
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.flight import TITLES, Check, Flight
-from ckpt_tools.preflight.fold import write_cuts
+from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
 from ckpt_tools.preflight.memory import (
@@ -33,14 +34,24 @@ from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
 from ckpt_tools.preflight.sources import Sources, find_sources
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.preflight.trial import run_trial
 from ckpt_tools.processes.child import Child
+from ckpt_tools.smoke import SmokeReport, run_smoke
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
 
+@takes(PreflightOptions)
 def preflight(options: PreflightOptions) -> PreflightReport:
-    """Check a trainer's config against the model, the checkpoint and the machines, and say what is wrong."""
+    """Read a trainer's config and say whether the run will start, fit, load and train.
+
+    Config and rules, memory, the checkpoint against the model and the mesh, and a smoke run of a cut-down model. What
+    could not be checked is listed in the report (`not_checked`); where that is the config itself, or an option on which
+    something depends, `ok` is false. The trainer itself is never imported.
+
+    Raises:
+        UsageError: Not the config of a known trainer, or a path that does not exist.
+        UnreadableError: The config is damaged.
+    """
     for name in options.only:
         if name not in CHECKS:
             raise UsageError(f"--only must be one of {', '.join(CHECKS)}, got {name!r}")
@@ -320,3 +331,66 @@ def _describe_match(match: CheckpointMatch) -> str:
     if match.comparison is not None:
         parts.append(f"{len(match.comparison.found)} of them the model's")
     return ", ".join(parts)
+
+
+# The smoke run of a preflight: the model cut down where it is large, with the config's settings
+
+
+def run_trial(
+    check: Check,
+    flight: Flight,
+    spec: ParallelSpec,
+    sources: Sources,
+    match: CheckpointMatch | None,
+    view: ModelView,
+) -> SmokeReport | None:
+    """Run it, and say in `check` and `flight` what it found; None where it was not run."""
+    if sources.model is None:
+        check.why_not = "there is no config.json of the model"
+        return None
+    comparison = view.comparison
+    if comparison is None:
+        check.why_not = view.why_not
+        return None
+    model, source = sources.model, None
+    notes = []
+    trial = comparison.trial
+    if trial is not None:
+        if trial.path is None:
+            check.why_not = (
+                f"the model has {comparison.num_elems / 1e9:.1f} G parameters and cannot be cut down: {trial.why}"
+            )
+            return None
+        model = trial.path
+        notes.append(f"{comparison.title} is cut down: {describe_chosen(sources.model, model)}")
+    elif match is not None and match.ok and comparison.found:
+        source = match.path
+    elif match is not None:
+        notes.append("the checkpoint is not loaded: what is wrong with it is above")
+    blocks = () if view.facts is None else view.facts.blocks
+    fold = fold_spec(spec, model=model, source=source, blocks=blocks)
+    if fold.options is None:
+        check.why_not = fold.why_not
+        return None
+    try:
+        report = run_smoke(fold.options)
+    except CkptError as error:
+        check.why_not = error.what + (f" ({error.where})" if error.where else "")
+        return None
+    report = replace(report, source=escape_name(source or sources.model))
+    flight.notes += [f"smoke: {note}" for note in (*notes, *fold.notes, *report.notes)]
+    check.findings, check.was_made = _smoke_findings(report), True
+    check.what = f"{report.model} on {report.mesh}, {report.strategy}"
+    if report.losses:
+        check.what += f": loss {report.losses[0]:.4f} → {report.losses[-1]:.4f}"
+    return report
+
+
+def _smoke_findings(report: SmokeReport) -> tuple[Finding, ...]:
+    """Return what the run found; a phase that failed without a word is one more finding."""
+    findings = report.findings
+    if report.ok or any(finding.severity == "error" for finding in findings):
+        return findings
+    failed = [phase.name for phase in report.phases if phase.ok is False]
+    what = f"these phases failed: {', '.join(failed)}"
+    return (*findings, Finding.error("smoke-failed", "smoke", what))

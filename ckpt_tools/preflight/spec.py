@@ -7,11 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
+from ckpt_tools.options.preflight import Framework
 
-Framework = Literal[
-    "accelerate", "trainer", "torchtitan", "axolotl", "ai-toolkit", "verl", "openrlhf", "llamafactory", "deepspeed"
-]
-"""Whose config it is; "trainer" is transformers' TrainingArguments."""
 Engine = Literal["fsdp2", "fsdp1", "ddp", "deepspeed", "none", "other"]
 """What distributes the model; "other" is Megatron, XLA and the like, which are named and not described."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -27,16 +27,27 @@ from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import CONFIG_NAME, config_beside
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.boxes import BytesReader
-from ckpt_tools.quantised import comfyui, torchao
-from ckpt_tools.quantised.bands import Bands
-from ckpt_tools.quantised.scheme import Found, Quantised, Tensors
-from ckpt_tools.quantised.table import SCHEMES, find_scheme
+from ckpt_tools.quantised import awq, bnb, comfyui, compressed, fp8, gptq, modelopt, mxfp4, torchao
+from ckpt_tools.quantised.scheme import Found, Quantised, Scheme, Tensors
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
     from ckpt_tools.quantised.scheme import Bytes
+
+# Every scheme of quantisation that ckpt decodes, by the `quant_method` of config.json
+
+SCHEMES: tuple[Scheme, ...] = (
+    *(fp8.SCHEME, mxfp4.SCHEME, bnb.SCHEME, compressed.SCHEME),
+    *(gptq.SCHEME, gptq.AUTO_ROUND, awq.SCHEME, modelopt.SCHEME, torchao.SCHEME, comfyui.SCHEME),
+)
+
+
+def find_scheme(method: object) -> Scheme | None:
+    """Return the scheme of a `quant_method`; None for one that is not known."""
+    return next((scheme for scheme in SCHEMES if scheme.method == method), None)
+
 
 KEY = "quantization_config"
 _OTHER_CONFIGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -286,3 +297,47 @@ class _Reader:
             reader.read_into(entry, box, entry.dtype, content.data[position : position + nbytes])
             position += nbytes
         return content
+
+
+# Matrices whose columns are wanted, as quantisers of [out, in] weights store them in [in, out]
+
+_BAND_BYTES = 16 << 20
+"""Columns that are read at once: runs of some kilobytes, of a matrix of any size."""
+_MAX_BANDS_BYTES = 6 * _BAND_BYTES
+"""Workers decode neighbouring rows, which lie in one band or two, beside their scales."""
+
+
+class Bands:
+    """Reads columns in bands and keeps the last ones, so that every byte is read once; for any thread."""
+
+    def __init__(self, read: Callable[[TensorEntry, Box], Bytes]) -> None:
+        self._read = read
+        self._kept: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def columns(self, entry: TensorEntry, low: int, high: int) -> Bytes:
+        """Return the bytes of columns [low, high) of a matrix, [columns, bytes of one]: shared, not to be changed."""
+        import numpy as np
+
+        width = max(1, _BAND_BYTES // max(1, entry.dtype.num_bytes(entry.shape[0])))
+        numbers = range(low // width, -(-high // width))
+        parts = [self._band(entry, n, width)[max(0, low - n * width) : high - n * width] for n in numbers]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _band(self, entry: TensorEntry, number: int, width: int) -> Bytes:
+        import numpy as np
+
+        with self._lock:
+            key = entry.fqn, number
+            found = self._kept.get(key)
+            if found is None:
+                (rows, columns), first = entry.shape, number * width
+                width = min(width, columns - first)
+                stored = self._read(entry, Box((0, first), (rows, width))).reshape(rows, width, -1)
+                kind = np.dtype(f"V{stored.shape[2]}")  # elements are moved whole
+                found = np.ascontiguousarray(stored.view(kind)[..., 0].T).view(np.uint8).reshape(width, -1)
+                self._kept[key] = found
+                while sum(band.nbytes for band in self._kept.values()) > _MAX_BANDS_BYTES and len(self._kept) > 1:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+            return found

@@ -16,12 +16,11 @@ from contextlib import contextmanager
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
-from ckpt_tools.remote.claims import find_claim, take_claim
 from ckpt_tools.remote.object_source import ObjectSource
-from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
+from ckpt_tools.remote.store import Bucket, ExistingObjectError, MissingObjectError, StoredObject
 from ckpt_tools.remote.upload import Checked, Upload, held_bytes_of, part_bytes_of, sending
 from ckpt_tools.remote.writing import WriteSettings, cut_passes, describe_writing
-from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY, Claim
+from ckpt_tools.storage.joined import CLAIM_NAME, MAX_CLAIM_BYTES, RECORD_PREFIX, SHARED_DIRECTORY, Claim
 from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.storage.sink import SharedSink
@@ -29,6 +28,43 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
+
+# Say whose a prefix is while it is built: one small object, made where there is none, that everybody can read
+# It is no lock and has no lease. Runs of one fingerprint write the same bytes and are welcome; others are refused.
+
+
+def find_claim(bucket: Bucket, key: str) -> Claim | None:
+    """Return the claim that is there, if any."""
+    try:
+        _, content = bucket.get_whole(key, max_bytes=MAX_CLAIM_BYTES)
+    except MissingObjectError:
+        return None
+    return Claim.parse(content, where=bucket.label(key))
+
+
+def take_claim(bucket: Bucket, key: str, mine: Claim, destination: str, *, conditional: bool) -> tuple[Claim, bool]:
+    """Make the claim where there is none; return the one that is there, and whether the store keeps conditions.
+
+    Without `conditional`, the store is not asked for conditions, and nothing is known of them.
+    """
+    found = find_claim(bucket, key)
+    if found is None:
+        try:
+            bucket.put(key, mine.build(), create=conditional)
+            found = mine
+        except StorageError:
+            # "It exists" can be one's own, whose answer was lost; so can any other failure.
+            found = find_claim(bucket, key)
+            if found is None:
+                raise
+    found.check(mine.fingerprint, mine.num_parts, where=destination, directory=destination)
+    if conditional:
+        try:
+            bucket.put(key, found.build(), create=True)
+        except ExistingObjectError:
+            return found, True
+    return found, False
+
 
 _WORK = f"{SHARED_DIRECTORY}/"
 _CLAIM = _WORK + CLAIM_NAME

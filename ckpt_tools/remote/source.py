@@ -8,16 +8,139 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
 
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
-from ckpt_tools.remote.ahead import fetch_joined
-from ckpt_tools.remote.kept import Kept
 from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source, T, short_file
+
+# Bytes of remote files that were fetched and may be asked for again; what was used least recently goes first
+
+
+class Kept:
+    """Runs of bytes by file and place, `limit_bytes` in all. Not safe for threads: whoever owns it locks.
+
+    Args:
+        limit_bytes: A longer run than this is not kept.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._nbytes = 0
+        self._runs: OrderedDict[tuple[str, int], bytes | bytearray] = OrderedDict()
+        self._starts: dict[str, list[int]] = {}
+
+    def put(self, file: str, offset: int, run: bytes | bytearray) -> None:
+        """Keep `run`, the bytes of `file` from `offset` on, and no run that lies within another."""
+        if not run or len(run) > self._limit_bytes:
+            return
+        kept = self.find(file, offset, len(run))
+        if kept is not None and len(kept) == len(run):
+            return
+        starts = self._starts.get(file, [])
+        for start in starts[bisect_left(starts, offset) : bisect_left(starts, offset + len(run))]:
+            if start + len(self._runs[file, start]) <= offset + len(run):
+                self._drop((file, start))
+        while self._runs and self._nbytes + len(run) > self._limit_bytes:
+            self._drop(next(iter(self._runs)))
+        self._runs[file, offset] = run
+        self._nbytes += len(run)
+        insort(self._starts.setdefault(file, []), offset)
+
+    def find(self, file: str, offset: int, nbytes: int) -> memoryview | None:
+        """Return what is kept of the bytes [offset, offset + nbytes): a beginning of them, at least one; else None."""
+        starts = self._starts.get(file, ())
+        at = bisect_right(starts, offset) - 1
+        if at < 0:
+            return None
+        start = starts[at]
+        run = self._runs[file, start]
+        if offset >= start + len(run):
+            return None
+        self._runs.move_to_end((file, start))
+        return memoryview(run)[offset - start : offset - start + nbytes]
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        self._nbytes -= len(self._runs.pop(key))
+        starts = self._starts[key[0]]
+        starts.pop(bisect_left(starts, key[1]))
+        if not starts:
+            del self._starts[key[0]]
+
+
+# Many small ranges of remote files, fetched at once by few requests: neighbours are joined, and all are under way
+
+Range = tuple[str, int, int]
+"""File, first byte, number of bytes."""
+
+
+class Joined(NamedTuple):
+    """Ranges of one file that one request fetches."""
+
+    file: str
+    start: int
+    nbytes: int
+    parts: list[tuple[int, int]]
+    """First byte in the file and number of bytes of each of them, what overlaps being one; in order."""
+
+
+def join(ranges: Iterable[Range], *, max_gap: int, max_bytes: int) -> Iterator[Joined]:
+    """Join ranges of a file that lie no more than `max_gap` bytes apart, up to `max_bytes` at once."""
+    for file, group in groupby(sorted(each for each in ranges if each[2] > 0), key=lambda each: each[0]):
+        parts: list[tuple[int, int]] = []
+        first = end = 0
+        for _, start, nbytes in group:
+            if parts and (start - end > max_gap or start + nbytes - first > max_bytes) and start >= end:
+                yield Joined(file, first, end - first, parts)
+                parts = []
+            if not parts:
+                first = end = start
+            if parts and start <= end:  # touches the one before, or lies in it
+                begun, _ = parts.pop()
+                parts.append((begun, max(end, start + nbytes) - begun))
+            else:
+                parts.append((start, nbytes))
+            end = max(end, start + nbytes)
+        yield Joined(file, first, end - first, parts)
+
+
+def fetch_joined(
+    ranges: Iterable[Range],
+    fetch: Callable[[str, int, memoryview], None],
+    keep: Callable[[str, int, bytes], None],
+    *,
+    max_gap: int,
+    max_bytes: int,
+    workers: int,
+) -> None:
+    """Fetch ranges, in any order, and keep just them; for `max_gap` and `max_bytes` see `join`.
+
+    `fetch` fills a buffer with the bytes of a file that begin at an offset, and `keep` is given those from an offset
+    on; both are called from several threads. What `fetch` raised first is raised, and the rest is left.
+    """
+
+    def work(joined: Joined) -> None:
+        run = bytearray(joined.nbytes)
+        fetch(joined.file, joined.start, memoryview(run))
+        for start, nbytes in joined.parts:
+            keep(joined.file, start, bytes(memoryview(run)[start - joined.start :][:nbytes]))
+
+    found = list(join(ranges, max_gap=max_gap, max_bytes=max_bytes))
+    if not found:
+        return
+    pool = ThreadPoolExecutor(min(workers, len(found)), thread_name_prefix="ckpt-ahead")
+    try:
+        for _ in pool.map(work, found):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
+
 
 HEAD_BYTES = 1 << 20
 """The first GET of a file asks for so many: nearly every header fits. Reads as long as this are never kept."""

@@ -2,15 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.folding import fold_blocks, format_placement
+from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.description.summarise import Summary
-from ckpt_tools.report.layouts import LayoutData
 from ckpt_tools.report.page import Drawing, Facts, Mood, Notes, Page, Part, Section, Table
 from ckpt_tools.report.parts import identity_sections
 from ckpt_tools.units import format_size
+
+# A layout as little data: how tensors are cut, who wrote what, in runs of numbers that a browser expands
+# Thousands of tensors on thousands of ranks share a few patterns, and the ranks of a pattern are an arithmetic sequence
+# or nearly so: what a page holds grows with the number of patterns, not of chunks.
+
+NOBODY = -1
+"""In place of a rank: no chunk holds this part of the tensor."""
+UNKNOWN = -2
+"""In place of a rank: the name of the file has none."""
+MAX_ROWS = 300
+"""Rows of the map of modules and ranks."""
+_MAX_BOXES = 500
+"""Chunks that are listed of a tensor that no grid explains."""
+_MAX_CELLS = 1 << 17
+"""Cells of a grid that is drawn."""
+
+
+def encode_runs(numbers: Iterable[int]) -> list[int]:
+    """Return numbers as runs, one after the other: first, step, count."""
+    runs: list[int] = []
+    for number in numbers:
+        if runs and runs[-1] == 1:
+            runs[-2:] = [number - runs[-3], 2]
+        elif runs and number == runs[-3] + runs[-2] * runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += [number, 0, 1]
+    return runs
+
+
+class LayoutData:
+    """What a page holds of one layout."""
+
+    def __init__(self, summary: Summary, name: str) -> None:
+        self._summary = summary
+        self._name = name
+        self._patterns: list[dict[str, object]] = []
+        self._places: dict[object, int] = {}
+        self._rank_of: dict[str, int] = {}
+
+    def add(self, tensor: TensorEntry) -> int:
+        """Return the number of the pattern that a tensor is stored in."""
+        placed = format_placement(self._summary, tensor.fqn)
+        # Tensors of an overlay that are cut alike share the chunks themselves.
+        shortcut = (id(tensor.chunks), tensor.shape, placed)
+        place = self._places.get(shortcut)
+        if place is None:
+            cells = tuple((*chunk.box.offsets, *chunk.box.sizes, self._rank(chunk)) for chunk in tensor.chunks)
+            key = (tensor.shape, placed, cells)
+            place = self._places.get(key)
+            if place is None:
+                place = self._places[key] = len(self._patterns)
+                self._patterns.append(self._pattern(tensor) | {"placed": self._describe(placed)})
+            self._places[shortcut] = place
+        return place
+
+    def _describe(self, placed: str) -> str:
+        if placed == "-":
+            return "placement not known"
+        return "replicated" if placed == "R" else f"placement {placed}"
+
+    def _rank(self, chunk: Chunk) -> int:
+        file = chunk.span.file
+        rank = self._rank_of.get(file)
+        if rank is None:
+            found = rank_of_file(file)
+            rank = self._rank_of[file] = UNKNOWN if found is None else found
+        return rank
+
+    def _pattern(self, tensor: TensorEntry) -> dict[str, object]:
+        full = [chunk for chunk in tensor.chunks if chunk.box.num_elems]
+        pattern: dict[str, object] = {"empty": len(tensor.chunks) - len(full)}
+        starts = [_starts(full, dim, length) for dim, length in enumerate(tensor.shape)]
+        num_cells = math.prod(map(len, starts))
+        if num_cells > _MAX_CELLS or not _is_grid(full, starts, tensor.shape):
+            boxes = [(self._rank(c), list(c.box.offsets), list(c.box.sizes)) for c in full[:_MAX_BOXES]]
+            return pattern | {"boxes": boxes, "num": len(full)}
+        numbers = [{start: number for number, start in enumerate(each)} for each in starts]
+        ranks = [NOBODY] * (num_cells if math.prod(tensor.shape) else 0)
+        copies: dict[int, list[int]] = {}
+        for chunk in full:
+            cell = 0
+            for dim, offset in enumerate(chunk.box.offsets):
+                cell = cell * len(starts[dim]) + numbers[dim][offset]
+            rank = self._rank(chunk)
+            if ranks[cell] == NOBODY:
+                ranks[cell] = rank
+            else:
+                copies.setdefault(cell, []).append(rank)
+        pattern |= {"starts": [encode_runs(each) for each in starts], "ranks": encode_runs(ranks)}
+        return pattern | ({"copies": copies} if copies else {})
+
+    def to_json(self) -> dict[str, object]:
+        """Return the layout with every pattern that was added."""
+        summary = self._summary
+        rows = fold_blocks(summary.blocks)
+        kept = set(sorted(range(len(rows)), key=lambda i: -rows[i][1] * sum(rows[i][2]))[:MAX_ROWS])
+        return {
+            "name": self._name,
+            "mesh": None if summary.mesh is None else [list(axis) for axis in summary.mesh.axes if axis[1] > 1],
+            "ranks": encode_runs(rank.rank for rank in summary.ranks),
+            "bytes": encode_runs(rank.num_bytes for rank in summary.ranks),
+            "rows": [[row[0], row[1], encode_runs(row[2])] for i, row in enumerate(rows) if i in kept],
+            "rows_left_out": len(rows) - len(kept),
+            "patterns": self._patterns,
+        }
+
+
+def _starts(chunks: Sequence[Chunk], dim: int, length: int) -> list[int]:
+    """Return where cells begin along a dim: at the first elements of chunks, and behind their last."""
+    offsets = {chunk.box.offsets[dim] for chunk in chunks}
+    ends = {chunk.box.offsets[dim] + chunk.box.sizes[dim] for chunk in chunks}
+    return sorted({0} | {start for start in offsets | ends if 0 <= start < length})
+
+
+def _is_grid(chunks: Sequence[Chunk], starts: Sequence[Sequence[int]], shape: Sequence[int]) -> bool:
+    """Do chunks fill whole cells of the grid that they draw?"""
+    ends = [dict(zip(each, [*each[1:], length], strict=True)) for each, length in zip(starts, shape, strict=True)]
+    return all(
+        ends[dim].get(offset) == offset + size
+        for chunk in chunks
+        for dim, (offset, size) in enumerate(zip(chunk.box.offsets, chunk.box.sizes, strict=True))
+    )
+
 
 _MAX_DEPTH = 12
 """Levels of the tree of modules; names with more dots keep the rest in one."""

@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.checks.step import verify_step
-from ckpt_tools.checks.verify import Level, Looks, Verification, verify
+from ckpt_tools.checks.verify import Looks, Verification, verify
 from ckpt_tools.errors import CkptError, UnreadableError, UnsupportedError, UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.step import open_step
 from ckpt_tools.formats.steps import PROGRESS_FILE, ROLES
 from ckpt_tools.options import ProgressFactory
+from ckpt_tools.options.common import Level
 from ckpt_tools.tending.folder import Folder, Look, Saved
 from ckpt_tools.tending.record import Entry
 from ckpt_tools.tending.retention import Candidate, Rules, State

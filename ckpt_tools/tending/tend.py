@@ -11,10 +11,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 
-from ckpt_tools.checks.verify import Level, Verification
+from ckpt_tools.checks.verify import Verification
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.options import ProgressFactory
+from ckpt_tools.options.common import Level
 from ckpt_tools.storage.run_folder import RECORD_NAME, leased
 from ckpt_tools.tending.assess import Assessor, examine, targets
 from ckpt_tools.tending.fitness import Profile, Profiler, compare, join_profiles

@@ -19,7 +19,8 @@ from samples import ASSETS, MODEL, files_of, safetensors_bytes, shard_model, sta
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.cli.commands import COMMANDS
-from ckpt_tools.cli.output import Output, waiting
+from ckpt_tools.cli.output import waiting
+from ckpt_tools.options.output import Output
 
 UP = "model.layers.0.up.weight"
 

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from ckpt_tools.cli.render_inspect import render
+from ckpt_tools.cli.inspection import render
 from ckpt_tools.cli.screen import Screen
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 
@@ -56,7 +57,6 @@ def made(tmp_path_factory):
 COMMANDS = {
     "help": ["--help"],
     "version": ["--version"],
-    "shard-help": ["shard", "--help"],
     "inspect-file": ["inspect", "{made}/hf/model.safetensors"],
     "inspect-hf": ["inspect", "{made}/hf", "--json"],
     "inspect-dcp": ["inspect", "{made}/dp", "--tensors"],
@@ -108,6 +108,33 @@ def test_command_imports_no_torch(made, tmp_path, name):
     assert modules.isdisjoint(HEAVY)
     if name in NUMPY_FREE:
         assert "numpy" not in modules
+
+
+HELPS = """
+import json, sys
+from ckpt_tools.cli import commands, main
+found, before = {}, set()
+for name in ("", *commands.COMMANDS):
+    code = main([*filter(None, [name]), "--help"])
+    found[name], before = [code, *sorted(sys.modules.keys() - before)], set(sys.modules)
+print(json.dumps(found), file=sys.stderr)
+"""
+LIGHT = re.compile(
+    r"ckpt_tools(\.(_version|errors|text|units|cli(\.(app|build|commands|output|streams))?|options(\.\w+)?|storage"
+    r"|storage\.signals|description|description\.layout))?"
+)
+"""What --help may import of ckpt: neither an engine, nor what opens, reads or reaches anything."""
+
+
+def test_help_of_every_command_imports_nothing_but_options():
+    done = subprocess.run([sys.executable, "-c", HELPS], capture_output=True, text=True, timeout=60)
+    found = json.loads(done.stderr.splitlines()[-1])
+    assert len(found) > 20
+    for name, (code, *modules) in found.items():
+        assert code == 0
+        own = [each for each in modules if each.split(".")[0] == "ckpt_tools" and not LIGHT.fullmatch(each)]
+        assert not own, name
+        assert {"numpy", "pydantic", "rich", "tqdm", "huggingface_hub", "yaml", *HEAVY}.isdisjoint(modules), name
 
 
 @pytest.mark.full

@@ -10,7 +10,8 @@ from corrupt import damage
 from samples import shard_model, tensor
 
 from ckpt_tools import api
-from ckpt_tools.checks.verify import Level, Verification
+from ckpt_tools.checks.verify import Verification
+from ckpt_tools.options.common import Level
 
 
 def codes(result: Verification) -> set[str]:

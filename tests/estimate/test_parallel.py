@@ -15,8 +15,8 @@ from ckpt_tools.estimate import EstimateOptions
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.options import cases_of
 from ckpt_tools.estimate.pipeline import stages_of
-from ckpt_tools.estimate.slim import slim
 from ckpt_tools.estimate.tables import GPUS, gpu_bytes
+from ckpt_tools.estimate.track import slim
 
 DENSE = CONFIG | {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4}
 MOE = DENSE | {
@@ -46,7 +46,7 @@ JOBS = {
 def track_both(rank, world_size):
     """Return what few layers say, and what all of them say."""
     from ckpt_tools.estimate import track
-    from ckpt_tools.estimate.slim import Slim
+    from ckpt_tools.estimate.track import Slim
     from ckpt_tools.models.hf_recipe import HfRecipe
     from ckpt_tools.walls import behind_walls
 

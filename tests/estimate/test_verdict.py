@@ -9,9 +9,9 @@ import pytest
 from ckpt_tools.cli import main
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.evaluate import judge
 from ckpt_tools.estimate.margin import Margin
 from ckpt_tools.estimate.report import Memory
+from ckpt_tools.estimate.run import judge
 
 MARGIN = Margin(context=10, workspace=0, nccl=0, fragmentation=0)
 MEMORY = Memory(

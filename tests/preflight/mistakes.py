@@ -14,10 +14,10 @@ import yaml
 from preflight.rule_cases import MODELS
 
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs import read_config
 from ckpt_tools.preflight.model_facts import facts_of
 from ckpt_tools.preflight.rules import check_rules
-from ckpt_tools.preflight.spec import Framework
 
 _TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 BASES: Mapping[str, dict[str, Any]] = _TABLES["bases"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from preflight.config_examples import mesh, read
 
-from ckpt_tools.preflight.configs.torchtitan_registry import NotCertainError, read_function
+from ckpt_tools.preflight.configs.torchtitan import NotCertainError, read_function
 from ckpt_tools.preflight.spec import AdapterSpec
 
 REGISTRY = '''

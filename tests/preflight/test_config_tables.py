@@ -10,11 +10,12 @@ from typing import Any, get_args
 import pytest
 from preflight.rule_cases import NAMES, RIGHT, text_of
 
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.configs.read import READERS
 from ckpt_tools.preflight.configs.schema import Section
 from ckpt_tools.preflight.configs.table import Row, Source
-from ckpt_tools.preflight.spec import Engine, Framework, ParallelSpec
+from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
 SFT = {
     "an engine": {"defaults": [{"engine@engine": "fsdp"}], "model": {"path": "m"}},

@@ -9,8 +9,15 @@ import pytest
 
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.preflight.fold import describe_chosen, fold_mesh, fold_spec, write_cuts
-from ckpt_tools.preflight.shrink import cut_depth, describe_cut, shrink_config
+from ckpt_tools.preflight.fold import (
+    cut_depth,
+    describe_chosen,
+    describe_cut,
+    fold_mesh,
+    fold_spec,
+    shrink_config,
+    write_cuts,
+)
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
 
 

@@ -9,10 +9,11 @@ from typing import Any, get_args
 
 import pytest
 
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.rules import CATALOGUE, Case
 from ckpt_tools.preflight.rules.conditions import holds, options_of, rows_of
-from ckpt_tools.preflight.spec import Framework, ParallelSpec
+from ckpt_tools.preflight.spec import ParallelSpec
 
 FRAMEWORKS = get_args(Framework)
 _PART = re.compile(r"(?P<names>.+?)(?P<sign>!=|>=|[=<>%!?])(?P<words>.*)|(?P<bare>.+)")

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from ckpt_tools.description.checkpoint import ByteSpan
 from ckpt_tools.errors import CkptError
 from ckpt_tools.moving import threads
-from ckpt_tools.moving.order import front_to_back
+from ckpt_tools.moving.execute import front_to_back
 from ckpt_tools.moving.plan import Copy, copy_span
 from ckpt_tools.remote.part_stream import PartStream
 

@@ -23,7 +23,7 @@ from samples import (
 )
 
 from ckpt_tools import api
-from ckpt_tools.conversions import preview
+from ckpt_tools.conversions import run as running
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Shard, cut_tensor, parse_mesh, split_blocks
@@ -274,5 +274,5 @@ def test_a_dry_run_of_a_part_says_what_the_part_reads(tmp_path: Path, nbytes: in
 
 def test_a_plan_of_too_many_items_is_not_gone_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_model(tmp_path / "model", TENSORS)
-    monkeypatch.setattr(preview, "_MAX_ITEMS", 3)
+    monkeypatch.setattr(running, "_MAX_ITEMS", 3)
     assert "not computed" in api.shard(source, tmp_path / "out", mesh="dp_shard=5", part="0/2", dry_run=True).notes[-1]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli import main
-from ckpt_tools.quantised import bands, decoded
+from ckpt_tools.quantised import decoded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -47,8 +47,8 @@ def test_weights_are_what_the_library_decodes(tmp_path, sample):
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
 def test_weights_do_not_depend_on_what_is_decoded_at_once(tmp_path, sample, monkeypatch):
     monkeypatch.setattr(decoded, "_PIECE_ELEMS", 101)
-    monkeypatch.setattr(bands, "_BAND_BYTES", 500)
-    monkeypatch.setattr(bands, "_MAX_KEPT_BYTES", 1000)
+    monkeypatch.setattr(decoded, "_BAND_BYTES", 500)
+    monkeypatch.setattr(decoded, "_MAX_BANDS_BYTES", 1000)
     test_weights_are_what_the_library_decodes(tmp_path, sample)
 
 

@@ -25,9 +25,8 @@ from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.remote import source as remote_source, store as remote_store
-from ckpt_tools.remote.ahead import Range, join
 from ckpt_tools.remote.places import open_place
-from ckpt_tools.remote.source import RemoteFile, RemoteSource
+from ckpt_tools.remote.source import Range, RemoteFile, RemoteSource, join
 from ckpt_tools.remote.store import Bucket, StoredObject
 from ckpt_tools.storage.source import LocalSource, Source
 

@@ -12,8 +12,7 @@ from samples import content
 
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.remote import source as module
-from ckpt_tools.remote.kept import Kept
-from ckpt_tools.remote.source import HEAD_BYTES, MAX_RUN_BYTES, RemoteFile, RemoteSource
+from ckpt_tools.remote.source import HEAD_BYTES, MAX_RUN_BYTES, Kept, RemoteFile, RemoteSource
 
 MIB = 1 << 20
 LONG = content(40 * MIB)

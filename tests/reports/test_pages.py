@@ -18,15 +18,14 @@ from samples import examples, shard_model, write_model
 
 from ckpt_tools.checks.verify import Unchecked
 from ckpt_tools.cli import main
-from ckpt_tools.cli.output import Output
 from ckpt_tools.cli.reports import report_to
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding
 from ckpt_tools.description.layout import Box, Mesh
 from ckpt_tools.description.summarise import summarise
+from ckpt_tools.options.output import Output
 from ckpt_tools.report.checks_pages import diff_page, verify_page
 from ckpt_tools.report.html import MARK, build_html
-from ckpt_tools.report.inspect_page import build_page
-from ckpt_tools.report.layouts import LayoutData, encode_runs
+from ckpt_tools.report.inspect_page import LayoutData, build_page, encode_runs
 from ckpt_tools.report.parts import MAX_FINDINGS
 from ckpt_tools.report.run_pages import estimate_page, preflight_page, smoke_page
 from ckpt_tools.text import escape_message

@@ -10,7 +10,7 @@ import pytest
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.format import Format
 from ckpt_tools.formats.table import FORMATS, detect_format, find_format
-from ckpt_tools.options import From
+from ckpt_tools.options.common import From
 
 ROOT = Path(__file__).parents[2]
 ALL = [find_format(name) for name in FORMATS]

@@ -16,7 +16,7 @@ import pytest
 from samples import content, files_of, memory_directory, shard_model, small_blocks, staging_left, tensor, write_model
 
 from ckpt_tools import api
-from ckpt_tools.conversions.commit import merge
+from ckpt_tools.conversions.share import merge
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box
@@ -25,8 +25,7 @@ from ckpt_tools.formats._torch_zip_writer import END64, LOCATOR, archive_frame
 from ckpt_tools.formats.digest import digest_block
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.torch_zip import parse_archive
-from ckpt_tools.moving.execute import execute
-from ckpt_tools.moving.framing import Sealing, digest_planned_frames
+from ckpt_tools.moving.execute import Sealing, digest_planned_frames, execute
 from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
 from ckpt_tools.moving.read import Buffers, Checksums, combine_crcs, read_block
 from ckpt_tools.moving.seen import DisagreementError, Seen

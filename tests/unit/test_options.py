@@ -10,9 +10,12 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools import UsageError
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.base.combine import METHODS
 from ckpt_tools.cli import build
 from ckpt_tools.cli.commands import COMMANDS
-from ckpt_tools.options import Argument, Doc, Option, options_of, takes
+from ckpt_tools.options import Argument, Doc, Option, adapters, options_of, takes
+from ckpt_tools.options.output import Output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +54,27 @@ def test_function_shows_its_keywords() -> None:
     assert (act.__doc__ or "").index("Args:") < (act.__doc__ or "").index("Raises:")
 
 
-def test_command_has_what_the_class_states() -> None:
-    def run(call: build.Call[str], *, loud: Annotated[bool, Option("Shout.", after="level")] = False) -> int:
-        assert call(on_end=1) == ("here low 1" if loud else "here high 1")
-        return 7
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    loud: Annotated[bool, Option("Shout.", after="level")] = False
 
-    made = build.command(run, act)
-    assert list(inspect.signature(made).parameters) == ["place", "level", "loud", "many_times"]
-    assert made(place="here", level="high", loud=False, many_times=1) == 7
-    assert made(place="here", level="low", loud=True, many_times=1) == 7
+
+def test_command_has_what_the_classes_state() -> None:
+    def run(call: build.Call[str], own: Own, output: Output) -> int:
+        assert call(on_end=1) == ("here low 1" if own.loud else "here high 1")
+        return 7 + output.json
+
+    made = build.command(Options, [Own], lambda: (run, act))
+    shown = ["json", "quiet", "verbose", "storage"]
+    assert list(inspect.signature(made).parameters) == ["place", "level", "loud", "many_times", *shown]
+    rest = {"many_times": 1, "json": False, "quiet": False, "verbose": False, "storage": None}
+    assert made(place="here", level="high", loud=False, **rest) == 7
+    assert made(place="here", level="low", loud=True, **rest | {"json": True}) == 8
+
+
+def test_words_of_options_are_those_of_the_tables() -> None:
+    assert "|".join(METHODS) == adapters.METHODS
+    assert "|".join((*ARCHITECTURES, "llm")) == adapters.ARCHITECTURES
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "env"])

@@ -22,8 +22,8 @@ from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.adapters.options import MergeOptions
     from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.options.adapters import MergeOptions
 
 _PAIRS = (("A", "B"), ("A_embedding", "B_embedding"))
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.plain_values import find_value
-from ckpt_tools.preflight.spec import Framework, ParallelSpec
+from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name, first_few
 
 _MAX_SHOWN = 6

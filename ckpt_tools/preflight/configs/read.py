@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs import (
     accelerate,
     ai_toolkit,
@@ -33,7 +34,6 @@ from ckpt_tools.preflight.configs.schema import Section
 from ckpt_tools.preflight.configs.table import Reader, read_source
 from ckpt_tools.preflight.configs.together import join, with_deepspeed
 from ckpt_tools.preflight.places import OVERRIDES, Place, PlacedText
-from ckpt_tools.preflight.spec import Framework
 
 READERS: Mapping[Framework, Reader] = {
     one.name: one

@@ -13,6 +13,7 @@ from typing import Any, Generic
 from pydantic import AliasChoices
 
 from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.mesh import ORDER, build_mesh
@@ -20,7 +21,7 @@ from ckpt_tools.preflight.configs.names import gone, installed_and_listed
 from ckpt_tools.preflight.configs.options import Spell
 from ckpt_tools.preflight.configs.schema import Section, SectionType, validate
 from ckpt_tools.preflight.plain_values import find_value, is_variable
-from ckpt_tools.preflight.spec import Engine, Framework, ParallelSpec
+from ckpt_tools.preflight.spec import Engine, ParallelSpec
 from ckpt_tools.text import first_few
 
 FSDP: tuple[Engine, ...] = ("fsdp1", "fsdp2")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.rules.precision import short
 from ckpt_tools.preflight.rules.rule import HF, Case, Violation, enabled, error_rule, shown, warning_rule
-from ckpt_tools.preflight.spec import Framework
 
 _LONG = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _STORAGE: Mapping[Framework, str] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, error_rule, shown
-from ckpt_tools.preflight.spec import Framework
 
 _ACTOR = "actor_rollout_ref.actor"
 _TRAIN_BATCH = "data.train_batch_size"

@@ -23,8 +23,8 @@ from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.rules.rule import ALL, Case, NotKnownError, Setting
-from ckpt_tools.preflight.spec import Framework
 
 _CONDITION = re.compile(r"(?P<names>[@\w./\[\]-]+?)(?P<sign>!=|>=|[=<>%!?]|)(?P<words>(?<=[=<>%]).+)?")
 

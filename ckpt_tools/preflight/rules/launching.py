@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.rules.rule import Case, Violation, error_rule
-from ckpt_tools.preflight.spec import Framework
 
 _TENSOR: Mapping[Framework, tuple[str, ...]] = {
     "verl": ("actor_rollout_ref.rollout.tensor_model_parallel_size",),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.rules.engines import wants_fsdp
 from ckpt_tools.preflight.rules.rule import HF, Case, Violation, enabled, error_rule, shown, warning_rule
-from ckpt_tools.preflight.spec import Framework
 
 _V1_STRATEGIES = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OBSOLETE: Mapping[str, str] = {

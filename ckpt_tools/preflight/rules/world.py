@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.rules.conditions import below_limits
 from ckpt_tools.preflight.rules.rule import Case, Violation, error_rule, shown, warning_rule
-from ckpt_tools.preflight.spec import Framework
 
 _OWN_RANKS: Mapping[Framework, tuple[str, ...]] = {
     # accelerate's sp belongs to DeepSpeed, which counts its ranks itself; verl's Ulysses ranks are dp ranks.

@@ -1,7 +1,8 @@
 """One statement per option: a field of one frozen class has its name, type, default and help.
 
 `takes` makes the library's function from such a class (type checkers see its fields as keywords), `cli.build` makes
-the command line from it, and `bin/docs` the reference pages.
+the command line from it, and `bin/docs` the reference pages. The modules of this room hold the classes of all commands
+and import nothing that --help need not wait for.
 """
 
 from __future__ import annotations
@@ -13,10 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.table import FORMATS
-from ckpt_tools.remote.places import is_remote, local
 
 REMOTE_WORKERS = 16
 """Requests that are under way at once by default."""
@@ -141,6 +139,8 @@ def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], Result
             for each in stated:
                 each.check(getattr(given, each.name))
             paths = {each.name: getattr(given, each.name) for each in stated if each.is_path}
+            from ckpt_tools.remote.places import local
+
             here = {name: local(path) for name, path in paths.items() if isinstance(path, str) and local(path) != path}
             if here:
                 given = replace(cast("Any", given), **here)
@@ -181,105 +181,9 @@ def default_num_workers(*paths: AnyPath | None, computes: bool = False) -> int:
     Two per core, at most eight, where one may wait for the disk, and one, where they compute on what they move.
     Sixteen where a path is remote: most of them wait.
     """
+    from ckpt_tools.remote.places import is_remote
+
     if any(path is not None and is_remote(os.fspath(path)) for path in paths):
         return REMOTE_WORKERS
     cores = len(os.sched_getaffinity(0)) or 1
     return min(8, cores if computes else 2 * cores)
-
-
-# What several commands have
-
-Source = Annotated[
-    AnyPath, Argument("A safetensors file, a model directory, a DCP directory or a training step.", "SRC")
-]
-Destination = Annotated[AnyPath, Argument("Directory to create.", "DST")]
-MeshText = Annotated[
-    str | Mesh | None,
-    Option(
-        "Device mesh, e.g. dp_replicate=2,dp_shard=4,tp=2; the last axis varies fastest; -1 is inferred from "
-        "--world-size. Axes: dp_replicate (ddp), dp_shard (fsdp, dp), tp, ep, cp, pp.",
-        metavar="AXIS=N,…",
-    ),
-]
-WorldSize = Annotated[int | None, Option("Number of ranks, to infer -1 in --mesh.", min=1)]
-Dequantize = Annotated[
-    bool, Option("Decode quantised weights, as --dtype says or config.json; without it their bytes stay as they are.")
-]
-DTypeName = Annotated[
-    str, Option("Cast the model's floating-point tensors, but no quantised ones.", metavar="keep|bf16|f16|f32")
-]
-DTypeFor = Annotated[
-    Sequence[str],
-    Option(
-        "Cast these floating-point tensors otherwise (repeatable; the first match wins).",
-        metavar="GLOB=DTYPE",
-    ),
-]
-MaxShardSize = Annotated[
-    str | None,
-    Option(
-        "Maximum size of a file, e.g. 5GB (decimal) or 5GiB (default: the original files where known, else 5GB).",
-        metavar="SIZE",
-    ),
-]
-Include = Annotated[
-    Sequence[str],
-    Option(
-        "Only these tensors (repeatable). * stays inside one dotted component, ** crosses, {a,b} alternates.",
-        metavar="GLOB",
-    ),
-]
-Exclude = Annotated[Sequence[str], Option("Skip these tensors (repeatable).", metavar="GLOB")]
-Overwrite = Annotated[bool, Option("Replace DST; the old one is kept until the new one is durable.")]
-PartText = Annotated[
-    str | None,
-    Option(
-        "Write one part of N, from 0: run the same command once for each, anywhere; the last one publishes DST.",
-        metavar="I/N",
-    ),
-]
-AsPart = Annotated[bool, Option("Take a known part of a model as what it is; without it a part is refused.")]
-KeepPickles = Annotated[bool, Option("Copy pickles and code that the checkpoint brought along.")]
-OnlyCommit = Annotated[bool, Doc("Write no part: publish what all parts have written.")]
-DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
-NumWorkers = Annotated[int | None, Option("Number of threads.", short="-j", env=True, min=1, max=256)]
-Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]
-ShapesFrom = Annotated[
-    AnyPath | None,
-    Option("Checkpoint of the same model, for the shapes of FSDP1's LOCAL_STATE_DICT pieces.", metavar="MODEL"),
-]
-Component = Annotated[
-    str | None,
-    Option("One model of several in a repository, e.g. unet (. for the one at the top).", metavar="NAME"),
-]
-From = Annotated[str | None, Option("Format of SRC (default: detected).", name="--from", metavar="|".join(FORMATS))]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshOptions:
-    """How to cut, as the user said it."""
-
-    mesh: MeshText = None
-    world_size: WorldSize = None
-    rules: Annotated[AnyPath | None, Option("YAML file of placement rules.", metavar="FILE")] = None
-    set: Annotated[
-        Sequence[str],
-        Option(
-            "Placement rule (repeatable; before those of --rules; the first match wins); GLOB= means FSDP only, "
-            "AXIS:F that FSDP cuts over this axis, too.",
-            metavar="GLOB=AXIS:S(D),…",
-        ),
-    ] = ()
-    tp_plan: Annotated[
-        str | None,
-        Option("Cut along tp as transformers cuts the architecture that config.json names.", metavar="auto"),
-    ] = None
-    assets: Annotated[
-        AnyPath | None, Option("Directory with the config.json for --tp-plan, where SRC has none.", metavar="DIR")
-    ] = None
-    tp_uneven: Annotated[
-        Literal["refuse", "replicate"],
-        Option(
-            "Tensors whose dim both tp and dp_shard cut and tp does not divide: refuse them, or keep them whole on tp."
-        ),
-    ] = "refuse"

@@ -6,28 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.base.combine import METHODS
-from ckpt_tools.formats.table import FORMATS
-from ckpt_tools.options import (
-    AnyPath,
-    Argument,
-    AsPart,
-    Destination,
-    Doc,
-    DryRun,
-    DTypeFor,
-    DTypeName,
-    Exclude,
-    From,
-    Include,
-    KeepPickles,
-    MaxShardSize,
-    NumWorkers,
-    Option,
-    Overwrite,
-    Progress,
+from ckpt_tools.options import AnyPath, Argument, Doc, Option, common
+
+ARCHITECTURES = (
+    "sd1|sd2|sdxl|kolors|sd3|flux1|flux2|chroma|qwen_image|z_image|lumina2|sana|hidream|wan|hunyuan_video|"
+    "hunyuan_video_1_5|ltx|ltx2|cogvideox|llm"
 )
+"""As `adapters.architectures` has them, in its order."""
+METHODS = (
+    "sum|linear|ties|dare_linear|dare_ties|magnitude_prune|svd|ties_svd|dare_linear_svd|dare_ties_svd|"
+    "magnitude_prune_svd"
+)
+"""As `adapters.base.combine` has them."""
 
 Alpha = Annotated[float | None, Option("lora_alpha of the training run.", metavar="VALUE")]
 Base = Annotated[AnyPath | None, Option("Base model, to check modules and shapes.", metavar="DIR")]
@@ -38,9 +28,7 @@ Config = Annotated[
         "Setting of PEFT's configuration that neither tensors nor files contain (repeatable).", metavar="FIELD=VALUE"
     ),
 ]
-Architecture = Annotated[
-    str | None, Option("Model family, if the names do not show it.", metavar="|".join((*ARCHITECTURES, "llm")))
-]
+Architecture = Annotated[str | None, Option("Model family, if the names do not show it.", metavar=ARCHITECTURES)]
 Strict = Annotated[bool, Option("Refuse an adapter when a setting of its run must be assumed.")]
 
 
@@ -52,7 +40,7 @@ class ExportOptions:
         AnyPath,
         Argument("Source of the adapter: a training checkpoint (DCP), a PEFT directory, a safetensors file.", "SRC"),
     ] = field(kw_only=False)
-    destination: Destination = field(kw_only=False)
+    destination: common.Destination = field(kw_only=False)
     to: Annotated[str, Option("Format to write.", metavar="peft|diffusers|kohya|comfyui")] = "peft"
     alpha: Alpha = None
     base_model: Annotated[str | None, Option("Hub id of the base model.", metavar="ORG/NAME")] = None
@@ -68,15 +56,15 @@ class ExportOptions:
         int | None,
         Option("Approximate what the format cannot express exactly; the error is reported.", metavar="R", min=1),
     ] = None
-    dtype: DTypeName = "keep"
-    include: Include = ()
-    exclude: Exclude = ()
+    dtype: common.DTypeName = "keep"
+    include: common.Include = ()
+    exclude: common.Exclude = ()
     strict: Strict = False
-    overwrite: Overwrite = False
-    dry_run: DryRun = False
-    format: From = None
-    as_part: AsPart = False
-    progress: Progress = None
+    overwrite: common.Overwrite = False
+    dry_run: common.DryRun = False
+    format: common.From = None
+    as_part: common.AsPart = False
+    progress: common.Progress = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +86,7 @@ class CheckOptions:
     ] = ()
     adapter: AdapterName = None
     architecture: Architecture = None
-    format: From = None
+    format: common.From = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +101,9 @@ class MergeOptions:
         AnyPath | Sequence[AnyPath],
         Argument("Adapters, each a PEFT directory, a safetensors file or a training checkpoint.", "ADAPTER"),
     ] = field(kw_only=False)
-    destination: Destination = field(kw_only=False)
-    dtype: DTypeName = "keep"
-    dtype_for: DTypeFor = ()
+    destination: common.Destination = field(kw_only=False)
+    dtype: common.DTypeName = "keep"
+    dtype_for: common.DTypeFor = ()
     scale: Annotated[float | None, Option("Factor for what the adapter adds (default: 1).", metavar="X")] = None
     weights: Annotated[
         str | Sequence[float],
@@ -125,7 +113,7 @@ class MergeOptions:
         str,
         Option(
             "How adapters are combined: the exact sum of their changes, or a method of PEFT's.",
-            metavar="|".join(METHODS),
+            metavar=METHODS,
         ),
     ] = "sum"
     density: Annotated[float | None, Option("Share of the elements that pruning methods keep.", metavar="P")] = None
@@ -139,16 +127,16 @@ class MergeOptions:
     config: Config = ()
     component: Annotated[str | None, Option("Component of a pipeline (default: by its names).", metavar="NAME")] = None
     untie: Annotated[bool, Option("Give a tied head a weight of its own: it and the embedding may differ.")] = False
-    max_shard_size: MaxShardSize = None
+    max_shard_size: common.MaxShardSize = None
     include: Annotated[Sequence[str], Option("Only these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
     exclude: Annotated[Sequence[str], Option("Skip these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
     strict: Strict = False
-    overwrite: Overwrite = False
-    keep_pickles: KeepPickles = False
-    dry_run: DryRun = False
-    num_workers: NumWorkers = None
+    overwrite: common.Overwrite = False
+    keep_pickles: common.KeepPickles = False
+    dry_run: common.DryRun = False
+    num_workers: common.NumWorkers = None
     format: Annotated[
-        str | None, Option("Format of BASE (default: detected).", name="--from", metavar="|".join(FORMATS))
+        str | None, Option("Format of BASE (default: detected).", name="--from", metavar=common.FORMATS)
     ] = None
-    as_part: AsPart = False
-    progress: Progress = None
+    as_part: common.AsPart = False
+    progress: common.Progress = None

@@ -1,0 +1,157 @@
+"""Options of `shard`, `reshard` and `gather`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
+
+from ckpt_tools.options import AnyPath, Option, common
+from ckpt_tools.units import parse_size
+
+DEFAULT_MAX_SHARD_SIZE = "5GB"
+"""Largest HF file when nothing else says how to split, as in huggingface_hub."""
+PartsFrom = Literal["auto", "none", "torchrun", "slurm", "k8s", "mpi"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions(common.MeshOptions):
+    """What `shard` and `reshard` both take."""
+
+    source: common.Source = field(kw_only=False)
+    destination: common.Destination = field(kw_only=False)
+    dtype: common.DTypeName = "keep"
+    dtype_for: common.DTypeFor = ()
+    dequantize: common.Dequantize = False
+    prefix: Annotated[str, Option("Prefix for every name, e.g. model.", metavar="PFX")] = ""
+    serialization: Annotated[
+        Literal["torch", "safetensors"],
+        Option("torch: items that dcp.load reads; safetensors: only tensors, for torch's HuggingFaceStorageReader."),
+    ] = "torch"
+    include: common.Include = ()
+    exclude: common.Exclude = ()
+    trainer: Annotated[
+        common.TrainerName | None,
+        Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
+    ] = None
+    overwrite: common.Overwrite = False
+    keep_pickles: common.KeepPickles = False
+    part: common.PartText = None
+    only_commit: common.OnlyCommit = False
+    dry_run: common.DryRun = False
+    num_workers: common.NumWorkers = None
+    format: common.From = None
+    as_part: common.AsPart = False
+    component: common.Component = None
+    progress: common.Progress = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions(ConvertOptions):
+    """The options of `reshard`."""
+
+    shapes_from: common.ShapesFrom = None
+    names: common.OtherNames = "auto"
+    map: common.MapFile = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOptions(ConvertOptions):
+    """The options of `shard`."""
+
+    engine: Annotated[
+        Literal["stream", "dtensor"],
+        Option(
+            "stream, or the reference path through PyTorch: one process per rank, distribute_tensor, dcp.save.",
+            after="prefix",
+        ),
+    ] = "stream"
+    names: common.ShardNames = "auto"
+    map: common.MapFile = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherOptions:
+    """The options of `gather`."""
+
+    source: common.Source = field(kw_only=False)
+    destination: common.Destination = field(kw_only=False)
+    max_shard_size: common.MaxShardSize = None
+    dtype: common.DTypeName = "keep"
+    dtype_for: common.DTypeFor = ()
+    dequantize: common.Dequantize = False
+    quantize: Annotated[
+        Literal["fp8"] | None,
+        Option("Quantise linear layers (fp8: 8-bit floats with one scale per 128×128 block, as in DeepSeek-V3)."),
+    ] = None
+    keep_precision: Annotated[Sequence[str], Option("Tensors that --quantize skips (repeatable).", metavar="GLOB")] = ()
+    strip_prefix: Annotated[
+        str,
+        Option(
+            "Prefix to strip; auto finds the model inside a trainer's state and strips wrappers such as _orig_mod.",
+            metavar="auto|none|PFX",
+        ),
+    ] = "auto"
+    assets: Annotated[
+        AnyPath | None, Option("Directory with the config and tokenizer that the source itself lacks.", metavar="DIR")
+    ] = None
+    like: Annotated[
+        AnyPath | None, Option("Reference model whose names, order, files and dtypes to restore.", metavar="REF")
+    ] = None
+    include: common.Include = ()
+    exclude: common.Exclude = ()
+    names: common.GatherNames = "auto"
+    map: common.MapFile = None
+    allow_foreign_names: Annotated[bool, Option("Allow names that do not match the architecture in config.json.")] = (
+        False
+    )
+    overwrite: common.Overwrite = False
+    keep_pickles: common.KeepPickles = False
+    part: common.PartText = None
+    only_commit: common.OnlyCommit = False
+    dry_run: common.DryRun = False
+    num_workers: common.NumWorkers = None
+    format: common.From = None
+    as_part: common.AsPart = False
+    component: common.Component = None
+    shapes_from: common.ShapesFrom = None
+    to: Annotated[
+        Literal["safetensors", "torch"],
+        Option("What to write: model.safetensors, or pytorch_model.bin as torch.save does."),
+    ] = "safetensors"
+    progress: common.Progress = None
+
+    @property
+    def max_file_nbytes(self) -> int:
+        """Largest file, where nothing else says how to split."""
+        return parse_size(self.max_shard_size or DEFAULT_MAX_SHARD_SIZE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Who runs a conversion, and how it writes to a store."""
+
+    parts: Annotated[
+        str,
+        Option(
+            "What says in the environment which part this process is (auto: torchrun, if it runs); with --on how many.",
+            metavar="|".join((*get_args(PartsFrom), "N")),
+            after="part",
+        ),
+    ] = "auto"
+    on: Annotated[
+        str | None,
+        Option("Run all parts as tasks of a Ray cluster.", metavar="ray|ray://HOST:PORT", after="parts"),
+    ] = None
+    memory: Annotated[
+        str | None,
+        Option("Memory for what is on its way to a store (default: 1GiB).", metavar="SIZE", after="num_workers"),
+    ] = None
+    verify_written: Annotated[
+        Literal["sample", "all"],
+        Option("What to read back from a store: the ends of 64 files, or everything.", after="memory"),
+    ] = "sample"
+    no_conditional_writes: Annotated[
+        bool,
+        Option("Write to a store that cannot keep a second writer out, too.", after="verify_written"),
+    ] = False

@@ -1,0 +1,117 @@
+"""Options of whatever pushes to the hub: `push`, and `export-lora --push`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from ckpt_tools.options import AnyPath, Argument, Doc, Option, common
+
+CheckLevel = Literal["sent", "all", "names"]
+"""What is read back: what was sent, everything, or nothing (the hub's own digests are compared all the same)."""
+Relation = Literal["adapter", "finetune", "quantized", "merge"]
+"""How the hub's tree of models hangs a model under its base."""
+
+Private = Annotated[bool, Option("Create the repository as private; refuse a public one.")]
+CreatePr = Annotated[bool, Option("Open a pull request instead of committing.")]
+Revision = Annotated[str | None, Option("Branch (default: main).", metavar="BRANCH")]
+CommitMessage = Annotated[str | None, Option("Commit message.", metavar="TEXT")]
+Endpoint = Annotated[str | None, Option("Address of the hub (default: HF_ENDPOINT, or huggingface.co).", metavar="URL")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPush:
+    """How `ckpt export-lora` pushes what it has written."""
+
+    push: Annotated[
+        str | None,
+        Option("Then push it to the hub, as `ckpt push DST REPO` does.", metavar="REPO", after="exclude"),
+    ] = None
+    private: Private = False
+    create_pr: CreatePr = False
+    revision: Revision = None
+    commit_message: CommitMessage = None
+    endpoint: Endpoint = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushView:
+    """What `ckpt push` takes in place of facts for the card."""
+
+    no_card: Annotated[bool, Option("Write no model card, and add nothing to README.md.", after="commit_message")] = (
+        False
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFields:
+    """What the user says for a model card."""
+
+    base_model: Annotated[
+        str | None,
+        Option("Hub id of the base model, for the model card.", metavar="ORG/NAME", after="commit_message"),
+    ] = None
+    relation: Annotated[
+        Relation | None,
+        Option("How it was made from the base model, if ckpt cannot tell.", name="--base-model-relation"),
+    ] = None
+    pipeline_tag: Annotated[
+        str | None, Option("Task for the model card: text-to-image, text-generation, …", metavar="TASK")
+    ] = None
+    tags: Annotated[Sequence[str], Option("Tag for the model card (repeatable).", name="--tag", metavar="TAG")] = ()
+    instance_prompt: Annotated[str | None, Option("Trigger words, for the model card.", metavar="TEXT")] = None
+    samples: Annotated[
+        AnyPath | None,
+        Option("Directory of sample images or videos with their prompts, for the card's gallery.", metavar="DIR"),
+    ] = None
+    license: Annotated[str | None, Option("License for the model card: apache-2.0, other, …", metavar="NAME")] = None
+    license_name: Annotated[str | None, Option("Name of a license of its own (with other).", metavar="NAME")] = None
+    license_link: Annotated[str | None, Option("Where that license is: URL or LICENSE file.", metavar="LINK")] = None
+    languages: Annotated[
+        Sequence[str], Option("Language code for the card (repeatable).", name="--language", metavar="CODE")
+    ] = ()
+    datasets: Annotated[
+        Sequence[str], Option("Hub id of a dataset (repeatable).", name="--dataset", metavar="ORG/NAME")
+    ] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushFields:
+    """The options of `push`."""
+
+    directory: Annotated[AnyPath, Argument("What to push: a model, an adapter, a checkpoint.", "DIR")] = field(
+        kw_only=False
+    )
+    repo: Annotated[str, Argument("NAMESPACE/NAME, or NAME for one of your own; created if new.", "REPO")] = field(
+        kw_only=False
+    )
+    private: Private = False
+    create_pr: CreatePr = False
+    revision: Revision = None
+    commit_message: CommitMessage = None
+    include: Annotated[
+        Sequence[str],
+        Option(
+            "Only these files (repeatable). Without a slash, names in every directory match.",
+            metavar="GLOB",
+        ),
+    ] = ()
+    exclude: Annotated[Sequence[str], Option("Skip these files (repeatable).", metavar="GLOB")] = ()
+    keep_pickles: common.KeepPickles = False
+    delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
+    check: Annotated[
+        CheckLevel,
+        Option("Read back what was uploaded, everything, or nothing (the hub's digests are always compared)."),
+    ] = "sent"
+    token: Annotated[str | None, Doc("Access token (default: HF_TOKEN, or that of `hf auth login`).")] = field(
+        default=None, repr=False
+    )
+    endpoint: Endpoint = None
+    dry_run: Annotated[bool, Option("Plan only: new, changed and unchanged files. Uploads nothing.", short="-n")] = (
+        False
+    )
+    num_workers: common.NumWorkers = None
+    progress: common.Progress = None
+    log: Annotated[Callable[[str], None] | None, Doc("Called with a line of text before each slow step.")] = None
+    bars: Annotated[bool, Doc("Let the hub's client draw its own bars while it uploads.")] = False

@@ -1,0 +1,57 @@
+"""Options of every command: how it shows its result."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ckpt_tools.options import AnyPath, Option
+
+Json = Annotated[bool, Option("One JSON document on stdout.", env=True)]
+Html = Annotated[
+    AnyPath | None,
+    Option("Also write the result as a page for browsers: one self-contained file.", metavar="FILE"),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """How a command shows its result."""
+
+    progress: Annotated[Literal["auto", "bar", "plain", "none"], Option("Progress on stderr.", env=True)] = "auto"
+    """Only where the library tells of it."""
+    json: Json = False
+    quiet: Annotated[bool, Option("Errors only.", short="-q", env=True)] = False
+    verbose: Annotated[bool, Option("More detail; tracebacks of failures.", short="-v", env=True)] = False
+
+    storage: Annotated[
+        Sequence[str],
+        Option("Setting of object stores by obstore's name, e.g. region (repeatable).", metavar="KEY=VALUE"),
+    ] = ()
+
+    @property
+    def is_silent(self) -> bool:
+        """Nothing is told on the way."""
+        return self.quiet or self.json
+
+    @property
+    def has_bars(self) -> bool:
+        """Progress is drawn, and not told line by line."""
+        wanted = self.progress == "bar" or (self.progress == "auto" and sys.stderr.isatty())
+        return wanted and not self.is_silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOptions:
+    """The options of `ckpt env`."""
+
+    json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HtmlOptions:
+    """A command that shows nothing else of its own."""
+
+    html: Html = None
