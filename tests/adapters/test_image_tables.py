@@ -1,4 +1,4 @@
-"""The tables of the image models, held against diffusers' classes and its conversions of whole files and of LoRAs."""
+"""The tables of the image models, held against diffusers' conversions of LoRAs and its pipelines."""
 
 from __future__ import annotations
 
@@ -10,88 +10,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 from adapters.image_models import MORE, adapter, delta, linears, lora, to_target
-from adapters.test_naming import flux1_at_its_real_width, same_change, whole_weights
+from adapters.test_naming import flux1_at_its_real_width, same_change
 from arrays import to_array, to_tensor
 from torch import nn
 
 from ckpt_tools.adapters.adapter import AdapterModule
-from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
+from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.choose import choose_families
-from ckpt_tools.adapters.architectures.of_base import model_family_of
-from ckpt_tools.adapters.architectures.resolve import place
 from ckpt_tools.adapters.ecosystems.loaders import simulate
-from ckpt_tools.adapters.ecosystems.placing import in_diffusers, in_native, place_all
+from ckpt_tools.adapters.ecosystems.placing import in_native, place_all
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile
 from ckpt_tools.adapters.families.family import Module
 from ckpt_tools.adapters.read.tensors import entry_of
 
-CONVERTERS = {
-    "sana": "convert_sana_transformer_to_diffusers",
-    "z_image": "convert_z_image_transformer_checkpoint_to_diffusers",
-    "hidream": "convert_hidream_transformer_to_diffusers",
-}
-"""Family → diffusers' conversion of a single file. Those of Chroma and Lumina 2 have the real widths written in."""
-UNUSED = {"sana": ("pos_embed", "y_embedder.y_embedding", "attention_y_norm.weight", "final_layer.scale_shift_table")}
-"""What the conversions look up beside linear layers and convolutions."""
-
-
-@pytest.fixture(scope="module", params=MORE)
-def family(request: pytest.FixtureRequest) -> tuple[str, nn.Module]:
-    torch.manual_seed(0)
-    return request.param, MORE[request.param]()
-
 
 def refuse(module: Module) -> Module:
     raise AssertionError(module.path)
-
-
-def native_weights(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's weights under the authors' names, by the tables."""
-    whole = whole_weights(model).with_factors(lambda module, role: to_array(module.factors[role]))
-    placed = in_native(place_all(whole, ARCHITECTURES[name]), as_lora=refuse)
-    ends = {"diff": "weight", "diff_b": "bias"}
-    return {
-        f"{each.module.path}.{ends[role]}": to_tensor(factor)
-        for each in placed
-        for role, factor in each.module.factors.items()
-    }
-
-
-def test_every_layer_has_one_reading_in_every_spelling(family: tuple[str, nn.Module]) -> None:
-    name, model = family
-    architecture, paths = ARCHITECTURES[name], linears(model)
-    for path in paths:
-        where = place(path, architecture)
-        native = where.native
-        spellings = [f"{where.part.component}.{path}", f"diffusion_model.{native}", native]
-        spellings += [f"{where.part.kohya[0]}_{each.replace('.', '_')}" for each in (native, path)]
-        assert {place(each, architecture).native for each in spellings} == {native}
-    assert name in candidates(paths) or not architecture.is_told_by_names
-
-
-def test_base_is_told_by_its_class_and_by_its_weights(family: tuple[str, nn.Module]) -> None:
-    name, model = family
-    shapes = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    assert model_family_of(shapes, {**model.config, "_class_name": type(model).__name__}).name == name
-    by_weights = {"sd1": ("sd1", "sd2"), "sd2": ("sd1", "sd2"), "kolors": ()}.get(name, (name,))
-    assert model_family_of(shapes).possible == by_weights
-
-
-def test_native_names_are_what_diffusers_converts_back(family: tuple[str, nn.Module]) -> None:
-    from diffusers.loaders import single_file_utils
-
-    name, model = family
-    native = native_weights(name, model)
-    back = whole_weights(model).with_factors(lambda module, role: to_array(module.factors[role]))
-    assert {each.module.path for each in in_diffusers(place_all(back, ARCHITECTURES[name]), as_lora=refuse)} == set(
-        linears(model)
-    )
-    if name in CONVERTERS:
-        native |= dict.fromkeys(UNUSED.get(name, ()), torch.zeros(1))
-        native |= {f"blocks.{i}.scale_shift_table": torch.zeros(1) for i in range(2 if name == "sana" else 0)}
-        converted = getattr(single_file_utils, CONVERTERS[name])(native)
-        for path in linears(model):
-            assert torch.equal(converted[f"{path}.weight"], model.get_submodule(path).weight), path
 
 
 def lumina2_at_its_real_width() -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The naming tables, held against diffusers' own conversions of whole checkpoints and of other tools' adapters."""
+"""Adapters of the image families under other names, held against diffusers' conversions and ComfyUI's key map."""
 
 from __future__ import annotations
 
@@ -7,73 +7,15 @@ from itertools import product
 
 import pytest
 import torch
-from adapters.comfyui_keys import native_checkpoint_names, patched
+from adapters.comfyui_keys import patched
 from adapters.image_models import MODELS, adapter, delta, linears, lora, to_target
-from torch import nn
+from adapters.test_names import native_weights
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
+from ckpt_tools.adapters.architectures.names import is_language_model_path, readings, unflatten
 from ckpt_tools.adapters.architectures.of_base import model_family_of
-from ckpt_tools.adapters.architectures.resolve import is_language_model_path, place, readings, unflatten
 from ckpt_tools.errors import UsageError
-
-CONVERTERS = {
-    "flux2": "convert_flux2_transformer_checkpoint_to_diffusers",
-    "sd3": "convert_sd3_transformer_checkpoint_to_diffusers",
-}
-
-
-def whole_weights(model: nn.Module) -> Adapter[torch.Tensor]:
-    """The model's own weights and biases, as an adapter of whole tensors."""
-    modules = []
-    for name in linears(model):
-        part = model.get_submodule(name)
-        factors = {"diff": part.weight.detach()}
-        if part.bias is not None:
-            factors["diff_b"] = part.bias.detach()
-        modules.append(AdapterModule(path=name, family="full", factors=factors))
-    return adapter(modules)
-
-
-def native_weights(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's weights under the authors' names, by the tables."""
-    written = to_target(whole_weights(model), "comfyui", architecture=name)
-    ends = {".diff_b": ".bias", ".diff": ".weight"}
-    native = {}
-    for key, tensor in written.tensors.items():
-        end = next(each for each in ends if key.endswith(each))
-        native[key.removeprefix("diffusion_model.").removesuffix(end) + ends[end]] = tensor
-    return native
-
-
-@pytest.mark.parametrize("name", CONVERTERS)
-def test_table_agrees_with_diffusers_conversion_of_a_whole_checkpoint(name: str) -> None:
-    from diffusers.loaders import single_file_utils
-
-    model = MODELS[name][0]()
-    native = native_weights(name, model)
-    native["pos_embed"] = torch.zeros(1, 64, 32)
-    if name == "flux2":
-        del native["pos_embed"]
-    converted = getattr(single_file_utils, CONVERTERS[name])(native)
-    for path in linears(model):
-        assert torch.equal(converted[f"{path}.weight"], model.get_submodule(path).weight), path
-
-
-def test_table_of_sdxl_agrees_with_diffusers_conversion_of_a_whole_checkpoint() -> None:
-    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
-
-    model = MODELS["sdxl"][0]()
-    native = native_weights("sdxl", model)
-    # Norms are no part of the table; the conversion looks at them to find the blocks.
-    names = native_checkpoint_names(model)
-    for key, parameter in model.named_parameters():
-        if names[key] not in native:
-            native[names[key]] = parameter.detach()
-    checkpoint = {f"model.diffusion_model.{key}": tensor for key, tensor in native.items()}
-    converted = convert_ldm_unet_checkpoint(checkpoint, dict(model.config))
-    for path in linears(model):
-        assert torch.equal(converted[f"{path}.weight"], model.get_submodule(path).weight), path
 
 
 def flux1_at_its_real_width() -> dict[str, tuple[int, ...]]:
@@ -191,18 +133,6 @@ def test_comfyui_patches_every_native_weight_by_the_delta(name: str, target: str
     for key, tensor in expected.items():
         # One float32 product and sum, in another order.
         assert torch.allclose(got[key], tensor, atol=2e-6, rtol=1e-5), key
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_layer_has_one_reading_in_every_spelling(name: str) -> None:
-    architecture = ARCHITECTURES[name]
-    for path in linears(MODELS[name][0]()):
-        where = place(path, architecture)
-        native, component = where.native, where.part.component
-        spellings = [f"{component}.{path}", f"diffusion_model.{native}", native]
-        spellings += [f"{where.part.kohya[0]}_{each.replace('.', '_')}" for each in (native, path)]
-        for spelling in spellings:
-            assert place(spelling, architecture).native == native, spelling
 
 
 def test_candidates_for_shared_names_are_several() -> None:
