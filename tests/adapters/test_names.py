@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from adapters import video_models
 from adapters.comfyui_keys import native_checkpoint_names
-from adapters.image_models import MODELS, MORE
+from adapters.image_models import ALL
 from names.keymaps import assert_same, backward, forward
 from torch import nn
 
@@ -20,12 +18,6 @@ from ckpt_tools.adapters.architectures.names import place
 from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps, of_weights
 
-ALL: dict[str, tuple[str, Callable[[], nn.Module]]] = {
-    **{name: (name, make) for name, (make, _) in MODELS.items()},
-    **{name: (name, make) for name, make in MORE.items()},
-    **video_models.MODELS,
-}
-"""Model → (its family, its maker)."""
 CONVERTERS = {
     "sdxl": "convert_ldm_unet_checkpoint",
     "sd3": "convert_sd3_transformer_checkpoint_to_diffusers",

@@ -6,9 +6,8 @@ import copy
 
 import pytest
 import torch
-from adapters.image_models import adapter, delta, linears, lora, to_target
+from adapters.image_models import ALL, adapter, delta, linears, lora, to_target
 from adapters.test_names import model
-from adapters.video_models import MODELS
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -120,7 +119,7 @@ def loads_in_diffusers(name: str, tensors: dict[str, torch.Tensor], want: dict[s
 
 def ways_to_say(name: str, modules: list[AdapterModule[torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
     """The adapter in the names that tools give it: way → tensors."""
-    family = ARCHITECTURES[MODELS[name][0]]
+    family = ARCHITECTURES[ALL[name][0]]
     comfyui = dict(to_target(adapter(modules), "comfyui", architecture=family.name).tensors)
     bare = {}
     for key in comfyui:
