@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 import torch
-from adapters.comfyui_keys import native_checkpoint_names
 from adapters.image_models import ALL
 from names.keymaps import assert_same, backward, forward
 from torch import nn
@@ -33,6 +32,7 @@ CONVERTERS = {
 }
 """Model → diffusers' conversion of a single file. Those of FLUX.1, Chroma and Lumina 2 have real widths written in."""
 LOOKED_UP = {
+    "sdxl": ("out.0.weight", "out.0.bias"),
     "sd3": ("pos_embed",),
     "sana": (
         *("pos_embed", "y_embedder.y_embedding", "attention_y_norm.weight", "final_layer.scale_shift_table"),
@@ -116,11 +116,7 @@ def test_map_of_weights_agrees_with_diffusers_conversion(name: str) -> None:
     native = forward(mapped, own, dict(model(name).config))
     native |= {key: torch.zeros(1, 64, 32) for key in LOOKED_UP.get(name, ())}
     convert = getattr(single_file_utils, CONVERTERS[name])
-    if name == "sdxl":  # it looks at norms to find the blocks
-        named = native_checkpoint_names(model(name))
-        native |= {named[key]: each for key, each in model(name).state_dict().items() if named[key] not in native}
-        converted = convert({f"model.diffusion_model.{k}": v for k, v in native.items()}, dict(model(name).config))
-    else:
-        converted = convert(dict(native))
+    prefix = "model.diffusion_model." if name == "sdxl" else ""
+    converted = convert({f"{prefix}{key}": tensor for key, tensor in native.items()}, config=dict(model(name).config))
     assert len(own) > 20
     assert [key for key, tensor in own.items() if not torch.equal(converted[key], tensor)] == []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from adapters.image_models import ALL, adapter, delta, linears, lora, to_target
+from adapters.image_models import adapter, delta, linears, lora, to_target
 from adapters.test_names import model
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -90,72 +88,6 @@ def test_models_that_a_target_does_not_have_are_refused_by_name():
             to_target(adapter(modules), target, architecture="cogvideox")
     with pytest.raises(UsageError, match=r"musubi-tuner.* LTX-2"):
         to_target(adapter([lora("patchify_proj", (16, 4))]), "kohya", architecture="ltx2")
-
-
-MIXINS = {"wan": "Wan", "hunyuan_video_1_5": "HunyuanVideo", "ltx": "LTXVideo", "ltx2": "LTX2"}
-
-
-def loads_in_diffusers(name: str, tensors: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
-    """Does the pipeline's own loader add to every module what was trained?"""
-    from diffusers.loaders import lora_pipeline
-
-    pipeline = getattr(lora_pipeline, f"{MIXINS[name]}LoraLoaderMixin")
-    target = copy.deepcopy(model(name))
-    try:
-        converted = pipeline.lora_state_dict(
-            {key: tensor.clone() for key, tensor in tensors.items()}
-        )  # scales in place
-        if not all("lora" in key for key in converted):
-            return False
-        target.load_lora_adapter(converted, network_alphas=None, prefix="transformer", adapter_name="a")
-    except (ValueError, KeyError, IndexError, RuntimeError):
-        return False
-    layers = {path: target.get_submodule(path) for path in want}
-    return all(
-        hasattr(layer, "lora_A") and torch.allclose(layer.get_delta_weight("a").double(), want[path], atol=1e-5)
-        for path, layer in layers.items()
-    )
-
-
-def ways_to_say(name: str, modules: list[AdapterModule[torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The adapter in the names that tools give it: way → tensors."""
-    family = ARCHITECTURES[ALL[name][0]]
-    comfyui = dict(to_target(adapter(modules), "comfyui", architecture=family.name).tensors)
-    bare = {}
-    for key in comfyui:
-        if key.endswith(".lora_down.weight"):
-            path = key.removesuffix(".lora_down.weight")
-            down, up = comfyui[key], comfyui[f"{path}.lora_up.weight"]
-            bare |= {
-                f"{path}.lora_A.weight": down,
-                f"{path}.lora_B.weight": up * (comfyui[f"{path}.alpha"] / len(down)),
-            }
-    ways = {"comfyui": comfyui, "bare": bare, "without prefix": {key.partition(".")[2]: bare[key] for key in bare}}
-    if family.kohya is not None:
-        ways["kohya"] = dict(to_target(adapter(modules), "kohya", architecture=family.name).tensors)
-    return ways
-
-
-@pytest.mark.full(but=["attn1-wan", "attn2.add_k_proj-wan"])
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        *((part, name) for part in ("blocks", "time_embed", "") for name in MIXINS),
-        *(("attn1", name) for name in MIXINS if name != "hunyuan_video_1_5"),
-        ("attn2.add_k_proj", "wan"),  # without add_v_proj, beside which the conversion expects it
-    ],
-)
-def test_verdicts_are_those_of_diffusers_pipelines(part, name, tmp_path):
-    torch.manual_seed(0)
-    shapes = linears(model(name))
-    modules = [lora(path, shapes[path], rank=3) for path in shapes if part in path and "refiner" not in path]
-    assert modules
-    want = {module.path: delta(module) for module in modules}
-    model(name).save_pretrained(tmp_path / "base")
-    for way, tensors in ways_to_say(name, modules).items():
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "x.safetensors")
-        verdict = api.check_lora(tmp_path / "x.safetensors", base=tmp_path / "base", loaders=["diffusers"]).verdict
-        assert (verdict == "loads") is loads_in_diffusers(name, tensors, want), way
 
 
 FOREIGN = {

@@ -87,8 +87,10 @@ class Conversion:
     """What it does with other paths: raise, or keep them, which then are no module's. It raises on other suffixes."""
     needs_blocks: bool = False
     """It raises where one of a block's modules has no adapter."""
+    needs_alpha: bool = False
+    """It raises where a module has no alpha."""
     needs: str = ""
-    """Regular expression of native paths of which it must find one, or raises."""
+    """Regular expression of native paths of which it must find one, or raises; "" for none."""
     optional: str = "(?!)"
     """Regular expression of native paths that not every model has: of all blocks or none."""
     together: tuple[str, ...] = ()
@@ -96,7 +98,7 @@ class Conversion:
 
     def why_not(self, paths: Collection[str]) -> str | None:
         """Return why it raises on a file with these native paths; None where it does not."""
-        if not any(re.match(self.needs, path) for path in paths):
+        if self.needs and not any(re.match(self.needs, path) for path in paths):
             return "it finds no block"
         present = [part for part in self.together if any(part in path for path in paths)]
         if present and len(present) < len(self.together):

@@ -217,6 +217,7 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
 def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
     found: Keys = {}
     natives: set[str] = set()
+    alphas: set[str] = set()
     for key, name in keys.items():
         prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
         inner = key.removeprefix(prefix or "")
@@ -232,12 +233,15 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
         if place is not None and is_known and not is_lacking:
             found |= _spread(place, suffix, name)
             natives.add(place.native)
+            alphas |= {place.native} if suffix == "alpha" else set()
         elif conversion.others == "raise":
             raise RejectedError(f"it cannot convert {key}")
         elif suffix != "alpha":
             found[f"{part.component}.{inner}"] = name
     if (reason := conversion.why_not(natives)) is not None:
         raise RejectedError(reason)
+    if conversion.needs_alpha and (lacking := natives - alphas):
+        raise RejectedError(f"it looks up {min(lacking)}.alpha, which is not there")
     if conversion.needs_blocks:
         _check_blocks(natives, part, conversion.optional)
     return found
