@@ -5,33 +5,18 @@ A new one is a table of families.toml, and its names in maps/comfyui.txt.
 
 from __future__ import annotations
 
+import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
-from importlib.resources import files
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from ckpt_tools.adapters.architectures.architecture import Architecture
 
-
-class _Architectures(Mapping[str, Architecture]):
-    """The families by name, read when the first is asked for."""
-
-    @cached_property
-    def _table(self) -> Mapping[str, Architecture]:
-        text = files(__name__).joinpath("families.toml").read_text(encoding="utf-8")
-        return {name: Architecture.from_table(name, table) for name, table in tomllib.loads(text).items()}
-
-    def __getitem__(self, name: str) -> Architecture:
-        return self._table[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-
-ARCHITECTURES: Mapping[str, Architecture] = _Architectures()
+with open(os.path.join(os.path.dirname(__file__), "families.toml"), "rb") as _file:
+    ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+        {name: Architecture.from_table(name, table) for name, table in tomllib.load(_file).items()}
+    )
+"""The families by name."""
 
 
 def candidates(paths: Iterable[str]) -> tuple[str, ...]:

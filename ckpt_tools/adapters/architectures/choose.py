@@ -192,12 +192,11 @@ def _has_size(adapter: Adapter[F], name: str) -> bool:
     for path in columns:
         if hit := _BLOCK.fullmatch(path):
             last[hit[1]] = max(int(hit[2]), last.get(hit[1], 0))
-    return any(_has_columns(columns, size) and _has_blocks(last, size) for size in sizes)
+    return any(_has_columns(columns, size) and _blocks(size) in ({}, last) for size in sizes)
 
 
-def _has_blocks(last: Mapping[str, int], size: Mapping[str, int]) -> bool:
-    wanted = {name: number for name, number in size.items() if not name.startswith(".")}
-    return not wanted or last == wanted
+def _blocks(size: Mapping[str, int]) -> dict[str, int]:
+    return {name: number for name, number in size.items() if not name.startswith(".")}
 
 
 def _has_columns(columns: Mapping[str, int | None], size: Mapping[str, int]) -> bool:

@@ -106,11 +106,9 @@ class Place:
 
         Those that are not known have the share of the published model.
         """
-        heights = self._heights(columns)
-        if heights is None:
-            return None
-        shares = {rows for part, rows in known.items() if not heights[part]}
-        if len(shares) > 1 or (columns is None and not shares):
+        heights = self._heights(columns) or []
+        shares = {rows for part, rows in known.items() if heights and not heights[part]}
+        if not heights or len(shares) > 1 or (columns is None and not shares):
             return None
         free = round((self.ratio or len(heights)) * (columns or 0)) - sum(heights)
         share = shares.pop() if shares else free // heights.count(0)
@@ -118,7 +116,7 @@ class Place:
         return whole if all(whole[part] == rows for part, rows in known.items()) else None
 
     def _heights(self, columns: int | None) -> list[int] | None:
-        """Return the rows of the parts, 0 for those that share what is left; None where the columns have to tell."""
+        """Return the rows of the parts, 0 for those that share what is left; None where columns are to tell."""
         sizes = (() if self._step is None else self._step.sizes[1:]) or ["rest"] * len(self.line.hub)
         if columns is None and any(size != "rest" for size in sizes):
             return None

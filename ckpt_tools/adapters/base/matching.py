@@ -144,7 +144,6 @@ class _Orientation:
         if known is not None and not isinstance(known.value, bool | None):
             raise UsageError(f"fan_in_fan_out must be true or false, got {known.value!s}", where=known.source)
         self._setting = None if known is None else known.value
-        self._is_configured = known is not None or "peft_type" in adapter.settings
         self._seen: set[bool] = set()
         for module in adapter.modules:
             entry = tensors.get(f"{module.path}.{module.parameter}")
@@ -158,10 +157,6 @@ class _Orientation:
         """Is this weight stored as (in, out)?"""
         if not family_of(module).is_linear(module.factors):
             return False
-        if None in made:
-            if not self._is_configured and len(shape) == 2 and shape[0] == shape[1]:
-                raise _MismatchError("the weight is square, and no configuration says how it is stored")
-            return bool(self._setting) and len(shape) == 2
         if len(shape) == 3 and module.parameter != "weight":
             if made == shape[1:] and made[0] == made[1]:
                 raise _MismatchError("the experts are square, so it is not known whether they are transposed")

@@ -33,7 +33,6 @@ class Carried(Family):
     shared: ClassVar[tuple[tuple[str, str], ...]] = ()
     """As `names`, of these tensors; a live model has them in its modules as well."""
     peft_fields = frozenset(PEFT_COMMON.split())
-    why_not_a_sum = "it is of PEFT alone: what it adds may depend on the base"
 
     def peft_suffix(self, role: str) -> str | None:
         """Return the role, which is PEFT's own name."""

@@ -125,10 +125,6 @@ def missing_halves(pairs: Iterable[tuple[str, str]], roles: Collection[str]) -> 
     return [other for role, other in sides if role in roles and other not in roles]
 
 
-class PeftRefusesError(Exception):
-    """PEFT raises when it makes a module under this configuration; the message says on what."""
-
-
 class Family:
     """One way in which factors change a weight. What a family does not say, it does not have."""
 

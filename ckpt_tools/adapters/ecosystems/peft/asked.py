@@ -146,5 +146,5 @@ def _judge_prompt(model: Any, own: Any, names: set[str]) -> Answer:  # noqa: ANN
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return escape_name(" ".join(lines[-1 if isinstance(error, RuntimeError) else 0 :][:1]) or type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return escape_name(lines[-1 if isinstance(error, RuntimeError) else 0])

@@ -18,7 +18,6 @@ from itertools import permutations
 from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.ecosystems.simulation import Loading, RejectedError
 from ckpt_tools.adapters.families import Family
-from ckpt_tools.adapters.families.family import PeftRefusesError
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, by_pattern, matches
 
 Config = Mapping[str, object]
@@ -166,11 +165,7 @@ def expected(family: Family, config: Config, path: str, weight: Shape) -> tuple[
     """
     if len(weight) not in (2, 3, 4, 5) or 0 in weight:
         return ()
-    try:
-        rank = rank_of(config, path) if family.is_scaled else 0
-        return family.peft_shapes(config, rank, weight)
-    except PeftRefusesError as error:
-        raise RejectedError(f"{path}: {error}") from error
+    return family.peft_shapes(config, rank_of(config, path) if family.is_scaled else 0, weight)
 
 
 def starts_idle(config: Config, family: Family) -> bool:
