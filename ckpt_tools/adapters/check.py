@@ -267,6 +267,7 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
         base=None if base is None else base.shapes,
         base_class=None if base is None else base.class_name,
         base_type=None if base is None else base.model_type,
+        base_config={} if base is None else base.config,
         constrained=frozenset(
             m.path for m in read.adapter.modules if "blocks" in m.factors and m.alpha and m.alpha.value
         ),

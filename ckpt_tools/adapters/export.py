@@ -264,7 +264,7 @@ def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
 
 def _for_others(run: _Run, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
     refuse_variants(adapter)
-    refuse_carried(adapter, merges=False)
+    refuse_carried(adapter, "written for other libraries than PEFT", "--to peft")
     loaded = load(adapter, run.read.opened, run.reader)
     run.findings += check_adapter(loaded, repairs=True)
     known = summary(adapter, run.options.base_model)

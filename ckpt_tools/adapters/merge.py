@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from ckpt_tools.adapters.adapter import SAVED, TOKENS, Adapter, AdapterModule
+from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.base.combine import Combining, parts_of
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.matching import BaseMatch, match_any_spelling
@@ -113,9 +113,12 @@ def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: Mer
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
     adapter = with_alpha(adapter, options.alpha)
     refuse_variants(adapter)
-    refuse_carried(adapter, merges=True)
+    refuse_carried(
+        adapter,
+        "merged by ckpt",
+        "PEFT does it: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), then save_pretrained",
+    )
     _refuse_broken(adapter)
-    adapter = adapter.with_modules(map(_as_saved, adapter.modules))
     _check_scale(adapter, weight)
     frozen = live_tensors(plain_names(base.checkpoint), base_config(base))
     is_proven = bool(adapter.base_tensors) and refuse_changed(adapter, read.opened, base, frozen)
@@ -227,14 +230,6 @@ def _refuse_broken(adapter: Adapter[TensorEntry]) -> None:
         raise AdapterRefusedError(
             f"the adapter has {len(errors)} error{'s' if len(errors) > 1 else ''}: {shown}", hint=errors[0].hint
         )
-
-
-def _as_saved(module: AdapterModule[TensorEntry]) -> AdapterModule[TensorEntry]:
-    """Return a module whose factors are copies of the base's parameters as these."""
-    if not family_of(module).is_copy:
-        return module
-    factors = {role.rpartition(".")[2]: factor for role, factor in module.factors.items()}
-    return replace(module, family=SAVED, factors=factors)
 
 
 def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:

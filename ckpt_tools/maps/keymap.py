@@ -16,6 +16,8 @@ the layer and of the expert. One that a name of the other side lacks is stacked 
 is all experts of a layer, and ``fc1.weight7`` is expert 7.
 
 - ``a, b = c : cat 0``: several names of one side are one tensor of the other (``c = a, b : cut 0``)
+- ``same a``: ``a = a``
+- ``a.{b,c} = d.{e,f}``: ``a.b = d.e`` and ``a.c = d.f``; second braces of names are for every choice of the first
 - ``a = b | c``: spellings of the same; all are read, the first is written; ``b[.*].c`` is ``b.*.c | b.c``
 - ``a = b if d | c``: `b` is written where the hub has `d`
 - ``or a, b = c : cat 0``: another way to lay the same out; read, never written
@@ -35,9 +37,10 @@ At the end of a name that is dropped, skipped or lost, ``**`` is anything.
 What stands after the colon happens to every tensor by itself from the hub's form to the other, in this order and
 apart by ``;``, and is undone in the opposite order on the way back:
 
-- ``cat DIM [LENGTH…]``: one after another, alike in length if nothing is said; ``rest`` is what the others leave
+- ``cat DIM [LENGTH…]``: one after another, alike in length if nothing is said; ``rest`` is what the others leave,
+  in equal shares
 - ``cut DIM [LENGTH…]``: the opposite
-- ``swap DIM``: halves exchanged
+- ``swap DIM [LENGTH]``: halves exchanged, of tensors of this length alone if one is said
 - ``transpose``: the last two dims exchanged
 - ``rope HEADS``: the halves of every head interleaved, as complex rotary embeddings want them
 - ``qkv HEADS GROUPS``: rows of q, k and v by groups of heads that share a key
@@ -58,7 +61,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
 from typing import TypeVar
@@ -325,12 +328,12 @@ def _unstacked(
             yield tuple(known[sign] for sign in line.signs), tensors
 
 
-def parse_key_maps(text: str, *, where: str) -> dict[str, KeyMap]:
+def parse_key_maps(text: str, *, where: str, is_own: bool = False) -> dict[str, KeyMap]:
     """Parse a file of maps: `model_type`, class of models or "*" → map."""
     title = f"the map {os.path.basename(where)}"
     return {
         name: KeyMap(title=title if name == "*" else f"{title} [{name}]", section=section)
-        for name, section in parse_sections(text, where=where).items()
+        for name, section in parse_sections(text, where=where, is_own=is_own).items()
     }
 
 
@@ -339,4 +342,23 @@ def load_key_maps(convention: str) -> Mapping[str, KeyMap]:
     """Return the maps that come with ckpt: `model_type` or class of models → map."""
     path = os.path.join(os.path.dirname(__file__), f"{convention}.txt")
     with open(path, encoding="utf-8") as file:
-        return parse_key_maps(file.read(), where=path)
+        return parse_key_maps(file.read(), where=path, is_own=True)
+
+
+def of_weights(maps: Iterable[KeyMap], *, title: str) -> KeyMap:
+    """Return the map of a model's weights and biases where `maps` have its modules: those of `load_key_maps`."""
+
+    def ended(names: tuple[str, ...], end: str) -> tuple[str, ...]:
+        return tuple(f"{name}.{end}" for name in names)
+
+    lines = [
+        Line(
+            hub=ended(line.hub, end),
+            spellings=tuple(replace(one, names=ended(one.names, end)) for one in line.spellings),
+            is_written=line.is_written,
+        )
+        for each in maps
+        for line in each.section.lines
+        for end in ("weight", "bias")
+    ]
+    return KeyMap(title=title, section=Section(lines=tuple(lines)))

@@ -16,6 +16,7 @@ from ckpt_tools.text import first_few
 
 _LINE = re.compile(r"(?P<hub>[^=:|]+)=(?P<other>[^=:]+)(:(?P<steps>[^=:|]+))?")
 _NAME = re.compile(r"(?:[\w.\-*+]|\{\*\+\w+\})+")
+_CHOICE = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
 _AGAIN = re.compile(r"(\S+) = (\S+) as (\S+) = (\S+)")
 _SHIFT = re.compile(r"\{\*\+(\w+)\}")
@@ -104,19 +105,23 @@ class _Draft:
 
 def signs_of(pattern: str) -> str:
     """Return which of `*` and `+` a name has."""
-    return "".join(sign for sign in SIGNS if sign in _SHIFT.sub("*", pattern))
+    return "".join(sign for sign in SIGNS if sign in _unshifted(pattern))
+
+
+def _unshifted(pattern: str) -> str:
+    return _SHIFT.sub("*", pattern) if "{" in pattern else pattern
 
 
 def shift_of(pattern: str) -> str:
     """Return the key of config.json that is added to `*` in a name; empty for none."""
-    found = _SHIFT.search(pattern)
+    found = _SHIFT.search(pattern) if "{" in pattern else None
     return found[1] if found else ""
 
 
 def fill(pattern: str, signs: str, numbers: Numbers) -> str:
     """Return the name that a pattern stands for; a sign that it has not is passed over."""
     for sign, number in zip(signs, numbers, strict=True):
-        pattern = (_SHIFT.sub("*", pattern) if sign == "*" else pattern).replace(sign, str(number))
+        pattern = _unshifted(pattern).replace(sign, str(number))
     return pattern
 
 
@@ -133,7 +138,7 @@ class Patterns(Generic[T]):
             if pattern.endswith(_ANYTHING):
                 self._begins.append((pattern.removesuffix(_ANYTHING), pattern, belongs))
                 continue
-            self._alike.setdefault(_shape(_SHIFT.sub("*", pattern)), []).append((pattern, belongs))
+            self._alike.setdefault(_shape(_unshifted(pattern)), []).append((pattern, belongs))
 
     def all(self, name: str) -> Iterator[tuple[str, Numbers, T]]:
         """Yield (pattern, numbers in the name, what belongs to it) of all that stand for a name, in their order."""
@@ -157,12 +162,12 @@ def _shape(name: str) -> str:
 
 @cache
 def _compile(pattern: str) -> re.Pattern[str]:
-    body = re.escape(_SHIFT.sub("*", pattern))
+    body = re.escape(_unshifted(pattern))
     return re.compile(body.replace(r"\*", f"(?P<layer>{_NUMBER})").replace(r"\+", f"(?P<expert>{_NUMBER})"))
 
 
-def parse_sections(text: str, *, where: str) -> dict[str, Section]:
-    """Parse a file of maps: name of the section → what it says."""
+def parse_sections(text: str, *, where: str, is_own: bool = False) -> dict[str, Section]:
+    """Parse a file of maps: name of the section → what it says. That ckpt's own have a way back, a test proves."""
     found: dict[str, Section] = {}
     titles: tuple[str, ...] = ()
     draft: _Draft | None = None
@@ -171,7 +176,7 @@ def parse_sections(text: str, *, where: str) -> dict[str, Section]:
         at = f"{where}, line {number}"
         if line.startswith("["):
             if draft is not None:
-                section = _finish(draft, where=where)
+                section = _finish(draft, where=where, is_own=is_own)
                 for title in titles:
                     if title in found:
                         raise UsageError(f"there are two sections of {title}", where=at)
@@ -180,8 +185,23 @@ def parse_sections(text: str, *, where: str) -> dict[str, Section]:
         elif line and draft is None:
             raise UsageError("a map begins with a section: [llama], or [*] for any model", where=at)
         elif line and draft is not None:
-            _parse_line(line, draft, at)
+            for one in _spread(line, at):
+                _parse_line(one, draft, at)
     return found
+
+
+def _spread(line: str, where: str) -> Iterator[str]:
+    """Yield a line for every choice in braces: those that stand at the same place of their names are made alike."""
+    words = [_CHOICE.split(word) for word in line.split()]
+    longest = max(words, key=len)
+    for at in range(1, len(longest), 2):
+        if len({word[at].count(",") for word in words if at < len(word)}) > 1:
+            raise UsageError(f"the names of a line do not have as many choices: {line}", where=where)
+    for chosen in product(*(range(choices.count(",") + 1) for choices in longest[1::2])):
+        yield " ".join(
+            "".join(text.split(",")[chosen[at // 2]] if at % 2 else text for at, text in enumerate(word))
+            for word in words
+        )
 
 
 def _parse_line(line: str, draft: _Draft, where: str) -> None:
@@ -193,7 +213,7 @@ def _parse_line(line: str, draft: _Draft, where: str) -> None:
         _parse_again(rest.strip(), draft, where)
         return
     is_written = word != "or"
-    found = _LINE.fullmatch(line if is_written else rest)
+    found = _LINE.fullmatch(f"{rest} = {rest}" if word == "same" else line if is_written else rest)
     if found is None:
         raise UsageError(
             f"the map has a line without a meaning: {line}",
@@ -302,7 +322,7 @@ def _parse_steps(text: str, hubs: int, others: int, where: str) -> tuple[Step, .
 
 
 def _is_name(name: str) -> bool:
-    return bool(_NAME.fullmatch(name)) and all(_SHIFT.sub("*", name).count(sign) <= 1 for sign in SIGNS)
+    return bool(_NAME.fullmatch(name)) and all(_unshifted(name).count(sign) <= 1 for sign in SIGNS)
 
 
 def _is_sound(line: Line) -> bool:
@@ -325,11 +345,11 @@ def _is_sound(line: Line) -> bool:
     return True
 
 
-def _finish(draft: _Draft, *, where: str) -> Section:
+def _finish(draft: _Draft, *, where: str, is_own: bool) -> Section:
     hub = [name for line in draft.lines if line.is_written for name in line.hub]
     others = [name for line in draft.lines for one in line.spellings for name in one.names]
     lost = [name for one in draft.lost for name in one.names]
-    for names in ([*hub, *draft.dropped], [*others, *draft.skipped, *lost]):
+    for names in () if is_own else ([*hub, *draft.dropped], [*others, *draft.skipped, *lost]):
         if twice := sorted(set(_overlapping(names))):
             raise UsageError(f"{first_few(twice, 2)} stands in two lines: there is no way back", where=where)
     lists = {*SIGNS, *(name for line in draft.lines for name in line.lists)}
@@ -350,8 +370,8 @@ def _overlapping(names: Sequence[str]) -> Iterator[str]:
     """Yield patterns that stand for names of others; a shifted one counts only beside another shifted one."""
     for shift in {shift_of(name) for name in names}:
         alike = [name for name in names if shift_of(name) == shift]
-        shapes = Counter(_shape(_SHIFT.sub("*", name)) for name in alike)
-        alike = [name for name in alike if shapes[_shape(_SHIFT.sub("*", name))] > 1]
+        shapes = Counter(_shape(_unshifted(name)) for name in alike)
+        alike = [name for name in alike if shapes[_shape(_unshifted(name))] > 1]
         patterns = Patterns([(name, at) for at, name in enumerate(alike)])
         for at, name in enumerate(alike):
             signs = signs_of(name)

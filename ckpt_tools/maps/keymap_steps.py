@@ -164,15 +164,23 @@ def _cut(parts: list[Mosaic], after: int, dim: int, *wanted: int) -> list[Mosaic
         return mosaic.chunk(part, dim, after)
     if len(part.shape) <= dim:
         raise ValueError(f"a tensor has no dim {dim}")
-    lengths = [size or part.shape[dim] - sum(wanted) for size in wanted]
-    if min(lengths) < 1 or sum(lengths) != part.shape[dim]:
+    if (lengths := share_out(part.shape[dim], wanted)) is None:
         raise ValueError(f"{part.shape[dim]} in dim {dim} cannot be cut into {list(wanted)} (0: the rest)")
     starts = [sum(lengths[:at]) for at in range(len(lengths))]
     return [mosaic.part_of(part, dim, start, length) for start, length in zip(starts, lengths, strict=True)]
 
 
-def _swap(parts: list[Mosaic], _after: int, dim: int) -> list[Mosaic]:
-    return [mosaic.join(mosaic.chunk(part, dim, 2)[::-1], dim) for part in parts]
+def share_out(length: int, wanted: Sequence[int]) -> list[int] | None:
+    """Return the lengths of parts, of which those that are not said (0) are alike; None where they do not come out."""
+    share, left = divmod(length - sum(wanted), max(1, wanted.count(_NOT_SAID)))
+    lengths = [size or share for size in wanted]
+    return lengths if not left and min(lengths) > 0 and sum(lengths) == length else None
+
+
+def _swap(parts: list[Mosaic], _after: int, dim: int, *only: int) -> list[Mosaic]:
+    is_swapped = [(dim < len(part.shape) and part.shape[dim] in only) or not only for part in parts]
+    halves = [mosaic.chunk(part, dim, 2) if swaps else [part] for part, swaps in zip(parts, is_swapped, strict=True)]
+    return [mosaic.join(each[::-1], dim) for each in halves]
 
 
 def _transpose(parts: list[Mosaic], _after: int) -> list[Mosaic]:
@@ -298,7 +306,7 @@ def _unflatten(parts: list[Mosaic], _after: int, dim: int, *sizes: int) -> list[
 _OPERATIONS: Mapping[str, _Operation] = {
     "cat": _Operation(forward=_cat, backward=_cut, has_dim=True, has_lengths=True, joins=None),
     "cut": _Operation(forward=_cut, backward=_cat, has_dim=True, has_lengths=True, cuts=True),
-    "swap": _Operation(forward=_swap, backward=_swap, has_dim=True),
+    "swap": _Operation(forward=_swap, backward=_swap, has_dim=True, has_lengths=True),
     "transpose": _Operation(forward=_transpose, backward=_transpose),
     "rope": _Operation(forward=_rope, backward=_unrope, num_sizes=1, has_heads=True),
     "qkv": _Operation(forward=_qkv, backward=_unqkv, num_sizes=2, has_heads=True, joins=3),

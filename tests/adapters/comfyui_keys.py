@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 Target = tuple[str, slice | None, bool]
 
@@ -153,48 +152,3 @@ def patched(
             target = weights[key] if rows is None else weights[key][rows]
             target += change.reshape(target.shape)
     return weights, unused
-
-
-def native_checkpoint_names(model: nn.Module) -> dict[str, str]:
-    """LDM's names of all parameters of a diffusers U-Net of SDXL, norms included."""
-    names = {}
-    resnet = {
-        "norm1": "in_layers.0",
-        "conv1": "in_layers.2",
-        "time_emb_proj": "emb_layers.1",
-        "norm2": "out_layers.0",
-        "conv2": "out_layers.3",
-        "conv_shortcut": "skip_connection",
-    }
-    basic = {
-        "conv_in": "input_blocks.0.0",
-        "time_embedding.linear_1": "time_embed.0",
-        "time_embedding.linear_2": "time_embed.2",
-        "add_embedding.linear_1": "label_emb.0.0",
-        "add_embedding.linear_2": "label_emb.0.2",
-        "conv_norm_out": "out.0",
-        "conv_out": "out.2",
-    }
-    for key, _ in model.named_parameters():
-        module, _, end = key.rpartition(".")
-        match = re.fullmatch(r"(down|mid|up)_blocks?(?:\.(\d+))?\.(\w+)\.(\d+)\.(.+)", module)
-        if match is None:
-            names[key] = f"{basic[module]}.{end}"
-            continue
-        side, block, kind, layer, rest = match.groups()
-        x, i = int(block or 0), int(layer)
-        if kind == "downsamplers":
-            native = f"input_blocks.{3 * x + 3}.0.op"
-        elif kind == "upsamplers":
-            native = f"output_blocks.{3 * x + 2}.2.conv"
-        else:
-            inner = resnet[rest] if kind == "resnets" else rest
-            column = 0 if kind == "resnets" else 1
-            if side == "mid":
-                native = f"middle_block.{2 * i if kind == 'resnets' else 1}.{inner}"
-            elif side == "down":
-                native = f"input_blocks.{3 * x + i + 1}.{column}.{inner}"
-            else:
-                native = f"output_blocks.{3 * x + i}.{column}.{inner}"
-        names[key] = f"{native}.{end}"
-    return names

@@ -1,12 +1,14 @@
-"""Toy models of the four image families, diffusers' own classes, and adapters of all their linear layers."""
+"""Toy models of diffusers' own classes for images and video, and adapters of all their linear layers."""
 
 from __future__ import annotations
 
 import functools
 import math
+import tomllib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from arrays import to_array, to_tensor
@@ -16,21 +18,20 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
 from ckpt_tools.adapters.ecosystems.forms import to_target as to_target_of_arrays
 from ckpt_tools.adapters.ecosystems.output import Written
 
+TOYS = tomllib.loads((Path(__file__).parent / "toys.toml").read_text())
 
-def flux1() -> nn.Module:
-    from diffusers import FluxTransformer2DModel
 
-    return FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=20,
-        pooled_projection_dim=12,
-        guidance_embeds=True,
-        axes_dims_rope=(4, 4, 8),
-    ).eval()
+def toy(name: str, **options: object) -> nn.Module:
+    import diffusers
+
+    config = {**TOYS[name], **options}
+    with warnings.catch_warnings(action="ignore"):
+        return getattr(diffusers, config.pop("class"))(**config).eval()
+
+
+flux1, flux2, sd3, sdxl, qwen_image = (
+    functools.partial(toy, name) for name in ("flux1", "flux2", "sd3", "sdxl", "qwen_image")
+)
 
 
 def flux1_inputs() -> dict[str, object]:
@@ -45,21 +46,6 @@ def flux1_inputs() -> dict[str, object]:
     }
 
 
-def flux2() -> nn.Module:
-    from diffusers import Flux2Transformer2DModel
-
-    return Flux2Transformer2DModel(
-        in_channels=4,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=20,
-        timestep_guidance_channels=8,
-        axes_dims_rope=(4, 4, 4, 4),
-    ).eval()
-
-
 def flux2_inputs() -> dict[str, object]:
     return {
         "hidden_states": torch.randn(1, 6, 4),
@@ -71,25 +57,6 @@ def flux2_inputs() -> dict[str, object]:
     }
 
 
-def sd3() -> nn.Module:
-    from diffusers import SD3Transformer2DModel
-
-    return SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=20,
-        caption_projection_dim=32,
-        pooled_projection_dim=12,
-        out_channels=4,
-        pos_embed_max_size=8,
-        dual_attention_layers=(0,),
-    ).eval()
-
-
 def sd3_inputs() -> dict[str, object]:
     return {
         "hidden_states": torch.randn(1, 4, 8, 8),
@@ -97,27 +64,6 @@ def sd3_inputs() -> dict[str, object]:
         "pooled_projections": torch.randn(1, 12),
         "timestep": torch.tensor([500.0]),
     }
-
-
-def sdxl(**options: object) -> nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 64, 64),
-        layers_per_block=2,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4, 4),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        transformer_layers_per_block=(1, 1, 2),
-        projection_class_embeddings_input_dim=80,
-        cross_attention_dim=24,
-        norm_num_groups=8,
-        **options,
-    ).eval()
 
 
 def sdxl_inputs() -> dict[str, object]:
@@ -129,135 +75,13 @@ def sdxl_inputs() -> dict[str, object]:
     }
 
 
-def sd(*, linear: bool = False) -> nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(8, 8, 16, 16),
-        layers_per_block=2,
-        attention_head_dim=2,
-        cross_attention_dim=24,
-        norm_num_groups=4,
-        use_linear_projection=linear,
-    ).eval()
-
-
-def chroma() -> nn.Module:
-    from diffusers import ChromaTransformer2DModel
-
-    with warnings.catch_warnings(action="ignore"):
-        return ChromaTransformer2DModel(
-            in_channels=4,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=20,
-            axes_dims_rope=(4, 4, 8),
-            approximator_num_channels=8,
-            approximator_hidden_dim=16,
-            approximator_layers=2,
-        ).eval()
-
-
-def qwen_image() -> nn.Module:
-    from diffusers import QwenImageTransformer2DModel
-
-    return QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=24,
-        axes_dims_rope=(4, 6, 6),
-    ).eval()
-
-
-def z_image() -> nn.Module:
-    from diffusers import ZImageTransformer2DModel
-
-    return ZImageTransformer2DModel(
-        in_channels=4,
-        dim=32,
-        n_layers=2,
-        n_refiner_layers=2,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=24,
-        axes_dims=[4, 6, 6],
-        axes_lens=[16, 16, 16],
-        siglip_feat_dim=12,  # Z-Image-Omni
-    ).eval()
-
-
-def lumina2() -> nn.Module:
-    from diffusers import Lumina2Transformer2DModel
-
-    return Lumina2Transformer2DModel(
-        sample_size=8,
-        in_channels=4,
-        hidden_size=48,
-        num_layers=2,
-        num_refiner_layers=2,
-        num_attention_heads=3,
-        num_kv_heads=1,
-        multiple_of=16,
-        cap_feat_dim=24,
-        axes_dim_rope=(4, 6, 6),
-        axes_lens=(16, 16, 16),
-    ).eval()
-
-
-def sana() -> nn.Module:
-    from diffusers import SanaTransformer2DModel
-
-    return SanaTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=2,
-        num_cross_attention_heads=2,
-        cross_attention_head_dim=8,
-        cross_attention_dim=16,
-        caption_channels=24,
-        sample_size=8,
-    ).eval()
-
-
-def hidream() -> nn.Module:
-    from diffusers import HiDreamImageTransformer2DModel
-
-    return HiDreamImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        caption_channels=[12, 20],
-        text_emb_dim=16,
-        num_routed_experts=2,
-        num_activated_experts=1,
-        axes_dims_rope=(4, 2, 2),
-        max_resolution=(8, 8),
-        llama_layers=[0, 1],
-    ).eval()
-
-
 MORE: dict[str, Callable[[], nn.Module]] = {
-    "sd1": sd,
-    "sd2": functools.partial(sd, linear=True),
-    "kolors": functools.partial(sdxl, encoder_hid_dim=12, encoder_hid_dim_type="text_proj"),
-    "chroma": chroma,
-    "qwen_image": qwen_image,
-    "z_image": z_image,
-    "lumina2": lumina2,
-    "sana": sana,
-    "hidream": hidream,
+    "sd1": functools.partial(toy, "sd"),
+    "sd2": functools.partial(toy, "sd", use_linear_projection=True),
+    "kolors": functools.partial(toy, "sdxl", encoder_hid_dim=12, encoder_hid_dim_type="text_proj"),
+    **{
+        name: functools.partial(toy, name) for name in ("chroma", "qwen_image", "z_image", "lumina2", "sana", "hidream")
+    },
 }
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, object]]]] = {
     "flux1": (flux1, flux1_inputs),
@@ -265,6 +89,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, object]]
     "sd3": (sd3, sd3_inputs),
     "sdxl": (sdxl, sdxl_inputs),
 }
+VIDEO = ("wan", "wan-vace", "wan-skyreels", "hunyuan_video", "hunyuan_video_1_5", "ltx", "ltx2", "cogvideox")
+ALL: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    **{name: (name, make) for name, (make, _) in MODELS.items()},
+    **{name: (name, make) for name, make in MORE.items()},
+    **{name: (name.partition("-")[0], functools.partial(toy, name)) for name in VIDEO},
+}
+"""Model → (its family, its maker)."""
 COMPONENT = {"flux1": "transformer", "flux2": "transformer", "sd3": "transformer", "sdxl": "unet"}
 
 

@@ -296,7 +296,7 @@ def test_simulated_peft_is_the_real_one(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["flux1", "flux2", "sd3"])
 def test_simulated_comfyui_uses_the_names_that_its_key_map_has(name: str, target: str) -> None:
     from adapters.comfyui_keys import patched
-    from adapters.test_naming import native_weights
+    from adapters.test_names import native_weights
 
     tensors = written(name, target)
     native = native_weights(name, MODELS[name][0]())

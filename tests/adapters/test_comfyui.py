@@ -11,7 +11,7 @@ from adapters.comfyui_keys import key_map
 from adapters.comfyui_maths import weight_of
 from adapters.image_models import adapter, linears, lora, to_target
 from adapters.maths import new_weight
-from adapters.test_naming import native_weights
+from adapters.test_names import native_weights
 from adapters.test_of_base import saved_adapter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

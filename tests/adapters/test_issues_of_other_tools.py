@@ -19,7 +19,7 @@ from adapters import families
 from adapters.comfyui_keys import patched
 from adapters.image_models import COMPONENT, MODELS, adapter, apply_to_model, linears, lora, to_target
 from adapters.test_diffusers import TOLERANCE, load as load_in_diffusers
-from adapters.test_naming import native_weights
+from adapters.test_names import native_weights
 from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file, save_file
 

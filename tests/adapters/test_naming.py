@@ -1,79 +1,24 @@
-"""The naming tables, held against diffusers' own conversions of whole checkpoints and of other tools' adapters."""
+"""Adapters of the image families under other names, held against diffusers' conversions and ComfyUI's key map."""
 
 from __future__ import annotations
 
 import copy
+import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from adapters.comfyui_keys import native_checkpoint_names, patched
-from adapters.image_models import MODELS, adapter, delta, linears, lora, to_target
-from torch import nn
+from adapters.comfyui_keys import patched
+from adapters.image_models import ALL, MODELS, adapter, delta, linears, lora, to_target
+from adapters.test_diffusers import read_back
+from adapters.test_names import native_weights
 
-from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
+from ckpt_tools.adapters.architectures.names import is_language_model_path, readings, unflatten
 from ckpt_tools.adapters.architectures.of_base import model_family_of
-from ckpt_tools.adapters.architectures.resolve import is_language_model_path, place, readings, unflatten
 from ckpt_tools.errors import UsageError
-
-CONVERTERS = {
-    "flux2": "convert_flux2_transformer_checkpoint_to_diffusers",
-    "sd3": "convert_sd3_transformer_checkpoint_to_diffusers",
-}
-
-
-def whole_weights(model: nn.Module) -> Adapter[torch.Tensor]:
-    """The model's own weights and biases, as an adapter of whole tensors."""
-    modules = []
-    for name in linears(model):
-        part = model.get_submodule(name)
-        factors = {"diff": part.weight.detach()}
-        if part.bias is not None:
-            factors["diff_b"] = part.bias.detach()
-        modules.append(AdapterModule(path=name, family="full", factors=factors))
-    return adapter(modules)
-
-
-def native_weights(name: str, model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's weights under the authors' names, by the tables."""
-    written = to_target(whole_weights(model), "comfyui", architecture=name)
-    ends = {".diff_b": ".bias", ".diff": ".weight"}
-    native = {}
-    for key, tensor in written.tensors.items():
-        end = next(each for each in ends if key.endswith(each))
-        native[key.removeprefix("diffusion_model.").removesuffix(end) + ends[end]] = tensor
-    return native
-
-
-@pytest.mark.parametrize("name", CONVERTERS)
-def test_table_agrees_with_diffusers_conversion_of_a_whole_checkpoint(name: str) -> None:
-    from diffusers.loaders import single_file_utils
-
-    model = MODELS[name][0]()
-    native = native_weights(name, model)
-    native["pos_embed"] = torch.zeros(1, 64, 32)
-    if name == "flux2":
-        del native["pos_embed"]
-    converted = getattr(single_file_utils, CONVERTERS[name])(native)
-    for path in linears(model):
-        assert torch.equal(converted[f"{path}.weight"], model.get_submodule(path).weight), path
-
-
-def test_table_of_sdxl_agrees_with_diffusers_conversion_of_a_whole_checkpoint() -> None:
-    from diffusers.loaders.single_file_utils import convert_ldm_unet_checkpoint
-
-    model = MODELS["sdxl"][0]()
-    native = native_weights("sdxl", model)
-    # Norms are no part of the table; the conversion looks at them to find the blocks.
-    names = native_checkpoint_names(model)
-    for key, parameter in model.named_parameters():
-        if names[key] not in native:
-            native[names[key]] = parameter.detach()
-    checkpoint = {f"model.diffusion_model.{key}": tensor for key, tensor in native.items()}
-    converted = convert_ldm_unet_checkpoint(checkpoint, dict(model.config))
-    for path in linears(model):
-        assert torch.equal(converted[f"{path}.weight"], model.get_submodule(path).weight), path
 
 
 def flux1_at_its_real_width() -> dict[str, tuple[int, ...]]:
@@ -101,6 +46,18 @@ def flux1_at_its_real_width() -> dict[str, tuple[int, ...]]:
     }
 
 
+def lumina2_at_its_real_width() -> dict[str, tuple[int, ...]]:
+    """One block of each kind: diffusers' conversions have its widths written in."""
+    width, shapes = 2304, {}
+    for block in ("noise_refiner.0", "context_refiner.0", "layers.0"):
+        shapes |= {f"{block}.attn.{path}": (width, width) for path in ("to_q", "to_out.0")}
+        shapes |= {f"{block}.attn.{path}": (width // 3, width) for path in ("to_k", "to_v")}
+        shapes |= {f"{block}.feed_forward.linear_{n}": (width, width) for n in (1, 2, 3)}
+        if block != "context_refiner.0":
+            shapes[f"{block}.norm1.linear"] = (4 * width, 1024)
+    return shapes
+
+
 def same_change(got: dict[str, torch.Tensor], want: AdapterModule[torch.Tensor]) -> bool:
     """Do two loras map the same vector to the same one? float32 sums in another order differ in the last bits."""
     x = torch.randn(want.factors["A"].shape[1], dtype=torch.float64)
@@ -110,59 +67,47 @@ def same_change(got: dict[str, torch.Tensor], want: AdapterModule[torch.Tensor])
     return bool((result - expected).abs().max() <= 1e-5 * expected.abs().max())
 
 
-@pytest.mark.parametrize("target", ["kohya", "comfyui"])
-def test_flux1_native_names_are_what_diffusers_reads(target: str) -> None:
-    from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
+CONVERSIONS = {
+    ("flux1", "kohya"): ("kohya_flux", ""),
+    ("flux1", "comfyui"): ("kohya_flux", ""),
+    ("chroma", "comfyui"): ("kohya_flux", r".*(?:norm|time_text|_embedder).*|proj_out"),
+    ("flux2", "kohya"): ("kohya_flux2", r"(?!.*blocks\.).*"),
+    ("flux2", "comfyui"): ("non_diffusers_flux2", r"norm_out\.linear"),
+    ("lumina2", "bare"): ("non_diffusers_lumina2", ""),
+    ("hidream", "bare"): ("non_diffusers_hidream", ""),
+    ("qwen_image", "kohya"): ("non_diffusers_qwen", ""),
+    ("z_image", "kohya"): ("non_diffusers_z_image", r"siglip.*"),
+    ("wan", "comfyui"): ("non_diffusers_wan", r"(?!blocks\.).*"),
+    ("wan", "kohya"): ("musubi_wan", r"(?!blocks\.).*"),
+    ("ltx2", "bare"): ("non_diffusers_ltx2", ""),
+}
+"""(family, whose names) → (diffusers' conversion, pattern of what it does not read). Bare: ComfyUI's, no alpha."""
+
+
+@pytest.mark.parametrize(("name", "target"), CONVERSIONS)
+def test_native_loras_are_what_diffusers_converts(name: str, target: str) -> None:
+    from diffusers.loaders import lora_conversion_utils
 
     torch.manual_seed(0)
-    # diffusers ignores the alpha of the last layer: a scale of 1 leaves that aside.
-    modules = [lora(path, shape, rank=2, alpha=2.0) for path, shape in flux1_at_its_real_width().items()]
-    written = to_target(adapter(modules), target)
-    converted = _convert_kohya_flux_lora_to_diffusers(dict(written.tensors))
-    # Outside the blocks diffusers forgets its own prefix, and would not load what it has converted.
+    conversion, unread = CONVERSIONS[name, target]
+    real = {"flux1": flux1_at_its_real_width, "chroma": flux1_at_its_real_width, "lumina2": lumina2_at_its_real_width}
+    shapes = real[name]() if name in real else linears(ALL[name][1]())
+    # diffusers ignores the alpha of FLUX.1's last layer: a scale of 1 leaves that aside.
+    modules = [lora(path, each, rank=2, alpha=2.0) for path, each in shapes.items() if not re.fullmatch(unread, path)]
+    tensors = dict(to_target(adapter(modules), target.replace("bare", "comfyui"), architecture=name).tensors)
+    if target == "bare":
+        tensors = {
+            key.replace("lora_down", "lora_A").replace("lora_up", "lora_B"): tensor
+            for key, tensor in tensors.items()
+            if not key.endswith(".alpha")
+        }
+    converted = getattr(lora_conversion_utils, f"_convert_{conversion}_lora_to_diffusers")(tensors)
+    # Outside FLUX.1's blocks diffusers forgets its own prefix, and would not load what it has converted.
     read = {key.removeprefix("transformer."): tensor for key, tensor in converted.items()}
     for module in modules:
         pair = {side: read[f"{module.path}.{side}.weight"] for side in ("lora_A", "lora_B")}
         assert same_change(pair, module), module.path
     assert len(read) == 2 * len(modules)
-
-
-@pytest.mark.parametrize("target", ["kohya", "comfyui"])
-def test_flux2_native_names_are_what_diffusers_reads(target: str) -> None:
-    from diffusers.loaders import lora_conversion_utils as conversions
-
-    torch.manual_seed(0)
-    shapes = linears(MODELS["flux2"][0]())
-    if target == "kohya":  # diffusers reads kohya's names of the blocks alone
-        shapes = {path: shape for path, shape in shapes.items() if "blocks." in path}
-    modules = [lora(path, shape) for path, shape in shapes.items() if path != "norm_out.linear"]
-    written = to_target(adapter(modules), target)
-    convert = (
-        conversions._convert_kohya_flux2_lora_to_diffusers
-        if target == "kohya"
-        else conversions._convert_non_diffusers_flux2_lora_to_diffusers
-    )
-    converted = convert(dict(written.tensors))
-    for module in modules:
-        pair = {side: converted[f"transformer.{module.path}.{side}.weight"] for side in ("lora_A", "lora_B")}
-        assert same_change(pair, module), module.path
-    assert len(converted) == 2 * len(modules)
-
-
-def test_sdxl_kohya_names_are_what_diffusers_reads() -> None:
-    from diffusers import StableDiffusionXLPipeline
-    from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
-
-    torch.manual_seed(0)
-    model = MODELS["sdxl"][0]()
-    modules = [lora(path, shape) for path, shape in linears(model).items()]
-    written = to_target(adapter(modules), "kohya")
-    state, alphas = StableDiffusionXLPipeline.lora_state_dict(dict(written.tensors), unet_config=model.config)
-    state = convert_unet_state_dict_to_peft({key.removeprefix("unet."): tensor for key, tensor in state.items()})
-    for module in modules:
-        assert torch.equal(state[f"{module.path}.lora_A.weight"], module.factors["A"]), module.path
-        assert torch.equal(state[f"{module.path}.lora_B.weight"], module.factors["B"]), module.path
-    assert set(alphas.values()) == {2.0}
 
 
 @pytest.mark.parametrize(
@@ -191,18 +136,6 @@ def test_comfyui_patches_every_native_weight_by_the_delta(name: str, target: str
     for key, tensor in expected.items():
         # One float32 product and sum, in another order.
         assert torch.allclose(got[key], tensor, atol=2e-6, rtol=1e-5), key
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_layer_has_one_reading_in_every_spelling(name: str) -> None:
-    architecture = ARCHITECTURES[name]
-    for path in linears(MODELS[name][0]()):
-        where = place(path, architecture)
-        native, component = where.native, where.part.component
-        spellings = [f"{component}.{path}", f"diffusion_model.{native}", native]
-        spellings += [f"{where.part.kohya[0]}_{each.replace('.', '_')}" for each in (native, path)]
-        for spelling in spellings:
-            assert place(spelling, architecture).native == native, spelling
 
 
 def test_candidates_for_shared_names_are_several() -> None:
@@ -283,17 +216,8 @@ def test_fused_adapter_that_was_put_together_from_parts_gives_them_back() -> Non
     fused = to_target(adapter(parts), "comfyui", architecture="flux1")
     a = fused.tensors["diffusion_model.double_blocks.0.img_attn.qkv.lora_down.weight"]
     assert a.shape == (4, 32)
-    module = AdapterModule(
-        path="double_blocks.0.img_attn.qkv",
-        family="lora",
-        factors={"A": a, "B": fused.tensors["diffusion_model.double_blocks.0.img_attn.qkv.lora_up.weight"]},
-        rank=Sourced(4, "A"),
-        alpha=Sourced(float(fused.tensors["diffusion_model.double_blocks.0.img_attn.qkv.alpha"]), "alpha"),
-    )
-    back = to_target(adapter([module]), "diffusers", architecture="flux1").tensors
-    assert sorted(back) == sorted(
-        f"transformer.transformer_blocks.0.attn.{name}.lora_{side}.weight" for name in ("to_q", "to_v") for side in "AB"
-    )
+    back = to_target(read_back(fused, "comfyui"), "diffusers", architecture="flux1").tensors
+    assert {key.rpartition(".lora_")[0] for key in back} == {f"transformer.{part.path}" for part in parts}
     assert torch.equal(back["transformer.transformer_blocks.0.attn.to_v.lora_A.weight"], parts[1].factors["A"])
 
 
@@ -302,13 +226,7 @@ def test_parts_with_one_input_factor_keep_their_rank_when_fused(scale: tuple[flo
     torch.manual_seed(0)
     first = lora("transformer_blocks.0.attn.to_q", (32, 32), alpha=scale[0])
     second = lora("transformer_blocks.0.attn.to_k", (32, 32), alpha=scale[1])
-    second = AdapterModule(
-        path=second.path,
-        family="lora",
-        factors={"A": first.factors["A"], "B": second.factors["B"]},
-        rank=second.rank,
-        alpha=second.alpha,
-    )
+    second = replace(second, factors={"A": first.factors["A"], "B": second.factors["B"]})
     written = to_target(adapter([first, second]), "kohya", architecture="sd3").tensors
     name = "lora_unet_joint_blocks_0_x_block_attn_qkv"
     a, b = written[f"{name}.lora_down.weight"].double(), written[f"{name}.lora_up.weight"].double()

@@ -1,152 +1,36 @@
-"""The tables of video models, held against diffusers' classes and its conversions of checkpoints and adapters."""
+"""Adapters of video models, held against diffusers' conversions and loaders."""
 
 from __future__ import annotations
-
-import copy
-from functools import cache
 
 import pytest
 import torch
 from adapters.image_models import adapter, delta, linears, lora, to_target
-from adapters.video_models import MODELS
+from adapters.test_diffusers import read_back
+from adapters.test_names import model
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
 
 from ckpt_tools import api
-from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.of_base import model_family_of
-from ckpt_tools.adapters.architectures.resolve import place, readings
 from ckpt_tools.errors import UsageError
-
-CONVERTERS = {
-    "wan": "convert_wan_transformer_to_diffusers",
-    "wan-vace": "convert_wan_transformer_to_diffusers",
-    "hunyuan_video": "convert_hunyuan_video_transformer_to_diffusers",
-    "ltx": "convert_ltx_transformer_checkpoint_to_diffusers",
-    "ltx2": "convert_ltx2_transformer_to_diffusers",
-}
-_LAYERS = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Embedding
-
-
-@cache
-def model(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name][1]()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_layer_has_a_row(name):
-    family = ARCHITECTURES[MODELS[name][0]]
-    layers = [path for path, module in model(name).named_modules() if isinstance(module, _LAYERS)]
-    for path in layers:
-        (found,) = readings(path, family)
-        assert path in found.diffusers
-        assert place(found.native, family).diffusers == found.diffusers
-    shapes = {f"{path}.weight": tuple(model(name).get_submodule(path).weight.shape) for path in layers}
-    assert model_family_of(shapes, {"_class_name": type(model(name)).__name__}).name == family.name
-    assert family.name in model_family_of(shapes).possible
-
-
-def as_written(name: str) -> dict[str, torch.Tensor]:
-    """The model's weights and biases under the authors' names, by the tables."""
-    family = ARCHITECTURES[MODELS[name][0]]
-    modules = []
-    for path in linears(model(name)):
-        module = model(name).get_submodule(path)
-        factors = {"diff": module.weight.detach()}
-        if module.bias is not None:
-            factors["diff_b"] = module.bias.detach()
-        modules.append(AdapterModule(path=path, family="full", factors=factors))
-    written = to_target(adapter(modules), "comfyui", architecture=family.name)
-    ends = {".diff_b": ".bias", ".diff": ".weight"}
-    native = {}
-    for key, tensor in written.tensors.items():
-        end = next(each for each in ends if key.endswith(each))
-        path = key.removeprefix("diffusion_model.").removesuffix(end)
-        native[f"{place(path, family).spelled('alias')}{ends[end]}"] = tensor
-    return native
-
-
-@pytest.mark.parametrize("name", CONVERTERS)
-def test_table_agrees_with_diffusers_conversion_of_a_whole_checkpoint(name):
-    from diffusers.loaders import single_file_utils
-
-    # Its conversions have the width of HunyuanVideo's single blocks, and lack the modulations that LTX-2.3 adds.
-    lacks = {"hunyuan_video": "single_", "ltx2": "prompt_adaln"}.get(name, "\0")
-    native = {key: tensor for key, tensor in as_written(name).items() if lacks not in key}
-    converted = getattr(single_file_utils, CONVERTERS[name])(dict(native))
-    paths = [path for path in linears(model(name)) if lacks not in path]
-    assert len(paths) > 20
-    for path in paths:
-        assert torch.equal(converted[f"{path}.weight"], model(name).get_submodule(path).weight), path
-
-
-def same_changes(converted: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
-    """Does every converted pair add what the module did?"""
-    for path, change in want.items():
-        a, b = (converted[f"transformer.{path}.lora_{side}.weight"].double() for side in "AB")
-        if not torch.allclose(b @ a, change, atol=1e-6):
-            return False
-    return len(converted) == 2 * len(want)
-
-
-@pytest.mark.parametrize("target", ["comfyui", "kohya"])
-def test_adapters_of_wan_are_what_diffusers_converts(target):
-    from diffusers.loaders import lora_conversion_utils as conversions
-
-    name = {"comfyui": "_convert_non_diffusers_wan_lora_to_diffusers", "kohya": "_convert_musubi_wan_lora_to_diffusers"}
-    modules = [lora(path, shape) for path, shape in linears(model("wan")).items() if path.startswith("blocks.")]
-    written = to_target(adapter(modules), target, architecture="wan")
-    converted = getattr(conversions, name[target])(dict(written.tensors))
-    assert same_changes(converted, {module.path: delta(module) for module in modules})
-
-
-def test_adapters_of_ltx2_are_what_diffusers_converts():
-    from diffusers.loaders.lora_conversion_utils import _convert_non_diffusers_ltx2_lora_to_diffusers
-
-    modules = [lora(path, shape, rank=2) for path, shape in linears(model("ltx2")).items()]
-    written = to_target(adapter(modules), "comfyui", architecture="ltx2").tensors
-    names = {".lora_up.weight": ".lora_B.weight", ".lora_down.weight": ".lora_A.weight"}
-    pairs = {
-        key.replace(old, new): tensor for key, tensor in written.items() for old, new in names.items() if old in key
-    }
-    assert same_changes(
-        _convert_non_diffusers_ltx2_lora_to_diffusers(pairs), {module.path: delta(module) for module in modules}
-    )
 
 
 def test_musubis_names_of_hunyuan_video_go_in_and_out():
     torch.manual_seed(0)
     for name in ("hunyuan_video", "hunyuan_video_1_5"):
-        family = ARCHITECTURES[name]
         modules = [lora(path, shape) for path, shape in linears(model(name)).items() if "blocks.0" in path]
-        written = to_target(adapter(modules), "kohya", architecture=name).tensors
+        written = to_target(adapter(modules), "kohya", architecture=name)
+        names = {key.partition(".")[0] for key in written.tensors}
         block = "lora_unet_double_blocks_0"
         expected = {f"{block}_img_mlp_fc1", f"{block}_txt_mod_linear"}
         is_split = name == "hunyuan_video_1_5"
         expected |= {f"{block}_img_attn_{part}" for part in "qkv"} if is_split else {f"{block}_img_attn_qkv"}
-        assert expected <= {key.partition(".")[0] for key in written}
-        assert not any("img_mlp_0" in key or (is_split and "img_attn_qkv" in key) for key in written)
-        back = to_target(
-            adapter(
-                [
-                    AdapterModule(
-                        path=path,
-                        family="lora",
-                        factors={"A": written[f"{path}.lora_down.weight"], "B": written[f"{path}.lora_up.weight"]},
-                        rank=Sourced(len(written[f"{path}.lora_down.weight"]), "A"),
-                        alpha=Sourced(float(written[f"{path}.alpha"]), "alpha"),
-                    )
-                    for path in dict.fromkeys(key.partition(".")[0] for key in written)
-                ],
-                "kohya",
-            ),
-            "diffusers",
-            architecture=family.name,
-        ).tensors
-        assert same_changes(dict(back), {module.path: delta(module) for module in modules})
+        assert expected <= names
+        assert not any("img_mlp_0" in key or (is_split and "img_attn_qkv" in key) for key in names)
+        back = to_target(read_back(written, "kohya"), "diffusers", architecture=name).tensors
+        for module in modules:
+            a, b = (back[f"transformer.{module.path}.lora_{side}.weight"].double() for side in "AB")
+            assert torch.allclose(b @ a, delta(module), atol=1e-6)
+        assert len(back) == 2 * len(modules)
 
 
 def test_models_that_a_target_does_not_have_are_refused_by_name():
@@ -156,72 +40,6 @@ def test_models_that_a_target_does_not_have_are_refused_by_name():
             to_target(adapter(modules), target, architecture="cogvideox")
     with pytest.raises(UsageError, match=r"musubi-tuner.* LTX-2"):
         to_target(adapter([lora("patchify_proj", (16, 4))]), "kohya", architecture="ltx2")
-
-
-MIXINS = {"wan": "Wan", "hunyuan_video_1_5": "HunyuanVideo", "ltx": "LTXVideo", "ltx2": "LTX2"}
-
-
-def loads_in_diffusers(name: str, tensors: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
-    """Does the pipeline's own loader add to every module what was trained?"""
-    from diffusers.loaders import lora_pipeline
-
-    pipeline = getattr(lora_pipeline, f"{MIXINS[name]}LoraLoaderMixin")
-    target = copy.deepcopy(model(name))
-    try:
-        converted = pipeline.lora_state_dict(
-            {key: tensor.clone() for key, tensor in tensors.items()}
-        )  # scales in place
-        if not all("lora" in key for key in converted):
-            return False
-        target.load_lora_adapter(converted, network_alphas=None, prefix="transformer", adapter_name="a")
-    except (ValueError, KeyError, IndexError, RuntimeError):
-        return False
-    layers = {path: target.get_submodule(path) for path in want}
-    return all(
-        hasattr(layer, "lora_A") and torch.allclose(layer.get_delta_weight("a").double(), want[path], atol=1e-5)
-        for path, layer in layers.items()
-    )
-
-
-def ways_to_say(name: str, modules: list[AdapterModule[torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The adapter in the names that tools give it: way → tensors."""
-    family = ARCHITECTURES[MODELS[name][0]]
-    comfyui = dict(to_target(adapter(modules), "comfyui", architecture=family.name).tensors)
-    bare = {}
-    for key in comfyui:
-        if key.endswith(".lora_down.weight"):
-            path = key.removesuffix(".lora_down.weight")
-            down, up = comfyui[key], comfyui[f"{path}.lora_up.weight"]
-            bare |= {
-                f"{path}.lora_A.weight": down,
-                f"{path}.lora_B.weight": up * (comfyui[f"{path}.alpha"] / len(down)),
-            }
-    ways = {"comfyui": comfyui, "bare": bare, "without prefix": {key.partition(".")[2]: bare[key] for key in bare}}
-    if family.kohya is not None:
-        ways["kohya"] = dict(to_target(adapter(modules), "kohya", architecture=family.name).tensors)
-    return ways
-
-
-@pytest.mark.full(but=["attn1-wan", "attn2.add_k_proj-wan"])
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        *((part, name) for part in ("blocks", "time_embed", "") for name in MIXINS),
-        *(("attn1", name) for name in MIXINS if name != "hunyuan_video_1_5"),
-        ("attn2.add_k_proj", "wan"),  # without add_v_proj, beside which the conversion expects it
-    ],
-)
-def test_verdicts_are_those_of_diffusers_pipelines(part, name, tmp_path):
-    torch.manual_seed(0)
-    shapes = linears(model(name))
-    modules = [lora(path, shapes[path], rank=3) for path in shapes if part in path and "refiner" not in path]
-    assert modules
-    want = {module.path: delta(module) for module in modules}
-    model(name).save_pretrained(tmp_path / "base")
-    for way, tensors in ways_to_say(name, modules).items():
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "x.safetensors")
-        verdict = api.check_lora(tmp_path / "x.safetensors", base=tmp_path / "base", loaders=["diffusers"]).verdict
-        assert (verdict == "loads") is loads_in_diffusers(name, tensors, want), way
 
 
 FOREIGN = {

@@ -163,21 +163,7 @@ HEALTHY: Mapping[str, tuple[str, str, Config]] = {
     "bert, OFT of blocks": ("bert", "OFT", {"r": 4, "oft_block_size": 0, "target_modules": ["query"]}),
     "bart, BOFT": ("bart", "BOFT", {"boft_block_size": 4, "target_modules": ["q_proj"]}),
     "bart, BOFT biases": ("bart", "BOFT", {"boft_block_size": 4, "target_modules": ["q_proj"], "bias": "boft_only"}),
-    "phi3, IA3": ("phi3", "IA3", {"target_modules": ["qkv_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     "gemma2, VeRA": ("gemma2", "Vera", {"r": 4, "target_modules": ["v_proj"]}),
-    "mistral, AdaLoRA": (
-        "mistral",
-        "AdaLora",
-        {"init_r": 4, "target_r": 2, "total_step": 10, "target_modules": ["q_proj"]},
-    ),
-    "qwen3, MiSS": ("qwen3", "Miss", {"r": 2, "target_modules": ["q_proj"]}),
-    "bert, LN tuning": ("bert", "LNTuning", {"target_modules": ["LayerNorm"], "task_type": "SEQ_CLS"}),
-    "t5, FourierFT": ("t5", "FourierFT", {"n_frequency": 8, "target_modules": ["q"]}),
-    "opt, VB-LoRA": (
-        "opt",
-        "VBLoRA",
-        {"r": 2, "num_vectors": 8, "vector_length": 4, "topk": 2, "target_modules": ["q_proj"]},
-    ),
     "mistral, trained tokens alone": (
         "mistral",
         "TrainableTokens",
@@ -333,7 +319,6 @@ DAMAGED: Mapping[str, tuple[str, Damage]] = {
     "mistral: compiled": ("mistral", rename("model.model.", "model._orig_mod.model.")),
     "mistral: kohya's suffixes": ("mistral", rename("lora_A", "lora_down")),
     "mistral: another type": ("mistral", say(peft_type="LOHA")),
-    "mistral: IA3's type": ("mistral", say(peft_type="IA3")),
     "mistral: unknown type": ("mistral", say(peft_type="LORAX")),
     "mistral: no type": ("mistral", forget("peft_type")),
     "mistral: a module too many": ("mistral", add(f"{ROOT}model.layers.2.self_attn.q_proj.lora_A.weight", 2, 16)),
@@ -387,7 +372,6 @@ DAMAGED: Mapping[str, tuple[str, Damage]] = {
     "opt: OFT blocks": ("opt, OFT", say(oft_block_size=8)),
     "opt: OFT lost": ("opt, OFT", drop("layers.1.self_attn.q_proj")),
     "bart: BOFT scale lost": ("bart, BOFT", drop("decoder.layers.0.self_attn.q_proj.boft_s")),
-    "phi3: IA3 lost": ("phi3, IA3", drop("layers.0.mlp")),
     "gemma2: VeRA cut": ("gemma2, VeRA", change("vera_lambda_b", half)),
 }
 """Name → (healthy adapter, what happens to it)."""

@@ -32,6 +32,13 @@ CASES = {
     "c = a, b : cut 0 rest n*2": ({"c": torch.cat([A, B])}, {"a": A, "b": B}),
     "c = a, b : transpose; cut 0": ({"c": torch.cat([A.T, B.T], 1)}, {"a": A, "b": B}),
     "a, b = c, d": ({"a": A, "b": B}, {"c": A, "d": B}),
+    "c = a, d, b : cut 0 n rest rest": ({"c": torch.cat([A, A])}, {"a": A[:2], "d": A[[2, 3, 0]], "b": A[1:]}),
+    "same a.*.{b,c}": ({"a.3.b": A, "a.0.c": B}, {"a.3.b": A, "a.0.c": B}),
+    "{a,b}.x{1,2} = y{2,1}.{b.c,a}": (
+        {"a.x1": A, "a.x2": B, "b.x1": A + 1, "b.x2": B + 1},
+        {"y2.b.c": A, "y2.a": B, "y1.b.c": A + 1, "y1.a": B + 1},
+    ),
+    "{a,c} = {b,d} : swap 0 n": ({"a": A, "c": B[:2]}, {"b": A, "d": B[[1, 0]]}),
     "a = b : swap 1": ({"a": A}, {"b": torch.cat([A[:, 3:], A[:, :3]], 1)}),
     "a = b : transpose": ({"a": EXPERTS["l.0.e.1.w"][None]}, {"b": EXPERTS["l.0.e.1.w"].T[None]}),
     "a = b : rope n": ({"a": A}, {"b": A}),
@@ -126,6 +133,8 @@ def test_what_was_left_out_and_what_has_no_place_is_told() -> None:
         ("a = b if", "do not go together|needs a name"),
         ("a = b b", "do not go together"),
         ("a = b = c", "without a meaning"),
+        ("a.{b,c} = a.{b,c,d}", "as many choices"),
+        ("same a b", "do not go together"),
         ("tie a", "without a meaning"),
         ("tie a.* b.*", "without a meaning"),
         ("drop a b", "without a meaning"),
@@ -160,7 +169,7 @@ def test_line_that_cannot_be_meant_is_refused(line: str, what: str) -> None:
         ("a, b = c : cat 0", {"a": (2, 3), "b": (2, 4)}, "differ in shape"),
         ("a = b, c : cut 0", {"a": (3, 3)}, "2 equal parts"),
         ("a = b, c : cut 0 n n", {"a": (3, 3)}, "cannot be cut"),
-        ("a = b, c : cut 0 rest rest", {"a": (4, 3)}, "cannot be cut"),
+        ("a = b, c : cut 0 rest rest", {"a": (3, 3)}, "cannot be cut"),
         ("a = b : swap 1", {"a": (2, 3)}, "2 equal parts"),
         ("a = b : transpose", {"a": (3,)}, "less than two dims"),
         ("a = b : rope n", {"a": (6, 3)}, "6 rows are not those of 2 heads"),
@@ -243,9 +252,13 @@ def test_reading_more_changes_no_digest() -> None:
     assert before == more != other
 
 
-@pytest.mark.parametrize("convention", CONVENTIONS)
-def test_every_file_is_a_map(convention: str) -> None:
-    assert "llama" in load_key_maps(convention)
+@pytest.mark.parametrize("convention", [*CONVENTIONS, "comfyui"])
+def test_every_file_is_a_map_with_a_way_back(convention: str) -> None:
+    maps = parse_key_maps((Path(keymap.__file__).parent / f"{convention}.txt").read_text(), where=convention)
+    assert ("llama" in maps) == (convention in CONVENTIONS)
+    assert {name: one.section for name, one in maps.items()} == {
+        name: one.section for name, one in load_key_maps(convention).items()
+    }
 
 
 def test_examples_of_the_docstring_and_of_the_guide_are_maps() -> None:

@@ -2,7 +2,7 @@ import re
 from importlib.resources import files
 
 from ckpt_tools.adapters.families import FAMILIES
-from ckpt_tools.adapters.families.carried_types import CARRIED
+from ckpt_tools.adapters.families.carried import CARRIED
 from ckpt_tools.maps import is_factor
 
 _GENERIC = {"rescale", "diff", "diff_b"}

@@ -1,55 +1,22 @@
-"""Model families whose adapters have names of their own: one file for each, and the table of them.
+"""Model families whose adapters have names of their own.
 
-A new one is a file with an `Architecture`, and a line of `ARCHITECTURES`.
+A new one is a table of families.toml, and its names in maps/comfyui.txt.
 """
 
 from __future__ import annotations
 
+import os
+import tomllib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from ckpt_tools.adapters.architectures.architecture import Architecture
-from ckpt_tools.adapters.architectures.chroma import CHROMA
-from ckpt_tools.adapters.architectures.cogvideox import COGVIDEOX
-from ckpt_tools.adapters.architectures.flux1 import FLUX1
-from ckpt_tools.adapters.architectures.flux2 import FLUX2
-from ckpt_tools.adapters.architectures.hidream import HIDREAM
-from ckpt_tools.adapters.architectures.hunyuan_video import HUNYUAN_VIDEO, HUNYUAN_VIDEO_1_5
-from ckpt_tools.adapters.architectures.ldm import KOLORS, SD1, SD2, SDXL
-from ckpt_tools.adapters.architectures.ltx import LTX, LTX2
-from ckpt_tools.adapters.architectures.lumina2 import LUMINA2
-from ckpt_tools.adapters.architectures.qwen_image import QWEN_IMAGE
-from ckpt_tools.adapters.architectures.sana import SANA
-from ckpt_tools.adapters.architectures.sd3 import SD3
-from ckpt_tools.adapters.architectures.wan import WAN
-from ckpt_tools.adapters.architectures.z_image import Z_IMAGE
 
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        each.name: each
-        for each in (
-            SD1,
-            SD2,
-            SDXL,
-            KOLORS,
-            SD3,
-            FLUX1,
-            FLUX2,
-            CHROMA,
-            QWEN_IMAGE,
-            Z_IMAGE,
-            LUMINA2,
-            SANA,
-            HIDREAM,
-            WAN,
-            HUNYUAN_VIDEO,
-            HUNYUAN_VIDEO_1_5,
-            LTX,
-            LTX2,
-            COGVIDEOX,
-        )
-    }
-)
+with open(os.path.join(os.path.dirname(__file__), "families.toml"), "rb") as _file:
+    ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+        {name: Architecture.from_table(name, table) for name, table in tomllib.load(_file).items()}
+    )
+"""The families by name."""
 
 
 def candidates(paths: Iterable[str]) -> tuple[str, ...]:
@@ -57,7 +24,7 @@ def candidates(paths: Iterable[str]) -> tuple[str, ...]:
 
     `transformer_blocks.0.attn.to_q` alone could be FLUX.1, FLUX.2, SD3 or others.
     """
-    from ckpt_tools.adapters.architectures.resolve import readings
+    from ckpt_tools.adapters.architectures.names import readings
 
     names = list(dict.fromkeys(paths))
     counts = {

@@ -1,34 +1,35 @@
-"""What a model family says of itself: which parts it has, and what each part is called."""
+"""What a model family says of itself: which parts it has, and where the names of each are."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
-
-from ckpt_tools.adapters.architectures.rule import Names, Spelling, rename, same
+from typing import Any, Literal
 
 ModelFamily = str
 """Whatever `--architecture` takes: the name of an `Architecture`, or "llm" for language models, whose paths are their
 names."""
-PEFT_PAIR = ("lora_A.weight", "lora_B.weight")
-KOHYA_PAIR = ("lora_down.weight", "lora_up.weight")
+Spelling = Literal["native", "alias", "diffusers"]
+"""Whose names: the authors', those of another implementation of theirs, diffusers'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One model of a pipeline."""
 
-    component: str
+    component: str = "transformer"
     """What diffusers calls it: transformer, unet, text_encoder, …"""
-    names: Names
-    comfyui: str
+    sections: tuple[str, ...] = ()
+    """Of maps/comfyui.txt, with its names."""
+    comfyui: str = "diffusion_model"
     """What ComfyUI puts in front of the native path."""
-    kohya: tuple[str, ...]
+    kohya: tuple[str, ...] = ("lora_unet", "lora_transformer", "lycoris")
     """What kohya and its relatives put in front of the underscored path; the first is written."""
     is_in_diffusers: bool = True
     is_encoder: bool = False
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    """End of a native path → rows of its weight to its columns, where that tells families apart that share a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class ComfyUI:
     flat: tuple[str, ...] = ()
     """In front of diffusers' paths with underscores."""
     aliases: tuple[str, ...] = ()
-    """In front of the paths of `Rule.aliases`."""
+    """In front of the paths of another implementation of the authors'."""
     flat_native: tuple[str, ...] = ("lora_unet_",)
     """In front of native paths with underscores."""
     lacks: tuple[str, ...] = ()
@@ -73,8 +74,8 @@ class Conversion:
     """What is taken off every name that begins with it; a flat one ends with an underscore."""
     spellings: tuple[Spelling, ...] = ("native",)
     """Whose paths follow."""
-    suffixes: tuple[str, ...] = (*PEFT_PAIR, *KOHYA_PAIR)
-    """What it understands behind a path; "alpha" is one of them."""
+    suffixes: str = r"lora_(?:A|B|down|up)\.weight"
+    """Regular expression of what it understands behind a path; "alpha" is one of them."""
     lacks: str = "(?!)"
     """Regular expression of native or diffusers paths, as they are spelled, or of a path with its suffix, that it does
     not convert."""
@@ -86,8 +87,10 @@ class Conversion:
     """What it does with other paths: raise, or keep them, which then are no module's. It raises on other suffixes."""
     needs_blocks: bool = False
     """It raises where one of a block's modules has no adapter."""
+    needs_alpha: bool = False
+    """It raises where a module has no alpha."""
     needs: str = ""
-    """Regular expression of native paths of which it must find one, or raises."""
+    """Regular expression of native paths of which it must find one, or raises; "" for none."""
     optional: str = "(?!)"
     """Regular expression of native paths that not every model has: of all blocks or none."""
     together: tuple[str, ...] = ()
@@ -95,7 +98,7 @@ class Conversion:
 
     def why_not(self, paths: Collection[str]) -> str | None:
         """Return why it raises on a file with these native paths; None where it does not."""
-        if not any(re.match(self.needs, path) for path in paths):
+        if self.needs and not any(re.match(self.needs, path) for path in paths):
             return "it finds no block"
         present = [part for part in self.together if any(part in path for path in paths)]
         if present and len(present) < len(self.together):
@@ -118,18 +121,8 @@ class Kohya:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """How deep and wide a published model is: tells it from others of the same names."""
-
-    columns: Mapping[str, int]
-    """End of a diffusers path → columns of its weight."""
-    last: Mapping[str, int] = field(default_factory=dict)
-    """List of blocks → number of its last one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A model family: one file of this directory, and an entry of `ARCHITECTURES`."""
+    """A model family: a table of families.toml."""
 
     name: str
     """As `--architecture` and the notes have it."""
@@ -139,13 +132,15 @@ class Architecture:
     classes: tuple[str, ...]
     """`_class_name` in diffusers' config.json."""
     config: Mapping[str, object] = field(default_factory=dict)
-    """Values in that file which tell families of one class apart."""
-    skeleton: frozenset[str] = frozenset()
-    """Native paths of which a base has all or, where only some of its weights are there, none: with fewer blocks others
-    have other numbers."""
+    """Values in that file which tell families of one class apart; "" for null."""
+    skeleton: str = ""
+    """End of native paths of which a base has all or, where only some of its weights are there, none: with fewer blocks
+    others have other numbers."""
     is_told_by_names: bool = True
     """False where another family has the same names, and only the base tells."""
-    sizes: tuple[Size, ...] = ()
+    sizes: tuple[Mapping[str, int], ...] = ()
+    """How wide and deep published models are: end of a diffusers path → columns of its weight, and list of blocks →
+    number of its last one."""
     rivals: Mapping[str, str] = field(default_factory=dict)
     """Models without a table that share its names → regular expression of diffusers paths that they have not."""
     reader: Literal["ldm", "flux1", "flux2"] | None = None
@@ -154,9 +149,9 @@ class Architecture:
     """What diffusers' pipeline converts, the first that applies; its own names are always read."""
     lokr: tuple[Spelling, ...] = ()
     """Spellings in which diffusers loads LoKr; none where it does not."""
-    comfyui: ComfyUI | None
+    comfyui: ComfyUI | None = None
     """None where ComfyUI does not support the model."""
-    kohya: Kohya | None
+    kohya: Kohya | None = None
     """None where no tool that is known here reads kohya's names for it."""
     model_spec: str = ""
     """Value of modelspec.architecture; "" where none is known."""
@@ -172,44 +167,22 @@ class Architecture:
         """The transformer or U-Net."""
         return self.parts[0]
 
-
-def transformer(names: Names) -> Part:
-    """Return the main model of a pipeline of diffusers', where that is a transformer."""
-    kohya = ("lora_unet", "lora_transformer", "lycoris")
-    return Part(component="transformer", names=names, comfyui="diffusion_model", kohya=kohya)
-
-
-def encoder(component: str, names: Names, comfyui: str, *kohya: str, is_in_diffusers: bool = True) -> Part:
-    """Return a text encoder."""
-    return Part(
-        component=component,
-        names=names,
-        comfyui=f"text_encoders.{comfyui}.transformer",
-        kohya=kohya,
-        is_in_diffusers=is_in_diffusers,
-        is_encoder=True,
-    )
+    @classmethod
+    def from_table(cls, name: str, table: Mapping[str, Any]) -> Architecture:
+        """Return the family that a table of families.toml describes."""
+        fields: dict[str, Any] = {key: _frozen(value) for key, value in table.items()}
+        main = Part(sections=fields.pop("sections"), ratios=fields.pop("ratios", {}), **fields.pop("main", {}))
+        encoders = [
+            Part(**{**each, "comfyui": f"text_encoders.{each['comfyui']}.transformer"}, is_encoder=True)
+            for each in fields.pop("encoders", ())
+        ]
+        made = {"comfyui": ComfyUI, "kohya": Kohya}
+        fields |= {key: kind(**fields[key]) for key, kind in made.items() if key in fields}
+        conversions = tuple(Conversion(**each) for each in fields.pop("conversions", ()))
+        return cls(name=name, parts=(main, *encoders), conversions=conversions, **fields)
 
 
-# What all ecosystems call as transformers does. transformers 5 has taken CLIP's `text_model.` away: the short path is
-# the second spelling of the same module. Adapters keep the long one, which diffusers and ComfyUI understand both before
-# and after.
-_CLIP_LAYER = (
-    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "out_proj")),
-    "mlp.fc1",
-    "mlp.fc2",
-)
-_T5_LAYER = (
-    *(f"layer.0.SelfAttention.{name}" for name in "qkvo"),
-    *(f"layer.1.DenseReluDense.{name}" for name in ("wi_0", "wi_1", "wo")),
-)
-
-CLIP = Names(
-    (
-        *(rename(f"text_model.encoder.layers.{{i}}.{name}", f"encoder.layers.{{i}}.{name}") for name in _CLIP_LAYER),
-        rename("text_projection", "text_projection"),
-    )
-)
-"""CLIPTextModel and CLIPTextModelWithProjection."""
-
-T5 = Names(same(*(f"encoder.block.{{i}}.{name}" for name in _T5_LAYER)))
+def _frozen(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _frozen(each) for key, each in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

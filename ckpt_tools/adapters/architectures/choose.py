@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.adapter import Adapter, F
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
-from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily, Size
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
+from ckpt_tools.adapters.architectures.names import find_as, is_language_model_path, readings
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
-from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
 from ckpt_tools.adapters.families import columns_of, rows_of
 from ckpt_tools.errors import UsageError
 
 _MOST_FOREIGN = 0.05
 """Share of an adapter's modules that a family's tables may not name: one that is damaged is still of this family."""
-_HEADERS = {
-    "ss_base_model_version": {each.base_version: name for name, each in ARCHITECTURES.items() if each.base_version},
-    "modelspec.architecture": {each.model_spec: name for name, each in ARCHITECTURES.items() if each.model_spec},
-}
 
 
 def family_named(name: str | None) -> ModelFamily | None:
@@ -36,7 +32,7 @@ def is_native(adapter: Adapter[F]) -> bool:
         return True
     families = candidates(paths) if adapter.convention == "diffusers" else ()
     places = [each for name in families for path in paths for each in readings(path, ARCHITECTURES[name])]
-    return any(not each.match.is_diffusers and not each.part.is_encoder for each in places)
+    return any(not each.is_spelled("diffusers") and not each.part.is_encoder for each in places)
 
 
 def choose_families(adapter: Adapter[F], *, base: BaseFamily | None) -> tuple[ModelFamily, ...]:
@@ -68,7 +64,7 @@ def _explains(architecture: Architecture, adapter: Adapter[F]) -> bool:
         places = readings(module.path, architecture)
         takes_any = takes_diffusers or adapter.convention != "comfyui" or not module.path.startswith(part.comfyui)
         unknown += not module.is_saved and not any(
-            takes_any or each.part.is_encoder or each.match.is_native or each.match.is_alias for each in places
+            takes_any or each.part.is_encoder or each.is_spelled("native", "alias") for each in places
         )
     return unknown <= _MOST_FOREIGN * len(adapter.modules)
 
@@ -80,7 +76,7 @@ def _by_trainer(adapter: Adapter[F], found: tuple[str, ...]) -> tuple[str, ...]:
     for name in found:
         part, kohya = ARCHITECTURES[name].main, ARCHITECTURES[name].kohya
         names = (path.removeprefix("lora_unet_") for path in paths)
-        if kohya is not None and all(part.names.find_as(each, (kohya.spelling,)) for each in names):
+        if kohya is not None and all(find_as(each, part, kohya.spelling) for each in names):
             spelled.append(name)
     return tuple(spelled) if paths and spelled else found
 
@@ -137,9 +133,10 @@ def choose_architectures(
 
 def family_in_header(adapter: Adapter[F]) -> str | None:
     """Return the family that the file's header names."""
-    for key, names in _HEADERS.items():
-        if key in adapter.settings and (name := names.get(str(adapter.settings[key].value))) is not None:
-            return name
+    for key, field in (("ss_base_model_version", "base_version"), ("modelspec.architecture", "model_spec")):
+        said = str(adapter.settings[key].value) if key in adapter.settings else ""
+        if found := [name for name, each in ARCHITECTURES.items() if said and getattr(each, field) == said]:
+            return found[0]
     return None
 
 
@@ -152,8 +149,7 @@ def _by_shape(adapter: Adapter[F], found: tuple[str, ...]) -> tuple[str, ...]:
             continue
         for name in tuple(fitting):
             for each in readings(module.path, ARCHITECTURES[name]):
-                ratio = each.match.rule.ratio
-                is_whole = each.match.part is None or len(each.match.rule.diffusers) == 1
+                ratio, is_whole = each.ratio, each.at is None or len(each.line.hub) == 1
                 if ratio is not None and is_whole and rows != round(ratio * columns):
                     fitting.remove(name)
                     break
@@ -178,10 +174,10 @@ def _in_diffusers(adapter: Adapter[F], name: str) -> Mapping[str, str]:
     found = {}
     for module in adapter.modules:
         places = [each for each in readings(module.path, ARCHITECTURES[name]) if not each.part.is_encoder]
-        if any(not each.match.is_diffusers for each in places):
+        if any(not each.is_spelled("diffusers") for each in places):
             return {}
         for each in places:
-            found[module.path] = each.diffusers[each.match.part or 0]
+            found[module.path] = each.diffusers[each.at or 0]
     return found
 
 
@@ -196,12 +192,16 @@ def _has_size(adapter: Adapter[F], name: str) -> bool:
     for path in columns:
         if hit := _BLOCK.fullmatch(path):
             last[hit[1]] = max(int(hit[2]), last.get(hit[1], 0))
-    return any((not size.last or last == size.last) and _has_columns(columns, size) for size in sizes)
+    return any(_has_columns(columns, size) and _blocks(size) in ({}, last) for size in sizes)
 
 
-def _has_columns(columns: Mapping[str, int | None], size: Size) -> bool:
-    found = [(path, end) for path in columns for end in size.columns if path.endswith(end)]
-    return bool(found) and all(columns[path] == size.columns[end] for path, end in found)
+def _blocks(size: Mapping[str, int]) -> dict[str, int]:
+    return {name: number for name, number in size.items() if not name.startswith(".")}
+
+
+def _has_columns(columns: Mapping[str, int | None], size: Mapping[str, int]) -> bool:
+    found = [(path, end) for path in columns for end in size if end.startswith(".") and path.endswith(end)]
+    return bool(found) and all(columns[path] == size[end] for path, end in found)
 
 
 _BLOCK = re.compile(r"((?:\w+_)?blocks|layers)\.(\d+)\..*")

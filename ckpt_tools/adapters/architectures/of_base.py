@@ -13,7 +13,7 @@ from typing import Literal
 from ckpt_tools.adapters.adapter import Shapes
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
-from ckpt_tools.adapters.architectures.resolve import is_language_model_path, readings
+from ckpt_tools.adapters.architectures.names import is_language_model_path, lines_of, readings
 from ckpt_tools.text import escape_name
 
 _INNER = "diffusion_model."
@@ -103,13 +103,18 @@ def _explains(architecture: Architecture, paths: Sequence[str]) -> bool:
         if not found:
             return False
         natives.update(each.native for each in found)
-    return architecture.skeleton.isdisjoint(natives) or architecture.skeleton <= natives
+    lines = lines_of(architecture.main.sections) if architecture.skeleton else ()
+    skeleton = {name for each in lines if (name := each.spellings[0].names[0]).endswith(architecture.skeleton)}
+    return skeleton.isdisjoint(natives) or skeleton <= natives
 
 
 def _by_config(possible: tuple[str, ...], config: Mapping[str, object]) -> tuple[str, ...]:
     """Return those of several families of one class of whom most is in config.json."""
     agreeing = {
-        name: sum(config.get(key) == value for key, value in ARCHITECTURES[name].config.items()) for name in possible
+        name: sum(
+            config.get(key) == (None if value == "" else value) for key, value in ARCHITECTURES[name].config.items()
+        )
+        for name in possible
     }
     return tuple(name for name in possible if agreeing[name] == max(agreeing.values()))
 

@@ -103,8 +103,6 @@ def _wanted(adapter: Adapter[TensorEntry], slots: Mapping[str, Slot]) -> Iterabl
         for factor, role in _BIAS.items():
             if factor in module.factors:
                 yield index, role, f"{module.path}.bias"
-        if (bias := f"{module.path}.bias") in slots and family_of(module).changes_bias(module.shapes):
-            yield index, "bias", bias
 
 
 def _only_parameter(module: Module, slots: Mapping[str, Slot]) -> str:
@@ -146,11 +144,10 @@ class _Orientation:
         if known is not None and not isinstance(known.value, bool | None):
             raise UsageError(f"fan_in_fan_out must be true or false, got {known.value!s}", where=known.source)
         self._setting = None if known is None else known.value
-        self._is_configured = known is not None or "peft_type" in adapter.settings
         self._seen: set[bool] = set()
         for module in adapter.modules:
             entry = tensors.get(f"{module.path}.{module.parameter}")
-            if entry is None or len(entry.shape) != 2 or not family_of(module).may_be_transposed(module.factors):
+            if entry is None or len(entry.shape) != 2 or not family_of(module).is_linear(module.factors):
                 continue
             shape = _matrix(module)
             if shape in (entry.shape, entry.shape[::-1]) and shape[0] != shape[1]:
@@ -158,12 +155,8 @@ class _Orientation:
 
     def __call__(self, module: Module, shape: tuple[int, ...], made: Matrix) -> bool:
         """Is this weight stored as (in, out)?"""
-        if not family_of(module).may_be_transposed(module.factors):
+        if not family_of(module).is_linear(module.factors):
             return False
-        if None in made:
-            if not self._is_configured and len(shape) == 2 and shape[0] == shape[1]:
-                raise _MismatchError("the weight is square, and no configuration says how it is stored")
-            return bool(self._setting) and len(shape) == 2
         if len(shape) == 3 and module.parameter != "weight":
             if made == shape[1:] and made[0] == made[1]:
                 raise _MismatchError("the experts are square, so it is not known whether they are transposed")

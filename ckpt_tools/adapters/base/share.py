@@ -65,10 +65,8 @@ class Part:
     def needs_all(self) -> bool:
         """Does a row of the result depend on other rows?"""
         magnitude = self.module.factors.get("magnitude")
-        return (
-            family_of(self.module).is_carried
-            or "blocks" in self.module.factors
-            or (magnitude is not None and (len(magnitude.shape) > 1 or "A" not in self.module.factors))
+        return "blocks" in self.module.factors or (
+            magnitude is not None and (len(magnitude.shape) > 1 or "A" not in self.module.factors)
         )
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Shapes
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
-from ckpt_tools.adapters.architectures.resolve import Place, readings, underscored
+from ckpt_tools.adapters.architectures.names import Place, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, base_path, parents_of
 from ckpt_tools.adapters.checks.integrity import check_base
 from ckpt_tools.adapters.families import family_of
@@ -111,8 +111,8 @@ def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
     for root in ("", "model.diffusion_model.", f"{each.part.component}."):
         spellings = ([each.native], [each.spelled("alias")], each.parts, each.diffusers)
         ways = [[base.get(f"{root}{path}.weight", ()) for path in paths] for paths in spellings]
-        if each.match.part is not None and len(ways[-1]) > 1:  # the tables do not tell its rows of the fused weight
-            ways = [[way[each.match.part]] for way in ways[2:] if way]
+        if each.at is not None and len(ways[-1]) > 1:  # the tables do not tell its rows of the fused weight
+            ways = [[way[each.at]] for way in ways[2:] if way]
         for weights in ways:
             if weights and all(len(shape) > 1 for shape in weights):
                 yield sum(shape[0] for shape in weights), math.prod(weights[0][1:])

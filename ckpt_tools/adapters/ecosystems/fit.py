@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckpt_tools.adapters.adapter import Convention, Sourced
-from ckpt_tools.adapters.architectures.ldm import conv_shape
+from ckpt_tools.adapters.adapter import Convention, Shape, Sourced
 from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.placing import Placed
-from ckpt_tools.adapters.families import columns_of, dora, equivalents, family_of, rows_of
+from ckpt_tools.adapters.families import columns_of, dora, equivalents, family_of, rows_of, shape_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, Setting, refuse
 from ckpt_tools.adapters.families.lokr import first_role
 from ckpt_tools.moving.arrays import Array, is_finite
 
 _FLOAT32 = 2.0**-20
 """Relative error that is not reported."""
+_KERNELS = (
+    (r"(?:.*\.)?(?:conv_in|conv_out|conv1|conv2|(?:down|up)samplers\.\d+\.conv)", 3),
+    (r"(?:.*\.)?conv_shortcut", 1),
+    (r"input_blocks\.0\.0|out\.2|.*\.in_layers\.2|.*\.out_layers\.3|.*\.op|output_blocks\.\d+\.\d+\.conv", 3),
+    (r".*\.skip_connection", 1),
+)
+"""Convolutions of the U-Nets by diffusers' names and the authors' → size of the kernel.
+Source: diffusers 0.42 `models/resnet.py`, `models/unets/unet_2d_condition.py`; generative-models `openaimodel.py`."""
 
 
 @dataclass(slots=True)
@@ -42,7 +50,7 @@ class Fitting:
             return module
         if (why := family.why_no_lora(module.shapes)) is not None:
             raise refuse(module, why)
-        found = equivalents.as_lora(module, conv_shape(module), svd_rank=self.svd_rank)
+        found = equivalents.as_lora(module, _conv_shape(module), svd_rank=self.svd_rank)
         self.count(found.how)
         self._add_error(module.path, found.error)
         return found.module
@@ -169,3 +177,13 @@ def require(placed: Placed, suffixes: Mapping[str, str], where: str) -> None:
             where=module.path,
             hint="ckpt merge-lora applies every family to the base itself",
         )
+
+
+def _conv_shape(module: Module) -> Shape | None:
+    """Return (out, in, k, k) of a convolution's weight where its factors are flat and do not show it, else None."""
+    size = next((size for pattern, size in _KERNELS if re.fullmatch(pattern, module.path)), None)
+    shape = shape_of(module)
+    is_flat = all(len(each) <= 2 for each in module.shapes.values())
+    if size is None or shape is None or len(shape) != 2 or not is_flat or shape[1] % (size * size):
+        return None
+    return shape[0], shape[1] // (size * size), size, size

@@ -12,8 +12,8 @@ from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Tar
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import choose_architectures, family_in_header, rivals_of
+from ckpt_tools.adapters.architectures.names import unflatten
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
-from ckpt_tools.adapters.architectures.resolve import unflatten
 from ckpt_tools.adapters.base.model import BaseModel, parents_of
 from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.output import Written

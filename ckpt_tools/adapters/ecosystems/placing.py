@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter
-from ckpt_tools.adapters.architectures.architecture import Architecture, Part
+from ckpt_tools.adapters.architectures.architecture import Architecture, Part, Spelling
+from ckpt_tools.adapters.architectures.names import Place, place
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
-from ckpt_tools.adapters.architectures.resolve import Place, place
-from ckpt_tools.adapters.architectures.rule import Names, Spelling
 from ckpt_tools.adapters.families import FAMILIES, columns_of, family_of, rows_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
 from ckpt_tools.errors import UsageError
@@ -39,7 +38,7 @@ def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple
 
 def unchanged(adapter: Adapter[Array], base: BaseFamily) -> list[Placed]:
     """Place modules where they are, for a model without tables: their paths are those of the base."""
-    part = Part(component=base.component or "transformer", names=Names(()), comfyui="diffusion_model", kohya=())
+    part = Part(component=base.component or "transformer")
     return [Placed(part=part, module=module) for module in adapter.modules]
 
 
@@ -48,8 +47,8 @@ def in_diffusers(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> 
     placed: list[Placed] = []
     for where, module in places:
         paths = where.diffusers
-        if where.match.part is not None:
-            placed.append(Placed(part=where.part, module=replace(module, path=paths[where.match.part])))
+        if where.at is not None:
+            placed.append(Placed(part=where.part, module=replace(module, path=paths[where.at])))
         elif len(paths) > 1:
             placed += [Placed(part=where.part, module=each) for each in _split(where, module, paths, as_lora)]
         else:
@@ -75,14 +74,14 @@ def in_native(
     for where, module in places:
         moved = replace(module, path=where.spelled(spelling))
         parts = where.parts if spelling == "alias" else ()
-        part = where.match.part
+        part = where.at
         if parts and part is None:
             placed += [Placed(part=where.part, module=each) for each in _split(where, module, parts, as_lora)]
         elif parts and part is not None:
             placed.append(Placed(part=where.part, module=replace(module, path=parts[part])))
         elif part is None or where.part.is_encoder:
             placed.append(Placed(part=where.part, module=moved))
-        elif len(where.match.rule.diffusers) == 1:
+        elif len(where.diffusers) == 1:
             placed.append(Placed(part=where.part, module=_moved(where, moved, as_lora)))
         else:
             key = (where.part.component, where.native, _is_bias(module))
@@ -146,40 +145,29 @@ def _split(where: Place, module: Module, paths: Sequence[str], as_lora: AsLora) 
     rows = rows_of(module)
     if rows is None:
         raise refuse(module, f"its rows cannot be split into {', '.join(paths)}")
-    sizes = where.match.rule.split(rows, columns_of(module))
+    sizes = where.split(rows, columns_of(module))
     if sizes is None:
         raise refuse(module, f"{rows} rows are not those of {', '.join(paths)}")
     return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).split(each, sizes, paths))
 
 
-def _sizes(where: Place, parts: Mapping[int, Module]) -> tuple[int, ...]:
+def _sizes(where: Place, parts: Mapping[int, Module]) -> Sequence[int]:
     """Rows of every part, also of those that the adapter leaves alone."""
     some = next(iter(parts.values()))
     known = {index: rows for index, part in parts.items() if (rows := rows_of(part)) is not None}
-    sizes = None if len(known) < len(parts) else where.match.rule.complete(known, columns_of(some))
+    sizes = None if len(known) < len(parts) else where.complete(known, columns_of(some))
     if sizes is None:
-        shown = ", ".join(where.match.rule.diffusers[index].rpartition(".")[2] for index in parts)
+        shown = ", ".join(where.diffusers[index].rpartition(".")[2] for index in parts)
         raise refuse(some, f"the rows of {shown} are not those of {where.native}")
     return sizes
 
 
 def _moved(where: Place, module: Module, as_lora: AsLora) -> Module:
     """Return a module under its new path, its halves exchanged where the two spellings order them otherwise."""
-    if not _is_swapped(where, module):
-        return module
-    return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).swap_halves(each))
-
-
-def _is_swapped(where: Place, module: Module) -> bool:
-    step = where.match.rule.step
-    if step == "swap":
-        return True
-    if step != "swap_if_two":
-        return False
-    rows, columns = rows_of(module), columns_of(module)
-    if rows is None or columns is None:
+    swaps = where.swaps(rows_of(module), columns_of(module))
+    if swaps is None:
         raise refuse(module, "its shape does not tell whether it is the last block, whose halves are swapped")
-    return rows == 2 * columns
+    return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).swap_halves(each)) if swaps else module
 
 
 def _perhaps_as_lora(module: Module, as_lora: AsLora, move: Callable[[Module], R]) -> R:

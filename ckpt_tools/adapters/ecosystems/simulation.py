@@ -35,6 +35,8 @@ class AdapterFile:
     """diffusers' class of the base model."""
     base_type: str | None = None
     """transformers' type of the base model."""
+    base_config: Mapping[str, object] = field(default_factory=dict)
+    """config.json of the base model."""
     constrained: frozenset[str] = frozenset()
     """Modules whose rotations have a constraint (alpha of LyCORIS' OFT and BOFT)."""
 

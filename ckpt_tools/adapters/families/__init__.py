@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, FamilyName, Shape
 from ckpt_tools.adapters.families.boft import Boft
-from ckpt_tools.adapters.families.carried_types import CARRIED
+from ckpt_tools.adapters.families.carried import CARRIED
 from ckpt_tools.adapters.families.family import Family
 from ckpt_tools.adapters.families.full import Full
 from ckpt_tools.adapters.families.glora import Glora

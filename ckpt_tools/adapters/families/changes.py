@@ -221,11 +221,9 @@ class Turned(Change):
 
     is_additive = False
 
-    def __init__(
-        self, rows: int, columns: int, turn: Callable[[Array, int], Array], *, is_rowwise: bool = True
-    ) -> None:
+    def __init__(self, rows: int, columns: int, turn: Callable[[Array, int], Array]) -> None:
         super().__init__(rows, columns)
-        self.turn, self.is_rowwise = turn, is_rowwise
+        self.turn = turn
 
     def apply(self, weight: Array, start: int) -> Array:
         """Return the new rows."""

@@ -125,10 +125,6 @@ def missing_halves(pairs: Iterable[tuple[str, str]], roles: Collection[str]) -> 
     return [other for role, other in sides if role in roles and other not in roles]
 
 
-class PeftRefusesError(Exception):
-    """PEFT raises when it makes a module under this configuration; the message says on what."""
-
-
 class Family:
     """One way in which factors change a weight. What a family does not say, it does not have."""
 
@@ -159,8 +155,6 @@ class Family:
     peft_fields: ClassVar[frozenset[str]] = frozenset()
     alpha_field: ClassVar[str] = "alpha"
     init_field: ClassVar[str] = "init_weights"
-    peft_patterns: ClassVar[tuple[tuple[str, str, str], ...]] = ()
-    """(field, table of patterns or list of modules that says another value of it, what stands behind the path)."""
     peft_checks_bias: ClassVar[bool] = False
     """Does PEFT refuse an unknown value of `bias`?"""
     peft_checks_layers: ClassVar[bool] = False
@@ -179,8 +173,6 @@ class Family:
     is_rotation: ClassVar[bool] = False
     is_carried: ClassVar[bool] = False
     """Has it PEFT's names, bytes and configuration alone? See `carried`."""
-    is_copy: ClassVar[bool] = False
-    """Are its factors a module's own parameters, in their place?"""
     may_prune: ClassVar[bool] = False
     """May a module's rank be 0?"""
     is_own: ClassVar[bool] = True
@@ -231,20 +223,12 @@ class Family:
         """Are these factors that PEFT has for transposed weights and for parameters of stacked experts as well?"""
         return False
 
-    def may_be_transposed(self, roles: Collection[str]) -> bool:
-        """Has PEFT them for weights that are stored as (in, out)?"""
-        return self.is_linear(roles)
-
     def may_be_flat(self, role: str) -> bool:
         """May this factor have one dim?"""
         return role in _FLAT
 
     def may_be_whole(self, role: str) -> bool:
         """Are its elements whole numbers?"""
-        return False
-
-    def changes_bias(self, shapes: Shapes) -> bool:
-        """Does it change the bias, too, that the module has in the base, by the factors of the weight?"""
         return False
 
     def is_low_rank_pair(self, roles: Collection[str]) -> bool:

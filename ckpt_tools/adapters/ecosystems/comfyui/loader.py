@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, Part
-from ckpt_tools.adapters.architectures.rule import Spelling
+from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, Part, Spelling
+from ckpt_tools.adapters.architectures.names import find, find_as
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading
 from ckpt_tools.adapters.read.sidecars import BASE_NORM, DORA_SCALE
 
@@ -111,11 +111,11 @@ def _main(name: str, part: Part, maps: ComfyUI | None, *, is_old: bool) -> str |
         if spelling == "diffusers" and is_dotted and maps.has_processors:
             rest = rest.replace(".processor.to_", ".to_")
             rest = f"{rest}.0" if rest.endswith(".to_out") else rest
-        match = part.names.find_as(rest, (spelling,))
-        if match is None or (is_dotted and rest != match.spelled()):
+        place = find_as(rest, part, spelling)
+        if place is None or (is_dotted and rest != place.found):
             continue
-        if spelling == "native" or not any(each in match.spelled() for each in maps.lacks):
-            return f"{part.comfyui}.{match.native()}"
+        if spelling == "native" or not any(each in place.found for each in maps.lacks):
+            return f"{part.comfyui}.{place.native}"
     return None
 
 
@@ -125,7 +125,7 @@ def _encoder(name: str, part: Part) -> str | None:
         prefixes.insert(1, (f"{part.component}.", "."))
     for prefix, dot in prefixes:
         inner = name.removeprefix(prefix)
-        match = next(iter(part.names.find(inner)), None) if name.startswith(prefix) else None
-        if match is not None and inner == match.native().replace(".", dot):
-            return f"{part.comfyui}.{match.native()}"
+        place = next(find(inner, part), None) if name.startswith(prefix) else None
+        if place is not None and inner == place.native.replace(".", dot):
+            return f"{part.comfyui}.{place.native}"
     return None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, Conversion, Part
-from ckpt_tools.adapters.architectures.rule import Match
+from ckpt_tools.adapters.architectures.names import Place, find, find_as, lines_of
 from ckpt_tools.adapters.ecosystems.diffusers import any_model
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, DIFFUSERS_TRAPS
@@ -104,20 +104,20 @@ def _flux1_kohya(keys: Keys, architecture: Architecture, loading: Loading) -> Ke
         module = module.replace(".", "_")
         part = architecture.parts[0 if module.startswith("lora_unet_") else 1]
         inner = re.sub(r"^lora_(?:unet|te1?)_", "", module)
-        match = _native(part, inner)
-        if match is None or suffix not in ("lora_down.weight", "lora_up.weight", "alpha"):
+        place = _native(part, inner)
+        if place is None or suffix not in ("lora_down.weight", "lora_up.weight", "alpha"):
             raise RejectedError(f"incompatible key {key}")
         if part.is_encoder:
-            found |= _spread(part, match, suffix, name, f"{part.component}.")
+            found |= _spread(place, suffix, name)
             continue
-        container = match.native().split(".")[0]
-        number = dict(match.numbers).get("i", "0")
+        container = place.native.split(".")[0]
+        number = next(iter(place.numbers), 0)
         if container not in _FLUX1_BLOCKS:
             loading.ignored[name] = "outside the blocks its conversion drops the prefix that its loader requires"
-        elif int(number) >= _FLUX1_BLOCKS[container]:
+        elif number >= _FLUX1_BLOCKS[container]:
             raise RejectedError(f"incompatible key {key}: block {number} of {_FLUX1_BLOCKS[container]}")
         else:
-            found |= _spread(part, match, suffix, name, f"{part.component}.")
+            found |= _spread(place, suffix, name)
     return found
 
 
@@ -144,9 +144,9 @@ def _flux2_kohya(keys: Keys, part: Part) -> Keys:
     found: Keys = {}
     for key, name in keys.items():
         module, suffix = _cut(key)
-        match = _native(part, module.removeprefix("lora_unet_")) if module.startswith("lora_unet_") else None
-        if match is not None and ("_blocks" in match.native() or match.native() in outside):
-            found |= _spread(part, match, suffix, name, "transformer.")
+        place = _native(part, module.removeprefix("lora_unet_")) if module.startswith("lora_unet_") else None
+        if place is not None and ("_blocks" in place.native or place.native in outside):
+            found |= _spread(place, suffix, name)
     return found
 
 
@@ -159,16 +159,16 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
             inner = inner.replace("sformer_blocks.", "transformer_blocks.", 1) if inner.startswith("sf") else inner
             found[f"transformer.{inner}"] = name
             continue
-        match = _native(part, module)
-        if match is None or suffix not in ("lora_A.weight", "lora_B.weight"):
+        place = _native(part, module)
+        if place is None or suffix not in ("lora_A.weight", "lora_B.weight"):
             raise RejectedError(f"it does not know {key}")
-        if match.rule.step == "swap":
+        if place.is_swapped:
             loading.misreads(
                 name,
                 f"diffusers copies {key} without swapping its halves: scale and shift are exchanged",
                 "ckpt export-lora SRC DST --to diffusers swaps them",
             )
-        found |= _spread(part, match, suffix, name, "transformer.")
+        found |= _spread(place, suffix, name)
     return found
 
 
@@ -185,9 +185,9 @@ def _lokr(keys: Keys, architecture: Architecture, loading: Loading) -> None:
         if suffix == "alpha" or suffix.startswith("lokr_"):
             for prefix in prefixes:
                 inner = module.removeprefix(prefix)
-                match = architecture.main.names.find_as(inner, architecture.lokr) if module.startswith(prefix) else None
-                if match is not None:
-                    loading.use(name, f"transformer.{match.diffusers()[match.part or 0]}")
+                place = find_as(inner, architecture.main, *architecture.lokr) if module.startswith(prefix) else None
+                if place is not None:
+                    loading.use(name, f"transformer.{place.diffusers[place.at or 0]}")
                     break
         else:
             raise RejectedError(f"{key} is not LoKr")
@@ -217,27 +217,31 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
 def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
     found: Keys = {}
     natives: set[str] = set()
+    alphas: set[str] = set()
     for key, name in keys.items():
         prefix = next((each for each in conversion.prefixes if key.startswith(each)), None)
         inner = key.removeprefix(prefix or "")
         module, suffix = _cut(inner)
         if re.fullmatch(conversion.ignores, inner):
             continue
-        if prefix is None or suffix not in conversion.suffixes or re.fullmatch(conversion.refuses, inner):
+        if prefix is None or not re.fullmatch(conversion.suffixes, suffix) or re.fullmatch(conversion.refuses, inner):
             raise RejectedError(f"it cannot convert {key}")
-        match = part.names.find_as(module, conversion.spellings)
-        path = "" if match is None else match.spelled()
+        place = find_as(module, part, *conversion.spellings)
+        path = "" if place is None else place.found
         is_known = module == (path.replace(".", "_") if prefix.endswith("_") else path)
         is_lacking = any(re.fullmatch(conversion.lacks, each) for each in (path, f"{path}.{suffix}"))
-        if match is not None and is_known and not is_lacking:
-            found |= _spread(part, match, suffix, name, f"{part.component}.")
-            natives.add(match.native())
+        if place is not None and is_known and not is_lacking:
+            found |= _spread(place, suffix, name)
+            natives.add(place.native)
+            alphas |= {place.native} if suffix == "alpha" else set()
         elif conversion.others == "raise":
             raise RejectedError(f"it cannot convert {key}")
         elif suffix != "alpha":
             found[f"{part.component}.{inner}"] = name
     if (reason := conversion.why_not(natives)) is not None:
         raise RejectedError(reason)
+    if conversion.needs_alpha and (lacking := natives - alphas):
+        raise RejectedError(f"it looks up {min(lacking)}.alpha, which is not there")
     if conversion.needs_blocks:
         _check_blocks(natives, part, conversion.optional)
     return found
@@ -250,10 +254,11 @@ def _check_blocks(natives: Collection[str], part: Part, optional: str) -> None:
         block, number, _ = path.split(".", 2)
         numbers.setdefault(block, set()).add(number)
     for block, found in numbers.items():
-        own = [rule.native for rule in part.names.rules if rule.native.startswith(f"{block}.{{i}}.")]
-        used = {re.sub(r"\.\d+\.", ".{i}.", path, count=1) for path in natives}
+        every = [line.spellings[0].names[0] for line in lines_of(part.sections)]
+        own = [path for path in every if path.startswith(f"{block}.*.")]
+        used = {re.sub(r"\.\d+\.", ".*.", path, count=1) for path in natives}
         own = [path for path in own if path in used or not re.fullmatch(optional, path)]
-        for path in (each.replace("{i}", str(number)) for number in range(len(found)) for each in own):
+        for path in (each.replace("*", str(number)) for number in range(len(found)) for each in own):
             if path not in natives:
                 raise RejectedError(f"it looks up {path}, which has no adapter")
 
@@ -277,17 +282,18 @@ def _ldm_kohya(keys: Keys, architecture: Architecture) -> Keys:
         if not {f"{module}.lora_down.weight", f"{module}.lora_up.weight"} <= keys.keys():
             raise RejectedError(f"{module} has no pair of lora_down and lora_up")
         if module.startswith("lora_unet_"):
-            match = architecture.main.names.find_as(module.removeprefix("lora_unet_"), conversion.spellings)
-            part: Part | None = architecture.main
+            place = find_as(module.removeprefix("lora_unet_"), architecture.main, *conversion.spellings)
         else:
             part = encoders.get("text_encoder_2" if module.startswith("lora_te2_") else "text_encoder")
             inner = re.sub("^lora_te[12]?_", "", module)
-            match = None if part is None else _native(part, inner)
-        if part is None or match is None or re.fullmatch(conversion.lacks, match.spelled()):
+            place = None if part is None else _native(part, inner)
+        if place is None or re.fullmatch(conversion.lacks, place.found):
             continue
-        for new, old in _spread(part, match, suffix, name, f"{part.component}.").items():
+        for new, old in _spread(place, suffix, name).items():
             module, _, side = new.partition(".lora_")
-            if part.is_encoder and ".mlp." in new and side:  # so diffusers recognises an adapter of the MLPs alone
+            if (
+                place.part.is_encoder and ".mlp." in new and side
+            ):  # so diffusers recognises an adapter of the MLPs alone
                 found[f"{module}.lora_linear_layer.{'down' if side.startswith('A') else 'up'}.weight"] = old
             else:
                 found[new] = old
@@ -299,17 +305,16 @@ def _all_lora(keys: Iterable[str]) -> None:
         raise RejectedError(f"{wrong} does not contain 'lora'")
 
 
-def _native(part: Part, name: str) -> Match | None:
+def _native(part: Part, name: str) -> Place | None:
     """Read a native path, dotted or with underscores."""
-    return next((match for match in part.names.find(name) if match.is_native or part.is_encoder), None)
+    return next(find(name, part), None) if part.is_encoder else find_as(name, part, "native")
 
 
-def _spread(part: Part, match: Match, suffix: str, name: str, prefix: str) -> Keys:
+def _spread(place: Place, suffix: str, name: str) -> Keys:
     """Name what a tensor becomes: one of several modules where the native one is fused."""
     ends = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight", "diff_b": "lora_B.bias"}
-    paths = (match.native(),) if part.is_encoder else match.diffusers()
-    if match.part is not None and not part.is_encoder:
-        paths = (paths[match.part],)
+    paths = place.diffusers if place.at is None else (place.diffusers[place.at],)
+    prefix = f"{place.part.component}."
     if suffix == "alpha":
         return {f"\0{prefix}{paths[0]}": name}
     return {f"{prefix}{path}.{ends.get(suffix, suffix)}": name for path in paths}
@@ -352,8 +357,8 @@ def _inject_one(keys: Keys, part: Part, loading: Loading) -> None:
     for key, name in keys.items():
         end = next((each for each in _ENDS if key.endswith(each)), "")
         path = key.removesuffix(end)
-        found = part.names.find(path) if end else ()
-        if any(part.is_encoder or (each.is_diffusers and each.spelled() == path) for each in found):
+        found = find(path, part) if end else ()
+        if any(part.is_encoder or (each.is_spelled("diffusers") and each.found == path) for each in found):
             loading.use(name, f"{part.component}.{path}")
 
 

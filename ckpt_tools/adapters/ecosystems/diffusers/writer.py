@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.names import Place
 from ckpt_tools.adapters.architectures.of_base import BaseFamily
-from ckpt_tools.adapters.architectures.resolve import Place
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
 from ckpt_tools.adapters.ecosystems.output import Written, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, place_all, unchanged
@@ -121,17 +121,14 @@ def _place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architectu
     """
     if not architecture.lokr or not places:
         return None
-    if "native" not in architecture.lokr and any(
-        where.match.part is None and len(where.diffusers) > 1 for where, _ in places
-    ):
+    if "native" not in architecture.lokr and any(where.at is None and len(where.diffusers) > 1 for where, _ in places):
         return None
     if any(module.family != lokr.Lokr.name or module.is_dora or "t2" in module.factors for _, module in places):
         return None
     placed = []
     try:
         for where, module in places:
-            is_swapped = where.match.rule.step == "swap" and where.match.part is None
-            moved = family_of(module).swap_halves(module) if is_swapped else module
+            moved = family_of(module).swap_halves(module) if where.is_swapped and where.at is None else module
             placed.append(Placed(part=where.part, module=replace(moved, path=_path(where))))
     except InexpressibleError:
         return None
@@ -145,8 +142,8 @@ def _place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architectu
 
 def _path(where: Place) -> str:
     paths = where.diffusers
-    if where.match.part is not None:
-        return paths[where.match.part]
+    if where.at is not None:
+        return paths[where.at]
     if len(paths) == 1:
         return paths[0]
     stream = where.native.split(".")[2]

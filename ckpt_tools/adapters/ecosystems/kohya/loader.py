@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.names import find_as
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 
 _SUFFIX = re.compile(
@@ -43,12 +44,12 @@ def load(file: AdapterFile, loading: Loading) -> None:
             if not hit["module"].startswith(prefix):
                 continue
             spelling = "native" if part.is_encoder else kohya.spelling
-            match = part.names.find_as(hit["module"].removeprefix(prefix), (spelling,))
-            if match is not None:
-                loading.use(name, f"{part.component}.{match.spelled()}")
+            place = find_as(hit["module"].removeprefix(prefix), part, spelling)
+            if place is not None:
+                loading.use(name, f"{part.component}.{place.found}")
                 needs_lycoris |= hit["suffix"] not in _PLAIN
                 ends.setdefault(hit["module"], set()).add(hit["suffix"])
-                native = match.native()
+                native = place.native
                 if not part.is_encoder and (not native.startswith(kohya.blocks) or native.startswith(kohya.outside)):
                     outside.append(native)
     _check_alphas(ends, takes_rank=kohya.takes_rank and not needs_lycoris)

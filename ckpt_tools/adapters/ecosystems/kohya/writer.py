@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter
-from ckpt_tools.adapters.architectures.architecture import Architecture
-from ckpt_tools.adapters.architectures.rule import Spelling
+from ckpt_tools.adapters.architectures.architecture import Architecture, Spelling
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
 from ckpt_tools.adapters.ecosystems.header import header_of
 from ckpt_tools.adapters.ecosystems.output import Written, file_name, put

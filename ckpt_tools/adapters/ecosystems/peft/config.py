@@ -45,6 +45,8 @@ def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_mod
     Raise UsageError where one configuration cannot express it, or what changes the result is not known.
     """
     family = _only_family(adapter)
+    if family.is_carried:
+        return _as_written(adapter, family, base_model)
     modules = [module for module in adapter.modules if module.family == family.name]
     config: Fields = {"peft_type": Sourced(family.peft_type, f"factors {', '.join(sorted(modules[0].factors))}")}
     config |= _identity(adapter, base, base_model)
@@ -52,11 +54,7 @@ def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_mod
         config |= _ranks_and_alphas(adapter, family, modules)
     config |= family.peft_config(adapter, modules, base.shapes if base else {})
     config |= fields_of(adapter, family.peft_fields)
-    if any(module.path for module in modules):
-        config |= target_fields(adapter, modules, base)
-    else:  # all that there is belongs to the whole model: its tensors name no modules
-        names = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-        config |= {name: adapter.settings[name] for name in names if name in adapter.settings}
+    config |= target_fields(adapter, modules, base)
     config |= saved_fields(adapter, modules, base)
     for name, found in adapter.settings.items():
         if name not in config and name not in (*_OWN_FIELDS.split(), *_TRAINING_ONLY) and name in family.peft_fields:
@@ -84,6 +82,25 @@ def _only_family(adapter: Adapter[F]) -> Family:
             hint="export them one by one, with --include and --exclude",
         )
     return FAMILIES[next(iter(counts))]
+
+
+def _as_written(adapter: Adapter[F], family: Family, base_model: str | None) -> Fields:
+    """Return the configuration of a type that ckpt carries as PEFT wrote it."""
+    settings = {name: found for name, found in adapter.settings.items() if not name.startswith("ckpt_")}
+    if "peft_type" not in settings:
+        raise UsageError(
+            f"the tensors of {family.title} do not show its configuration",
+            hint="put the adapter_config.json of the training run beside the source",
+        )
+    if adapter.omitted:
+        what = f"of an adapter of {family.title} ckpt writes all modules: its configuration is copied as it is"
+        raise UsageError(what, hint="leave out --include and --exclude")
+    if family.name == "prompt" and any(module.is_saved for module in adapter.modules):
+        what = "modules were trained whole beside a prompt, which ckpt does not write under PEFT's names"
+        raise UsageError(what, hint="save it with PEFT itself (save_pretrained)")
+    if base_model is not None:
+        settings["base_model_name_or_path"] = Sourced(base_model, "--base-model")
+    return settings | {"inference_mode": Sourced(True, "an exported adapter is not being trained")}
 
 
 def _identity(adapter: Adapter[F], base: BaseModel | None, base_model: str | None) -> Fields:

@@ -18,7 +18,6 @@ from itertools import permutations
 from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.ecosystems.simulation import Loading, RejectedError
 from ckpt_tools.adapters.families import Family
-from ckpt_tools.adapters.families.family import PeftRefusesError
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, by_pattern, matches
 
 Config = Mapping[str, object]
@@ -166,32 +165,7 @@ def expected(family: Family, config: Config, path: str, weight: Shape) -> tuple[
     """
     if len(weight) not in (2, 3, 4, 5) or 0 in weight:
         return ()
-    try:
-        rank = rank_of(config, path) if family.is_scaled else 0
-        return family.peft_shapes(_of_module(config, family, path), rank, weight)
-    except PeftRefusesError as error:
-        raise RejectedError(f"{path}: {error}") from error
-
-
-def _of_module(config: Config, family: Family, path: str) -> Config:
-    """Return the configuration with what the family's patterns say of one module."""
-    values = dict(config)
-    for field, table, suffix in family.peft_patterns:
-        patterns = config.get(table)
-        if isinstance(patterns, dict):
-            found, value = by_pattern(patterns, path + suffix, where=table)
-            if found:  # AdaLoRA's is a list: which ranks are kept
-                values[field] = sum(map(bool, value)) if isinstance(value, list) else value
-        elif isinstance(patterns, list | str):
-            values[field] = _listed(patterns, path, where=table)
-    return values
-
-
-def _listed(names: object, path: str, *, where: str) -> bool:
-    """Does a list of ends, or a pattern, name a module?"""
-    if isinstance(names, str):
-        return matches(names, path, shown=names, where=where, full=True)
-    return isinstance(names, list) and any(isinstance(name, str) and path.endswith(name) for name in names)
+    return family.peft_shapes(config, rank_of(config, path) if family.is_scaled else 0, weight)
 
 
 def starts_idle(config: Config, family: Family) -> bool:

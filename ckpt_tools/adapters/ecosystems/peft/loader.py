@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ckpt_tools.adapters.adapter import SAVED, Shape
 from ckpt_tools.adapters.base.model import base_path, parents_of
+from ckpt_tools.adapters.ecosystems.peft import asked
 from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     Config,
     check_config,
@@ -27,12 +28,9 @@ from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     wrapped_parameters,
 )
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
-from ckpt_tools.adapters.ecosystems.peft.shared import check_shared, load_prompt
 from ckpt_tools.adapters.ecosystems.peft.tokens import why_no_tokens
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
-from ckpt_tools.adapters.families.carried import Carried
-from ckpt_tools.adapters.families.family import Ways
 from ckpt_tools.adapters.read.keys import Key, parse_key
 from ckpt_tools.adapters.read.locate import PEFT_FILE
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
@@ -57,11 +55,11 @@ def load(file: AdapterFile, loading: Loading) -> None:
     family = PEFT_TYPES.get(str(kind))
     if family is None:
         raise RejectedError(f"peft_type is {kind!r}")
-    check_config(config, family)
     check_task(config, file.base_type, loading)
-    if isinstance(family, Carried) and not family.names:
-        load_prompt(file, config, family, loading)
+    if family.is_carried:
+        asked.load(file, config, loading)
         return
+    check_config(config, family)
     if not has_targets(config):
         loading.misreads(
             ADAPTER_CONFIG,
@@ -92,8 +90,6 @@ def load(file: AdapterFile, loading: Loading) -> None:
             file.file, "without --base the modules' paths and target_modules are not checked against the model"
         )
         return
-    if isinstance(family, Carried) and (doubt := check_shared(family, found.pop("", {}), config, file.base)):
-        loading.unchecked(ADAPTER_CONFIG, f"not simulated: {doubt}")
     for path, parameters in wrapped.items():
         check_parameters(path, parameters, levels.get(path, {}), config, file.base, loading)
     for path, factors in found.items():
@@ -131,10 +127,6 @@ def _match(
     levels: dict[str, dict[int, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
     for name, head in file.tensors.items():
         key = parse_key(name.removeprefix(ROOT))
-        if key is not None and key.family == family.name and family.shared_name(key.role) is not None:
-            loading.use(name, key.path or family.title)  # in a module it is the same tensor once more
-            found[""][key.role] = head.shape
-            continue
         if not name.startswith(ROOT):
             loading.ignored[name] = f"the name does not begin with {ROOT}"
             continue
@@ -275,13 +267,7 @@ def _check_shapes(
     weight = base.get(f"{base_path(path)}.weight")
     if weight is None:
         return
-    if family.is_copy:
-        own = ((*name.rpartition("."), shape) for name, shape in base.items())
-        ways: Ways = ({f"{family.marker}.{leaf}": shape for parent, _, leaf, shape in own if parent == path},)
-    else:
-        ways = expected(family, config, path, weight)
-    if not ways and family.is_carried:
-        loading.unchecked(path, f"which tensors PEFT makes for {family.title} here")
+    ways = expected(family, config, path, weight)
     if not ways or any(_agrees(factors, way, is_whole=True) for way in ways):
         return
     way = max(ways, key=lambda way: (len(way.keys() & factors.keys()), _agrees(factors, way, is_whole=False)))

@@ -126,7 +126,7 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
     known = adapter.settings.get("bias")
     if known is not None and known.value not in (None, "none") and (biases or not adapter.omitted):
         config["bias"] = known
-    elif "bias" in family.peft_fields and (biases or not family.is_carried):
+    elif "bias" in family.peft_fields:
         kind = f"{family.name}_only" if set(biases) <= adapted else "all"
         config["bias"] = Sourced(kind, "trained biases") if biases else Sourced("none", "no sign of trained biases")
     settled = adapter.settings.get("modules_to_save")

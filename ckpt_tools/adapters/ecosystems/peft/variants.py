@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from ckpt_tools.adapters.adapter import Adapter, F, Sourced
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.families.carried import Carried
 from ckpt_tools.adapters.read.sidecars import DORA_SCALE
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
@@ -74,12 +73,10 @@ def doubt_about(adapter: Adapter[F]) -> str | None:
     )
 
 
-def refuse_carried(adapter: Adapter[F], *, merges: bool) -> None:
-    """Refuse types of PEFT's that ckpt carries and does not compute with; with `merges`, merge-lora's pass."""
-    for family in {module.family: family_of(module) for module in adapter.modules}.values():
-        if isinstance(family, Carried) and not (merges and family.merges):
-            what = "merged by ckpt" if merges else "written for other libraries than PEFT"
-            hint = "PEFT's merge_and_unload may do it" if merges else "--to peft, or merge it: ckpt merge-lora"
+def refuse_carried(adapter: Adapter[F], what: str, hint: str) -> None:
+    """Refuse types of PEFT's that ckpt carries and does not compute with: they cannot be `what`."""
+    for family in map(family_of, adapter.modules):
+        if family.is_carried:
             raise UsageError(f"an adapter of {family.title} cannot be {what}", hint=hint)
 
 
