@@ -52,7 +52,8 @@ def leased(path: str | os.PathLike[str], *, is_wanted: bool = True) -> Iterator[
         if lease is not None:
             with suppress(OSError):
                 os.unlink(lease.name)
-            lease.close()
+            with suppress(OSError):  # a full disk: what was not written is not missed
+                lease.close()
 
 
 def _write(path: str) -> TextIO | None:

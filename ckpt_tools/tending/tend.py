@@ -337,7 +337,7 @@ class Tender:
         moves: tuple[float, ...] = ()
         if last is not None:
             unfit, moves = compare(profile, self._record[last[1]].profile, step - last[0], last[1])
-        if lacks and not any(each.startswith("it lacks ") for each in unfit):
+        if lacks:
             unfit = (f"it {lacks}", *unfit)
         is_rewritten = before is None or before.written != saved.written
         if before is not None and before.ok and not is_rewritten and before.profile.content != profile.content:

@@ -242,7 +242,7 @@ def test_successor_of_weights_alone_supersedes_nothing(tmp_path, saved) -> None:
     tended = api.watch(run, once=True, settle=0, keep_last=1)
     assert tended.removed == ()
     states = {each.name: each for each in tended.checkpoints}
-    assert states["step-4"].state == "incomplete"
+    assert states["step-4"].state == "unfit"
     assert "the optimizer's state" in states["step-4"].why
 
 
