@@ -69,8 +69,8 @@ def build(kind: Any, value: Any) -> Any:  # noqa: ANN401 - any type, and what it
         if value.keys() != hints.keys():
             raise ValueError(f"not the fields of a {origin.__name__}")
         return origin(**{name: build(hints[name], value[name]) for name in hints})
-    if origin is collections.Counter:
-        return collections.Counter(build(dict[inner[0], int], value))
+    if origin is collections.Counter and isinstance(value, dict):
+        return collections.Counter({key: build(int, value[key]) for key in value})
     if origin in _MAPPINGS and isinstance(value, dict):
         # JSON's keys are text.
         return {build(inner[0], int(key) if inner[0] is int else key): build(inner[1], value[key]) for key in value}
