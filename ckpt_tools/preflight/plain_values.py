@@ -9,6 +9,12 @@ TRUE_WORDS = ("1", "true", "t", "yes", "y", "on")
 FALSE_WORDS = ("0", "false", "f", "no", "n", "off")
 """Source: `str_to_bool` in `accelerate/utils/environment.py` and `transformers/training_args.py`."""
 
+_DTYPES = {
+    "bf16": ("bf16", "bfloat16", "b16"),
+    "f16": ("f16", "fp16", "float16", "half", "16"),
+    "f32": ("f32", "fp32", "float32", "float", "full", "32"),
+}
+_DTYPE_BY_NAME = {name: short for short, names in _DTYPES.items() for name in names}
 _VARIABLE = re.compile(r"\$(\{|\(|[A-Za-z_@*#0-9])|`[^`]+`|\{\{.*\}\}|^\?\?\?$")
 
 
@@ -49,3 +55,8 @@ def find_value(values: object, path: str, missing: object = None) -> object:
                 return missing
             node = node[at]
     return node
+
+
+def dtype_name(text: str | None) -> str | None:
+    """Return bf16, f16 or f32 for any of their names; None for others, `no` and nothing."""
+    return None if text is None else _DTYPE_BY_NAME.get(text.strip().lower().removeprefix("torch."))

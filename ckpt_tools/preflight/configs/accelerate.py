@@ -27,9 +27,9 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     without_prefix,
 )
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, dtype_name
+from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
-from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.plain_values import dtype_name, find_value
 from ckpt_tools.preflight.spec import Engine
 
 DEFAULTS = PluginDefaults(

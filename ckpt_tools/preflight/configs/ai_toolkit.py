@@ -18,9 +18,9 @@ from pydantic import Field
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice, dtype_name
+from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Source, Table, mesh_row, named_by, row
-from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.plain_values import dtype_name, find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 from ckpt_tools.preflight.spelling import nearest
 

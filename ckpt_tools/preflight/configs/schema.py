@@ -21,18 +21,12 @@ from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, mod
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.options import Spell, account, check_names, options_of, without_variables
-from ckpt_tools.preflight.plain_values import as_truth, join_path
+from ckpt_tools.preflight.plain_values import as_truth, dtype_name, join_path
 
 _MAX_DIGITS = 18
 MAX_FINDINGS = 200
 """Findings of one kind on one file; whoever hands in another thing than a config needs no list of everything in it."""
 _MAX_SHOWN = 60
-_DTYPES = {
-    "bf16": ("bf16", "bfloat16", "b16"),
-    "f16": ("f16", "fp16", "float16", "half", "16"),
-    "f32": ("f32", "fp32", "float32", "float", "full", "32"),
-}
-_DTYPE_BY_NAME = {name: short for short, names in _DTYPES.items() for name in names}
 
 
 def _count(value: object) -> int:
@@ -106,11 +100,6 @@ def choice(*known: str, exact: bool = False) -> PlainValidator:
         raise ValueError(f"one of {', '.join(known)}")
 
     return PlainValidator(check)
-
-
-def dtype_name(text: str | None) -> str | None:
-    """Return bf16, f16 or f32 for any of their names; None for others, `no` and nothing."""
-    return None if text is None else _DTYPE_BY_NAME.get(text.strip().lower().removeprefix("torch."))
 
 
 def _dtype(value: object) -> str:

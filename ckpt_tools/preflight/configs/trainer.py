@@ -28,9 +28,9 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
 )
 from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, dtype_name
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
-from ckpt_tools.preflight.plain_values import as_truth
+from ckpt_tools.preflight.plain_values import as_truth, dtype_name
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 DEFAULTS = PluginDefaults(

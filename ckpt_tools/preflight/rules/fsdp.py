@@ -1,4 +1,4 @@
-"""CKPT02x: the options of FSDP1 and FSDP2, which share names and little else."""
+"""CKPT01x, CKPT02x and CKPT09x: engines, the options of FSDP1 and FSDP2, and what only one framework does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,131 @@ from collections.abc import Iterator, Mapping
 
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.plain_values import as_truth
-from ckpt_tools.preflight.rules.engines import wants_fsdp
-from ckpt_tools.preflight.rules.rule import HF, Case, Violation, enabled, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.rule import HF, Case, Setting, Violation, enabled, error_rule, shown, warning_rule
+
+# CKPT01x: what distributes the model, and what it excludes.
+
+_SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
+"""Section of an accelerate config → the distributed_type that reads it."""
+
+_STAGES = "distributed_config.pp_size"
+"""How arguments for transformers ask for pipeline stages."""
+
+
+def _has(found: Setting | None) -> bool:
+    """Does an option say anything? False, null and empty containers do not."""
+    return found is not None and found.value not in (False, "", [], {}, ()) and not found.is_off
+
+
+def wants_fsdp(case: Case) -> Setting | None:
+    """Return what asks for FSDP in a Trainer or axolotl config."""
+    for path in ("fsdp", "fsdp_config") if case.framework == "axolotl" else ("fsdp",):
+        found = case.get(path)
+        if _has(found):
+            return found
+    return None
+
+
+@error_rule(
+    "CKPT010: more than one of DDP, FSDP and DeepSpeed",
+    why="Each of them owns the gradients and the optimizer step; the trainer refuses the pair or silently drops one",
+    fix="keep one of them",
+    frameworks=("trainer", "axolotl", "ai-toolkit"),
+)
+def one_engine(case: Case) -> Iterator[Violation]:
+    """Look for two engines.
+
+    Source: `transformers/trainer.py:Trainer.__init__`, axolotl `check_fsdp_deepspeed` and `setup_fsdp_envs`;
+    the table of exclusions in ai-toolkit's FSDP plan.
+    """
+    if case.framework == "ai-toolkit":
+        yield from _ai_engines(case)
+        return
+    sharded, speed = wants_fsdp(case), case.get("deepspeed")
+    if sharded is not None and speed is not None and _has(speed):
+        yield Violation(
+            "deepspeed",
+            f"both {sharded.key} and deepspeed are set; only one engine can be used",
+            f"remove deepspeed to train with FSDP, or {sharded.key} to train with DeepSpeed",
+        )
+
+
+def _ai_engines(case: Case) -> Iterator[Violation]:
+    mode = case.ai_option("train.dist_mode")
+    if case.wants_ai_fsdp:
+        for name in ("ddp", "use_ddp"):
+            if ddp := enabled(case.ai_option(f"train.{name}")):
+                yield Violation(ddp.key, "DDP beside dist_mode: fsdp; only one can be used", f"remove {ddp.key}")
+    elif mode is not None and mode.text.lower() == "ddp":
+        for name in ("fsdp_auto_wrap", "fsdp_sharding", "fsdp_cpu_offload"):
+            found = case.ai_option(f"train.{name}")
+            if found is not None and _has(found):
+                yield Violation(
+                    found.key,
+                    f"{name} beside dist_mode: ddp; only one engine can be used",
+                    f"{mode.key}: fsdp, or remove the fsdp_ options",
+                )
+                return
+
+
+@warning_rule(
+    "CKPT011: the options of an engine that is not used",
+    why="Nothing reads them: the run starts as if they were not there",
+    fix="remove them, or choose that engine",
+    frameworks=("accelerate", "trainer", "openrlhf"),
+)
+def unused_engine(case: Case) -> Iterator[Violation]:
+    """Look for sections that nothing reads.
+
+    Source: `accelerate/commands/launch.py:_validate_launch_command` (distributed_type alone chooses),
+    `transformers/training_args.py:_process_fsdp_args` (returns at once without `fsdp`).
+    """
+    if case.framework == "accelerate":
+        kind = case.get("distributed_type")
+        for section, reader in _SECTIONS.items():
+            found = case.get(section)
+            if kind is None or found is None or not isinstance(found.value, Mapping) or not found.value:
+                continue
+            if kind.text.upper() != reader:
+                yield Violation(
+                    section,
+                    f"{section} is only read with distributed_type: {reader}, the config has {kind.text}",
+                    f"distributed_type: {reader}, or remove {section}",
+                )
+    elif case.framework == "trainer":
+        options = case.get("fsdp_config")
+        if options is not None and _has(options) and wants_fsdp(case) is None:
+            yield Violation("fsdp_config", "fsdp_config is only read when fsdp is on, and it is not", "fsdp: true")
+    elif case.is_fsdp2:
+        for name in ("zero_stage", "zpg", "deepcompile", "ds.zero_stage", "ds.zpg", "ds.deepcompile"):
+            found = case.get(name)
+            if found is not None and found.value is not False:
+                yield Violation(
+                    f"--{name}",
+                    f"--{name} is an option of DeepSpeed, --backend is fsdp2",
+                    f"remove --{name}, or --backend deepspeed",
+                )
+
+
+@error_rule(
+    "CKPT012: FSDP with pipeline parallelism",
+    why="Transformers has no pipeline of FSDP stages: it refuses the pair",
+    fix="pp_size 1, and shard over those ranks; or TP with PP and without FSDP",
+    frameworks=("accelerate", "trainer", "axolotl"),
+)
+def no_pipeline(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/distributed/configuration_utils.py:_validate_mesh_config`."""
+    if not case.is_fsdp:
+        return
+    found = case.get(_STAGES)
+    size, key = case.axis("pp"), case.axis_key("pp")
+    if size <= 1 and found is not None and found.count is not None:
+        size, key = found.count, found.key
+    if size > 1:
+        yield Violation(key, f"FSDP with {size} pipeline stages", f"{key}: 1")
+
+
+# CKPT02x: the options of FSDP1 and FSDP2, which share names and little else.
 
 _V1_STRATEGIES = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OBSOLETE: Mapping[str, str] = {
@@ -270,3 +393,94 @@ def loading_needs_sync(case: Case) -> Iterator[Violation]:
     loading = case.fsdp_option("cpu_ram_efficient_loading")
     said = f"{loading}" if loading is not None else "cpu_ram_efficient_loading is missing, which means true"
     yield Violation(sync.key, f"{sync}, but {said}", f"remove {sync.key}" if case.is_fsdp2 else f"{sync.key}: true")
+
+
+# CKPT09x: what only one framework does.
+
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5")
+
+
+@error_rule(
+    "CKPT090: reshard_after_forward is not a strategy's name under FSDP1",
+    why="Trainer hands it to FSDP1 as the name of a sharding strategy, and true is not one: a KeyError",
+    fix="full_shard or shard_grad_op, or FSDP2",
+    frameworks=("trainer", "axolotl"),
+)
+def strategy_name(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/training_args.py:_process_fsdp_args`, `FullyShardedDataParallelPlugin.__post_init__`."""
+    found = case.fsdp_option("reshard_after_forward")
+    if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in _STRATEGIES:
+        name = "shard_grad_op" if found.is_off else "full_shard"
+        fix = "fsdp_version: 2" if case.framework == "axolotl" else f"{found.key}: {name}, or fsdp_config.version: 2"
+        yield Violation(found.key, f"{found} under FSDP1, which takes the name of a strategy", fix)
+
+
+@warning_rule(
+    "CKPT091: `fsdp` as text",
+    why="Trainer will soon accept only true; the words belong in fsdp_config",
+    fix="fsdp: true",
+    frameworks=("trainer",),
+)
+def fsdp_words(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`."""
+    found = case.get("fsdp")
+    if found is None or not case.is_fsdp or not isinstance(found.value, (str, list)) or found.is_on:
+        return
+    words = found.value.split() if isinstance(found.value, str) else [str(word) for word in found.value]
+    said = []
+    if "shard_grad_op" in words:
+        said.append("reshard_after_forward: false")
+    if "offload" in words:
+        said.append("cpu_offload: true")
+    more = f" and fsdp_config: {{{', '.join(said)}}}" if said else ""
+    yield Violation("fsdp", f"{found} is deprecated", f"fsdp: true{more}")
+
+
+@warning_rule(
+    "CKPT092: keys of fsdp_config with the prefix `fsdp_`",
+    why="axolotl accepts them without it and will soon refuse the prefix",
+    fix="remove the prefix (fsdp_version keeps it)",
+    frameworks=("axolotl",),
+)
+def prefixed_keys(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_fsdp_config_kwargs_prefix`."""
+    section = case.get("fsdp_config")
+    if section is None or not isinstance(section.value, Mapping):
+        return
+    old = [str(key) for key in section.value if str(key).startswith("fsdp_") and key != "fsdp_version"]
+    if old:
+        yield Violation(
+            f"fsdp_config.{old[0]}",
+            f"{len(old)} keys of fsdp_config have the old prefix",
+            f"fsdp_config.{old[0].removeprefix('fsdp_')}",
+        )
+
+
+@error_rule(
+    "CKPT094: Ulysses ranks that do not divide the world",
+    why="verl puts all ranks on a mesh of dp × sp",
+    fix="a size that divides the world size",
+    frameworks=("verl",),
+)
+def ulysses_world(case: Case) -> Iterator[Violation]:
+    """Source: verl `workers/fsdp_workers.py:ActorRolloutRefWorker.__init__`."""
+    size, world = case.axis("sp"), case.spec.world_size
+    if size > 1 and world is not None and world % size:
+        yield case.on_axis("sp", f"sp={size} does not divide the {world} ranks", f"a divisor of {world}")
+
+
+@warning_rule(
+    "CKPT095: sequence parallelism without tensor parallelism",
+    why="OpenRLHF's --sequence_parallel spreads activations over the TP ranks; with one rank it does nothing",
+    fix="--fsdp_tensor_parallel_size 2, or remove it",
+    frameworks=("openrlhf",),
+)
+def sequence_without_tp(case: Case) -> Iterator[Violation]:
+    """Source: OpenRLHF's FSDP2 strategy."""
+    found = enabled(case.flag("sequence_parallel"))
+    if found is not None and case.axis("tp") == 1:
+        yield Violation(
+            found.key,
+            f"{found.key} with tp=1",
+            f"{case.axis_key('tp')} 2" if "axes.tp" in case.spec.keys else "--fsdp_tensor_parallel_size 2",
+        )
