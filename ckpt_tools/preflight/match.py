@@ -24,12 +24,10 @@ from ckpt_tools.formats.skeleton import skeleton
 from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import CONFIG_NAME, config_path
-from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
-from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
+from ckpt_tools.preflight.comparison import Comparison, Look, ModelView, RankReads, Reads
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import check_names, fold_names, is_native_titan
-from ckpt_tools.preflight.reads import RankReads, Reads
-from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh
 from ckpt_tools.processes.child import Child
 from ckpt_tools.remote.places import absolute, is_directory, is_file, open_source
 from ckpt_tools.text import escape_name
@@ -39,8 +37,7 @@ COMPARE = "ckpt_tools.preflight.meta_model:compare"
 """What runs in the child."""
 GLANCE_BYTES = 128 << 20
 """Of the smallest tensors, whose values are looked at."""
-_SAMPLE_BYTES = 1 << 16
-"""Of two tied tensors, to see whether they are the same."""
+_SAMPLE_BYTES = 1 << 16  # of two tied tensors, to see whether they are the same
 _SAVES_OPTIMIZER: Mapping[str, str] = {
     "torchtitan": "or load only the weights: checkpoint.initial_load_path with initial_load_model_only = true",
     "accelerate": "or start over: pass the weights as the model, not as the checkpoint to resume from",
@@ -56,9 +53,7 @@ class CheckpointMatch:
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...] = ()
     verify: Verification | None = None
-    """None when it could not be opened."""
     view: ModelView = field(default_factory=ModelView)
-    """The model, and what of the checkpoint is its."""
     mesh: str | None = None
     reads: tuple[RankReads, ...] = ()
 
@@ -213,18 +208,12 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
             one, two = (opened.source.read(chunk.span.file, chunk.span.offset, count) for chunk in (a, b))
             names = f"{first.fqn} and {other.fqn}"
             if one != two:
-                yield Finding.error(
-                    "checkpoint-tied",
-                    where,
-                    f"{names} differ, and the model shares them: one of the two would be lost",
-                    'write "tie_word_embeddings": false in config.json if they were trained apart',
-                )
+                what = f"{names} differ, and the model shares them: one of the two would be lost"
+                hint = 'write "tie_word_embeddings": false in config.json if they were trained apart'
+                yield Finding.error("checkpoint-tied", where, what, hint)
             else:
-                yield Finding.info(
-                    "checkpoint-tied",
-                    where,
-                    f"{names} are both stored, and the model shares them (their first {count} bytes agree)",
-                )
+                what = f"{names} are both stored, and the model shares them (their first {count} bytes agree)"
+                yield Finding.info("checkpoint-tied", where, what)
 
 
 def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> Iterator[Finding]:
@@ -307,12 +296,9 @@ def check_dtypes(
             packed.append(name)
     if packed:
         kinds = ", ".join(sorted({comparison.found[name].dtype for name in packed}))
-        yield Finding.error(
-            "checkpoint-dtype",
-            where,
-            f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}",
-            "a quantised checkpoint cannot be trained directly: start from the one that it was made from",
-        )
+        what = f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}"
+        hint = "a quantised checkpoint cannot be trained directly: start from the one that it was made from"
+        yield Finding.error("checkpoint-dtype", where, what, hint)
     floats = {name: size for name, size in num_bytes.items() if BY_NAME[name].is_float}
     if not floats:
         return
@@ -362,13 +348,68 @@ def check_adapters(
         min(shapes[fqn]) for fqn in comparison.adapters if fqn in shapes and len(shapes[fqn]) == 2 and "lora_A" in fqn
     }
     if rank is not None and ranks and ranks != {rank}:
-        yield Finding.error(
-            "checkpoint-adapter",
-            where,
-            f"the adapter in it has rank {', '.join(map(str, sorted(ranks)))}, {key} says {rank}",
-            f"set {key} to the rank of the checkpoint",
-        )
+        what = f"the adapter in it has rank {', '.join(map(str, sorted(ranks)))}, {key} says {rank}"
+        yield Finding.error("checkpoint-adapter", where, what, f"set {key} to the rank of the checkpoint")
     elif not comparison.found:
         yield Finding.info(
             "checkpoint-adapter", where, f"{count} tensors of an adapter; the base model's are not in it"
         )
+
+
+# How the ranks of a run read a checkpoint: files and bytes, and what would make them fewer. Pure; no torch.
+
+_MANY_BYTES = 2.0  # bytes read for a byte that is kept, from which on a reshard is proposed
+_MANY_FILES = 16
+
+
+def check_mesh(
+    checkpoint: Checkpoint,
+    reads: tuple[RankReads, ...],
+    *,
+    where: str,
+    saved: Mesh | None,
+    mesh: Mesh,
+    spec: ParallelSpec,
+) -> Iterator[Finding]:
+    """Yield how the ranks of the run read the checkpoint, and what would make that cheaper."""
+    if not format_of(checkpoint).is_sharded and spec.framework != "torchtitan":
+        yield _whole_read(checkpoint, where, mesh, spec)
+        return
+    ranks = len(checkpoint.files)
+    if format_of(checkpoint).has_views and ranks != (world := spec.world_size or mesh.world_size):
+        what = f"{ranks} ranks saved a file each, and the run has {world}: its trainer gives every rank its own file"
+        way = f"resume on {ranks} ranks; or start from the weights: ckpt gather {where} NEW"
+        yield Finding.error("checkpoint-mesh", where, what, way)
+        return
+    files = max(one.num_files for one in reads)
+    read = max(one.read_bytes for one in reads)
+    needed = max(one.needed_bytes for one in reads)
+    factor = sum(one.read_bytes for one in reads) / max(1, sum(one.needed_bytes for one in reads))
+    came = f"saved for {saved}, " if saved is not None else ""
+    what = (
+        f"{came}read by {mesh}: each rank reads {'one file' if files == 1 else f'up to {files} files'}, "
+        f"{format_size(read)} for the {format_size(needed)} that it keeps"
+    )
+    hint = None
+    if format_of(checkpoint).loads_by_dcp and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
+        plan = f" --tp-plan auto --assets {spec.model or 'MODEL'}" if mesh.size("tp") > 1 else ""
+        hint = f"loads faster after: ckpt reshard {where} NEW --mesh {mesh}{plan}"
+    yield Finding.info("checkpoint-mesh", where, what, hint)
+
+
+def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSpec) -> Finding:
+    """Return what it means that every rank calls from_pretrained."""
+    size = format_size(checkpoint.total_bytes)
+    files = f"{len(checkpoint.files)} file" + ("s" if len(checkpoint.files) != 1 else "")
+    if spec.cpu_ram_efficient_loading:
+        what = f"the first rank reads all {size} ({files}) and sends every rank its part"
+        return Finding.info("checkpoint-mesh", where, what)
+    world = spec.world_size or mesh.world_size
+    total = format_size(checkpoint.total_bytes * world)
+    key = spec.keys.get("cpu_ram_efficient_loading")
+    return Finding.info(
+        "checkpoint-mesh",
+        where,
+        f"each of {world} ranks reads all {size} ({files}): {total} together",
+        None if key is None else f"with {key}: true only the first rank reads",
+    )

@@ -15,9 +15,8 @@ from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 from ckpt_tools.estimate import Estimate, EstimateOptions, run
 from ckpt_tools.estimate.tables import OPTIMIZERS
 from ckpt_tools.preflight.configs.read import READERS
-from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable
-from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
+from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh, strategy_on
 from ckpt_tools.processes.child import Child
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -25,8 +24,7 @@ from ckpt_tools.units import format_size
 _DTYPES = ("bf16", "f16", "f32")
 _DEFAULT_SEQ_LEN = 2048
 _DEFAULT_RANK = 16
-_BLOCK = re.compile(r"([^.]+\.)*?\d+(?=\.)")
-"""The first numbered module that a parameter is in."""
+_BLOCK = re.compile(r"([^.]+\.)*?\d+(?=\.)")  # the first numbered module that a parameter is in
 _LESS_STATE = re.compile(r"8bit|4bit|fp8|paged|adafactor|lion|muon|galore|apollo|came|prodigy|schedule", re.IGNORECASE)
 _OTHER_STATE = re.compile(r"galore|apollo|came|prodigy|schedule|grokadamw|stable", re.IGNORECASE)
 _SCHEDULES: Mapping[str, str] = {

@@ -34,11 +34,12 @@ from ckpt_tools.preflight.comparison import (
     Look,
     ModelTensor,
     ModelView,
+    Reads,
     Trial,
+    count_reads,
 )
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, read_facts
 from ckpt_tools.preflight.names_match import without_peft
-from ckpt_tools.preflight.reads import Reads, count_reads
 from ckpt_tools.processes.child import Here, build_behind_walls
 from ckpt_tools.text import escape_name
 

@@ -140,12 +140,8 @@ def _check_prefix(
             f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none",
         )
     elif extra and extra != comparison.base_prefix:
-        yield Finding.error(
-            "checkpoint-prefix",
-            where,
-            f"names match once {extra!r} is removed from the front, but {framework} does not do that",
-            f"ckpt gather {where} NEW --strip-prefix {extra}",
-        )
+        what = f"names match once {extra!r} is removed from the front, but {framework} does not do that"
+        yield Finding.error("checkpoint-prefix", where, what, f"ckpt gather {where} NEW --strip-prefix {extra}")
     if wrapped:
         fqns = [fqn for found in comparison.found.values() for fqn in found.fqns]
         at_root = next((w for w in WRAPPERS if all(fqn.startswith(w) for fqn in fqns)), None)
@@ -188,12 +184,8 @@ def _check_dcp_root(
         hint = f"ckpt reshard {where} NEW --mesh {mesh} --prefix {missing}"
     else:
         hint = f"ckpt gather {where} HF --strip-prefix auto, then ckpt shard HF NEW --mesh {mesh} --prefix {wanted}"
-    yield Finding.error(
-        "checkpoint-prefix",
-        where,
-        f"{framework} expects {wanted!r} before the model's names in a DCP checkpoint; the names here {has}",
-        hint,
-    )
+    what = f"{framework} expects {wanted!r} before the model's names in a DCP checkpoint; the names here {has}"
+    yield Finding.error("checkpoint-prefix", where, what, hint)
 
 
 def _check_live(comparison: Comparison, where: str, mesh: str) -> Iterator[Finding]:
@@ -232,11 +224,8 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
         )
     buffers = [name for name in absent if comparison.tensors[name].kind == "buffer"]
     if buffers:
-        yield Finding.warning(
-            "checkpoint-buffer",
-            where,
-            f"{len(buffers)} buffers are not stored and keep the values they are made with: {fold_names(buffers)}",
-        )
+        what = f"{len(buffers)} buffers are not stored and keep the values they are made with: {fold_names(buffers)}"
+        yield Finding.warning("checkpoint-buffer", where, what)
     missing = [name for name in absent if name not in told and name not in buffers]
     # transformers makes a new head for a base model, and says so in a warning; DCP refuses.
     base = comparison.base_prefix
@@ -285,11 +274,8 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
         else:
             others.append(fqn)
     if buffers:
-        yield Finding.info(
-            "checkpoint-buffer",
-            where,
-            f"{len(buffers)} stored buffers are ignored, since the model computes them itself: {fold_names(buffers)}",
-        )
+        what = f"{len(buffers)} stored buffers are ignored, since the model computes them itself: {fold_names(buffers)}"
+        yield Finding.info("checkpoint-buffer", where, what)
     if stacked:
         yield Finding.error(
             "checkpoint-unexpected-key",
@@ -307,12 +293,9 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
             "the checkpoint belongs to another architecture: use its own config.json",
         )
     if others:
-        yield Finding.warning(
-            "checkpoint-unexpected-key",
-            where,
-            f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}",
-            "this is right if another head is trained; otherwise check the architecture in config.json",
-        )
+        what = f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}"
+        hint = "this is right if another head is trained; otherwise check the architecture in config.json"
+        yield Finding.warning("checkpoint-unexpected-key", where, what, hint)
 
 
 def _is_missed(name: str, comparison: Comparison) -> bool:

@@ -38,12 +38,10 @@ class Sharding:
 
     policy: Policy
     mesh: Mesh
-    """For `build_device_mesh`."""
     blocks: Blocks
     """For `shard_model`, as the next one."""
     activation_checkpointing: bool
     offload_optimizer: bool
-    """Call `offload_optimizer` on the optimizer."""
     notes: tuple[str, ...]
     """Options that FSDP2 does not have, and its way instead."""
 

@@ -29,10 +29,8 @@ class CheckResult:
 
     name: CheckName
     ok: bool | None
-    """None: it was not made."""
     seconds: float
     what: str
-    """What was checked, found, or why it was not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

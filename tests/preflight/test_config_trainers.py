@@ -16,7 +16,7 @@ from preflight.config_examples import ACCELERATE, AXOLOTL, found, mesh, read
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.preflight.configs import Config, read_config
-from ckpt_tools.preflight.configs.options import option_names
+from ckpt_tools.preflight.configs.schema import option_names
 from ckpt_tools.preflight.spec import ParallelSpec
 
 # The trainers themselves

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import PlainValidator
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.preflight.configs.deepspeed_file import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
+from ckpt_tools.preflight.configs.deepspeed import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     STRATEGIES,
@@ -45,8 +45,7 @@ TYPES = {"NO", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU", *(f"MULTI_{devi
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SIZES = "parallelism_config.parallelism_config_{}_size"
 _NO_ENGINE = ("", "NO")
-_ASKED_FOR = -1
-"""`num_processes` that the launcher is to be told. Source: `ClusterConfig`, `_validate_launch_command`."""
+_ASKED_FOR = -1  # `num_processes` that the launcher is to be told. Source: `ClusterConfig`, `_validate_launch_command`.
 
 
 def _arguments(prefix: str) -> frozenset[str]:
@@ -184,24 +183,13 @@ _BY_ENGINE: Mapping[Engine, Table[Accelerate]] = {
 
 def _check(given: Given[Accelerate]) -> None:
     if find_value(given.values, "distributed_type") is None:
-        given.findings.append(
-            Finding.error(
-                "missing-key",
-                "distributed_type",
-                "distributed_type is missing, and accelerate refuses a file without it",
-                "distributed_type: FSDP",
-            )
-        )
+        what = "distributed_type is missing, and accelerate refuses a file without it"
+        given.findings.append(Finding.error("missing-key", "distributed_type", what, "distributed_type: FSDP"))
     count = given.raw.num_processes
     if count is not None and count < 1 and count != _ASKED_FOR:
-        given.findings.append(
-            Finding.error(
-                "wrong-type",
-                "num_processes",
-                f"num_processes must be at least 1, got {count}",
-                "num_processes: the number of ranks on all machines together",
-            )
-        )
+        what = f"num_processes must be at least 1, got {count}"
+        hint = "num_processes: the number of ranks on all machines together"
+        given.findings.append(Finding.error("wrong-type", "num_processes", what, hint))
 
 
 def _looks_like(document: Document) -> bool:

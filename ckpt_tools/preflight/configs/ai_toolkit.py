@@ -20,9 +20,8 @@ from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Source, Table, mesh_row, named_by, row
-from ckpt_tools.preflight.plain_values import dtype_name, find_value
+from ckpt_tools.preflight.plain_values import dtype_name, find_value, nearest
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
-from ckpt_tools.preflight.spelling import nearest
 
 _ARCHS = known("ai_toolkit", "arch")
 """Models; another one is loaded as Stable Diffusion. Source: `toolkit/util/get_model.py:get_model_class`."""

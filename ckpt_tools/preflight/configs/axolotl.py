@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
+from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,

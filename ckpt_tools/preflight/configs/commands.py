@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
-from ckpt_tools.preflight.configs.functions import (
+from ckpt_tools.preflight.configs.shell import (
     PREFIXES,
     Function,
     Recording,
+    Token,
     assigned_in,
     is_assignment,
     literal,
+    tokenize,
 )
-from ckpt_tools.preflight.configs.shell import Token, tokenize
 from ckpt_tools.preflight.configs.variables import Variables
 
 # What a Slurm job knows of itself: the variables that its `#SBATCH` lines make
@@ -69,10 +70,8 @@ _ASSIGNING = frozenset({"read", "mapfile", "readarray", "getopts", "printf", "un
 _SHELLS = ("bash", "sh", "zsh")
 _SETS_NO_OPTIONS = ("activate", ".bashrc", ".bash_profile", ".profile", "conda.sh")
 """Files that set up a shell: they are taken to leave the script's own variables alone."""
-_MAX_DEPTH = 200
-"""Compounds and functions inside one another."""
-_MAX_CALLS = 16
-"""Functions and files inside one another."""
+_MAX_DEPTH = 200  # compounds and functions inside one another
+_MAX_CALLS = 16  # functions and files inside one another
 _CALL_COST = 64
 """Characters that a token of a function costs, each time that it is called: a dozen lines can call one a million times.
 """
@@ -86,19 +85,13 @@ class Script:
     """A script as far as it can be read without running it."""
 
     commands: tuple[tuple[str, ...], ...]
-    """Words, each a `PlacedText`."""
     assumed: tuple[str, ...] = ()
-    """Variables whose default was taken: the environment is assumed not to set them."""
     files: tuple[str, ...] = ()
-    """Other scripts that it starts or reads in, and that were read."""
     missing: tuple[str, ...] = ()
-    """Those that are not here."""
     written: Mapping[str, str | None] = field(default_factory=dict)
     """Files that it writes itself → their text; None where that is not certain."""
     takes_arguments: bool = False
-    """Does it look at what it is started with?"""
     num_tasks: int | None = None
-    """What its `#SBATCH` lines make Slurm start."""
 
 
 def read_script(
@@ -153,11 +146,8 @@ class _Shell:
     frame: int = 0
     """Compounds that were open when the function, or the file, began."""
     over: str = ""
-    """What ended it: return, exit."""
     targets: tuple[str, ...] = ()
-    """Files that the command writes to."""
     appends: bool = False
-    """Does it write at the end of what they hold already?"""
     last: tuple[str, ...] = ()
     """The words of the last command: a here-document is its input."""
     last_targets: tuple[str, ...] = ()

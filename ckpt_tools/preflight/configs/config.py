@@ -29,13 +29,11 @@ class Options:
     """How much of a config is understood."""
 
     read: int = 0
-    """Options in the file."""
     understood: int = 0
     """Those that are used, and those of which it is known that nothing here depends on them."""
     passed_over: int = 0
     """Those in parts of the config that are not looked at: a critic, a rollout, a plugin."""
     unknown: tuple[str, ...] = ()
-    """Key paths that the framework does not have, the misspelt ones among them."""
     deciding: tuple[str, ...] = ()
     """Those of them that by their name decide memory or sharding."""
     num_foreign: int = 0
@@ -93,17 +91,13 @@ class Config:
     world_keys: tuple[str, ...] = ()
     """Key paths that together say how many ranks there are."""
     contents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """Option that names a file → what the file holds, where it was read."""
     assumed: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     files: tuple[str, ...] = ()
-    """Other files that say a part of it."""
     not_checked: tuple[str, ...] = ()
-    """What nothing is known of, though it belongs to the run."""
     absent: tuple[str, ...] = ()
     """Scripts that would say a part of it, and are not here."""
     place: Callable[[str], Place | None] = _nowhere
-    """Key path or option → where it is written."""
     beside: tuple[Config, ...] = ()
     """Other configs of the same run, which all say together what `spec` has: the arguments below a launcher's."""
 

@@ -23,10 +23,8 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
 """Mappings and lists inside one another."""
 STDIN = "-"
-_MAX_UPS = 3
-"""Folders around that of a script in which the files that it names may begin."""
-_MAX_DOTS = 10_000
-"""In TOML: tomllib takes time with the square of a key's parts."""
+_MAX_UPS = 3  # folders around that of a script in which the files that it names may begin
+_MAX_DOTS = 10_000  # in TOML: tomllib takes time with the square of a key's parts
 
 _OPTION = re.compile(r"(^|\s)--[A-Za-z][\w.-]*")
 _OVERRIDE = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/]+)+=", re.MULTILINE)
@@ -45,26 +43,19 @@ class Document:
     values: Mapping[str, object] | None = None
     commands: tuple[tuple[str, ...], ...] = ()
     assumed: tuple[str, ...] = ()
-    """Variables of a script whose default counts."""
     files: tuple[str, ...] = ()
-    """Other files that say a part of it."""
     absent: tuple[str, ...] = ()
     """Scripts that it starts or reads in, and that are not here."""
     words_unread: tuple[str, ...] = ()
     """Words of a command line that stand for nobody knows which options."""
     written: Mapping[str, str | None] = field(default_factory=dict)
-    """Files that a script writes itself → their text; None where it is not certain."""
     overrides: tuple[str, ...] = ()
-    """Words that override values."""
     takes_arguments: bool = False
-    """Does a script look at what it is started with?"""
     num_tasks: int | None = None
-    """What Slurm is asked to start, by a script's `#SBATCH` lines."""
     starts_more: str = ""
     """The script, where it starts other trainers too."""
     text: str = ""
     kind: str = ""
-    """YAML, JSON, TOML or "" for a script."""
 
     @property
     def words(self) -> tuple[str, ...]:

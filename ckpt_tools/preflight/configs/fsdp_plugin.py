@@ -13,11 +13,10 @@ from typing import Annotated, Any
 from pydantic import PlainValidator
 
 from ckpt_tools.description.layout import Mesh
-from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.schema import Count, Names, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Source, Table, row
 from ckpt_tools.preflight.plain_values import as_truth
-from ckpt_tools.preflight.spec import Engine
+from ckpt_tools.preflight.spec import Engine, build_mesh, sharding_strategy
 
 SECTION = "fsdp_config"
 _PREFIX = "fsdp_"
@@ -74,9 +73,7 @@ class PluginDefaults:
     auto_wrap_policy: str | None
     min_num_params: int
     full_state_dict: bool
-    """Is FULL_STATE_DICT the default under FSDP2 too?"""
     cpu_ram_efficient_loading: bool
-    """Does only the first rank read the weights?"""
 
 
 def without_prefix(source: Source) -> Source:

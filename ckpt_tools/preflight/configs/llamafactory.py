@@ -15,11 +15,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
+from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import resumed_from, without_prefix
 from ckpt_tools.preflight.configs.launch import launched_ranks
-from ckpt_tools.preflight.configs.mesh import sharding_strategy
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, row
@@ -33,7 +32,7 @@ from ckpt_tools.preflight.configs.trainer import (
     trainer_engine,
     with_fsdp_file,
 )
-from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, sharding_strategy
 
 _STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
 _PROGRAMS = ("llamafactory-cli", "lmf")

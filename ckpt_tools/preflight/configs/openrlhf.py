@@ -19,18 +19,16 @@ from pydantic import AliasChoices, Field
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
+from ckpt_tools.preflight.configs.deepspeed import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
-from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.names import known, newest_release
 from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
 from ckpt_tools.preflight.plain_values import find_value, is_variable
-from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh, sharding_strategy
 
-_SCRIPTS = ("sft", "dpo", "rm", "ppo_ray", "ppo", "kto", "kd", "prm")
-"""What `train_….py` there is, or was."""
+_SCRIPTS = ("sft", "dpo", "rm", "ppo_ray", "ppo", "kto", "kd", "prm")  # what `train_….py` there is, or was
 _SWITCHES = known("openrlhf", "switches", "plan_switches")
 _LISTS = known("openrlhf", "lists")
 _PLAN = known("openrlhf", "plan_switches", "plan_values")
@@ -157,21 +155,13 @@ def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Findin
     old = sorted(_options_before_dots(script).intersection(values))
     new = sorted(_options_with_dots("").intersection(values))
     if old and new:
-        yield Finding.error(
-            "mixed-options",
-            f"--{old[0]}",
-            f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
-            "use the names of one version",
-        )
+        what = f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them"
+        yield Finding.error("mixed-options", f"--{old[0]}", what, "use the names of one version")
     for name in sorted(_options_of_others(script).intersection(values)):
         ending = name.rpartition(".")[2]
         same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
-        yield Finding.error(
-            "unknown-key",
-            f"--{name}",
-            f"train_{script} has no such option, in no release: argparse stops at it",
-            f"write --{same}" if same is not None else "remove it",
-        )
+        what = f"train_{script} has no such option, in no release: argparse stops at it"
+        yield Finding.error("unknown-key", f"--{name}", what, f"write --{same}" if same is not None else "remove it")
 
 
 def _named(*names: str) -> Any:  # noqa: ANN401 - what pydantic's Field returns

@@ -18,14 +18,12 @@ from pydantic import Field
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.document import MAX_BYTES, Document
-from ckpt_tools.preflight.configs.flags import read_flags, started
-from ckpt_tools.preflight.configs.hydra import put
 from ckpt_tools.preflight.configs.launch import launched_ranks
-from ckpt_tools.preflight.configs.mesh import resolved, sharding_strategy
 from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.overrides import put, read_flags, started
 from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, row
-from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, resolved, sharding_strategy
 from ckpt_tools.storage.named_file import read_named_file
 
 _SEQ_LEN = 2048
@@ -299,8 +297,7 @@ READER = Reader(
 # Source: torchtitan 0.3: `config/manager.py:_load_config` (how `--module` and `--config` name a function),
 # `models/*/config_registry.py`, `distributed/activation_checkpoint.py`, `components/optimizer/optimizer.py`.
 
-_NAMED = ("AC", "Converter")
-"""Ends of classes that differ in more than their fields: their name is kept, as `class`."""
+_NAMED = ("AC", "Converter")  # ends of classes that differ in more than their fields: their name is kept, as `class`
 _OPTIMIZERS = {"default_adamw": "AdamW", "default_adam": "Adam", "default_muon": "Muon"}
 _PACKAGES = ("torchtitan.models", "torchtitan.experiments", "torchtitan.experiments.rl.examples", "")
 """Where `--module` is looked for, in this order."""

@@ -12,9 +12,8 @@ from typing import Any
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
-from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
+from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
-from ckpt_tools.preflight.configs.flags import Program, read_flags, started
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     STRATEGIES,
@@ -28,6 +27,7 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
 )
 from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.overrides import Program, read_flags, started
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
 from ckpt_tools.preflight.plain_values import as_truth, dtype_name
@@ -43,8 +43,7 @@ DEFAULTS = PluginDefaults(
 _TRL = ("sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation")
 """Trainers that `trl` starts. Source: TRL 1.16 `cli/commands/__init__.py`."""
 _TRL_SCRIPTS = ("trl/scripts/", "trl.scripts.")
-_TRL_LENGTH = 1024
-"""Tokens of a sample in `SFTConfig`, `DPOConfig`, `KTOConfig` and `RewardConfig`."""
+_TRL_LENGTH = 1024  # tokens of a sample in `SFTConfig`, `DPOConfig`, `KTOConfig` and `RewardConfig`
 _SCRIPTS = known("trainer", "arguments") | {
     "attn_implementation", "block_size", "dataset_config", "dataset_name", "dtype", "max_length", "max_seq_length",
     "model_name_or_path", "model_revision", "torch_dtype", "trust_remote_code",

@@ -19,12 +19,21 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import is_override, read_overrides, resolve
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
-from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.names import inside, known
-from ckpt_tools.preflight.configs.options import option_names
-from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
+from ckpt_tools.preflight.configs.overrides import is_override, read_overrides, resolve
+from ckpt_tools.preflight.configs.schema import (
+    Count,
+    Dtype,
+    Names,
+    Number,
+    Positive,
+    Section,
+    Truth,
+    Word,
+    choice,
+    option_names,
+)
 from ckpt_tools.preflight.configs.table import (
     FSDP,
     Given,
@@ -38,7 +47,7 @@ from ckpt_tools.preflight.configs.table import (
     value_at,
 )
 from ckpt_tools.preflight.plain_values import find_value
-from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh, sharding_strategy
 
 # verl's configs as Hydra makes them: a tree, or the overrides of a command line that make one
 
@@ -46,10 +55,8 @@ _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_e
 """verl's own configs, whose defaults are known; what another one holds is not."""
 _GROUPS = ("model_engine", "engine", "optim", "model")
 """Groups of which is known what they choose: the engine of PPO, that of SFT, its optimizer, and the model's options."""
-_MODEL = "hf_model"
-"""verl's only file of the group `model`."""
-_OWN_ENGINES = ("dp", "fsdp")
-"""Choices of a group that mean FSDP."""
+_MODEL = "hf_model"  # verl's only file of the group `model`
+_OWN_ENGINES = ("dp", "fsdp")  # choices of a group that mean FSDP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +64,12 @@ class Tree:
     """A config as a tree."""
 
     values: Mapping[str, object]
-    """The tree, with what it points at in place of `${…}`."""
     findings: tuple[Finding, ...] = ()
     words: tuple[str, ...] = ()
     """What may hold any options: other configs than verl's own, `$@`, programs of others."""
     is_command: bool = False
     added: frozenset[str] = frozenset()
-    """Paths of overrides with a `+`."""
     groups: Mapping[str, str] = field(default_factory=dict)
-    """Group → the file that is chosen for it."""
     configs: Collection[str] = ()
 
     def engine(self, group: str) -> str:

@@ -64,11 +64,8 @@ def rollouts_spread(case: Case) -> Iterator[Violation]:
     samples = max(case.count(_SAMPLES), 1)
     if batch * samples % unit:
         right = next_multiple(batch, unit // math.gcd(unit, samples))
-        yield Violation(
-            _TRAIN_BATCH,
-            f"{batch} prompts × {samples} samples = {batch * samples}, which {unit} does not divide",
-            f"{_TRAIN_BATCH}: {right}",
-        )
+        what = f"{batch} prompts × {samples} samples = {batch * samples}, which {unit} does not divide"
+        yield Violation(_TRAIN_BATCH, what, f"{_TRAIN_BATCH}: {right}")
 
 
 @error_rule(
@@ -134,11 +131,8 @@ def _mini_of_a_rank(case: Case, mini: Setting, ranks: int) -> Iterator[Violation
     micro = case.option(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
     share = total // data_ranks
     if micro is not None and micro.count is not None and micro.count > 0 and share % micro.count:
-        yield Violation(
-            micro.key,
-            f"{micro} does not divide the {share} samples that a rank gets of a mini-batch",
-            f"{micro.key}: {largest_divisor(share, at_most=micro.count)}",
-        )
+        fix = f"{micro.key}: {largest_divisor(share, at_most=micro.count)}"
+        yield Violation(micro.key, f"{micro} does not divide the {share} samples that a rank gets of a mini-batch", fix)
 
 
 @error_rule(
@@ -412,11 +406,8 @@ def device_ids(case: Case) -> Iterator[Violation]:
         right = ",".join(map(str, range(len(ids))))
         yield Violation(found.key, f"{found} names a device twice", f"{found.key}: '{right}'")
     elif len(ids) < processes // machines:
-        yield Violation(
-            found.key,
-            f"{processes // machines} processes on a machine, and {len(ids)} devices ({found})",
-            f"{found.key}: all, or num_processes: {len(ids) * machines}",
-        )
+        what = f"{processes // machines} processes on a machine, and {len(ids)} devices ({found})"
+        yield Violation(found.key, what, f"{found.key}: all, or num_processes: {len(ids) * machines}")
     elif len(ids) < 2 and machines == 1 and kind is not None and kind.text.startswith("MULTI_"):
         yield Violation(found.key, f"{kind} with one device ({found})", f"{found.key}: all")
 
@@ -448,11 +439,8 @@ def engines_fill(case: Case) -> Iterator[Violation]:
     if engines is None or engines.count is None or engines.count < 1 or width is None or width < 1:
         return
     if engines.count * width != ranks:
-        yield Violation(
-            engines.key,
-            f"{engines.count} engines of {width} ranks, and the actor has {ranks}",
-            case.written(engines.key, ranks // width) if ranks % width == 0 else f"engines × their ranks = {ranks}",
-        )
+        fix = case.written(engines.key, ranks // width) if ranks % width == 0 else f"engines × their ranks = {ranks}"
+        yield Violation(engines.key, f"{engines.count} engines of {width} ranks, and the actor has {ranks}", fix)
 
 
 @error_rule(
@@ -472,8 +460,7 @@ def engine_heads(case: Case) -> Iterator[Violation]:
 
 # CKPT13x: when a run saves and evaluates.
 
-_PARTS = 1_000_000
-"""Ratios are compared as whole numbers, as Trainer does."""
+_PARTS = 1_000_000  # ratios are compared as whole numbers, as Trainer does
 
 
 def _strategy(case: Case, default: str, *names: str) -> tuple[str, Setting | None]:
@@ -520,8 +507,5 @@ def _multiples(case: Case) -> Iterator[Violation]:
         return
     key = "save_steps" if saves is None else saves.key
     right = step if (every < 1) != (step < 1) else max(every // step, 1) * step
-    yield Violation(
-        key,
-        f"it saves every {every:g} steps and evaluates every {step:g}: no save may lie between evaluations",
-        f"{key}: {right:g}",
-    )
+    what = f"it saves every {every:g} steps and evaluates every {step:g}: no save may lie between evaluations"
+    yield Violation(key, what, f"{key}: {right:g}")

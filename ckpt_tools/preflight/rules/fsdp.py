@@ -13,8 +13,7 @@ from ckpt_tools.preflight.rules.rule import HF, Case, Setting, Violation, enable
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
 """Section of an accelerate config → the distributed_type that reads it."""
 
-_STAGES = "distributed_config.pp_size"
-"""How arguments for transformers ask for pipeline stages."""
+_STAGES = "distributed_config.pp_size"  # how arguments for transformers ask for pipeline stages
 
 
 def _has(found: Setting | None) -> bool:
@@ -48,11 +47,8 @@ def one_engine(case: Case) -> Iterator[Violation]:
         return
     sharded, speed = wants_fsdp(case), case.get("deepspeed")
     if sharded is not None and speed is not None and _has(speed):
-        yield Violation(
-            "deepspeed",
-            f"both {sharded.key} and deepspeed are set; only one engine can be used",
-            f"remove deepspeed to train with FSDP, or {sharded.key} to train with DeepSpeed",
-        )
+        fix = f"remove deepspeed to train with FSDP, or {sharded.key} to train with DeepSpeed"
+        yield Violation("deepspeed", f"both {sharded.key} and deepspeed are set; only one engine can be used", fix)
 
 
 def _ai_engines(case: Case) -> Iterator[Violation]:
@@ -65,11 +61,8 @@ def _ai_engines(case: Case) -> Iterator[Violation]:
         for name in ("fsdp_auto_wrap", "fsdp_sharding", "fsdp_cpu_offload"):
             found = case.ai_option(f"train.{name}")
             if found is not None and _has(found):
-                yield Violation(
-                    found.key,
-                    f"{name} beside dist_mode: ddp; only one engine can be used",
-                    f"{mode.key}: fsdp, or remove the fsdp_ options",
-                )
+                what = f"{name} beside dist_mode: ddp; only one engine can be used"
+                yield Violation(found.key, what, f"{mode.key}: fsdp, or remove the fsdp_ options")
                 return
 
 
@@ -92,11 +85,8 @@ def unused_engine(case: Case) -> Iterator[Violation]:
             if kind is None or found is None or not isinstance(found.value, Mapping) or not found.value:
                 continue
             if kind.text.upper() != reader:
-                yield Violation(
-                    section,
-                    f"{section} is only read with distributed_type: {reader}, the config has {kind.text}",
-                    f"distributed_type: {reader}, or remove {section}",
-                )
+                what = f"{section} is only read with distributed_type: {reader}, the config has {kind.text}"
+                yield Violation(section, what, f"distributed_type: {reader}, or remove {section}")
     elif case.framework == "trainer":
         options = case.get("fsdp_config")
         if options is not None and _has(options) and wants_fsdp(case) is None:
@@ -105,11 +95,8 @@ def unused_engine(case: Case) -> Iterator[Violation]:
         for name in ("zero_stage", "zpg", "deepcompile", "ds.zero_stage", "ds.zpg", "ds.deepcompile"):
             found = case.get(name)
             if found is not None and found.value is not False:
-                yield Violation(
-                    f"--{name}",
-                    f"--{name} is an option of DeepSpeed, --backend is fsdp2",
-                    f"remove --{name}, or --backend deepspeed",
-                )
+                what = f"--{name} is an option of DeepSpeed, --backend is fsdp2"
+                yield Violation(f"--{name}", what, f"remove --{name}, or --backend deepspeed")
 
 
 @error_rule(
@@ -201,11 +188,8 @@ def v1_strategy(case: Case) -> Iterator[Violation]:
     words = found.value.split() if isinstance(found.value, str) else [str(item) for item in found.value]
     for word in words:
         if word.lower() in _V1_STRATEGIES and case.is_fsdp2:
-            yield Violation(
-                "fsdp",
-                f"{word} is a strategy of FSDP1, the config has FSDP2",
-                "fsdp: true with fsdp_config.reshard_after_forward: true",
-            )
+            what = f"{word} is a strategy of FSDP1, the config has FSDP2"
+            yield Violation("fsdp", what, "fsdp: true with fsdp_config.reshard_after_forward: true")
 
 
 @warning_rule(
@@ -271,11 +255,9 @@ def reshard_under_v1(case: Case) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__`: `sharding_strategy` is never None under FSDP1."""
     found = case.fsdp_option("reshard_after_forward")
     if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in ("FULL_SHARD", "TRUE", "1"):
-        yield Violation(
-            found.key,
-            f"{found} is not read under FSDP1, whose sharding_strategy is FULL_SHARD by default",
-            f"{_spelling(case, 'sharding_strategy')}: {found.text}, or {_spelling(case, 'version')}: 2",
-        )
+        what = f"{found} is not read under FSDP1, whose sharding_strategy is FULL_SHARD by default"
+        fix = f"{_spelling(case, 'sharding_strategy')}: {found.text}, or {_spelling(case, 'version')}: 2"
+        yield Violation(found.key, what, fix)
 
 
 @warning_rule(
@@ -338,11 +320,8 @@ def matching_policy(case: Case) -> Iterator[Violation]:
     for name, reader in others.items():
         found = case.fsdp_option(name)
         if found is not None and policy != reader and found.value not in (0, "", []):
-            yield Violation(
-                found.key,
-                f"{name} is read under {reader} only, the policy is {policy}",
-                f"{_spelling(case, 'auto_wrap_policy')}: {reader}, or remove {found.key}",
-            )
+            what = f"{name} is read under {reader} only, the policy is {policy}"
+            yield Violation(found.key, what, f"{_spelling(case, 'auto_wrap_policy')}: {reader}, or remove {found.key}")
 
 
 @warning_rule(
@@ -363,11 +342,8 @@ def blocks_are_wrapped(case: Case) -> Iterator[Violation]:
     elif policy == "NO_WRAP":
         yield Violation(key, "NO_WRAP: all blocks are one FSDP group", f"{key}: {_POLICIES[0]}")
     elif policy == "SIZE_BASED_WRAP" and case.framework == "trainer" and (smallest is None or smallest.value == 0):
-        yield Violation(
-            key,
-            "SIZE_BASED_WRAP with min_num_params 0 wraps nothing in Trainer",
-            f"{_spelling(case, 'min_num_params')}: 100000000",
-        )
+        what = "SIZE_BASED_WRAP with min_num_params 0 wraps nothing in Trainer"
+        yield Violation(key, what, f"{_spelling(case, 'min_num_params')}: 100000000")
 
 
 def _stops_launch(case: Case) -> bool:
@@ -449,11 +425,8 @@ def prefixed_keys(case: Case) -> Iterator[Violation]:
         return
     old = [str(key) for key in section.value if str(key).startswith("fsdp_") and key != "fsdp_version"]
     if old:
-        yield Violation(
-            f"fsdp_config.{old[0]}",
-            f"{len(old)} keys of fsdp_config have the old prefix",
-            f"fsdp_config.{old[0].removeprefix('fsdp_')}",
-        )
+        what = f"{len(old)} keys of fsdp_config have the old prefix"
+        yield Violation(f"fsdp_config.{old[0]}", what, f"fsdp_config.{old[0].removeprefix('fsdp_')}")
 
 
 @error_rule(
@@ -479,8 +452,5 @@ def sequence_without_tp(case: Case) -> Iterator[Violation]:
     """Source: OpenRLHF's FSDP2 strategy."""
     found = enabled(case.flag("sequence_parallel"))
     if found is not None and case.axis("tp") == 1:
-        yield Violation(
-            found.key,
-            f"{found.key} with tp=1",
-            f"{case.axis_key('tp')} 2" if "axes.tp" in case.spec.keys else "--fsdp_tensor_parallel_size 2",
-        )
+        fix = f"{case.axis_key('tp')} 2" if "axes.tp" in case.spec.keys else "--fsdp_tensor_parallel_size 2"
+        yield Violation(found.key, f"{found.key} with tp=1", fix)

@@ -66,11 +66,8 @@ def axis_product(case: Case) -> Iterator[Violation]:
     largest = max(named, key=lambda name: sizes[name])
     others = fixed // max(sizes[largest], 1)
     change = f"{case.axis_key(largest)}: {world // others}" if world % others == 0 else "sizes that divide the world"
-    yield Violation(
-        case.axis_key(largest),
-        f"the mesh {product} {relation}, the world has {world} ranks{folded}",
-        f"set {change}, or start {fixed if not rest else math.lcm(fixed, world)} ranks",
-    )
+    fix = f"set {change}, or start {fixed if not rest else math.lcm(fixed, world)} ranks"
+    yield Violation(case.axis_key(largest), f"the mesh {product} {relation}, the world has {world} ranks{folded}", fix)
 
 
 @error_rule(
@@ -90,11 +87,8 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
     }.get(case.framework)
     found = case.get(lone) if lone else None
     if found is not None and (case.count(found.key) == 0 or case.count(found.key) < -1):
-        yield Violation(
-            found.key,
-            f"{found.key} must be -1 or at least 1, got {shown(found.value)}",
-            f"{found.key}: -1 takes the rest",
-        )
+        fix = f"{found.key}: -1 takes the rest"
+        yield Violation(found.key, f"{found.key} must be -1 or at least 1, got {shown(found.value)}", fix)
 
 
 @error_rule(
@@ -114,19 +108,15 @@ def needs_fsdp2(case: Case) -> Iterator[Violation]:
     sharded = [axis for axis in ("dp_shard", "cp") if case.axis(axis) > 1]
     if case.spec.engine == "fsdp1":
         version = case.fsdp_option("version")
-        yield Violation(
-            "parallelism_config",
-            f"it needs FSDP2, the config has FSDP1 ({version or 'no fsdp_version, which means 1'})",
-            f"{'fsdp_config.fsdp_version' if version is None else version.key}: 2",
-        )
+        key = "parallelism_config"
+        what = f"it needs FSDP2, the config has FSDP1 ({version or 'no fsdp_version, which means 1'})"
+        yield Violation(key, what, f"{'fsdp_config.fsdp_version' if version is None else version.key}: 2")
     elif case.spec.engine in ("ddp", "none") and sharded:
         is_trainer = case.framework == "trainer"
         switch = case.get("fsdp" if is_trainer else "distributed_type")
-        yield Violation(
-            case.axis_key(sharded[0]),
-            f"{sharded[0]}={case.axis(sharded[0])} needs FSDP2, the config has {switch or 'no FSDP'}",
-            "fsdp: true" if is_trainer else "distributed_type: FSDP and fsdp_config: {fsdp_version: 2}",
-        )
+        what = f"{sharded[0]}={case.axis(sharded[0])} needs FSDP2, the config has {switch or 'no FSDP'}"
+        fix = "fsdp: true" if is_trainer else "distributed_type: FSDP and fsdp_config: {fsdp_version: 2}"
+        yield Violation(case.axis_key(sharded[0]), what, fix)
 
 
 @error_rule(
@@ -144,11 +134,9 @@ def something_to_shard_over(case: Case) -> Iterator[Violation]:
         return
     if case.axis("dp_shard") == 1 and case.axis("cp") == 1:
         sizes = ", ".join(f"{axis}={case.axis(axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp"))
-        yield Violation(
-            case.key("axes.dp_shard", "parallelism_config"),
-            f"FSDP2 with {sizes}: dp_shard or cp must be greater than 1",
-            "dp_shard_size: the ranks that are left, or a smaller tp_size",
-        )
+        key = case.key("axes.dp_shard", "parallelism_config")
+        what = f"FSDP2 with {sizes}: dp_shard or cp must be greater than 1"
+        yield Violation(key, what, "dp_shard_size: the ranks that are left, or a smaller tp_size")
 
 
 @error_rule(
@@ -160,11 +148,8 @@ def something_to_shard_over(case: Case) -> Iterator[Violation]:
 def cp_or_sp(case: Case) -> Iterator[Violation]:
     """Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`."""
     if case.axis("cp") > 1 and case.axis("sp") > 1:
-        yield case.on_axis(
-            "sp",
-            f"cp={case.axis('cp')} and sp={case.axis('sp')} exclude each other",
-            f"1 (or {case.axis_key('cp')}: 1)",
-        )
+        what = f"cp={case.axis('cp')} and sp={case.axis('sp')} exclude each other"
+        yield case.on_axis("sp", what, f"1 (or {case.axis_key('cp')}: 1)")
 
 
 def _is_ddp_with_model(case: Case) -> bool:
@@ -187,11 +172,8 @@ def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
     if _is_ddp_with_model(case):
         replicas = case.axis("dp_replicate")
         axis = "tp" if case.axis("tp") > 1 else "cp"
-        yield case.on_axis(
-            "dp_replicate",
-            f"dp_replicate={replicas} and {axis}={case.axis(axis)} with dp_shard=1",
-            f"1 and {case.axis_key('dp_shard')}: {replicas}",
-        )
+        what = f"dp_replicate={replicas} and {axis}={case.axis(axis)} with dp_shard=1"
+        yield case.on_axis("dp_replicate", what, f"1 and {case.axis_key('dp_shard')}: {replicas}")
 
 
 @error_rule(
@@ -216,11 +198,8 @@ def even_machines(case: Case) -> Iterator[Violation]:
     """Source: `accelerate/utils/launch.py:prepare_multi_gpu_env`."""
     ranks, count = case.count("num_processes", 0), case.count("num_machines")
     if count > 0 and ranks > 0 and ranks % count:
-        yield Violation(
-            "num_processes",
-            f"{ranks} processes on {count} machines: {ranks // count} start on each, and {ranks % count} never",
-            f"num_processes: {-(-ranks // count) * count}",
-        )
+        what = f"{ranks} processes on {count} machines: {ranks // count} start on each, and {ranks % count} never"
+        yield Violation("num_processes", what, f"num_processes: {-(-ranks // count) * count}")
 
 
 @warning_rule(
@@ -237,11 +216,8 @@ def other_world(case: Case) -> Iterator[Violation]:
         keys = ("trainer.n_gpus_per_node", "trainer.nnodes")
     ranks = math.prod(case.count(key, 0) for key in keys)  # 0 where the file does not say
     if ranks > 0 and case.spec.world_size not in (None, ranks):
-        yield Violation(
-            keys[0],
-            f"the config starts {ranks} ranks, {case.spec.world_size} were checked",
-            f"{' × '.join(keys)} = {shown(case.spec.world_size)}, or --world-size {ranks}",
-        )
+        what = f"the config starts {ranks} ranks, {case.spec.world_size} were checked"
+        yield Violation(keys[0], what, f"{' × '.join(keys)} = {shown(case.spec.world_size)}, or --world-size {ranks}")
 
 
 # CKPT03x: tensor, sequence, expert and pipeline parallelism against the model and against each other.
@@ -262,11 +238,8 @@ def tp_divides_heads(case: Case) -> Iterator[Violation]:
     tp = case.axis("tp")
     for what, heads in (("attention heads", case.facts.num_heads), ("key and value heads", case.facts.num_kv_heads)):
         if heads is not None and tp > 1 and heads % tp:
-            yield case.on_axis(
-                "tp",
-                f"tp={tp} does not divide the {heads} {what} of {case.facts.where}",
-                f"one of {_divisors(heads, 64)}",
-            )
+            fix = f"one of {_divisors(heads, 64)}"
+            yield case.on_axis("tp", f"tp={tp} does not divide the {heads} {what} of {case.facts.where}", fix)
             return
 
 
@@ -283,17 +256,11 @@ def sp_divides_heads(case: Case) -> Iterator[Violation]:
         return
     heads, kv_heads = case.facts.num_heads, case.facts.num_kv_heads
     if heads is not None and heads % size:
-        yield case.on_axis(
-            "sp",
-            f"sp={size} does not divide the {heads} attention heads of {case.facts.where}",
-            f"one of {_divisors(heads, 64)}",
-        )
+        what = f"sp={size} does not divide the {heads} attention heads of {case.facts.where}"
+        yield case.on_axis("sp", what, f"one of {_divisors(heads, 64)}")
     elif kv_heads is not None and kv_heads % size and size % kv_heads:
-        yield case.on_axis(
-            "sp",
-            f"sp={size} neither divides the {kv_heads} key and value heads nor is a multiple of them",
-            f"one of {_divisors(kv_heads, 64)}",
-        )
+        what = f"sp={size} neither divides the {kv_heads} key and value heads nor is a multiple of them"
+        yield case.on_axis("sp", what, f"one of {_divisors(kv_heads, 64)}")
 
 
 @error_rule(
@@ -305,11 +272,8 @@ def ep_divides_experts(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`, transformers `integrations/tensor_parallel.py`."""
     ep, experts = case.axis("ep"), case.facts.num_experts
     if ep > 1 and experts is not None and experts % ep:
-        yield case.on_axis(
-            "ep",
-            f"ep={ep} does not divide the {experts} experts of {case.facts.where}",
-            f"one of {_divisors(experts, 256)}",
-        )
+        what = f"ep={ep} does not divide the {experts} experts of {case.facts.where}"
+        yield case.on_axis("ep", what, f"one of {_divisors(experts, 256)}")
 
 
 @error_rule(
@@ -383,11 +347,9 @@ def ep_combination(case: Case) -> Iterator[Violation]:
         yield Violation("tensor_parallel_size", f"ep={ep} with tp={tp} is not supported", "tensor_parallel_size: 1")
     elif ep * shard * cp * tp != world:
         rest = world // (ep * cp) if world % (ep * cp) == 0 else None
-        yield Violation(
-            "expert_parallel_size",
-            f"ep={ep} × dp_shard_size={shard} × context_parallel_size={cp} is not the world of {world} ranks",
-            f"dp_shard_size: {rest}" if rest else "sizes whose product is the world size",
-        )
+        key = "expert_parallel_size"
+        what = f"ep={ep} × dp_shard_size={shard} × context_parallel_size={cp} is not the world of {world} ranks"
+        yield Violation(key, what, f"dp_shard_size: {rest}" if rest else "sizes whose product is the world size")
 
 
 @error_rule(
@@ -421,11 +383,8 @@ def sequence_parts(case: Case) -> Iterator[Violation]:
     else:
         ring, packing = case.flag("ring_attn_size"), case.flag("packing_samples")
         if ring is not None and case.axis("sp") > 1 and not enabled(packing):
-            yield Violation(
-                ring.key,
-                f"{ring.key} {ring.value} needs packed samples",
-                "--ds.packing_samples" if "." in ring.key else "--packing_samples",
-            )
+            what = f"{ring.key} {ring.value} needs packed samples"
+            yield Violation(ring.key, what, "--ds.packing_samples" if "." in ring.key else "--packing_samples")
 
 
 def _verl_sequence(case: Case) -> Iterator[Violation]:
@@ -452,11 +411,8 @@ def _axolotl_sequence(case: Case) -> Iterator[Violation]:
         yield Violation(size.key, f"{size} needs flash attention", "attn_implementation: flash_attention_2")
     packing, batch = enabled(case.get("sample_packing")), case.get("micro_batch_size")
     if packing is not None and batch is not None and (batch.count or 1) > 1:
-        yield Violation(
-            "micro_batch_size",
-            f"{size} with packed samples takes one sample at a time, the config has {batch}",
-            "micro_batch_size: 1",
-        )
+        what = f"{size} with packed samples takes one sample at a time, the config has {batch}"
+        yield Violation("micro_batch_size", what, "micro_batch_size: 1")
 
 
 @error_rule(

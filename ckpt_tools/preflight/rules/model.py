@@ -15,10 +15,8 @@ from ckpt_tools.units import format_size
 
 # CKPT04x: the config against the model: classes that are wrapped, tied weights, shards that do not come out even.
 
-_IMBALANCE = 1.25
-"""How much more than the mean the fullest rank may hold. Padding of small tensors stays far below."""
-_NAMED = 3
-"""Tensors that a message names."""
+_IMBALANCE = 1.25  # how much more than the mean the fullest rank may hold. Padding of small tensors stays far below.
+_NAMED = 3  # tensors that a message names
 
 
 def _wrap_key(case: Case) -> str:
@@ -41,11 +39,8 @@ def wrap_classes_exist(case: Case) -> Iterator[Violation]:
         if name not in known:
             near = difflib.get_close_matches(name, [*case.facts.blocks, *known], n=1, cutoff=0.5)
             proposal = next(iter((*near, *case.facts.blocks)), None)
-            yield Violation(
-                _wrap_key(case),
-                f"no module of {case.facts.architecture or 'the model'} is a {shown(name)}",
-                f"write {proposal}" if proposal else "see the model's own class names",
-            )
+            key, what = _wrap_key(case), f"no module of {case.facts.architecture or 'the model'} is a {shown(name)}"
+            yield Violation(key, what, f"write {proposal}" if proposal else "see the model's own class names")
 
 
 @warning_rule(
@@ -61,11 +56,8 @@ def blocks_are_named(case: Case) -> Iterator[Violation]:
         return  # CKPT040 has classes that the model does not have
     missing = [name for name in case.facts.blocks if classes is None or name in classes]
     if missing and wrapped.isdisjoint(missing):
-        yield Violation(
-            _wrap_key(case),
-            f"{', '.join(case.spec.wrap_classes)} is wrapped, the model's blocks are {', '.join(missing)}",
-            f"write {','.join(missing)}",
-        )
+        what = f"{', '.join(case.spec.wrap_classes)} is wrapped, the model's blocks are {', '.join(missing)}"
+        yield Violation(_wrap_key(case), what, f"write {','.join(missing)}")
 
 
 @warning_rule(
@@ -82,11 +74,9 @@ def tied_but_stored(case: Case) -> Iterator[Violation]:
     heads = [name for name in facts.stored if name.endswith("lm_head.weight")]
     embeddings = [name for name in facts.stored if name.endswith(("embed_tokens.weight", "wte.weight"))]
     if heads and embeddings:
-        yield Violation(
-            case.key("model", "the model"),
-            f"{facts.where} ties the embeddings, but the weights have both {heads[0]} and {embeddings[0]}",
-            "tie_word_embeddings: false in config.json, or weights without lm_head.weight",
-        )
+        key = case.key("model", "the model")
+        what = f"{facts.where} ties the embeddings, but the weights have both {heads[0]} and {embeddings[0]}"
+        yield Violation(key, what, "tie_word_embeddings: false in config.json, or weights without lm_head.weight")
 
 
 @warning_rule(
@@ -169,15 +159,12 @@ def tied_on_cpu(case: Case) -> Iterator[Violation]:
     local = case.count("trainer.n_gpus_per_node", 8)
     nbytes = facts.num_params * width * local
     if nbytes > _HOST_BYTES:
-        yield Violation(
-            case.key("model", "actor_rollout_ref.model.path"),
-            f"{facts.where} ties its embeddings: {local} ranks of a node load {format_size(nbytes)} together",
-            "nodes with that much memory, or trainer.n_gpus_per_node lower",
-        )
+        key = case.key("model", "actor_rollout_ref.model.path")
+        what = f"{facts.where} ties its embeddings: {local} ranks of a node load {format_size(nbytes)} together"
+        yield Violation(key, what, "nodes with that much memory, or trainer.n_gpus_per_node lower")
 
 
-_HOST_BYTES = 256 * 10**9
-"""Host memory of a node below which nothing is said."""
+_HOST_BYTES = 256 * 10**9  # host memory of a node below which nothing is said
 
 
 @error_rule(
@@ -213,11 +200,8 @@ def positions_are_in_the_table(case: Case) -> Iterator[Violation]:
     ]
     if tables:
         key = case.key("seq_len", "the length of samples")
-        yield Violation(
-            key,
-            f"{length} tokens, and {shown(tables[0])} has places for {facts.max_positions}",
-            f"{key}: {facts.max_positions}",
-        )
+        what = f"{length} tokens, and {shown(tables[0])} has places for {facts.max_positions}"
+        yield Violation(key, what, f"{key}: {facts.max_positions}")
 
 
 _TABLES = ("position_embeddings.weight", "embed_positions.weight", "wpe.weight")
@@ -258,11 +242,8 @@ def storage_dtype(case: Case) -> Iterator[Violation]:
         return
     compute = case.spec.param_dtype
     if case.is_fsdp and compute in _LONG and dtype_name(storage) is not None and dtype_name(storage) != compute:
-        yield Violation(
-            key,
-            f"4-bit weights are stored as {dtype_name(storage)}, {compute} computes",
-            f"bnb_4bit_quant_storage: {_LONG[compute]}",
-        )
+        what = f"4-bit weights are stored as {dtype_name(storage)}, {compute} computes"
+        yield Violation(key, what, f"bnb_4bit_quant_storage: {_LONG[compute]}")
 
 
 @warning_rule(
@@ -284,11 +265,8 @@ def storage_bytes(case: Case) -> Iterator[Violation]:
     if packed is None or (packed.method, packed.bits) != ("bitsandbytes", 4):
         return
     if packed.storage in (None, "uint8"):
-        yield Violation(
-            f"{case.facts.where}: quantization_config",
-            "4-bit weights are stored as uint8, and stay whole on every rank",
-            '"bnb_4bit_quant_storage": "bfloat16"',
-        )
+        what = "4-bit weights are stored as uint8, and stay whole on every rank"
+        yield Violation(f"{case.facts.where}: quantization_config", what, '"bnb_4bit_quant_storage": "bfloat16"')
 
 
 @error_rule(
@@ -345,11 +323,9 @@ def targets_exist(case: Case) -> Iterator[Violation]:
         return
     linear = sorted({module.rpartition(".")[2] for module in modules if module.endswith(("_proj", "_lin", "dense"))})
     found = case.first(*_TARGETS)
-    yield Violation(
-        case.key("adapter") if found is None else found.key,
-        f"{facts.architecture} has no module {' or '.join(map(shown, adapter.targets[:_MAX_NAMED]))}",
-        f"for example {', '.join(linear[:_MAX_NAMED])}" if linear else "names of its linear modules",
-    )
+    what = f"{facts.architecture} has no module {' or '.join(map(shown, adapter.targets[:_MAX_NAMED]))}"
+    fix = f"for example {', '.join(linear[:_MAX_NAMED])}" if linear else "names of its linear modules"
+    yield Violation(case.key("adapter") if found is None else found.key, what, fix)
 
 
 _PLAIN_NAME = re.compile(r"[\w.]+")
@@ -470,8 +446,5 @@ def galore(case: Case) -> Iterator[Violation]:
         yield Violation(found.key, f"{found} with {adapter}", "remove adapter, or another optimizer")
     kept = case.fsdp_option("use_orig_params")
     if case.is_fsdp2 and (kept is None or kept.value is not True):
-        yield Violation(
-            "fsdp_config.use_orig_params",
-            f"{found} wants fsdp_config.use_orig_params: true",
-            "fsdp_config.use_orig_params: true",
-        )
+        key = "fsdp_config.use_orig_params"
+        yield Violation(key, f"{found} wants fsdp_config.use_orig_params: true", "fsdp_config.use_orig_params: true")

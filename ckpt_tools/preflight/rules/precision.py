@@ -73,11 +73,8 @@ def master_weights(case: Case) -> Iterator[Violation]:
     """Source: torchtitan `config/configs.py:TrainingConfig.dtype`, verl `FSDPEngineConfig.model_dtype`."""
     if case.spec.master_dtype in ("bf16", "f16") and case.spec.adapter is None:
         key = case.key("master_dtype")
-        yield Violation(
-            key,
-            f"weights and optimizer state are only in {case.spec.master_dtype}",
-            f"{key}: {'float32' if case.framework == 'torchtitan' else 'fp32'}",
-        )
+        what = f"weights and optimizer state are only in {case.spec.master_dtype}"
+        yield Violation(key, what, f"{key}: {'float32' if case.framework == 'torchtitan' else 'fp32'}")
 
 
 @warning_rule(
@@ -119,11 +116,8 @@ def same_dtype(case: Case) -> Iterator[Violation]:
         and computed is not None
         and (dtype_name(stored.text), dtype_name(computed.text)) == ("bf16", "f32")
     ):
-        yield Violation(
-            computed.key,
-            f"{stored}, but {computed}: bf16 weights are widened for each layer, which gains no precision",
-            f"{computed.key}: bfloat16",
-        )
+        what = f"{stored}, but {computed}: bf16 weights are widened for each layer, which gains no precision"
+        yield Violation(computed.key, what, f"{computed.key}: bfloat16")
 
 
 @error_rule(
@@ -140,11 +134,8 @@ def fp8_loading(case: Case) -> Iterator[Violation]:
         return
     if loading is None or loading.is_on:
         key = loading.key if loading is not None else "fsdp_config.fsdp_cpu_ram_efficient_loading"
-        yield Violation(
-            key,
-            f"{loading or key + ' is missing, which means true'}, with {backend} and mixed_precision: fp8",
-            f"{key}: false",
-        )
+        what = f"{loading or key + ' is missing, which means true'}, with {backend} and mixed_precision: fp8"
+        yield Violation(key, what, f"{key}: false")
 
 
 @error_rule(
@@ -177,8 +168,7 @@ def fp8_gather(case: Case) -> Iterator[Violation]:
 
 # CKPT06x: what is saved, what can be loaded again, and memory that is spent twice.
 
-_MANY_BYTES = 64 * 10**9
-"""What rank 0 may gather on its host before it is worth a word."""
+_MANY_BYTES = 64 * 10**9  # what rank 0 may gather on its host before it is worth a word
 _VERL_SAVES = "actor_rollout_ref.actor.checkpoint"
 
 
@@ -214,11 +204,8 @@ def full_by_default(case: Case) -> Iterator[Violation]:
         and any(str(key).startswith("fsdp_") for key in section.value)
     )
     key = f"fsdp_config.{'fsdp_' if prefixed else ''}state_dict_type"
-    yield Violation(
-        key,
-        f"{key} is missing, which means FULL_STATE_DICT: rank 0 gathers everything{amount}",
-        f"{key}: SHARDED_STATE_DICT",
-    )
+    what = f"{key} is missing, which means FULL_STATE_DICT: rank 0 gathers everything{amount}"
+    yield Violation(key, what, f"{key}: SHARDED_STATE_DICT")
 
 
 @warning_rule(
@@ -233,11 +220,8 @@ def full_and_large(case: Case) -> Iterator[Violation]:
     if found is None or not case.is_fsdp or found.text.upper() not in ("FULL_STATE_DICT", "1") or nbytes is None:
         return
     if nbytes > _MANY_BYTES:
-        yield Violation(
-            found.key,
-            f"{found}: rank 0 gathers {format_size(nbytes)} on its host at every save",
-            f"{found.key}: SHARDED_STATE_DICT",
-        )
+        what = f"{found}: rank 0 gathers {format_size(nbytes)} on its host at every save"
+        yield Violation(found.key, what, f"{found.key}: SHARDED_STATE_DICT")
 
 
 @warning_rule(
@@ -332,16 +316,10 @@ def redundant_checkpointing(case: Case) -> Iterator[Violation]:
     if case.framework == "ai-toolkit":
         found = enabled(case.ai_option("train.gradient_checkpointing"))
         if found is not None and case.wants_ai_fsdp:
-            yield Violation(
-                found.key,
-                f"{found} beside dist_mode: fsdp, which shards what it would save",
-                f"{AI_PROCESS}.train.gradient_checkpointing: false, if ckpt estimate says that it fits",
-            )
+            fix = f"{AI_PROCESS}.train.gradient_checkpointing: false, if ckpt estimate says that it fits"
+            yield Violation(found.key, f"{found} beside dist_mode: fsdp, which shards what it would save", fix)
         return
     outer, inner = _own_checkpointing(case), enabled(case.fsdp_option("activation_checkpointing"))
     if case.is_fsdp and outer is not None and inner is None:
-        yield Violation(
-            outer.key,
-            f"{outer} under FSDP gathers every block once more in backward",
-            f"{outer.key}: false and fsdp_config.activation_checkpointing: true",
-        )
+        what = f"{outer} under FSDP gathers every block once more in backward"
+        yield Violation(outer.key, what, f"{outer.key}: false and fsdp_config.activation_checkpointing: true")

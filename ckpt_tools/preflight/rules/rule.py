@@ -58,8 +58,7 @@ class _Known:
         return getattr(self._spec, name)
 
 
-_MAX_DIGITS = 18
-"""Digits of a number that is written as text."""
+_MAX_DIGITS = 18  # digits of a number that is written as text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

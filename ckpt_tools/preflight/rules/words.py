@@ -1,6 +1,19 @@
 """CKPT14x: words that an option takes, CKPT15x: options that need or exclude each other, and older rules of that kind.
 
 All are rows of tables: `words.tsv`; `pairs.tsv`, and `rules.tsv` for what is said of them in the reference.
+
+A condition is an option, and what it must be; several with blanks between must all hold:
+
+    sample_packing        switched on: there, and neither null, false, no, 0 nor empty
+    max_steps!            not switched on, or not there
+    warmup_steps?         there, whatever it is
+    rl=dpo|kto            one of these words (`true` for a switch); of a list, one of its items
+    save_strategy!=steps  none of these words, or not there
+    keep_latest_k<2       a number below 2, or below that of the option on the right; also `>` and `>=`
+    save_steps%eval_steps a number that is no multiple of the other
+
+`a/b` is an option with its names of two releases, and `fsdp.x` one inside another; `@engine` is the engine of the run,
+and `@tp` a size of its mesh.
 """
 
 from __future__ import annotations
@@ -11,10 +24,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import cache
-from importlib.resources import files
+from functools import cache, partial
 
 from ckpt_tools.options.preflight import Framework
+from ckpt_tools.preflight.plain_values import is_typo, read_rows
 from ckpt_tools.preflight.rules.rule import (
     ALL,
     Case,
@@ -27,7 +40,6 @@ from ckpt_tools.preflight.rules.rule import (
     shown,
     warning_rule,
 )
-from ckpt_tools.preflight.spelling import is_typo
 from ckpt_tools.text import first_few
 
 # Conditions on the options of a config, as the tables beside this file write them.
@@ -102,12 +114,7 @@ def _words(found: Setting) -> frozenset[str]:
     return texts | {"no"} if found.value is False else texts
 
 
-@cache
-def rows_of(name: str) -> tuple[Mapping[str, str], ...]:
-    """Return the rows of a table beside this file; its first line names the columns."""
-    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
-    head, *rows = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
-    return tuple(dict(zip(head, row, strict=True)) for row in rows)
+rows_of = partial(read_rows, __package__)
 
 
 def frameworks_of(table: str, rule: str) -> tuple[Framework, ...]:
@@ -126,8 +133,7 @@ def below_limits(case: Case, rule: str) -> Iterator[tuple[Setting, str]]:
                     yield found, row["least"]
 
 
-_LIKE = 0.85
-"""How alike two words are, from 0 to 1, of which one is taken for a slip of the pen for the other."""
+_LIKE = 0.85  # how alike two words are, from 0 to 1, of which one is taken for a slip of the pen for the other
 
 
 @error_rule(
