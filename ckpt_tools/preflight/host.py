@@ -16,13 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Thread
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.memory import available_bytes, limit_left
 from ckpt_tools.preflight.configs.config import Config
 from ckpt_tools.preflight.model_facts import ModelFacts
+from ckpt_tools.preflight.plain_values import words_of
 from ckpt_tools.preflight.rules.rule import Case, NotKnownError, Setting
 from ckpt_tools.storage.publish import nearest_parent
 from ckpt_tools.storage.staging import free_bytes
@@ -102,30 +103,7 @@ class Host:
 
 # What a run needs of each of its machines: out of its config, and out of what the scheduler has set.
 
-_PROCESS = "config.process[0]."
-_SAVES: Mapping[str, tuple[str, ...]] = {
-    "trainer": ("output_dir",),
-    "llamafactory": ("output_dir",),
-    "axolotl": ("output_dir",),
-    "torchtitan": ("job.dump_folder", "dump_folder"),
-    "verl": ("trainer.default_local_dir",),
-    "openrlhf": ("ckpt.output_dir", "ckpt.path", "save_path", "ckpt_path"),
-    "ai-toolkit": (f"{_PROCESS}training_folder",),
-}
-_DATA: Mapping[str, tuple[str, ...]] = {
-    "trainer": ("train_file", "validation_file", "dataset_dir"),
-    "llamafactory": ("dataset_dir",),
-    "axolotl": ("datasets[].path", "test_datasets[].path", "dataset_prepared_path"),
-    "torchtitan": ("training.dataset_path", "dataloader.dataset_path"),
-    "verl": ("data.train_files", "data.val_files"),
-    "openrlhf": ("data.dataset", "data.prompt_dataset", "dataset", "prompt_data"),
-    "ai-toolkit": (f"{_PROCESS}datasets[].folder_path",),
-}
 _KEPT = ("save_total_limit", "checkpoint.keep_latest_k", "trainer.max_actor_ckpt_to_keep", "ckpt.max_num")
-_PER_NODE: Mapping[str, tuple[str, ...]] = {
-    "verl": ("trainer.n_gpus_per_node",),
-    "openrlhf": ("actor.num_gpus_per_node", "actor_num_gpus_per_node"),
-}
 _ONE_NODE = ("accelerate", "verl")
 """Trainers whose configs mean one machine where they name none; a launcher says it for the others."""
 _NODES = ("num_machines", "trainer.nnodes", "actor.num_nodes", "actor_num_nodes")
@@ -169,7 +147,7 @@ def needs_of(
         nodes = nodes or 1
     ranks = _number(environment, "LOCAL_WORLD_SIZE")
     for case in cases:
-        ranks = ranks or _whole([case], *_PER_NODE.get(case.framework, ()))
+        ranks = ranks or _whole([case], *words_of(case.framework, "ranks of a machine"))
     params = None if facts is None or (spec is not None and spec.adapter is not None) else facts.num_params
     width = 2 if spec is not None and spec.master_dtype in ("bf16", "f16") else 4
     state = None if params is None else 3 * width * params  # parameters and Adam's two moments
@@ -180,8 +158,8 @@ def needs_of(
         world_size=world,
         nodes=nodes,
         uses_gpus=not any(one.is_on for one in _options(cases, "use_cpu", "no_cuda")),
-        saves=tuple(_paths(cases, _SAVES)),
-        reads=(*_paths(cases, _DATA), *([spec.model] if spec and spec.model and _is_path(spec.model) else [])),
+        saves=tuple(_paths(cases, "saves")),
+        reads=(*_paths(cases, "data"), *([spec.model] if spec and spec.model and _is_path(spec.model) else [])),
         checkpoint_bytes=state,
         kept=_whole(cases, *_KEPT) or 1,
         gathered_bytes=3 * 4 * params if is_full and params is not None else 0,
@@ -219,15 +197,15 @@ def _full_state(case: Case) -> bool:
     return False
 
 
-def _paths(cases: list[Case], names: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+def _paths(cases: list[Case], what: Literal["saves", "data"]) -> Iterator[str]:
     """Yield the paths of some options; a name that is not written as a path may be the hub's."""
     for case in cases:
-        for name in names.get(case.framework, ()):
+        for name in words_of(case.framework, what):
             head, is_list, tail = name.partition("[].")
             for found in _options([case], head):
                 items = found.value if isinstance(found.value, list) else [found.value]
                 values = [one.get(tail) if is_list and isinstance(one, Mapping) else one for one in items]
-                always = names is _SAVES
+                always = what == "saves"
                 texts = [one for one in values if isinstance(one, str) and one and "://" not in one]
                 yield from (one for one in texts if always or _is_path(one))
 

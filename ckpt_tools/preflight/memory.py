@@ -14,8 +14,7 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 from ckpt_tools.estimate import Estimate, EstimateOptions, run
 from ckpt_tools.estimate.tables import OPTIMIZERS
-from ckpt_tools.preflight.configs.read import READERS
-from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable
+from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable, words_of
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh, strategy_on
 from ckpt_tools.processes.child import Child
 from ckpt_tools.text import escape_name
@@ -35,27 +34,6 @@ _SCHEDULES: Mapping[str, str] = {
     "zbvzerobubble": "zbv",
 }
 """PyTorch's name in small letters → estimate's. Source: `torch.distributed.pipelining.schedules.get_schedule_class`."""
-_SAVERS: Mapping[str, tuple[str, ...]] = {
-    "trainer": ("use_liger_kernel", "use_liger_loss", "torch_compile", "activation_offloading"),
-    "llamafactory": ("enable_liger_kernel", "torch_compile"),
-    "axolotl": (
-        *(
-            "liger_fused_linear_cross_entropy",
-            "cut_cross_entropy",
-            "chunked_cross_entropy",
-            "unsloth_cross_entropy_loss",
-        ),
-        *("torch_compile", "activation_offloading"),
-    ),
-    "verl": (
-        *("actor_rollout_ref.model.use_fused_kernels", "actor_rollout_ref.model.use_liger", "model.use_liger"),
-        *("actor_rollout_ref.model.enable_activation_offload", "model.enable_activation_offload"),
-        "actor_rollout_ref.actor.entropy_from_logits_with_chunking",
-    ),
-    "openrlhf": ("use_liger_kernel", "ds.use_liger_kernel"),
-    "torchtitan": ("compile.enable", "training.compile", "loss.num_chunks"),
-}
-"""Options with which a run needs less than is counted: a loss in chunks, compiled blocks, offloaded activations."""
 _ONE_GROUP = "every rank gathers the whole model at once, and the estimate is for one block after another"
 
 
@@ -87,7 +65,7 @@ class _Notes(list[str]):
 
 def savers_of(framework: str, values: Mapping[str, object] | None) -> tuple[str, ...]:
     """Return the options of a config with which the run needs less than an estimate counts."""
-    found = {name: find_value(values, name) for name in _SAVERS.get(framework, ())}
+    found = {name: find_value(values, name) for name in words_of(framework, "savers")}
     return tuple(
         name
         for name, value in found.items()
@@ -310,7 +288,6 @@ _PHRASES: Mapping[str, tuple[str, str]] = {
 
 def in_own_words(change: str, spec: ParallelSpec) -> str:
     """Return a change that an estimate proposes (options of `ckpt estimate`) in the words of the config."""
-    written = READERS[spec.framework].written
     parts = []
     rest = change
     for option, (name, phrase) in _PHRASES.items():
@@ -319,7 +296,7 @@ def in_own_words(change: str, spec: ParallelSpec) -> str:
             if name == "reshard_after_forward" and spec.engine != "fsdp2":
                 parts.append("use FSDP2, full_shard")
             else:
-                parts.append(phrase + (f" ({written[name]})" if name in written else ""))
+                parts.append(phrase + "".join(f" ({written})" for written in words_of(spec.framework, name)))
     words = rest.split()
     for option, value in pairwise(words):
         if option == "--seq-len":

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.formats.file_names import is_weights
@@ -25,41 +24,22 @@ _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
 _INTERMEDIATE = (
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "d_ff",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
+    *("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
-_BLOCKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "bert": ("BertLayer",),
-        "deepseek_v3": ("DeepseekV3DecoderLayer",),
-        "falcon": ("FalconDecoderLayer",),
-        "gemma": ("GemmaDecoderLayer",),
-        "gemma2": ("Gemma2DecoderLayer",),
-        "gemma3_text": ("Gemma3DecoderLayer",),
-        "gpt2": ("GPT2Block",),
-        "gpt_neox": ("GPTNeoXLayer",),
-        "gpt_oss": ("GptOssDecoderLayer",),
-        "llama": ("LlamaDecoderLayer",),
-        "mistral": ("MistralDecoderLayer",),
-        "mixtral": ("MixtralDecoderLayer",),
-        "olmo2": ("Olmo2DecoderLayer",),
-        "opt": ("OPTDecoderLayer",),
-        "phi3": ("Phi3DecoderLayer",),
-        "qwen2": ("Qwen2DecoderLayer",),
-        "qwen2_moe": ("Qwen2MoeDecoderLayer",),
-        "qwen3": ("Qwen3DecoderLayer",),
-        "qwen3_moe": ("Qwen3MoeDecoderLayer",),
-        "t5": ("T5Block",),
-    }
-)
-"""model_type → classes of its blocks, for where transformers is not installed."""
+_BLOCKS: Mapping[str, str] = {
+    "bert": "BertLayer", "deepseek_v3": "DeepseekV3DecoderLayer", "falcon": "FalconDecoderLayer",
+    "gemma": "GemmaDecoderLayer", "gemma2": "Gemma2DecoderLayer", "gemma3_text": "Gemma3DecoderLayer",
+    "gpt2": "GPT2Block", "gpt_neox": "GPTNeoXLayer", "gpt_oss": "GptOssDecoderLayer", "llama": "LlamaDecoderLayer",
+    "mistral": "MistralDecoderLayer", "mixtral": "MixtralDecoderLayer", "olmo2": "Olmo2DecoderLayer",
+    "opt": "OPTDecoderLayer", "phi3": "Phi3DecoderLayer", "qwen2": "Qwen2DecoderLayer",
+    "qwen2_moe": "Qwen2MoeDecoderLayer", "qwen3": "Qwen3DecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer",
+    "t5": "T5Block",
+}  # fmt: skip
+"""model_type → the class of its blocks, for where transformers is not installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +127,7 @@ def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> Model
         max_positions=_whole(text, _POSITIONS),
         tied_embeddings=tied if isinstance(tied, bool) else None,
         quantization=_quantization(values.get("quantization_config")),
-        blocks=_BLOCKS.get(_word(text, "model_type") or "", ()),
+        blocks=(_BLOCKS[kind],) if (kind := _word(text, "model_type") or "") in _BLOCKS else (),
     )
 
 

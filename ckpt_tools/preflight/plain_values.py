@@ -123,6 +123,13 @@ def _distance(one: str, other: str) -> int:
 
 
 @cache
+def words_of(framework: str, what: str) -> tuple[str, ...]:
+    """Return what a trainer calls something, as `trainers.tsv` has it; () where it has no word for it."""
+    rows = (row for row in read_rows("ckpt_tools.preflight", "trainers.tsv") if row["what"] == what)
+    return next((tuple(row["words"].split(" | ")) for row in rows if row["framework"] == framework), ())
+
+
+@cache
 def read_rows(package: str, name: str) -> tuple[Mapping[str, str], ...]:
     """Return the rows of a table of a package; its first line names the columns."""
     text = files(package).joinpath(name).read_text(encoding="utf-8")

@@ -93,54 +93,42 @@ _TELLING = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_u
 _MAX_DEPTH = 8
 
 
-class Offload(Section, known=known("deepspeed", "offload"), unknown="error"):
-    """`offload_param` and `offload_optimizer`."""
-
+class _Offload(Section, known=known("deepspeed", "offload"), unknown="error"):
     device: Annotated[str, choice("none", *OFFLOAD_DEVICES)] | None = None
 
 
-class Zero(Section, known=known("deepspeed", "zero"), unknown="error"):
-    """`zero_optimization`."""
-
+class _Zero(Section, known=known("deepspeed", "zero"), unknown="error"):
     stage: Annotated[str, choice("0", "1", "2", "3")] | None = None
-    offload_param: Offload = Offload()
-    offload_optimizer: Offload = Offload()
+    offload_param: _Offload = _Offload()
+    offload_optimizer: _Offload = _Offload()
 
 
-class Precision(Section, known=known("deepspeed", "precision"), unknown="error"):
-    """`bf16` and `fp16`."""
-
+class _Precision(Section, known=known("deepspeed", "precision"), unknown="error"):
     enabled: Truth | None = None
 
 
-class TensorParallel(Section, unknown=None):
-    """`tensor_parallel`."""
-
+class _TensorParallel(Section, unknown=None):
     autotp_size: Count | None = None
 
 
-class Optimizer(Section, unknown=None):
-    """`optimizer`."""
-
+class _Optimizer(Section, unknown=None):
     type: Word | None = None
 
 
-class DeepSpeed(Section, known=known("deepspeed", "config")):
-    """The file."""
-
-    zero_optimization: Zero = Zero()
+class _DeepSpeed(Section, known=known("deepspeed", "config")):
+    zero_optimization: _Zero = _Zero()
     train_micro_batch_size_per_gpu: Positive | None = None
-    bf16: Precision = Precision()
-    fp16: Precision = Precision()
-    tensor_parallel: TensorParallel = TensorParallel()
-    optimizer: Optimizer = Optimizer()
+    bf16: _Precision = _Precision()
+    fp16: _Precision = _Precision()
+    tensor_parallel: _TensorParallel = _TensorParallel()
+    optimizer: _Optimizer = _Optimizer()
 
 
-def _stage(given: Given[DeepSpeed]) -> int:
+def _stage(given: Given[_DeepSpeed]) -> int:
     return int(given.raw.zero_optimization.stage or 0)
 
 
-def _dtypes(given: Given[DeepSpeed]) -> tuple[str | None, str | None, str]:
+def _dtypes(given: Given[_DeepSpeed]) -> tuple[str | None, str | None, str]:
     sections = (given.document.values or {}).get("bf16"), (given.document.values or {}).get("fp16")
     if any(isinstance(one, Mapping) and one.get("enabled") == _AUTO for one in sections):
         return None, None, "f32"
@@ -148,7 +136,7 @@ def _dtypes(given: Given[DeepSpeed]) -> tuple[str | None, str | None, str]:
     return compute, compute, "f32"
 
 
-def _mesh_axes(given: Given[DeepSpeed]) -> dict[str, int]:
+def _mesh_axes(given: Given[_DeepSpeed]) -> dict[str, int]:
     """Return the axes: ZeRO shards over the ranks of one tensor-parallel place; stage 0 replicates over them."""
     width = given.raw.tensor_parallel.autotp_size or 0
     return {"dp_shard" if _stage(given) else "dp_replicate": -1, **({"tp": width} if width > 1 else {})}
@@ -156,7 +144,7 @@ def _mesh_axes(given: Given[DeepSpeed]) -> dict[str, int]:
 
 _AT = "zero_optimization"
 _ENGINE: Engine = "deepspeed"
-_TABLE: Table[DeepSpeed] = {
+_TABLE: Table[_DeepSpeed] = {
     "engine": row(default=_ENGINE),
     "axes": row("tensor_parallel.autotp_size", value=_mesh_axes),
     "mesh": mesh_row(),
@@ -209,12 +197,7 @@ def _prepare(document: Document) -> Source:
         findings = (
             Finding.info("unknown-value", auto[0], what, "check the trainer's own config, which names this one"),
         )
-    return Source(model=DeepSpeed, table=_TABLE, values=values, options=options, findings=findings)
+    return Source(model=_DeepSpeed, table=_TABLE, values=values, options=options, findings=findings)
 
 
-READER = Reader(
-    name="deepspeed",
-    looks_like=_looks_like,
-    prepare=_prepare,
-    written={"offload_params": "zero_optimization.offload_param.device: cpu"},
-)
+READER = Reader(name="deepspeed", looks_like=_looks_like, prepare=_prepare)

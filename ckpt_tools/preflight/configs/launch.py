@@ -23,12 +23,9 @@ _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 _NODES = ("--nnodes",)
 _TASKS = ("--ntasks", "-n")
 _LAUNCHERS: Mapping[str, str] = {
-    "torchrun": "torchrun",
-    "torch.distributed.run": "torchrun",
+    **dict.fromkeys(("torchrun", "torch.distributed.run"), "torchrun"),
     "deepspeed": "deepspeed",
-    "accelerate": "accelerate",
-    "accelerate.commands.launch": "accelerate",
-    "accelerate-launch": "accelerate",
+    **dict.fromkeys(("accelerate", "accelerate.commands.launch", "accelerate-launch"), "accelerate"),
     "srun": "srun",
 }
 _CLIS: Mapping[str, tuple[str, ...]] = {

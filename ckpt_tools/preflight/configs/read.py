@@ -221,18 +221,8 @@ def with_deepspeed(documents: Sequence[Document]) -> list[Document]:
 
 
 READERS: Mapping[Framework, Reader] = {
-    one.name: one
-    for one in (
-        accelerate.READER,
-        trainer.READER,
-        torchtitan.READER,
-        axolotl.READER,
-        ai_toolkit.READER,
-        verl.READER,
-        openrlhf.READER,
-        llamafactory.READER,
-        deepspeed.READER,
-    )
+    module.READER.name: module.READER
+    for module in (accelerate, trainer, torchtitan, axolotl, ai_toolkit, verl, openrlhf, llamafactory, deepspeed)
 }
 """The trainers, each in a file of its own."""
 

@@ -19,7 +19,7 @@ from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.names import gone, installed_and_listed
 from ckpt_tools.preflight.configs.schema import Section, SectionType, Spell, validate
 from ckpt_tools.preflight.plain_values import find_value, is_variable
-from ckpt_tools.preflight.spec import ORDER, Engine, ParallelSpec, build_mesh
+from ckpt_tools.preflight.spec import ORDER, Engine, ParallelSpec, build_mesh, sharding_strategy
 from ckpt_tools.text import first_few
 
 FSDP: tuple[Engine, ...] = ("fsdp1", "fsdp2")
@@ -107,6 +107,16 @@ def mesh_row(order: tuple[str, ...] = ORDER) -> Row[Any]:
     return row(value=lambda given: build_mesh(given.spec.axes, given.spec.world_size, order=order))
 
 
+def reshard_row(option: str) -> Row[Any]:
+    """Make the row of an FSDP2 strategy, where a missing option means that parameters are given back."""
+
+    def strategy(given: Given[Any]) -> tuple[str, bool]:
+        reshards = value_at(given.raw, option) is not False
+        return sharding_strategy(given.spec, reshards=reshards), reshards
+
+    return row(option, value=strategy, engines=FSDP)
+
+
 def _whole(raw: Any) -> Any:  # noqa: ANN401 - a section of any trainer
     return raw
 
@@ -146,8 +156,6 @@ class Reader:
     name: Framework
     looks_like: Callable[[Document], bool]
     prepare: Callable[[Document], Source]
-    written: Mapping[str, str]
-    """Field of the spec → what to write in the config for less memory."""
 
 
 def read_source(name: Framework, source: Source, document: Document, *, world_size: int | None) -> Config:

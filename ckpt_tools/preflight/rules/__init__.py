@@ -21,23 +21,11 @@ if TYPE_CHECKING:
 __all__ = ["CATALOGUE", "RULES", "check_rules", "render_rules"]
 
 _HEADINGS = (
-    "Ranks and mesh",
-    "Engines and what they exclude",
-    "Options of FSDP1 and FSDP2",
-    "Tensor, sequence, expert and pipeline parallelism",
-    "The model",
-    "Dtypes",
-    "Saving, loading and memory",
-    "Adapters and quantisation",
-    "Optimizers",
-    "What only one framework does",
-    "Sizes",
-    "Batches and lengths",
-    "Launch",
-    "Schedules",
-    "Words that options take",
-    "Options that exclude or need each other",
-)
+    "Ranks and mesh", "Engines and what they exclude", "Options of FSDP1 and FSDP2",
+    "Tensor, sequence, expert and pipeline parallelism", "The model", "Dtypes", "Saving, loading and memory",
+    "Adapters and quantisation", "Optimizers", "What only one framework does", "Sizes", "Batches and lengths",
+    "Launch", "Schedules", "Words that options take", "Options that exclude or need each other",
+)  # fmt: skip
 """The tens of an id are its heading."""
 _ALL = chain(words.TABLE_RULES, *(vars(module).values() for module in (batches, fsdp, mesh, model, precision, words)))
 RULES: tuple[Rule, ...] = tuple(sorted((one for one in _ALL if isinstance(one, Rule)), key=lambda one: one.id))

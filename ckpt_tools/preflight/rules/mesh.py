@@ -5,25 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from ckpt_tools.options.preflight import Framework
+from ckpt_tools.preflight.plain_values import words_of
 from ckpt_tools.preflight.rules.rule import ALL, Case, Violation, enabled, error_rule, shown, warning_rule
 from ckpt_tools.preflight.rules.words import below_limits
 
 # CKPT00x: ranks, and the mesh that they are meant to form.
-
-_OWN_RANKS: Mapping[Framework, tuple[str, ...]] = {
-    # accelerate's sp belongs to DeepSpeed, which counts its ranks itself; verl's Ulysses ranks are dp ranks.
-    "accelerate": ("dp_replicate", "dp_shard", "cp", "tp"),
-    "trainer": ("dp_replicate", "dp_shard", "cp", "tp", "pp"),
-    "torchtitan": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-    "axolotl": ("ep", "dp_replicate", "dp_shard", "cp", "tp"),
-    "ai-toolkit": ("dp_replicate", "dp_shard"),
-    "verl": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-    "openrlhf": ("dp_replicate", "dp_shard", "sp", "cp", "tp"),
-    "deepspeed": ("dp_replicate", "dp_shard", "tp"),
-    "llamafactory": ("dp_replicate", "dp_shard"),  # of v1; the other's are Trainer's
-}
-"""Axes whose sizes multiply to the world size. ep is inside dp_shard × cp × tp except in axolotl."""
 
 
 def parallelism_sizes(case: Case) -> Mapping[str, object] | None:
@@ -48,7 +34,7 @@ def axis_product(case: Case) -> Iterator[Violation]:
         return
     if case.framework in ("accelerate", "trainer") and axes.get("sp", 1) > 1:
         return
-    sizes = {name: axes[name] for name in _OWN_RANKS[case.framework] if name in axes}
+    sizes = {name: axes[name] for name in words_of(case.framework, "mesh") if name in axes}
     if not sizes or any(size == 0 or size < -1 for size in sizes.values()):
         return
     fixed = math.prod(size for size in sizes.values() if size > 0)

@@ -330,13 +330,7 @@ def targets_exist(case: Case) -> Iterator[Violation]:
 
 _PLAIN_NAME = re.compile(r"[\w.]+")
 _MAX_NAMED = 4
-_TARGETS = (
-    "lora_target_modules",
-    "actor_rollout_ref.model.target_modules",
-    "model.target_modules",
-    "ds.lora.target_modules",
-    "target_modules",
-)
+_TARGETS = tuple(f"{at}target_modules" for at in ("lora_", "actor_rollout_ref.model.", "model.", "ds.lora.", ""))
 
 
 def _modules_around(name: str) -> Iterator[str]:
@@ -349,19 +343,9 @@ def _modules_around(name: str) -> Iterator[str]:
 
 _BNB_TP = ("paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit")
 _BNB = (
-    *_BNB_TP,
-    "paged_adamw_32bit",
-    "ademamix",
-    "ademamix_8bit",
-    "paged_ademamix_8bit",
-    "paged_ademamix_32bit",
-    "lion_8bit",
-    "lion_32bit",
-    "paged_lion_8bit",
-    "paged_lion_32bit",
-    "rmsprop_bnb",
-    "rmsprop_bnb_8bit",
-    "rmsprop_bnb_32bit",
+    *(*_BNB_TP, "paged_adamw_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+    *(f"{paged}{name}" for paged in ("", "paged_") for name in ("lion_8bit", "lion_32bit", "ademamix_8bit")),
+    *("ademamix", "paged_ademamix_32bit"),
 )
 """Names of transformers' `OptimizerNames` that bitsandbytes implements."""
 

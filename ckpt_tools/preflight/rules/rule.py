@@ -27,17 +27,11 @@ HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
 AI_PROCESS = "config.process[0]"
 """ai-toolkit's first process, the one that is checked."""
 _NEW_NAMES = {
-    "zero_stage": "ds.zero_stage",
-    "ring_attn_size": "ds.ring_attn_size",
-    "packing_samples": "ds.packing_samples",
-    "param_dtype": "ds.param_dtype",
-    "adam_offload": "ds.adam_offload",
-    "load_in_4bit": "ds.load_in_4bit",
-    "lora_rank": "ds.lora.rank",
-    "disable_ds_ckpt": "ckpt.disable_ds",
-    "load_checkpoint": "ckpt.load_enable",
+    "zero_stage": "ds.zero_stage", "ring_attn_size": "ds.ring_attn_size", "packing_samples": "ds.packing_samples",
+    "param_dtype": "ds.param_dtype", "adam_offload": "ds.adam_offload", "load_in_4bit": "ds.load_in_4bit",
+    "lora_rank": "ds.lora.rank", "disable_ds_ckpt": "ckpt.disable_ds", "load_checkpoint": "ckpt.load_enable",
     "gradient_checkpointing": "model.gradient_checkpointing_enable",
-}
+}  # fmt: skip
 """OpenRLHF's options before and since they got dots."""
 
 
