@@ -49,11 +49,7 @@ def count_reads(
     whole_items: bool,
     max_ranks: int = MAX_RANKS,
 ) -> tuple[RankReads, ...]:
-    """Return what every rank of `mesh` reads of `tensors`, for at most `max_ranks` ranks, spread evenly.
-
-    `placements` is FQN → axis → placement; a tensor that is not named is replicated. With `whole_items` a chunk is read
-    whole, whatever part of it is needed (DCP).
-    """
+    """Return what at most `max_ranks` ranks, spread evenly, read of `tensors`; DCP reads `whole_items`."""
     size = mesh.world_size
     ranks = range(size) if size <= max_ranks else [i * size // max_ranks for i in range(max_ranks)]
     files: dict[int, set[str]] = {rank: set() for rank in ranks}

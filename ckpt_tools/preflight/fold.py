@@ -257,10 +257,7 @@ class Fold:
 
 
 def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[str, ...]]:
-    """Return a mesh of at most `max_ranks` ranks with the same kinds of axes, and what became of every changed axis.
-
-    Data and tensor parallelism keep two ranks each, `dp_shard` before `tp` before `dp_replicate`; others are left out.
-    """
+    """Return a mesh of the same kinds of axes on at most `max_ranks` ranks, and what became of every changed axis."""
     sizes = dict(mesh.axes)
     shard = sizes.get(FSDP_AXIS, 1)
     notes = []

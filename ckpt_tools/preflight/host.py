@@ -30,8 +30,6 @@ from ckpt_tools.storage.staging import free_bytes
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
-# A machine, as far as a training job depends on it. None: nobody could look.
-
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, and not written to
 _SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "wekafs", "gluster", "afs", "panfs", "fuse", "9p")
 """How the types of file systems begin that several machines can see."""
@@ -82,7 +80,6 @@ class Host:
     driver: str | None = None
     torch: str | None = None
     torch_cuda: str | None = None
-    """CUDA that torch was built for: 12.8; "" for none."""
     nccl: str | None = None
     memory_bytes: int | None = None
     """That can still be allocated, within the job's limit."""
@@ -97,11 +94,8 @@ class Host:
     """CUDA's forward-compatible libraries, with which an older driver may do."""
     places: Mapping[str, Place] = field(default_factory=dict)
     addresses: tuple[str, ...] | None = None
-    """Of the host that the ranks meet at; () where its name cannot be resolved."""
     port_is_free: bool | None = None
 
-
-# What a run needs of each of its machines: out of its config, and out of what the scheduler has set.
 
 _KEPT = ("save_total_limit", "checkpoint.keep_latest_k", "trainer.max_actor_ckpt_to_keep", "ckpt.max_num")
 _ONE_NODE = ("accelerate", "verl")
@@ -459,9 +453,7 @@ def check_host(host: Host, needs: Needs) -> HostResult:
     meeting = tuple(_check_meeting(host, needs))
     places = tuple(one for path in needs.paths if path in host.places for one in _check_place(host.places[path], needs))
     return HostResult(
-        findings=(*findings, *places, *meeting),
-        what=_describe(host),
-        not_checked=tuple(_not_checked(host, needs)),
+        findings=(*findings, *places, *meeting), what=_describe(host), not_checked=tuple(_not_checked(host, needs))
     )
 
 

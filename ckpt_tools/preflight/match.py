@@ -49,7 +49,6 @@ class CheckpointMatch:
     """What is to be said about a checkpoint and a config."""
 
     path: str
-    """What was looked at: the model's part of the checkpoint."""
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...] = ()
     verify: Verification | None = None
@@ -172,21 +171,8 @@ def _check_model(opened: Opened, comparison: Comparison, where: str, spec: Paral
     yield from check_names(
         comparison, where=where, by_dcp=opened.format.loads_by_dcp, framework=spec.framework, mesh=proposed
     )
-    yield from check_adapters(
-        comparison,
-        shapes,
-        where=where,
-        rank=None if spec.adapter is None else spec.adapter.rank,
-        has_adapter=spec.adapter is not None,
-        key=spec.keys.get("adapter", "the rank of the adapter"),
-    )
-    yield from check_dtypes(
-        comparison,
-        where=where,
-        param_dtype=spec.param_dtype,
-        master_dtype=spec.master_dtype,
-        key=spec.keys.get("param_dtype", "the config"),
-    )
+    yield from _check_adapters(comparison, shapes, where, spec)
+    yield from _check_dtypes(comparison, where, spec)
     yield from _check_ties(opened, comparison, where)
 
 
@@ -249,16 +235,9 @@ def _saved_mesh(checkpoint: Checkpoint) -> Mesh | None:
 
 
 def look_at_model(
-    model: str,
-    *,
-    checkpoint: str | None = None,
-    mesh: Mesh | None = None,
-    cuts: Sequence[str] = (),
+    model: str, *, checkpoint: str | None = None, mesh: Mesh | None = None, cuts: Sequence[str] = ()
 ) -> ModelView:
-    """Return what is known of a model and of the tensors that a checkpoint has for it.
-
-    `cuts` are those of `check_checkpoint`. Raise RefusedConfigError where nothing may be built of the config.
-    """
+    """Return what is known of a model and a checkpoint for it; raise RefusedConfigError if it may not be built."""
     try:
         with ExitStack() as stack:
             job = Look(
@@ -282,10 +261,8 @@ def look_at_model(
 _STORED = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 
-def check_dtypes(
-    comparison: Comparison, *, where: str, param_dtype: str | None, master_dtype: str | None, key: str
-) -> Iterator[Finding]:
-    """Yield what becomes of the checkpoint's dtypes in a run that computes in `param_dtype`, as `key` says."""
+def _check_dtypes(comparison: Comparison, where: str, spec: ParallelSpec) -> Iterator[Finding]:
+    param_dtype, key = spec.param_dtype, spec.keys.get("param_dtype", "the config")
     num_bytes: Counter[str] = Counter()
     packed: list[str] = []
     for name, found in comparison.found.items():
@@ -314,27 +291,20 @@ def check_dtypes(
         )
     elif len(floats) > 1:
         yield Finding.info("checkpoint-dtype", where, f"several dtypes are stored: {total}")
-    master = _STORED.get(master_dtype or "")
+    master = _STORED.get(spec.master_dtype or "")
     if master == "F32" and set(floats) & {"F16", "BF16"}:
         yield Finding.info(
             "checkpoint-dtype", where, f"the checkpoint is {total}; the optimizer's copy is F32, twice as large"
         )
 
 
-def check_adapters(
-    comparison: Comparison,
-    shapes: Mapping[str, Sequence[int]],
-    *,
-    where: str,
-    rank: int | None,
-    has_adapter: bool,
-    key: str,
+def _check_adapters(
+    comparison: Comparison, shapes: Mapping[str, Sequence[int]], where: str, spec: ParallelSpec
 ) -> Iterator[Finding]:
-    """Yield what is to be said about adapters in the checkpoint; `rank` is that of the run's, as `key` says."""
     if not comparison.adapters:
         return
     count = len(comparison.adapters)
-    if not has_adapter:
+    if spec.adapter is None:
         alone = not comparison.found
         yield Finding.error(
             "checkpoint-adapter",
@@ -344,6 +314,7 @@ def check_adapters(
             f"merge it first: ckpt merge-lora BASE {where} NEW",
         )
         return
+    rank, key = spec.adapter.rank, spec.keys.get("adapter", "the rank of the adapter")
     ranks = {
         min(shapes[fqn]) for fqn in comparison.adapters if fqn in shapes and len(shapes[fqn]) == 2 and "lora_A" in fqn
     }

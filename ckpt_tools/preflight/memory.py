@@ -81,10 +81,7 @@ def ask(
     max_positions: int | None = None,
     savers: Sequence[str] = (),
 ) -> MemoryQuestion:
-    """Return what to estimate for a spec; `savers` is what `savers_of` found, `gpu_memory` is in bytes.
-
-    `model` may be a checkpoint whose headers tell the sizes; `max_positions` counts where the config gives no length.
-    """
+    """Return what to estimate for a spec; `gpu_memory` is in bytes, `max_positions` counts where no length is given."""
     whole, why_not = spec.mesh, _why_not(spec)
     if whole is None or why_not:
         return MemoryQuestion(options=None, why_not=why_not)

@@ -64,11 +64,7 @@ def compare(look: Look, here: Here) -> ModelView:
 
 
 def _describe(
-    look: Look,
-    facts: ModelFacts,
-    config: ModelConfig,
-    opened: Opened | None,
-    cuts: Sequence[tuple[str, ModelConfig]],
+    look: Look, facts: ModelFacts, config: ModelConfig, opened: Opened | None, cuts: Sequence[tuple[str, ModelConfig]]
 ) -> ModelView:
     # Classes and names of modules are those of the plain model, which is none that can be trained from these weights.
     plain = {key: value for key, value in config.values.items() if key != "quantization_config"}

@@ -65,13 +65,11 @@ class ModelFacts:
     num_experts: int | None = None
     vocab_size: int | None = None
     intermediate_sizes: tuple[int, ...] = ()
-    """Widths of the feed-forward parts (dense, experts, shared experts)."""
     max_positions: int | None = None
     tied_embeddings: bool | None = None
     quantization: Quantization | None = None
     blocks: tuple[str, ...] = ()
     module_classes: tuple[str, ...] | None = None
-    """Classes of all its modules; None when the model was not built."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """FQN → shape of every parameter, from the headers of the weights or from the built model; empty if neither."""
     stored: frozenset[str] = frozenset()
@@ -96,10 +94,7 @@ def read_facts(model: str) -> ModelFacts:
 
 
 def checked_config(model: str) -> ModelConfig:
-    """Read the config.json that `model` names, or holds; links that lead out of its directory are not followed.
-
-    Raise RefusedConfigError where nothing may be built of it.
-    """
+    """Read the config.json that `model` names or holds, not by links out of it, or raise RefusedConfigError."""
     directory, name = os.path.split(config_path(absolute(model)))
     with open_source(directory) as source:
         config = config_beside(source, name)
@@ -186,7 +181,6 @@ class Sources:
     """What there is to look at."""
 
     model: str | None = None
-    """Directory with a transformers config.json, or the file."""
     weights: str | None = None
     """Where the base model's weights are, when they are here."""
     checkpoint: str | None = None
@@ -196,11 +190,7 @@ class Sources:
 
 
 def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, checkpoint: str | None) -> Sources:
-    """Find the model's directory and the checkpoint.
-
-    A path of the config counts from the working directory, as for the trainer, then from the config's own. A hub id is
-    looked up in the local cache; nothing is downloaded.
-    """
+    """Find the model and the checkpoint, from here and from the config's folder; nothing is downloaded."""
     if checkpoint is not None and not exists(checkpoint):
         raise UsageError("there is no such checkpoint", where=checkpoint, hint="--checkpoint takes a path")
     missing: list[str] = []
@@ -282,11 +272,8 @@ def _described(directory: str, missing: list[str], *, passed: bool) -> str | Non
     where = escape_name(directory)
     if not is_file(path) or not path.endswith(".json"):
         if passed:
-            raise UsageError(
-                "there is no config.json of a model",
-                where=where,
-                hint="--model takes the directory that the model was downloaded to, or its config.json",
-            )
+            hint = "--model takes the directory that the model was downloaded to, or its config.json"
+            raise UsageError("there is no config.json of a model", where=where, hint=hint)
         missing.append(f"the model's classes, names and shapes: there is no config.json in {where}")
         return None
     if read_config(path).architecture is None:

@@ -27,12 +27,7 @@ _PEFT_PARTS = re.compile(r"\.(base_layer|modules_to_save\.[^.]+|original_module)
 
 
 def check_names(
-    comparison: Comparison,
-    *,
-    where: str,
-    by_dcp: bool,
-    framework: Framework,
-    mesh: str,
+    comparison: Comparison, *, where: str, by_dcp: bool, framework: Framework, mesh: str
 ) -> Iterator[Finding]:
     """Yield what is wrong with the names and shapes of a checkpoint, which `dcp.load` reads or transformers."""
     if comparison.refused is not None:
@@ -114,12 +109,7 @@ def _roots(comparison: Comparison) -> tuple[str | None, str | None, bool]:
 
 
 def _check_prefix(
-    comparison: Comparison,
-    where: str,
-    framework: Framework,
-    mesh: str,
-    *,
-    by_dcp: bool,
+    comparison: Comparison, where: str, framework: Framework, mesh: str, *, by_dcp: bool
 ) -> Iterator[Finding]:
     extra, lacking, wrapped = _roots(comparison)
     by_peft = any(without_peft(fqn) != fqn for found in comparison.found.values() for fqn in found.fqns)

@@ -39,11 +39,9 @@ class Sharding:
     policy: Policy
     mesh: Mesh
     blocks: Blocks
-    """For `shard_model`, as the next one."""
     activation_checkpointing: bool
     offload_optimizer: bool
     notes: tuple[str, ...]
-    """Options that FSDP2 does not have, and its way instead."""
 
 
 def read_sharding(

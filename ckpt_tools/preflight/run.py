@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Annotated
+from typing import Annotated, Any
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
@@ -40,8 +40,6 @@ from ckpt_tools.processes.child import Child
 from ckpt_tools.smoke import SmokeReport, run_smoke
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size, parse_size
-
-# What `ckpt preflight` is asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +78,6 @@ class PreflightOptions(PreflightFields):
     def gpu_bytes(self) -> int | None:
         """Memory of a device."""
         return None if self.gpu_memory is None else parse_size(self.gpu_memory)
-
-
-# What is checked before a run, and what was found so far.
 
 
 @dataclass(slots=True)
@@ -136,10 +131,21 @@ class Flight:
                 self.places.setdefault(finding, place)
         return findings
 
-    def results(self) -> tuple[CheckResult, ...]:
-        """Return what the checks said, in the order in which they are shown."""
+    def report(self, **fields: Any) -> PreflightReport:  # noqa: ANN401 - those of the report
+        """Return what was found, with the checks in the order in which they are shown."""
         names: list[CheckName] = [*CHECKS[:2], "host", *CHECKS[2:]]
-        return tuple(self.checks[name] for name in names if name in self.checks)
+        return PreflightReport(
+            checks=tuple(self.checks[name] for name in names if name in self.checks),
+            findings=tuple(self.findings),
+            not_checked=tuple(dict.fromkeys(self.not_checked)),
+            notes=tuple(dict.fromkeys(self.notes)),
+            configs=self.options.configs,
+            ignored=tuple(self.ignored),
+            places=self.places,
+            is_strict=self.options.strict,
+            left_out=tuple(name for name in CHECKS if self.options.why_skipped(name)),
+            **fields,
+        )
 
     @property
     def has_errors(self) -> bool:
@@ -251,25 +257,16 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             estimate = _check_memory(check, flight, spec, doubted, None if too_small else estimating, gpu_memory)
     for code in set(options.ignore) - {one.code for one in flight.ignored}:
         flight.notes.append(f"--ignore {escape_name(code)}: there is no such finding")
-    return PreflightReport(
+    return flight.report(
         config=config_path,
         framework=" + ".join((*(one.framework for one in config.beside), config.framework)),
         mesh=None if spec.mesh is None else str(spec.mesh),
         spec=spec,
         options=config.options,
-        checks=flight.results(),
-        findings=tuple(flight.findings),
         estimate=estimate,
         verify=None if match is None else match.verify,
         checkpoint=match,
         smoke=report,
-        not_checked=tuple(dict.fromkeys(flight.not_checked)),
-        notes=tuple(dict.fromkeys(flight.notes)),
-        configs=paths,
-        ignored=tuple(flight.ignored),
-        places=flight.places,
-        is_strict=options.strict,
-        left_out=tuple(name for name in CHECKS if options.why_skipped(name)),
     )
 
 
@@ -296,17 +293,7 @@ def _machine_alone(options: PreflightOptions) -> PreflightReport:
     with flight.check("config") as check:
         check.was_made, check.what = True, "none: what a run needs of this machine is what its environment says"
     _check_host(flight, needs_of((), None))
-    return PreflightReport(
-        config="",
-        framework="",
-        mesh=None,
-        spec=None,
-        checks=flight.results(),
-        findings=tuple(flight.findings),
-        not_checked=tuple(flight.not_checked),
-        ignored=tuple(flight.ignored),
-        is_strict=options.strict,
-    )
+    return flight.report(config="", framework="", mesh=None, spec=None)
 
 
 def _check_host(flight: Flight, needs: Needs) -> None:
@@ -332,10 +319,7 @@ def _describe_files(config: Config) -> Iterator[str]:
 
 
 def _broken_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
-    """Return what the rules find in all configs of a run.
-
-    Of arguments below a launcher's config only what they say can be wrong: what they lack, the other may say.
-    """
+    """Return what rules find in all configs of a run: in arguments beside a launcher's, what they say themselves."""
     found = check_rules(config, facts)
     if config.beside:
         found = tuple(one for one in found if look_up(config.values, one.where) is not None)
@@ -425,11 +409,7 @@ def _check_memory(
 
 
 def _needs_optimizer(config: Config) -> bool:
-    """Does what this framework resumes from have to hold the optimizer's state?
-
-    Source: torchtitan's `CheckpointManager`, whose initial_load_path takes the model alone by default; ai-toolkit's
-    pretrained_lora_path, which is an adapter.
-    """
+    """Must what is resumed hold an optimizer? Not torchtitan's initial_load_path, nor ai-toolkit's adapter."""
     if config.framework == "torchtitan":
         loads_model = look_up(config.values, "checkpoint.initial_load_model_only")
         return loads_model is not None and loads_model.is_off
@@ -465,12 +445,7 @@ def _describe_match(match: CheckpointMatch) -> str:
 
 
 def run_trial(
-    check: Check,
-    flight: Flight,
-    spec: ParallelSpec,
-    sources: Sources,
-    match: CheckpointMatch | None,
-    view: ModelView,
+    check: Check, flight: Flight, spec: ParallelSpec, sources: Sources, match: CheckpointMatch | None, view: ModelView
 ) -> SmokeReport | None:
     """Run it, and say in `check` and `flight` what it found; None where it was not run."""
     if sources.model is None:

@@ -50,24 +50,20 @@ class ParallelSpec:
     selective_checkpointing: str | None = None
     """What is run again of it: "op", all but the results of costly operations; or another choice of the trainer's."""
     sequence_parallel: bool = False
-    """tp also cuts what passes between blocks."""
     loss_parallel: bool = False
     """tp also cuts the logits."""
     schedule: str | None = None
     micro_batch: int = 1
-    """Samples of a pipeline's micro-batch."""
     wrap_classes: tuple[str, ...] = ()
     wrap_min_num_params: int | None = None
     adapter: AdapterSpec | None = None
-    """None: every parameter is trained."""
     quantize: str | None = None
     optimizer: str | None = None
     seq_len: int | None = None
     batch_size: int | None = None
+    """Samples per rank and step."""
     wraps_blocks: bool = True
-    """False: the model is one FSDP group, which is gathered whole."""
     state_dict_type: str | None = None
-    """FULL_STATE_DICT or SHARDED_STATE_DICT, where the config says."""
     cpu_ram_efficient_loading: bool | None = None
     model: str | None = None
     resume_from: str | None = None
@@ -96,10 +92,7 @@ Source: `accelerate/parallelism_config.py:_get_mesh`, torchtitan `ParallelDims.b
 
 
 def build_mesh(axes: Mapping[str, int], world_size: int | None, *, order: Sequence[str] = ORDER) -> Mesh | None:
-    """Return the mesh of `axes` over all ranks, or None where they do not fit together or the ranks are not known.
-
-    One axis may be -1, the rest; axes that are not in `order` take no ranks of their own.
-    """
+    """Return the mesh of `axes` over all ranks (one may be -1, the rest); None where they do not fit."""
     sizes = {name: axes.get(name, 1) for name in order if name in AXES}
     rest = [name for name, size in sizes.items() if size == -1]
     if any(size < 1 for size in sizes.values() if size != -1) or len(rest) > 1:
@@ -136,11 +129,7 @@ def sharding_strategy(spec: ParallelSpec, *, reshards: bool) -> str:
 
 
 def shard_mesh(mesh: Mesh | None) -> Mesh | None:
-    """Return the axes that cut or copy parameters; stages of a pipeline are left out.
-
-    FSDP shards over dp_shard × cp, and over ep where that has ranks of its own (axolotl): an expert is then on one rank
-    of ep and cut over the rest, which is as small a part.
-    """
+    """Return the axes that cut or copy parameters: FSDP cuts over dp_shard × cp × ep, and stages are left out."""
     if mesh is None:
         return None
     axes = []

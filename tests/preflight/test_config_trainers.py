@@ -388,8 +388,5 @@ def test_verl_interpolations_are_followed_and_others_said(tmp_path: Path) -> Non
     assert config.spec.adapter is not None
     assert config.spec.adapter.rank == 16
     assert ("unknown-value", "warning", "actor_rollout_ref.actor.fsdp_config.model_dtype") in found(config)
-    assert config.options.unread == (
-        "actor_rollout_ref.model.path",
-        "actor_rollout_ref.actor.fsdp_config.model_dtype",
-    )
+    assert config.options.unread == ("actor_rollout_ref.model.path", "actor_rollout_ref.actor.fsdp_config.model_dtype")
     assert config.spec.model is None

@@ -33,10 +33,7 @@ from ckpt_tools.preflight.plain_values import dtype_name, find_value
 from ckpt_tools.preflight.spec import Engine
 
 DEFAULTS = PluginDefaults(
-    auto_wrap_policy=None,
-    min_num_params=10**8,
-    full_state_dict=False,
-    cpu_ram_efficient_loading=True,
+    auto_wrap_policy=None, min_num_params=10**8, full_state_dict=False, cpu_ram_efficient_loading=True
 )
 """Source: the defaults of `accelerate launch`'s command line, which the file overrides."""
 _DEVICES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")

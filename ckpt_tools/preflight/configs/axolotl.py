@@ -99,20 +99,14 @@ def _axes(given: Given[_Axolotl]) -> dict[str, int]:
 
 
 def _dtypes(given: Given[_Axolotl]) -> tuple[str, str | None, str]:
-    """Return the dtypes of computation, of averaging, and of what is trained.
-
-    axolotl's own FSDP2 does not widen what it loads, accelerate's FSDP1 does.
-    """
+    """Return the dtypes of computation, averaging, and what is trained, which axolotl's own FSDP2 does not widen."""
     compute, stored, is_mixed = _precision(given.raw)
     is_widened = given.spec.engine == "fsdp1" and is_mixed
     return compute, compute if given.is_fsdp else None, "f32" if is_widened else stored
 
 
 def _precision(raw: _Axolotl) -> tuple[str, str, bool]:
-    """Return in which dtype a model computes, in which it is loaded, and whether accelerate mixes precisions.
-
-    bf16 is "auto" unless said otherwise, which means bf16 on every GPU that has it, and gives way to fp16.
-    """
+    """Return the dtypes of computation and loading, and whether accelerate mixes; bf16: auto gives way to fp16."""
     word = "auto" if raw.bf16 is None else raw.bf16.lower()
     if as_truth(word) is True or (word == "auto" and not raw.fp16):
         return "bf16", "bf16", True

@@ -84,27 +84,19 @@ OpenFile = Callable[[str], tuple[str, str] | None]
 class Script:
     """A script as far as it can be read without running it."""
 
-    commands: tuple[tuple[str, ...], ...]
+    commands: tuple[tuple[str, ...], ...] = ()
     assumed: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     written: Mapping[str, str | None] = field(default_factory=dict)
-    """Files that it writes itself → their text; None where that is not certain."""
     takes_arguments: bool = False
     num_tasks: int | None = None
 
 
 def read_script(
-    text: str,
-    *,
-    path: str | None = None,
-    open_file: OpenFile | None = None,
-    arguments: tuple[str, ...] | None = None,
+    text: str, *, path: str | None = None, open_file: OpenFile | None = None, arguments: tuple[str, ...] | None = None
 ) -> Script:
-    """Return the commands of a script; raise ValueError where something is never closed or the script is too large.
-
-    `open_file` opens the files that it reads in. Where `arguments` are None, `$@` is taken for nothing.
-    """
+    """Return a script's commands, or raise ValueError; `open_file` opens what it reads, `arguments` are `$@`."""
     shell = _Shell(open_file=open_file or (lambda _: None))
     shell.known.path, shell.known.arguments = path, arguments
     slurm = slurm_variables(text)
@@ -119,7 +111,7 @@ def read_script(
         commands=tuple(shell.commands),
         assumed=tuple(shell.known.assumed),
         files=tuple(shell.files),
-        missing=tuple(shell.missing),
+        absent=tuple(shell.missing),
         written=shell.written,
         takes_arguments=shell.known.takes_arguments,
         num_tasks=int(slurm["SLURM_NTASKS"][:9]) if "SLURM_NTASKS" in slurm else None,
@@ -149,7 +141,6 @@ class _Shell:
     targets: tuple[str, ...] = ()
     appends: bool = False
     last: tuple[str, ...] = ()
-    """The words of the last command: a here-document is its input."""
     last_targets: tuple[str, ...] = ()
     num_calls: int = 0
 

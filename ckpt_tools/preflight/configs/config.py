@@ -17,10 +17,6 @@ _MAX_SHOWN = 6
 _ALWAYS_KNOWN = frozenset({"framework", "keys"})
 
 
-def _nowhere(_: str) -> Place | None:
-    return None
-
-
 _ARGUMENTS = re.compile(r"\$([@*0-9]|\{[@*0-9][^}]*\})")
 
 
@@ -43,7 +39,6 @@ class Options:
     words: tuple[str, ...] = ()
     """Words of a command line that stand for nobody knows which options: `$@`, `$EXTRA`, `"${ARGS[@]}"`."""
     variables: tuple[str, ...] = ()
-    """Key paths whose values are not in the file, on which nothing depends."""
 
     @property
     def is_known(self) -> bool:
@@ -76,10 +71,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A trainer's config that was read: what it asks for, how much of it is understood, and what is wrong with it.
-
-    `assumed` are variables of a script whose default counts.
-    """
+    """A trainer's config that was read: what it asks for, how much of it is understood, and what is wrong with it."""
 
     framework: Framework
     path: str
@@ -89,7 +81,6 @@ class Config:
     spec: ParallelSpec
     options: Options
     world_keys: tuple[str, ...] = ()
-    """Key paths that together say how many ranks there are."""
     contents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
@@ -97,7 +88,7 @@ class Config:
     not_checked: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     """Scripts that would say a part of it, and are not here."""
-    place: Callable[[str], Place | None] = _nowhere
+    place: Callable[[str], Place | None] = lambda _: None
     beside: tuple[Config, ...] = ()
     """Other configs of the same run, which all say together what `spec` has: the arguments below a launcher's."""
 

@@ -37,12 +37,7 @@ Stage = tuple[str | None, bool, bool]
 
 
 def read_deepspeed(given: Given[Any], option: str, value: object) -> Stage:
-    """Read what `deepspeed` or `deepspeed_config_file` says of sharding: content, or a path.
-
-    A relative path begins where the trainer is started: here, beside the config, or at the root of the repository that
-    the config lies in. A file that is not on this machine, or cannot be read, is noted: nothing is known of what it
-    says.
-    """
+    """Read what an option says of sharding, content or a path; a file that cannot be read here is noted as unread."""
     if isinstance(value, str):
         value = _content(value, _folders(given.document.path))
         given.contents |= {} if value is None else {option: value}

@@ -77,10 +77,7 @@ class PluginDefaults:
 
 
 def without_prefix(source: Source) -> Source:
-    """Return a source whose `fsdp_config` has its keys without prefix.
-
-    A key that is there in both spellings counts as the frameworks count it: the later one wins.
-    """
+    """Return a source whose `fsdp_config` has keys without prefix; of a key in both spellings the later one wins."""
     section = source.values.get(SECTION)
     if not isinstance(section, Mapping):
         return source
@@ -100,11 +97,7 @@ def without_prefix(source: Source) -> Source:
 def plugin_rows(
     defaults: PluginDefaults, *, offload: Row[Any], v1: Row[Any] | None = None, v2: Row[Any] | None = None
 ) -> Mapping[Engine, Table[Any]]:
-    """Return the rows of what the plugin makes of its options, for both versions of FSDP.
-
-    `offload` is the row of `offload_params`, whose name differs; `v1` and `v2` replace that of the strategy under FSDP1
-    (FULL_SHARD) and FSDP2 (`reshard_after_forward` and the mesh).
-    """
+    """Return the rows of the plugin for both versions of FSDP; `v1` and `v2` replace those of the strategy."""
 
     def classes(given: Given[Any]) -> tuple[str, ...]:
         return given.raw.fsdp_config.transformer_layer_cls_to_wrap or () if policy(given) == TRANSFORMER_WRAP else ()

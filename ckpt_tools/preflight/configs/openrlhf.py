@@ -316,9 +316,7 @@ _TABLE: Table[_OpenRlhf] = {
     "batch_size": row("micro_batch_size", value=_batch_size),
     "model": row("model"),
     "resume_from": row(
-        "load_checkpoint",
-        "ckpt_path",
-        value=lambda given: given.raw.ckpt_path if given.raw.load_checkpoint else None,
+        "load_checkpoint", "ckpt_path", value=lambda given: given.raw.ckpt_path if given.raw.load_checkpoint else None
     ),
 }
 _BY_ENGINE: Mapping[Engine, Table[_OpenRlhf]] = {

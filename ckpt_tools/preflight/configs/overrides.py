@@ -106,11 +106,7 @@ def is_override(word: str) -> bool:
 
 
 def read_overrides(tokens: Sequence[str], *, configs: Collection[str] = (), groups: Collection[str] = ()) -> Overrides:
-    """Read the overrides among the words that follow the program; options of Hydra's own are passed over.
-
-    What lies in another config than the known `configs` is not known; what a known group chooses is returned, and not
-    put into the tree.
-    """
+    """Read the overrides among the words after a program; `configs` are known, of `groups` the choice is returned."""
     values: dict[str, object] = {}
     added: set[str] = set()
     findings: list[Finding] = []
@@ -184,10 +180,7 @@ def plain_value(text: str) -> object:
 
 
 def resolve(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a tree with `${…}` replaced by what it points at.
-
-    Values that point nowhere, at the environment or at variables of a shell stay what is written.
-    """
+    """Return a tree with `${…}` replaced by what it points at; what points nowhere in it stays what is written."""
     counter = count(1)
 
     def walk(value: object, path: tuple[str | int, ...]) -> object:
@@ -255,10 +248,7 @@ _ASSIGNED = re.compile(r"(?P<sign>[+~]{0,2})(?P<path>[A-Za-z_][\w@]*(\.\w+)*)(=(
 
 
 def overridden(document: Document, words: Sequence[str], *, is_strict: bool = False) -> Document:
-    """Return a file with values that the words of a command line override.
-
-    Words for unknown options join its `words_unread`; those that set nothing are passed over unless `is_strict`.
-    """
+    """Return a file with values that words override; those that set nothing are passed over unless `is_strict`."""
     first = next((at for at, word in enumerate(words) if word.startswith("--")), len(words))
     options, unread = read_flags(words[first:])
     values: Mapping[str, object] = document.values or {}
@@ -274,10 +264,7 @@ def overridden(document: Document, words: Sequence[str], *, is_strict: bool = Fa
         value = None if found["sign"] == "~" else plain_value(found["value"] or "")
         values = _put(values, found["path"].split("."), value)
     return replace(
-        document,
-        values=values,
-        overrides=(*document.overrides, *words),
-        words_unread=(*document.words_unread, *unread),
+        document, values=values, overrides=(*document.overrides, *words), words_unread=(*document.words_unread, *unread)
     )
 
 

@@ -96,10 +96,7 @@ def options_of(
     *,
     guesses: Iterator[int] | None = None,
 ) -> Iterator[Option]:
-    """Yield every option of a config, or of the part at `path`, with what the framework's model says of it.
-
-    `guesses` holds one item for each unknown name that may still be compared with the known ones, which takes a while.
-    """
+    """Yield every option of a config, or of its part at `path`; `guesses` limits comparisons with known names."""
     guesses = iter(range(MAX_GUESSES)) if guesses is None else guesses
     sections, fields = dict(_sections(model)), names_of(model)
     for key, value in values.items():
@@ -125,10 +122,7 @@ def options_of(
 def _known(
     names: frozenset[str], path: tuple[str | int, ...], value: object, guesses: Iterator[int]
 ) -> Iterator[Option]:
-    """Yield an option that the framework has and no field reads; `names` are those inside it, where they are known.
-
-    Nothing checked depends on it, so an unknown option inside is worth a warning only if it is misspelt.
-    """
+    """Yield an option that the framework has and no field reads; `names` are those inside it, where they are known."""
     if names and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         for index, item in enumerate(value):
             yield from _known(names, (*path, index), item, guesses)
@@ -151,11 +145,7 @@ def _known(
 
 
 def _unknown(model: type[Section], path: tuple[str | int, ...], value: object, names: frozenset[str]) -> Option:
-    """Return an option that is none of `names`.
-
-    One that is misspelt is an error where it decides what a run needs, or where the framework stops at it. One that
-    resembles none is never an error: a release that is newer than the list may have it.
-    """
+    """Return an option that is none of `names`: an error only if it is misspelt; newer releases may have others."""
     key = str(path[-1])
     near = model.instead.get(key) or (nearest(key, names) if names else None)
     is_misspelt = near is not None and (key in model.instead or is_typo(key, near))
@@ -443,10 +433,7 @@ def validate(
     words: Iterable[str] = (),
     what: str = "key",
 ) -> tuple[SectionType, tuple[Finding, ...], Options]:
-    """Return a config as its model, what in it has a wrong type or is not known, and how much of it is understood.
-
-    An option whose value is not in the file counts as not given. `added` and `words` are those of `table.Source`.
-    """
+    """Return a config as its model, findings on types and names, and how much is understood; see `table.Source`."""
     findings: list[Finding] = []
     options = [
         replace(one, status="passed over", severity=None)

@@ -117,20 +117,9 @@ def reshard_row(option: str) -> Row[Any]:
     return row(option, value=strategy, engines=FSDP)
 
 
-def _whole(raw: Any) -> Any:  # noqa: ANN401 - a section of any trainer
-    return raw
-
-
-def _no_more(_: object) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A document, made ready for one table.
-
-    `model` are the options that there are, `noun` what one is called; `check` adds what else is wrong.
-    """
+    """A document, made ready for one table; `noun` is what an option is called, `check` adds what else is wrong."""
 
     model: type[Section]
     table: Table[Any]
@@ -139,14 +128,14 @@ class Source:
     options: Mapping[str, object] | None = None
     """The same in the spelling of `model`, where that is another one."""
     spell: Spell = str
-    part: Callable[[Any], Section] = _whole
+    part: Callable[[Any], Section] = lambda raw: raw
     root: str = ""
     added: Collection[str] = ()
     """Paths of options that the user adds on purpose, whatever the framework has."""
     words: tuple[str, ...] = ()
     noun: str = "key"
     findings: tuple[Finding, ...] = ()
-    check: Callable[[Given[Any]], None] = _no_more
+    check: Callable[[Given[Any]], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

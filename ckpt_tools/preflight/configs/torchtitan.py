@@ -146,11 +146,7 @@ _SELECTIONS = {"SelectiveAC": "op", "MemoryBudgetAC": "memory_budget"}
 
 
 def _checkpointing(given: Given[_TorchTitan]) -> tuple[bool, str | None]:
-    """Return whether blocks run again whole, or which selection of them does.
-
-    The default is selective: of operations since 0.3, whose JSON tells the class by its fields; before, of every second
-    block.
-    """
+    """Return whether blocks run again whole, or which selection does: of operations since 0.3, else every second."""
     section = given.raw.activation_checkpoint
     is_default = "activation_checkpoint" not in given.raw.model_fields_set
     if section.kind is not None:
@@ -248,11 +244,7 @@ def _prepare(document: Document) -> Source:
         is_off = last.startswith("no_") and value is True
         put(values, [*parents, last.removeprefix("no_") if is_off else last], False if is_off else value)
     words = (*unread, *named)
-    return Source(model=_TorchTitan, table=_TABLE, values=values, words=words, findings=findings, spell=_as_flag)
-
-
-def _as_flag(path: str) -> str:
-    return f"--{path}"
+    return Source(model=_TorchTitan, table=_TABLE, values=values, words=words, findings=findings, spell="--{}".format)
 
 
 def _registered(

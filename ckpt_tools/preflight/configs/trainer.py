@@ -34,10 +34,7 @@ from ckpt_tools.preflight.plain_values import as_truth, dtype_name
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 DEFAULTS = PluginDefaults(
-    auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-    min_num_params=0,
-    full_state_dict=True,
-    cpu_ram_efficient_loading=False,
+    auto_wrap_policy="TRANSFORMER_BASED_WRAP", min_num_params=0, full_state_dict=True, cpu_ram_efficient_loading=False
 )
 """Source: `_process_fsdp_args`."""
 _TRL = ("sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation")
@@ -139,12 +136,8 @@ def with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[str
             return {**values, SECTION: read_document(place).values or {}}, ()
         except CkptError as error:
             problem = error.what
-    finding = Finding.error(
-        "missing-file",
-        SECTION,
-        f"{name}: {problem}; its options count as not given",
-        "name a JSON file, or write its options below fsdp_config",
-    )
+    what = f"{name}: {problem}; its options count as not given"
+    finding = Finding.error("missing-file", SECTION, what, "name a JSON file, or write its options below fsdp_config")
     return {key: value for key, value in values.items() if key != SECTION}, (finding,)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import operator
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -29,7 +30,6 @@ class Variables:
     exported: set[str] = field(default_factory=set)
     assumed: dict[str, None] = field(default_factory=dict)
     is_sourced: bool = False
-    """Another file was read in before, which may have set anything."""
     arguments: tuple[str, ...] | None = None
     takes_arguments: bool = False
     has_other_arguments: bool = False
@@ -78,10 +78,7 @@ class Variables:
         self.is_sourced = True
 
     def text(self, word: Word) -> str | None:
-        """Return what a word says as one text, as in an assignment; what is not known in it stays what is written.
-
-        None where nothing can be said: an array, or an expansion with blanks, at which it would fall apart later.
-        """
+        """Return the text of a word, its unknown parts as written; None for an array, or where blanks would cut it."""
         parts: list[str] = []
         for piece in word:
             value = self._value(piece.text) if piece.is_expansion else piece.text
@@ -323,6 +320,15 @@ def _arithmetic(text: str, look: Look) -> str | None:
     return None if result is None else str(result)
 
 
+_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
 def _compute(node: ast.expr) -> int | None:
     """Return the value of whole numbers with + - * / and %, which round to zero as in a shell."""
     if isinstance(node, ast.Constant):
@@ -332,12 +338,6 @@ def _compute(node: ast.expr) -> int | None:
     left, right = _compute(node.left), _compute(node.right)
     if left is None or right is None or max(left, right) >= 10**18 or min(left, right) < 0:
         return None
-    if isinstance(node.op, ast.Add):
-        return left + right
-    if isinstance(node.op, ast.Sub):
-        return left - right
-    if isinstance(node.op, ast.Mult):
-        return left * right
-    if isinstance(node.op, (ast.Div, ast.Mod)) and right > 0:
-        return left // right if isinstance(node.op, ast.Div) else left % right
-    return None
+    compute = _OPERATORS.get(type(node.op))
+    is_division = isinstance(node.op, (ast.Div, ast.Mod))
+    return None if compute is None or (is_division and not right) else compute(left, right)

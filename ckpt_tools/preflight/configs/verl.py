@@ -357,10 +357,7 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
 
 
 def _on_megatron(table: Table[Any], at: str) -> Table[Any]:
-    """Return a table with the mesh of Megatron, which is told of it below `at`; data-parallel ranks are the rest.
-
-    Source: `megatron_workers.py`, which stops where tp × pp × cp does not divide the ranks; experts share them.
-    """
+    """Return a table with the mesh of Megatron, told below `at`; data-parallel ranks are the rest."""
     names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
     sizes: Table[Any] = {f"axes.{axis}": row(f"{at}.{name}_parallel_size", default=1) for axis, name in names.items()}
     rest = {name: one for name, one in table.items() if name not in ("axes", "mesh")}

@@ -76,11 +76,7 @@ def rollouts_spread(case: Case) -> Iterator[Violation]:
     frameworks=("verl",),
 )
 def mini_batches_fit(case: Case) -> Iterator[Violation]:
-    """Without dynamic batches.
-
-    Source: verl 0.9.1 `workers/config/actor.py:226-242`, `workers/config/critic.py:126`,
-    `workers/engine_workers.py:267`, `workers/engine/utils.py:125`; 0.7.1 `workers/fsdp_workers.py:249-269`.
-    """
+    """Source: verl 0.9.1 `workers/config/{actor,critic}.py`, `engine_workers.py:267`, `engine/utils.py:125`."""
     ranks = case.spec.world_size
     for role in (_ACTOR, "critic") if _has_critic(case) else (_ACTOR,):
         mini = case.option(f"{role}.ppo_mini_batch_size")
@@ -158,10 +154,7 @@ def global_batch(case: Case) -> Iterator[Violation]:
     frameworks=("openrlhf",),
 )
 def train_batch(case: Case) -> Iterator[Violation]:
-    """Ranks of a ring or of TP see the same samples.
-
-    Source: OpenRLHF 0.11.2 `utils/deepspeed/deepspeed.py:110-116,455`, DeepSpeed `runtime/config.py:_batch_assertion`.
-    """
+    """Source: OpenRLHF 0.11.2 `utils/deepspeed/deepspeed.py:110-116,455`, DeepSpeed `_batch_assertion`."""
     micro, ranks = case.whole("train.micro_batch_size", "micro_train_batch_size") or 0, _data_ranks(case)
     if case.spec.engine == "deepspeed" and not case.is_on("train.dynamic_batch_enable", "use_dynamic_batch"):
         batch = case.option("train.batch_size", "train_batch_size")
@@ -249,11 +242,7 @@ _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     frameworks=tuple(_ARGUMENTS),
 )
 def deepspeed_sizes(case: Case) -> Iterator[Violation]:
-    """Look at what is not auto.
-
-    Source: transformers 5.23.0 `integrations/deepspeed.py:trainer_config_process` (`fill_match`), DeepSpeed
-    `runtime/config.py:_batch_assertion`.
-    """
+    """Source: transformers 5.23.0 `integrations/deepspeed.py:fill_match`, DeepSpeed `_batch_assertion`."""
     if case.spec.engine != "deepspeed":
         return
     at, ranks, sizes = _SECTIONS.get(case.framework, "deepspeed."), _data_ranks(case), []

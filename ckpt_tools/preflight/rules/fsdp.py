@@ -37,11 +37,7 @@ def wants_fsdp(case: Case) -> Setting | None:
     frameworks=("trainer", "axolotl", "ai-toolkit"),
 )
 def one_engine(case: Case) -> Iterator[Violation]:
-    """Look for two engines.
-
-    Source: `transformers/trainer.py:Trainer.__init__`, axolotl `check_fsdp_deepspeed` and `setup_fsdp_envs`;
-    the table of exclusions in ai-toolkit's FSDP plan.
-    """
+    """Source: transformers' `Trainer.__init__`, axolotl `check_fsdp_deepspeed`, ai-toolkit's FSDP plan."""
     if case.framework == "ai-toolkit":
         yield from _ai_engines(case)
         return
@@ -73,11 +69,7 @@ def _ai_engines(case: Case) -> Iterator[Violation]:
     frameworks=("accelerate", "trainer", "openrlhf"),
 )
 def unused_engine(case: Case) -> Iterator[Violation]:
-    """Look for sections that nothing reads.
-
-    Source: `accelerate/commands/launch.py:_validate_launch_command` (distributed_type alone chooses),
-    `transformers/training_args.py:_process_fsdp_args` (returns at once without `fsdp`).
-    """
+    """Source: accelerate `_validate_launch_command` (distributed_type chooses), transformers `_process_fsdp_args`."""
     if case.framework == "accelerate":
         kind = case.get("distributed_type")
         for section, reader in _SECTIONS.items():
@@ -141,12 +133,7 @@ def _uses_fsdp_section(case: Case) -> bool:
 
 
 def default_version(framework: Framework) -> int:
-    """Return the FSDP version that a missing `fsdp_version` means.
-
-    Source: `accelerate/commands/launch.py` (`--fsdp_version` defaults to 1), axolotl
-    `check_fsdp_version_in_fsdp_config` (0.20 and later: 2), `transformers/training_args.py:_process_fsdp_args` (2 since
-    5.10).
-    """
+    """Return what a missing `fsdp_version` means. Source: accelerate `launch.py`, axolotl 0.20, transformers 5.10."""
     return 1 if framework == "accelerate" else 2
 
 
@@ -174,10 +161,7 @@ def reshard_is_bool(case: Case) -> Iterator[Violation]:
     frameworks=("trainer",),
 )
 def v1_strategy(case: Case) -> Iterator[Violation]:
-    """Words that nobody knows are found when the config is read; truths are words to Trainer.
-
-    Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`.
-    """
+    """Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`, to which truths are words."""
     found = case.get("fsdp")
     if found is None or not isinstance(found.value, (str, list)):
         return
@@ -233,16 +217,8 @@ def version_missing(case: Case) -> Iterator[Violation]:
         return
     means = f"FSDP{default_version(case.framework)} in {case.framework}"
     means += " 0.20 and later, and FSDP1 before" if case.framework == "axolotl" else ""
-    key = "fsdp_version" if case.framework == "axolotl" else _spelling(case, "version")
+    key = "fsdp_version" if case.framework == "axolotl" else case.fsdp_key("version")
     yield Violation(key, f"{key} is missing, which means {means}", f"{key}: 2")
-
-
-def _spelling(case: Case, name: str) -> str:
-    """Return an option's key in the way the file spells its others."""
-    section = case.get("fsdp_config")
-    names = list(section.value) if section is not None and isinstance(section.value, Mapping) else []
-    prefixed = any(str(one).startswith("fsdp_") for one in names) or (case.framework == "accelerate" and not names)
-    return f"fsdp_config.{'fsdp_' if prefixed else ''}{name}"
 
 
 @warning_rule(
@@ -256,7 +232,7 @@ def reshard_under_v1(case: Case) -> Iterator[Violation]:
     found = case.fsdp_option("reshard_after_forward")
     if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in ("FULL_SHARD", "TRUE", "1"):
         what = f"{found} is not read under FSDP1, whose sharding_strategy is FULL_SHARD by default"
-        fix = f"{_spelling(case, 'sharding_strategy')}: {found.text}, or {_spelling(case, 'version')}: 2"
+        fix = f"{case.fsdp_key('sharding_strategy')}: {found.text}, or {case.fsdp_key('version')}: 2"
         yield Violation(found.key, what, fix)
 
 
@@ -321,7 +297,7 @@ def matching_policy(case: Case) -> Iterator[Violation]:
         found = case.fsdp_option(name)
         if found is not None and policy != reader and found.value not in (0, "", []):
             what = f"{name} is read under {reader} only, the policy is {policy}"
-            yield Violation(found.key, what, f"{_spelling(case, 'auto_wrap_policy')}: {reader}, or remove {found.key}")
+            yield Violation(found.key, what, f"{case.fsdp_key('auto_wrap_policy')}: {reader}, or remove {found.key}")
 
 
 @warning_rule(
@@ -336,14 +312,14 @@ def blocks_are_wrapped(case: Case) -> Iterator[Violation]:
         return
     policy, found = _policy(case), case.fsdp_option("auto_wrap_policy")
     smallest = case.fsdp_option("min_num_params")
-    key = found.key if found is not None else _spelling(case, "auto_wrap_policy")
+    key = found.key if found is not None else case.fsdp_key("auto_wrap_policy")
     if policy is None:
         yield Violation(key, f"no {key}: all blocks are one FSDP group", f"{key}: {_POLICIES[0]}")
     elif policy == "NO_WRAP":
         yield Violation(key, "NO_WRAP: all blocks are one FSDP group", f"{key}: {_POLICIES[0]}")
     elif policy == "SIZE_BASED_WRAP" and case.framework == "trainer" and (smallest is None or smallest.value == 0):
         what = "SIZE_BASED_WRAP with min_num_params 0 wraps nothing in Trainer"
-        yield Violation(key, what, f"{_spelling(case, 'min_num_params')}: 100000000")
+        yield Violation(key, what, f"{case.fsdp_key('min_num_params')}: 100000000")
 
 
 def _stops_launch(case: Case) -> bool:

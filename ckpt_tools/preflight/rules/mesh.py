@@ -24,11 +24,7 @@ def parallelism_sizes(case: Case) -> Mapping[str, object] | None:
     fix="change one axis, or the number of processes, so that the product is the world size",
 )
 def axis_product(case: Case) -> Iterator[Violation]:
-    """Compare the product of the axes with the ranks.
-
-    Source: `accelerate/parallelism_config.py:_validate_accelerator`, torchtitan `ParallelDims._validate`, axolotl
-    `_get_parallel_config_kwargs`, verl `create_device_mesh`, OpenRLHF `setup_distributed`.
-    """
+    """Source: accelerate `_validate_accelerator`, torchtitan `ParallelDims._validate`, verl `create_device_mesh`."""
     world, axes = case.spec.world_size, case.spec.axes
     if world is None:
         return
@@ -84,11 +80,7 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
     frameworks=("accelerate", "trainer"),
 )
 def needs_fsdp2(case: Case) -> Iterator[Violation]:
-    """Look for a mesh that no FSDP2 uses.
-
-    Source: `accelerate/parallelism_config.py:_validate_accelerator` (FSDP1 is neither FSDP2 nor multi-device),
-    `accelerate/state.py` (cp without an fsdp_plugin).
-    """
+    """Source: accelerate `_validate_accelerator` (FSDP1 is no multi-device), `state.py` (cp without an fsdp_plugin)."""
     if parallelism_sizes(case) is None or case.is_fsdp2 or case.spec.world_size == 1:
         return
     sharded = [axis for axis in ("dp_shard", "cp") if case.axis(axis) > 1]
@@ -112,10 +104,7 @@ def needs_fsdp2(case: Case) -> Iterator[Violation]:
     frameworks=("accelerate", "trainer"),
 )
 def something_to_shard_over(case: Case) -> Iterator[Violation]:
-    """Look for a mesh whose dp_shard and cp are both 1.
-
-    Source: `accelerate/parallelism_config.py:_validate_accelerator`.
-    """
+    """Source: `accelerate/parallelism_config.py:_validate_accelerator`."""
     if parallelism_sizes(case) is None or not case.is_fsdp2 or case.spec.world_size == 1 or _is_ddp_with_model(case):
         return
     if case.axis("dp_shard") == 1 and case.axis("cp") == 1:
@@ -149,10 +138,7 @@ def _is_ddp_with_model(case: Case) -> bool:
     frameworks=("accelerate", "trainer", "axolotl"),
 )
 def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
-    """Where neither size is given, axolotl fills dp_shard up, without FSDP too.
-
-    Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`, axolotl `_get_parallel_config_kwargs`.
-    """
+    """Source: accelerate `ParallelismConfig.__post_init__`, axolotl `_get_parallel_config_kwargs`."""
     if case.framework == "axolotl" and case.count("dp_replicate_size") <= 1:
         return
     if _is_ddp_with_model(case):
@@ -300,11 +286,7 @@ def ep_without_experts(case: Case) -> Iterator[Violation]:
     frameworks=("axolotl",),
 )
 def ep_is_an_axis(case: Case) -> Iterator[Violation]:
-    """Say what is sharded over which ranks.
-
-    Source: axolotl `expert_parallel/plugin.py:_resolve_ep_group`, `monkeypatch/accelerate/parallelism_config.py` (its
-    `dp_shard_cp_dim_names`); torchtitan `ParallelismConfig`.
-    """
+    """Source: axolotl `_resolve_ep_group` and its `dp_shard_cp_dim_names`; torchtitan `ParallelismConfig`."""
     ep, world = case.axis("ep"), case.spec.world_size
     if ep > 1:
         left = f"{world // ep} of {world}" if world else f"1/{ep} of the"
@@ -357,11 +339,7 @@ def tied_and_pipelined(case: Case) -> Iterator[Violation]:
     frameworks=("axolotl", "verl", "openrlhf"),
 )
 def sequence_parts(case: Case) -> Iterator[Violation]:
-    """Look for ring attention without flash attention or packing, and Ulysses with padding.
-
-    Source: axolotl `check_context_parallel_size`, verl `FSDPActorConfig.validate` and `fsdp_sft_trainer.py`,
-    OpenRLHF `cli/train_sft.py`.
-    """
+    """Source: axolotl `check_context_parallel_size`, verl `FSDPActorConfig.validate`, OpenRLHF `cli/train_sft.py`."""
     if case.framework == "axolotl":
         yield from _axolotl_sequence(case)
     elif case.framework == "verl":

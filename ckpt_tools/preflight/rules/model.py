@@ -87,11 +87,7 @@ def tied_but_stored(case: Case) -> Iterator[Violation]:
     frameworks=("accelerate", "trainer", "axolotl", "openrlhf"),
 )
 def even_shards(case: Case) -> Iterator[Violation]:
-    """Add up the rows of every rank.
-
-    torchtitan and verl are not asked: they choose another dim where dim 0 has too few rows.
-    Source: PyTorch `FSDPParam._init_sharded_param` (chunks of ceil(rows / ranks)).
-    """
+    """Source: PyTorch `FSDPParam._init_sharded_param`; torchtitan and verl choose another dim for too few rows."""
     ranks = case.shard_ranks
     if not case.is_fsdp2 or ranks <= 1:
         return
@@ -226,11 +222,7 @@ _STORAGE: Mapping[Framework, str] = {
     frameworks=HF,
 )
 def storage_dtype(case: Case) -> Iterator[Violation]:
-    """Compare bitsandbytes' storage dtype with the dtype of the other weights.
-
-    Source: PyTorch `FSDPParamGroup` ("uniform original parameter dtype"); the bitsandbytes guide on FSDP-QLoRA; axolotl
-    `loaders/model.py:_set_quantization_config`.
-    """
+    """Source: PyTorch `FSDPParamGroup`, the bitsandbytes guide on FSDP-QLoRA, axolotl `_set_quantization_config`."""
     found, packed = case.get(_STORAGE[case.framework]), case.get("load_in_4bit")
     if found is not None:
         storage, key = found.text, found.key
@@ -309,10 +301,7 @@ def adapter_rank(case: Case) -> Iterator[Violation]:
     frameworks=("trainer", "axolotl", "verl", "openrlhf"),
 )
 def targets_exist(case: Case) -> Iterator[Violation]:
-    """Look for the targets among the modules of the built model; patterns are not looked at.
-
-    Source: `peft/tuners/tuners_utils.py:BaseTuner.inject_adapter`, `check_target_module_exists`.
-    """
+    """Source: `peft/tuners/tuners_utils.py:BaseTuner.inject_adapter`; patterns are not looked at."""
     adapter, facts = case.spec.adapter, case.facts
     if adapter is None or facts.module_classes is None or not adapter.targets:
         return

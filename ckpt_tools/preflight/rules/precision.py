@@ -35,10 +35,7 @@ def one_half(case: Case) -> Iterator[Violation]:
     frameworks=("openrlhf", "ai-toolkit"),
 )
 def needs_scaler(case: Case) -> Iterator[Violation]:
-    """Accelerate and verl bring a GradScaler with fp16, DeepSpeed its own; these two plans for FSDP have none.
-
-    Source: OpenRLHF's FSDP2 notes, ai-toolkit's FSDP plan.
-    """
+    """Source: OpenRLHF's FSDP2 notes, ai-toolkit's FSDP plan; accelerate, verl and DeepSpeed bring a scaler."""
     if case.framework == "openrlhf":
         found = case.flag("param_dtype")
         wants = case.is_fsdp2
@@ -84,11 +81,7 @@ def master_weights(case: Case) -> Iterator[Violation]:
     frameworks=("axolotl", "ai-toolkit", "verl", "torchtitan"),
 )
 def same_dtype(case: Case) -> Iterator[Violation]:
-    """Compare pairs of options.
-
-    Source: axolotl `FSDPConfig.mixed_precision_policy`, verl `fsdp_workers.py` (mixed_precision wins over dtype),
-    torchtitan `TrainingConfig`, ai-toolkit's FSDP plan.
-    """
+    """Source: axolotl `mixed_precision_policy`, verl `fsdp_workers.py`, torchtitan `TrainingConfig`."""
     if case.framework == "axolotl":
         policy = case.fsdp_option("mixed_precision_policy")
         flags = [one for path in ("bf16", "fp16") if (one := enabled(case.get(path)))]
@@ -186,24 +179,14 @@ def _gathered(case: Case) -> int | None:
     frameworks=HF,
 )
 def full_by_default(case: Case) -> Iterator[Violation]:
-    """Look for the default.
-
-    Source: `FullyShardedDataParallelPlugin.set_state_dict_type` (FULL under FSDP1, SHARDED under FSDP2),
-    `transformers/training_args.py:_process_fsdp_args` (FULL).
-    """
+    """Source: accelerate `set_state_dict_type` (FULL under FSDP1, SHARDED under FSDP2), transformers (FULL)."""
     if not case.is_fsdp or case.fsdp_option("state_dict_type") is not None:
         return
     if case.framework == "accelerate" and case.is_fsdp2:
         return
     nbytes = _gathered(case)
     amount = f", {format_size(nbytes)} with the optimizer" if nbytes is not None else ""
-    section = case.get("fsdp_config")
-    prefixed = case.framework == "accelerate" or (
-        section is not None
-        and isinstance(section.value, dict)
-        and any(str(key).startswith("fsdp_") for key in section.value)
-    )
-    key = f"fsdp_config.{'fsdp_' if prefixed else ''}state_dict_type"
+    key = case.fsdp_key("state_dict_type")
     what = f"{key} is missing, which means FULL_STATE_DICT: rank 0 gathers everything{amount}"
     yield Violation(key, what, f"{key}: SHARDED_STATE_DICT")
 
