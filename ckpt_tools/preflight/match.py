@@ -86,11 +86,7 @@ class CheckpointMatch:
 def check_checkpoint(
     path: str, spec: ParallelSpec, *, model: str | None, resumes: bool = False, cuts: Sequence[str] = ()
 ) -> CheckpointMatch:
-    """Compare a checkpoint with the model, the mesh and the dtypes of a config; few of its weights are read.
-
-    Without a `model` names and shapes stay unchecked; with `resumes` the optimizer's state must be there. `cuts` are
-    smaller configs, of which one that runs is looked for where the model is large (`Comparison.trial`).
-    """
+    """Compare a checkpoint with a config; few weights are read. With `resumes` there must be an optimizer's state."""
     # Where accelerate and verl put the model in what they save.
     inside = (os.path.join(path, child) for child in (MODEL_PART, POLICY_PART))
     path = next(filter(is_directory, inside), path)
@@ -214,12 +210,9 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
             return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start over with these weights as the base model")
-    yield Finding.error(
-        "checkpoint-no-optimizer",
-        path,
-        f"{key} resumes, but there is no optimizer state in the checkpoint or beside it",
-        f"use a checkpoint that the trainer saved for resuming, {hint}",
-    )
+    what = f"{key} resumes, but there is no optimizer state in the checkpoint or beside it"
+    advice = f"use a checkpoint that the trainer saved for resuming, {hint}"
+    yield Finding.error("checkpoint-no-optimizer", path, what, advice)
 
 
 def _names_in(directory: str) -> list[str]:
@@ -306,13 +299,11 @@ def _check_adapters(
     count = len(comparison.adapters)
     if spec.adapter is None:
         alone = not comparison.found
-        yield Finding.error(
-            "checkpoint-adapter",
-            where,
+        problem = (
             f"{'an adapter, not a model' if alone else 'the model and an adapter in one'}: {count} tensors such as "
-            f"{escape_name(comparison.adapters[0])}; the config trains no adapter, and they would be ignored",
-            f"merge it first: ckpt merge-lora BASE {where} NEW",
+            f"{escape_name(comparison.adapters[0])}; the config trains no adapter, and they would be ignored"
         )
+        yield Finding.error("checkpoint-adapter", where, problem, f"merge it first: ckpt merge-lora BASE {where} NEW")
         return
     rank, key = spec.adapter.rank, spec.keys.get("adapter", "the rank of the adapter")
     ranks = {
@@ -378,9 +369,6 @@ def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSp
     world = spec.world_size or mesh.world_size
     total = format_size(checkpoint.total_bytes * world)
     key = spec.keys.get("cpu_ram_efficient_loading")
-    return Finding.info(
-        "checkpoint-mesh",
-        where,
-        f"each of {world} ranks reads all {size} ({files}): {total} together",
-        None if key is None else f"with {key}: true only the first rank reads",
-    )
+    problem = f"each of {world} ranks reads all {size} ({files}): {total} together"
+    hint = None if key is None else f"with {key}: true only the first rank reads"
+    return Finding.info("checkpoint-mesh", where, problem, hint)

@@ -114,21 +114,15 @@ def _check_prefix(
     extra, lacking, wrapped = _roots(comparison)
     by_peft = any(without_peft(fqn) != fqn for found in comparison.found.values() for fqn in found.fqns)
     if by_peft and not by_dcp:
-        yield Finding.error(
-            "checkpoint-prefix",
-            where,
-            "names are those of a PEFT model (base_model.model., base_layer.), and no model is loaded from them",
-            f"use the base model as the model, and extract the adapter: ckpt export-lora {where} NEW --to peft",
-        )
+        problem = "names are those of a PEFT model (base_model.model., base_layer.), and no model is loaded from them"
+        advice = f"use the base model as the model, and extract the adapter: ckpt export-lora {where} NEW --to peft"
+        yield Finding.error("checkpoint-prefix", where, problem, advice)
     if by_dcp:
         yield from _check_dcp_root(extra, lacking, where, framework, mesh)
     elif lacking is not None and lacking != comparison.base_prefix:
-        yield Finding.error(
-            "checkpoint-prefix",
-            where,
-            f"names match once {lacking!r} is put in front of them, but {framework} does not do that",
-            f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none",
-        )
+        problem = f"names match once {lacking!r} is put in front of them, but {framework} does not do that"
+        advice = f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none"
+        yield Finding.error("checkpoint-prefix", where, problem, advice)
     elif extra and extra != comparison.base_prefix:
         what = f"names match once {extra!r} is removed from the front, but {framework} does not do that"
         yield Finding.error("checkpoint-prefix", where, what, f"ckpt gather {where} NEW --strip-prefix {extra}")
@@ -193,13 +187,11 @@ def _check_live(comparison: Comparison, where: str, mesh: str) -> Iterator[Findi
         if name not in comparison.found
     ]
     if mapped:
-        yield Finding.error(
-            "checkpoint-naming",
-            where,
+        what = (
             f"dcp.load finds tensors by the live model's names, and the checkpoint has other names for {len(mapped)} "
-            f"of them: {fold_names(mapped)}",
-            f"ckpt reshard {where} NEW --mesh {mesh} --names live",
+            f"of them: {fold_names(mapped)}"
         )
+        yield Finding.error("checkpoint-naming", where, what, f"ckpt reshard {where} NEW --mesh {mesh} --names live")
 
 
 def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Iterator[Finding]:

@@ -81,11 +81,7 @@ def nearest(key: str, names: Collection[str]) -> str | None:
 
 
 def is_typo(key: str, name: str) -> bool:
-    """Return True if `key` is a slip of the pen for `name`, and no other name of its own.
-
-    The same words in the same order, of which some have a letter too many, too few, changed or swapped, or end
-    otherwise (`checkpoint`, `checkpointing`). Digits tell names apart: `load_in_8bit` is not `load_in_4bit`.
-    """
+    """Return True if `key` is a slip of the pen for `name`: the same words but for letters or endings; equal digits."""
     if len(key) > _MAX_NAME or key == name or _NUMBERS.findall(key) != _NUMBERS.findall(name):
         return False
     ours, theirs = _TOKEN.split(key.lower()), _TOKEN.split(name.lower())

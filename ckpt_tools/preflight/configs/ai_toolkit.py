@@ -197,14 +197,9 @@ def _check(given: Given[_Process]) -> None:
         hint = f"arch: {near}" if near else "check which version of ai-toolkit has this model"
         given.findings.append(Finding.warning("unknown-value", given.spell("model.arch"), what, hint))
     if given.is_fsdp and given.raw.train.fsdp_sharding == "hybrid":
-        given.findings.append(
-            Finding.info(
-                "unknown-value",
-                given.spell("train.fsdp_sharding"),
-                "hybrid shards inside a machine, and the config does not say how many ranks a machine has: no mesh",
-                "fsdp_sharding: full shards over all ranks",
-            )
-        )
+        problem = "hybrid shards inside a machine, and the config does not say how many ranks a machine has: no mesh"
+        advice = "fsdp_sharding: full shards over all ranks"
+        given.findings.append(Finding.info("unknown-value", given.spell("train.fsdp_sharding"), problem, advice))
 
 
 def _looks_like(document: Document) -> bool:

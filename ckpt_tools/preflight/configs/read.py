@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
+from typing import get_args
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.preflight import Framework
-from ckpt_tools.preflight.configs import (
-    accelerate,
-    ai_toolkit,
-    axolotl,
-    deepspeed,
-    llamafactory,
-    openrlhf,
-    torchtitan,
-    trainer,
-    verl,
-)
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.configs.launch import (
@@ -48,11 +39,8 @@ class NotReadError(UsageError):
     exit_code = 3
 
     def __init__(self, name: str, *, where: str) -> None:
-        super().__init__(
-            f"this is a config of {name}, which preflight does not read",
-            where=where,
-            hint="ckpt estimate and ckpt smoke take the model, the mesh and the dtypes as options",
-        )
+        hint = "ckpt estimate and ckpt smoke take the model, the mesh and the dtypes as options"
+        super().__init__(f"this is a config of {name}, which preflight does not read", where=where, hint=hint)
         self.name = name
 
 
@@ -221,8 +209,7 @@ def with_deepspeed(documents: Sequence[Document]) -> list[Document]:
 
 
 READERS: Mapping[Framework, Reader] = {
-    module.READER.name: module.READER
-    for module in (accelerate, trainer, torchtitan, axolotl, ai_toolkit, verl, openrlhf, llamafactory, deepspeed)
+    name: import_module(f"{__package__}.{name.replace('-', '_')}").READER for name in get_args(Framework)
 }
 """The trainers, each in a file of its own."""
 
@@ -234,26 +221,20 @@ def read_config(
     given: Collection[str] = (),
     overrides: Sequence[str] = (),
 ) -> Config:
-    """Read a trainer's config, and those that belong to the same run (accelerate's, DeepSpeed's, a script's).
-
-    `given` are fields of the spec that are known otherwise: what the file says of them need not be read. Raise
-    NotReadError for a trainer that is recognised and not read.
-    """
+    """Read a trainer's config and those of the same run, or raise NotReadError; `given` fields are known otherwise."""
     placed = tuple(PlacedText(word, Place(OVERRIDES, 0)) for word in overrides)
     found = [read_document(path, placed or None) for path in paths]
     if any(one.takes_arguments for one in found):
         placed = ()  # they are the script's
     documents = [each for one in found for each in _documents(one, framework)]
-    launchers = [one for one in documents if len(documents) > 1 and accelerate.READER.looks_like(one)]
+    launchers = [one for one in documents if len(documents) > 1 and READERS["accelerate"].looks_like(one)]
     others = [one for one in documents if one not in launchers]
     if len(others) > 1:
         others = with_deepspeed(others)
     if len(launchers) > 1 or len(others) > 1:
-        raise UsageError(
-            "two configs of the same kind are given",
-            where=(launchers if len(launchers) > 1 else others)[1].path,
-            hint="give the launcher's config and the trainer's, and check other runs on their own",
-        )
+        problem = "two configs of the same kind are given"
+        hint = "give the launcher's config and the trainer's, and check other runs on their own"
+        raise UsageError(problem, where=(launchers if len(launchers) > 1 else others)[1].path, hint=hint)
     *before, last = (*launchers, *others)
     if placed:
         last = _overridden(last, placed)
@@ -277,7 +258,7 @@ def _documents(document: Document, framework: Framework | None) -> tuple[Documen
     """Return the configs of the run that a file stands for: itself, or what its launch line names."""
     takes_scripts = (framework,) if framework is not None else _OF_COMMANDS
     readers = [READERS[name] for name in takes_scripts if name in _OF_COMMANDS and READERS[name].looks_like(document)]
-    if document.values is not None or (readers and readers != [torchtitan.READER]):
+    if document.values is not None or (readers and readers != [READERS["torchtitan"]]):
         return (document,)
     refuse_others(document)
     try:

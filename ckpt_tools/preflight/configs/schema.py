@@ -220,13 +220,9 @@ def _unknown_key(option: Option, spell: Spell, what: str) -> Finding:
     if option.near is not None:
         parent = spell(join_path(*option.path[:-1])) + "." if len(option.path) > 1 else ""
         near = spell(join_path(*option.path[:-1], option.near)).removeprefix(parent)
-    return Finding(
-        code="unknown-key",
-        severity=option.severity or "info",
-        where=where,
-        what=f"there is no such {what}" + (f"; the nearest one is {near}" if near else ""),
-        hint=f"write {near}" if near else f"remove it, or check which version of the framework has this {what}",
-    )
+    problem = f"there is no such {what}" + (f"; the nearest one is {near}" if near else "")
+    hint = f"write {near}" if near else f"remove it, or check which version of the framework has this {what}"
+    return Finding(code="unknown-key", severity=option.severity or "info", where=where, what=problem, hint=hint)
 
 
 def _folded(findings: list[Finding], what: str) -> tuple[Finding, ...]:
@@ -237,15 +233,9 @@ def _folded(findings: list[Finding], what: str) -> tuple[Finding, ...]:
         one.where + (f" ({hint.removeprefix('write ')}?)" if (hint := one.hint or "").startswith("write ") else "")
         for one in findings[:_MAX_FOLDED]
     )
-    return (
-        Finding(
-            code="unknown-key",
-            severity=severity,
-            where=findings[0].where,
-            what=f"{len(findings)} {what}s are not known: {shown}" + (", …" if len(findings) > _MAX_FOLDED else ""),
-            hint=f"remove what is misspelt, or check which version of the framework has these {what}s",
-        ),
-    )
+    problem = f"{len(findings)} {what}s are not known: {shown}" + (", …" if len(findings) > _MAX_FOLDED else "")
+    advice = f"remove what is misspelt, or check which version of the framework has these {what}s"
+    return (Finding(code="unknown-key", severity=severity, where=findings[0].where, what=problem, hint=advice),)
 
 
 def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Finding, ...]:

@@ -5,7 +5,7 @@ Pure functions; no torch, no framework is imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -30,13 +30,6 @@ _HEADINGS = (
 _ALL = chain(words.TABLE_RULES, *(vars(module).values() for module in (batches, fsdp, mesh, model, precision, words)))
 RULES: tuple[Rule, ...] = tuple(sorted((one for one in _ALL if isinstance(one, Rule)), key=lambda one: one.id))
 CATALOGUE: Mapping[str, Rule] = MappingProxyType({one.id: one for one in RULES})
-GROUPS: Mapping[str, tuple[Rule, ...]] = MappingProxyType(
-    {
-        heading: tuple(one for one in RULES if one.id.startswith(f"CKPT{number:02}"))
-        for number, heading in enumerate(_HEADINGS)
-    }
-)
-"""Heading → its rules, by id."""
 
 
 def check_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
@@ -44,28 +37,18 @@ def check_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Findin
     return apply(RULES, Case(config=config, facts=facts or ModelFacts(where="")))
 
 
-def render_rules(groups: Mapping[str, Iterable[Rule]] = GROUPS) -> str:
+def render_rules() -> str:
     """Return the rules as a page of documentation."""
-    lines = [
-        "# Rules of preflight",
-        "",
-        "<!-- Written by bin/docs from ckpt_tools/preflight/rules. Do not edit. -->",
-        "",
-        "What `ckpt preflight` looks for in a trainer's config, by the id that it gives. An *error* means that the",
-        "run would fail, or would not do what the config says; a *warning* that it runs, but differently",
-        "from what one may think. An id is never changed and never given to another rule.",
-    ]
-    for heading, rules in groups.items():
-        lines += ["", f"## {heading}", ""]
-        for one in rules:
+    text = (
+        "# Rules of preflight\n\n<!-- Written by bin/docs from ckpt_tools/preflight/rules. Do not edit. -->\n\n"
+        "What `ckpt preflight` looks for in a trainer's config, by the id that it gives. An *error* means that the\n"
+        "run would fail, or would not do what the config says; a *warning* that it runs, but differently\n"
+        "from what one may think. An id is never changed and never given to another rule.\n"
+    )
+    for number, heading in enumerate(_HEADINGS):
+        text += f"\n## {heading}\n"
+        for one in (one for one in RULES if one.id.startswith(f"CKPT{number:02}")):
             whose = "all" if one.frameworks == ALL else ", ".join(one.frameworks)
-            lines += [
-                f"### {one.id}: {one.title}",
-                "",
-                f"- **{one.severity.capitalize()}** in {whose}.",
-                f"- **Why**: {one.why}.",
-                f"- **Fix**: {one.fix}.",
-                "",
-            ]
-        lines.pop()
-    return "\n".join([*lines, ""])
+            text += f"\n### {one.id}: {one.title}\n\n- **{one.severity.capitalize()}** in {whose}.\n"
+            text += f"- **Why**: {one.why}.\n- **Fix**: {one.fix}.\n"
+    return text

@@ -107,11 +107,8 @@ def _micro_of_all(case: Case, role: str, mini: Setting, ranks: int) -> Iterator[
         fix = f"{micro.key}: {largest_divisor(mini.count, at_most=micro.count)}"
         yield Violation(micro.key, f"{micro} does not divide {mini}", fix)
     elif micro.count * cut < ranks:
-        yield Violation(
-            micro.key,
-            f"{micro} is for all {ranks} ranks together, and some would get none",
-            f"{micro.key}: {next_multiple(micro.count, -(-ranks // cut))}, or ppo_micro_batch_size_per_gpu",
-        )
+        remedy = f"{micro.key}: {next_multiple(micro.count, -(-ranks // cut))}, or ppo_micro_batch_size_per_gpu"
+        yield Violation(micro.key, f"{micro} is for all {ranks} ranks together, and some would get none", remedy)
 
 
 def _mini_of_a_rank(case: Case, mini: Setting, ranks: int) -> Iterator[Violation]:
@@ -215,11 +212,8 @@ def groups_fill_batch(case: Case) -> Iterator[Violation]:
     elif step * passes % group.count:
         fix = f"gradient_accumulation_steps: {math.lcm(group.count, step) // step}"
         divisor = nearest_divisor(group.count, of=step * passes)
-        yield Violation(
-            group.key,
-            f"{group} does not divide {samples} samples × {ranks} ranks × {passes} accumulated = {step * passes}",
-            f"{group.key}: {divisor}, or {fix}" if divisor > 1 else fix,
-        )
+        problem = f"{group} does not divide {samples} samples × {ranks} ranks × {passes} accumulated = {step * passes}"
+        yield Violation(group.key, problem, f"{group.key}: {divisor}, or {fix}" if divisor > 1 else fix)
 
 
 _ARGUMENTS: Mapping[Framework, tuple[tuple[str, int], ...]] = {
