@@ -181,11 +181,11 @@ def test_option_that_accelerate_or_trainer_has_is_known(launched: Mapping[str, A
     from ckpt_tools.preflight.configs import accelerate, trainer
 
     _, answer = launched["names"]
-    assert set(answer["accelerate"]) <= option_names(accelerate.Accelerate)
-    assert set(answer["parallelism_config"]) <= option_names(accelerate.Parallelism)
+    assert set(answer["accelerate"]) <= option_names(accelerate._Accelerate)
+    assert set(answer["parallelism_config"]) <= option_names(accelerate._Parallelism)
     fsdp = {name.removeprefix("fsdp_") for name in answer["fsdp_config"]}
-    assert fsdp | {"ignored_modules"} <= option_names(accelerate.AccelerateFsdp)  # which is read, but has no option
-    assert set(answer["trainer"]) <= option_names(trainer.Trainer)
+    assert fsdp | {"ignored_modules"} <= option_names(accelerate._AccelerateFsdp)  # which is read, but has no option
+    assert set(answer["trainer"]) <= option_names(trainer._Trainer)
 
 
 # What one framework does
