@@ -12,7 +12,7 @@ import formats_page
 import fsdp2_pages
 
 from ckpt_tools.fsdp2.catalogue import render_catalogue
-from ckpt_tools.preflight.rules.catalogue import render_rules
+from ckpt_tools.preflight.rules import render_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

@@ -2,14 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.description.checkpoint import Chunk, TensorEntry
+from ckpt_tools.description.layout import BoxIndex, Mesh, Placement
+from ckpt_tools.description.summarise import chunk_bytes
 from ckpt_tools.maps.contract import Contract
+from ckpt_tools.placement.place import cut_entry
 from ckpt_tools.preflight.model_facts import ModelFacts
-from ckpt_tools.preflight.reads import Reads
+
+# Which files, and how many bytes, every rank of a mesh reads of a checkpoint. Pure; no torch.
+# What a rank holds is a box of every tensor (`layout.cut_tensor`). PyTorch's DCP reader loads every stored item that
+# shares elements with it, whole; its safetensors reader takes slices.
+# Source: `FileSystemReader.read_data` and `HuggingFaceStorageReader._process_read_request` of torch 2.13.
+
+MAX_RANKS = 64
+"""Ranks that are counted; of larger worlds as many, spread evenly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReads:
+    """What one rank reads."""
+
+    rank: int
+    num_files: int
+    needed_bytes: int
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """What the ranks of a mesh read, or why that is not known."""
+
+    ranks: tuple[RankReads, ...] = ()
+    refused: tuple[str, str | None] | None = None
+    unknown: str | None = None
+
+
+def count_reads(
+    tensors: Sequence[TensorEntry],
+    mesh: Mesh,
+    placements: Mapping[str, Mapping[str, Placement]],
+    *,
+    whole_items: bool,
+    max_ranks: int = MAX_RANKS,
+) -> tuple[RankReads, ...]:
+    """Return what at most `max_ranks` ranks, spread evenly, read of `tensors`; DCP reads `whole_items`."""
+    size = mesh.world_size
+    ranks = range(size) if size <= max_ranks else [i * size // max_ranks for i in range(max_ranks)]
+    files: dict[int, set[str]] = {rank: set() for rank in ranks}
+    needed = dict.fromkeys(ranks, 0)
+    read = dict.fromkeys(ranks, 0)
+    for tensor in tensors:
+        grid = cut_entry(tensor, mesh, placements.get(tensor.fqn, {}))
+        index: BoxIndex[Chunk] = BoxIndex((chunk, chunk.box) for chunk in tensor.chunks)
+        cells: dict[tuple[int, ...], tuple[set[str], int, int]] = {}
+        for rank in ranks:
+            box = grid.local_box(rank)
+            if 0 in box.sizes:
+                continue
+            if box.offsets not in cells:  # replicas read alike
+                found = list(index.overlaps(box))
+                own = chunk_bytes(tensor.dtype, box.sizes)
+                items = sum(chunk_bytes(tensor.dtype, chunk.box.sizes) for chunk, _ in found) if whole_items else own
+                cells[box.offsets] = ({chunk.span.file for chunk, _ in found}, own, items)
+            names, own, items = cells[box.offsets]
+            files[rank] |= names
+            needed[rank] += own
+            read[rank] += items
+    return tuple(
+        RankReads(rank=rank, num_files=len(files[rank]), needed_bytes=needed[rank], read_bytes=read[rank])
+        for rank in ranks
+    )
+
 
 MAX_ELEMS = 12_000_000
 """Parameters of a model that is tried as it is: more take longer than a minute on a laptop."""
@@ -56,16 +123,12 @@ class Comparison:
     num_elems: int
     tensors: Mapping[str, ModelTensor]
     ties: tuple[tuple[str, ...], ...]
-    """Names of one and the same parameter."""
     found: Mapping[str, FoundTensor] = field(default_factory=dict)
     left: tuple[str, ...] = ()
-    """FQNs of the checkpoint that the model does not have."""
     contract: Contract = field(default_factory=Contract)
     """What loading makes of names that only one side has."""
     adapters: tuple[str, ...] = ()
-    """FQNs of adapters' factors."""
     refused: tuple[str, str | None] | None = None
-    """Why names could not be matched at all, and a hint."""
     trial: Trial | None = None
     """What was found to run in place of a large model; None when it was not looked for, or need not be."""
 
@@ -86,9 +149,6 @@ class ModelView:
     """What a process with torch has seen of a model."""
 
     facts: ModelFacts | None = None
-    """For the rules; None when there is no config that can be read."""
     comparison: Comparison | None = None
-    """Its tensors, and those of a checkpoint; None when the model cannot be built."""
     reads: Reads | None = None
-    """What ranks read of the checkpoint; None when it was not asked."""
     why_not: str = ""

@@ -28,8 +28,7 @@ from ckpt_tools.text import escape_name
 
 NUM_LAYERS = 2
 """Layers that are left of a uniform stack."""
-_MAX_LAYERS = 8
-"""Layers that are left at most, where there are several kinds."""
+_MAX_LAYERS = 8  # layers that are left at most, where there are several kinds
 _HEAD_DIM = 16
 _MAX_RATIO = 8
 _VOCAB = 256
@@ -227,8 +226,7 @@ def _nested(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 MAX_RANKS = 4
 """Ranks of a smoke run on this machine."""
-_KEPT = 2
-"""Ranks along an axis that is kept."""
+_KEPT = 2  # ranks along an axis that is kept
 _IMPORTANCE = (FSDP_AXIS, "tp", "dp_replicate")
 """Which axes are kept when there are not ranks enough for all, most telling first."""
 _NOT_RUN = {
@@ -259,10 +257,7 @@ class Fold:
 
 
 def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[str, ...]]:
-    """Return a mesh of at most `max_ranks` ranks with the same kinds of axes, and what became of every changed axis.
-
-    Data and tensor parallelism keep two ranks each, `dp_shard` before `tp` before `dp_replicate`; others are left out.
-    """
+    """Return a mesh of the same kinds of axes on at most `max_ranks` ranks, and what became of every changed axis."""
     sizes = dict(mesh.axes)
     shard = sizes.get(FSDP_AXIS, 1)
     notes = []

@@ -24,12 +24,10 @@ from ckpt_tools.formats.skeleton import skeleton
 from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part
 from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import CONFIG_NAME, config_path
-from ckpt_tools.preflight.comparison import Comparison, Look, ModelView
-from ckpt_tools.preflight.mesh_match import check_mesh, shard_mesh
+from ckpt_tools.preflight.comparison import Comparison, Look, ModelView, RankReads, Reads
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import check_names, fold_names, is_native_titan
-from ckpt_tools.preflight.reads import RankReads, Reads
-from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh
 from ckpt_tools.processes.child import Child
 from ckpt_tools.remote.places import absolute, is_directory, is_file, open_source
 from ckpt_tools.text import escape_name
@@ -39,8 +37,7 @@ COMPARE = "ckpt_tools.preflight.meta_model:compare"
 """What runs in the child."""
 GLANCE_BYTES = 128 << 20
 """Of the smallest tensors, whose values are looked at."""
-_SAMPLE_BYTES = 1 << 16
-"""Of two tied tensors, to see whether they are the same."""
+_SAMPLE_BYTES = 1 << 16  # of two tied tensors, to see whether they are the same
 _SAVES_OPTIMIZER: Mapping[str, str] = {
     "torchtitan": "or load only the weights: checkpoint.initial_load_path with initial_load_model_only = true",
     "accelerate": "or start over: pass the weights as the model, not as the checkpoint to resume from",
@@ -52,13 +49,10 @@ class CheckpointMatch:
     """What is to be said about a checkpoint and a config."""
 
     path: str
-    """What was looked at: the model's part of the checkpoint."""
     findings: tuple[Finding, ...]
     not_checked: tuple[str, ...] = ()
     verify: Verification | None = None
-    """None when it could not be opened."""
     view: ModelView = field(default_factory=ModelView)
-    """The model, and what of the checkpoint is its."""
     mesh: str | None = None
     reads: tuple[RankReads, ...] = ()
 
@@ -92,11 +86,7 @@ class CheckpointMatch:
 def check_checkpoint(
     path: str, spec: ParallelSpec, *, model: str | None, resumes: bool = False, cuts: Sequence[str] = ()
 ) -> CheckpointMatch:
-    """Compare a checkpoint with the model, the mesh and the dtypes of a config; few of its weights are read.
-
-    Without a `model` names and shapes stay unchecked; with `resumes` the optimizer's state must be there. `cuts` are
-    smaller configs, of which one that runs is looked for where the model is large (`Comparison.trial`).
-    """
+    """Compare a checkpoint with a config; few weights are read. With `resumes` there must be an optimizer's state."""
     # Where accelerate and verl put the model in what they save.
     inside = (os.path.join(path, child) for child in (MODEL_PART, POLICY_PART))
     path = next(filter(is_directory, inside), path)
@@ -177,21 +167,8 @@ def _check_model(opened: Opened, comparison: Comparison, where: str, spec: Paral
     yield from check_names(
         comparison, where=where, by_dcp=opened.format.loads_by_dcp, framework=spec.framework, mesh=proposed
     )
-    yield from check_adapters(
-        comparison,
-        shapes,
-        where=where,
-        rank=None if spec.adapter is None else spec.adapter.rank,
-        has_adapter=spec.adapter is not None,
-        key=spec.keys.get("adapter", "the rank of the adapter"),
-    )
-    yield from check_dtypes(
-        comparison,
-        where=where,
-        param_dtype=spec.param_dtype,
-        master_dtype=spec.master_dtype,
-        key=spec.keys.get("param_dtype", "the config"),
-    )
+    yield from _check_adapters(comparison, shapes, where, spec)
+    yield from _check_dtypes(comparison, where, spec)
     yield from _check_ties(opened, comparison, where)
 
 
@@ -213,18 +190,12 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
             one, two = (opened.source.read(chunk.span.file, chunk.span.offset, count) for chunk in (a, b))
             names = f"{first.fqn} and {other.fqn}"
             if one != two:
-                yield Finding.error(
-                    "checkpoint-tied",
-                    where,
-                    f"{names} differ, and the model shares them: one of the two would be lost",
-                    'write "tie_word_embeddings": false in config.json if they were trained apart',
-                )
+                what = f"{names} differ, and the model shares them: one of the two would be lost"
+                hint = 'write "tie_word_embeddings": false in config.json if they were trained apart'
+                yield Finding.error("checkpoint-tied", where, what, hint)
             else:
-                yield Finding.info(
-                    "checkpoint-tied",
-                    where,
-                    f"{names} are both stored, and the model shares them (their first {count} bytes agree)",
-                )
+                what = f"{names} are both stored, and the model shares them (their first {count} bytes agree)"
+                yield Finding.info("checkpoint-tied", where, what)
 
 
 def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> Iterator[Finding]:
@@ -239,12 +210,9 @@ def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> I
             return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start over with these weights as the base model")
-    yield Finding.error(
-        "checkpoint-no-optimizer",
-        path,
-        f"{key} resumes, but there is no optimizer state in the checkpoint or beside it",
-        f"use a checkpoint that the trainer saved for resuming, {hint}",
-    )
+    what = f"{key} resumes, but there is no optimizer state in the checkpoint or beside it"
+    advice = f"use a checkpoint that the trainer saved for resuming, {hint}"
+    yield Finding.error("checkpoint-no-optimizer", path, what, advice)
 
 
 def _names_in(directory: str) -> list[str]:
@@ -260,16 +228,9 @@ def _saved_mesh(checkpoint: Checkpoint) -> Mesh | None:
 
 
 def look_at_model(
-    model: str,
-    *,
-    checkpoint: str | None = None,
-    mesh: Mesh | None = None,
-    cuts: Sequence[str] = (),
+    model: str, *, checkpoint: str | None = None, mesh: Mesh | None = None, cuts: Sequence[str] = ()
 ) -> ModelView:
-    """Return what is known of a model and of the tensors that a checkpoint has for it.
-
-    `cuts` are those of `check_checkpoint`. Raise RefusedConfigError where nothing may be built of the config.
-    """
+    """Return what is known of a model and a checkpoint for it; raise RefusedConfigError if it may not be built."""
     try:
         with ExitStack() as stack:
             job = Look(
@@ -293,10 +254,8 @@ def look_at_model(
 _STORED = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 
 
-def check_dtypes(
-    comparison: Comparison, *, where: str, param_dtype: str | None, master_dtype: str | None, key: str
-) -> Iterator[Finding]:
-    """Yield what becomes of the checkpoint's dtypes in a run that computes in `param_dtype`, as `key` says."""
+def _check_dtypes(comparison: Comparison, where: str, spec: ParallelSpec) -> Iterator[Finding]:
+    param_dtype, key = spec.param_dtype, spec.keys.get("param_dtype", "the config")
     num_bytes: Counter[str] = Counter()
     packed: list[str] = []
     for name, found in comparison.found.items():
@@ -307,12 +266,9 @@ def check_dtypes(
             packed.append(name)
     if packed:
         kinds = ", ".join(sorted({comparison.found[name].dtype for name in packed}))
-        yield Finding.error(
-            "checkpoint-dtype",
-            where,
-            f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}",
-            "a quantised checkpoint cannot be trained directly: start from the one that it was made from",
-        )
+        what = f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}"
+        hint = "a quantised checkpoint cannot be trained directly: start from the one that it was made from"
+        yield Finding.error("checkpoint-dtype", where, what, hint)
     floats = {name: size for name, size in num_bytes.items() if BY_NAME[name].is_float}
     if not floats:
         return
@@ -328,47 +284,91 @@ def check_dtypes(
         )
     elif len(floats) > 1:
         yield Finding.info("checkpoint-dtype", where, f"several dtypes are stored: {total}")
-    master = _STORED.get(master_dtype or "")
+    master = _STORED.get(spec.master_dtype or "")
     if master == "F32" and set(floats) & {"F16", "BF16"}:
         yield Finding.info(
             "checkpoint-dtype", where, f"the checkpoint is {total}; the optimizer's copy is F32, twice as large"
         )
 
 
-def check_adapters(
-    comparison: Comparison,
-    shapes: Mapping[str, Sequence[int]],
-    *,
-    where: str,
-    rank: int | None,
-    has_adapter: bool,
-    key: str,
+def _check_adapters(
+    comparison: Comparison, shapes: Mapping[str, Sequence[int]], where: str, spec: ParallelSpec
 ) -> Iterator[Finding]:
-    """Yield what is to be said about adapters in the checkpoint; `rank` is that of the run's, as `key` says."""
     if not comparison.adapters:
         return
     count = len(comparison.adapters)
-    if not has_adapter:
+    if spec.adapter is None:
         alone = not comparison.found
-        yield Finding.error(
-            "checkpoint-adapter",
-            where,
+        problem = (
             f"{'an adapter, not a model' if alone else 'the model and an adapter in one'}: {count} tensors such as "
-            f"{escape_name(comparison.adapters[0])}; the config trains no adapter, and they would be ignored",
-            f"merge it first: ckpt merge-lora BASE {where} NEW",
+            f"{escape_name(comparison.adapters[0])}; the config trains no adapter, and they would be ignored"
         )
+        yield Finding.error("checkpoint-adapter", where, problem, f"merge it first: ckpt merge-lora BASE {where} NEW")
         return
+    rank, key = spec.adapter.rank, spec.keys.get("adapter", "the rank of the adapter")
     ranks = {
         min(shapes[fqn]) for fqn in comparison.adapters if fqn in shapes and len(shapes[fqn]) == 2 and "lora_A" in fqn
     }
     if rank is not None and ranks and ranks != {rank}:
-        yield Finding.error(
-            "checkpoint-adapter",
-            where,
-            f"the adapter in it has rank {', '.join(map(str, sorted(ranks)))}, {key} says {rank}",
-            f"set {key} to the rank of the checkpoint",
-        )
+        what = f"the adapter in it has rank {', '.join(map(str, sorted(ranks)))}, {key} says {rank}"
+        yield Finding.error("checkpoint-adapter", where, what, f"set {key} to the rank of the checkpoint")
     elif not comparison.found:
         yield Finding.info(
             "checkpoint-adapter", where, f"{count} tensors of an adapter; the base model's are not in it"
         )
+
+
+# How the ranks of a run read a checkpoint: files and bytes, and what would make them fewer. Pure; no torch.
+
+_MANY_BYTES = 2.0  # bytes read for a byte that is kept, from which on a reshard is proposed
+_MANY_FILES = 16
+
+
+def check_mesh(
+    checkpoint: Checkpoint,
+    reads: tuple[RankReads, ...],
+    *,
+    where: str,
+    saved: Mesh | None,
+    mesh: Mesh,
+    spec: ParallelSpec,
+) -> Iterator[Finding]:
+    """Yield how the ranks of the run read the checkpoint, and what would make that cheaper."""
+    if not format_of(checkpoint).is_sharded and spec.framework != "torchtitan":
+        yield _whole_read(checkpoint, where, mesh, spec)
+        return
+    ranks = len(checkpoint.files)
+    if format_of(checkpoint).has_views and ranks != (world := spec.world_size or mesh.world_size):
+        what = f"{ranks} ranks saved a file each, and the run has {world}: its trainer gives every rank its own file"
+        way = f"resume on {ranks} ranks; or start from the weights: ckpt gather {where} NEW"
+        yield Finding.error("checkpoint-mesh", where, what, way)
+        return
+    files = max(one.num_files for one in reads)
+    read = max(one.read_bytes for one in reads)
+    needed = max(one.needed_bytes for one in reads)
+    factor = sum(one.read_bytes for one in reads) / max(1, sum(one.needed_bytes for one in reads))
+    came = f"saved for {saved}, " if saved is not None else ""
+    what = (
+        f"{came}read by {mesh}: each rank reads {'one file' if files == 1 else f'up to {files} files'}, "
+        f"{format_size(read)} for the {format_size(needed)} that it keeps"
+    )
+    hint = None
+    if format_of(checkpoint).loads_by_dcp and (factor >= _MANY_BYTES or files >= _MANY_FILES) and saved != mesh:
+        plan = f" --tp-plan auto --assets {spec.model or 'MODEL'}" if mesh.size("tp") > 1 else ""
+        hint = f"loads faster after: ckpt reshard {where} NEW --mesh {mesh}{plan}"
+    yield Finding.info("checkpoint-mesh", where, what, hint)
+
+
+def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSpec) -> Finding:
+    """Return what it means that every rank calls from_pretrained."""
+    size = format_size(checkpoint.total_bytes)
+    files = f"{len(checkpoint.files)} file" + ("s" if len(checkpoint.files) != 1 else "")
+    if spec.cpu_ram_efficient_loading:
+        what = f"the first rank reads all {size} ({files}) and sends every rank its part"
+        return Finding.info("checkpoint-mesh", where, what)
+    world = spec.world_size or mesh.world_size
+    total = format_size(checkpoint.total_bytes * world)
+    key = spec.keys.get("cpu_ram_efficient_loading")
+    problem = f"each of {world} ranks reads all {size} ({files}): {total} together"
+    hint = None if key is None else f"with {key}: true only the first rank reads"
+    return Finding.info("checkpoint-mesh", where, problem, hint)

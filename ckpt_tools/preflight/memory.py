@@ -14,10 +14,8 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import FSDP_AXIS, Mesh
 from ckpt_tools.estimate import Estimate, EstimateOptions, run
 from ckpt_tools.estimate.tables import OPTIMIZERS
-from ckpt_tools.preflight.configs.read import READERS
-from ckpt_tools.preflight.mesh_match import shard_mesh
-from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable
-from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
+from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable, words_of
+from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh, strategy_on
 from ckpt_tools.processes.child import Child
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -25,8 +23,7 @@ from ckpt_tools.units import format_size
 _DTYPES = ("bf16", "f16", "f32")
 _DEFAULT_SEQ_LEN = 2048
 _DEFAULT_RANK = 16
-_BLOCK = re.compile(r"([^.]+\.)*?\d+(?=\.)")
-"""The first numbered module that a parameter is in."""
+_BLOCK = re.compile(r"([^.]+\.)*?\d+(?=\.)")  # the first numbered module that a parameter is in
 _LESS_STATE = re.compile(r"8bit|4bit|fp8|paged|adafactor|lion|muon|galore|apollo|came|prodigy|schedule", re.IGNORECASE)
 _OTHER_STATE = re.compile(r"galore|apollo|came|prodigy|schedule|grokadamw|stable", re.IGNORECASE)
 _SCHEDULES: Mapping[str, str] = {
@@ -37,27 +34,6 @@ _SCHEDULES: Mapping[str, str] = {
     "zbvzerobubble": "zbv",
 }
 """PyTorch's name in small letters → estimate's. Source: `torch.distributed.pipelining.schedules.get_schedule_class`."""
-_SAVERS: Mapping[str, tuple[str, ...]] = {
-    "trainer": ("use_liger_kernel", "use_liger_loss", "torch_compile", "activation_offloading"),
-    "llamafactory": ("enable_liger_kernel", "torch_compile"),
-    "axolotl": (
-        *(
-            "liger_fused_linear_cross_entropy",
-            "cut_cross_entropy",
-            "chunked_cross_entropy",
-            "unsloth_cross_entropy_loss",
-        ),
-        *("torch_compile", "activation_offloading"),
-    ),
-    "verl": (
-        *("actor_rollout_ref.model.use_fused_kernels", "actor_rollout_ref.model.use_liger", "model.use_liger"),
-        *("actor_rollout_ref.model.enable_activation_offload", "model.enable_activation_offload"),
-        "actor_rollout_ref.actor.entropy_from_logits_with_chunking",
-    ),
-    "openrlhf": ("use_liger_kernel", "ds.use_liger_kernel"),
-    "torchtitan": ("compile.enable", "training.compile", "loss.num_chunks"),
-}
-"""Options with which a run needs less than is counted: a loss in chunks, compiled blocks, offloaded activations."""
 _ONE_GROUP = "every rank gathers the whole model at once, and the estimate is for one block after another"
 
 
@@ -89,7 +65,7 @@ class _Notes(list[str]):
 
 def savers_of(framework: str, values: Mapping[str, object] | None) -> tuple[str, ...]:
     """Return the options of a config with which the run needs less than an estimate counts."""
-    found = {name: find_value(values, name) for name in _SAVERS.get(framework, ())}
+    found = {name: find_value(values, name) for name in words_of(framework, "savers")}
     return tuple(
         name
         for name, value in found.items()
@@ -105,10 +81,7 @@ def ask(
     max_positions: int | None = None,
     savers: Sequence[str] = (),
 ) -> MemoryQuestion:
-    """Return what to estimate for a spec; `savers` is what `savers_of` found, `gpu_memory` is in bytes.
-
-    `model` may be a checkpoint whose headers tell the sizes; `max_positions` counts where the config gives no length.
-    """
+    """Return what to estimate for a spec; `gpu_memory` is in bytes, `max_positions` counts where no length is given."""
     whole, why_not = spec.mesh, _why_not(spec)
     if whole is None or why_not:
         return MemoryQuestion(options=None, why_not=why_not)
@@ -312,7 +285,6 @@ _PHRASES: Mapping[str, tuple[str, str]] = {
 
 def in_own_words(change: str, spec: ParallelSpec) -> str:
     """Return a change that an estimate proposes (options of `ckpt estimate`) in the words of the config."""
-    written = READERS[spec.framework].written
     parts = []
     rest = change
     for option, (name, phrase) in _PHRASES.items():
@@ -321,7 +293,7 @@ def in_own_words(change: str, spec: ParallelSpec) -> str:
             if name == "reshard_after_forward" and spec.engine != "fsdp2":
                 parts.append("use FSDP2, full_shard")
             else:
-                parts.append(phrase + (f" ({written[name]})" if name in written else ""))
+                parts.append(phrase + "".join(f" ({written})" for written in words_of(spec.framework, name)))
     words = rest.split()
     for option, value in pairwise(words):
         if option == "--seq-len":

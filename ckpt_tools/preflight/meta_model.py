@@ -34,11 +34,12 @@ from ckpt_tools.preflight.comparison import (
     Look,
     ModelTensor,
     ModelView,
+    Reads,
     Trial,
+    count_reads,
 )
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, read_facts
 from ckpt_tools.preflight.names_match import without_peft
-from ckpt_tools.preflight.reads import Reads, count_reads
 from ckpt_tools.processes.child import Here, build_behind_walls
 from ckpt_tools.text import escape_name
 
@@ -63,11 +64,7 @@ def compare(look: Look, here: Here) -> ModelView:
 
 
 def _describe(
-    look: Look,
-    facts: ModelFacts,
-    config: ModelConfig,
-    opened: Opened | None,
-    cuts: Sequence[tuple[str, ModelConfig]],
+    look: Look, facts: ModelFacts, config: ModelConfig, opened: Opened | None, cuts: Sequence[tuple[str, ModelConfig]]
 ) -> ModelView:
     # Classes and names of modules are those of the plain model, which is none that can be trained from these weights.
     plain = {key: value for key, value in config.values.items() if key != "quantization_config"}

@@ -9,54 +9,37 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
-from ckpt_tools.errors import CkptError, UnreadableError
+from ckpt_tools.errors import CkptError, UnreadableError, UsageError
+from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.maps.hold import EXPERT_COUNTS
-from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, config_beside, config_path
-from ckpt_tools.remote.places import absolute, open_source
+from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, component_of, config_beside, config_path, read_config
+from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.remote.places import absolute, exists, is_directory, is_file, open_source
+from ckpt_tools.text import escape_name
 from ckpt_tools.walls import check_config
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
 _INTERMEDIATE = (
-    "intermediate_size",
-    "n_inner",
-    "ffn_dim",
-    "d_ff",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
+    *("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 
-_BLOCKS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "bert": ("BertLayer",),
-        "deepseek_v3": ("DeepseekV3DecoderLayer",),
-        "falcon": ("FalconDecoderLayer",),
-        "gemma": ("GemmaDecoderLayer",),
-        "gemma2": ("Gemma2DecoderLayer",),
-        "gemma3_text": ("Gemma3DecoderLayer",),
-        "gpt2": ("GPT2Block",),
-        "gpt_neox": ("GPTNeoXLayer",),
-        "gpt_oss": ("GptOssDecoderLayer",),
-        "llama": ("LlamaDecoderLayer",),
-        "mistral": ("MistralDecoderLayer",),
-        "mixtral": ("MixtralDecoderLayer",),
-        "olmo2": ("Olmo2DecoderLayer",),
-        "opt": ("OPTDecoderLayer",),
-        "phi3": ("Phi3DecoderLayer",),
-        "qwen2": ("Qwen2DecoderLayer",),
-        "qwen2_moe": ("Qwen2MoeDecoderLayer",),
-        "qwen3": ("Qwen3DecoderLayer",),
-        "qwen3_moe": ("Qwen3MoeDecoderLayer",),
-        "t5": ("T5Block",),
-    }
-)
-"""model_type → classes of its blocks, for where transformers is not installed."""
+_BLOCKS: Mapping[str, str] = {
+    "bert": "BertLayer", "deepseek_v3": "DeepseekV3DecoderLayer", "falcon": "FalconDecoderLayer",
+    "gemma": "GemmaDecoderLayer", "gemma2": "Gemma2DecoderLayer", "gemma3_text": "Gemma3DecoderLayer",
+    "gpt2": "GPT2Block", "gpt_neox": "GPTNeoXLayer", "gpt_oss": "GptOssDecoderLayer", "llama": "LlamaDecoderLayer",
+    "mistral": "MistralDecoderLayer", "mixtral": "MixtralDecoderLayer", "olmo2": "Olmo2DecoderLayer",
+    "opt": "OPTDecoderLayer", "phi3": "Phi3DecoderLayer", "qwen2": "Qwen2DecoderLayer",
+    "qwen2_moe": "Qwen2MoeDecoderLayer", "qwen3": "Qwen3DecoderLayer", "qwen3_moe": "Qwen3MoeDecoderLayer",
+    "t5": "T5Block",
+}  # fmt: skip
+"""model_type → the class of its blocks, for where transformers is not installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +47,6 @@ class Quantization:
     """How the weights of the base model are packed."""
 
     method: str
-    """bitsandbytes, gptq, mxfp4, …"""
     bits: int | None = None
     storage: str | None = None
     """Dtype that the packed bytes pretend to be: uint8, bfloat16, …"""
@@ -81,22 +63,16 @@ class ModelFacts:
     num_kv_heads: int | None = None
     """Key and value heads; the query heads where the config names none."""
     num_experts: int | None = None
-    """Routed experts of a layer; None for a dense model."""
     vocab_size: int | None = None
     intermediate_sizes: tuple[int, ...] = ()
-    """Widths of the feed-forward parts (dense, experts, shared experts)."""
     max_positions: int | None = None
     tied_embeddings: bool | None = None
     quantization: Quantization | None = None
-    """None: plain weights."""
     blocks: tuple[str, ...] = ()
-    """Classes of its blocks (`_no_split_modules`)."""
     module_classes: tuple[str, ...] | None = None
-    """Classes of all its modules; None when the model was not built."""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """FQN → shape of every parameter, from the headers of the weights or from the built model; empty if neither."""
     stored: frozenset[str] = frozenset()
-    """FQNs in the headers of the weights."""
 
     @property
     def num_params(self) -> int | None:
@@ -118,10 +94,7 @@ def read_facts(model: str) -> ModelFacts:
 
 
 def checked_config(model: str) -> ModelConfig:
-    """Read the config.json that `model` names, or holds; links that lead out of its directory are not followed.
-
-    Raise RefusedConfigError where nothing may be built of it.
-    """
+    """Read the config.json that `model` names or holds, not by links out of it, or raise RefusedConfigError."""
     directory, name = os.path.split(config_path(absolute(model)))
     with open_source(directory) as source:
         config = config_beside(source, name)
@@ -149,7 +122,7 @@ def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> Model
         max_positions=_whole(text, _POSITIONS),
         tied_embeddings=tied if isinstance(tied, bool) else None,
         quantization=_quantization(values.get("quantization_config")),
-        blocks=_BLOCKS.get(_word(text, "model_type") or "", ()),
+        blocks=(_BLOCKS[kind],) if (kind := _word(text, "model_type") or "") in _BLOCKS else (),
     )
 
 
@@ -198,3 +171,120 @@ def _quantization(values: object) -> Quantization | None:
         bits, method = 8, method or "bitsandbytes"
     storage = _word(values, "bnb_4bit_quant_storage")
     return Quantization(method=method if isinstance(method, str) else "unknown", bits=bits, storage=storage)
+
+
+# Where the model and the checkpoint of a run lie on this machine: what was passed, or what the config names.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """What there is to look at."""
+
+    model: str | None = None
+    weights: str | None = None
+    """Where the base model's weights are, when they are here."""
+    checkpoint: str | None = None
+    """What to load: what was passed, else what the config resumes from, else the base model's weights."""
+    resumes: bool = False
+    not_checked: tuple[str, ...] = ()
+
+
+def find_sources(spec: ParallelSpec, *, config_path: str, model: str | None, checkpoint: str | None) -> Sources:
+    """Find the model and the checkpoint, from here and from the config's folder; nothing is downloaded."""
+    if checkpoint is not None and not exists(checkpoint):
+        raise UsageError("there is no such checkpoint", where=checkpoint, hint="--checkpoint takes a path")
+    missing: list[str] = []
+    directory = _component(_find_model(spec, config_path, model, missing), missing)
+    described = None if directory is None else _described(directory, missing, passed=model is not None)
+    weights = directory if directory is not None and _has_weights(directory) else None
+    resumes = False
+    if checkpoint is not None:
+        resumes = spec.resume_from is not None
+    elif spec.resume_from is not None:
+        checkpoint = _existing(spec.resume_from, config_path)
+        resumes = checkpoint is not None
+        if checkpoint is None:
+            key = spec.keys.get("resume_from", "the config")
+            missing.append(
+                f"the checkpoint that {key} resumes from ({escape_name(spec.resume_from)}), which is not here: "
+                "pass --checkpoint"
+            )
+    if checkpoint is None:
+        checkpoint = weights
+    if checkpoint is None and spec.resume_from is None:
+        missing.append("a checkpoint: there are no weights here (--checkpoint SRC, or a --model directory with them)")
+    return Sources(model=described, weights=weights, checkpoint=checkpoint, resumes=resumes, not_checked=tuple(missing))
+
+
+def _find_model(spec: ParallelSpec, config_path: str, model: str | None, missing: list[str]) -> str | None:
+    if model is not None:
+        if not exists(model):
+            raise UsageError("there is no such model", where=model, hint="--model takes a directory")
+        return model
+    if spec.model is None:
+        key = spec.keys.get("model")
+        says = "the config does not name one" if key is None else f"the value of {key} is not in the file"
+        missing.append(f"the model: {says}, and --model DIR is not given")
+        return None
+    found = _existing(spec.model, config_path) or _cached(spec.model)
+    if found is None:
+        key = spec.keys.get("model", "the config")
+        missing.append(
+            f"the model: {key} names {escape_name(spec.model)}, which is not on this machine; pass --model DIR"
+        )
+    return found
+
+
+def _existing(path: str, config_path: str) -> str | None:
+    beside = os.path.join(os.path.dirname(os.path.abspath(config_path)), path)
+    return next((one for one in (path, beside) if os.path.exists(one)), None)
+
+
+def _cached(name: str) -> str | None:
+    """Return the snapshot of a hub id in the local cache, if its config is there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, CONFIG_NAME)
+    except HFValidationError:  # it is no hub id either
+        return None
+    return os.path.dirname(found) if isinstance(found, str) else None
+
+
+def _component(directory: str | None, missing: list[str]) -> str | None:
+    """Return the component that is trained, where `directory` is that of a diffusers pipeline."""
+    if directory is None:
+        return None
+    try:
+        found, what = component_of(directory)
+    except UsageError as error:
+        missing.append(f"the model's classes, names and shapes: {error.what}")
+        return None
+    if what:
+        missing.append(f"the other parts of {escape_name(directory)}: the model is {what}")
+    return found
+
+
+def _described(directory: str, missing: list[str], *, passed: bool) -> str | None:
+    """Return `directory` when its config.json describes a transformers model; say what it is otherwise."""
+    path = config_path(directory)
+    where = escape_name(directory)
+    if not is_file(path) or not path.endswith(".json"):
+        if passed:
+            hint = "--model takes the directory that the model was downloaded to, or its config.json"
+            raise UsageError("there is no config.json of a model", where=where, hint=hint)
+        missing.append(f"the model's classes, names and shapes: there is no config.json in {where}")
+        return None
+    if read_config(path).architecture is None:
+        missing.append(f"the model's classes, names and shapes: {where} names no architecture")
+        return None
+    return directory
+
+
+def _has_weights(directory: str) -> bool:
+    if not is_directory(directory):
+        return False
+    with open_source(directory) as source:
+        names = source.list_files(max_depth=0)
+    return any(is_weights(name) and name.endswith((".safetensors", ".metadata")) for name in names)

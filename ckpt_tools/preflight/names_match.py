@@ -27,12 +27,7 @@ _PEFT_PARTS = re.compile(r"\.(base_layer|modules_to_save\.[^.]+|original_module)
 
 
 def check_names(
-    comparison: Comparison,
-    *,
-    where: str,
-    by_dcp: bool,
-    framework: Framework,
-    mesh: str,
+    comparison: Comparison, *, where: str, by_dcp: bool, framework: Framework, mesh: str
 ) -> Iterator[Finding]:
     """Yield what is wrong with the names and shapes of a checkpoint, which `dcp.load` reads or transformers."""
     if comparison.refused is not None:
@@ -114,38 +109,23 @@ def _roots(comparison: Comparison) -> tuple[str | None, str | None, bool]:
 
 
 def _check_prefix(
-    comparison: Comparison,
-    where: str,
-    framework: Framework,
-    mesh: str,
-    *,
-    by_dcp: bool,
+    comparison: Comparison, where: str, framework: Framework, mesh: str, *, by_dcp: bool
 ) -> Iterator[Finding]:
     extra, lacking, wrapped = _roots(comparison)
     by_peft = any(without_peft(fqn) != fqn for found in comparison.found.values() for fqn in found.fqns)
     if by_peft and not by_dcp:
-        yield Finding.error(
-            "checkpoint-prefix",
-            where,
-            "names are those of a PEFT model (base_model.model., base_layer.), and no model is loaded from them",
-            f"use the base model as the model, and extract the adapter: ckpt export-lora {where} NEW --to peft",
-        )
+        problem = "names are those of a PEFT model (base_model.model., base_layer.), and no model is loaded from them"
+        advice = f"use the base model as the model, and extract the adapter: ckpt export-lora {where} NEW --to peft"
+        yield Finding.error("checkpoint-prefix", where, problem, advice)
     if by_dcp:
         yield from _check_dcp_root(extra, lacking, where, framework, mesh)
     elif lacking is not None and lacking != comparison.base_prefix:
-        yield Finding.error(
-            "checkpoint-prefix",
-            where,
-            f"names match once {lacking!r} is put in front of them, but {framework} does not do that",
-            f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none",
-        )
+        problem = f"names match once {lacking!r} is put in front of them, but {framework} does not do that"
+        advice = f"ckpt shard {where} NEW --mesh {mesh} --prefix {lacking}, then ckpt gather NEW HF --strip-prefix none"
+        yield Finding.error("checkpoint-prefix", where, problem, advice)
     elif extra and extra != comparison.base_prefix:
-        yield Finding.error(
-            "checkpoint-prefix",
-            where,
-            f"names match once {extra!r} is removed from the front, but {framework} does not do that",
-            f"ckpt gather {where} NEW --strip-prefix {extra}",
-        )
+        what = f"names match once {extra!r} is removed from the front, but {framework} does not do that"
+        yield Finding.error("checkpoint-prefix", where, what, f"ckpt gather {where} NEW --strip-prefix {extra}")
     if wrapped:
         fqns = [fqn for found in comparison.found.values() for fqn in found.fqns]
         at_root = next((w for w in WRAPPERS if all(fqn.startswith(w) for fqn in fqns)), None)
@@ -188,12 +168,8 @@ def _check_dcp_root(
         hint = f"ckpt reshard {where} NEW --mesh {mesh} --prefix {missing}"
     else:
         hint = f"ckpt gather {where} HF --strip-prefix auto, then ckpt shard HF NEW --mesh {mesh} --prefix {wanted}"
-    yield Finding.error(
-        "checkpoint-prefix",
-        where,
-        f"{framework} expects {wanted!r} before the model's names in a DCP checkpoint; the names here {has}",
-        hint,
-    )
+    what = f"{framework} expects {wanted!r} before the model's names in a DCP checkpoint; the names here {has}"
+    yield Finding.error("checkpoint-prefix", where, what, hint)
 
 
 def _check_live(comparison: Comparison, where: str, mesh: str) -> Iterator[Finding]:
@@ -211,13 +187,11 @@ def _check_live(comparison: Comparison, where: str, mesh: str) -> Iterator[Findi
         if name not in comparison.found
     ]
     if mapped:
-        yield Finding.error(
-            "checkpoint-naming",
-            where,
+        what = (
             f"dcp.load finds tensors by the live model's names, and the checkpoint has other names for {len(mapped)} "
-            f"of them: {fold_names(mapped)}",
-            f"ckpt reshard {where} NEW --mesh {mesh} --names live",
+            f"of them: {fold_names(mapped)}"
         )
+        yield Finding.error("checkpoint-naming", where, what, f"ckpt reshard {where} NEW --mesh {mesh} --names live")
 
 
 def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Iterator[Finding]:
@@ -232,11 +206,8 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
         )
     buffers = [name for name in absent if comparison.tensors[name].kind == "buffer"]
     if buffers:
-        yield Finding.warning(
-            "checkpoint-buffer",
-            where,
-            f"{len(buffers)} buffers are not stored and keep the values they are made with: {fold_names(buffers)}",
-        )
+        what = f"{len(buffers)} buffers are not stored and keep the values they are made with: {fold_names(buffers)}"
+        yield Finding.warning("checkpoint-buffer", where, what)
     missing = [name for name in absent if name not in told and name not in buffers]
     # transformers makes a new head for a base model, and says so in a warning; DCP refuses.
     base = comparison.base_prefix
@@ -285,11 +256,8 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
         else:
             others.append(fqn)
     if buffers:
-        yield Finding.info(
-            "checkpoint-buffer",
-            where,
-            f"{len(buffers)} stored buffers are ignored, since the model computes them itself: {fold_names(buffers)}",
-        )
+        what = f"{len(buffers)} stored buffers are ignored, since the model computes them itself: {fold_names(buffers)}"
+        yield Finding.info("checkpoint-buffer", where, what)
     if stacked:
         yield Finding.error(
             "checkpoint-unexpected-key",
@@ -307,12 +275,9 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
             "the checkpoint belongs to another architecture: use its own config.json",
         )
     if others:
-        yield Finding.warning(
-            "checkpoint-unexpected-key",
-            where,
-            f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}",
-            "this is right if another head is trained; otherwise check the architecture in config.json",
-        )
+        what = f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}"
+        hint = "this is right if another head is trained; otherwise check the architecture in config.json"
+        yield Finding.warning("checkpoint-unexpected-key", where, what, hint)
 
 
 def _is_missed(name: str, comparison: Comparison) -> bool:

@@ -22,8 +22,7 @@ from ckpt_tools.fsdp2.fsdp1 import INSTEAD
 from ckpt_tools.preflight.configs.commands import read_script
 from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.configs.read import understand
-from ckpt_tools.preflight.configs.schema import dtype_name
-from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.plain_values import dtype_name, find_value
 from ckpt_tools.text import first_few
 
 _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -39,14 +38,10 @@ class Sharding:
 
     policy: Policy
     mesh: Mesh
-    """For `build_device_mesh`."""
     blocks: Blocks
-    """For `shard_model`, as the next one."""
     activation_checkpointing: bool
     offload_optimizer: bool
-    """Call `offload_optimizer` on the optimizer."""
     notes: tuple[str, ...]
-    """Options that FSDP2 does not have, and its way instead."""
 
 
 def read_sharding(

@@ -29,10 +29,8 @@ class CheckResult:
 
     name: CheckName
     ok: bool | None
-    """None: it was not made."""
     seconds: float
     what: str
-    """What was checked, found, or why it was not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,6 @@ class PreflightReport:
     config: str
     """The config, or several, as the user named them."""
     framework: str
-    """Whose config it is; one that is not read, by its name."""
     mesh: str | None
     """The run's mesh; None when the number of ranks is not known, or does not fit."""
     spec: ParallelSpec | None
@@ -54,7 +51,6 @@ class PreflightReport:
     """How much of the config is understood; None where it was not read."""
     estimate: Estimate | None = None
     verify: Verification | None = None
-    """Of the checkpoint's structure."""
     checkpoint: CheckpointMatch | None = None
     smoke: SmokeReport | None = None
     not_checked: tuple[str, ...] = ()
@@ -62,15 +58,11 @@ class PreflightReport:
     notes: tuple[str, ...] = ()
     """On what terms something was checked: assumptions of the estimate, what the smoke run folded."""
     configs: tuple[str, ...] = ()
-    """The same, one by one."""
     ignored: tuple[Finding, ...] = ()
-    """Findings that the user lets pass."""
     places: Mapping[Finding, Place] = field(default_factory=dict)
-    """Finding → the line that it points at, where it is known."""
     is_strict: bool = False
     """Do warnings fail, and checks that could not be made?"""
     left_out: tuple[CheckName, ...] = ()
-    """Checks that were not asked for."""
 
     @property
     def ok(self) -> bool:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Annotated, Any
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.options import takes
+from ckpt_tools.options import Doc, takes
+from ckpt_tools.options.preflight import PreflightFields
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
-from ckpt_tools.preflight.flight import TITLES, Check, Flight
 from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
@@ -27,17 +30,148 @@ from ckpt_tools.preflight.memory import (
     savers_of,
     start_estimate,
 )
-from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, facts_of, read_facts
-from ckpt_tools.preflight.options import PreflightOptions
+from ckpt_tools.preflight.model_facts import ModelFacts, Sources, checked_config, facts_of, find_sources, read_facts
+from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
-from ckpt_tools.preflight.sources import Sources, find_sources
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.processes.child import Child
 from ckpt_tools.smoke import SmokeReport, run_smoke
 from ckpt_tools.text import escape_name
-from ckpt_tools.units import format_size
+from ckpt_tools.units import format_size, parse_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightOptions(PreflightFields):
+    """The options of `preflight`, who is told of its progress, and what follows from them."""
+
+    on_check: Annotated[
+        Callable[[str, str], None] | None,
+        Doc('Called when a check begins and ends, with its name and "begun", "done" or "failed".'),
+    ] = None
+    on_findings: Annotated[
+        Callable[[tuple[Finding, ...]], None] | None,
+        Doc("Called with new findings as soon as they are known, before the slow checks begin; each finding once."),
+    ] = None
+    on_places: Annotated[
+        Callable[[Mapping[Finding, Place]], None] | None,
+        Doc("Called once, at the beginning, with a mapping that fills: finding → the line that it points at."),
+    ] = None
+
+    @property
+    def configs(self) -> tuple[str, ...]:
+        """The files."""
+        given = (self.config,) if isinstance(self.config, str | os.PathLike) else self.config
+        return tuple(os.fspath(path) for path in given)
+
+    def why_skipped(self, check: str) -> str:
+        """Return the option that leaves a check out; "" where it is to be made."""
+        if self.only and check not in self.only:
+            return " ".join(f"--only {name}" for name in self.only)
+        if self.host and check in ("memory", "checkpoint", "smoke"):
+            return "--host"
+        left_out = {"smoke": not self.smoke, "memory": not self.memory}.get(check, False)
+        return f"--no-{check}" if left_out else ""
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        """Memory of a device."""
+        return None if self.gpu_memory is None else parse_size(self.gpu_memory)
+
+
+@dataclass(slots=True)
+class Flight:
+    """What is checked, and what was found so far."""
+
+    options: PreflightOptions
+    findings: dict[Finding, None] = field(default_factory=dict)
+    ignored: dict[Finding, None] = field(default_factory=dict)
+    places: dict[Finding, Place] = field(default_factory=dict)
+    checks: dict[CheckName, CheckResult] = field(default_factory=dict)
+    not_checked: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def check(self, name: CheckName) -> Iterator[Check]:
+        """Make one check: its block says what was found."""
+        start = time.perf_counter()
+        follow = self.options.on_check or (lambda _name, _state: None)
+        follow(name, "begun")
+        check = Check()
+        yield check
+        seconds = check.seconds if check.seconds is not None else time.perf_counter() - start
+        check.findings = self.without_ignored(check.findings)
+        failed = any(finding.severity == "error" for finding in check.findings)
+        ok = False if failed else True if check.was_made else None
+        if check.why_not:
+            self.not_checked.append(f"{TITLES[name]}: {check.why_not}")
+        self.tell(check.findings)
+        self.checks[name] = CheckResult(name=name, ok=ok, seconds=round(seconds, 3), what=check.what or check.why_not)
+        follow(name, "failed" if failed else "done")
+
+    def tell(self, findings: Sequence[Finding]) -> None:
+        """Keep findings, and say those that are new."""
+        findings = self.without_ignored(findings)
+        new = tuple(finding for finding in dict.fromkeys(findings) if finding not in self.findings)
+        self.findings |= dict.fromkeys(new)
+        if new and self.options.on_findings is not None:
+            self.options.on_findings(new)
+
+    def without_ignored(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+        """Return the findings that count, and keep the others."""
+        self.ignored |= dict.fromkeys(one for one in findings if one.code in self.options.ignore)
+        return tuple(one for one in findings if one.code not in self.options.ignore)
+
+    def placed(self, findings: tuple[Finding, ...], config: Config) -> tuple[Finding, ...]:
+        """Return findings on a config, and remember where they point at in its files."""
+        for finding in findings:
+            place = next((at for one in (config, *config.beside) if (at := one.place(finding.where))), None)
+            if place is not None:
+                self.places.setdefault(finding, place)
+        return findings
+
+    def report(self, **fields: Any) -> PreflightReport:  # noqa: ANN401 - those of the report
+        """Return what was found, with the checks in the order in which they are shown."""
+        names: list[CheckName] = [*CHECKS[:2], "host", *CHECKS[2:]]
+        return PreflightReport(
+            checks=tuple(self.checks[name] for name in names if name in self.checks),
+            findings=tuple(self.findings),
+            not_checked=tuple(dict.fromkeys(self.not_checked)),
+            notes=tuple(dict.fromkeys(self.notes)),
+            configs=self.options.configs,
+            ignored=tuple(self.ignored),
+            places=self.places,
+            is_strict=self.options.strict,
+            left_out=tuple(name for name in CHECKS if self.options.why_skipped(name)),
+            **fields,
+        )
+
+    @property
+    def has_errors(self) -> bool:
+        """Is anything wrong so far?"""
+        return any(finding.severity == "error" for finding in self.findings)
+
+
+@dataclass(slots=True)
+class Check:
+    """What one check says of itself."""
+
+    findings: tuple[Finding, ...] = ()
+    what: str = ""
+    why_not: str = ""
+    was_made: bool = False
+    seconds: float | None = None
+
+
+TITLES = {
+    "config": "the config",
+    "rules": "rules on the model",
+    "host": "this machine",
+    "memory": "whether it fits",
+    "checkpoint": "the checkpoint",
+    "smoke": "a smoke run",
+}
 
 
 @takes(PreflightOptions)
@@ -123,25 +257,16 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             estimate = _check_memory(check, flight, spec, doubted, None if too_small else estimating, gpu_memory)
     for code in set(options.ignore) - {one.code for one in flight.ignored}:
         flight.notes.append(f"--ignore {escape_name(code)}: there is no such finding")
-    return PreflightReport(
+    return flight.report(
         config=config_path,
         framework=" + ".join((*(one.framework for one in config.beside), config.framework)),
         mesh=None if spec.mesh is None else str(spec.mesh),
         spec=spec,
         options=config.options,
-        checks=flight.results(),
-        findings=tuple(flight.findings),
         estimate=estimate,
         verify=None if match is None else match.verify,
         checkpoint=match,
         smoke=report,
-        not_checked=tuple(dict.fromkeys(flight.not_checked)),
-        notes=tuple(dict.fromkeys(flight.notes)),
-        configs=paths,
-        ignored=tuple(flight.ignored),
-        places=flight.places,
-        is_strict=options.strict,
-        left_out=tuple(name for name in CHECKS if options.why_skipped(name)),
     )
 
 
@@ -168,17 +293,7 @@ def _machine_alone(options: PreflightOptions) -> PreflightReport:
     with flight.check("config") as check:
         check.was_made, check.what = True, "none: what a run needs of this machine is what its environment says"
     _check_host(flight, needs_of((), None))
-    return PreflightReport(
-        config="",
-        framework="",
-        mesh=None,
-        spec=None,
-        checks=flight.results(),
-        findings=tuple(flight.findings),
-        not_checked=tuple(flight.not_checked),
-        ignored=tuple(flight.ignored),
-        is_strict=options.strict,
-    )
+    return flight.report(config="", framework="", mesh=None, spec=None)
 
 
 def _check_host(flight: Flight, needs: Needs) -> None:
@@ -204,10 +319,7 @@ def _describe_files(config: Config) -> Iterator[str]:
 
 
 def _broken_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
-    """Return what the rules find in all configs of a run.
-
-    Of arguments below a launcher's config only what they say can be wrong: what they lack, the other may say.
-    """
+    """Return what rules find in all configs of a run: in arguments beside a launcher's, what they say themselves."""
     found = check_rules(config, facts)
     if config.beside:
         found = tuple(one for one in found if look_up(config.values, one.where) is not None)
@@ -297,11 +409,7 @@ def _check_memory(
 
 
 def _needs_optimizer(config: Config) -> bool:
-    """Does what this framework resumes from have to hold the optimizer's state?
-
-    Source: torchtitan's `CheckpointManager`, whose initial_load_path takes the model alone by default; ai-toolkit's
-    pretrained_lora_path, which is an adapter.
-    """
+    """Must what is resumed hold an optimizer? Not torchtitan's initial_load_path, nor ai-toolkit's adapter."""
     if config.framework == "torchtitan":
         loads_model = look_up(config.values, "checkpoint.initial_load_model_only")
         return loads_model is not None and loads_model.is_off
@@ -337,12 +445,7 @@ def _describe_match(match: CheckpointMatch) -> str:
 
 
 def run_trial(
-    check: Check,
-    flight: Flight,
-    spec: ParallelSpec,
-    sources: Sources,
-    match: CheckpointMatch | None,
-    view: ModelView,
+    check: Check, flight: Flight, spec: ParallelSpec, sources: Sources, match: CheckpointMatch | None, view: ModelView
 ) -> SmokeReport | None:
     """Run it, and say in `check` and `flight` what it found; None where it was not run."""
     if sources.model is None:

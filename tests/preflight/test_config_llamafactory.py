@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from preflight.config_examples import found, mesh, read
 
-from ckpt_tools.preflight.configs.flags import read_flags
+from ckpt_tools.preflight.configs.overrides import read_flags
 from ckpt_tools.preflight.spec import AdapterSpec
 
 SFT: dict[str, Any] = {

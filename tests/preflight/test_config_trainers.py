@@ -16,7 +16,7 @@ from preflight.config_examples import ACCELERATE, AXOLOTL, found, mesh, read
 
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.preflight.configs import Config, read_config
-from ckpt_tools.preflight.configs.options import option_names
+from ckpt_tools.preflight.configs.schema import option_names
 from ckpt_tools.preflight.spec import ParallelSpec
 
 # The trainers themselves
@@ -181,11 +181,11 @@ def test_option_that_accelerate_or_trainer_has_is_known(launched: Mapping[str, A
     from ckpt_tools.preflight.configs import accelerate, trainer
 
     _, answer = launched["names"]
-    assert set(answer["accelerate"]) <= option_names(accelerate.Accelerate)
-    assert set(answer["parallelism_config"]) <= option_names(accelerate.Parallelism)
+    assert set(answer["accelerate"]) <= option_names(accelerate._Accelerate)
+    assert set(answer["parallelism_config"]) <= option_names(accelerate._Parallelism)
     fsdp = {name.removeprefix("fsdp_") for name in answer["fsdp_config"]}
-    assert fsdp | {"ignored_modules"} <= option_names(accelerate.AccelerateFsdp)  # which is read, but has no option
-    assert set(answer["trainer"]) <= option_names(trainer.Trainer)
+    assert fsdp | {"ignored_modules"} <= option_names(accelerate._AccelerateFsdp)  # which is read, but has no option
+    assert set(answer["trainer"]) <= option_names(trainer._Trainer)
 
 
 # What one framework does
@@ -388,8 +388,5 @@ def test_verl_interpolations_are_followed_and_others_said(tmp_path: Path) -> Non
     assert config.spec.adapter is not None
     assert config.spec.adapter.rank == 16
     assert ("unknown-value", "warning", "actor_rollout_ref.actor.fsdp_config.model_dtype") in found(config)
-    assert config.options.unread == (
-        "actor_rollout_ref.model.path",
-        "actor_rollout_ref.actor.fsdp_config.model_dtype",
-    )
+    assert config.options.unread == ("actor_rollout_ref.model.path", "actor_rollout_ref.actor.fsdp_config.model_dtype")
     assert config.spec.model is None

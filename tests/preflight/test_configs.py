@@ -12,8 +12,7 @@ from preflight.config_examples import ACCELERATE, AXOLOTL, EXAMPLES, FIXTURES, m
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.preflight.configs import read_config
 from ckpt_tools.preflight.configs.document import MAX_BYTES
-from ckpt_tools.preflight.mesh_match import shard_mesh
-from ckpt_tools.preflight.spec import ParallelSpec
+from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -12,9 +12,8 @@ from preflight.config_examples import ACCELERATE, AXOLOTL, read
 
 from ckpt_tools.cli import main
 from ckpt_tools.preflight.configs import NotReadError
-from ckpt_tools.preflight.configs.options import decides
-from ckpt_tools.preflight.configs.others import OTHERS
-from ckpt_tools.preflight.spelling import is_typo
+from ckpt_tools.preflight.configs.schema import decides
+from ckpt_tools.preflight.plain_values import is_typo, read_rows
 
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=fsdp2 "
 RLHF = "torchrun --nproc_per_node=8 -m openrlhf.cli.train_sft --zero_stage 3 "
@@ -209,7 +208,7 @@ def test_launch_line_of_a_trainer_that_is_not_read_is_named(script: str, name: s
 
 
 def test_names_of_trainers_that_are_not_read_are_each_once() -> None:
-    names = [other.name for other in OTHERS]
+    names = [row["name"] for row in read_rows("ckpt_tools.preflight.configs", "others.tsv")]
     assert len(names) == len(set(names))
 
 

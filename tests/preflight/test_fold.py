@@ -77,11 +77,7 @@ def test_fold_mesh_says_what_became_of_every_axis(mesh, words):
             "hybrid_shard",
             "dp_replicate=2,dp_shard=2",
         ),
-        (
-            {"mesh": "dp_replicate=4,dp_shard=8,tp=2", "strategy": "hybrid_shard"},
-            "full_shard",
-            "dp_shard=2,tp=2",
-        ),
+        ({"mesh": "dp_replicate=4,dp_shard=8,tp=2", "strategy": "hybrid_shard"}, "full_shard", "dp_shard=2,tp=2"),
         ({"engine": "ddp", "mesh": "dp_replicate=8"}, "no_shard", "dp_replicate=2"),
         ({"engine": "fsdp1"}, "full_shard", "dp_shard=2"),
         ({"mesh": None}, "full_shard", "dp_shard=2"),

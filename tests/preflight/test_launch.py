@@ -88,10 +88,7 @@ LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
         'main() {\n torchrun --nproc_per_node=2 train.py args.yaml "$@"\n}\n[ -n "$X" ] || main --max_length 7',
         {"world_size": 2, "seq_len": 7},
     ),
-    "trl": (
-        "trl sft --config args.yaml --max_length=512",
-        {"framework": "trainer", "seq_len": 512, "batch_size": 2},
-    ),
+    "trl": ("trl sft --config args.yaml --max_length=512", {"framework": "trainer", "seq_len": 512, "batch_size": 2}),
     "llamafactory": (
         "FORCE_TORCHRUN=1 llamafactory-cli train lf.yaml cutoff_len=2048 per_device_train_batch_size=4",
         {"framework": "llamafactory", "seq_len": 2048, "batch_size": 4},

@@ -24,11 +24,10 @@ from ckpt_tools.description.layout import Shard, cut_tensor, parse_mesh
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.placement.place import place_tensors
 from ckpt_tools.preflight import match
+from ckpt_tools.preflight.comparison import count_reads
 from ckpt_tools.preflight.match import check_checkpoint, look_at_model
-from ckpt_tools.preflight.mesh_match import shard_mesh
 from ckpt_tools.preflight.model_facts import ModelFacts, read_facts
-from ckpt_tools.preflight.reads import count_reads
-from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
+from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec, shard_mesh
 from ckpt_tools.processes import child as children, wire
 
 

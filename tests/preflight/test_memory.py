@@ -180,11 +180,7 @@ def test_ask_about_what_is_not_estimated_says_why(fields, word):
 @pytest.mark.parametrize(
     ("change", "fields", "words"),
     [
-        (
-            "--activation-checkpointing",
-            {},
-            "checkpoint activations (fsdp_config.fsdp_activation_checkpointing: true)",
-        ),
+        ("--activation-checkpointing", {}, "checkpoint activations (fsdp_config.fsdp_activation_checkpointing: true)"),
         (
             "--activation-checkpointing --mesh dp_shard=16",
             {"framework": "torchtitan"},

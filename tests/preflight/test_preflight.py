@@ -23,8 +23,8 @@ from ckpt_tools.cli import main
 from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight import run as run_module
+from ckpt_tools.preflight.model_facts import find_sources
 from ckpt_tools.preflight.report import CHECKS
-from ckpt_tools.preflight.sources import find_sources
 from ckpt_tools.preflight.spec import ParallelSpec
 
 LIMIT_S = 60

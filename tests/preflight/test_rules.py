@@ -221,11 +221,7 @@ WRONG: dict[str, tuple[tuple[Edits, Mapping[str, Any] | None, list[str]], ...]] 
         ),
     ),
     "ai-toolkit": (
-        (
-            {f"{AI}.model.low_vram": True, f"{AI}.model.layer_offloading": True},
-            None,
-            ["CKPT014", "CKPT015"],
-        ),
+        ({f"{AI}.model.low_vram": True, f"{AI}.model.layer_offloading": True}, None, ["CKPT014", "CKPT015"]),
         ({f"{AI}.model.split_model_over_gpus": True, f"{AI}.train.dist_backend": "gloo"}, None, ["CKPT013", "CKPT018"]),
         ({f"{AI}.train.ddp": True, f"{AI}.train.gradient_checkpointing": True}, None, ["CKPT010", "CKPT068"]),
     ),

@@ -252,7 +252,7 @@ def test_files_and_jobs_say_what_they_say(text: str, words: list[str]) -> None:
     script = read_script(text, path="/home/jobs/run/job.sh", open_file=open_file)
     found = next(words for words in script.commands if "launch" in words)
     assert list(found[found.index("launch") + 1 :]) == words
-    assert bool(script.missing) == ("missing" in text)
+    assert bool(script.absent) == ("missing" in text)
 
 
 def test_files_that_a_script_writes_are_known_unless_they_may_differ() -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import PlainValidator
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.preflight.configs.deepspeed_file import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
+from ckpt_tools.preflight.configs.deepspeed import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     STRATEGIES,
@@ -27,16 +27,13 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     without_prefix,
 )
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, dtype_name
+from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
-from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.plain_values import dtype_name, find_value
 from ckpt_tools.preflight.spec import Engine
 
 DEFAULTS = PluginDefaults(
-    auto_wrap_policy=None,
-    min_num_params=10**8,
-    full_state_dict=False,
-    cpu_ram_efficient_loading=True,
+    auto_wrap_policy=None, min_num_params=10**8, full_state_dict=False, cpu_ram_efficient_loading=True
 )
 """Source: the defaults of `accelerate launch`'s command line, which the file overrides."""
 _DEVICES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
@@ -45,8 +42,7 @@ TYPES = {"NO", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU", *(f"MULTI_{devi
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SIZES = "parallelism_config.parallelism_config_{}_size"
 _NO_ENGINE = ("", "NO")
-_ASKED_FOR = -1
-"""`num_processes` that the launcher is to be told. Source: `ClusterConfig`, `_validate_launch_command`."""
+_ASKED_FOR = -1  # `num_processes` that the launcher is to be told. Source: `ClusterConfig`, `_validate_launch_command`.
 
 
 def _arguments(prefix: str) -> frozenset[str]:
@@ -63,7 +59,7 @@ def _distributed_type(value: object) -> str:
     raise ValueError(f"one of {', '.join(sorted(TYPES))}, in capitals")
 
 
-class AccelerateFsdp(FsdpOptions, known=_arguments("fsdp_"), instead={"cpu_offload": "offload_params"}):
+class _AccelerateFsdp(FsdpOptions, known=_arguments("fsdp_"), instead={"cpu_offload": "offload_params"}):
     """`fsdp_config`; each key with or without `fsdp_`."""
 
     offload_params: Truth | None = None
@@ -71,9 +67,9 @@ class AccelerateFsdp(FsdpOptions, known=_arguments("fsdp_"), instead={"cpu_offlo
     activation_checkpointing_offload: Truth | None = None
 
 
-class Parallelism(Section, known=frozenset(f"parallelism_config_{name}" for name in _arguments("parallelism_config_"))):
-    """`parallelism_config`."""
-
+class _Parallelism(
+    Section, known=frozenset(f"parallelism_config_{name}" for name in _arguments("parallelism_config_"))
+):
     parallelism_config_dp_replicate_size: Count | None = None
     parallelism_config_dp_shard_size: Count | None = None
     parallelism_config_tp_size: Count | None = None
@@ -81,35 +77,31 @@ class Parallelism(Section, known=frozenset(f"parallelism_config_{name}" for name
     parallelism_config_sp_size: Count | None = None
 
 
-class DeepSpeed(Section, known=known("accelerate", "arguments")):
-    """`deepspeed_config`."""
-
+class _DeepSpeed(Section, known=known("accelerate", "arguments")):
     deepspeed_config_file: Word | None = None
     zero_stage: Count | None = None
     offload_optimizer_device: Word | None = None
     offload_param_device: Word | None = None
 
 
-class Accelerate(Section, known=known("accelerate", "config"), unknown="error"):  # the launcher raises ValueError
-    """The file."""
-
+class _Accelerate(Section, known=known("accelerate", "config"), unknown="error"):  # the launcher raises ValueError
     distributed_type: Annotated[str, PlainValidator(_distributed_type)] | None = None
     mixed_precision: Word | None = None
     num_processes: Count | None = None
     num_machines: Positive | None = None
-    fsdp_config: AccelerateFsdp = AccelerateFsdp()
-    parallelism_config: Parallelism = Parallelism()
-    deepspeed_config: DeepSpeed = DeepSpeed()
+    fsdp_config: _AccelerateFsdp = _AccelerateFsdp()
+    parallelism_config: _Parallelism = _Parallelism()
+    deepspeed_config: _DeepSpeed = _DeepSpeed()
 
 
-def _world_size(given: Given[Accelerate]) -> int | None:
+def _world_size(given: Given[_Accelerate]) -> int | None:
     declared = given.raw.num_processes
     if declared is not None and declared > 0:
         return declared
     return 1 if given.raw.distributed_type == "NO" else None
 
 
-def _engine(given: Given[Accelerate]) -> Engine:
+def _engine(given: Given[_Accelerate]) -> Engine:
     kind = given.raw.distributed_type or ""
     if kind == "FSDP":
         return "fsdp2" if given.raw.fsdp_config.version == 2 else "fsdp1"
@@ -120,7 +112,7 @@ def _engine(given: Given[Accelerate]) -> Engine:
     return "none" if kind in _NO_ENGINE else "other"
 
 
-def _axes(given: Given[Accelerate]) -> dict[str, int]:
+def _axes(given: Given[_Accelerate]) -> dict[str, int]:
     """Return the axes. Without a `parallelism_config`, or with an empty one, FSDP shards over all ranks."""
     raw, engine = given.raw, given.spec.engine
     if raw.parallelism_config.model_dump(exclude_none=True):
@@ -136,7 +128,7 @@ def _axes(given: Given[Accelerate]) -> dict[str, int]:
     return {"dp_shard": -1} if engine in ("fsdp1", "fsdp2", "deepspeed") else {}
 
 
-def _dtypes(given: Given[Accelerate]) -> tuple[str | None, str | None, str | None]:
+def _dtypes(given: Given[_Accelerate]) -> tuple[str | None, str | None, str | None]:
     precision = (given.raw.mixed_precision or "no").lower()
     mixed = "bf16" if precision == "fp8" else dtype_name(precision)
     # FSDP averages in the dtype that computes; under DDP gradients are as wide as the parameters.
@@ -145,7 +137,7 @@ def _dtypes(given: Given[Accelerate]) -> tuple[str | None, str | None, str | Non
     return mixed, mixed if given.is_fsdp else None, "f32" if is_widened else None
 
 
-def _zero(given: Given[Accelerate]) -> tuple[str | None, bool, bool]:
+def _zero(given: Given[_Accelerate]) -> tuple[str | None, bool, bool]:
     """Return what `deepspeed_config` says, or the file that it names. The launcher's default is stage 2."""
     options = given.raw.deepspeed_config
     if options.deepspeed_config_file is not None and options.deepspeed_config_file.lower() != "none":
@@ -155,7 +147,7 @@ def _zero(given: Given[Accelerate]) -> tuple[str | None, bool, bool]:
     return zero_strategy(stage), devices[0] in OFFLOAD_DEVICES, devices[1] in OFFLOAD_DEVICES
 
 
-_TABLE: Table[Accelerate] = {
+_TABLE: Table[_Accelerate] = {
     "engine": row("distributed_type", value=_engine),
     "world_size": row("num_processes", value=_world_size),
     **{f"axes.{axis}": row(_SIZES.format(axis)) for axis in _AXES},
@@ -163,7 +155,7 @@ _TABLE: Table[Accelerate] = {
     "mesh": plugin_mesh_row(),
     "param_dtype reduce_dtype master_dtype": row("mixed_precision", value=_dtypes),
 }
-_BY_ENGINE: Mapping[Engine, Table[Accelerate]] = {
+_BY_ENGINE: Mapping[Engine, Table[_Accelerate]] = {
     "deepspeed": {
         "strategy offload_params offload_optimizer": row(value=_zero),
         "strategy": named_by("deepspeed_config.zero_stage"),
@@ -182,26 +174,15 @@ _BY_ENGINE: Mapping[Engine, Table[Accelerate]] = {
 }
 
 
-def _check(given: Given[Accelerate]) -> None:
+def _check(given: Given[_Accelerate]) -> None:
     if find_value(given.values, "distributed_type") is None:
-        given.findings.append(
-            Finding.error(
-                "missing-key",
-                "distributed_type",
-                "distributed_type is missing, and accelerate refuses a file without it",
-                "distributed_type: FSDP",
-            )
-        )
+        what = "distributed_type is missing, and accelerate refuses a file without it"
+        given.findings.append(Finding.error("missing-key", "distributed_type", what, "distributed_type: FSDP"))
     count = given.raw.num_processes
     if count is not None and count < 1 and count != _ASKED_FOR:
-        given.findings.append(
-            Finding.error(
-                "wrong-type",
-                "num_processes",
-                f"num_processes must be at least 1, got {count}",
-                "num_processes: the number of ranks on all machines together",
-            )
-        )
+        what = f"num_processes must be at least 1, got {count}"
+        hint = "num_processes: the number of ranks on all machines together"
+        given.findings.append(Finding.error("wrong-type", "num_processes", what, hint))
 
 
 def _looks_like(document: Document) -> bool:
@@ -211,16 +192,7 @@ def _looks_like(document: Document) -> bool:
 
 def _prepare(document: Document) -> Source:
     values = document.keyed()
-    return without_prefix(Source(model=Accelerate, table=_TABLE, by_engine=_BY_ENGINE, values=values, check=_check))
+    return without_prefix(Source(model=_Accelerate, table=_TABLE, by_engine=_BY_ENGINE, values=values, check=_check))
 
 
-READER = Reader(
-    name="accelerate",
-    looks_like=_looks_like,
-    prepare=_prepare,
-    written={
-        "activation_checkpointing": "fsdp_config.fsdp_activation_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.fsdp_reshard_after_forward: true",
-        "offload_params": "fsdp_config.fsdp_offload_params: true",
-    },
-)
+READER = Reader(name="accelerate", looks_like=_looks_like, prepare=_prepare)

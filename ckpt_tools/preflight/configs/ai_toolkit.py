@@ -18,20 +18,17 @@ from pydantic import Field
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice, dtype_name
+from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Source, Table, mesh_row, named_by, row
-from ckpt_tools.preflight.plain_values import find_value
+from ckpt_tools.preflight.plain_values import dtype_name, find_value, nearest
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
-from ckpt_tools.preflight.spelling import nearest
 
 _ARCHS = known("ai_toolkit", "arch")
 """Models; another one is loaded as Stable Diffusion. Source: `toolkit/util/get_model.py:get_model_class`."""
 _FLUX2_BLOCKS = ("DoubleStreamBlock", "SingleStreamBlock")
 
 
-class Train(Section, known=known("ai_toolkit", "train")):
-    """`train`."""
-
+class _Train(Section, known=known("ai_toolkit", "train")):
     batch_size: Positive | None = None
     dtype: Word | None = None
     optimizer: Word | None = None
@@ -46,9 +43,7 @@ class Train(Section, known=known("ai_toolkit", "train")):
     fsdp_backward_prefetch: Truth | None = None
 
 
-class Model(Section, known=known("ai_toolkit", "model")):
-    """`model`."""
-
+class _Model(Section, known=known("ai_toolkit", "model")):
     name_or_path: Word | None = None
     arch: Word | None = None
     dtype: Word | None = None
@@ -59,9 +54,7 @@ class Model(Section, known=known("ai_toolkit", "model")):
     split_model_over_gpus: Truth | None = None
 
 
-class Network(Section, known=known("ai_toolkit", "network")):
-    """`network`."""
-
+class _Network(Section, known=known("ai_toolkit", "network")):
     type: Word | None = None
     rank: Count | None = None
     linear: Count | None = None
@@ -72,34 +65,30 @@ class Network(Section, known=known("ai_toolkit", "network")):
     pretrained_lora_path: Word | None = None
 
 
-class Process(Section, known=known("ai_toolkit", "process"), extensible=True):
+class _Process(Section, known=known("ai_toolkit", "process"), extensible=True):
     """One of `config.process`; its other options depend on its type."""
 
-    train: Train = Train()
-    model: Model = Model()
-    network: Network = Network()
+    train: _Train = _Train()
+    model: _Model = _Model()
+    network: _Network = _Network()
 
 
-class Job(Section, known=known("ai_toolkit", "config")):
-    """`config`."""
-
-    process: list[Process] = Field(default_factory=list)
+class _Job(Section, known=known("ai_toolkit", "config")):
+    process: list[_Process] = Field(default_factory=list)
 
 
-class AiToolkit(Section, known=known("ai_toolkit", "file"), unknown="info"):
-    """The file."""
-
-    config: Job = Job()
+class _AiToolkit(Section, known=known("ai_toolkit", "file"), unknown="info"):
+    config: _Job = _Job()
 
 
-def _engine(given: Given[Process]) -> Engine:
+def _engine(given: Given[_Process]) -> Engine:
     mode, world = given.raw.train.dist_mode or "none", given.spec.world_size
     if mode.startswith("fsdp"):
         return "fsdp2" if mode == "fsdp2" else "fsdp1"
     return "ddp" if mode == "ddp" or (world is not None and world > 1) else "none"
 
 
-def _axes(given: Given[Process]) -> dict[str, int]:
+def _axes(given: Given[_Process]) -> dict[str, int]:
     if given.spec.engine == "none":
         return {}
     if given.spec.engine == "ddp":
@@ -107,30 +96,30 @@ def _axes(given: Given[Process]) -> dict[str, int]:
     return {"dp_replicate": -1, "dp_shard": -1} if given.raw.train.fsdp_sharding == "hybrid" else {"dp_shard": -1}
 
 
-def _compute(given: Given[Process]) -> str | None:
+def _compute(given: Given[_Process]) -> str | None:
     train = given.raw.train
     mixed = train.fsdp_mixed_precision if given.is_fsdp else None
     return dtype_name(mixed or train.dtype or "fp32")
 
 
-def _master(given: Given[Process]) -> str | None:
+def _master(given: Given[_Process]) -> str | None:
     return "f32" if _network(given) is not None else dtype_name(given.raw.train.dtype or "fp32")
 
 
-def _wrap_classes(given: Given[Process]) -> tuple[str, ...]:
+def _wrap_classes(given: Given[_Process]) -> tuple[str, ...]:
     is_flux2 = (given.raw.model.arch or "").lower().startswith("flux2")
     return _FLUX2_BLOCKS if is_flux2 and _wraps_blocks(given) else ()
 
 
-def _wraps_blocks(given: Given[Process]) -> bool:
+def _wraps_blocks(given: Given[_Process]) -> bool:
     return given.raw.train.fsdp_auto_wrap is not False
 
 
-def _network(given: Given[Process]) -> Network | None:
+def _network(given: Given[_Process]) -> _Network | None:
     return given.raw.network if "network" in given.raw.model_fields_set else None
 
 
-def _adapter(given: Given[Process]) -> AdapterSpec | None:
+def _adapter(given: Given[_Process]) -> AdapterSpec | None:
     """Return the adapter. A LoKr of full rank, the default, has no rank and no scale of its own."""
     network = _network(given)
     if network is None:
@@ -146,13 +135,13 @@ def _adapter(given: Given[Process]) -> AdapterSpec | None:
     return AdapterSpec(kind=kind, rank=rank, alpha=alpha, targets=targets)
 
 
-def _quantize(given: Given[Process]) -> str | None:
+def _quantize(given: Given[_Process]) -> str | None:
     model = given.raw.model
     return (model.qtype or "qfloat8").partition("|")[0] if model.quantize else None
 
 
 _DTYPES = ("train.fsdp_mixed_precision", "train.dtype")
-_TABLE: Table[Process] = {
+_TABLE: Table[_Process] = {
     "engine": row("train.dist_mode", value=_engine),
     "axes.dp_shard": named_by("train.fsdp_sharding"),
     "axes": row(value=_axes),
@@ -178,11 +167,11 @@ _TABLE: Table[Process] = {
 }
 
 
-def _first_process(raw: AiToolkit) -> Process:
-    return raw.config.process[0] if raw.config.process else Process()
+def _first_process(raw: _AiToolkit) -> _Process:
+    return raw.config.process[0] if raw.config.process else _Process()
 
 
-def _check(given: Given[Process]) -> None:
+def _check(given: Given[_Process]) -> None:
     processes = find_value(given.document.values, "config.process")
     count = len(processes) if isinstance(processes, list) else 0
     if _is_process(given.document):
@@ -208,14 +197,9 @@ def _check(given: Given[Process]) -> None:
         hint = f"arch: {near}" if near else "check which version of ai-toolkit has this model"
         given.findings.append(Finding.warning("unknown-value", given.spell("model.arch"), what, hint))
     if given.is_fsdp and given.raw.train.fsdp_sharding == "hybrid":
-        given.findings.append(
-            Finding.info(
-                "unknown-value",
-                given.spell("train.fsdp_sharding"),
-                "hybrid shards inside a machine, and the config does not say how many ranks a machine has: no mesh",
-                "fsdp_sharding: full shards over all ranks",
-            )
-        )
+        problem = "hybrid shards inside a machine, and the config does not say how many ranks a machine has: no mesh"
+        advice = "fsdp_sharding: full shards over all ranks"
+        given.findings.append(Finding.info("unknown-value", given.spell("train.fsdp_sharding"), problem, advice))
 
 
 def _looks_like(document: Document) -> bool:
@@ -233,7 +217,7 @@ def _is_process(document: Document) -> bool:
 def _prepare(document: Document) -> Source:
     """Make a file ready; the first process is the one that counts."""
     source = Source(
-        model=AiToolkit,
+        model=_AiToolkit,
         table=_TABLE,
         values=document.keyed(),
         part=_first_process,
@@ -246,14 +230,4 @@ def _prepare(document: Document) -> Source:
     return replace(source, options=options, spell=lambda path: path.removeprefix("config.process[0]").lstrip("."))
 
 
-READER = Reader(
-    name="ai-toolkit",
-    looks_like=_looks_like,
-    prepare=_prepare,
-    written={
-        "activation_checkpointing": "train.gradient_checkpointing: true",
-        "reshard_after_forward": "train.fsdp_sharding: full",
-        "offload_params": "train.fsdp_cpu_offload: true",
-        "adapter": "network.type: lora",
-    },
-)
+READER = Reader(name="ai-toolkit", looks_like=_looks_like, prepare=_prepare)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
+from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
@@ -32,15 +32,13 @@ ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")
 """Rank order."""
 
 
-class AxolotlFsdp(FsdpOptions, known=known("axolotl", "fsdp_config"), instead={"cpu_offload": "offload_params"}):
+class _AxolotlFsdp(FsdpOptions, known=known("axolotl", "fsdp_config"), instead={"cpu_offload": "offload_params"}):
     """`fsdp_config`; keys with `fsdp_` are taken too."""
 
     offload_params: Truth | None = None
 
 
-class Axolotl(Section, known=known("axolotl", "config")):
-    """The file."""
-
+class _Axolotl(Section, known=known("axolotl", "config")):
     base_model: Word | None = None
     adapter: Word | None = None
     lora_r: Count | None = None
@@ -58,7 +56,7 @@ class Axolotl(Section, known=known("axolotl", "config")):
     float16: Truth | None = None
     fsdp: Any = None
     fsdp_version: Version | None = None
-    fsdp_config: AxolotlFsdp = AxolotlFsdp()
+    fsdp_config: _AxolotlFsdp = _AxolotlFsdp()
     deepspeed: Any = None
     dp_shard_size: Count | None = None
     dp_replicate_size: Count | None = None
@@ -75,7 +73,7 @@ class Axolotl(Section, known=known("axolotl", "config")):
     resume_from_checkpoint: Word | None = None
 
 
-def _engine(given: Given[Axolotl]) -> Engine:
+def _engine(given: Given[_Axolotl]) -> Engine:
     raw = given.raw
     if raw.fsdp or find_value(given.values, SECTION):
         # Releases that take the list `fsdp` mean FSDP1 by a missing version; 0.20 and later have none but FSDP2.
@@ -86,7 +84,7 @@ def _engine(given: Given[Axolotl]) -> Engine:
     return "none" if given.spec.world_size == 1 else "ddp"
 
 
-def _axes(given: Given[Axolotl]) -> dict[str, int]:
+def _axes(given: Given[_Axolotl]) -> dict[str, int]:
     """Return the axes, with what axolotl fills in: all ranks that are left, to shard over or to replicate over."""
     sizes, engine = {axis: size for axis, size in given.spec.axes.items() if size > 1}, given.spec.engine
     if engine == "none":
@@ -100,21 +98,15 @@ def _axes(given: Given[Axolotl]) -> dict[str, int]:
     return sizes
 
 
-def _dtypes(given: Given[Axolotl]) -> tuple[str, str | None, str]:
-    """Return the dtypes of computation, of averaging, and of what is trained.
-
-    axolotl's own FSDP2 does not widen what it loads, accelerate's FSDP1 does.
-    """
+def _dtypes(given: Given[_Axolotl]) -> tuple[str, str | None, str]:
+    """Return the dtypes of computation, averaging, and what is trained, which axolotl's own FSDP2 does not widen."""
     compute, stored, is_mixed = _precision(given.raw)
     is_widened = given.spec.engine == "fsdp1" and is_mixed
     return compute, compute if given.is_fsdp else None, "f32" if is_widened else stored
 
 
-def _precision(raw: Axolotl) -> tuple[str, str, bool]:
-    """Return in which dtype a model computes, in which it is loaded, and whether accelerate mixes precisions.
-
-    bf16 is "auto" unless said otherwise, which means bf16 on every GPU that has it, and gives way to fp16.
-    """
+def _precision(raw: _Axolotl) -> tuple[str, str, bool]:
+    """Return the dtypes of computation and loading, and whether accelerate mixes; bf16: auto gives way to fp16."""
     word = "auto" if raw.bf16 is None else raw.bf16.lower()
     if as_truth(word) is True or (word == "auto" and not raw.fp16):
         return "bf16", "bf16", True
@@ -127,12 +119,12 @@ def _precision(raw: Axolotl) -> tuple[str, str, bool]:
     return ("bf16", "f32", True) if raw.fp8 else ("f32", "f32", False)
 
 
-def _recomputes(given: Given[Axolotl]) -> bool:
+def _recomputes(given: Given[_Axolotl]) -> bool:
     words = (given.raw.gradient_checkpointing, given.raw.activation_checkpointing)
     return any(word is not None and as_truth(word) is not False for word in words)
 
 
-def _adapter(given: Given[Axolotl]) -> AdapterSpec | None:
+def _adapter(given: Given[_Axolotl]) -> AdapterSpec | None:
     raw = given.raw
     if raw.adapter is None or as_truth(raw.adapter) is False:
         return None
@@ -141,12 +133,12 @@ def _adapter(given: Given[Axolotl]) -> AdapterSpec | None:
     return AdapterSpec(kind=kind, rank=raw.lora_r, alpha=raw.lora_alpha, targets=targets)
 
 
-def _quantize(given: Given[Axolotl]) -> str | None:
+def _quantize(given: Given[_Axolotl]) -> str | None:
     raw = given.raw
     return "nf4" if raw.load_in_4bit else "int8" if raw.load_in_8bit else "gptq" if raw.gptq else None
 
 
-_TABLE: Table[Axolotl] = {
+_TABLE: Table[_Axolotl] = {
     "engine": row("fsdp_config", "fsdp", "deepspeed", value=_engine),
     "axes.ep": row("expert_parallel_size"),
     "axes.cp": row(
@@ -172,7 +164,7 @@ _TABLE: Table[Axolotl] = {
     "resume_from": row("resume_from_checkpoint", value=resumed_from),
 }
 # axolotl hands its options on to TrainingArguments, whose defaults count.
-_BY_ENGINE: Mapping[Engine, Table[Axolotl]] = {
+_BY_ENGINE: Mapping[Engine, Table[_Axolotl]] = {
     "deepspeed": deepspeed_rows(),
     **plugin_rows(DEFAULTS, offload=row("fsdp_config.offload_params", default=False)),
 }
@@ -183,18 +175,7 @@ def _looks_like(document: Document) -> bool:
 
 
 def _prepare(document: Document) -> Source:
-    return without_prefix(Source(model=Axolotl, table=_TABLE, by_engine=_BY_ENGINE, values=document.keyed()))
+    return without_prefix(Source(model=_Axolotl, table=_TABLE, by_engine=_BY_ENGINE, values=document.keyed()))
 
 
-READER = Reader(
-    name="axolotl",
-    looks_like=_looks_like,
-    prepare=_prepare,
-    written={
-        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.offload_params: true",
-        "adapter": "adapter: lora",
-        "quantize": "adapter: qlora, load_in_4bit: true",
-    },
-)
+READER = Reader(name="axolotl", looks_like=_looks_like, prepare=_prepare)

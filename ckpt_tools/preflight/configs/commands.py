@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
-from ckpt_tools.preflight.configs.functions import (
+from ckpt_tools.preflight.configs.shell import (
     PREFIXES,
     Function,
     Recording,
+    Token,
     assigned_in,
     is_assignment,
     literal,
+    tokenize,
 )
-from ckpt_tools.preflight.configs.shell import Token, tokenize
 from ckpt_tools.preflight.configs.variables import Variables
 
 # What a Slurm job knows of itself: the variables that its `#SBATCH` lines make
@@ -69,10 +70,8 @@ _ASSIGNING = frozenset({"read", "mapfile", "readarray", "getopts", "printf", "un
 _SHELLS = ("bash", "sh", "zsh")
 _SETS_NO_OPTIONS = ("activate", ".bashrc", ".bash_profile", ".profile", "conda.sh")
 """Files that set up a shell: they are taken to leave the script's own variables alone."""
-_MAX_DEPTH = 200
-"""Compounds and functions inside one another."""
-_MAX_CALLS = 16
-"""Functions and files inside one another."""
+_MAX_DEPTH = 200  # compounds and functions inside one another
+_MAX_CALLS = 16  # functions and files inside one another
 _CALL_COST = 64
 """Characters that a token of a function costs, each time that it is called: a dozen lines can call one a million times.
 """
@@ -85,33 +84,19 @@ OpenFile = Callable[[str], tuple[str, str] | None]
 class Script:
     """A script as far as it can be read without running it."""
 
-    commands: tuple[tuple[str, ...], ...]
-    """Words, each a `PlacedText`."""
+    commands: tuple[tuple[str, ...], ...] = ()
     assumed: tuple[str, ...] = ()
-    """Variables whose default was taken: the environment is assumed not to set them."""
     files: tuple[str, ...] = ()
-    """Other scripts that it starts or reads in, and that were read."""
-    missing: tuple[str, ...] = ()
-    """Those that are not here."""
+    absent: tuple[str, ...] = ()
     written: Mapping[str, str | None] = field(default_factory=dict)
-    """Files that it writes itself → their text; None where that is not certain."""
     takes_arguments: bool = False
-    """Does it look at what it is started with?"""
     num_tasks: int | None = None
-    """What its `#SBATCH` lines make Slurm start."""
 
 
 def read_script(
-    text: str,
-    *,
-    path: str | None = None,
-    open_file: OpenFile | None = None,
-    arguments: tuple[str, ...] | None = None,
+    text: str, *, path: str | None = None, open_file: OpenFile | None = None, arguments: tuple[str, ...] | None = None
 ) -> Script:
-    """Return the commands of a script; raise ValueError where something is never closed or the script is too large.
-
-    `open_file` opens the files that it reads in. Where `arguments` are None, `$@` is taken for nothing.
-    """
+    """Return a script's commands, or raise ValueError; `open_file` opens what it reads, `arguments` are `$@`."""
     shell = _Shell(open_file=open_file or (lambda _: None))
     shell.known.path, shell.known.arguments = path, arguments
     slurm = slurm_variables(text)
@@ -126,7 +111,7 @@ def read_script(
         commands=tuple(shell.commands),
         assumed=tuple(shell.known.assumed),
         files=tuple(shell.files),
-        missing=tuple(shell.missing),
+        absent=tuple(shell.missing),
         written=shell.written,
         takes_arguments=shell.known.takes_arguments,
         num_tasks=int(slurm["SLURM_NTASKS"][:9]) if "SLURM_NTASKS" in slurm else None,
@@ -153,13 +138,9 @@ class _Shell:
     frame: int = 0
     """Compounds that were open when the function, or the file, began."""
     over: str = ""
-    """What ended it: return, exit."""
     targets: tuple[str, ...] = ()
-    """Files that the command writes to."""
     appends: bool = False
-    """Does it write at the end of what they hold already?"""
     last: tuple[str, ...] = ()
-    """The words of the last command: a here-document is its input."""
     last_targets: tuple[str, ...] = ()
     num_calls: int = 0
 

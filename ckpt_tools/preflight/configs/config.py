@@ -17,10 +17,6 @@ _MAX_SHOWN = 6
 _ALWAYS_KNOWN = frozenset({"framework", "keys"})
 
 
-def _nowhere(_: str) -> Place | None:
-    return None
-
-
 _ARGUMENTS = re.compile(r"\$([@*0-9]|\{[@*0-9][^}]*\})")
 
 
@@ -29,13 +25,11 @@ class Options:
     """How much of a config is understood."""
 
     read: int = 0
-    """Options in the file."""
     understood: int = 0
     """Those that are used, and those of which it is known that nothing here depends on them."""
     passed_over: int = 0
     """Those in parts of the config that are not looked at: a critic, a rollout, a plugin."""
     unknown: tuple[str, ...] = ()
-    """Key paths that the framework does not have, the misspelt ones among them."""
     deciding: tuple[str, ...] = ()
     """Those of them that by their name decide memory or sharding."""
     num_foreign: int = 0
@@ -45,7 +39,6 @@ class Options:
     words: tuple[str, ...] = ()
     """Words of a command line that stand for nobody knows which options: `$@`, `$EXTRA`, `"${ARGS[@]}"`."""
     variables: tuple[str, ...] = ()
-    """Key paths whose values are not in the file, on which nothing depends."""
 
     @property
     def is_known(self) -> bool:
@@ -78,10 +71,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A trainer's config that was read: what it asks for, how much of it is understood, and what is wrong with it.
-
-    `assumed` are variables of a script whose default counts.
-    """
+    """A trainer's config that was read: what it asks for, how much of it is understood, and what is wrong with it."""
 
     framework: Framework
     path: str
@@ -91,19 +81,14 @@ class Config:
     spec: ParallelSpec
     options: Options
     world_keys: tuple[str, ...] = ()
-    """Key paths that together say how many ranks there are."""
     contents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    """Option that names a file → what the file holds, where it was read."""
     assumed: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     files: tuple[str, ...] = ()
-    """Other files that say a part of it."""
     not_checked: tuple[str, ...] = ()
-    """What nothing is known of, though it belongs to the run."""
     absent: tuple[str, ...] = ()
     """Scripts that would say a part of it, and are not here."""
-    place: Callable[[str], Place | None] = _nowhere
-    """Key path or option → where it is written."""
+    place: Callable[[str], Place | None] = lambda _: None
     beside: tuple[Config, ...] = ()
     """Other configs of the same run, which all say together what `spec` has: the arguments below a launcher's."""
 

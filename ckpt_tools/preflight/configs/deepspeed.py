@@ -9,70 +9,121 @@ Source: DeepSpeed 0.19.8: `runtime/config.py` (the batch sizes; other keys of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any
 
 from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.preflight.configs.deepspeed_file import OFFLOAD_DEVICES, zero_strategy
-from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.errors import CkptError
+from ckpt_tools.preflight.configs.document import Document, find_file, read_document
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, choice
-from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, row
+from ckpt_tools.preflight.configs.table import Given, Reader, Row, Source, Table, mesh_row, row, value_at
 from ckpt_tools.preflight.spec import Engine
+
+# DeepSpeed's own JSON, as Trainer, axolotl and accelerate are told of it: a path, or its content.
+# Source: DeepSpeed's "Configuration JSON" (`zero_optimization`); `transformers/integrations/deepspeed.py`, which opens
+# a relative path from the current directory.
+
+_STRATEGIES = {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}
+OFFLOAD_DEVICES = ("cpu", "nvme")
+"""Where parameters and optimizer state can go."""
+
+
+_MAX_PARENTS = 4
+
+Stage = tuple[str | None, bool, bool]
+"""The stage in FSDP's words, and whether parameters and optimizer state lie elsewhere."""
+
+
+def read_deepspeed(given: Given[Any], option: str, value: object) -> Stage:
+    """Read what an option says of sharding, content or a path; a file that cannot be read here is noted as unread."""
+    if isinstance(value, str):
+        value = _content(value, _folders(given.document.path))
+        given.contents |= {} if value is None else {option: value}
+    zero = value.get("zero_optimization") if isinstance(value, Mapping) else None
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
+    if not isinstance(value, Mapping) or not isinstance(stage, int):
+        given.unread.append(option)
+    if not isinstance(zero, Mapping):
+        return zero_strategy(0) if isinstance(value, Mapping) else None, False, False
+    strategy = zero_strategy(stage) if isinstance(stage, int) else None
+    return strategy, _offloads(zero.get("offload_param")), _offloads(zero.get("offload_optimizer"))
+
+
+def deepspeed_rows(option: str = "deepspeed") -> Table[Any]:
+    """Return the rows of what an option says."""
+    read: Row[Any] = row(value=lambda given: read_deepspeed(given, option, value_at(given.raw, option)))
+    return {"strategy offload_params offload_optimizer": read}
+
+
+def _folders(config: str) -> Iterator[str]:
+    """Yield where a relative path may begin."""
+    yield ""
+    folder = os.path.dirname(os.path.abspath(config))
+    for _ in range(_MAX_PARENTS):
+        yield folder
+        folder = os.path.dirname(folder)
+
+
+def _content(name: str, folders: Iterable[str]) -> Mapping[str, object] | None:
+    place = find_file(name, folders)
+    try:
+        return None if place is None else read_document(place).values
+    except CkptError:
+        return None
+
+
+def _offloads(value: object) -> bool:
+    return isinstance(value, Mapping) and value.get("device") in OFFLOAD_DEVICES
+
+
+def zero_strategy(stage: int) -> str | None:
+    """Return a ZeRO stage in the words of FSDP; stage 1 has none."""
+    return _STRATEGIES.get(stage)
+
 
 _AUTO = "auto"
 _TELLING = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
 _MAX_DEPTH = 8
 
 
-class Offload(Section, known=known("deepspeed", "offload"), unknown="error"):
-    """`offload_param` and `offload_optimizer`."""
-
+class _Offload(Section, known=known("deepspeed", "offload"), unknown="error"):
     device: Annotated[str, choice("none", *OFFLOAD_DEVICES)] | None = None
 
 
-class Zero(Section, known=known("deepspeed", "zero"), unknown="error"):
-    """`zero_optimization`."""
-
+class _Zero(Section, known=known("deepspeed", "zero"), unknown="error"):
     stage: Annotated[str, choice("0", "1", "2", "3")] | None = None
-    offload_param: Offload = Offload()
-    offload_optimizer: Offload = Offload()
+    offload_param: _Offload = _Offload()
+    offload_optimizer: _Offload = _Offload()
 
 
-class Precision(Section, known=known("deepspeed", "precision"), unknown="error"):
-    """`bf16` and `fp16`."""
-
+class _Precision(Section, known=known("deepspeed", "precision"), unknown="error"):
     enabled: Truth | None = None
 
 
-class TensorParallel(Section, unknown=None):
-    """`tensor_parallel`."""
-
+class _TensorParallel(Section, unknown=None):
     autotp_size: Count | None = None
 
 
-class Optimizer(Section, unknown=None):
-    """`optimizer`."""
-
+class _Optimizer(Section, unknown=None):
     type: Word | None = None
 
 
-class DeepSpeed(Section, known=known("deepspeed", "config")):
-    """The file."""
-
-    zero_optimization: Zero = Zero()
+class _DeepSpeed(Section, known=known("deepspeed", "config")):
+    zero_optimization: _Zero = _Zero()
     train_micro_batch_size_per_gpu: Positive | None = None
-    bf16: Precision = Precision()
-    fp16: Precision = Precision()
-    tensor_parallel: TensorParallel = TensorParallel()
-    optimizer: Optimizer = Optimizer()
+    bf16: _Precision = _Precision()
+    fp16: _Precision = _Precision()
+    tensor_parallel: _TensorParallel = _TensorParallel()
+    optimizer: _Optimizer = _Optimizer()
 
 
-def _stage(given: Given[DeepSpeed]) -> int:
+def _stage(given: Given[_DeepSpeed]) -> int:
     return int(given.raw.zero_optimization.stage or 0)
 
 
-def _dtypes(given: Given[DeepSpeed]) -> tuple[str | None, str | None, str]:
+def _dtypes(given: Given[_DeepSpeed]) -> tuple[str | None, str | None, str]:
     sections = (given.document.values or {}).get("bf16"), (given.document.values or {}).get("fp16")
     if any(isinstance(one, Mapping) and one.get("enabled") == _AUTO for one in sections):
         return None, None, "f32"
@@ -80,7 +131,7 @@ def _dtypes(given: Given[DeepSpeed]) -> tuple[str | None, str | None, str]:
     return compute, compute, "f32"
 
 
-def _mesh_axes(given: Given[DeepSpeed]) -> dict[str, int]:
+def _mesh_axes(given: Given[_DeepSpeed]) -> dict[str, int]:
     """Return the axes: ZeRO shards over the ranks of one tensor-parallel place; stage 0 replicates over them."""
     width = given.raw.tensor_parallel.autotp_size or 0
     return {"dp_shard" if _stage(given) else "dp_replicate": -1, **({"tp": width} if width > 1 else {})}
@@ -88,7 +139,7 @@ def _mesh_axes(given: Given[DeepSpeed]) -> dict[str, int]:
 
 _AT = "zero_optimization"
 _ENGINE: Engine = "deepspeed"
-_TABLE: Table[DeepSpeed] = {
+_TABLE: Table[_DeepSpeed] = {
     "engine": row(default=_ENGINE),
     "axes": row("tensor_parallel.autotp_size", value=_mesh_axes),
     "mesh": mesh_row(),
@@ -141,12 +192,7 @@ def _prepare(document: Document) -> Source:
         findings = (
             Finding.info("unknown-value", auto[0], what, "check the trainer's own config, which names this one"),
         )
-    return Source(model=DeepSpeed, table=_TABLE, values=values, options=options, findings=findings)
+    return Source(model=_DeepSpeed, table=_TABLE, values=values, options=options, findings=findings)
 
 
-READER = Reader(
-    name="deepspeed",
-    looks_like=_looks_like,
-    prepare=_prepare,
-    written={"offload_params": "zero_optimization.offload_param.device: cpu"},
-)
+READER = Reader(name="deepspeed", looks_like=_looks_like, prepare=_prepare)

@@ -9,12 +9,12 @@ import sys
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from itertools import chain
 
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.placement.plain_yaml import load_yaml
-from ckpt_tools.preflight.configs.commands import read_script
+from ckpt_tools.preflight.configs.commands import Script, read_script
 from ckpt_tools.preflight.places import Place, line_of_key, place_of_option
 from ckpt_tools.storage.named_file import read_named_file
 
@@ -23,10 +23,8 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 64
 """Mappings and lists inside one another."""
 STDIN = "-"
-_MAX_UPS = 3
-"""Folders around that of a script in which the files that it names may begin."""
-_MAX_DOTS = 10_000
-"""In TOML: tomllib takes time with the square of a key's parts."""
+_MAX_UPS = 3  # folders around that of a script in which the files that it names may begin
+_MAX_DOTS = 10_000  # in TOML: tomllib takes time with the square of a key's parts
 
 _OPTION = re.compile(r"(^|\s)--[A-Za-z][\w.-]*")
 _OVERRIDE = re.compile(r"^[+~]{0,2}[A-Za-z_][\w@/]*(\.[\w@/]+)+=", re.MULTILINE)
@@ -35,36 +33,17 @@ _SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """A file: the `values` of YAML, JSON or TOML, or the words of each of the `commands` of a script.
-
-    Both: the values are options of that command.
-    """
+class Document(Script):
+    """A file: the `values` of YAML, JSON or TOML, the words of a script's `commands`, or both: options of one."""
 
     path: str
     values: Mapping[str, object] | None = None
-    commands: tuple[tuple[str, ...], ...] = ()
-    assumed: tuple[str, ...] = ()
-    """Variables of a script whose default counts."""
-    files: tuple[str, ...] = ()
-    """Other files that say a part of it."""
-    absent: tuple[str, ...] = ()
-    """Scripts that it starts or reads in, and that are not here."""
     words_unread: tuple[str, ...] = ()
     """Words of a command line that stand for nobody knows which options."""
-    written: Mapping[str, str | None] = field(default_factory=dict)
-    """Files that a script writes itself → their text; None where it is not certain."""
     overrides: tuple[str, ...] = ()
-    """Words that override values."""
-    takes_arguments: bool = False
-    """Does a script look at what it is started with?"""
-    num_tasks: int | None = None
-    """What Slurm is asked to start, by a script's `#SBATCH` lines."""
     starts_more: str = ""
-    """The script, where it starts other trainers too."""
     text: str = ""
     kind: str = ""
-    """YAML, JSON, TOML or "" for a script."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -86,10 +65,7 @@ class Document:
 
 
 def read_document(path: str, arguments: tuple[str, ...] | None = None) -> Document:
-    """Read a config; `-` is a script on stdin. `arguments` are those of a script, where they are given.
-
-    The ending decides what it is (.yaml, .yml, .json, .toml, .sh); others are looked at. LimitError beyond `MAX_BYTES`.
-    """
+    """Read a config by its ending, or its look; `-` is a script on stdin. LimitError beyond `MAX_BYTES`."""
     return parse_document(_read_text(path), path, arguments)
 
 
@@ -108,11 +84,8 @@ def parse_document(text: str, path: str, arguments: tuple[str, ...] | None = Non
         return Document(path=path, values=values, text=text, kind="YAML")
     if _OPTION.search(text) or _OVERRIDE.search(text):
         return _commands(path, text, arguments)
-    raise UnreadableError(
-        "this is neither YAML, JSON or TOML with keys, nor a command line",
-        where=path,
-        hint="give the config that the trainer reads, with its usual ending",
-    )
+    what = "this is neither YAML, JSON or TOML with keys, nor a command line"
+    raise UnreadableError(what, where=path, hint="give the config that the trainer reads, with its usual ending")
 
 
 def find_file(name: str, folders: Iterable[str]) -> str | None:
@@ -122,10 +95,7 @@ def find_file(name: str, folders: Iterable[str]) -> str | None:
 
 
 def folders_of(path: str) -> list[str]:
-    """Return where the files lie that a script names: beside it, where ckpt is started, and around the script.
-
-    Scripts of examples are started from the top of their repository.
-    """
+    """Return where the files lie that a script names: beside it, where ckpt is started, or around the script."""
     here = "" if path == STDIN else os.path.dirname(path)
     return [here, "", *(os.path.join(here, *[os.pardir] * ups) for ups in range(1, _MAX_UPS + 1))]
 
@@ -142,16 +112,7 @@ def _commands(path: str, text: str, arguments: tuple[str, ...] | None) -> Docume
         script = read_script(text, path=path, open_file=open_file, arguments=arguments)
     except ValueError as error:
         raise UnreadableError(f"this is not a shell script that can be read: {error}", where=path) from None
-    return Document(
-        path=path,
-        commands=script.commands,
-        assumed=script.assumed,
-        files=script.files,
-        absent=script.missing,
-        written=script.written,
-        takes_arguments=script.takes_arguments,
-        num_tasks=script.num_tasks,
-    )
+    return Document(path=path, **{one.name: getattr(script, one.name) for one in fields(script)})
 
 
 def _mapping(path: str, kind: str, text: str) -> Document:

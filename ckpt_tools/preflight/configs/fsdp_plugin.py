@@ -13,11 +13,10 @@ from typing import Annotated, Any
 from pydantic import PlainValidator
 
 from ckpt_tools.description.layout import Mesh
-from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.schema import Count, Names, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Source, Table, row
 from ckpt_tools.preflight.plain_values import as_truth
-from ckpt_tools.preflight.spec import Engine
+from ckpt_tools.preflight.spec import Engine, build_mesh, sharding_strategy
 
 SECTION = "fsdp_config"
 _PREFIX = "fsdp_"
@@ -74,16 +73,11 @@ class PluginDefaults:
     auto_wrap_policy: str | None
     min_num_params: int
     full_state_dict: bool
-    """Is FULL_STATE_DICT the default under FSDP2 too?"""
     cpu_ram_efficient_loading: bool
-    """Does only the first rank read the weights?"""
 
 
 def without_prefix(source: Source) -> Source:
-    """Return a source whose `fsdp_config` has its keys without prefix.
-
-    A key that is there in both spellings counts as the frameworks count it: the later one wins.
-    """
+    """Return a source whose `fsdp_config` has keys without prefix; of a key in both spellings the later one wins."""
     section = source.values.get(SECTION)
     if not isinstance(section, Mapping):
         return source
@@ -103,11 +97,7 @@ def without_prefix(source: Source) -> Source:
 def plugin_rows(
     defaults: PluginDefaults, *, offload: Row[Any], v1: Row[Any] | None = None, v2: Row[Any] | None = None
 ) -> Mapping[Engine, Table[Any]]:
-    """Return the rows of what the plugin makes of its options, for both versions of FSDP.
-
-    `offload` is the row of `offload_params`, whose name differs; `v1` and `v2` replace that of the strategy under FSDP1
-    (FULL_SHARD) and FSDP2 (`reshard_after_forward` and the mesh).
-    """
+    """Return the rows of the plugin for both versions of FSDP; `v1` and `v2` replace those of the strategy."""
 
     def classes(given: Given[Any]) -> tuple[str, ...]:
         return given.raw.fsdp_config.transformer_layer_cls_to_wrap or () if policy(given) == TRANSFORMER_WRAP else ()

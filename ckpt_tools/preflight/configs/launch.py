@@ -14,9 +14,8 @@ from itertools import pairwise
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document, find_file, folders_of, parse_document, read_document
-from ckpt_tools.preflight.configs.flags import read_flags
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.overrides import overridden
+from ckpt_tools.preflight.configs.overrides import overridden, read_flags
 from ckpt_tools.preflight.places import PlacedText
 from ckpt_tools.preflight.plain_values import is_variable
 
@@ -24,12 +23,9 @@ _PER_NODE = ("--nproc-per-node", "--nproc_per_node")
 _NODES = ("--nnodes",)
 _TASKS = ("--ntasks", "-n")
 _LAUNCHERS: Mapping[str, str] = {
-    "torchrun": "torchrun",
-    "torch.distributed.run": "torchrun",
+    **dict.fromkeys(("torchrun", "torch.distributed.run"), "torchrun"),
     "deepspeed": "deepspeed",
-    "accelerate": "accelerate",
-    "accelerate.commands.launch": "accelerate",
-    "accelerate-launch": "accelerate",
+    **dict.fromkeys(("accelerate", "accelerate.commands.launch", "accelerate-launch"), "accelerate"),
     "srun": "srun",
 }
 _CLIS: Mapping[str, tuple[str, ...]] = {
@@ -54,7 +50,6 @@ class Launch:
 
     command: tuple[str, ...]
     launcher: str
-    """torchrun, accelerate, deepspeed, srun or "": none."""
     options: tuple[str, ...]
     arguments: tuple[str, ...]
 
@@ -259,12 +254,8 @@ def programs(command: Sequence[str]) -> tuple[str, ...]:
 
 def several_commands(path: str) -> Finding:
     """Return the finding on a script that starts more than one trainer."""
-    return Finding.warning(
-        "several-commands",
-        path,
-        "the script starts more than one trainer; the first one is checked",
-        "check each in a file of its own",
-    )
+    what = "the script starts more than one trainer; the first one is checked"
+    return Finding.warning("several-commands", path, what, "check each in a file of its own")
 
 
 def lost_options(commands: Iterable[Sequence[str]], is_option: Callable[[str], bool]) -> tuple[Finding, ...]:
@@ -272,14 +263,9 @@ def lost_options(commands: Iterable[Sequence[str]], is_option: Callable[[str], b
     lost = [command[0] for command in commands if is_option(command[0])]
     if not lost:
         return ()
-    return (
-        Finding.error(
-            "lost-option",
-            lost[0],
-            "the line before it ends the command (a comment, or no backslash): the shell runs it on its own",
-            "move the comment above the command, and end each line with a backslash",
-        ),
-    )
+    what = "the line before it ends the command (a comment, or no backslash): the shell runs it on its own"
+    hint = "move the comment above the command, and end each line with a backslash"
+    return (Finding.error("lost-option", lost[0], what, hint),)
 
 
 def _number(command: Sequence[str], names: tuple[str, ...]) -> int | None:

@@ -15,14 +15,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
+from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import resumed_from, without_prefix
 from ckpt_tools.preflight.configs.launch import launched_ranks
-from ckpt_tools.preflight.configs.mesh import sharding_strategy
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, choice
-from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, row
+from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, reshard_row, row
 from ckpt_tools.preflight.configs.trainer import (
     ARGUMENT_ROWS,
     ROWS_BY_ENGINE,
@@ -45,11 +44,9 @@ _OPTIMIZERS = {"use_galore": "galore", "use_apollo": "apollo", "use_badam": "bad
 _ALL = (("all",), ())
 
 
-class LlamaFactory(
+class _LlamaFactory(
     Arguments, known=known("llamafactory", "arguments") | known("trainer", "arguments") | _MEGATRON, unknown="error"
 ):
-    """The file."""
-
     stage: Annotated[str, choice(*_STAGES, exact=True)] | None = None
     finetuning_type: Annotated[str, choice("lora", "oft", "freeze", "full", exact=True)] | None = None
     lora_rank: Count | None = None
@@ -74,20 +71,20 @@ class LlamaFactory(
     use_kt: Truth | None = None
 
 
-def _engine(given: Given[LlamaFactory]) -> Engine:
+def _engine(given: Given[_LlamaFactory]) -> Engine:
     asks_for_megatron = isinstance(given.values, Mapping) and _MEGATRON & given.values.keys()
     is_other = asks_for_megatron or any(getattr(given.raw, name) for name in _OTHER_ENGINES)
     return "other" if is_other else trainer_engine(given)
 
 
-def _dtypes(given: Given[LlamaFactory]) -> tuple[str | None, str | None, str | None]:
+def _dtypes(given: Given[_LlamaFactory]) -> tuple[str | None, str | None, str | None]:
     raw = given.raw
     compute = "bf16" if raw.bf16 or raw.pure_bf16 else "f16" if raw.fp16 else None
     trained = compute if raw.pure_bf16 or raw.use_badam else "f32"
     return compute, compute if given.is_fsdp else None, trained
 
 
-def _adapter(given: Given[LlamaFactory]) -> AdapterSpec | None:
+def _adapter(given: Given[_LlamaFactory]) -> AdapterSpec | None:
     raw = given.raw
     kind = raw.finetuning_type or "lora"
     if kind == "lora":
@@ -100,7 +97,7 @@ def _targets(named: tuple[str, ...] | None) -> tuple[str, ...]:
     return ("all-linear",) if named is None or named in _ALL else named
 
 
-def _quantize(given: Given[LlamaFactory]) -> str | None:
+def _quantize(given: Given[_LlamaFactory]) -> str | None:
     raw = given.raw
     if raw.quantization_bit is None:
         return None
@@ -109,12 +106,12 @@ def _quantize(given: Given[LlamaFactory]) -> str | None:
     return f"{raw.quantization_method}-{raw.quantization_bit}bit"
 
 
-def _optimizer(given: Given[LlamaFactory]) -> str:
+def _optimizer(given: Given[_LlamaFactory]) -> str:
     chosen = (name for option, name in {**_OPTIMIZERS, "use_muon": "muon"}.items() if getattr(given.raw, option))
     return next(chosen, given.raw.optim or "adamw_torch_fused")
 
 
-_TABLE: Table[LlamaFactory] = {
+_TABLE: Table[_LlamaFactory] = {
     **ARGUMENT_ROWS,
     "engine": row("fsdp", "deepspeed", *_OTHER_ENGINES, value=_engine),
     "param_dtype reduce_dtype master_dtype": row("bf16", "pure_bf16", "fp16", value=_dtypes),
@@ -128,25 +125,19 @@ _TABLE: Table[LlamaFactory] = {
 }
 
 
-class Peft(Section, known=known("llamafactory", "v1_peft"), unknown=None):
-    """`peft_config` of v1."""
-
+class _Peft(Section, known=known("llamafactory", "v1_peft"), unknown=None):
     name: Annotated[str, choice("lora", "freeze", exact=True)] | None = None
     r: Count | None = None
     lora_alpha: Number | None = None
     target_modules: Names | None = None
 
 
-class Quantization(Section, known=known("llamafactory", "v1_quant"), unknown=None):
-    """`quant_config` of v1."""
-
+class _Quantization(Section, known=known("llamafactory", "v1_quant"), unknown=None):
     quantization_bit: Count | None = None
     quantization_type: Word | None = None
 
 
-class Distribution(Section, known=known("llamafactory", "v1_dist"), unknown="warning"):
-    """`dist_config` of v1."""
-
+class _Distribution(Section, known=known("llamafactory", "v1_dist"), unknown="warning"):
     name: Word | None = None
     config_file: Word | None = None
     mp_replicate_size: Count | None = None
@@ -156,28 +147,26 @@ class Distribution(Section, known=known("llamafactory", "v1_dist"), unknown="war
     offload_params: Truth | None = None
 
 
-class V1(Section, known=known("llamafactory", "v1"), unknown="error"):
-    """The file of v1."""
-
+class _V1(Section, known=known("llamafactory", "v1"), unknown="error"):
     model: Word | None = None
     micro_batch_size: Positive | None = None
     cutoff_len: Positive | None = None
     bf16: Truth | None = None
     enable_activation_checkpointing: Truth | None = None
     resume_from_checkpoint: Word | None = None
-    peft_config: Peft = Peft()
-    quant_config: Quantization = Quantization()
-    dist_config: Distribution = Distribution()
+    peft_config: _Peft = _Peft()
+    quant_config: _Quantization = _Quantization()
+    dist_config: _Distribution = _Distribution()
 
 
-def _v1_engine(given: Given[V1]) -> Engine:
+def _v1_engine(given: Given[_V1]) -> Engine:
     name = given.raw.dist_config.name
     if name is None:
         return "none" if given.spec.world_size == 1 else "ddp"
     return {"fsdp2": "fsdp2", "deepspeed": "deepspeed"}.get(name, "other")  # type: ignore[return-value]
 
 
-def _v1_axes(given: Given[V1]) -> dict[str, int]:
+def _v1_axes(given: Given[_V1]) -> dict[str, int]:
     """Return the axes that shard and replicate the model; context parallelism shares their ranks."""
     sizes = given.raw.dist_config
     if given.spec.engine == "ddp":
@@ -186,7 +175,7 @@ def _v1_axes(given: Given[V1]) -> dict[str, int]:
     return axes if given.spec.engine == "fsdp2" else {"dp_shard": -1}
 
 
-def _v1_adapter(given: Given[V1]) -> AdapterSpec | None:
+def _v1_adapter(given: Given[_V1]) -> AdapterSpec | None:
     peft = given.raw.peft_config
     if peft.name != "lora":
         return None
@@ -194,18 +183,13 @@ def _v1_adapter(given: Given[V1]) -> AdapterSpec | None:
     return AdapterSpec(rank=rank, alpha=alpha, targets=_targets(peft.target_modules))
 
 
-def _v1_quantize(given: Given[V1]) -> str | None:
+def _v1_quantize(given: Given[_V1]) -> str | None:
     quant = given.raw.quant_config
     bits = {4: quant.quantization_type or "nf4", 8: "int8", None: None}
     return bits.get(quant.quantization_bit, f"{quant.quantization_bit}bit")
 
 
-def _v1_strategy(given: Given[V1]) -> tuple[str, bool]:
-    reshards = given.raw.dist_config.reshard_after_forward is not False
-    return sharding_strategy(given.spec, reshards=reshards), reshards
-
-
-_V1_TABLE: Table[V1] = {
+_V1_TABLE: Table[_V1] = {
     "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
     "engine": row("dist_config.name", value=_v1_engine),
     "axes.dp_replicate": named_by("dist_config.mp_replicate_size"),
@@ -213,7 +197,7 @@ _V1_TABLE: Table[V1] = {
     "axes": row(value=_v1_axes),
     "mesh": mesh_row(),
     "axes.sp": row("dist_config.cp_size", default=1, engines=("fsdp2",)),
-    "strategy reshard_after_forward": row("dist_config.reshard_after_forward", value=_v1_strategy, engines=("fsdp2",)),
+    "strategy reshard_after_forward": reshard_row("dist_config.reshard_after_forward"),
     "offload_params": row("dist_config.offload_params", default=False, engines=("fsdp2",)),
     "param_dtype": row("bf16", value=lambda given: "f32" if given.raw.bf16 is False else "bf16"),
     "reduce_dtype": row(default="f32", engines=("fsdp2",)),
@@ -248,11 +232,11 @@ def _prepare(document: Document) -> Source:
     arguments, words = arguments_of(document, _program)
     if "model" in arguments and "model_name_or_path" not in arguments:
         by_engine: Mapping[Engine, Table[Any]] = {"deepspeed": deepspeed_rows("dist_config.config_file")}
-        return Source(model=V1, table=_V1_TABLE, by_engine=by_engine, values=arguments, words=words)
+        return Source(model=_V1, table=_V1_TABLE, by_engine=by_engine, values=arguments, words=words)
     values, missing = with_fsdp_file(arguments, document.path)
     return without_prefix(
         Source(
-            model=LlamaFactory,
+            model=_LlamaFactory,
             table=_TABLE,
             by_engine=ROWS_BY_ENGINE,
             values=values,
@@ -263,15 +247,4 @@ def _prepare(document: Document) -> Source:
     )
 
 
-READER = Reader(
-    name="llamafactory",
-    looks_like=_looks_like,
-    prepare=_prepare,
-    written={
-        "activation_checkpointing": "disable_gradient_checkpointing: false",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.cpu_offload: true",
-        "adapter": "finetuning_type: lora",
-        "quantize": "quantization_bit: 4",
-    },
-)
+READER = Reader(name="llamafactory", looks_like=_looks_like, prepare=_prepare)

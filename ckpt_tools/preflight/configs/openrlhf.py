@@ -19,18 +19,16 @@ from pydantic import AliasChoices, Field
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.preflight.configs.deepspeed_file import zero_strategy
+from ckpt_tools.preflight.configs.deepspeed import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
-from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.names import known, newest_release
 from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
-from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
+from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, reshard_row, row
 from ckpt_tools.preflight.plain_values import find_value, is_variable
-from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh
 
-_SCRIPTS = ("sft", "dpo", "rm", "ppo_ray", "ppo", "kto", "kd", "prm")
-"""What `train_….py` there is, or was."""
+_SCRIPTS = ("sft", "dpo", "rm", "ppo_ray", "ppo", "kto", "kd", "prm")  # what `train_….py` there is, or was
 _SWITCHES = known("openrlhf", "switches", "plan_switches")
 _LISTS = known("openrlhf", "lists")
 _PLAN = known("openrlhf", "plan_switches", "plan_values")
@@ -39,11 +37,8 @@ _NAMES = _SWITCHES | known("openrlhf", "values", "plan_values", *_SCRIPTS)
 _ENTRY = re.compile(rf"(.*[./])?train_(?P<script>{'|'.join(_SCRIPTS)})(\.py)?")
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _FSDP2 = (
-    "fsdp2_tp_size",
-    "fsdp2_cp_size",
-    "fsdp2_cpu_offload",
-    "fsdp2_reshard_after_forward",
-    "fsdp_tensor_parallel_size",
+    *("fsdp2_tp_size", "fsdp2_cp_size", "fsdp2_cpu_offload"),
+    *("fsdp2_reshard_after_forward", "fsdp_tensor_parallel_size"),
 )
 
 
@@ -157,28 +152,20 @@ def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Findin
     old = sorted(_options_before_dots(script).intersection(values))
     new = sorted(_options_with_dots("").intersection(values))
     if old and new:
-        yield Finding.error(
-            "mixed-options",
-            f"--{old[0]}",
-            f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them",
-            "use the names of one version",
-        )
+        what = f"--{old[0]} and --{new[0]} belong to different versions: argparse stops at one of them"
+        yield Finding.error("mixed-options", f"--{old[0]}", what, "use the names of one version")
     for name in sorted(_options_of_others(script).intersection(values)):
         ending = name.rpartition(".")[2]
         same = next((other for other in sorted(known("openrlhf", script)) if other.endswith(f".{ending}")), None)
-        yield Finding.error(
-            "unknown-key",
-            f"--{name}",
-            f"train_{script} has no such option, in no release: argparse stops at it",
-            f"write --{same}" if same is not None else "remove it",
-        )
+        what = f"train_{script} has no such option, in no release: argparse stops at it"
+        yield Finding.error("unknown-key", f"--{name}", what, f"write --{same}" if same is not None else "remove it")
 
 
 def _named(*names: str) -> Any:  # noqa: ANN401 - what pydantic's Field returns
     return Field(default=None, validation_alias=AliasChoices(*names))
 
 
-class OpenRlhf(Section, known=_NAMES, unknown="error"):  # argparse stops at it
+class _OpenRlhf(Section, known=_NAMES, unknown="error"):  # argparse stops at it
     """The options, each under its names of all versions."""
 
     backend: Annotated[str, choice("deepspeed", "fsdp2")] | None = None
@@ -214,14 +201,9 @@ class OpenRlhf(Section, known=_NAMES, unknown="error"):  # argparse stops at it
 
 
 _DEFAULTS: Mapping[str, tuple[int | None, int]] = {
-    "sft": (8, 2048),
-    "dpo": (8, 512),
-    "rm": (1, 512),
-    "kto": (8, 2048),
-    "kd": (8, 2048),
-    "prm": (1, 2048),
+    "sft": (8, 2048), "dpo": (8, 512), "rm": (1, 512), "kto": (8, 2048), "kd": (8, 2048), "prm": (1, 2048),
     "ppo_ray": (None, 2048),
-}
+}  # fmt: skip
 """Script → samples of a micro-batch, tokens of a sample; the micro-batch of PPO differs between versions."""
 _TELLING = frozenset(_FSDP2) | {"backend", "zero_stage", "micro_train_batch_size", "pretrain"} | _options_with_dots("")
 """Options that others' command lines do not have."""
@@ -243,7 +225,7 @@ def _prepare(document: Document) -> Source:
     if not script:  # options alone, or those of a program that trains nothing
         unread += tuple(chain.from_iterable(map(programs, document.commands)))
     return Source(
-        model=OpenRlhf,
+        model=_OpenRlhf,
         table=_TABLE,
         by_engine=_BY_ENGINE,
         values=values,
@@ -255,18 +237,18 @@ def _prepare(document: Document) -> Source:
     )
 
 
-def _script(given: Given[OpenRlhf]) -> str:
+def _script(given: Given[_OpenRlhf]) -> str:
     found = _find_entry(given.document.commands)
     return "" if found is None else found[2]
 
 
-def _engine(given: Given[OpenRlhf]) -> Engine:
+def _engine(given: Given[_OpenRlhf]) -> Engine:
     if given.raw.backend is not None:
         return "fsdp2" if given.raw.backend == "fsdp2" else "deepspeed"
     return "fsdp2" if any(find_value(given.values, option) is not None for option in _FSDP2) else "deepspeed"
 
 
-def _world_size(given: Given[OpenRlhf]) -> int | None:
+def _world_size(given: Given[_OpenRlhf]) -> int | None:
     if _script(given) != "ppo_ray":
         return launched_ranks(given.document.commands)
     if not (given.has_value("actor_num_nodes") and given.has_value("actor_num_gpus")):
@@ -274,13 +256,13 @@ def _world_size(given: Given[OpenRlhf]) -> int | None:
     return (given.raw.actor_num_nodes or 1) * (given.raw.actor_num_gpus or 8)
 
 
-def _axes(given: Given[OpenRlhf]) -> dict[str, int]:
+def _axes(given: Given[_OpenRlhf]) -> dict[str, int]:
     raw = given.raw
     axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}
     return {axis: size for axis, size in axes.items() if axis in ("dp_shard", "tp") or size != 1}
 
 
-def _mesh(given: Given[OpenRlhf]) -> Mesh | None:
+def _mesh(given: Given[_OpenRlhf]) -> Mesh | None:
     """Return the mesh; the ranks of a ring hold shards of their own, as those of cp do."""
     axes = given.spec.axes
     is_known = all(given.has_value(option) for option in ("tp", "cp", "ring"))
@@ -288,12 +270,7 @@ def _mesh(given: Given[OpenRlhf]) -> Mesh | None:
     return build_mesh({**axes, "cp": sharing}, given.spec.world_size) if is_known else None
 
 
-def _strategy(given: Given[OpenRlhf]) -> tuple[str, bool]:
-    reshards = given.raw.reshard is not False
-    return sharding_strategy(given.spec, reshards=reshards), reshards
-
-
-def _adapter(given: Given[OpenRlhf]) -> AdapterSpec | None:
+def _adapter(given: Given[_OpenRlhf]) -> AdapterSpec | None:
     raw = given.raw
     if not raw.lora_rank:
         return None
@@ -301,7 +278,7 @@ def _adapter(given: Given[OpenRlhf]) -> AdapterSpec | None:
     return AdapterSpec(kind="lora", rank=raw.lora_rank, alpha=alpha, targets=raw.lora_targets or ("all-linear",))
 
 
-def _seq_len(given: Given[OpenRlhf]) -> int | None:
+def _seq_len(given: Given[_OpenRlhf]) -> int | None:
     raw, script, values = given.raw, _script(given), given.values
     if raw.max_len is not None:
         return raw.max_len
@@ -310,11 +287,11 @@ def _seq_len(given: Given[OpenRlhf]) -> int | None:
     return _DEFAULTS.get(script, (None, None))[1]
 
 
-def _batch_size(given: Given[OpenRlhf]) -> int | None:
+def _batch_size(given: Given[_OpenRlhf]) -> int | None:
     return given.raw.micro_batch_size or _DEFAULTS.get(_script(given), (None, None))[0]
 
 
-_TABLE: Table[OpenRlhf] = {
+_TABLE: Table[_OpenRlhf] = {
     "engine": row("backend", value=_engine),
     "world_size": row("actor_num_gpus", "actor_num_nodes", value=_world_size),
     "axes.tp": named_by("tp"),
@@ -339,30 +316,23 @@ _TABLE: Table[OpenRlhf] = {
     "batch_size": row("micro_batch_size", value=_batch_size),
     "model": row("model"),
     "resume_from": row(
-        "load_checkpoint",
-        "ckpt_path",
-        value=lambda given: given.raw.ckpt_path if given.raw.load_checkpoint else None,
+        "load_checkpoint", "ckpt_path", value=lambda given: given.raw.ckpt_path if given.raw.load_checkpoint else None
     ),
 }
-_BY_ENGINE: Mapping[Engine, Table[OpenRlhf]] = {
+_BY_ENGINE: Mapping[Engine, Table[_OpenRlhf]] = {
     "deepspeed": {
         "strategy": row(value=lambda given: zero_strategy(2 if given.raw.zero_stage is None else given.raw.zero_stage))
     },
     "fsdp2": {
-        "strategy reshard_after_forward": row(value=_strategy),
+        "strategy reshard_after_forward": reshard_row("reshard"),
         "state_dict_type": row(default="SHARDED_STATE_DICT"),
     },
 }
 
 
-def _check(given: Given[OpenRlhf]) -> None:
+def _check(given: Given[_OpenRlhf]) -> None:
     if not given.raw.load_checkpoint:
         given.moot.append("ckpt_path")  # nothing is loaded from it
 
 
-READER = Reader(
-    name="openrlhf",
-    looks_like=_looks_like,
-    prepare=_prepare,
-    written={"activation_checkpointing": "--gradient_checkpointing", "adapter": "--lora_rank 16"},
-)
+READER = Reader(name="openrlhf", looks_like=_looks_like, prepare=_prepare)

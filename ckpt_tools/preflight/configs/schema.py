@@ -11,31 +11,275 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
 
 from ckpt_tools.description.checkpoint import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
-from ckpt_tools.preflight.configs.options import Spell, account, check_names, options_of, without_variables
-from ckpt_tools.preflight.plain_values import as_truth, join_path
+from ckpt_tools.preflight.configs.names import inside
+from ckpt_tools.preflight.plain_values import as_truth, dtype_name, find_value, is_typo, is_variable, join_path, nearest
+from ckpt_tools.text import first_few
+
+# What becomes of every option of a config: read, known, passed over, not known, or not to be read here.
+
+_DECIDES = re.compile(
+    r"fsdp|offload|shard|parallel|replicate|_degree|(^|_)(tp|cp|ep|pp|sp)_size|nproc|num_processes|num_machines|nnodes"
+    r"|n_gpus|num_gpus|dtype|precision|(^|_)(bf16|fp16|fp8)|bfloat16|float16|(gradient|activation)_checkpoint|recompute"
+    r"|batch_size|seq_len|sequence_len|max_len|max_length|optim|quant|(4|8)bit|lora|adapter|zero_stage|wrap"
+)
+_MAX_FOLDED = 12
+MAX_GUESSES = 200
+"""Unknown names of one file that are compared with the known ones."""
+
+Spell = Callable[[str], str]
+"""Key path in normalised values → key path in the user's file."""
+Status = Literal["read", "known", "passed over", "misspelt", "unknown"]
+"""read: a reader looks at it. known: the trainer has it, and nothing that is checked depends on it. passed over: it
+lies in a part of the config that is not looked at. misspelt: it is none, and one that is has nearly its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option of a config; a mapping that nothing looks into is one, of several values."""
+
+    path: tuple[str | int, ...]
+    value: object
+    status: Status
+    num_values: int = 1
+    near: str | None = None
+    severity: Severity | None = None
+
+
+def without_variables(values: Mapping[str, object]) -> dict[str, object]:
+    """Return a config without the options whose values are not in the file."""
+    return {key: _without(value) for key, value in values.items() if not _is_variable_leaf(value)}
+
+
+def _is_variable_leaf(value: object) -> bool:
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return False
+    return is_variable(value)
+
+
+def _without(value: object) -> object:
+    if isinstance(value, Mapping):
+        return without_variables(value)
+    return [_without(item) for item in value] if isinstance(value, list) else value
+
+
+def names_of(model: type[Section]) -> dict[str, str]:
+    """Return option → field, for all options that a section reads."""
+    names: dict[str, str] = {}
+    for field, info in model.model_fields.items():
+        alias = info.validation_alias
+        if isinstance(alias, AliasChoices):
+            names |= {str(name): field for name in alias.choices}
+        else:
+            names[info.alias or field] = field
+    return names
+
+
+def option_names(model: type[Section]) -> frozenset[str]:
+    """Return the options of a section, read here or not."""
+    return model.known | names_of(model).keys()
+
+
+def options_of(
+    model: type[Section],
+    values: Mapping[str, object],
+    path: tuple[str | int, ...] = (),
+    *,
+    guesses: Iterator[int] | None = None,
+) -> Iterator[Option]:
+    """Yield every option of a config, or of its part at `path`; `guesses` limits comparisons with known names."""
+    guesses = iter(range(MAX_GUESSES)) if guesses is None else guesses
+    sections, fields = dict(_sections(model)), names_of(model)
+    for key, value in values.items():
+        here = (*path, key)
+        if key in sections:
+            inner, is_list = sections[key]
+            items = list(enumerate(value)) if is_list and isinstance(value, list) else [(None, value)]
+            for index, item in items:
+                at = here if index is None else (*here, index)
+                if isinstance(item, Mapping):
+                    yield from options_of(inner, item, at, guesses=guesses)
+                elif item is not None:
+                    yield Option(path=at, value=item, status="read")
+        elif key in fields:
+            yield Option(path=here, value=value, status="read")
+        elif key in model.known:
+            yield from _known(inside(model.known, key), here, value, guesses)
+        else:
+            names = frozenset(name for name in model.known if "/" not in name) | fields.keys()
+            yield _unknown(model, here, value, names if next(guesses, None) is not None else frozenset())
+
+
+def _known(
+    names: frozenset[str], path: tuple[str | int, ...], value: object, guesses: Iterator[int]
+) -> Iterator[Option]:
+    """Yield an option that the framework has and no field reads; `names` are those inside it, where they are known."""
+    if names and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _known(names, (*path, index), item, guesses)
+        return
+    if not isinstance(value, Mapping) or not value or not names:
+        status: Status = "passed over" if isinstance(value, Mapping) and value else "known"
+        yield Option(path=path, value=value, status=status, num_values=_count(value))
+        return
+    for key, inner in value.items():
+        here = (*path, key)
+        if key in names:
+            yield from _known(inside(names, str(key)), here, inner, guesses)
+            continue
+        beside = frozenset(name for name in names if "/" not in name)
+        near = nearest(str(key), beside) if next(guesses, None) is not None else None
+        if near is not None and is_typo(str(key), near):
+            yield Option(path=here, value=inner, status="misspelt", near=near, severity="warning")
+        else:
+            yield Option(path=here, value=inner, status="passed over", num_values=_count(inner))
+
+
+def _unknown(model: type[Section], path: tuple[str | int, ...], value: object, names: frozenset[str]) -> Option:
+    """Return an option that is none of `names`: an error only if it is misspelt; newer releases may have others."""
+    key = str(path[-1])
+    near = model.instead.get(key) or (nearest(key, names) if names else None)
+    is_misspelt = near is not None and (key in model.instead or is_typo(key, near))
+    severity: Severity | None = model.unknown
+    if is_misspelt and near is not None and (near in names_of(model) or decides(near)):
+        severity = "error"
+    elif near is None and model.extensible:
+        severity = "info"
+    elif not is_misspelt and severity == "error":
+        severity = "warning"
+    status: Status = "misspelt" if is_misspelt else "passed over" if severity is None else "unknown"
+    return Option(path=path, value=value, status=status, num_values=_count(value), near=near, severity=severity)
+
+
+def _sections(model: type[Section]) -> Iterator[tuple[str, tuple[type[Section], bool]]]:
+    """Yield the fields that are sections themselves, and whether there is a list of them."""
+    for name, field in model.model_fields.items():
+        is_list = get_origin(field.annotation) is list
+        inner = get_args(field.annotation)[0] if is_list else field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield field.alias or name, (cast("type[Section]", inner), is_list)
+
+
+def _count(value: object) -> int:
+    return sum(_count(item) for item in value.values()) if isinstance(value, Mapping) and value else 1
+
+
+def account(options: Iterable[Option], *, spell: Spell = str, words: Iterable[str] = ()) -> Options:
+    """Return how much of a config is understood; `words` of a command line may stand for any number of options."""
+    counts: dict[Status, int] = {"read": 0, "known": 0, "passed over": 0, "misspelt": 0, "unknown": 0}
+    unknown: list[str] = []
+    deciding: list[str] = []
+    unread: list[str] = []
+    variables: list[str] = []
+    for option in options:
+        counts[option.status] += option.num_values
+        where = spell(join_path(*option.path))
+        if option.status in ("misspelt", "unknown"):
+            unknown.append(where)
+            if option.status == "unknown" and decides(str(option.path[-1])):
+                deciding.append(where)
+        elif is_variable(option.value):
+            (unread if option.status == "read" else variables).append(where)
+    return Options(
+        read=sum(counts.values()),
+        understood=counts["read"] + counts["known"] - len(unread),
+        passed_over=counts["passed over"],
+        num_foreign=counts["unknown"],
+        unknown=tuple(unknown),
+        deciding=tuple(deciding),
+        unread=tuple(unread),
+        words=tuple(words),
+        variables=tuple(variables),
+    )
+
+
+def check_names(options: Iterable[Option], *, spell: Spell = str, what: str = "key") -> tuple[Finding, ...]:
+    """Return the findings on options that are not known: errors each on its own, what is less in one."""
+    findings: list[Finding] = []
+    others: list[Finding] = []
+    for option in options:
+        if option.severity is None:
+            continue
+        found = _unknown_key(option, spell, what)
+        (findings if option.severity == "error" else others).append(found)
+    return (*findings, *_folded(others, what))
+
+
+def _unknown_key(option: Option, spell: Spell, what: str) -> Finding:
+    where = spell(join_path(*option.path))
+    near = None
+    if option.near is not None:
+        parent = spell(join_path(*option.path[:-1])) + "." if len(option.path) > 1 else ""
+        near = spell(join_path(*option.path[:-1], option.near)).removeprefix(parent)
+    problem = f"there is no such {what}" + (f"; the nearest one is {near}" if near else "")
+    hint = f"write {near}" if near else f"remove it, or check which version of the framework has this {what}"
+    return Finding(code="unknown-key", severity=option.severity or "info", where=where, what=problem, hint=hint)
+
+
+def _folded(findings: list[Finding], what: str) -> tuple[Finding, ...]:
+    if len(findings) < 2:
+        return tuple(findings)
+    severity: Severity = "warning" if any(one.severity == "warning" for one in findings) else "info"
+    shown = ", ".join(
+        one.where + (f" ({hint.removeprefix('write ')}?)" if (hint := one.hint or "").startswith("write ") else "")
+        for one in findings[:_MAX_FOLDED]
+    )
+    problem = f"{len(findings)} {what}s are not known: {shown}" + (", …" if len(findings) > _MAX_FOLDED else "")
+    advice = f"remove what is misspelt, or check which version of the framework has these {what}s"
+    return (Finding(code="unknown-key", severity=severity, where=findings[0].where, what=problem, hint=advice),)
+
+
+def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Finding, ...]:
+    """Return what to say of options whose values are not in the file."""
+    findings: list[Finding] = []
+    words = dict.fromkeys(options.words)
+    if words:
+        shown = first_few(words, _MAX_FOLDED)
+        what = f"options that are not in the file were not checked: whatever {shown} may stand for"
+        findings.append(Finding.warning("unread-options", next(iter(words)), what, "write them in its place"))
+    findings += [
+        Finding.warning(
+            "unknown-value",
+            path,
+            f"{_shown(values, path)}is not in the file: its value is not checked",
+            "write the value itself",
+        )
+        for path in options.unread[:_MAX_FOLDED]  # the report lists them all
+    ]
+    if options.variables:
+        shown = first_few(options.variables, 6)
+        what = f"left to variables, without effect on what is checked: {shown}"
+        findings.append(Finding.info("unknown-value", options.variables[0], what))
+    return tuple(findings)
+
+
+def _shown(values: Mapping[str, object], path: str) -> str:
+    """Return the beginning of the value at a path, or the option itself, and a blank."""
+    node = find_value(values, path.removeprefix("--"))
+    return f"{node[:60] if isinstance(node, str) else path} "
+
+
+def decides(name: str) -> bool:
+    """Does an option of this name decide what a run needs in memory, or how it is sharded?"""
+    return _DECIDES.search(name) is not None
+
 
 _MAX_DIGITS = 18
 MAX_FINDINGS = 200
 """Findings of one kind on one file; whoever hands in another thing than a config needs no list of everything in it."""
 _MAX_SHOWN = 60
-_DTYPES = {
-    "bf16": ("bf16", "bfloat16", "b16"),
-    "f16": ("f16", "fp16", "float16", "half", "16"),
-    "f32": ("f32", "fp32", "float32", "float", "full", "32"),
-}
-_DTYPE_BY_NAME = {name: short for short, names in _DTYPES.items() for name in names}
 
 
-def _count(value: object) -> int:
+def _whole_number(value: object) -> int:
     if isinstance(value, str):
         text = value.strip()
         if text.removeprefix("-").removeprefix("+").isdecimal() and len(text) <= _MAX_DIGITS:
@@ -50,7 +294,7 @@ def _count(value: object) -> int:
 
 def _positive(value: object) -> int:
     try:
-        number = _count(value)
+        number = _whole_number(value)
     except ValueError:
         number = 0
     if number < 1:
@@ -108,11 +352,6 @@ def choice(*known: str, exact: bool = False) -> PlainValidator:
     return PlainValidator(check)
 
 
-def dtype_name(text: str | None) -> str | None:
-    """Return bf16, f16 or f32 for any of their names; None for others, `no` and nothing."""
-    return None if text is None else _DTYPE_BY_NAME.get(text.strip().lower().removeprefix("torch."))
-
-
 def _dtype(value: object) -> str:
     name = dtype_name(_word(value))
     if name is None:
@@ -120,7 +359,7 @@ def _dtype(value: object) -> str:
     return name
 
 
-Count = Annotated[int, PlainValidator(_count)]
+Count = Annotated[int, PlainValidator(_whole_number)]
 """A whole number, or its digits as text."""
 Positive = Annotated[int, PlainValidator(_positive)]
 """A count of what no run can be without: processes, samples, tokens."""
@@ -148,7 +387,6 @@ class Section(BaseModel):
     extensible: ClassVar[bool] = False
     """Do scripts add options of their own? Then one that resembles none of these is worth a mention only."""
     instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """Option of another framework → what it is called here."""
 
     def __init_subclass__(
         cls,
@@ -185,10 +423,7 @@ def validate(
     words: Iterable[str] = (),
     what: str = "key",
 ) -> tuple[SectionType, tuple[Finding, ...], Options]:
-    """Return a config as its model, what in it has a wrong type or is not known, and how much of it is understood.
-
-    An option whose value is not in the file counts as not given. `added` and `words` are those of `table.Source`.
-    """
+    """Return a config as its model, findings on types and names, and how much is understood; see `table.Source`."""
     findings: list[Finding] = []
     options = [
         replace(one, status="passed over", severity=None)

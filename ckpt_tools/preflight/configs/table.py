@@ -16,12 +16,10 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.mesh import ORDER, build_mesh
 from ckpt_tools.preflight.configs.names import gone, installed_and_listed
-from ckpt_tools.preflight.configs.options import Spell
-from ckpt_tools.preflight.configs.schema import Section, SectionType, validate
+from ckpt_tools.preflight.configs.schema import Section, SectionType, Spell, validate
 from ckpt_tools.preflight.plain_values import find_value, is_variable
-from ckpt_tools.preflight.spec import Engine, ParallelSpec
+from ckpt_tools.preflight.spec import ORDER, Engine, ParallelSpec, build_mesh, sharding_strategy
 from ckpt_tools.text import first_few
 
 FSDP: tuple[Engine, ...] = ("fsdp1", "fsdp2")
@@ -36,14 +34,10 @@ class Given(Generic[SectionType]):
     values: object
     document: Document
     spec: ParallelSpec
-    """The fields of all rows above."""
     spell: Spell
-    """Option → key path in the user's file."""
     findings: list[Finding] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
-    """Options that name a file which could not be read."""
     contents: dict[str, Mapping[str, object]] = field(default_factory=dict)
-    """Options that name a file → what it holds, for rules."""
     moot: list[str] = field(default_factory=list)
     """Options whose values matter to nothing, given the others."""
 
@@ -70,11 +64,9 @@ class Row(Generic[SectionType]):
     options: tuple[str, ...] = ()
     """Options that say it; the first that is given counts, and is named in messages."""
     default: object = None
-    """Where none is given, or all are empty."""
     value: Callable[[Given[SectionType]], object] | None = None
     """Its value, where that is not the first option's; of several fields, one for each."""
     engines: tuple[Engine, ...] = ()
-    """Under others the field stays as it is; () for all."""
     has_value: bool = True
     """False: the options say something of the field, and its value comes from elsewhere."""
 
@@ -115,40 +107,35 @@ def mesh_row(order: tuple[str, ...] = ORDER) -> Row[Any]:
     return row(value=lambda given: build_mesh(given.spec.axes, given.spec.world_size, order=order))
 
 
-def _whole(raw: Any) -> Any:  # noqa: ANN401 - a section of any trainer
-    return raw
+def reshard_row(option: str) -> Row[Any]:
+    """Make the row of an FSDP2 strategy, where a missing option means that parameters are given back."""
 
+    def strategy(given: Given[Any]) -> tuple[str, bool]:
+        reshards = value_at(given.raw, option) is not False
+        return sharding_strategy(given.spec, reshards=reshards), reshards
 
-def _no_more(_: object) -> None:
-    pass
+    return row(option, value=strategy, engines=FSDP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A document, made ready for one table.
-
-    `model` are the options that there are, `noun` what one is called; `check` adds what else is wrong.
-    """
+    """A document, made ready for one table; `noun` is what an option is called, `check` adds what else is wrong."""
 
     model: type[Section]
     table: Table[Any]
     by_engine: Mapping[Engine, Table[Any]] = field(default_factory=dict)
-    """Rows that come after those, for one engine."""
     values: Mapping[str, object]
     options: Mapping[str, object] | None = None
     """The same in the spelling of `model`, where that is another one."""
     spell: Spell = str
-    """Turns a path in `options` into the user's."""
-    part: Callable[[Any], Section] = _whole
-    """The part of the file that the table is about."""
+    part: Callable[[Any], Section] = lambda raw: raw
     root: str = ""
     added: Collection[str] = ()
     """Paths of options that the user adds on purpose, whatever the framework has."""
     words: tuple[str, ...] = ()
-    """Words that stand for nobody knows which options."""
     noun: str = "key"
     findings: tuple[Finding, ...] = ()
-    check: Callable[[Given[Any]], None] = _no_more
+    check: Callable[[Given[Any]], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +145,6 @@ class Reader:
     name: Framework
     looks_like: Callable[[Document], bool]
     prepare: Callable[[Document], Source]
-    written: Mapping[str, str]
-    """Field of the spec → what to write in the config for less memory."""
 
 
 def read_source(name: Framework, source: Source, document: Document, *, world_size: int | None) -> Config:

@@ -18,22 +18,18 @@ from pydantic import Field
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.document import MAX_BYTES, Document
-from ckpt_tools.preflight.configs.flags import read_flags, started
-from ckpt_tools.preflight.configs.hydra import put
 from ckpt_tools.preflight.configs.launch import launched_ranks
-from ckpt_tools.preflight.configs.mesh import resolved, sharding_strategy
 from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.overrides import put, read_flags, started
 from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, row
-from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, resolved, sharding_strategy
 from ckpt_tools.storage.named_file import read_named_file
 
 _SEQ_LEN = 2048
 
 
-class Parallelism(Section, known=known("torchtitan", "parallelism")):
-    """[parallelism]."""
-
+class _Parallelism(Section, known=known("torchtitan", "parallelism")):
     data_parallel_replicate_degree: Count | None = None
     data_parallel_shard_degree: Count | None = None
     fsdp_reshard_after_forward: Annotated[str, choice("default", "always", "never")] | None = None
@@ -47,9 +43,7 @@ class Parallelism(Section, known=known("torchtitan", "parallelism")):
     pipeline_parallel_microbatch_size: Positive | None = None
 
 
-class Training(Section, known=known("torchtitan", "training")):
-    """[training]."""
-
+class _Training(Section, known=known("torchtitan", "training")):
     dtype: Dtype | None = None
     mixed_precision_param: Dtype | None = None
     mixed_precision_reduce: Dtype | None = None
@@ -61,15 +55,13 @@ class Training(Section, known=known("torchtitan", "training")):
     num_tokens_per_microbatch_per_dp_rank: Positive | None = None
 
 
-class Checkpoint(Section, known=known("torchtitan", "checkpoint")):
-    """[checkpoint]."""
-
+class _Checkpoint(Section, known=known("torchtitan", "checkpoint")):
     enable: Truth | None = None
     enable_checkpoint: Truth | None = None
     initial_load_path: Word | None = None
 
 
-class ActivationCheckpoint(Section, unknown=None):
+class _ActivationCheckpoint(Section, unknown=None):
     """[activation_checkpoint]; its other options depend on the mode, and since 0.3 say which it is."""
 
     kind: Word | None = Field(default=None, alias="class")  # of a function of the registry
@@ -81,20 +73,20 @@ class ActivationCheckpoint(Section, unknown=None):
     selective_ac_option: Word | None = None
 
 
-class ParamGroup(Section, known=known("torchtitan", "param_group"), unknown=None):
+class _ParamGroup(Section, known=known("torchtitan", "param_group"), unknown=None):
     """One of `optimizer.param_groups`, since 0.3."""
 
     optimizer_name: Word | None = None
 
 
-class Optimizer(Section, unknown=None):
+class _Optimizer(Section, unknown=None):
     """[optimizer]; its other options depend on the optimizer."""
 
     name: Word | None = None
-    param_groups: list[ParamGroup] = Field(default_factory=list)
+    param_groups: list[_ParamGroup] = Field(default_factory=list)
 
 
-class Converter(Section, known=known("torchtitan", "converter"), unknown=None):
+class _Converter(Section, known=known("torchtitan", "converter"), unknown=None):
     """One of `model_spec.converters`, as a function of the registry gives it."""
 
     rank: Count | None = None
@@ -102,33 +94,31 @@ class Converter(Section, known=known("torchtitan", "converter"), unknown=None):
     target_modules: Names | None = None
 
 
-class ModelSpec(Section, known=known("torchtitan", "model_spec"), unknown=None):
+class _ModelSpec(Section, known=known("torchtitan", "model_spec"), unknown=None):
     """What `model_registry` makes; `flavor` is one of the model's sizes."""
 
     flavor: Word | None = None
-    converters: list[Converter] = Field(default_factory=list)
+    converters: list[_Converter] = Field(default_factory=list)
 
 
-class Model(Section, unknown=None):
+class _Model(Section, unknown=None):
     """[model]; whole configs of models lie here in some versions."""
 
     hf_assets_path: Word | None = None
 
 
-class TorchTitan(Section, known=known("torchtitan", "job")):
-    """The file."""
-
+class _TorchTitan(Section, known=known("torchtitan", "job")):
     hf_assets_path: Word | None = None
-    parallelism: Parallelism = Parallelism()
-    training: Training = Training()
-    checkpoint: Checkpoint = Checkpoint()
-    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
-    optimizer: Optimizer = Optimizer()
-    model: Model = Model()
-    model_spec: ModelSpec = ModelSpec()
+    parallelism: _Parallelism = _Parallelism()
+    training: _Training = _Training()
+    checkpoint: _Checkpoint = _Checkpoint()
+    activation_checkpoint: _ActivationCheckpoint = _ActivationCheckpoint()
+    optimizer: _Optimizer = _Optimizer()
+    model: _Model = _Model()
+    model_spec: _ModelSpec = _ModelSpec()
 
 
-def _adapter(given: Given[TorchTitan]) -> AdapterSpec | None:
+def _adapter(given: Given[_TorchTitan]) -> AdapterSpec | None:
     """Return the adapter: `LoRAConverter` alone of the converters has a rank."""
     for one in given.raw.model_spec.converters:
         if one.rank is not None:
@@ -136,7 +126,7 @@ def _adapter(given: Given[TorchTitan]) -> AdapterSpec | None:
     return None
 
 
-def _engine(given: Given[TorchTitan]) -> Engine:
+def _engine(given: Given[_TorchTitan]) -> Engine:
     """Return the engine: `fully_shard` even over one rank, for its dtypes, except under plain replicas."""
     spec = given.spec
     if spec.world_size == 1:
@@ -145,7 +135,7 @@ def _engine(given: Given[TorchTitan]) -> Engine:
     return "ddp" if only_replicas and spec.axes["dp_replicate"] > 1 else "fsdp2"
 
 
-def _strategy(given: Given[TorchTitan]) -> tuple[str, bool]:
+def _strategy(given: Given[_TorchTitan]) -> tuple[str, bool]:
     policy, spec = given.raw.parallelism.fsdp_reshard_after_forward or "default", given.spec
     # A pipeline's microbatches would gather the parameters again and again: "default" keeps them then.
     reshards = {"always": True, "never": False}.get(policy, spec.axes["pp"] == 1)
@@ -155,12 +145,8 @@ def _strategy(given: Given[TorchTitan]) -> tuple[str, bool]:
 _SELECTIONS = {"SelectiveAC": "op", "MemoryBudgetAC": "memory_budget"}
 
 
-def _checkpointing(given: Given[TorchTitan]) -> tuple[bool, str | None]:
-    """Return whether blocks run again whole, or which selection of them does.
-
-    The default is selective: of operations since 0.3, whose JSON tells the class by its fields; before, of every second
-    block.
-    """
+def _checkpointing(given: Given[_TorchTitan]) -> tuple[bool, str | None]:
+    """Return whether blocks run again whole, or which selection does: of operations since 0.3, else every second."""
     section = given.raw.activation_checkpoint
     is_default = "activation_checkpoint" not in given.raw.model_fields_set
     if section.kind is not None:
@@ -176,14 +162,14 @@ def _checkpointing(given: Given[TorchTitan]) -> tuple[bool, str | None]:
     return section.mode == "full", "memory_budget" if section.mode == "memory_budget" else None
 
 
-def _optimizer(given: Given[TorchTitan]) -> str:
+def _optimizer(given: Given[_TorchTitan]) -> str:
     """Return the optimizer; where groups have several, that of the last, which takes what the others leave."""
     section = given.raw.optimizer
     names = [group.optimizer_name for group in section.param_groups if group.optimizer_name is not None]
     return section.name or (names[-1] if names else "") or "AdamW"
 
 
-def _batch_size(given: Given[TorchTitan]) -> int:
+def _batch_size(given: Given[_TorchTitan]) -> int:
     """Return the samples of a step; newer versions count tokens, and a sample is as long as the context."""
     training = given.raw.training
     tokens = training.num_tokens_per_microbatch_per_dp_rank
@@ -192,7 +178,7 @@ def _batch_size(given: Given[TorchTitan]) -> int:
     return training.local_batch_size or training.batch_size or 8
 
 
-_TABLE: Table[TorchTitan] = {
+_TABLE: Table[_TorchTitan] = {
     "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
     "axes.pp": row("parallelism.pipeline_parallel_degree", default=1),
     "axes.dp_replicate": row("parallelism.data_parallel_replicate_degree", default=1),
@@ -250,7 +236,7 @@ def _looks_like(document: Document) -> bool:
 def _prepare(document: Document) -> Source:
     words = started(document.commands, _program)
     if words is None or document.values is not None:
-        return Source(model=TorchTitan, table=_TABLE, values=document.keyed())
+        return Source(model=_TorchTitan, table=_TABLE, values=document.keyed())
     options, unread = read_flags(words)
     values, named, findings = _registered(options, document)
     for path, value in options.items():
@@ -258,11 +244,7 @@ def _prepare(document: Document) -> Source:
         is_off = last.startswith("no_") and value is True
         put(values, [*parents, last.removeprefix("no_") if is_off else last], False if is_off else value)
     words = (*unread, *named)
-    return Source(model=TorchTitan, table=_TABLE, values=values, words=words, findings=findings, spell=_as_flag)
-
-
-def _as_flag(path: str) -> str:
-    return f"--{path}"
+    return Source(model=_TorchTitan, table=_TABLE, values=values, words=words, findings=findings, spell="--{}".format)
 
 
 def _registered(
@@ -280,16 +262,7 @@ def _registered(
         return {}, (f"--module {module} --config {name}",), (found,)
 
 
-READER = Reader(
-    name="torchtitan",
-    looks_like=_looks_like,
-    prepare=_prepare,
-    written={
-        "activation_checkpointing": "activation_checkpoint.mode: full",
-        "reshard_after_forward": "parallelism.fsdp_reshard_after_forward: always",
-        "offload_params": "training.enable_cpu_offload: true",
-    },
-)
+READER = Reader(name="torchtitan", looks_like=_looks_like, prepare=_prepare)
 
 
 # A function of torchtitan's `config_registry.py` → the tree that it returns, read and never run
@@ -299,8 +272,7 @@ READER = Reader(
 # Source: torchtitan 0.3: `config/manager.py:_load_config` (how `--module` and `--config` name a function),
 # `models/*/config_registry.py`, `distributed/activation_checkpoint.py`, `components/optimizer/optimizer.py`.
 
-_NAMED = ("AC", "Converter")
-"""Ends of classes that differ in more than their fields: their name is kept, as `class`."""
+_NAMED = ("AC", "Converter")  # ends of classes that differ in more than their fields: their name is kept, as `class`
 _OPTIMIZERS = {"default_adamw": "AdamW", "default_adam": "Adam", "default_muon": "Muon"}
 _PACKAGES = ("torchtitan.models", "torchtitan.experiments", "torchtitan.experiments.rl.examples", "")
 """Where `--module` is looked for, in this order."""

@@ -12,9 +12,8 @@ from typing import Any
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
-from ckpt_tools.preflight.configs.deepspeed_file import deepspeed_rows
+from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
-from ckpt_tools.preflight.configs.flags import Program, read_flags, started
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     STRATEGIES,
@@ -28,23 +27,20 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
 )
 from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, dtype_name
+from ckpt_tools.preflight.configs.overrides import Program, read_flags, started
+from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
-from ckpt_tools.preflight.plain_values import as_truth
+from ckpt_tools.preflight.plain_values import as_truth, dtype_name
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 DEFAULTS = PluginDefaults(
-    auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-    min_num_params=0,
-    full_state_dict=True,
-    cpu_ram_efficient_loading=False,
+    auto_wrap_policy="TRANSFORMER_BASED_WRAP", min_num_params=0, full_state_dict=True, cpu_ram_efficient_loading=False
 )
 """Source: `_process_fsdp_args`."""
 _TRL = ("sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation")
 """Trainers that `trl` starts. Source: TRL 1.16 `cli/commands/__init__.py`."""
 _TRL_SCRIPTS = ("trl/scripts/", "trl.scripts.")
-_TRL_LENGTH = 1024
-"""Tokens of a sample in `SFTConfig`, `DPOConfig`, `KTOConfig` and `RewardConfig`."""
+_TRL_LENGTH = 1024  # tokens of a sample in `SFTConfig`, `DPOConfig`, `KTOConfig` and `RewardConfig`
 _SCRIPTS = known("trainer", "arguments") | {
     "attn_implementation", "block_size", "dataset_config", "dataset_name", "dtype", "max_length", "max_seq_length",
     "model_name_or_path", "model_revision", "torch_dtype", "trust_remote_code",
@@ -52,23 +48,13 @@ _SCRIPTS = known("trainer", "arguments") | {
 """Arguments that say nothing of TRL: transformers' example scripts have them too."""
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _OWN = (
-    "output_dir",
-    "fsdp",
-    "fsdp_config",
-    "optim",
-    "model_name_or_path",
-    "num_train_epochs",
-    "gradient_checkpointing",
+    *("output_dir", "fsdp", "fsdp_config", "optim"),
+    *("model_name_or_path", "num_train_epochs", "gradient_checkpointing"),
 )
 """Options of which such a file has one."""
 _OTHERS = (
-    "base_model",
-    "distributed_type",
-    "compute_environment",
-    "actor_rollout_ref",
-    "parallelism",
-    "training",
-    "trainer",
+    *("base_model", "distributed_type", "compute_environment", "actor_rollout_ref"),
+    *("parallelism", "training", "trainer"),
 )
 """Options that make it somebody else's."""
 _LLAMAFACTORY = (
@@ -84,14 +70,14 @@ _INSTEAD = {
 """Option of another's `fsdp_config` → what Trainer calls it."""
 
 
-class TrainerFsdp(FsdpOptions, known=known("trainer", "fsdp_config"), instead=_INSTEAD):
+class _TrainerFsdp(FsdpOptions, known=known("trainer", "fsdp_config"), instead=_INSTEAD):
     """`fsdp_config`; each key with or without `fsdp_`."""
 
     cpu_offload: Truth | None = None
     xla: Truth | None = None
 
 
-class Sizes(Section, known=known("trainer", "parallelism_config")):
+class _Sizes(Section, known=known("trainer", "parallelism_config")):
     """`parallelism_config`, which a script makes a ParallelismConfig of."""
 
     dp_replicate_size: Count | None = None
@@ -111,17 +97,15 @@ class Arguments(Section, known=known("trainer", "arguments")):
     gradient_checkpointing: Truth | None = None
     # true, words, a list of words
     fsdp: Any = None
-    fsdp_config: TrainerFsdp = TrainerFsdp()
-    parallelism_config: Sizes = Sizes()
+    fsdp_config: _TrainerFsdp = _TrainerFsdp()
+    parallelism_config: _Sizes = _Sizes()
     # a path or DeepSpeed's own config
     deepspeed: Any = None
     resume_from_checkpoint: Word | None = None
     model_name_or_path: Word | None = None
 
 
-class Trainer(Arguments, known=known("trainer", "arguments", "trl"), extensible=True):
-    """The file, with what TRL's and transformers' scripts add."""
-
+class _Trainer(Arguments, known=known("trainer", "arguments", "trl"), extensible=True):
     activation_checkpointing: Truth | None = None
     torch_dtype: Word | None = None
     dtype: Word | None = None
@@ -152,12 +136,8 @@ def with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[str
             return {**values, SECTION: read_document(place).values or {}}, ()
         except CkptError as error:
             problem = error.what
-    finding = Finding.error(
-        "missing-file",
-        SECTION,
-        f"{name}: {problem}; its options count as not given",
-        "name a JSON file, or write its options below fsdp_config",
-    )
+    what = f"{name}: {problem}; its options count as not given"
+    finding = Finding.error("missing-file", SECTION, what, "name a JSON file, or write its options below fsdp_config")
     return {key: value for key, value in values.items() if key != SECTION}, (finding,)
 
 
@@ -221,7 +201,7 @@ def _offloads(given: Given[Arguments]) -> bool:
     return "offload" in _words_of_fsdp(given.raw) if asked is None else asked
 
 
-def _trl_script(given: Given[Trainer]) -> str | None:
+def _trl_script(given: Given[_Trainer]) -> str | None:
     """Return the trainer of TRL's that runs; '' where only some option shows that it is one of them."""
     for command in given.document.commands:
         for at, word in enumerate(command):
@@ -233,14 +213,14 @@ def _trl_script(given: Given[Trainer]) -> str | None:
     return "" if isinstance(given.values, Mapping) and names & given.values.keys() else None
 
 
-def _mixed(given: Given[Trainer]) -> str | None:
+def _mixed(given: Given[_Trainer]) -> str | None:
     """Return the precision that is asked for; TRL's configs mix in bf16 unless told otherwise."""
     raw = given.raw
     is_default = raw.bf16 is None and not raw.fp16 and _trl_script(given) is not None
     return "bf16" if raw.bf16 or is_default else "f16" if raw.fp16 else None
 
 
-def _dtypes(given: Given[Trainer]) -> tuple[str | None, str | None, str | None]:
+def _dtypes(given: Given[_Trainer]) -> tuple[str | None, str | None, str | None]:
     raw, mixed = given.raw, _mixed(given)
     stored = dtype_name(raw.torch_dtype or raw.dtype)
     # accelerate widens what is trained, unless nothing is mixed.
@@ -248,12 +228,12 @@ def _dtypes(given: Given[Trainer]) -> tuple[str | None, str | None, str | None]:
     return mixed or stored, (mixed or stored) if given.is_fsdp else None, "f32" if is_widened else stored
 
 
-def _recomputes(given: Given[Trainer]) -> bool:
+def _recomputes(given: Given[_Trainer]) -> bool:
     asked = given.raw.gradient_checkpointing
     return bool((_trl_script(given) is not None if asked is None else asked) or given.raw.activation_checkpointing)
 
 
-def _seq_len(given: Given[Trainer]) -> int | None:
+def _seq_len(given: Given[_Trainer]) -> int | None:
     raw = given.raw
     found = raw.max_length or raw.max_seq_length or raw.model_max_length or raw.block_size
     if found or (raw.max_prompt_length and raw.max_completion_length):
@@ -261,7 +241,7 @@ def _seq_len(given: Given[Trainer]) -> int | None:
     return _TRL_LENGTH if _trl_script(given) in ("sft", "dpo", "kto", "reward") else None
 
 
-def _adapter(given: Given[Trainer]) -> AdapterSpec | None:
+def _adapter(given: Given[_Trainer]) -> AdapterSpec | None:
     """Return the adapter of TRL's options. Source: `trl/trainer/model_config.py:ModelConfig` (r 16, alpha 32)."""
     raw = given.raw
     if not raw.use_peft:
@@ -274,7 +254,7 @@ def _adapter(given: Given[Trainer]) -> AdapterSpec | None:
     )
 
 
-def _quantize(given: Given[Trainer]) -> str | None:
+def _quantize(given: Given[_Trainer]) -> str | None:
     if given.raw.load_in_4bit:
         return given.raw.bnb_4bit_quant_type or "nf4"
     return "int8" if given.raw.load_in_8bit else None
@@ -295,7 +275,7 @@ ARGUMENT_ROWS: Table[Any] = {
     "resume_from": row("resume_from_checkpoint", value=resumed_from),
 }
 """What TrainingArguments say, whoever adds to them."""
-_TABLE: Table[Trainer] = {
+_TABLE: Table[_Trainer] = {
     **ARGUMENT_ROWS,
     "param_dtype reduce_dtype master_dtype": row("bf16", "fp16", "torch_dtype", "dtype", value=_dtypes),
     "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
@@ -316,7 +296,7 @@ def check_fsdp(given: Given[Any]) -> None:
     given.findings += _fsdp_words(given.raw.fsdp)[1]
 
 
-def _check(given: Given[Trainer]) -> None:
+def _check(given: Given[_Trainer]) -> None:
     check_fsdp(given)
     left = [name for name in ("bf16", "gradient_checkpointing") if getattr(given.raw, name) is None]
     if left and not given.raw.fp16 and _trl_script(given) is not None:
@@ -363,7 +343,7 @@ def _prepare(document: Document) -> Source:
     values, missing = with_fsdp_file(arguments, document.path)
     return without_prefix(
         Source(
-            model=Trainer,
+            model=_Trainer,
             table=_TABLE,
             by_engine=ROWS_BY_ENGINE,
             values=values,
@@ -374,13 +354,4 @@ def _prepare(document: Document) -> Source:
     )
 
 
-READER = Reader(
-    name="trainer",
-    looks_like=_looks_like,
-    prepare=_prepare,
-    written={
-        "activation_checkpointing": "fsdp_config.activation_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.cpu_offload: true",
-    },
-)
+READER = Reader(name="trainer", looks_like=_looks_like, prepare=_prepare)

@@ -19,12 +19,21 @@ from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.hydra import is_override, read_overrides, resolve
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
-from ckpt_tools.preflight.configs.mesh import build_mesh, sharding_strategy
 from ckpt_tools.preflight.configs.names import inside, known
-from ckpt_tools.preflight.configs.options import option_names
-from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
+from ckpt_tools.preflight.configs.overrides import is_override, read_overrides, resolve
+from ckpt_tools.preflight.configs.schema import (
+    Count,
+    Dtype,
+    Names,
+    Number,
+    Positive,
+    Section,
+    Truth,
+    Word,
+    choice,
+    option_names,
+)
 from ckpt_tools.preflight.configs.table import (
     FSDP,
     Given,
@@ -34,11 +43,12 @@ from ckpt_tools.preflight.configs.table import (
     Table,
     mesh_row,
     named_by,
+    reshard_row,
     row,
     value_at,
 )
 from ckpt_tools.preflight.plain_values import find_value
-from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh, sharding_strategy
 
 # verl's configs as Hydra makes them: a tree, or the overrides of a command line that make one
 
@@ -46,10 +56,8 @@ _CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_e
 """verl's own configs, whose defaults are known; what another one holds is not."""
 _GROUPS = ("model_engine", "engine", "optim", "model")
 """Groups of which is known what they choose: the engine of PPO, that of SFT, its optimizer, and the model's options."""
-_MODEL = "hf_model"
-"""verl's only file of the group `model`."""
-_OWN_ENGINES = ("dp", "fsdp")
-"""Choices of a group that mean FSDP."""
+_MODEL = "hf_model"  # verl's only file of the group `model`
+_OWN_ENGINES = ("dp", "fsdp")  # choices of a group that mean FSDP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +65,12 @@ class Tree:
     """A config as a tree."""
 
     values: Mapping[str, object]
-    """The tree, with what it points at in place of `${…}`."""
     findings: tuple[Finding, ...] = ()
     words: tuple[str, ...] = ()
     """What may hold any options: other configs than verl's own, `$@`, programs of others."""
     is_command: bool = False
     added: frozenset[str] = frozenset()
-    """Paths of overrides with a `+`."""
     groups: Mapping[str, str] = field(default_factory=dict)
-    """Group → the file that is chosen for it."""
     configs: Collection[str] = ()
 
     def engine(self, group: str) -> str:
@@ -169,24 +174,18 @@ STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "automodel", 
 Strategy = Annotated[str, choice(*STRATEGIES)]
 
 
-class WrapPolicy(Section, known=known("verl", "wrap_policy")):
-    """`wrap_policy`."""
-
+class _WrapPolicy(Section, known=known("verl", "wrap_policy")):
     min_num_params: Count | None = None
     transformer_layer_cls_to_wrap: Names | None = None
 
 
-class MixedPrecision(Section):
-    """`mixed_precision`."""
-
+class _MixedPrecision(Section):
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
     buffer_dtype: Dtype | None = None
 
 
-class Fsdp(Section, known=_KNOWN_FSDP, unknown="error"):  # a dataclass is made of it
-    """`fsdp_config`, or `engine` of the SFT trainer."""
-
+class _Fsdp(Section, known=_KNOWN_FSDP, unknown="error"):  # a dataclass is made of it
     strategy: Strategy | None = None
     fsdp_size: Count | None = None
     reshard_after_forward: Truth | None = None
@@ -195,18 +194,18 @@ class Fsdp(Section, known=_KNOWN_FSDP, unknown="error"):  # a dataclass is made 
     optimizer_offload: Truth | None = None
     model_dtype: Dtype | None = None
     dtype: Dtype | None = None
-    mixed_precision: MixedPrecision = MixedPrecision()
-    wrap_policy: WrapPolicy = WrapPolicy()
+    mixed_precision: _MixedPrecision = _MixedPrecision()
+    wrap_policy: _WrapPolicy = _WrapPolicy()
     ulysses_sequence_parallel_size: Count | None = None
 
 
-class Optimizer(Section, known=known("verl", "optim"), unknown="error"):
+class _Optimizer(Section, known=known("verl", "optim"), unknown="error"):
     """`optim`; its other options depend on the engine."""
 
     optimizer: Word | None = None
 
 
-class Megatron(Section, known=known("verl", "megatron") | inside(_TREE, f"{_PATH}/actor/megatron"), unknown=None):
+class _Megatron(Section, known=known("verl", "megatron") | inside(_TREE, f"{_PATH}/actor/megatron"), unknown=None):
     """`megatron`, or `engine` of the SFT trainer where a group chooses Megatron."""
 
     tensor_model_parallel_size: Count | None = None
@@ -215,20 +214,16 @@ class Megatron(Section, known=known("verl", "megatron") | inside(_TREE, f"{_PATH
     expert_model_parallel_size: Count | None = None
 
 
-class Actor(Section, known=known("verl", "actor") | inside(_TREE, f"{_PATH}/actor"), unknown="error"):
-    """`actor_rollout_ref.actor`."""
-
+class _Actor(Section, known=known("verl", "actor") | inside(_TREE, f"{_PATH}/actor"), unknown="error"):
     strategy: Strategy | None = None
     ppo_micro_batch_size_per_gpu: Positive | None = None
     ulysses_sequence_parallel_size: Count | None = None
-    fsdp_config: Fsdp = Fsdp()
-    megatron: Megatron = Megatron()
-    optim: Optimizer = Optimizer()
+    fsdp_config: _Fsdp = _Fsdp()
+    megatron: _Megatron = _Megatron()
+    optim: _Optimizer = _Optimizer()
 
 
-class Model(Section, known=known("verl", "model") | inside(_TREE, f"{_PATH}/model"), unknown="error"):
-    """`actor_rollout_ref.model`, or `model` for SFT."""
-
+class _Model(Section, known=known("verl", "model") | inside(_TREE, f"{_PATH}/model"), unknown="error"):
     path: Word | None = None
     enable_gradient_checkpointing: Truth | None = None
     lora_rank: Count | None = None
@@ -237,14 +232,12 @@ class Model(Section, known=known("verl", "model") | inside(_TREE, f"{_PATH}/mode
     target_modules: Names | None = None
 
 
-class ActorRolloutRef(Section, known=known("verl", "actor_rollout_ref") | inside(_TREE, _PATH)):
-    """`actor_rollout_ref`."""
-
-    model: Model = Model()
-    actor: Actor = Actor()
+class _ActorRolloutRef(Section, known=known("verl", "actor_rollout_ref") | inside(_TREE, _PATH)):
+    model: _Model = _Model()
+    actor: _Actor = _Actor()
 
 
-class Data(Section, known=inside(_TREE | _SFT_TREE, "data"), unknown=None):
+class _Data(Section, known=inside(_TREE | _SFT_TREE, "data"), unknown=None):
     """`data`, which scripts extend."""
 
     max_prompt_length: Positive | None = None
@@ -253,56 +246,50 @@ class Data(Section, known=inside(_TREE | _SFT_TREE, "data"), unknown=None):
     micro_batch_size_per_gpu: Positive | None = None
 
 
-class Runner(Section, known=known("verl", "trainer") | inside(_TREE | _SFT_TREE, "trainer")):
-    """`trainer`."""
-
+class _Runner(Section, known=known("verl", "trainer") | inside(_TREE | _SFT_TREE, "trainer")):
     nnodes: Positive | None = None
     n_gpus_per_node: Positive | None = None
     resume_from_path: Word | None = None
 
 
-class Ppo(Section, known=known("verl", "ppo") | _TREE):
+class _Ppo(Section, known=known("verl", "ppo") | _TREE):
     """A file for PPO, GRPO and the like."""
 
-    actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
-    data: Data = Data()
-    trainer: Runner = Runner()
+    actor_rollout_ref: _ActorRolloutRef = _ActorRolloutRef()
+    data: _Data = _Data()
+    trainer: _Runner = _Runner()
 
 
-class SftFsdp(Fsdp, known=known("verl", "fsdp", "sft_fsdp")):
-    """`model.fsdp_config` of the SFT trainer before verl 0.7."""
-
+class _SftFsdp(_Fsdp, known=known("verl", "fsdp", "sft_fsdp")):
     offload_params: Truth | None = None
 
 
-class SftModel(Model):
-    """`model` of the SFT trainer."""
-
+class _SftModel(_Model):
     partial_pretrain: Word | None = None
     strategy: Strategy | None = None
-    fsdp_config: SftFsdp = SftFsdp()
+    fsdp_config: _SftFsdp = _SftFsdp()
 
 
-class SftOther(Section, known=known("verl", "sft") | _SFT_TREE | {"engine", "optim"}):
+class _SftOther(Section, known=known("verl", "sft") | _SFT_TREE | {"engine", "optim"}):
     """A file for the SFT trainer with an engine that is not FSDP: the engine's options are passed over."""
 
-    model: SftModel = SftModel()
-    data: Data = Data()
-    trainer: Runner = Runner()
+    model: _SftModel = _SftModel()
+    data: _Data = _Data()
+    trainer: _Runner = _Runner()
     ulysses_sequence_parallel_size: Count | None = None
 
 
-class SftMegatron(SftOther):
+class _SftMegatron(_SftOther):
     """A file for the SFT trainer with Megatron."""
 
-    engine: Megatron = Megatron()
+    engine: _Megatron = _Megatron()
 
 
-class Sft(SftOther):
+class _Sft(_SftOther):
     """A file for the SFT trainer."""
 
-    engine: Fsdp = Fsdp()
-    optim: Optimizer = Optimizer()
+    engine: _Fsdp = _Fsdp()
+    optim: _Optimizer = _Optimizer()
 
 
 def _engine_row(option: str, default: str) -> Row[Any]:
@@ -318,9 +305,9 @@ def _engine_row(option: str, default: str) -> Row[Any]:
 def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
     """Return the rows of what FSDP is told below `at`, of a model whose options lie at `model`."""
 
-    def options(given: Given[Any]) -> Fsdp:
+    def options(given: Given[Any]) -> _Fsdp:
         found = value_at(given.raw, at)
-        return found if isinstance(found, Fsdp) else Fsdp()
+        return found if isinstance(found, _Fsdp) else _Fsdp()
 
     def axes(given: Given[Any]) -> dict[str, int]:
         """Return `create_device_mesh`'s axes: groups of `fsdp_size` ranks shard, and replicate each other."""
@@ -333,10 +320,6 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
         is_known = given.has_value(f"{at}.fsdp_size")
         return build_mesh(given.spec.axes, given.spec.world_size) if is_known else None
 
-    def strategy(given: Given[Any]) -> tuple[str, bool]:
-        reshards = options(given).reshard_after_forward is not False
-        return sharding_strategy(given.spec, reshards=reshards), reshards
-
     def compute(given: Given[Any]) -> str:
         fsdp = options(given)
         is_mixed = "mixed_precision" in fsdp.model_fields_set  # it wins over `dtype`
@@ -344,8 +327,8 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
 
     def adapter(given: Given[Any]) -> AdapterSpec | None:
         trained = value_at(given.raw, model)
-        rank = trained.lora_rank or 0 if isinstance(trained, Model) else 0
-        if not isinstance(trained, Model) or (rank <= 0 and trained.lora_adapter_path is None):
+        rank = trained.lora_rank or 0 if isinstance(trained, _Model) else 0
+        if not isinstance(trained, _Model) or (rank <= 0 and trained.lora_adapter_path is None):
             return None
         alpha = 16.0 if trained.lora_alpha is None else trained.lora_alpha
         return AdapterSpec(kind="lora", rank=rank or None, alpha=alpha, targets=trained.target_modules or _ALL_LINEAR)
@@ -354,7 +337,7 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
         "axes.dp_shard axes.dp_replicate": named_by(f"{at}.fsdp_size"),
         "axes": row(value=axes, engines=FSDP),
         "mesh": row(value=mesh, engines=FSDP),
-        "strategy reshard_after_forward": row(f"{at}.reshard_after_forward", value=strategy, engines=FSDP),
+        "strategy reshard_after_forward": reshard_row(f"{at}.reshard_after_forward"),
         "param_dtype": row(f"{at}.mixed_precision.param_dtype", f"{at}.dtype", value=compute),
         "reduce_dtype": row(f"{at}.mixed_precision.reduce_dtype", default="f32"),
         "master_dtype": row(f"{at}.model_dtype", default="f32"),
@@ -374,10 +357,7 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
 
 
 def _on_megatron(table: Table[Any], at: str) -> Table[Any]:
-    """Return a table with the mesh of Megatron, which is told of it below `at`; data-parallel ranks are the rest.
-
-    Source: `megatron_workers.py`, which stops where tp × pp × cp does not divide the ranks; experts share them.
-    """
+    """Return a table with the mesh of Megatron, told below `at`; data-parallel ranks are the rest."""
     names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
     sizes: Table[Any] = {f"axes.{axis}": row(f"{at}.{name}_parallel_size", default=1) for axis, name in names.items()}
     rest = {name: one for name, one in table.items() if name not in ("axes", "mesh")}
@@ -387,23 +367,23 @@ def _on_megatron(table: Table[Any], at: str) -> Table[Any]:
 _ALL_LINEAR = ("all-linear",)
 
 
-def _world_size(given: Given[Ppo]) -> int | None:
+def _world_size(given: Given[_Ppo]) -> int | None:
     """Return the ranks that verl starts; its own defaults are one node of 8."""
     is_known = given.has_value("trainer.nnodes") and given.has_value("trainer.n_gpus_per_node")
     return (given.raw.trainer.nnodes or 1) * (given.raw.trainer.n_gpus_per_node or 8) if is_known else None
 
 
-def _ulysses(given: Given[Ppo]) -> int:
+def _ulysses(given: Given[_Ppo]) -> int:
     actor = given.raw.actor_rollout_ref.actor
     asked = actor.ulysses_sequence_parallel_size or 1
     return asked if asked > 1 else actor.fsdp_config.ulysses_sequence_parallel_size or 1
 
 
-def _prompt_and_response(given: Given[Ppo]) -> int:
+def _prompt_and_response(given: Given[_Ppo]) -> int:
     return (given.raw.data.max_prompt_length or 512) + (given.raw.data.max_response_length or 512)
 
 
-_PPO: Table[Ppo] = {
+_PPO: Table[_Ppo] = {
     "world_size": row("trainer.n_gpus_per_node", "trainer.nnodes", value=_world_size),
     **_fsdp_rows(f"{_ACTOR}.fsdp_config", model="actor_rollout_ref.model"),
     "axes.sp": row(
@@ -424,14 +404,14 @@ _SFT: Table[Any] = {
     "seq_len": row("data.max_length", default=1024),
     "batch_size": row("data.micro_batch_size_per_gpu", default=4),
 }
-_ENGINE_SFT: Table[SftOther] = {
+_ENGINE_SFT: Table[_SftOther] = {
     **_SFT,
     **_fsdp_rows("engine", model="model"),
     "axes.sp": row("engine.ulysses_sequence_parallel_size", default=1, engines=FSDP),
     "model": row("model.path"),
 }
 """`sft_trainer.py`, whose `engine` is FSDP's unless a group says otherwise."""
-_FSDP_SFT: Table[Sft] = {
+_FSDP_SFT: Table[_Sft] = {
     **_SFT,
     **_fsdp_rows("model.fsdp_config", model="model"),
     "axes": row(value=lambda _: {"dp_shard": -1}),
@@ -468,22 +448,13 @@ def _chosen(tree: Tree, document: Document) -> tuple[type[Section], Table[Any]]:
         default = "megatron" if is_megatron else tree.engine("model_engine")
         strategy = find_value(tree.values, f"{_ACTOR}.strategy") or default
         table = _on_megatron(_PPO, f"{_ACTOR}.megatron") if strategy == "megatron" else _PPO
-        return Ppo, {"engine": _engine_row(f"{_ACTOR}.strategy", default), **table}
+        return _Ppo, {"engine": _engine_row(f"{_ACTOR}.strategy", default), **table}
     if is_fsdp_sft(tree.values):
-        return Sft, {"engine": _engine_row("model.strategy", "fsdp2"), **_FSDP_SFT}
+        return _Sft, {"engine": _engine_row("model.strategy", "fsdp2"), **_FSDP_SFT}
     chosen = tree.engine("engine")
     if chosen == "megatron":
-        return SftMegatron, {"engine": row(value=lambda _: "other"), **_on_megatron(_ENGINE_SFT, "engine")}
-    return Sft if chosen == "fsdp" else SftOther, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
+        return _SftMegatron, {"engine": row(value=lambda _: "other"), **_on_megatron(_ENGINE_SFT, "engine")}
+    return _Sft if chosen == "fsdp" else _SftOther, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
 
 
-READER = Reader(
-    name="verl",
-    looks_like=looks_like,
-    prepare=_prepare,
-    written={
-        "activation_checkpointing": "model.enable_gradient_checkpointing: true",
-        "reshard_after_forward": "fsdp_config.reshard_after_forward: true",
-        "offload_params": "fsdp_config.offload_policy: true",
-    },
-)
+READER = Reader(name="verl", looks_like=looks_like, prepare=_prepare)

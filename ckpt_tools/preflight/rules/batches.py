@@ -1,4 +1,4 @@
-"""CKPT11x: batches, which are products of sizes that stand far apart in a config, and the lengths of samples."""
+"""CKPT10x to CKPT13x: sizes, batches and lengths of samples, devices of processes, and when a run saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ckpt_tools.options.preflight import Framework
-from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, error_rule, shown
+from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, enabled, error_rule, shown
+from ckpt_tools.preflight.rules.words import below_limits, frameworks_of
+
+# CKPT11x: batches, which are products of sizes that stand far apart in a config, and the lengths of samples.
 
 _ACTOR = "actor_rollout_ref.actor"
 _TRAIN_BATCH = "data.train_batch_size"
@@ -61,11 +64,8 @@ def rollouts_spread(case: Case) -> Iterator[Violation]:
     samples = max(case.count(_SAMPLES), 1)
     if batch * samples % unit:
         right = next_multiple(batch, unit // math.gcd(unit, samples))
-        yield Violation(
-            _TRAIN_BATCH,
-            f"{batch} prompts × {samples} samples = {batch * samples}, which {unit} does not divide",
-            f"{_TRAIN_BATCH}: {right}",
-        )
+        what = f"{batch} prompts × {samples} samples = {batch * samples}, which {unit} does not divide"
+        yield Violation(_TRAIN_BATCH, what, f"{_TRAIN_BATCH}: {right}")
 
 
 @error_rule(
@@ -76,11 +76,7 @@ def rollouts_spread(case: Case) -> Iterator[Violation]:
     frameworks=("verl",),
 )
 def mini_batches_fit(case: Case) -> Iterator[Violation]:
-    """Without dynamic batches.
-
-    Source: verl 0.9.1 `workers/config/actor.py:226-242`, `workers/config/critic.py:126`,
-    `workers/engine_workers.py:267`, `workers/engine/utils.py:125`; 0.7.1 `workers/fsdp_workers.py:249-269`.
-    """
+    """Source: verl 0.9.1 `workers/config/{actor,critic}.py`, `engine_workers.py:267`, `engine/utils.py:125`."""
     ranks = case.spec.world_size
     for role in (_ACTOR, "critic") if _has_critic(case) else (_ACTOR,):
         mini = case.option(f"{role}.ppo_mini_batch_size")
@@ -111,11 +107,8 @@ def _micro_of_all(case: Case, role: str, mini: Setting, ranks: int) -> Iterator[
         fix = f"{micro.key}: {largest_divisor(mini.count, at_most=micro.count)}"
         yield Violation(micro.key, f"{micro} does not divide {mini}", fix)
     elif micro.count * cut < ranks:
-        yield Violation(
-            micro.key,
-            f"{micro} is for all {ranks} ranks together, and some would get none",
-            f"{micro.key}: {next_multiple(micro.count, -(-ranks // cut))}, or ppo_micro_batch_size_per_gpu",
-        )
+        remedy = f"{micro.key}: {next_multiple(micro.count, -(-ranks // cut))}, or ppo_micro_batch_size_per_gpu"
+        yield Violation(micro.key, f"{micro} is for all {ranks} ranks together, and some would get none", remedy)
 
 
 def _mini_of_a_rank(case: Case, mini: Setting, ranks: int) -> Iterator[Violation]:
@@ -131,11 +124,8 @@ def _mini_of_a_rank(case: Case, mini: Setting, ranks: int) -> Iterator[Violation
     micro = case.option(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
     share = total // data_ranks
     if micro is not None and micro.count is not None and micro.count > 0 and share % micro.count:
-        yield Violation(
-            micro.key,
-            f"{micro} does not divide the {share} samples that a rank gets of a mini-batch",
-            f"{micro.key}: {largest_divisor(share, at_most=micro.count)}",
-        )
+        fix = f"{micro.key}: {largest_divisor(share, at_most=micro.count)}"
+        yield Violation(micro.key, f"{micro} does not divide the {share} samples that a rank gets of a mini-batch", fix)
 
 
 @error_rule(
@@ -161,10 +151,7 @@ def global_batch(case: Case) -> Iterator[Violation]:
     frameworks=("openrlhf",),
 )
 def train_batch(case: Case) -> Iterator[Violation]:
-    """Ranks of a ring or of TP see the same samples.
-
-    Source: OpenRLHF 0.11.2 `utils/deepspeed/deepspeed.py:110-116,455`, DeepSpeed `runtime/config.py:_batch_assertion`.
-    """
+    """Source: OpenRLHF 0.11.2 `utils/deepspeed/deepspeed.py:110-116,455`, DeepSpeed `_batch_assertion`."""
     micro, ranks = case.whole("train.micro_batch_size", "micro_train_batch_size") or 0, _data_ranks(case)
     if case.spec.engine == "deepspeed" and not case.is_on("train.dynamic_batch_enable", "use_dynamic_batch"):
         batch = case.option("train.batch_size", "train_batch_size")
@@ -225,11 +212,8 @@ def groups_fill_batch(case: Case) -> Iterator[Violation]:
     elif step * passes % group.count:
         fix = f"gradient_accumulation_steps: {math.lcm(group.count, step) // step}"
         divisor = nearest_divisor(group.count, of=step * passes)
-        yield Violation(
-            group.key,
-            f"{group} does not divide {samples} samples × {ranks} ranks × {passes} accumulated = {step * passes}",
-            f"{group.key}: {divisor}, or {fix}" if divisor > 1 else fix,
-        )
+        problem = f"{group} does not divide {samples} samples × {ranks} ranks × {passes} accumulated = {step * passes}"
+        yield Violation(group.key, problem, f"{group.key}: {divisor}, or {fix}" if divisor > 1 else fix)
 
 
 _ARGUMENTS: Mapping[Framework, tuple[tuple[str, int], ...]] = {
@@ -252,11 +236,7 @@ _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     frameworks=tuple(_ARGUMENTS),
 )
 def deepspeed_sizes(case: Case) -> Iterator[Violation]:
-    """Look at what is not auto.
-
-    Source: transformers 5.23.0 `integrations/deepspeed.py:trainer_config_process` (`fill_match`), DeepSpeed
-    `runtime/config.py:_batch_assertion`.
-    """
+    """Source: transformers 5.23.0 `integrations/deepspeed.py:fill_match`, DeepSpeed `_batch_assertion`."""
     if case.spec.engine != "deepspeed":
         return
     at, ranks, sizes = _SECTIONS.get(case.framework, "deepspeed."), _data_ranks(case), []
@@ -323,3 +303,192 @@ def tokens_suffice(case: Case) -> Iterator[Violation]:
     if found.count * cut < longest:
         what = f"{found}, and a prompt and its response may have {longest} tokens"
         yield Violation(found.key, what, f"{found.key}: {-(-longest // cut)}")
+
+
+# CKPT10x: sizes that no run has, and numbers on the wrong side of zero.
+
+MAX_RANKS = 1_000_000
+"""Ranks, of the world or of one axis; the largest clusters have a few hundred thousand devices."""
+MAX_BATCH = 1_000_000
+"""Samples on one rank at once."""
+MAX_SEQ_LEN = 100_000_000
+"""Tokens of one sample; the longest contexts that were ever trained have some ten million."""
+MAX_LORA_RANK = 65_536
+"""Rank of an adapter; weights of language models are narrower."""
+
+
+@error_rule(
+    "CKPT100: an impossibly large size",
+    why="A digit too many, or the wrong unit: no cluster has these ranks, and no device holds such a sample",
+    fix="the intended size",
+)
+def absurd_sizes(case: Case) -> Iterator[Violation]:
+    """Compare sizes with bounds that lie far beyond the largest runs."""
+    sizes = [
+        (case.key("world_size"), case.spec.world_size, MAX_RANKS, "ranks"),
+        *((case.axis_key(axis), size, MAX_RANKS, "ranks") for axis, size in case.spec.axes.items()),
+        (case.key("batch_size"), case.spec.batch_size, MAX_BATCH, "samples on one rank"),
+        (case.key("seq_len"), case.spec.seq_len, MAX_SEQ_LEN, "tokens in one sample"),
+    ]
+    adapter = case.spec.adapter
+    if adapter is not None:
+        sizes.append((case.key("adapter"), adapter.rank, MAX_LORA_RANK, "as the rank of an adapter"))
+    for key, size, most, what in sizes:
+        if size is not None and size > most:
+            yield Violation(key, f"{size} {what}, more than {most}", f"{key}: at most {most}")
+
+
+@error_rule(
+    "CKPT101: a size below its minimum",
+    why="The trainer stops at it, divides by it, or trains nothing",
+    fix="a whole number that is large enough, or leave the option out",
+    frameworks=frameworks_of("limits.tsv", "CKPT101"),
+)
+def least_sizes(case: Case) -> Iterator[Violation]:
+    """Look at sizes that one of the trainers' own checks, or a division, would stop at: `limits.tsv`."""
+    for found, least in below_limits(case, "CKPT101"):
+        what = f"{found.key} must be at least {least}, got {shown(found.value)}"
+        yield Violation(found.key, what, f"{found.key}: {least}")
+
+
+@error_rule(
+    "CKPT102: a learning rate below zero",
+    why="torch's optimizers stop at it: Invalid learning rate",
+    fix="a learning rate above zero",
+    frameworks=frameworks_of("limits.tsv", "CKPT102"),
+)
+def learning_rate(case: Case) -> Iterator[Violation]:
+    """Source: `torch/optim/adamw.py:AdamW.__init__`."""
+    for found, _ in below_limits(case, "CKPT102"):
+        yield Violation(found.key, f"a learning rate of {shown(found.value)}", f"{found.key}: above zero")
+
+
+# CKPT12x: devices of the processes that a launcher starts, and of inference engines beside training.
+
+_TENSOR: Mapping[Framework, tuple[str, ...]] = {
+    "verl": ("actor_rollout_ref.rollout.tensor_model_parallel_size",),
+    "openrlhf": ("vllm.tensor_parallel_size", "vllm_tensor_parallel_size"),
+}
+"""Ranks over which one inference engine cuts its tensors."""
+
+
+@error_rule(
+    "CKPT120: devices that the processes of a machine do not have",
+    why="Only the devices of gpu_ids are visible: a process beyond them stops with an invalid device ordinal",
+    fix="one id per process of a machine, or gpu_ids: all",
+    frameworks=("accelerate",),
+)
+def device_ids(case: Case) -> Iterator[Violation]:
+    """Source: accelerate 1.15.0 `utils/launch.py:264-277`, `commands/launch.py:_validate_launch_command`."""
+    found, processes = case.option("gpu_ids"), case.count("num_processes", 0)
+    if found is None or found.text.lower() in ("all", "") or case.is_on("use_cpu"):
+        return
+    ids, machines = [one.strip() for one in found.text.split(",") if one.strip()], max(case.count("num_machines"), 1)
+    kind = case.get("distributed_type")
+    if len(set(ids)) < len(ids):
+        right = ",".join(map(str, range(len(ids))))
+        yield Violation(found.key, f"{found} names a device twice", f"{found.key}: '{right}'")
+    elif len(ids) < processes // machines:
+        what = f"{processes // machines} processes on a machine, and {len(ids)} devices ({found})"
+        yield Violation(found.key, what, f"{found.key}: all, or num_processes: {len(ids) * machines}")
+    elif len(ids) < 2 and machines == 1 and kind is not None and kind.text.startswith("MULTI_"):
+        yield Violation(found.key, f"{kind} with one device ({found})", f"{found.key}: all")
+
+
+@error_rule(
+    "CKPT121: inference engines that do not fill the devices of training",
+    why="Engines that share the devices of the actor take all of them in equal parts: verl and OpenRLHF assert it",
+    fix="engines × tensor parallel size = ranks of the actor",
+    frameworks=("verl", "openrlhf"),
+)
+def engines_fill(case: Case) -> Iterator[Violation]:
+    """Source: verl 0.9.1 `workers/engine_workers.py:655-660`, OpenRLHF 0.11.2 `cli/train_ppo_ray.py:56-64`."""
+    ranks, size = case.spec.world_size, case.option(*_TENSOR[case.framework])
+    if ranks is None:
+        return
+    if case.framework == "verl":
+        at = "actor_rollout_ref.rollout."
+        if size is None or size.count is None or size.count < 1 or case.count(f"{at}nnodes", 0) > 0:
+            return
+        engine = size.count * case.count(f"{at}data_parallel_size") * case.count(f"{at}pipeline_model_parallel_size")
+        if engine > 0 and ranks % engine:
+            what = f"an engine of {engine} ranks, and {ranks} ranks are no multiple of it"
+            yield Violation(size.key, what, f"{size.key}: a divisor of {ranks}")
+        return
+    engines = case.option("vllm.num_engines", "vllm_num_engines")
+    if not case.is_on("train.colocate_all", "colocate_all_models") or case.is_on("train.async_enable", "async_train"):
+        return
+    width = 1 if size is None else size.count
+    if engines is None or engines.count is None or engines.count < 1 or width is None or width < 1:
+        return
+    if engines.count * width != ranks:
+        fix = case.written(engines.key, ranks // width) if ranks % width == 0 else f"engines × their ranks = {ranks}"
+        yield Violation(engines.key, f"{engines.count} engines of {width} ranks, and the actor has {ranks}", fix)
+
+
+@error_rule(
+    "CKPT122: an inference engine whose ranks do not divide the attention heads",
+    why="vLLM and SGLang cut attention by heads, and refuse a tensor parallel size that does not divide them",
+    fix="a divisor of the heads",
+    frameworks=("verl", "openrlhf"),
+)
+def engine_heads(case: Case) -> Iterator[Violation]:
+    """Source: vLLM `config/model.py:verify_with_parallel_config`."""
+    size, heads, ranks = case.option(*_TENSOR[case.framework]), case.facts.num_heads, case.spec.world_size
+    if size is None or size.count is None or size.count < 2 or heads is None or heads % size.count == 0:
+        return
+    common = [one for one in range(1, size.count) if heads % one == 0 and (ranks or one) % one == 0]
+    yield Violation(size.key, f"{size} does not divide {heads} attention heads", case.written(size.key, common[-1]))
+
+
+# CKPT13x: when a run saves and evaluates.
+
+_PARTS = 1_000_000  # ratios are compared as whole numbers, as Trainer does
+
+
+def _strategy(case: Case, default: str, *names: str) -> tuple[str, Setting | None]:
+    """Return a strategy, which may be a bare `no` in YAML."""
+    found = case.option(*names)
+    return default if found is None else "no" if found.value is False else found.text, found
+
+
+@error_rule(
+    "CKPT130: the best model is asked for, and not every save follows an evaluation",
+    why="Trainer can only go back to a checkpoint that was evaluated: it refuses other schedules before it starts",
+    fix="the same strategy for both, and save_steps a multiple of eval_steps",
+    frameworks=("trainer",),
+)
+def best_is_evaluated(case: Case) -> Iterator[Violation]:
+    """Source: transformers 5.23.0 `training_args.py:1575-1583,1749-1774`."""
+    wanted = enabled(case.get("load_best_model_at_end"))
+    save, save_by = _strategy(case, "steps", "save_strategy")
+    evaluate, eval_by = _strategy(case, "no", "eval_strategy", "evaluation_strategy")
+    if wanted is None or save == "best":
+        return
+    if evaluate != save:
+        if evaluate == "no" or save == "no":
+            key = "save_strategy" if save == "no" else "eval_strategy" if eval_by is None else eval_by.key
+            fix = f"{key}: {evaluate if save == 'no' else save}"
+        else:
+            key = "save_strategy" if save_by is None else save_by.key
+            fix = f"{key}: {evaluate}"
+        yield Violation(key, f"{wanted}, and it saves by {shown(save)} and evaluates by {shown(evaluate)}", fix)
+    elif save == "steps":
+        yield from _multiples(case)
+
+
+def _multiples(case: Case) -> Iterator[Violation]:
+    saves, found = case.option("save_steps"), case.option("eval_steps")
+    every = 500.0 if saves is None else saves.number
+    step = None if found is None else found.number
+    if found is None or step == 0:  # then it evaluates whenever it logs
+        logged = case.option("logging_steps")
+        step = None if logged is None else logged.number  # by default every 500 steps, and in TRL every 10
+    if every is None or step is None or step <= 0 or every <= 0:
+        return
+    if (every < 1) == (step < 1) and round(every * _PARTS) % round(step * _PARTS) == 0:
+        return
+    key = "save_steps" if saves is None else saves.key
+    right = step if (every < 1) != (step < 1) else max(every // step, 1) * step
+    what = f"it saves every {every:g} steps and evaluates every {step:g}: no save may lie between evaluations"
+    yield Violation(key, what, f"{key}: {right:g}")

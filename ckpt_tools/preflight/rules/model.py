@@ -1,18 +1,22 @@
-"""CKPT04x: the config against the model: classes that are wrapped, tied weights, shards that do not come out even."""
+"""CKPT04x, CKPT07x and CKPT08x: the config against the model; adapters, quantised base models, optimizers."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
-from ckpt_tools.preflight.rules.rule import HF, Case, Violation, error_rule, shown, warning_rule
+from ckpt_tools.options.preflight import Framework
+from ckpt_tools.preflight.plain_values import dtype_name
+from ckpt_tools.preflight.rules.fsdp import wants_fsdp
+from ckpt_tools.preflight.rules.rule import HF, Case, Setting, Violation, enabled, error_rule, shown, warning_rule
 from ckpt_tools.units import format_size
 
-_IMBALANCE = 1.25
-"""How much more than the mean the fullest rank may hold. Padding of small tensors stays far below."""
-_NAMED = 3
-"""Tensors that a message names."""
+# CKPT04x: the config against the model: classes that are wrapped, tied weights, shards that do not come out even.
+
+_IMBALANCE = 1.25  # how much more than the mean the fullest rank may hold. Padding of small tensors stays far below.
+_NAMED = 3  # tensors that a message names
 
 
 def _wrap_key(case: Case) -> str:
@@ -35,11 +39,8 @@ def wrap_classes_exist(case: Case) -> Iterator[Violation]:
         if name not in known:
             near = difflib.get_close_matches(name, [*case.facts.blocks, *known], n=1, cutoff=0.5)
             proposal = next(iter((*near, *case.facts.blocks)), None)
-            yield Violation(
-                _wrap_key(case),
-                f"no module of {case.facts.architecture or 'the model'} is a {shown(name)}",
-                f"write {proposal}" if proposal else "see the model's own class names",
-            )
+            key, what = _wrap_key(case), f"no module of {case.facts.architecture or 'the model'} is a {shown(name)}"
+            yield Violation(key, what, f"write {proposal}" if proposal else "see the model's own class names")
 
 
 @warning_rule(
@@ -55,11 +56,8 @@ def blocks_are_named(case: Case) -> Iterator[Violation]:
         return  # CKPT040 has classes that the model does not have
     missing = [name for name in case.facts.blocks if classes is None or name in classes]
     if missing and wrapped.isdisjoint(missing):
-        yield Violation(
-            _wrap_key(case),
-            f"{', '.join(case.spec.wrap_classes)} is wrapped, the model's blocks are {', '.join(missing)}",
-            f"write {','.join(missing)}",
-        )
+        what = f"{', '.join(case.spec.wrap_classes)} is wrapped, the model's blocks are {', '.join(missing)}"
+        yield Violation(_wrap_key(case), what, f"write {','.join(missing)}")
 
 
 @warning_rule(
@@ -76,11 +74,9 @@ def tied_but_stored(case: Case) -> Iterator[Violation]:
     heads = [name for name in facts.stored if name.endswith("lm_head.weight")]
     embeddings = [name for name in facts.stored if name.endswith(("embed_tokens.weight", "wte.weight"))]
     if heads and embeddings:
-        yield Violation(
-            case.key("model", "the model"),
-            f"{facts.where} ties the embeddings, but the weights have both {heads[0]} and {embeddings[0]}",
-            "tie_word_embeddings: false in config.json, or weights without lm_head.weight",
-        )
+        key = case.key("model", "the model")
+        what = f"{facts.where} ties the embeddings, but the weights have both {heads[0]} and {embeddings[0]}"
+        yield Violation(key, what, "tie_word_embeddings: false in config.json, or weights without lm_head.weight")
 
 
 @warning_rule(
@@ -91,11 +87,7 @@ def tied_but_stored(case: Case) -> Iterator[Violation]:
     frameworks=("accelerate", "trainer", "axolotl", "openrlhf"),
 )
 def even_shards(case: Case) -> Iterator[Violation]:
-    """Add up the rows of every rank.
-
-    torchtitan and verl are not asked: they choose another dim where dim 0 has too few rows.
-    Source: PyTorch `FSDPParam._init_sharded_param` (chunks of ceil(rows / ranks)).
-    """
+    """Source: PyTorch `FSDPParam._init_sharded_param`; torchtitan and verl choose another dim for too few rows."""
     ranks = case.shard_ranks
     if not case.is_fsdp2 or ranks <= 1:
         return
@@ -163,15 +155,12 @@ def tied_on_cpu(case: Case) -> Iterator[Violation]:
     local = case.count("trainer.n_gpus_per_node", 8)
     nbytes = facts.num_params * width * local
     if nbytes > _HOST_BYTES:
-        yield Violation(
-            case.key("model", "actor_rollout_ref.model.path"),
-            f"{facts.where} ties its embeddings: {local} ranks of a node load {format_size(nbytes)} together",
-            "nodes with that much memory, or trainer.n_gpus_per_node lower",
-        )
+        key = case.key("model", "actor_rollout_ref.model.path")
+        what = f"{facts.where} ties its embeddings: {local} ranks of a node load {format_size(nbytes)} together"
+        yield Violation(key, what, "nodes with that much memory, or trainer.n_gpus_per_node lower")
 
 
-_HOST_BYTES = 256 * 10**9
-"""Host memory of a node below which nothing is said."""
+_HOST_BYTES = 256 * 10**9  # host memory of a node below which nothing is said
 
 
 @error_rule(
@@ -207,11 +196,228 @@ def positions_are_in_the_table(case: Case) -> Iterator[Violation]:
     ]
     if tables:
         key = case.key("seq_len", "the length of samples")
-        yield Violation(
-            key,
-            f"{length} tokens, and {shown(tables[0])} has places for {facts.max_positions}",
-            f"{key}: {facts.max_positions}",
-        )
+        what = f"{length} tokens, and {shown(tables[0])} has places for {facts.max_positions}"
+        yield Violation(key, what, f"{key}: {facts.max_positions}")
 
 
 _TABLES = ("position_embeddings.weight", "embed_positions.weight", "wpe.weight")
+
+
+# CKPT07x: adapters, and base models whose weights are quantised.
+
+_LONG = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_STORAGE: Mapping[Framework, str] = {
+    "accelerate": "bnb_4bit_quant_storage",
+    "trainer": "bnb_4bit_quant_storage",
+    "axolotl": "bnb_config_kwargs.bnb_4bit_quant_storage",
+}
+"""Option that says how 4-bit weights are stored; a script beside accelerate's config says it elsewhere."""
+
+
+@error_rule(
+    "CKPT070: 4-bit weights stored as another dtype than the one that computes",
+    why="FSDP2 gathers a block's parameters in one original dtype: packed bytes stored as another float type"
+    " cannot join them",
+    fix="bnb_4bit_quant_storage equal to the compute dtype",
+    frameworks=HF,
+)
+def storage_dtype(case: Case) -> Iterator[Violation]:
+    """Source: PyTorch `FSDPParamGroup`, the bitsandbytes guide on FSDP-QLoRA, axolotl `_set_quantization_config`."""
+    found, packed = case.get(_STORAGE[case.framework]), case.get("load_in_4bit")
+    if found is not None:
+        storage, key = found.text, found.key
+    elif packed is not None and packed.is_on and case.framework == "axolotl":
+        storage, key = "bfloat16", packed.key  # axolotl's own default
+    elif case.facts.quantization is not None and case.facts.quantization.bits == 4:
+        storage, key = case.facts.quantization.storage or "", f"{case.facts.where}: quantization_config"
+    else:
+        return
+    compute = case.spec.param_dtype
+    if case.is_fsdp and compute in _LONG and dtype_name(storage) is not None and dtype_name(storage) != compute:
+        what = f"4-bit weights are stored as {dtype_name(storage)}, {compute} computes"
+        yield Violation(key, what, f"bnb_4bit_quant_storage: {_LONG[compute]}")
+
+
+@warning_rule(
+    "CKPT071: 4-bit weights stored as bytes",
+    why="accelerate leaves parameters that are not floating out of FSDP2: every rank keeps the whole base model",
+    fix="bnb_4bit_quant_storage: bfloat16",
+    frameworks=HF,
+)
+def storage_bytes(case: Case) -> Iterator[Violation]:
+    """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_model`; bitsandbytes stores uint8 unless told otherwise."""
+    if not case.is_fsdp:
+        return
+    found = case.get(_STORAGE[case.framework])
+    if found is not None or case.framework == "axolotl":
+        if found is not None and found.text.endswith("int8"):
+            yield Violation(found.key, f"{found}: 4-bit weights stay on every rank", f"{found.key}: bfloat16")
+        return
+    packed = case.facts.quantization
+    if packed is None or (packed.method, packed.bits) != ("bitsandbytes", 4):
+        return
+    if packed.storage in (None, "uint8"):
+        what = "4-bit weights are stored as uint8, and stay whole on every rank"
+        yield Violation(f"{case.facts.where}: quantization_config", what, '"bnb_4bit_quant_storage": "bfloat16"')
+
+
+@error_rule(
+    "CKPT073: quantised weights, and no adapter to train",
+    why="Integers have no gradient: there is nothing that the optimizer could change",
+    fix="add an adapter, or load the weights unquantised",
+    frameworks=("trainer", "axolotl", "openrlhf"),
+)
+def nothing_to_train(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `schemas/peft.py`, `transformers/trainer_utils.py:validate_quantization_for_training`."""
+    if case.spec.adapter is not None:
+        return
+    if case.framework == "openrlhf":
+        if found := enabled(case.flag("load_in_4bit")):
+            yield Violation(found.key, f"{found.key} without LoRA", "--lora_rank 16")
+        return
+    adapter = "adapter: lora" if case.framework == "axolotl" else "use_peft: true"
+    for name in ("load_in_8bit", "load_in_4bit"):
+        if found := enabled(case.get(name)):
+            yield Violation(name, f"{found}, but no adapter", f"{adapter}, or {name}: false")
+
+
+@error_rule(
+    "CKPT077: an adapter named, but no rank",
+    why="A rank below 1 has no weights to train",
+    fix="the rank that the adapter should have",
+)
+def adapter_rank(case: Case) -> Iterator[Violation]:
+    """Look at the rank of the adapter."""
+    adapter = case.spec.adapter
+    if adapter is not None and adapter.rank is not None and adapter.rank < 1:
+        key = case.key("adapter")
+        yield Violation(key, f"an adapter of rank {adapter.rank}", f"{key}: 16")
+
+
+@error_rule(
+    "CKPT079: an adapter for modules that the model does not have",
+    why="PEFT stops when it finds none of the modules that are to be adapted",
+    fix="names of the model's own linear modules, or all-linear",
+    frameworks=("trainer", "axolotl", "verl", "openrlhf"),
+)
+def targets_exist(case: Case) -> Iterator[Violation]:
+    """Source: `peft/tuners/tuners_utils.py:BaseTuner.inject_adapter`; patterns are not looked at."""
+    adapter, facts = case.spec.adapter, case.facts
+    if adapter is None or facts.module_classes is None or not adapter.targets:
+        return
+    if any(target == "all-linear" or not _PLAIN_NAME.fullmatch(target) for target in adapter.targets):
+        return
+    modules = {module for name in facts.shapes for module in _modules_around(name)}
+    if any(module.endswith(f".{target}") for module in modules for target in adapter.targets):
+        return
+    linear = sorted({module.rpartition(".")[2] for module in modules if module.endswith(("_proj", "_lin", "dense"))})
+    found = case.first(*_TARGETS)
+    what = f"{facts.architecture} has no module {' or '.join(map(shown, adapter.targets[:_MAX_NAMED]))}"
+    fix = f"for example {', '.join(linear[:_MAX_NAMED])}" if linear else "names of its linear modules"
+    yield Violation(case.key("adapter") if found is None else found.key, what, fix)
+
+
+_PLAIN_NAME = re.compile(r"[\w.]+")
+_MAX_NAMED = 4
+_TARGETS = tuple(f"{at}target_modules" for at in ("lora_", "actor_rollout_ref.model.", "model.", "ds.lora.", ""))
+
+
+def _modules_around(name: str) -> Iterator[str]:
+    """Yield the modules that a parameter is in, each with a dot in front."""
+    parts = name.split(".")[:-1]
+    return ("." + ".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+# CKPT08x: optimizers that cannot work on sharded or offloaded parameters.
+
+_BNB_TP = ("paged_adamw_8bit", "adamw_8bit", "adamw_bnb_8bit")
+_BNB = (
+    *(*_BNB_TP, "paged_adamw_32bit", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+    *(f"{paged}{name}" for paged in ("", "paged_") for name in ("lion_8bit", "lion_32bit", "ademamix_8bit")),
+    *("ademamix", "paged_ademamix_32bit"),
+)
+"""Names of transformers' `OptimizerNames` that bitsandbytes implements."""
+
+
+def _optimizer(case: Case) -> Setting | None:
+    return case.get("optimizer") if case.framework == "axolotl" else case.get("optim")
+
+
+@error_rule(
+    "CKPT080: an optimizer of bitsandbytes under FSDP2",
+    why="Its kernels refuse DTensors in the first step: they have no sharding rule",
+    fix="adamw_torch_fused, or torchao's adamw_torch_8bit",
+    frameworks=("axolotl", "trainer"),
+)
+def bitsandbytes_fsdp2(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_fsdp2_w_8bit_optimizer` (of which Trainer builds the same); bitsandbytes 0.50 itself."""
+    found = _optimizer(case)
+    if found is not None and case.is_fsdp2 and found.text in _BNB:
+        fix = f"{found.key}: adamw_torch_8bit" if "8bit" in found.text else f"{found.key}: adamw_torch_fused"
+        yield Violation(found.key, f"{found} under FSDP2", fix)
+
+
+@error_rule(
+    "CKPT081: an 8-bit optimizer on offloaded parameters",
+    why="Its kernels run only on the GPU, and FSDP1 keeps the parameters on the host",
+    fix="offload_params: false, or another optimizer",
+    frameworks=("axolotl",),
+)
+def eight_bit_offload(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_fsdp_offload_w_8bit_optimizer`."""
+    found, offload = _optimizer(case), case.fsdp_option("offload_params")
+    if found is None or case.spec.engine != "fsdp1" or offload is None or not offload.is_on:
+        return
+    if "8bit" in found.text:
+        yield Violation(found.key, f"{found} with {offload}", f"{offload.key}: false")
+
+
+@error_rule(
+    "CKPT082: bitsandbytes' 8-bit AdamW with tensor parallelism",
+    why="axolotl refuses it",
+    fix="adamw_torch_fused",
+    frameworks=("axolotl",),
+)
+def eight_bit_tp(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_tensor_parallel_optimizer`."""
+    found, tp = _optimizer(case), case.get("tensor_parallel_size")
+    if found is None or tp is None or case.count(tp.key) <= 1 or found.text not in _BNB_TP:
+        return
+    if not case.is_fsdp2:  # CKPT080 has it
+        yield Violation(found.key, f"{found} with {tp}", f"{found.key}: adamw_torch_fused")
+
+
+@error_rule(
+    "CKPT083: an optimizer that this engine does not have",
+    why="axolotl refuses Muon, GaLore and the flash optimizers under DeepSpeed and FSDP1",
+    fix="fsdp_version: 2, or another optimizer",
+    frameworks=("axolotl",),
+)
+def engine_has_optimizer(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_muon_deepspeed_fsdp`, `check_flashoptim_deepspeed_fsdp`, `check_qgalore`."""
+    found, speed = _optimizer(case), case.get("deepspeed")
+    if found is None or not (found.text in ("muon", "q_galore_adamw8bit") or found.text.startswith("flash_")):
+        return
+    if speed is not None and speed.value:
+        yield Violation(found.key, f"{found} with DeepSpeed", "FSDP2 instead of deepspeed")
+    elif wants_fsdp(case) is not None and not case.is_fsdp2:
+        yield Violation(found.key, f"{found} with FSDP1", "fsdp_version: 2")
+
+
+@error_rule(
+    "CKPT084: GaLore with what it cannot be combined with",
+    why="axolotl refuses it: it projects whole parameters",
+    fix="no adapter, and fsdp_config.use_orig_params: true",
+    frameworks=("axolotl",),
+)
+def galore(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_qgalore`."""
+    found, adapter = _optimizer(case), case.get("adapter")
+    if found is None or found.text != "q_galore_adamw8bit":
+        return
+    if adapter is not None:
+        yield Violation(found.key, f"{found} with {adapter}", "remove adapter, or another optimizer")
+    kept = case.fsdp_option("use_orig_params")
+    if case.is_fsdp2 and (kept is None or kept.value is not True):
+        key = "fsdp_config.use_orig_params"
+        yield Violation(key, f"{found} wants fsdp_config.use_orig_params: true", "fsdp_config.use_orig_params: true")

@@ -27,17 +27,11 @@ HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
 AI_PROCESS = "config.process[0]"
 """ai-toolkit's first process, the one that is checked."""
 _NEW_NAMES = {
-    "zero_stage": "ds.zero_stage",
-    "ring_attn_size": "ds.ring_attn_size",
-    "packing_samples": "ds.packing_samples",
-    "param_dtype": "ds.param_dtype",
-    "adam_offload": "ds.adam_offload",
-    "load_in_4bit": "ds.load_in_4bit",
-    "lora_rank": "ds.lora.rank",
-    "disable_ds_ckpt": "ckpt.disable_ds",
-    "load_checkpoint": "ckpt.load_enable",
+    "zero_stage": "ds.zero_stage", "ring_attn_size": "ds.ring_attn_size", "packing_samples": "ds.packing_samples",
+    "param_dtype": "ds.param_dtype", "adam_offload": "ds.adam_offload", "load_in_4bit": "ds.load_in_4bit",
+    "lora_rank": "ds.lora.rank", "disable_ds_ckpt": "ckpt.disable_ds", "load_checkpoint": "ckpt.load_enable",
     "gradient_checkpointing": "model.gradient_checkpointing_enable",
-}
+}  # fmt: skip
 """OpenRLHF's options before and since they got dots."""
 
 
@@ -58,8 +52,7 @@ class _Known:
         return getattr(self._spec, name)
 
 
-_MAX_DIGITS = 18
-"""Digits of a number that is written as text."""
+_MAX_DIGITS = 18  # digits of a number that is written as text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,12 +211,15 @@ class Case:
         return enabled(self.first(*names)) is not None
 
     def fsdp_option(self, name: str) -> Setting | None:
-        """Return an option of `fsdp_config`, whose keys accelerate, Trainer and axolotl take with and without `fsdp_`.
-
-        Source: `accelerate/commands/launch.py:_validate_launch_command`,
-        `transformers/training_args.py:_process_fsdp_args`, axolotl `check_fsdp_config_kwargs_prefix`.
-        """
+        """Return an option of `fsdp_config`, whose keys are taken with and without `fsdp_`."""
         return self.first(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
+
+    def fsdp_key(self, name: str) -> str:
+        """Return an option's key in the way the file spells its others."""
+        section = self.get("fsdp_config")
+        names = list(section.value) if section is not None and isinstance(section.value, Mapping) else []
+        prefixed = any(str(one).startswith("fsdp_") for one in names) or (self.framework == "accelerate" and not names)
+        return f"fsdp_config.{'fsdp_' if prefixed else ''}{name}"
 
     def flag(self, name: str) -> Setting | None:
         """Return an option of an OpenRLHF command line by its old name, in whichever spelling the line has."""
@@ -289,10 +285,7 @@ warning_rule = partial(_rule, "warning")
 
 
 def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
-    """Return what `case` breaks of `rules`, in the order of the rules, each place once.
-
-    A rule that asks for what is not known finds nothing more.
-    """
+    """Return what `case` breaks, in the order of the rules, each place once; what is not known breaks none."""
     findings: dict[tuple[str, str, str], Finding] = {}
     for one in rules:
         with suppress(NotKnownError):

@@ -23,10 +23,7 @@ def inside(names: frozenset[str], option: str) -> frozenset[str]:
 
 @cache
 def gone(name: str) -> Mapping[str, str]:
-    """Return option → the last release that had it, of those that the newest one does not have any more.
-
-    Not of paths: a tree of a release has what it sets, and its classes may take more.
-    """
+    """Return option → the last release that had it, of those (no paths) that the newest one does not have any more."""
     found: dict[str, str] = {}
     kept: set[str] = set()
     for section in _sections(name):

@@ -1,4 +1,4 @@
-"""CKPT02x: the options of FSDP1 and FSDP2, which share names and little else."""
+"""CKPT01x, CKPT02x and CKPT09x: engines, the options of FSDP1 and FSDP2, and what only one framework does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,110 @@ from collections.abc import Iterator, Mapping
 
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.plain_values import as_truth
-from ckpt_tools.preflight.rules.engines import wants_fsdp
-from ckpt_tools.preflight.rules.rule import HF, Case, Violation, enabled, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.rule import HF, Case, Setting, Violation, enabled, error_rule, shown, warning_rule
+
+# CKPT01x: what distributes the model, and what it excludes.
+
+_SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_lm_config": "MEGATRON_LM"}
+"""Section of an accelerate config → the distributed_type that reads it."""
+
+_STAGES = "distributed_config.pp_size"  # how arguments for transformers ask for pipeline stages
+
+
+def _has(found: Setting | None) -> bool:
+    """Does an option say anything? False, null and empty containers do not."""
+    return found is not None and found.value not in (False, "", [], {}, ()) and not found.is_off
+
+
+def wants_fsdp(case: Case) -> Setting | None:
+    """Return what asks for FSDP in a Trainer or axolotl config."""
+    for path in ("fsdp", "fsdp_config") if case.framework == "axolotl" else ("fsdp",):
+        found = case.get(path)
+        if _has(found):
+            return found
+    return None
+
+
+@error_rule(
+    "CKPT010: more than one of DDP, FSDP and DeepSpeed",
+    why="Each of them owns the gradients and the optimizer step; the trainer refuses the pair or silently drops one",
+    fix="keep one of them",
+    frameworks=("trainer", "axolotl", "ai-toolkit"),
+)
+def one_engine(case: Case) -> Iterator[Violation]:
+    """Source: transformers' `Trainer.__init__`, axolotl `check_fsdp_deepspeed`, ai-toolkit's FSDP plan."""
+    if case.framework == "ai-toolkit":
+        yield from _ai_engines(case)
+        return
+    sharded, speed = wants_fsdp(case), case.get("deepspeed")
+    if sharded is not None and speed is not None and _has(speed):
+        fix = f"remove deepspeed to train with FSDP, or {sharded.key} to train with DeepSpeed"
+        yield Violation("deepspeed", f"both {sharded.key} and deepspeed are set; only one engine can be used", fix)
+
+
+def _ai_engines(case: Case) -> Iterator[Violation]:
+    mode = case.ai_option("train.dist_mode")
+    if case.wants_ai_fsdp:
+        for name in ("ddp", "use_ddp"):
+            if ddp := enabled(case.ai_option(f"train.{name}")):
+                yield Violation(ddp.key, "DDP beside dist_mode: fsdp; only one can be used", f"remove {ddp.key}")
+    elif mode is not None and mode.text.lower() == "ddp":
+        for name in ("fsdp_auto_wrap", "fsdp_sharding", "fsdp_cpu_offload"):
+            found = case.ai_option(f"train.{name}")
+            if found is not None and _has(found):
+                what = f"{name} beside dist_mode: ddp; only one engine can be used"
+                yield Violation(found.key, what, f"{mode.key}: fsdp, or remove the fsdp_ options")
+                return
+
+
+@warning_rule(
+    "CKPT011: the options of an engine that is not used",
+    why="Nothing reads them: the run starts as if they were not there",
+    fix="remove them, or choose that engine",
+    frameworks=("accelerate", "trainer", "openrlhf"),
+)
+def unused_engine(case: Case) -> Iterator[Violation]:
+    """Source: accelerate `_validate_launch_command` (distributed_type chooses), transformers `_process_fsdp_args`."""
+    if case.framework == "accelerate":
+        kind = case.get("distributed_type")
+        for section, reader in _SECTIONS.items():
+            found = case.get(section)
+            if kind is None or found is None or not isinstance(found.value, Mapping) or not found.value:
+                continue
+            if kind.text.upper() != reader:
+                what = f"{section} is only read with distributed_type: {reader}, the config has {kind.text}"
+                yield Violation(section, what, f"distributed_type: {reader}, or remove {section}")
+    elif case.framework == "trainer":
+        options = case.get("fsdp_config")
+        if options is not None and _has(options) and wants_fsdp(case) is None:
+            yield Violation("fsdp_config", "fsdp_config is only read when fsdp is on, and it is not", "fsdp: true")
+    elif case.is_fsdp2:
+        for name in ("zero_stage", "zpg", "deepcompile", "ds.zero_stage", "ds.zpg", "ds.deepcompile"):
+            found = case.get(name)
+            if found is not None and found.value is not False:
+                what = f"--{name} is an option of DeepSpeed, --backend is fsdp2"
+                yield Violation(f"--{name}", what, f"remove --{name}, or --backend deepspeed")
+
+
+@error_rule(
+    "CKPT012: FSDP with pipeline parallelism",
+    why="Transformers has no pipeline of FSDP stages: it refuses the pair",
+    fix="pp_size 1, and shard over those ranks; or TP with PP and without FSDP",
+    frameworks=("accelerate", "trainer", "axolotl"),
+)
+def no_pipeline(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/distributed/configuration_utils.py:_validate_mesh_config`."""
+    if not case.is_fsdp:
+        return
+    found = case.get(_STAGES)
+    size, key = case.axis("pp"), case.axis_key("pp")
+    if size <= 1 and found is not None and found.count is not None:
+        size, key = found.count, found.key
+    if size > 1:
+        yield Violation(key, f"FSDP with {size} pipeline stages", f"{key}: 1")
+
+
+# CKPT02x: the options of FSDP1 and FSDP2, which share names and little else.
 
 _V1_STRATEGIES = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _OBSOLETE: Mapping[str, str] = {
@@ -31,12 +133,7 @@ def _uses_fsdp_section(case: Case) -> bool:
 
 
 def default_version(framework: Framework) -> int:
-    """Return the FSDP version that a missing `fsdp_version` means.
-
-    Source: `accelerate/commands/launch.py` (`--fsdp_version` defaults to 1), axolotl
-    `check_fsdp_version_in_fsdp_config` (0.20 and later: 2), `transformers/training_args.py:_process_fsdp_args` (2 since
-    5.10).
-    """
+    """Return what a missing `fsdp_version` means. Source: accelerate `launch.py`, axolotl 0.20, transformers 5.10."""
     return 1 if framework == "accelerate" else 2
 
 
@@ -64,10 +161,7 @@ def reshard_is_bool(case: Case) -> Iterator[Violation]:
     frameworks=("trainer",),
 )
 def v1_strategy(case: Case) -> Iterator[Violation]:
-    """Words that nobody knows are found when the config is read; truths are words to Trainer.
-
-    Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`.
-    """
+    """Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`, to which truths are words."""
     found = case.get("fsdp")
     if found is None or not isinstance(found.value, (str, list)):
         return
@@ -78,11 +172,8 @@ def v1_strategy(case: Case) -> Iterator[Violation]:
     words = found.value.split() if isinstance(found.value, str) else [str(item) for item in found.value]
     for word in words:
         if word.lower() in _V1_STRATEGIES and case.is_fsdp2:
-            yield Violation(
-                "fsdp",
-                f"{word} is a strategy of FSDP1, the config has FSDP2",
-                "fsdp: true with fsdp_config.reshard_after_forward: true",
-            )
+            what = f"{word} is a strategy of FSDP1, the config has FSDP2"
+            yield Violation("fsdp", what, "fsdp: true with fsdp_config.reshard_after_forward: true")
 
 
 @warning_rule(
@@ -126,16 +217,8 @@ def version_missing(case: Case) -> Iterator[Violation]:
         return
     means = f"FSDP{default_version(case.framework)} in {case.framework}"
     means += " 0.20 and later, and FSDP1 before" if case.framework == "axolotl" else ""
-    key = "fsdp_version" if case.framework == "axolotl" else _spelling(case, "version")
+    key = "fsdp_version" if case.framework == "axolotl" else case.fsdp_key("version")
     yield Violation(key, f"{key} is missing, which means {means}", f"{key}: 2")
-
-
-def _spelling(case: Case, name: str) -> str:
-    """Return an option's key in the way the file spells its others."""
-    section = case.get("fsdp_config")
-    names = list(section.value) if section is not None and isinstance(section.value, Mapping) else []
-    prefixed = any(str(one).startswith("fsdp_") for one in names) or (case.framework == "accelerate" and not names)
-    return f"fsdp_config.{'fsdp_' if prefixed else ''}{name}"
 
 
 @warning_rule(
@@ -148,11 +231,9 @@ def reshard_under_v1(case: Case) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__`: `sharding_strategy` is never None under FSDP1."""
     found = case.fsdp_option("reshard_after_forward")
     if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in ("FULL_SHARD", "TRUE", "1"):
-        yield Violation(
-            found.key,
-            f"{found} is not read under FSDP1, whose sharding_strategy is FULL_SHARD by default",
-            f"{_spelling(case, 'sharding_strategy')}: {found.text}, or {_spelling(case, 'version')}: 2",
-        )
+        what = f"{found} is not read under FSDP1, whose sharding_strategy is FULL_SHARD by default"
+        fix = f"{case.fsdp_key('sharding_strategy')}: {found.text}, or {case.fsdp_key('version')}: 2"
+        yield Violation(found.key, what, fix)
 
 
 @warning_rule(
@@ -215,11 +296,8 @@ def matching_policy(case: Case) -> Iterator[Violation]:
     for name, reader in others.items():
         found = case.fsdp_option(name)
         if found is not None and policy != reader and found.value not in (0, "", []):
-            yield Violation(
-                found.key,
-                f"{name} is read under {reader} only, the policy is {policy}",
-                f"{_spelling(case, 'auto_wrap_policy')}: {reader}, or remove {found.key}",
-            )
+            what = f"{name} is read under {reader} only, the policy is {policy}"
+            yield Violation(found.key, what, f"{case.fsdp_key('auto_wrap_policy')}: {reader}, or remove {found.key}")
 
 
 @warning_rule(
@@ -234,17 +312,14 @@ def blocks_are_wrapped(case: Case) -> Iterator[Violation]:
         return
     policy, found = _policy(case), case.fsdp_option("auto_wrap_policy")
     smallest = case.fsdp_option("min_num_params")
-    key = found.key if found is not None else _spelling(case, "auto_wrap_policy")
+    key = found.key if found is not None else case.fsdp_key("auto_wrap_policy")
     if policy is None:
         yield Violation(key, f"no {key}: all blocks are one FSDP group", f"{key}: {_POLICIES[0]}")
     elif policy == "NO_WRAP":
         yield Violation(key, "NO_WRAP: all blocks are one FSDP group", f"{key}: {_POLICIES[0]}")
     elif policy == "SIZE_BASED_WRAP" and case.framework == "trainer" and (smallest is None or smallest.value == 0):
-        yield Violation(
-            key,
-            "SIZE_BASED_WRAP with min_num_params 0 wraps nothing in Trainer",
-            f"{_spelling(case, 'min_num_params')}: 100000000",
-        )
+        what = "SIZE_BASED_WRAP with min_num_params 0 wraps nothing in Trainer"
+        yield Violation(key, what, f"{case.fsdp_key('min_num_params')}: 100000000")
 
 
 def _stops_launch(case: Case) -> bool:
@@ -270,3 +345,88 @@ def loading_needs_sync(case: Case) -> Iterator[Violation]:
     loading = case.fsdp_option("cpu_ram_efficient_loading")
     said = f"{loading}" if loading is not None else "cpu_ram_efficient_loading is missing, which means true"
     yield Violation(sync.key, f"{sync}, but {said}", f"remove {sync.key}" if case.is_fsdp2 else f"{sync.key}: true")
+
+
+# CKPT09x: what only one framework does.
+
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "1", "2", "3", "4", "5")
+
+
+@error_rule(
+    "CKPT090: reshard_after_forward is not a strategy's name under FSDP1",
+    why="Trainer hands it to FSDP1 as the name of a sharding strategy, and true is not one: a KeyError",
+    fix="full_shard or shard_grad_op, or FSDP2",
+    frameworks=("trainer", "axolotl"),
+)
+def strategy_name(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/training_args.py:_process_fsdp_args`, `FullyShardedDataParallelPlugin.__post_init__`."""
+    found = case.fsdp_option("reshard_after_forward")
+    if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in _STRATEGIES:
+        name = "shard_grad_op" if found.is_off else "full_shard"
+        fix = "fsdp_version: 2" if case.framework == "axolotl" else f"{found.key}: {name}, or fsdp_config.version: 2"
+        yield Violation(found.key, f"{found} under FSDP1, which takes the name of a strategy", fix)
+
+
+@warning_rule(
+    "CKPT091: `fsdp` as text",
+    why="Trainer will soon accept only true; the words belong in fsdp_config",
+    fix="fsdp: true",
+    frameworks=("trainer",),
+)
+def fsdp_words(case: Case) -> Iterator[Violation]:
+    """Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`."""
+    found = case.get("fsdp")
+    if found is None or not case.is_fsdp or not isinstance(found.value, (str, list)) or found.is_on:
+        return
+    words = found.value.split() if isinstance(found.value, str) else [str(word) for word in found.value]
+    said = []
+    if "shard_grad_op" in words:
+        said.append("reshard_after_forward: false")
+    if "offload" in words:
+        said.append("cpu_offload: true")
+    more = f" and fsdp_config: {{{', '.join(said)}}}" if said else ""
+    yield Violation("fsdp", f"{found} is deprecated", f"fsdp: true{more}")
+
+
+@warning_rule(
+    "CKPT092: keys of fsdp_config with the prefix `fsdp_`",
+    why="axolotl accepts them without it and will soon refuse the prefix",
+    fix="remove the prefix (fsdp_version keeps it)",
+    frameworks=("axolotl",),
+)
+def prefixed_keys(case: Case) -> Iterator[Violation]:
+    """Source: axolotl `check_fsdp_config_kwargs_prefix`."""
+    section = case.get("fsdp_config")
+    if section is None or not isinstance(section.value, Mapping):
+        return
+    old = [str(key) for key in section.value if str(key).startswith("fsdp_") and key != "fsdp_version"]
+    if old:
+        what = f"{len(old)} keys of fsdp_config have the old prefix"
+        yield Violation(f"fsdp_config.{old[0]}", what, f"fsdp_config.{old[0].removeprefix('fsdp_')}")
+
+
+@error_rule(
+    "CKPT094: Ulysses ranks that do not divide the world",
+    why="verl puts all ranks on a mesh of dp × sp",
+    fix="a size that divides the world size",
+    frameworks=("verl",),
+)
+def ulysses_world(case: Case) -> Iterator[Violation]:
+    """Source: verl `workers/fsdp_workers.py:ActorRolloutRefWorker.__init__`."""
+    size, world = case.axis("sp"), case.spec.world_size
+    if size > 1 and world is not None and world % size:
+        yield case.on_axis("sp", f"sp={size} does not divide the {world} ranks", f"a divisor of {world}")
+
+
+@warning_rule(
+    "CKPT095: sequence parallelism without tensor parallelism",
+    why="OpenRLHF's --sequence_parallel spreads activations over the TP ranks; with one rank it does nothing",
+    fix="--fsdp_tensor_parallel_size 2, or remove it",
+    frameworks=("openrlhf",),
+)
+def sequence_without_tp(case: Case) -> Iterator[Violation]:
+    """Source: OpenRLHF's FSDP2 strategy."""
+    found = enabled(case.flag("sequence_parallel"))
+    if found is not None and case.axis("tp") == 1:
+        fix = f"{case.axis_key('tp')} 2" if "axes.tp" in case.spec.keys else "--fsdp_tensor_parallel_size 2"
+        yield Violation(found.key, f"{found.key} with tp=1", fix)
