@@ -38,9 +38,14 @@ MIN_POINTS = {kind: 12 if kind == "looking-fails" else 40 for kind in FAULTS}
 
 # Errors once and kills for everything; of what goes the same ways, the harder one.
 SWEEPS = [
-    *((kind, verb, overwrite) for kind in ("fails", "killed") for verb in OPTIONS for overwrite in (False, True)),
+    *(
+        (kind, verb, overwrite)
+        for kind in ("fails", "killed")
+        for verb, overwrite in zip(OPTIONS, (True, False, True), strict=True)
+    ),
+    *((kind, "shard", False) for kind in ("fails", "killed")),
     *(("interrupted", verb, verb == "shard") for verb in OPTIONS),
-    *(("fails-for-good", verb, True) for verb in OPTIONS),
+    ("fails-for-good", "shard", True),
     *((kind, verb, False) for kind in ("disk-full", "looking-fails") for verb in OPTIONS),
     ("terminated", "gather", True),
 ]

@@ -282,8 +282,8 @@ def test_fault_at_some_requests(store: Put, proxy: Proxy, samples: dict[str, Pat
 def test_fault_at_every_request(
     store: Put, proxy: Proxy, samples: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """With --zoo at every one, else at every third."""
-    _sweep(store, proxy, samples["run"], tmp_path, 1 if request.config.getoption("--zoo") else 3)
+    """With --zoo at every one, else at every seventh."""
+    _sweep(store, proxy, samples["run"], tmp_path, 1 if request.config.getoption("--zoo") else 7)
 
 
 def test_store_that_goes_away_is_no_finding(store: Put, proxy: Proxy, samples: dict[str, Path], capsys) -> None:
