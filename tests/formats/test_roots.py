@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from ckpt_tools import api
 
-pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.full(but=["state-dcp"])]
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.full(but=["model-dcp"])]
 
 State = dict[str, torch.Tensor]
 LLAMA = {

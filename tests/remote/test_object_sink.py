@@ -168,24 +168,6 @@ def test_of_two_rivals_one_wins_and_twins_both_do(model: Path, seaweed: Server, 
         assert objects(out) == files_of(model / "shard")
 
 
-def test_who_claims_just_after_another_has_published_leaves_that_alone(
-    model: Path, seaweed: Server, use: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first look saw an empty prefix, or the claim that is gone since."""
-    out = f"{use(seaweed)}/late"
-    take = object_sink.take_claim
-
-    def late(*arguments: Any, **more: Any) -> object:
-        monkeypatch.setattr(object_sink, "take_claim", take)
-        COMMANDS["shard"](model, out)
-        return take(*arguments, **more)
-
-    monkeypatch.setattr(object_sink, "take_claim", late)
-    with pytest.raises(DestinationExistsError):
-        COMMANDS["reshard"](model, out)
-    assert objects(out) == files_of(model / "shard")
-
-
 @pytest.mark.full
 def test_killed_at_any_moment_and_run_again(
     model: Path, seaweed: Server, use: Callable[..., str], request: pytest.FixtureRequest

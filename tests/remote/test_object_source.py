@@ -274,10 +274,6 @@ def _sweep(store: Put, proxy: Proxy, source: Path, tmp_path: Path, step: int) ->
         assert time.monotonic() - began < 30, (fault, at)
 
 
-def test_fault_at_some_requests(store: Put, proxy: Proxy, samples: dict[str, Path], tmp_path: Path) -> None:
-    _sweep(store, proxy, samples["run"], tmp_path, 17)
-
-
 @pytest.mark.full
 def test_fault_at_every_request(
     store: Put, proxy: Proxy, samples: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
