@@ -234,61 +234,6 @@ def base_directory(directory: Path) -> Path:
     return directory
 
 
-PEFT_CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "as saved": ({}, {}),
-    "with a saved head": ({"modules_to_save": ["head"]}, {}),
-    "dora": ({"use_dora": True}, {}),
-    "dora forgotten": ({"use_dora": True}, {"use_dora": False}),
-    "adapter's name in the names": ({}, {"names": {".weight": ".default.weight"}}),
-    "another adapter's name in the names": ({}, {"names": {".weight": ".other.weight"}}),
-    "without the root": ({}, {"names": {"base_model.model.": ""}}),
-    "another root": ({}, {"names": {"base_model.model.": "module.base_model.model."}}),
-    "compiled": ({}, {"names": {"base_model.model.": "base_model.model._orig_mod."}}),
-    "targets too few": ({"target_modules": ["q", "v"]}, {"target_modules": ["q"]}),
-    "targets by pattern": ({"target_modules": r".*layers\.0\.(q|v)"}, {}),
-    "targets too many": ({}, {"target_modules": ["q", "v"]}),
-    "kohya's suffixes": ({}, {"names": {"lora_A": "lora_down", "lora_B": "lora_up"}}),
-    "another rank": ({}, {"r": 3}),
-    "rank pattern": ({"rank_pattern": {"layers.1.q": 3}}, {}),
-    "rank pattern forgotten": ({"rank_pattern": {"layers.1.q": 3}}, {"rank_pattern": {}}),
-}
-
-
-@pytest.mark.parametrize("case", PEFT_CASES)
-def test_simulated_peft_is_the_real_one(case: str, tmp_path: Path) -> None:
-    import peft
-
-    config, edits = PEFT_CASES[case]
-    directory = peft_directory(tmp_path / "adapter", **config)
-    edit(directory, **edits)
-    base = base_directory(tmp_path / "base")
-    document = json.loads((directory / "adapter_config.json").read_text())
-    from safetensors.torch import load_file
-
-    tensors = load_file(directory / "adapter_model.safetensors")
-    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(base / "model.safetensors").items()}
-    file = describe(tensors, file="adapter_model.safetensors", config=document, architecture="llm", base=shapes)
-    report = simulate(file, "peft")
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            model = peft.PeftModel.from_pretrained(Toy(), directory)
-        except Exception:
-            assert report.loads is False
-            return
-    assert report.loads is True
-    loaded = {
-        name.removeprefix("base_model.model.").partition(".lora_B")[0]
-        for name, parameter in model.named_parameters()
-        if "lora_B" in name and bool(parameter.ne(0).any())
-    }
-    assert {module for module in report.matched if module != "head"} == loaded
-    is_dora_lost = case == "dora forgotten"
-    # With targets too few a part is not loaded; with too many PEFT says that keys are missing, and may be right.
-    assert report.is_whole is (
-        bool(loaded) and not is_dora_lost and case not in ("targets too few", "targets too many")
-    )
-
-
 # ComfyUI: simulated against the simulation of its patching
 
 
@@ -459,25 +404,6 @@ def test_file_called_checkpoint_is_overlooked_by_diffusers(tmp_path: Path) -> No
     assert check_lora(directory / "checkpoint-10.safetensors", architecture="flux1", loaders=["diffusers"]).ok
 
 
-def test_adapter_that_was_never_trained_is_an_error(tmp_path: Path) -> None:
-    tensors = {
-        name: torch.zeros_like(tensor) if "lora_B" in name else tensor
-        for name, tensor in written("sd3", "diffusers", in_blocks).items()
-    }
-    result = check_lora(save_as(tmp_path / "a", tensors))
-    assert [finding.code for finding in result.findings] == ["adapter-zero"]
-    assert not result.ok
-
-
-def test_truncated_factor_and_infinite_values_are_errors(tmp_path: Path) -> None:
-    tensors = written("sd3", "diffusers", in_blocks)
-    names = [name for name in tensors if "lora_A" in name]
-    tensors[names[0]] = tensors[names[0]][:0]
-    tensors[names[1]] = tensors[names[1]] * float("inf")
-    codes = {finding.code for finding in check_lora(save_as(tmp_path / "a", tensors)).findings}
-    assert {"adapter-truncated", "adapter-non-finite"} <= codes
-
-
 def test_base_tells_the_family_and_misses_foreign_modules(tmp_path: Path) -> None:
     modules = [lora("lora_unet_double_blocks_0_img_attn_qkv", (96, 32)), lora("lora_unet_img_in", (32, 4))]
     tensors: Tensors = {}
@@ -549,19 +475,6 @@ def test_image_loaders_have_nothing_to_say_to_a_language_model(tmp_path: Path) -
     }
     hints = {finding.hint for report in result.loaders for finding in report.findings if finding.severity == "error"}
     assert hints == {"ckpt export-lora SRC DST --to peft"}  # not to an ecosystem that has no names for it
-
-
-def test_command_shows_every_loader_and_refuses_unknown_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = peft_directory(tmp_path / "adapter")
-    base = base_directory(tmp_path / "base")
-    assert main(["check-lora", str(directory), "--base", str(base)]) == 0
-    shown = capsys.readouterr().out
-    assert "peft: loads it, whole" in shown
-    assert "rank 2, alpha 4" in shown
-    assert main(["check-lora", str(directory), "--for", "webui"]) == 2
-    assert "webui" in capsys.readouterr().err
 
 
 def test_adapter_that_its_own_loader_does_not_take_is_an_error(tmp_path: Path) -> None:

@@ -250,7 +250,11 @@ def test_command_marks_the_judge_and_says_what_was_not_checked(
     assert "*     peft: loads it, if the base model has these modules" in shown.out
     assert "(--base)" in shown.err
     assert main(["check-lora", str(directory), "--base", str(base)]) == 0
-    assert "*     peft: loads it, whole" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "*     peft: loads it, whole" in shown
+    assert "rank 2, alpha 4" in shown
+    assert main(["check-lora", str(directory), "--for", "webui"]) == 2
+    assert "webui" in capsys.readouterr().err
 
 
 # push

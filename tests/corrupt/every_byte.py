@@ -170,8 +170,8 @@ def _record(name: str, kind: str) -> str:
 # The sweep
 
 
-def sweep(path: Path, passed: Callable[[str, bytes, bytes], None] | None = None) -> Tally:
-    """Flip one bit of every byte of every file below `path`, and count what is found.
+def sweep(path: Path, passed: Callable[[str, bytes, bytes], None] | None = None, *, step: int = 1) -> Tally:
+    """Flip one bit of every `step`th byte of every file below `path`, and count what is found.
 
     `passed` gets the name, the intact and the damaged content of a file of which no check finds the damage.
     """
@@ -181,7 +181,7 @@ def sweep(path: Path, passed: Callable[[str, bytes, bytes], None] | None = None)
     for name in sorted(entry.name for entry in path.iterdir()):
         regions = map_file(path, name)
         with (path / name).open("r+b", buffering=0) as file:
-            for offset, region in enumerate(regions):
+            for offset, region in [*enumerate(regions)][::step]:
                 intact = os.pread(file.fileno(), 1, offset)
                 os.pwrite(file.fileno(), bytes([intact[0] ^ 1 << offset % 8]), offset)
                 row = tally.setdefault(region, [0, *(0 for _ in LEVELS)])

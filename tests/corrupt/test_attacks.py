@@ -31,15 +31,16 @@ def corpus() -> Iterator[Corpus]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("group", GROUPS)
-def test_attacks_are_refused_or_harmless(corpus: Corpus, group: str, record_property) -> None:
-    report = run_group(corpus, group)
+def test_attacks_are_refused_or_harmless(corpus: Corpus, group: str, record_property, pytestconfig) -> None:
+    """Every command in text or in JSON, by turns; with --zoo in both."""
+    report = run_group(corpus, group, whole=pytestconfig.getoption("zoo"))
     record_property("totals", str(report))
     print(report)
     assert report.problems == []
     assert (report.executions, report.imports, report.opens, report.changes, report.tracebacks) == (0, 0, 0, 0, 0)
     assert report.wrong_outputs == 0
     assert report.num_recipes == len(ALL) >= 500
-    assert report.num_runs >= 2 * report.num_recipes
+    assert report.num_runs >= len(GROUPS[group]) * report.num_recipes
 
 
 def test_attacks_are_described() -> None:

@@ -46,7 +46,7 @@ def _run(*argv: object, limit: str = "true", **options) -> subprocess.CompletedP
 
 
 @pytest.mark.full(but=["70000"])
-@pytest.mark.parametrize("nbytes", [1000, 4000, 70_000, 300_000, 1_000_000])
+@pytest.mark.parametrize("nbytes", [1000, 70_000, 1_000_000])
 def test_file_size_limit_is_an_error_that_names_the_file(server, large, large_reference, tmp_path, nbytes):
     argv = ("shard", large, tmp_path / "out", "--mesh", "dp_shard=4")
     result = server.run(*argv, limits={"RLIMIT_FSIZE": nbytes})
@@ -72,11 +72,10 @@ def test_disk_without_room_is_refused_before_the_first_byte(server, large, case)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 4])
-def test_few_open_files_are_enough_for_many(tmp_path, workers):
+def test_few_open_files_are_enough_for_many(tmp_path):
     model = write_model(tmp_path / "model", {f"t{i}": tensor("F32", 64, 2, seed=i) for i in range(8)})
     limit = "ulimit -n 20"
-    jobs = ("-j", workers, "--progress", "none")
+    jobs = ("-j", 4, "--progress", "none")
     done = _run("shard", model, tmp_path / "run", "--mesh", "dp_shard=64", *jobs, limit=limit)
     assert done.returncode == 0, done.stderr
     done = _run("reshard", tmp_path / "run", tmp_path / "again", "--mesh", "dp_shard=63", *jobs, limit=limit)
@@ -130,7 +129,7 @@ def test_address_space_that_is_too_small_is_an_error_and_not_half_a_checkpoint(
 
 
 @pytest.mark.full(but=["3"])
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(7))
 def test_signal_at_a_random_time_leaves_nothing_or_all(large, large_reference, tmp_path, seed):
     chance = random.Random(seed)
     number = chance.choice([signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -7,7 +7,6 @@ unlink, flock (and in one round stat, list, statvfs), on everything below the di
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import signal
 from collections import Counter
@@ -39,9 +38,14 @@ MIN_POINTS = {kind: 12 if kind == "looking-fails" else 40 for kind in FAULTS}
 
 # Errors once and kills for everything; of what goes the same ways, the harder one.
 SWEEPS = [
-    *((kind, verb, overwrite) for kind in ("fails", "killed") for verb in OPTIONS for overwrite in (False, True)),
+    *(
+        (kind, verb, overwrite)
+        for kind in ("fails", "killed")
+        for verb, overwrite in zip(OPTIONS, (True, False, True), strict=True)
+    ),
+    *((kind, "shard", False) for kind in ("fails", "killed")),
     *(("interrupted", verb, verb == "shard") for verb in OPTIONS),
-    *(("fails-for-good", verb, True) for verb in OPTIONS),
+    ("fails-for-good", "shard", True),
     *((kind, verb, False) for kind in ("disk-full", "looking-fails") for verb in OPTIONS),
     ("terminated", "gather", True),
 ]
@@ -193,14 +197,3 @@ def test_sweep_failed_fsync_after_the_rename_takes_it_back(server, sources, refe
     assert "cannot publish: Input/output error" in result.err
     assert files_of(case / "out", manifest=True) == old
     assert staging_left(case) == []
-
-
-@pytest.mark.parametrize("verb", OPTIONS)
-def test_sweep_every_file_is_synced_before_the_rename_and_the_directories_after(
-    server, sources, references, case, verb
-):
-    sweep = Sweep(server, sources, references, verb)
-    calls = sweep.run(case, overwrite=False, only="fsync renameat2", trace=True).calls
-    renamed = next(number for number, call in enumerate(calls) if call.startswith("renameat2"))
-    assert set(os.listdir(case / "out")) <= {os.path.basename(call) for call in calls[:renamed]}, calls
-    assert f"fsync {case}" in calls[renamed:], calls

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckpt_tools
 from ckpt_tools.cli import main
-from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import load_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -211,11 +211,3 @@ def test_inside_damaged_item_is_not_known_and_refused(tmp_path: Path) -> None:
     assert "never unpickled): not known: " in ckpt_tools.inspect(source).objects
     with pytest.raises(UnreadableError, match="x: an object that is not read"):
         ckpt_tools.gather(source, tmp_path / "out")
-
-
-@pytest.mark.parametrize("text", ["", "# nothing\n\n"])
-def test_gather_with_an_empty_map_is_refused(tmp_path: Path, text: str) -> None:
-    source = _save({"l.0.w": _tensor(2), "l.1.w": _tensor(2)}, tmp_path / "dcp")
-    (tmp_path / "own.map").write_text(text)
-    with pytest.raises(UsageError, match="empty"):
-        ckpt_tools.gather(source, tmp_path / "out", map=tmp_path / "own.map")

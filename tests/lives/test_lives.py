@@ -141,7 +141,7 @@ def rot(path: Path, how: str) -> None:
     file.write_bytes({"zeros": bytes(len(content)), "truncated": content[: len(content) // 2]}.get(how, content))
 
 
-@pytest.mark.full
+@pytest.mark.full(but=["dcp-flip"])
 @pytest.mark.parametrize(
     ("layout", "how"),
     [(layout, how) for layout in PREFIX for how in ("zeros", "flip", "truncated")] + [("trainer", "optimizer")],

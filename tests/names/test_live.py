@@ -22,9 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 QUICK = ("qwen3-moe", "t5")
 
 
-@pytest.fixture(scope="module", params=sorted(toys.KINDS))
+@pytest.fixture(scope="module", params=["llava", "qwen3-moe", "t5"])
 def model(request, tmp_path_factory):
-    """A model, and a directory with it as transformers saves it."""
+    """A model, and a directory with it as transformers saves it; `test_zoo` walks the others."""
     directory = tmp_path_factory.mktemp("hub") / request.param
     made = toys.build(request.param)
     made.save_pretrained(directory, max_shard_size="100KB")

@@ -16,7 +16,6 @@ from ckpt_tools.cli import main
 QUICK = [
     "test_healthy_life_is_pruned",
     "test_each_reason_is_named_and_accepting_once_is_enough",
-    "test_survivor_that_rotted_keeps_its_predecessors[False-dcp-flip]",
 ]
 pytestmark = pytest.mark.full(but=QUICK)
 SHAPES = {"model.embed_tokens.weight": (12, 4), "lm_head.weight": (12, 4)} | {
@@ -158,8 +157,10 @@ def test_healthy_life_is_pruned(tmp_path, layout, capsys):
     assert api.watch(run, once=True, settle=0, keep_last=1).removed == ((*there(run), *names)[0].replace("40", "30"),)
 
 
-@pytest.mark.parametrize("kind", HOLLOW)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [(layout, kind) for at, layout in enumerate(LAYOUTS) for kind in list(HOLLOW)[0 if layout == "dcp" else at :: 4]],
+)
 def test_hollow_successor_costs_nothing(tmp_path, layout, kind, capsys):
     run = tmp_path / "run"
     names = make_run(run, layout, 10, 20)
@@ -218,46 +219,6 @@ def test_successor_must_hold_what_its_predecessors_hold(tmp_path, lacks):
     assert there(run) == ["step-10", "step-20"]
     assert tended.exit_code == 3
     assert "lacks" in next(each for each in tended.findings if each.where == "step-20").what
-
-
-def rot(file, how):
-    """Change a file as a disk does: same size, same time of modification."""
-    status, content = file.stat(), bytearray(file.read_bytes())
-    if how == "zeros":
-        content = bytearray(len(content))
-    elif how == "flip":
-        content[len(content) // 2] ^= 4
-    elif how == "truncated":
-        content = content[: len(content) // 2]
-    file.write_bytes(content)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-@pytest.mark.parametrize("how", ["zeros", "flip", "truncated"])
-@pytest.mark.parametrize("layout", ["hf", "dcp"])
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_survivor_that_rotted_keeps_its_predecessors(tmp_path, layout, how, is_seen, monkeypatch):
-    """Also where no listing shows it: then it is the second reading that tells."""
-    from ckpt_tools.tending import folder
-
-    run = tmp_path / "run"
-    make_run(run, layout, 10, 20)
-    if not is_seen:
-        monkeypatch.setattr(folder, "stamp_of", lambda files: str([*files]))
-        monkeypatch.setattr("ckpt_tools.tending.disk.stamp_of", lambda files: str([*files]))
-        if how == "truncated":
-            pytest.skip("a listing shows another size")
-    api.watch(run, once=True, settle=0)
-    names = there(run)
-    data = [each for each in (run / names[1]).rglob("*") if each.suffix in (".distcp", ".safetensors")]
-    rot(max(data, key=lambda each: each.stat().st_size), how)
-    tended = api.prune(run, keep_last=1)
-    assert tended.removed == ()
-    assert there(run) == names
-    if not is_seen:
-        assert tended.exit_code == 3
-        assert tended.findings[0].code == "changed-since"
-    assert api.watch(run, once=True, settle=0, keep_last=1).removed == ()
 
 
 def test_metrics_that_are_no_numbers_remove_nothing(tmp_path, template):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corrupt.attacks import watch
-from corrupt.attacks.recipe import ALL, Case, Corpus, Recipe
+from corrupt.attacks.recipe import ALL, VERBS, Case, Corpus, Recipe
 from samples import write_model
 
 GROUPS = {"look": ("inspect", "diff"), "verify": ("structure", "data"), "gather": ("gather",), "mesh": ("mesh",)}
@@ -83,18 +83,21 @@ def _commands(recipe: Recipe, verb: str, source: str, destination: str, corpus: 
         yield [recipe.mesh_verb, source, destination, "--mesh", "dp_shard=2", *recipe.options]
 
 
-def _tasks(corpus: Corpus, group: str) -> Iterable[dict[str, object]]:
-    for name, case in corpus.cases.items():
+def _tasks(corpus: Corpus, group: str, *, whole: bool) -> Iterable[dict[str, object]]:
+    for number, (name, case) in enumerate(corpus.cases.items()):
         recipe = ALL[name]
         source = str(case.root / recipe.source)
-        for verb in GROUPS[group]:
+        for turn, verb in enumerate(VERBS):
+            if verb not in GROUPS[group]:
+                continue
             converts = verb in ("gather", "mesh")
             writable = case.root / "out" / verb
             writable.mkdir(parents=True, exist_ok=True)
             destination = str(writable / DESTINATION)
             for argv in _commands(recipe, verb, source, destination, corpus):
-                for as_json in (False, True):
-                    # A destination that the recipe prepared is there once; the other run does without.
+                # A destination that the recipe prepared is there once; the other run does without.
+                both = whole or any(writable.iterdir())
+                for as_json in (False, True) if both else (bool((number + turn) % 2),):
                     planted = any(writable.iterdir())
                     if planted and as_json and recipe.codes[verb] == (0,):
                         continue
@@ -112,11 +115,11 @@ def _tasks(corpus: Corpus, group: str) -> Iterable[dict[str, object]]:
                     }
 
 
-def run_group(corpus: Corpus, group: str) -> Report:
-    """Run the commands of one group over every case, in one process."""
+def run_group(corpus: Corpus, group: str, *, whole: bool = True) -> Report:
+    """Run the commands of one group over every case, in one process; without `whole` in text or in JSON, by turns."""
     work = corpus.root / f"work-{group}"
     (work / "empty").mkdir(parents=True)
-    tasks = list(_tasks(corpus, group))
+    tasks = list(_tasks(corpus, group, whole=whole))
     job = work / "job.json"
     document = {
         "cwd": str(work / "empty"),

@@ -220,17 +220,17 @@ def _blob_zip(case: Case) -> None:
     _blob(case, _torch_zip(case))
 
 
-@attack("blob-exploit-pickle", "an object that is a bare pickle", {**carried(mesh=4), "gather": (4,)})
+@attack("blob-exploit-pickle", "an object that is a bare pickle", {**carried(mesh=4), "diff": (4,), "gather": (4,)})
 def _blob_pickle(case: Case) -> None:
     _blob(case, pickle.dumps(Payload(case.shell)))
 
 
-@attack("blob-length-lies", "an object of 2^60 bytes", {**found(), "diff": (0, 3), "gather": (0, 4)})
+@attack("blob-length-lies", "an object of 2^60 bytes", {**found(), "gather": (0, 4)})
 def _blob_length(case: Case) -> None:
     _blob(case, _torch_zip(case), length=1 << 60)
 
 
-@attack("blob-offset-lies", "an object behind the end", {**found(), "diff": (0, 3), "gather": (0, 4)})
+@attack("blob-offset-lies", "an object behind the end", {**found(), "gather": (0, 4)})
 def _blob_offset(case: Case) -> None:
     _blob(case, _torch_zip(case), offset=1 << 60)
 
