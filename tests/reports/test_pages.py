@@ -18,16 +18,20 @@ from samples import examples, shard_model, write_model
 
 from ckpt_tools.checks.verify import Unchecked
 from ckpt_tools.cli import main
+from ckpt_tools.cli.diff import diff_page
+from ckpt_tools.cli.estimate import estimate_page
+from ckpt_tools.cli.inspection import build_page
+from ckpt_tools.cli.preflight import preflight_page
 from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.smoke import smoke_page
+from ckpt_tools.cli.verify import verify_page
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding
 from ckpt_tools.description.layout import Box, Mesh
 from ckpt_tools.description.summarise import summarise
 from ckpt_tools.options.output import Output
-from ckpt_tools.report.checks_pages import diff_page, verify_page
-from ckpt_tools.report.html import MARK, build_html
-from ckpt_tools.report.inspect_page import LayoutData, build_page, encode_runs
-from ckpt_tools.report.parts import MAX_FINDINGS
-from ckpt_tools.report.run_pages import estimate_page, preflight_page, smoke_page
+from ckpt_tools.report.layouts import LayoutData, encode_runs
+from ckpt_tools.report.page import MAX_FINDINGS, Bars, Table
+from ckpt_tools.report.write import MARK, build_html
 from ckpt_tools.text import escape_message
 
 _LOADING = {"src", "href", "srcset", "action", "background", "data", "poster", "formaction"}
@@ -220,7 +224,7 @@ def test_smoke_page_is_hot_only_where_gradients_differ():
 def test_estimate_page_draws_a_step_below_the_device_line():
     def columns(page):
         found = [s for s in page.sections if s.title == "One training step"]
-        return [part for part in found[0].parts if part.kind == "bars"] if found else []
+        return [part for part in found[0].parts if isinstance(part, Bars)] if found else []
 
     page = estimate_page(results.estimate(True, False))
     assert [part.groups for part in columns(page)] == [[("forward", 6), ("backward", 6), ("step", 1)]] * 2
@@ -234,7 +238,7 @@ def test_estimate_page_draws_a_step_below_the_device_line():
     assert "⋯" in bars.caption
     assert columns(estimate_page(results.estimate(True, gpu_memory=10**13)))[0].limit is None
     assert len(columns(estimate_page(results.estimate(*[True] * 6)))) == 4
-    assert len([part for part in page.sections[1].parts if part.kind == "table"]) == 2
+    assert len([part for part in page.sections[1].parts if isinstance(part, Table)]) == 2
 
 
 def test_verify_page_shows_whose_files_are_damaged_on_the_mesh():
