@@ -18,8 +18,6 @@ from ckpt_tools.adapters.architectures.choose import choose_families, family_nam
 from ckpt_tools.adapters.architectures.names import Place, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
-from ckpt_tools.adapters.checks.integrity import NUMBER, check_base, check_structure, check_suspicions, check_values
-from ckpt_tools.adapters.checks.values import look_at
 from ckpt_tools.adapters.ecosystems import vllm
 from ckpt_tools.adapters.ecosystems.comfyui import loader as comfyui
 from ckpt_tools.adapters.ecosystems.diffusers import loader as diffusers
@@ -34,9 +32,23 @@ from ckpt_tools.adapters.ecosystems.simulation import (
     RejectedError,
 )
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, list_directory
+from ckpt_tools.adapters.integrity import (
+    NUMBER,
+    check_base,
+    check_structure,
+    check_suspicions,
+    check_values,
+    look_at,
+)
 from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, is_there, read_json
+from ckpt_tools.adapters.read.sidecars import (
+    ADAPTER_CONFIG,
+    DIFFUSERS_FILE,
+    DIFFUSERS_KEY,
+    is_there,
+    list_directory,
+    read_json,
+)
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.description.checkpoint import Finding, TensorEntry

@@ -22,9 +22,9 @@ from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied, with_tied_heads
 from ckpt_tools.adapters.base.trainers import in_hub_names
-from ckpt_tools.adapters.checks.integrity import check_structure
-from ckpt_tools.adapters.ecosystems.peft.variants import refuse_carried, refuse_variants
+from ckpt_tools.adapters.ecosystems.peft.config_rules import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
+from ckpt_tools.adapters.integrity import check_structure
 from ckpt_tools.adapters.read.opening import OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.read.tensors import LazyAdapter

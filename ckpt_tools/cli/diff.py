@@ -8,8 +8,7 @@ from statistics import median
 from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, say
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say
 from ckpt_tools.options.check import DiffView
 from ckpt_tools.options.output import Output
 from ckpt_tools.report.page import (

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import print_json, waiting
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.description.infer import block_of
 from ckpt_tools.errors import UsageError

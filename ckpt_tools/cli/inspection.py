@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import print_json, waiting
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, pad, terminal
 from ckpt_tools.description.checkpoint import BlobEntry, Chunk, TensorEntry, say_census
 from ckpt_tools.description.folding import fold_blocks, format_placement, format_ranges

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.estimate import estimate_sections
-from ckpt_tools.cli.output import ChangingLine, print_json, say, say_findings
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import ChangingLine, print_json, report_to, say, say_findings
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.cli.smoke import MARKS, smoke_sections
 from ckpt_tools.description.checkpoint import Finding

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import ChangingLine, note, print_json, say, say_findings
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import ChangingLine, note, print_json, report_to, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.options.output import HtmlOptions, Output
 from ckpt_tools.report.page import (

@@ -9,8 +9,7 @@ from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.stats import Stats, TensorStats, to_json
 from ckpt_tools.checks.updates import Update
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, say, say_findings
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.moving.threads import one_thread_each
 from ckpt_tools.options.check import StatsView

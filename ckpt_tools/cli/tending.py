@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import note, print_json, progress_of, report_to, say, say_findings
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.threads import one_thread_each

@@ -15,10 +15,10 @@ from ckpt_tools.cli.output import (
     print_error,
     print_json,
     progress_of,
+    report_to,
     say,
     say_findings,
 )
-from ckpt_tools.cli.reports import report_to
 from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UnreadableError, UsageError

@@ -22,8 +22,7 @@ from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Layout, Mesh, Shard
 from ckpt_tools.description.summarise import Summary, overlay, summarise
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.margin import Margin
+from ckpt_tools.estimate.case import Case, Margin
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Moment
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.moments import Moments

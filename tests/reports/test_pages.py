@@ -21,8 +21,8 @@ from ckpt_tools.cli import main
 from ckpt_tools.cli.diff import diff_page
 from ckpt_tools.cli.estimate import estimate_page
 from ckpt_tools.cli.inspection import build_page
+from ckpt_tools.cli.output import report_to
 from ckpt_tools.cli.preflight import preflight_page
-from ckpt_tools.cli.reports import report_to
 from ckpt_tools.cli.smoke import smoke_page
 from ckpt_tools.cli.verify import verify_page
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.base.slots import some
-from ckpt_tools.adapters.ecosystems.peft.variants import changes_base
+from ckpt_tools.adapters.ecosystems.peft.config_rules import changes_base
 from ckpt_tools.adapters.families import FAMILIES, family_of
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.description.checkpoint import TensorEntry

@@ -18,10 +18,15 @@ from typing import NamedTuple
 from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES
 from ckpt_tools.adapters.families.tokens import without_copies
-from ckpt_tools.adapters.read.assemble import Named, assemble, without_wrappers
-from ckpt_tools.adapters.read.keys import is_for_training, parse_key, refused_kind
-from ckpt_tools.adapters.read.locate import locate
-from ckpt_tools.adapters.read.sidecars import Sidecars, read_sidecars
+from ckpt_tools.adapters.read.assemble import (
+    Named,
+    assemble,
+    is_for_training,
+    parse_key,
+    refused_kind,
+    without_wrappers,
+)
+from ckpt_tools.adapters.read.sidecars import Sidecars, locate, read_sidecars
 from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.checks.trainer import refuse_mixed

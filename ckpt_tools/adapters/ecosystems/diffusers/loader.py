@@ -14,7 +14,7 @@ from ckpt_tools.adapters.architectures.architecture import Architecture, Convers
 from ckpt_tools.adapters.architectures.names import Place, find, find_as, lines_of
 from ckpt_tools.adapters.ecosystems.diffusers import any_model
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
-from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, DIFFUSERS_TRAPS
+from ckpt_tools.adapters.read.sidecars import DIFFUSERS_FILE, DIFFUSERS_TRAPS
 
 _OLD_UNET = (
     (".to_out_lora.up", ".to_out.0.lora_B"),

@@ -37,10 +37,7 @@ _TRAINING_ONLY = ("velora_config",)
 
 
 def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_model: str | None = None) -> Fields:
-    """Return PEFT's configuration for an adapter with alphas, under the module paths of its base.
-
-    Raise UsageError where one configuration cannot express it, or what changes the result is not known.
-    """
+    """Return PEFT's configuration for an adapter with alphas, under the module paths of its base."""
     family = _only_family(adapter)
     if family.is_carried:
         return _as_written(adapter, family, base_model)

@@ -33,9 +33,8 @@ from ckpt_tools.adapters.ecosystems.peft.files import ROOT
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.families.tokens import beyond, indices_of, why_wrong
-from ckpt_tools.adapters.read.keys import Key, parse_key
-from ckpt_tools.adapters.read.locate import PEFT_FILE
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
+from ckpt_tools.adapters.read.assemble import Key, parse_key
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.text import first_few
 
