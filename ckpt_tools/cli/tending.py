@@ -100,7 +100,7 @@ def _table(tended: Tended, most: int | None, *, whole: bool = False) -> Table:
     def cells(one: Candidate) -> list[str]:
         fate = "stays" if one.stays else "would go" if tended.dry_run else "removed"
         metric = "" if one.metric is None else f"{one.metric:.5g}"
-        why = ", ".join(dict.fromkeys((one.explained, *one.kept_by)))
+        why = ", ".join((one.explained, *(rule for rule in one.kept_by if rule not in one.explained)))
         row = [one.name, format_size(one.nbytes), one.state, *[metric] * whole, fate, why]
         return row + [one.goes_when] * has_goes
 

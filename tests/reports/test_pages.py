@@ -24,6 +24,7 @@ from ckpt_tools.cli.inspection import build_page
 from ckpt_tools.cli.output import report_to
 from ckpt_tools.cli.preflight import preflight_page
 from ckpt_tools.cli.smoke import smoke_page
+from ckpt_tools.cli.tending import _print as print_tended, tending_page
 from ckpt_tools.cli.verify import verify_page
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding
 from ckpt_tools.description.layout import Box, Mesh
@@ -92,6 +93,19 @@ def test_pages_keep_hostile_names_as_text_and_load_nothing(read, name):
 def test_pages_say_every_finding_with_where_and_fix(read, name):
     for finding in results.FINDINGS:
         assert all(part in read[name].text for part in (finding.code, finding.where, finding.what, finding.hint))
+
+
+def test_text_and_page_name_every_rule_that_keeps_a_checkpoint(capsys):
+    tended = results.tended()
+    print_tended(tended, Output())
+    lines = capsys.readouterr().out.splitlines()
+    parts = [part for section in tending_page(tended, "watch").sections for part in section.parts]
+    rows = {row[0]: row[5] for row in next(part for part in parts if isinstance(part, Table)).rows}
+    kept = [each for each in tended.checkpoints if len(each.kept_by) > 1]
+    assert kept
+    for each in kept:
+        assert all(rows[each.name].count(rule) == 1 for rule in each.kept_by)
+        assert any(escape_message(each.name) in line and rows[each.name] in line for line in lines)
 
 
 def test_data_holds_names_as_they_may_be_shown(read):
