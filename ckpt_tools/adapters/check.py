@@ -40,7 +40,7 @@ from ckpt_tools.adapters.integrity import (
     check_values,
     look_at,
 )
-from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
+from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
 from ckpt_tools.adapters.read.sidecars import (
     ADAPTER_CONFIG,
     DIFFUSERS_FILE,
@@ -49,7 +49,6 @@ from ckpt_tools.adapters.read.sidecars import (
     list_directory,
     read_json,
 )
-from ckpt_tools.adapters.read.tensors import TensorReader
 from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.identity import Identity

@@ -37,9 +37,8 @@ from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_mode
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
 from ckpt_tools.adapters.integrity import Values, check_adapter, check_structure, check_values, look_at
-from ckpt_tools.adapters.read.opening import OpenedAdapter, read_adapter
+from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader, load, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
-from ckpt_tools.adapters.read.tensors import TensorReader, load
 from ckpt_tools.adapters.settings import (
     Assumption,
     assumptions,

@@ -25,9 +25,8 @@ from ckpt_tools.adapters.base.trainers import in_hub_names
 from ckpt_tools.adapters.ecosystems.peft.config_rules import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import check_structure
-from ckpt_tools.adapters.read.opening import OpenedAdapter
+from ckpt_tools.adapters.read.opening import LazyAdapter, OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
-from ckpt_tools.adapters.read.tensors import LazyAdapter
 from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
 from ckpt_tools.conversions.assets import choose_assets, tokens_in
 from ckpt_tools.conversions.job import Job, check_separate, with_config

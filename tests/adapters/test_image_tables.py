@@ -19,7 +19,7 @@ from ckpt_tools.adapters.architectures.choose import choose_families
 from ckpt_tools.adapters.check import simulate
 from ckpt_tools.adapters.ecosystems.placing import in_native, place_all
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile
-from ckpt_tools.adapters.read.tensors import entry_of
+from ckpt_tools.adapters.read.opening import entry_of
 
 PIPELINES = {
     "sd1": "StableDiffusionPipeline",

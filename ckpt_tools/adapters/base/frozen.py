@@ -13,7 +13,7 @@ from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.base.slots import some
 from ckpt_tools.adapters.ecosystems.peft.config_rules import changes_base
 from ckpt_tools.adapters.families import FAMILIES, family_of
-from ckpt_tools.adapters.read.tensors import TensorReader
+from ckpt_tools.adapters.read.opening import TensorReader
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened

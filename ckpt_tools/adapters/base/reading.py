@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced
-from ckpt_tools.adapters.architectures.of_base import model_family_of
+from ckpt_tools.adapters.architectures.choose import model_family_of
 from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, live_tensors, without_predictors
 from ckpt_tools.adapters.base.slots import stacked_experts

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.choose import BaseFamily
 from ckpt_tools.adapters.architectures.names import Place
-from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
 from ckpt_tools.adapters.ecosystems.output import Written, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, place_all, unchanged
