@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt_tools.adapters.adapter import TOKENS, Adapter
-from ckpt_tools.adapters.base.frozen import refuse_changed
 from ckpt_tools.adapters.base.matching import BaseMatch, ChangedRows, match_any_spelling
 from ckpt_tools.adapters.base.model import live_tensors
+from ckpt_tools.adapters.base.reading import in_hub_names, refuse_changed
 from ckpt_tools.adapters.base.share import Part, Share
 from ckpt_tools.adapters.base.slots import find_slots, some
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied, with_tied_heads
-from ckpt_tools.adapters.base.trainers import in_hub_names
 from ckpt_tools.adapters.ecosystems.peft.config_rules import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import check_structure
