@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
-from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
-from ckpt_tools.adapters.architectures.architecture import ModelFamily
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Shapes, Sourced
+from ckpt_tools.adapters.architectures import ARCHITECTURES
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
 from ckpt_tools.adapters.architectures.choose import choose_families, family_named
-from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, replicated
+from ckpt_tools.adapters.architectures.names import Place, readings, underscored
+from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
-from ckpt_tools.adapters.checks.against_base import check_against
-from ckpt_tools.adapters.checks.integrity import NUMBER, check_structure, check_suspicions, check_values
-from ckpt_tools.adapters.checks.values import look_at
-from ckpt_tools.adapters.ecosystems.loaders import LOADERS, simulate
-from ckpt_tools.adapters.ecosystems.simulation import NEEDS_BASE, AdapterFile, Loader, LoaderReport
+from ckpt_tools.adapters.ecosystems import vllm
+from ckpt_tools.adapters.ecosystems.comfyui import loader as comfyui
+from ckpt_tools.adapters.ecosystems.diffusers import loader as diffusers
+from ckpt_tools.adapters.ecosystems.kohya import loader as kohya
+from ckpt_tools.adapters.ecosystems.peft import loader as peft
+from ckpt_tools.adapters.ecosystems.simulation import (
+    NEEDS_BASE,
+    AdapterFile,
+    Loader,
+    LoaderReport,
+    Loading,
+    RejectedError,
+)
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE, list_directory
-from ckpt_tools.adapters.read.opening import OpenedAdapter, UnknownTypeError, read_adapter
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DIFFUSERS_KEY, is_there, read_json
-from ckpt_tools.adapters.read.tensors import TensorReader
+from ckpt_tools.adapters.integrity import (
+    NUMBER,
+    check_base,
+    check_structure,
+    check_suspicions,
+    check_values,
+    look_at,
+)
+from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
+from ckpt_tools.adapters.read.sidecars import (
+    ADAPTER_CONFIG,
+    DIFFUSERS_FILE,
+    DIFFUSERS_KEY,
+    is_there,
+    list_directory,
+    read_json,
+)
 from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.identity import Identity
@@ -30,7 +56,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import CheckOptions
 from ckpt_tools.remote.places import is_directory, open_source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import escape_name, first_few
 
 Verdict = Literal["loads", "fails", "unknown"]
 """loads: proven; fails: something is wrong; unknown: nothing is known to be wrong, and not everything was checked."""
@@ -344,3 +370,176 @@ def to_json(result: LoraCheck) -> dict[str, object]:
         "not_checked": list(result.not_checked),
         "findings": [asdict(finding) for finding in result.findings],
     }
+
+
+# Are an adapter's modules in the base model, and of the right shape? By the family's names, or by the base's own.
+
+_DOTTED = ("transformer.", "unet.", "diffusion_model.", "model.diffusion_model.")
+_FLAT = re.compile(r"(?:lora_unet|lora_transformer|lycoris)_")
+_ENCODER = re.compile(r"(?:text_encoder(?:_\d)?\.|text_encoders\.|lora_te\d?_)")
+
+
+def check_against(
+    adapter: Adapter[TensorEntry], base: BaseModel, family: ModelFamily | None
+) -> tuple[list[Finding], list[str]]:
+    """Compare an adapter's modules with the base's; return what is wrong, and what could not be checked."""
+    modules = parents_of(base.shapes)
+    has_plain_names = any(base_path(module.path) in modules for module in adapter.modules)
+    if family == "llm" or has_plain_names:
+        return list(check_base(adapter, base.shapes)), []
+    if family is not None:
+        return list(_by_tables(adapter, ARCHITECTURES[family], base.shapes)), []
+    return _by_own_names(adapter, base.shapes)
+
+
+def _by_own_names(adapter: Adapter[TensorEntry], base: Shapes) -> tuple[list[Finding], list[str]]:
+    """Hold an adapter of a family without tables against the names of the base, with what tools put in front."""
+    modules, flat = parents_of(base), underscored(tuple(base))
+    findings: list[Finding] = []
+    foreign: list[str] = []
+    encoders = 0
+    for module in adapter.modules:
+        if _ENCODER.match(module.path):
+            encoders += 1
+            continue
+        names = [module.path, *(module.path.removeprefix(each) for each in _DOTTED)]
+        names.append(flat.get(_FLAT.sub("", module.path, count=1)) or "")
+        found = next((name for name in names if name in modules), None)
+        if found is None:
+            foreign.append(module.path)
+        elif (weight := base.get(f"{found}.{module.parameter}")) is not None:
+            findings += _shape_of(module, {(weight[0], math.prod(weight[1:]))} if len(weight) > 1 else set())
+    not_checked = [f"{encoders} modules of text encoders, which the base model does not hold"] if encoders else []
+    if len(foreign) + encoders == len(adapter.modules) and foreign:
+        not_checked.append(
+            f"names: none of {len(foreign)} modules has a name of the base model, and ckpt knows no other names for "
+            f"models of this architecture ({escape_name(foreign[0])})"
+        )
+    elif foreign:
+        what = f"the base model has no module of this name ({len(foreign)} of {len(adapter.modules)} are not in it)"
+        hint = "was the adapter trained on this model, and do all its names come from one tool?"
+        where = foreign[0]
+        findings.append(Finding.error(code="adapter-unmatched", where=where, what=what, hint=hint))
+    return findings, not_checked
+
+
+def _by_tables(adapter: Adapter[TensorEntry], architecture: Architecture, base: Shapes) -> Iterator[Finding]:
+    """Yield modules that the base lacks, where names have to go through the tables first."""
+    modules = parents_of(base)
+    roots = {module.partition(".")[0] for module in modules}
+    is_pipeline = any(part.component in roots for part in architecture.parts)
+    missing = []
+    for module in adapter.modules:
+        found = readings(module.path, architecture)
+        if found and found[0].part.is_encoder and not is_pipeline:
+            continue  # the base is the transformer or the U-Net alone
+        paths = {path for each in found for path in (each.native, each.spelled("alias"), *each.parts, *each.diffusers)}
+        paths |= {f"{each.part.component}.{path}" for each in found for path in each.diffusers}
+        paths |= {f"model.diffusion_model.{each.native}" for each in found}
+        if not paths & modules:
+            missing.append(module.path)
+        else:
+            yield from _shape_of(module, {shape for each in found for shape in _shapes_of(each, base)})
+    if missing:
+        yield Finding.error(
+            code="adapter-unmatched",
+            where=missing[0],
+            what=f"the base model has no module of this name ({len(missing)} of {len(adapter.modules)} are not in it)",
+            hint="is it the base that the adapter was trained on?",
+        )
+
+
+def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) -> Iterator[Finding]:
+    """Hold the factors against the weight, or the weights, that they are for."""
+    family, shapes = family_of(module), module.shapes
+    have = family.matrix(shapes) if family.is_matrix_sure(shapes) else None
+    if have is None or not wanted or have in wanted:
+        return
+    yield Finding.error(
+        code="adapter-shape",
+        where=module.path,
+        what=f"factors for {list(have)}, and the base model's weight is "
+        f"{' or '.join(str(list(each)) for each in sorted(wanted))}",
+        hint="is it the base that the adapter was trained on?",
+    )
+
+
+def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
+    """Yield (out, in × kernel) of what a name means in the base: fused, or the rows of its parts together."""
+    for root in ("", "model.diffusion_model.", f"{each.part.component}."):
+        spellings = ([each.native], [each.spelled("alias")], each.parts, each.diffusers)
+        ways = [[base.get(f"{root}{path}.weight", ()) for path in paths] for paths in spellings]
+        if each.at is not None and len(ways[-1]) > 1:  # the tables do not tell its rows of the fused weight
+            ways = [[way[each.at]] for way in ways[2:] if way]
+        for weights in ways:
+            if weights and all(len(shape) > 1 for shape in weights):
+                yield sum(shape[0] for shape in weights), math.prod(weights[0][1:])
+
+
+# Loaders of adapters, simulated by their key rules: what they map, leave out silently, or refuse.
+
+LOADERS: Mapping[Loader, Callable[[AdapterFile, Loading], None]] = MappingProxyType(
+    {
+        "peft": peft.load,
+        "diffusers": diffusers.load,
+        "comfyui": comfyui.load,
+        "kohya": kohya.load,
+        "vllm": vllm.load,
+    }
+)
+"""Loader → its rules: they fill in a `Loading`, and raise `RejectedError` where the loader raises."""
+
+
+def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] = ()) -> LoaderReport:
+    """Say what a loader would make of an adapter for one of some model families, if it does not matter which."""
+    reports = [_simulate(replace(file, architecture=family), loader) for family in families or (file.architecture,)]
+    first = reports[0]
+    if all(
+        (each.loads, each.unmatched, each.findings) == (first.loads, first.unmatched, first.findings)
+        for each in reports
+    ):
+        return first
+    return _simulate(replace(file, architecture=None), loader)
+
+
+def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
+    loading = Loading()
+    target = "peft" if loader == "vllm" or file.architecture == "llm" else loader
+    hint = f"ckpt export-lora SRC DST --to {target}"
+    if loader == "vllm":
+        hint += "; what vLLM lacks can be merged into the base: ckpt merge-lora"
+    loads: bool | None = True
+    try:
+        LOADERS[loader](file, loading)
+    except RejectedError as error:
+        loads = False
+        loading.used.clear()
+        loading.say("loader-rejects", "error", file.file, f"{loader} refuses it: {error}", hint)
+    unmatched = tuple(name for name in file.tensors if name not in loading.used)
+    if any(finding.code == "loader-unchecked" for finding in loading.findings):
+        loads = None
+    elif loads and not loading.used:
+        loading.say(
+            "loader-no-op",
+            "error",
+            file.file,
+            f"{loader} loads none of the {len(file.tensors)} tensors (a warning at most): nothing changes",
+            hint,
+        )
+    elif loads and unmatched:
+        reasons = {loading.ignored.get(name, "no module has that name") for name in unmatched}
+        loading.say(
+            "loader-ignores",
+            "error",
+            unmatched[0],
+            f"{loader} skips {len(unmatched)} of {len(file.tensors)} tensors: {'; '.join(sorted(reasons))}",
+            hint,
+        )
+    return LoaderReport(
+        loader=loader,
+        loads=loads,
+        matched=loading.modules,
+        num_matched=len(loading.used),
+        unmatched=unmatched if loads is not None else (),
+        findings=tuple(loading.findings),
+    )

@@ -16,8 +16,6 @@ from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import family_named, is_native
 from ckpt_tools.adapters.base.model import BaseModel, refuse_trainers_names
 from ckpt_tools.adapters.base.reading import base_of, on_base
-from ckpt_tools.adapters.checks.integrity import check_adapter, check_structure, check_values
-from ckpt_tools.adapters.checks.values import Values, look_at
 from ckpt_tools.adapters.ecosystems.forms import (
     as_loras,
     error_notes,
@@ -27,22 +25,20 @@ from ckpt_tools.adapters.ecosystems.forms import (
     under_base_names,
     write_names,
 )
-from ckpt_tools.adapters.ecosystems.header import with_training
-from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, write
+from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, with_training, write
 from ckpt_tools.adapters.ecosystems.peft.config import infer_config, live_settings, parse_overrides
-from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
-from ckpt_tools.adapters.ecosystems.peft.variants import (
+from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     doubt_about,
     refuse_carried,
     refuse_foreign_shapes,
     refuse_variants,
 )
+from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
-from ckpt_tools.adapters.read.locate import PEFT_FILE
-from ckpt_tools.adapters.read.opening import OpenedAdapter, read_adapter
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
-from ckpt_tools.adapters.read.tensors import TensorReader, load
+from ckpt_tools.adapters.integrity import Values, check_adapter, check_structure, check_values, look_at
+from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader, load, read_adapter
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
 from ckpt_tools.adapters.settings import (
     Assumption,
     assumptions,

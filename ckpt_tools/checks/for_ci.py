@@ -19,7 +19,7 @@ _LEVELS = {"error": "error", "warning": "warning", "info": "note"}
 
 
 class Located(NamedTuple):
-    """A finding, and the file and line that it is about."""
+    """A finding, and the file and line that it is about; "" and 0 without."""
 
     finding: Finding
     path: str
@@ -75,10 +75,9 @@ def _result(located: Located, index: int) -> dict[str, object]:
     finding = located.finding
     region = {"region": {"startLine": located.line}} if located.line else {}
     uri = quote(os.fsencode(located.path.replace(os.sep, "/")))
-    location = {
-        "physicalLocation": {"artifactLocation": {"uri": uri}, **region},
-        "logicalLocations": [{"fullyQualifiedName": finding.where}],
-    }
+    location: dict[str, object] = {"logicalLocations": [{"fullyQualifiedName": finding.where}]}
+    if located.path:
+        location["physicalLocation"] = {"artifactLocation": {"uri": uri}, **region}
     result: dict[str, object] = {
         "ruleId": finding.code,
         "ruleIndex": index,

@@ -8,10 +8,23 @@ from statistics import median
 from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, say
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say
 from ckpt_tools.options.check import DiffView
 from ckpt_tools.options.output import Output
+from ckpt_tools.report.page import (
+    Facts,
+    Mood,
+    Page,
+    Part,
+    Section,
+    Sized,
+    Table,
+    by_layer,
+    count,
+    identity_sections,
+    mood_of,
+    notes_section,
+)
 from ckpt_tools.text import escape_name
 
 _MOST = 20
@@ -31,8 +44,6 @@ def run(call: Call[Difference], view: DiffView, output: Output) -> int:
         with progress_of(output) as factory:
             difference = call(progress=factory)
         if report is not None:
-            from ckpt_tools.report.checks_pages import diff_page
-
             terms = [f"--{name} {_shown(call.given[name])}" for name in _TERMS if call.given.get(name)]
             report(diff_page(difference, a, b, keys_only=call.given["keys_only"], terms=terms))
     if output.json:
@@ -69,18 +80,18 @@ def _by_place(changed: Sequence[Change]) -> Iterator[str]:
         yield f"~ {escape_name(place)}: {say_how}"
 
 
+def _counts(difference: Difference) -> list[tuple[str, str]]:
+    """Return how many tensors differ, are equal, or are on one side alone."""
+    numbers = (len(difference.changed), difference.num_equal, len(difference.only_in_a), len(difference.only_in_b))
+    return list(zip(("differ", "equal", "only in A", "only in B"), map(str, numbers), strict=True))
+
+
 def _summary(difference: Difference, *, keys_only: bool) -> str:
     """Return the last line: how many differ, and how."""
     what = " (names, shapes and dtypes)" if keys_only else ""
     if difference.equal:
         return f"equal{what}"
-    counts = {
-        "differ": len(difference.changed),
-        "equal": difference.num_equal,
-        "only in A": len(difference.only_in_a),
-        "only in B": len(difference.only_in_b),
-    }
-    text = ", ".join(f"{count} {kind}" for kind, count in counts.items()) + what
+    text = ", ".join(f"{number} {name}" for name, number in _counts(difference)) + what
     sizes = [(change.relative, change.fqn) for change in difference.changed if change.relative is not None]
     if len(sizes) > 1:
         most, fqn = max(sizes)
@@ -88,3 +99,59 @@ def _summary(difference: Difference, *, keys_only: bool) -> str:
             f"\nchanged by {median(size for size, _ in sizes):.2g} of their size, most {most:.2g}: {escape_name(fqn)}"
         )
     return text
+
+
+# The page
+
+
+def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms: Sequence[str] = ()) -> Page:
+    """Return the page of a comparison; `terms` are what limits it: tolerances, and names that were chosen."""
+    compared = "names, shapes and dtypes; no data was read" if keys_only else "names, shapes, dtypes and every value"
+    rows = [("A", a), ("B", b), ("compared", compared), *_counts(difference)]
+    sections = [
+        *identity_sections(difference.identities),
+        Section("What was compared", [Facts(rows)]),
+    ]
+    sections += notes_section("On these terms", terms)
+    sections += notes_section("Not compared", difference.notes)
+    sections += _changed_sections(difference)
+    for name, fqns in (("A", difference.only_in_a), ("B", difference.only_in_b)):
+        if fqns:
+            table = Table.of(f"Tensors only in {name}", "tensor", fqns, lambda fqn: (fqn,))
+            sections.append(Section(f"Only in {name}: {len(fqns):,}", [table]))
+    mood: Mood | None = None
+    if difference.equal:
+        mood = mood_of(ok=True, left=difference.notes or keys_only or terms)
+        verdict = "equal" + (" in names, shapes and dtypes; values were not compared" if keys_only else "")
+        verdict += f" ({'; '.join(terms)})" if terms else ""
+        verdict += "; some things were not compared, listed below" if difference.notes else ""
+    else:
+        verdict = ", ".join(f"{number} {name}" for name, number in _counts(difference))
+    return Page("diff", f"{a} ↔ {b}", sections, mood, verdict)
+
+
+def _changed_sections(difference: Difference) -> Iterator[Section]:
+    changed = difference.changed
+    if not changed:
+        return
+    parts: list[Part] = []
+    sized = {change.fqn: _sized(change) for change in changed}
+    if any(change.relative is not None for change in changed):
+        parts += by_layer(
+            sized,
+            caption="Relative change |B − A| / |A| by layer and kind of weight",
+            legend="Colours are logarithmic. ≠: different without such a number. Empty: equal, or no such tensor.",
+        )
+    ordered = sorted(changed, key=lambda change: -sized[change.fqn].weight)
+    table = Table.of(
+        f"All {count(len(changed), 'changed tensor')}, the most changed first",
+        "tensor, >relative, what",
+        ordered,
+        lambda change: (change.fqn, sized[change.fqn].text, change.what),
+        is_folded=len(changed) > 20,
+    )
+    yield Section(f"Changed: {len(changed):,}", [*parts, table])
+
+
+def _sized(change: Change) -> Sized:
+    return Sized(change.relative, "≠" if change.relative is None else f"{change.relative:.1e}")

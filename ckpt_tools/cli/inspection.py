@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import print_json, waiting
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, pad, terminal
-from ckpt_tools.description.checkpoint import Chunk, TensorEntry, say_census
+from ckpt_tools.description.checkpoint import BlobEntry, Chunk, TensorEntry, say_census
 from ckpt_tools.description.folding import fold_blocks, format_placement, format_ranges
 from ckpt_tools.description.infer import rank_of_file
-from ckpt_tools.description.summarise import RankSummary, Summary, to_json
+from ckpt_tools.description.summarise import FileSummary, RankSummary, Summary, to_json
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.check import By, InspectView
 from ckpt_tools.options.output import Output
+from ckpt_tools.report.layouts import LayoutData, build_tree, dtype_names
+from ckpt_tools.report.page import (
+    Drawing,
+    Facts,
+    Notes,
+    Page,
+    Part,
+    Section,
+    Table,
+    count,
+    identity_rows,
+    identity_sections,
+)
 from ckpt_tools.text import display_width, escape_message, escape_name, first_few
 from ckpt_tools.units import format_size
 
@@ -31,7 +43,7 @@ _MIN_BAR, _MAX_BAR = 10, 24
 _SOURCES = {
     "manifest": "from the manifest",
     "inferred": "inferred from the chunks",
-    "overlay": "overlay, nothing is written",
+    "overlay": "planned, nothing is written",
 }
 
 
@@ -75,15 +87,16 @@ def render(
 def _render_contents(summary: Summary, screen: Screen) -> None:
     if summary.contents:
         screen.section("the step")
-        screen.table(
-            ("part", "bytes", "what it is"),
-            ((escape_name(c.name), format_size(c.num_bytes), c.what or "not known") for c in summary.contents),
-            align="lrl",
-        )
+        screen.show(_contents(summary))
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+def _contents(summary: Summary) -> Table:
+    return Table.of(
+        "Parts of the training step",
+        "part, >bytes, what it is",
+        summary.contents,
+        lambda part: (part.name, format_size(part.num_bytes), part.what or "not known"),
+    )
 
 
 def _share(part: int, whole: int) -> str:
@@ -91,62 +104,50 @@ def _share(part: int, whole: int) -> str:
 
 
 def _render_header(summary: Summary, screen: Screen) -> None:
+    screen.line(f"{'path':<9} {escape_name(summary.path)}")
+    for name, text in identity_rows(summary.identity, 8):
+        shown = escape_message(text)
+        shown = f"{name:<9} {shown}" if name in ("is", "models", "runs") else f"{'':<9} {escape_name(name)}: {shown}"
+        screen.line(shown, "warning" if name == "runs" and text.startswith("dangerous") else None)
+    if summary.contents:
+        whole = "repository" if summary.identity is not None and summary.identity.components else "step"
+        screen.line(f"{'part':<9} {summary.contents[0].name} of the {whole}")
+    for name, text in _holds(summary, summary.names):
+        screen.line(f"{name:<9} {text}")
+    if missing := _missing(summary):
+        screen.line(f"missing   {first_few(missing)}", "warning")
+
+
+def _holds(summary: Summary, names: str | None) -> list[tuple[str, str]]:
+    """Return how much a checkpoint holds, and in which form; `names` are those of its tensors."""
     files = [file for file in summary.files if file.num_chunks or file.file_bytes]
-    on_disk = sum(file.file_bytes or 0 for file in files)
-    chunks = f"{summary.num_chunks:,} in {_count(len(files), 'file')}"
+    chunks = f"{summary.num_chunks:,} in {count(len(files), 'file')}"
     if not summary.is_virtual:
-        chunks += f", {format_size(on_disk)} on disk"
-    lines = [
-        ("path", escape_name(summary.path)),
-        *_identity_lines(summary),
-        *([("part", f"{summary.contents[0].name} of the {_whole_of(summary)}")] if summary.contents else []),
+        chunks += f", {format_size(sum(file.file_bytes or 0 for file in files))} on disk"
+    assets = f"{count(len(summary.assets), 'file')}, {format_size(sum(asset.nbytes for asset in summary.assets))}"
+    rows = [
         ("format", summary.format),
-        *([("names", summary.names)] if summary.names else []),
+        ("names", names),
         ("tensors", f"{summary.num_tensors:,}"),
         ("elements", f"{summary.num_elems:,}"),
         ("bytes", f"{summary.total_bytes:,} ({format_size(summary.total_bytes)})"),
         ("chunks", chunks),
         ("dtypes", ", ".join(f"{name} {format_size(size)}" for name, size in summary.dtypes.items()) or "-"),
+        ("mesh", _mesh(summary)),
+        ("blobs" if summary.blobs else "objects", summary.objects),
+        ("assets", assets if summary.assets else None),
     ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _mesh(summary: Summary) -> str | None:
     if summary.mesh is not None and summary.mesh_source is not None:
-        world = _count(summary.mesh.world_size, "rank")
-        lines.append(("mesh", f"{summary.mesh}, {world} ({_SOURCES[summary.mesh_source]})"))
-    elif summary.ranks:
-        lines.append(("mesh", "unknown: no mesh explains every chunk"))
-    if summary.objects:
-        lines.append(("blobs" if summary.blobs else "objects", summary.objects))
-    if summary.assets:
-        size = format_size(sum(asset.nbytes for asset in summary.assets))
-        lines.append(("assets", f"{_count(len(summary.assets), 'file')}, {size}"))
-    for name, text in lines:
-        screen.line(f"{name:<9} {text}", "warning" if name == "runs" and text.startswith("dangerous") else None)
-    missing = [escape_name(file.file) for file in summary.files if file.file_bytes is None]
-    if missing:
-        more = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
-        screen.line(f"missing   {', '.join(missing[:3])}{more}", "warning")
+        return f"{summary.mesh}, {count(summary.mesh.world_size, 'rank')} ({_SOURCES[summary.mesh_source]})"
+    return "unknown: no mesh explains every chunk" if summary.ranks else None
 
 
-def _whole_of(summary: Summary) -> str:
-    return "repository" if summary.identity is not None and summary.identity.components else "step"
-
-
-def _identity_lines(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Yield what it is, how that is known, and what came along."""
-    identity = summary.identity
-    if identity is None:
-        return
-    yield "is", identity.title
-    yield from (
-        ("", escape_message(f"{'part' if identity.whole == 'part' else 'whole'}: {each}")) for each in identity.evidence
-    )
-    yield from (("", escape_message(f"resume: {each}")) for each in identity.reasons)
-    for count in identity.steps if len(identity.steps) > 1 else ():
-        yield "", f"step {count.step}: {first_few(count.files)}"
-    for each in identity.candidates:
-        yield "", escape_message(f"{'takes' if each.is_taken else 'not'} {each.name}: {each.why}")
-    if identity.components:
-        yield "models", first_few(identity.components, 8)
-    yield from (("runs", escape_message(each)) for each in identity.executables)
+def _missing(summary: Summary) -> list[str]:
+    return [file.file for file in summary.files if file.file_bytes is None and not summary.is_virtual]
 
 
 def _render_ranks(summary: Summary, screen: Screen) -> None:
@@ -229,25 +230,27 @@ def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, s
 
 def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None:
     screen.section(f"files: {len(summary.files):,}")
-    shown = summary.files if most is None else summary.files[:most]
+    table = _files(summary, most)
     largest = max((file.num_bytes for file in summary.files), default=0)
-    virtual = summary.is_virtual
-    screen.table(
-        ("file", "on disk", "tensor bytes", "heat", "chunks"),
-        (
-            (
-                escape_name(file.file),
-                "virtual" if virtual else "missing" if file.file_bytes is None else format_size(file.file_bytes),
-                format_size(file.num_bytes),
-                screen.heat(file.num_bytes, largest) * 4,
-                f"{file.num_chunks:,}",
-            )
-            for file in shown
-        ),
-        align="lrrlr",
-    )
-    if len(shown) < len(summary.files):
-        screen.line(f"  ... and {len(summary.files) - len(shown):,} more; --by file lists all")
+    heat = [screen.heat(file.num_bytes, largest) * 4 for file in summary.files]
+    rows = [(*row[:3], shade, row[3]) for row, shade in zip(table.rows, heat, strict=False)]
+    headers = (*table.headers[:3], "heat", table.headers[3])
+    screen.show(table._replace(headers=headers, rows=rows, align="lrrlr"))
+    if table.left_out:
+        screen.line(f"  ... and {table.left_out:,} more; --by file lists all")
+
+
+def _files(summary: Summary, most: int | None) -> Table:
+    def cells(file: FileSummary) -> tuple[str, ...]:
+        on_disk = "missing" if file.file_bytes is None else format_size(file.file_bytes)
+        return (
+            file.file,
+            "virtual" if summary.is_virtual else on_disk,
+            format_size(file.num_bytes),
+            f"{file.num_chunks:,}",
+        )
+
+    return Table.of("Files", "file, >on disk, >tensor bytes, >chunks", summary.files, cells, most=most)
 
 
 def _render_dtypes(summary: Summary, screen: Screen) -> None:
@@ -286,16 +289,20 @@ def _render_blobs(summary: Summary, screen: Screen) -> None:
     if not summary.blobs:
         return
     screen.section(f"blobs: {len(summary.blobs):,}")
-    screen.table(
-        ("name", "bytes", "file", "holds"),
-        (
-            (*map(escape_name, (b.fqn, f"{b.span.nbytes:,}", b.span.file, say_census(summary.inside[b.fqn]))),)
-            for b in summary.blobs[:_MAX_BLOBS]
-        ),
-        align="lrll",
-    )
-    if len(summary.blobs) > _MAX_BLOBS:
-        screen.line(f"  ... and {len(summary.blobs) - _MAX_BLOBS:,} more; --json lists all")
+    table = _blobs(summary, _MAX_BLOBS)
+    screen.show(table)
+    if table.left_out:
+        screen.line(f"  ... and {table.left_out:,} more; --json lists all")
+
+
+def _blobs(summary: Summary, most: int) -> Table:
+    def cells(blob: BlobEntry) -> tuple[str, ...]:
+        census = summary.inside.get(blob.fqn)
+        holds = "not known" if census is None else say_census(census)
+        return blob.fqn, f"{blob.span.nbytes:,}", blob.span.file, holds
+
+    caption = "Items that are not tensors; they are never unpickled"
+    return Table.of(caption, "name, >bytes, file, holds", summary.blobs, cells, most=most)
 
 
 def _render_map(summary: Summary, screen: Screen) -> None:
@@ -315,10 +322,12 @@ def _render_map(summary: Summary, screen: Screen) -> None:
         label = str(summary.ranks[starts[column]].rank)[:7]
         ruler[column : column + len(label)] = label
     screen.line(f"  {pad('', name_width)}  {''.join(ruler)}", "dim")
-    for name, count, by_rank in shown:
+    for name, num_alike, by_rank in shown:
         means = [sum(part) / len(part) for part in (by_rank[i : i + per_column] for i in starts)]
         cells = "".join(screen.heat(mean, max(means)) for mean in means)
-        screen.line(f"  {pad(name, name_width)}  {cells}  {format_size(sum(by_rank))}{' each' if count > 1 else ''}")
+        screen.line(
+            f"  {pad(name, name_width)}  {cells}  {format_size(sum(by_rank))}{' each' if num_alike > 1 else ''}"
+        )
     if len(rows) > len(shown):
         screen.line(f"  ... and {len(rows) - len(shown):,} more rows")
 
@@ -435,8 +444,6 @@ def run(call: Call[Summary], view: InspectView, output: Output) -> int:
         with waiting(output, "looking"):
             summary = call()
         if report is not None:
-            from ckpt_tools.report.inspect_page import build_page
-
             report(build_page(summary, call(**_AS_STORED) if summary.is_virtual else None))
     by_fqn = {entry.fqn: entry for entry in summary.tensors}
     unknown = [fqn for fqn in view.tensor if fqn not in by_fqn]
@@ -449,3 +456,80 @@ def run(call: Call[Summary], view: InspectView, output: Output) -> int:
     elif not output.quiet:
         render(summary, terminal(), by=view.by, tensors=listed, grids=chosen)
     return 0
+
+
+# The page
+
+_MAX_FILES = 500
+
+
+def build_page(summary: Summary, stored: Summary | None = None) -> Page:
+    """Return the page of a summary; of a planned layout with the `stored` one beside it, where that is known."""
+    summaries = [summary] if stored is None else [stored, summary]
+    first = summaries[0]
+    renamed = stored is not None and {t.fqn for t in stored.tensors} != {t.fqn for t in summary.tensors}
+    names = ["stored", "planned"] if stored is not None else ["planned" if summary.is_virtual else "stored"]
+    layouts = [LayoutData(each, name) for each, name in zip(summaries, names, strict=True)]
+    tree = build_tree(summaries, layouts)
+    drawn = [layout.to_json() for layout in layouts]
+    sections = [
+        *identity_sections([first.identity] if first.identity is not None else []),
+        Section("What it holds", _facts(first, summary)),
+        Section("Modules", [Drawing("modules", _HOW_MODULES + _RENAMED * renamed)]),
+    ]
+    for number, (each, name) in enumerate(zip(summaries, names, strict=True)):
+        sections += _layout_sections(each, number, f" ({name})" if stored is not None else "", drawn[number])
+    sections += _more_sections(first)
+    data = {
+        "layouts": drawn,
+        "tree": tree,
+        "dtypes": dtype_names(summaries),
+        "files": [file.file for file in first.files],
+    }
+    return Page("inspect", first.path, sections, "unknown" if _missing(first) else None, _verdict(first), data)
+
+
+_HOW_MODULES = "Areas are bytes. Open a module for its parts, and a tensor for its chunks; Escape goes back."
+_RENAMED = " Names are those of the plan; where what is stored has another name, its chunks are not shown."
+
+
+def _verdict(summary: Summary) -> str:
+    missing = _missing(summary)
+    lost = f"; {len(missing)} of {len(summary.files)} files missing" if missing else ""
+    held = f"{summary.num_tensors:,} tensors, {format_size(summary.total_bytes)}"
+    return f"{held}, from headers alone: no data was read or checked{lost}"
+
+
+def _facts(first: Summary, summary: Summary) -> list[Part]:
+    rows = _holds(first, first.names or summary.names)
+    if first is not summary and (planned := _mesh(summary)):
+        rows.append(("plan", planned))
+    for each in (first, summary) if first is not summary else (first,):
+        if each.imbalance is not None:
+            rows.append(("imbalance", f"{each.imbalance:.2f} (fullest / mean of {len(each.ranks):,} ranks)"))
+    missing = [f"missing: {file}" for file in _missing(first)[:_MAX_FILES]]
+    return [Facts(rows), *([Notes(missing)] if missing else [])]
+
+
+def _layout_sections(summary: Summary, number: int, suffix: str, drawn: dict[str, object]) -> list[Section]:
+    sections = []
+    if summary.mesh is not None and drawn["mesh"]:
+        how = f"{summary.mesh}: what lies in the files of each rank. Of replicas, one rank writes."
+        sections.append(Section(f"Mesh{suffix}", [Drawing("mesh", how, number)]))
+    if summary.ranks and summary.blocks:
+        parts: list[Part] = [Drawing("heat", "What each rank wrote of each module.", number)]
+        if drawn["rows_left_out"]:
+            parts.append(Notes([f"{drawn['rows_left_out']} modules with the fewest bytes are not drawn"]))
+        sections.append(Section(f"Bytes by module and rank{suffix}", parts))
+    return sections
+
+
+def _more_sections(summary: Summary) -> list[Section]:
+    sections = []
+    if not summary.ranks and summary.files:
+        sections.append(Section("Files", [_files(summary, _MAX_FILES)]))
+    if summary.blobs:
+        sections.append(Section("Blobs", [_blobs(summary, _MAX_FILES)]))
+    if summary.contents:
+        sections.append(Section("The step", [_contents(summary)]))
+    return sections

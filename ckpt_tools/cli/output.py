@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.options import ProgressFactory
+from ckpt_tools.options import AnyPath, ProgressFactory
 from ckpt_tools.options.output import Output
-from ckpt_tools.text import first_few
+from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from ckpt_tools.description.checkpoint import Finding
     from ckpt_tools.description.identity import Identity
+    from ckpt_tools.report.page import Page
+
 
 SCHEMA_VERSION = 1
 """Of every JSON document."""
@@ -187,3 +190,39 @@ def _plain(total: int) -> Callable[[int], None]:
             note(f"{format_size(done)}/{format_size(total)} {share}% {format_size(rate)}/s ETA {left}")
 
     return advance
+
+
+# `--html FILE`: the result of a command as a page, beside what it prints.
+
+
+@contextmanager
+def report_to(
+    html: AnyPath | None, command: str, subject: str, output: Output
+) -> Iterator[Callable[[Page], None] | None]:
+    """Yield what writes the command's page; None without `--html`.
+
+    From here on the file tells of this run: that it is not finished, what it came to, or why it failed.
+    """
+    if html is None or os.environ.get("RANK", "0") != "0":  # under torchrun, only rank 0 speaks
+        yield None
+        return
+    from ckpt_tools.report.write import failed_page, unfinished_page, write_page
+
+    path = os.fspath(html)
+    is_written = False
+
+    def write(page: Page) -> None:
+        nonlocal is_written
+        write_page(page, path)
+        is_written = True
+        if not output.is_silent:
+            note(f"report: {escape_name(path)}")
+
+    write_page(unfinished_page(command, subject), path)
+    try:
+        yield write
+    except BaseException as error:
+        if not is_written:  # afterwards, only printing can fail
+            with suppress(CkptError):
+                write_page(failed_page(command, subject, error), path)
+        raise

@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import ChangingLine, print_json, say, say_findings
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.estimate import estimate_sections
+from ckpt_tools.cli.output import ChangingLine, print_json, report_to, say, say_findings
 from ckpt_tools.cli.screen import terminal
+from ckpt_tools.cli.smoke import MARKS, smoke_sections
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.options.output import Output
 from ckpt_tools.options.preflight import PreflightView
 from ckpt_tools.preflight.places import Place
-from ckpt_tools.preflight.report import PreflightReport, describe_spec, describe_verdict
+from ckpt_tools.preflight.report import CheckResult, PreflightReport, describe_spec, describe_verdict
+from ckpt_tools.report.page import Facts, Page, Section, Table, count, findings_section, mood_of, notes_section
 from ckpt_tools.text import escape_name
 
-_MARKS = {True: "ok", False: "FAILED", None: "not checked"}
 _ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
@@ -55,8 +56,6 @@ def run(call: Call[PreflightReport], view: PreflightView, output: Output) -> int
         finally:
             line.close()
         if write is not None:
-            from ckpt_tools.report.run_pages import preflight_page
-
             found = tuple(_located(one, report.places) for one in report.findings)
             write(preflight_page(replace(report, findings=found, notes=(*report.notes, *_ignored(report)))))
     if form == "json":
@@ -94,11 +93,7 @@ def _print(report: PreflightReport, output: Output) -> None:
         screen.line()
     what = report.framework if report.spec is None else f"{report.framework}, {describe_spec(report.spec)}"
     screen.line(f"{escape_name(report.config)}: {what}", "heading")
-    rows = [
-        (check.name, _MARKS[check.ok], f"{check.seconds:.1f}" if check.ok is not None else "", check.what)
-        for check in report.checks
-    ]
-    screen.table(("check", "", "seconds", ""), rows, align="llrl")
+    screen.show(_checks(report))
     screen.line()
     for text in _ignored(report):
         screen.line(text)
@@ -109,8 +104,41 @@ def _print(report: PreflightReport, output: Output) -> None:
     if output.verbose and report.smoke is not None:
         screen.line()
         for phase in report.smoke.phases:
-            screen.line(f"smoke phase {phase.name}: {_MARKS[phase.ok]} {phase.what}")
+            screen.line(f"smoke phase {phase.name}: {MARKS[phase.ok]} {phase.what}")
         for rank, text in sorted(report.smoke.stacks.items()):
             say(f"stacks of rank {rank}:")
             say("\n".join(escape_name(line) for line in text.splitlines()))
     screen.line(describe_verdict(report), None if report.ok else "warning")
+
+
+def _checks(report: PreflightReport) -> Table:
+    def cells(check: CheckResult) -> tuple[str, ...]:
+        return check.name, MARKS[check.ok], f"{check.seconds:.1f}" if check.ok is not None else "", check.what
+
+    return Table.of("Checks", "check, result, >seconds, what", report.checks, cells)
+
+
+def preflight_page(report: PreflightReport) -> Page:
+    """Return the page of a preflight: one page for everybody who must agree to a run."""
+    skipped = [check.name for check in report.checks if check.ok is None]
+    mood = mood_of(ok=not report.failed, left=report.not_checked or skipped or report.findings)
+    go = "NO-GO" if report.failed else "NOT CHECKED" if not report.was_read else "GO, as far as it was checked"
+    if mood == "good":
+        go = "GO"
+    if not report.failed and not report.was_read:
+        mood = "unknown"
+    facts = [("framework", report.framework), ("mesh", report.mesh or "not known")]
+    if report.spec is not None:
+        facts.append(("asks for", describe_spec(report.spec)))
+    unseen = report.not_checked or skipped
+    sections = [
+        *findings_section(report.findings),
+        Section("The run", [Facts(facts), _checks(report)]),
+        *notes_section(f"What could not be seen: {count(len(unseen), 'thing')}", unseen),
+        *notes_section("On what terms", report.notes),
+    ]
+    if report.estimate is not None:
+        sections += estimate_sections(report.estimate)
+    if report.smoke is not None:
+        sections += smoke_sections(report.smoke)
+    return Page("preflight", report.config, sections, mood, f"{go}. {describe_verdict(report)}")

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-from ckpt_tools.text import display_width
+from ckpt_tools.report.page import Table
+from ckpt_tools.text import display_width, escape_message
 
 Style = Literal["heading", "warning", "dim"]
 
@@ -69,6 +70,10 @@ class Screen:
         for number, row in enumerate((tuple(headers), *cells)):
             padded = (pad(cell, width, right=side == "r") for cell, width, side in zip(row, widths, align, strict=True))
             self.line("  " + "  ".join(padded), None if number else "dim")
+
+    def show(self, table: Table) -> None:
+        """Write a table whose cells are not escaped; how many rows it leaves out is for the caller to say."""
+        self.table(table.headers, (tuple(map(escape_message, row)) for row in table.rows), align=table.align)
 
     def heat(self, value: float, most: float) -> str:
         """Return one character for `value` on a scale from nothing (a space) to `most`."""

@@ -5,11 +5,35 @@ from __future__ import annotations
 import os
 
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import ChangingLine, note, print_json, say, say_findings
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import ChangingLine, note, print_json, report_to, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.options.output import HtmlOptions, Output
-from ckpt_tools.smoke.report import HOW_MEMORY, PHASES, SmokeReport, describe_compared, describe_verdict
+from ckpt_tools.report.page import (
+    Bar,
+    Bars,
+    Curves,
+    Facts,
+    Listing,
+    Page,
+    Part,
+    Section,
+    Sized,
+    Table,
+    by_layer,
+    findings_section,
+    mood_of,
+    notes_section,
+)
+from ckpt_tools.smoke.report import (
+    HOW_HELD,
+    HOW_MEMORY,
+    PHASES,
+    PhaseResult,
+    ReloadResult,
+    SmokeReport,
+    describe_compared,
+    describe_verdict,
+)
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -31,8 +55,6 @@ def run(call: Call[SmokeReport], page: HtmlOptions, output: Output) -> int:
 
         def show(report: SmokeReport) -> None:
             if report.is_primary and write is not None:
-                from ckpt_tools.report.run_pages import smoke_page
-
                 write(smoke_page(report))
             if report.is_primary and output.json:
                 print_json(report.to_json())
@@ -47,7 +69,7 @@ def run(call: Call[SmokeReport], page: HtmlOptions, output: Output) -> int:
     return 0 if report.ok else 3
 
 
-_MARKS = {True: "ok", False: "FAILED", None: "-"}
+MARKS = {True: "ok", False: "FAILED", None: "not checked"}
 
 
 def _print(report: SmokeReport, output: Output) -> None:
@@ -56,11 +78,7 @@ def _print(report: SmokeReport, output: Output) -> None:
         ranks = f"{report.world_size} rank" + ("s" if report.world_size != 1 else "")
         title = f"{escape_name(report.source)}: {escape_name(report.model)} on {ranks} ({report.mesh}), "
         screen.line(title + f"{report.strategy}, {report.device}", "heading")
-        rows = [
-            (phase.name, _MARKS[phase.ok], f"{phase.seconds:.2f}" if phase.ok is not None else "", phase.what)
-            for phase in report.phases
-        ]
-        screen.table(("phase", "", "seconds", ""), rows, align="llrl")
+        screen.show(_phases(report, with_memory=False))
         if report.memory:
             screen.line()
             _print_memory(screen, report)
@@ -81,12 +99,107 @@ def _print(report: SmokeReport, output: Output) -> None:
 
 
 def _print_memory(screen: Screen, report: SmokeReport) -> None:
+    table = _memory(report)
+    rows = table.rows if len(report.memory) <= 8 else [*table.rows[:4], ("…", "", "", "", ""), *table.rows[-3:]]
+    screen.show(table._replace(rows=rows))
+
+
+# The page
+
+
+def smoke_page(report: SmokeReport) -> Page:
+    """Return the page of a smoke run."""
+    skipped = [phase for phase in report.phases if phase.ok is None]
+    mood = mood_of(ok=report.ok, left=report.notes or skipped or report.findings)
+    return Page("smoke", report.source, smoke_sections(report), mood, describe_verdict(report))
+
+
+def smoke_sections(report: SmokeReport) -> list[Section]:
+    """Return what a smoke run found, as sections."""
     rows = [
-        (
-            str(memory.rank),
-            *(format_size(size) for size in (memory.params, memory.grads, memory.optimizer, memory.peak)),
-        )
-        for memory in report.memory
+        ("model", report.model),
+        ("ranks", f"{report.world_size} ({report.mesh}), {report.strategy}, {report.device}"),
     ]
-    shown = rows if len(rows) <= 8 else [*rows[:4], ("…", "", "", "", ""), *rows[-3:]]
-    screen.table(("rank", "params", "grads", "optimizer", "peak"), shown, align="rrrrr")
+    if report.max_grad_error is not None:
+        tolerances = ", ".join(f"{name} {value:.1e}" for name, value in report.tolerances.items())
+        held = f"; tolerances: {tolerances}" if tolerances else ""
+        rows.append(("gradients", f"largest relative error {report.max_grad_error:.2e}{held}"))
+    for name, reload in (("reload", report.reload_same_world), ("reload", report.reload_other_world)):
+        if isinstance(reload, ReloadResult):
+            same = "the same number" if reload.bitwise else f"loss {reload.loss:.7g}, saved {reload.saved_loss:.7g}"
+            rows.append((name, f"on {reload.mesh}: {same}" + ("" if reload.ok else " (FAILED)")))
+    if report.compared is not None:
+        rows.append(("compared", describe_compared(report, report.compared)))
+    sections = [Section("The smoke run", [Facts(rows)])]
+    sections += findings_section(report.findings, "Findings of the smoke run")
+    sections.append(Section("Phases", _phase_parts(report)))
+    if report.grad_errors:
+        errors = {name: Sized(error, f"{error:.0e}" if error else "0") for name, error in report.grad_errors.items()}
+        legend = (
+            "Relative to the largest element of the reference's gradient; colours are logarithmic. "
+            "Empty: no such parameter, or one whose gradient is frozen, missing, or compared to rounding alone."
+        )
+        parts = by_layer(errors, caption="Gradient error by layer and kind of weight", legend=legend)
+        sections.append(Section("Gradients against the reference", parts))
+    if report.losses:
+        sections.append(Section("Losses", _loss_parts(report)))
+    if report.memory:
+        sections.append(Section("Memory by rank", _rank_memory_parts(report)))
+    if report.stacks:
+        stacks = [Listing(f"Stacks of rank {rank}", text.splitlines()) for rank, text in sorted(report.stacks.items())]
+        sections.append(Section("Where ranks stood", stacks))
+    return [*sections, *notes_section("Not tried, or on less than the whole model", report.notes)]
+
+
+def _phases(report: SmokeReport, *, with_memory: bool) -> Table:
+    def cells(phase: PhaseResult) -> list[str]:
+        seconds = f"{phase.seconds:.2f}" if phase.ok is not None else ""
+        memory = "" if phase.memory_bytes is None else format_size(phase.memory_bytes)
+        return [phase.name, MARKS[phase.ok], seconds, *[memory] * with_memory, phase.what]
+
+    columns = f"phase, result, >seconds, {'>memory, ' * with_memory}what"
+    return Table.of("In the order in which they run", columns, report.phases, cells)
+
+
+def _phase_parts(report: SmokeReport) -> list[Part]:
+    held = [(phase.name, phase.memory_bytes) for phase in report.phases if phase.memory_bytes]
+    bars = [Bar(name, (nbytes,), format_size(nbytes)) for name, nbytes in held]
+    drawn = [Bars(f"Memory by phase, {HOW_HELD}", ("memory",), bars, is_upright=True)] if bars else []
+    return [_phases(report, with_memory=True), *drawn]
+
+
+def _loss_parts(report: SmokeReport) -> list[Part]:
+    series = [("sharded", report.losses)]
+    if report.reference_losses:
+        series.append(("reference in one process", report.reference_losses))
+    parts: list[Part] = []
+    if len(report.losses) > 1:
+        parts.append(Curves("Loss per step", series))
+    steps = range(max(len(numbers) for _, numbers in series))
+    caption = "Mean over ranks" if report.reference_losses else "Mean over ranks; there was no reference"
+    table = Table.of(
+        caption,
+        ", ".join(f">{name}" for name in ("step", *(name for name, _ in series))),
+        steps,
+        lambda step: (
+            str(step + 1),
+            *(f"{numbers[step]:.7g}" if step < len(numbers) else "" for _, numbers in series),
+        ),
+    )
+    return [*parts, table]
+
+
+def _memory(report: SmokeReport) -> Table:
+    return Table.of(
+        HOW_MEMORY,
+        ">rank, >params, >grads, >optimizer, >peak",
+        report.memory,
+        lambda held: (str(held.rank), *map(format_size, (held.params, held.grads, held.optimizer, held.peak))),
+    )
+
+
+def _rank_memory_parts(report: SmokeReport) -> list[Part]:
+    names = ("params", "grads", "optimizer")
+    sizes = [(held.rank, (held.params, held.grads, held.optimizer)) for held in report.memory[:64]]
+    bars = [Bar(f"rank {rank}", parts, format_size(sum(parts))) for rank, parts in sizes]
+    return [Bars("Each rank's own tensors after the first step", names, bars), _memory(report)]

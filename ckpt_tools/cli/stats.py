@@ -9,12 +9,24 @@ from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.stats import Stats, TensorStats, to_json
 from ckpt_tools.checks.updates import Update
 from ckpt_tools.cli.build import Call
-from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, say, say_findings
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.moving.threads import one_thread_each
 from ckpt_tools.options.check import StatsView
 from ckpt_tools.options.output import Output
+from ckpt_tools.report.page import (
+    Facts,
+    Page,
+    Section,
+    Sized,
+    Table,
+    by_layer,
+    count,
+    findings_section,
+    identity_sections,
+    mood_of,
+    notes_section,
+)
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
@@ -30,8 +42,6 @@ def run(call: Call[Stats], view: StatsView, output: Output) -> int:
         with progress_of(output) as factory:
             result = call(progress=factory)
         if report is not None:
-            from ckpt_tools.report.stats_page import stats_page
-
             report(stats_page(result, source, None if against is None else str(against)))
     if output.json:
         print_json(to_json(result))
@@ -103,3 +113,55 @@ def _update_cells(update: Update) -> tuple[str, str]:
     relative = "" if update.relative is None else f"{update.relative:.2g}"
     cosine = "" if update.cosine is None else f"{update.cosine:.4f}"
     return ("same", "") if not update.num_changed else (relative, cosine)
+
+
+# The page
+
+
+def stats_page(result: Stats, source: str, against: str | None = None) -> Page:
+    """Return the page of a measurement; `against` is the other checkpoint of an update."""
+    facts = [("tensors", f"{len(result.tensors):,}"), ("data read", format_size(result.nbytes))]
+    if against is not None:
+        facts.append(("against", against))
+        for name, fqns in (("only in SRC", result.only_in_source), ("only in the other", result.only_in_other)):
+            facts.append((name, f"{len(fqns):,}" + (f", first {fqns[0]}" if fqns else "")))
+    sections = [
+        *identity_sections(result.identities),
+        Section("What was measured", [Facts(facts)]),
+        *findings_section(result.findings),
+        *notes_section("Not checked", result.not_checked),
+        *notes_section("Notes", result.notes),
+    ]
+    rms = {row.fqn: Sized(row.moments.rms, f"{row.moments.rms:.2g}") for row in result.tensors if row.moments}
+    updates = {
+        row.fqn: Sized(relative, "≠" if relative is None else f"{relative:.1e}")
+        for row in result.tensors
+        if row.update is not None and row.update.num_changed
+        for relative in [row.update.relative]
+    }
+    logarithmic = "Colours are logarithmic. Empty: "
+    if updates:
+        caption = "Relative update |new − old| / |old| by layer and kind of weight"
+        legend = "≠: changed, without such a number. " + logarithmic + "unchanged, or no such tensor."
+        sections.append(Section("Updates", by_layer(updates, caption=caption, legend=legend)))
+    if rms:
+        legend = logarithmic + "no such tensor, or one without figures."
+        parts = by_layer(rms, caption="Root of the mean square by layer and kind of weight", legend=legend)
+        sections.append(Section("Values", [*parts, _table(result)]))
+    verdict = ("ok" if result.ok else "NOT ok") + f": {count(len(result.tensors), 'tensor')}, "
+    verdict += f"{count(len(result.findings), 'finding')}" if result.findings else "nothing stands out"
+    if result.not_checked:
+        verdict += f"; not checked: {count(len(result.not_checked), 'thing')}, listed below"
+    mood = mood_of(ok=result.ok, left=result.findings or result.not_checked or result.notes)
+    return Page("stats", source, sections, mood, verdict)
+
+
+def _table(result: Stats) -> Table:
+    def cells(row: TensorStats) -> tuple[str, ...]:
+        found = row.moments
+        numbers = () if found is None else (found.min, found.max, found.mean, found.std, found.absmax)
+        figures = [f"{number:.3g}" for number in numbers] or [""] * 5
+        return row.fqn, row.dtype, *figures, f"{row.counts.num_zero:,}", f"{row.counts.num_nan + row.counts.num_inf:,}"
+
+    columns = "tensor, dtype, >min, >max, >mean, >std, >|x| max, >zeros, >NaN or Inf"
+    return Table.of("Figures of every tensor", columns, result.tensors, cells, is_folded=True)

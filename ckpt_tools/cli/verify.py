@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckpt_tools.checks.reading import describe
 from ckpt_tools.checks.verify import Verification, to_json
@@ -14,14 +15,32 @@ from ckpt_tools.cli.output import (
     print_error,
     print_json,
     progress_of,
+    report_to,
     say,
     say_findings,
 )
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.description.infer import rank_of_file
+from ckpt_tools.description.layout import Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.moving.threads import one_thread_each
 from ckpt_tools.options.check import VerifyView
 from ckpt_tools.options.output import Output
+from ckpt_tools.report.page import (
+    MAX_ROWS,
+    Facts,
+    FindingList,
+    HeatTable,
+    Page,
+    Part,
+    Section,
+    Sized,
+    Table,
+    by_layer,
+    count,
+    identity_sections,
+    mood_of,
+    notes_section,
+)
 from ckpt_tools.tending.series import checkpoints_in
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
@@ -47,8 +66,6 @@ def run(call: Call[Verification], view: VerifyView, output: Output) -> int:
         with progress_of(output) as factory:
             result = call(source=paths[0], progress=factory)
         if report is not None:
-            from ckpt_tools.report.checks_pages import verify_page
-
             report(verify_page(result, source))
     if output.json:
         print_json(to_json(result))
@@ -107,3 +124,122 @@ def _say_state(path: str, result: Verification) -> None:
     data = f", {format_size(result.nbytes)} of data" if result.level != "structure" else ", headers only"
     share = "" if result.share is None else f"part {result.share} "
     say(f"{escape_name(path)}: {share}{state} ({result.tensors} tensors, {result.chunks} chunks{data})")
+
+
+# The page
+
+_LEVELS = {
+    "structure": "structure: headers alone, no data was read",
+    "data": "data: headers and bytes",
+    "values": "values: headers, bytes, and what the numbers are like",
+}
+
+
+def verify_page(result: Verification, source: str) -> Page:
+    """Return the page of a verification."""
+    facts = [
+        ("level", _LEVELS[result.level]),
+        ("tensors", f"{result.tensors:,}"),
+        ("chunks", f"{result.chunks:,}"),
+        ("data checked", format_size(result.nbytes) if result.level != "structure" else "none"),
+    ]
+    sections = [
+        *identity_sections(result.identities),
+        Section("What was checked", [Facts(facts)]),
+        *notes_section("Not read", describe(result.not_read, MAX_ROWS)),
+        *notes_section("Not checked", result.not_checked),
+        *_places(result),
+    ]
+    if damaged := Counter(finding.tensor for finding in result.errors if finding.tensor is not None):
+        sizes = {fqn: Sized(float(number), f"{number:,}") for fqn, number in damaged.items()}
+        legend = (
+            "Empty: nothing wrong was found, or there is no such tensor. Findings about no single tensor are not here."
+        )
+        parts = by_layer(sizes, caption="Errors by layer and kind of weight", legend=legend)
+        sections.append(Section(f"Where: {count(len(damaged), 'tensor')}", parts))
+    strange = {
+        fqn: Sized(float(counts.num_nan + counts.num_inf), f"{counts.num_nan + counts.num_inf:,}")
+        for fqn, counts in result.counts.items()
+        if not counts.is_finite
+    }
+    if strange:
+        caption = "NaN and infinite elements by layer and kind of weight"
+        parts = by_layer(strange, caption=caption, legend="Empty: every element is finite, or there is no such tensor.")
+        sections.append(Section("Where values are not finite", parts))
+    if causes := result.causes:
+        groups = [(f"{c.code}: {c.what}", [result.findings[at] for at in c.findings[:MAX_ROWS]]) for c in causes]
+        part = FindingList(groups, len(result.findings) - sum(len(found) for _, found in groups))
+        sections.append(Section(f"Findings: {count(len(causes), 'cause')}, {len(result.findings):,}", [part]))
+    warnings = len(result.findings) - len(result.errors)
+    others = f", {count(warnings, 'warning')}" if warnings else ""
+    if not result.ok:
+        verdict = f"NOT ok: {count(len(result.errors), 'error')}{others}"
+    else:
+        things = len(result.not_checked) + len({each.why for each in result.not_read})
+        left = f"; not checked: {count(things, 'thing')}, listed below" if things else ""
+        verdict = f"ok at level {result.level}{others}{left}"
+    mood = mood_of(ok=result.ok, left=result.not_checked or result.not_read or result.level == "structure" or warnings)
+    return Page("verify", source, sections, mood, verdict)
+
+
+_WIDTH = 16
+"""Ranks in a row, where no mesh says how many."""
+_MAX_WHOLE = 32
+"""Rows of a map that is drawn whole."""
+
+
+def _places(result: Verification) -> Iterator[Section]:
+    """Yield what is wrong by the rank that wrote it, and by file."""
+    codes: dict[str, Counter[str]] = {}
+    for finding in result.errors:
+        if finding.file is not None:
+            codes.setdefault(finding.file, Counter())[finding.code] += 1
+    if not codes:
+        return
+    found = {file: rank_of_file(file) for file in dict.fromkeys((*result.files, *codes))}
+    wrong: Counter[int] = Counter()
+    for file, kinds in codes.items():
+        if (rank := found[file]) is not None:
+            wrong[rank] += kinds.total()
+    ranks = {rank for rank in found.values() if rank is not None}
+    unread = {found[each.file] for each in result.not_read if each.file in found}
+    parts: list[Part] = [_rank_map(wrong, ranks, unread, result.mesh)] if wrong else []
+    caption = (
+        f"{count(len(codes), 'file')} with errors of {len(found):,}; errors that no single file explains are not here"
+    )
+
+    def cells(item: tuple[str, Counter[str]]) -> tuple[str, ...]:
+        file, kinds = item
+        what = ", ".join(f"{code} {number:,}" for code, number in kinds.most_common())
+        return file, "" if found[file] is None else str(found[file]), f"{kinds.total():,}", what
+
+    worst = sorted(codes.items(), key=lambda item: -item[1].total())
+    parts.append(Table.of(caption, "file, >rank, >errors, what", worst, cells))
+    title = f"Whose: {count(len(wrong), 'rank')} of {len(ranks):,}" if wrong else f"Which files: {len(codes):,}"
+    yield Section(title, parts)
+
+
+def _rank_map(
+    wrong: Mapping[int, int], ranks: Collection[int], unread: Collection[int | None], mesh: Mesh | None
+) -> HeatTable:
+    """Return errors by rank: a row of the mesh's last axis in a row of the map, or sixteen ranks in each."""
+    axis, width = "", _WIDTH
+    if mesh is not None and len(mesh.axes) > 1 and 1 < mesh.axes[-1][1] <= 4 * _WIDTH:
+        axis, width = f"{mesh.axes[-1][0]} ", mesh.axes[-1][1]
+    most = max(wrong.values())
+
+    def show(rank: int) -> tuple[str, float] | None:
+        if rank not in ranks:
+            return None
+        number = f"{wrong[rank]:,}" if rank in wrong else ""
+        text = f"{number} not read".strip() if rank in unread else number
+        return text, 0.2 + 0.8 * wrong[rank] / most if rank in wrong else 0.0
+
+    firsts = sorted({rank // width * width for rank in ranks})
+    is_small = len(firsts) <= _MAX_WHOLE
+    firsts = firsts if is_small else sorted({rank // width * width for rank in wrong})
+    rows = [(f"{at}–{at + width - 1}", [show(at + i) for i in range(width)]) for at in firsts[:MAX_ROWS]]
+    columns = [f"{axis}{'' if axis else '+'}{i}" for i in range(width)]
+    legend = "Empty: its files were read, and no error was found. Not read: all or a part. Dotted: no such rank."
+    legend += "" if is_small else " Rows without an error are left out."
+    return HeatTable("Errors by rank that wrote the file", "ranks", columns, rows, legend, len(firsts) - len(rows))

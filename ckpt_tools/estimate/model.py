@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import Block, Figures, block_of
-from ckpt_tools.estimate.packed import pack_linears
+from ckpt_tools.estimate.formula import pack_linears
 from ckpt_tools.estimate.report import UntrackedError
 from ckpt_tools.fsdp2 import Policy, Precision, add_lora, find_blocks, parse_policy, shard_model
 from ckpt_tools.fsdp2.internals import checkpoint_activations, replicate_function
@@ -358,8 +358,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def cut_experts(model: nn.Module, mesh: DeviceMesh, case: Case, policy: Policy) -> None:
     """Leave each rank its experts, and make them units of their own over the ranks that have the same ones.
 
-    Without expert parallelism tp cuts every expert, and its tokens are gathered. Raise UntrackedError for experts of an
-    unknown form.
+    Without expert parallelism tp cuts every expert, and its tokens are gathered.
     """
     ranks, tp = case.num_expert_ranks, case.mesh.size("tp")
     if ranks * tp == 1:

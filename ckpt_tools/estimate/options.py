@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_tools.description.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import DEFAULT_WORLD_SIZE, Case
-from ckpt_tools.estimate.tables import DTYPE_BYTES, GPUS, OPTIMIZERS, gpu_bytes
+from ckpt_tools.estimate.figures import DTYPE_BYTES, GPUS, OPTIMIZERS, gpu_bytes
 from ckpt_tools.options.estimate import DEFAULT_LORA_RANK, SCHEDULES, EstimateFields, Training
 from ckpt_tools.units import parse_count, parse_size
 

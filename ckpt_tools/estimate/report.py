@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.margin import Margin
+from ckpt_tools.estimate.case import Case, Margin
 
 
 class UntrackedError(Exception):

@@ -11,12 +11,10 @@ from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import is_optimizer
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate import formula
-from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.figures import Figures, figures_from_counts, figures_from_shapes
-from ckpt_tools.estimate.margin import Margin, margin_of
+from ckpt_tools.estimate.case import Case, Margin, margin_of
+from ckpt_tools.estimate.figures import OPTIMIZERS, Figures, figures_from_counts, figures_from_shapes
 from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Estimate, Memory, Proposal
-from ckpt_tools.estimate.tables import OPTIMIZERS
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.skeleton import skeleton
 from ckpt_tools.memory import peak_rss_bytes

@@ -17,7 +17,7 @@ METHODS = (
     "sum|linear|ties|dare_linear|dare_ties|magnitude_prune|svd|ties_svd|dare_linear_svd|dare_ties_svd|"
     "magnitude_prune_svd"
 )
-"""As `adapters.base.combine` has them."""
+"""As `adapters.merge` has them."""
 
 Alpha = Annotated[float | None, Option("lora_alpha of the training run.", metavar="VALUE")]
 Base = Annotated[AnyPath | None, Option("Base model, to check modules and shapes.", metavar="DIR")]

@@ -40,19 +40,19 @@ def to_github(report: PreflightReport | Exception) -> Iterator[str]:
         return
     for finding in report.findings:
         path, line = _place(report, finding)
-        at = f"file={_property(path)}" + (f",line={line}" if line else "")
+        at = (f"file={_property(path)}," if path else "") + (f"line={line}," if line else "")
         title = _property(f"{finding.code} at {finding.where}")
-        yield f"::{_COMMANDS[finding.severity]} {at},title={title}::{_data(text_of(finding))}"
+        yield f"::{_COMMANDS[finding.severity]} {at}title={title}::{_data(text_of(finding))}"
     for finding in report.ignored:
         yield f"::notice title={_property(f'ignored: {finding.code} at {finding.where}')}::{_data(text_of(finding))}"
     yield f"::{'notice' if report.ok else 'error'} title=ckpt preflight::{_data(describe_verdict(report))}"
 
 
 def _place(report: PreflightReport, finding: Finding) -> tuple[str, int]:
-    """Return the file and the line; without a file of its own, the first config."""
+    """Return the file and the line; without a file of its own, the first config, if any."""
     place = report.places.get(finding)
     if place is None or not place.line:
-        return report.configs[0], 0
+        return next(iter(report.configs), ""), 0
     return place.path, place.line
 
 

@@ -14,7 +14,7 @@ from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.models.config_recipe import ConfigRecipe
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.processes.ranks import Outcome
-from ckpt_tools.smoke.machine import free_memory
+from ckpt_tools.smoke.launcher import free_memory
 from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.setting import Setting
 from ckpt_tools.walls import Limits, Walls, behind_walls, raise_walls

@@ -11,7 +11,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpt_tools.errors import CkptError
+import torch
+
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.memory import available_bytes
 from ckpt_tools.processes.child import Here
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.processes.ranks import Outcome, World
@@ -21,6 +24,7 @@ from ckpt_tools.smoke.report import assemble, first_error
 
 if TYPE_CHECKING:
     from ckpt_tools.smoke.setting import Setting
+
 
 _PRELOAD = (
     "torch",
@@ -133,3 +137,26 @@ def judge_traces(directory: str, outcome: Outcome) -> None:
     parted = compare_traces(replace(trace, events=trace.events[:shortest]) for trace in found)
     outcome.findings += parted
     outcome.has_lost_rank |= not parted
+
+
+# What this machine has: memory that is free, devices to compute on.
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that can still be allocated: of a GPU, or of this machine within its container's limit."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return available_bytes()
+
+
+def choose_device(wanted: str, *, num_local: int, local_rank: int) -> torch.device:
+    """Return where a rank computes; "auto" takes GPUs when there is one for every rank of this machine."""
+    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if count >= num_local:
+        return torch.device("cuda", local_rank)
+    if wanted == "cuda":
+        raise UsageError(
+            f"{num_local} ranks need as many GPUs, and there are {count}", hint="use --device cpu, or fewer ranks"
+        )
+    return torch.device("cpu")

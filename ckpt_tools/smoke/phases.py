@@ -26,6 +26,7 @@ from ckpt_tools.models.recipe import call, find_loss, loss_of
 from ckpt_tools.smoke import blueprint as blueprints, draws
 from ckpt_tools.smoke.blueprint import Blueprint
 from ckpt_tools.smoke.checks import compare_gradients, compare_with_source, foreign_names, judge_names, local_bytes
+from ckpt_tools.smoke.launcher import free_memory
 from ckpt_tools.smoke.losses import (
     base_model,
     batch_of,
@@ -35,7 +36,6 @@ from ckpt_tools.smoke.losses import (
     report_not_finite,
     tolerances_of,
 )
-from ckpt_tools.smoke.machine import free_memory
 from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.reference import make_optimizer, on_device
 from ckpt_tools.smoke.report import RankMemory

@@ -18,7 +18,7 @@ from ckpt_tools.fsdp2 import build_device_mesh
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.smoke import losses, phases, reload
 from ckpt_tools.smoke.enclosed import enclose, enclosed
-from ckpt_tools.smoke.machine import choose_device
+from ckpt_tools.smoke.launcher import choose_device
 from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.run import Run, Stopped, explain
 from ckpt_tools.smoke.setting import Setting

@@ -25,9 +25,9 @@ from ckpt_tools.memory import rss_bytes
 from ckpt_tools.models.recipe import Batch
 from ckpt_tools.processes.journal import Journal
 from ckpt_tools.smoke.blueprint import Blueprint
-from ckpt_tools.smoke.causes import RANK_LOST, fold
 from ckpt_tools.smoke.messages import Saved
 from ckpt_tools.smoke.reference import Reference, failure_alone
+from ckpt_tools.smoke.report import RANK_LOST, fold
 from ckpt_tools.smoke.setting import Setting
 
 _ARGUMENT_PHASES = ("start", "build", "shard")

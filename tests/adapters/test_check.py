@@ -17,8 +17,7 @@ from adapters.test_diffusers import load as load_in_diffusers
 from safetensors.torch import save_file
 from torch import nn
 
-from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.ecosystems.loaders import simulate
+from ckpt_tools.adapters.check import check_lora, simulate
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, LoaderReport
 from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import TensorEntry

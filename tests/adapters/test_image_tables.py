@@ -16,10 +16,10 @@ from torch import nn
 from ckpt_tools.adapters.adapter import AdapterModule
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.choose import choose_families
-from ckpt_tools.adapters.ecosystems.loaders import simulate
+from ckpt_tools.adapters.check import simulate
 from ckpt_tools.adapters.ecosystems.placing import in_native, place_all
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile
-from ckpt_tools.adapters.read.tensors import entry_of
+from ckpt_tools.adapters.read.opening import entry_of
 
 PIPELINES = {
     "sd1": "StableDiffusionPipeline",

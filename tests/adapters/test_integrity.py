@@ -10,10 +10,8 @@ from adapters import families
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
-from ckpt_tools.adapters.checks.integrity import check_adapter
-from ckpt_tools.adapters.checks.values import look_at
-from ckpt_tools.adapters.read.opening import read_adapter
-from ckpt_tools.adapters.read.tensors import load
+from ckpt_tools.adapters.integrity import check_adapter, look_at
+from ckpt_tools.adapters.read.opening import load, read_adapter
 from ckpt_tools.cli import main
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UsageError

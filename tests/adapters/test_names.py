@@ -13,8 +13,8 @@ from torch import nn
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
 from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.choose import model_family_of
 from ckpt_tools.adapters.architectures.names import place
-from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.maps.keymap import KeyMap, load_key_maps, of_weights
 
 CONVERTERS = {

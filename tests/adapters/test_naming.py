@@ -16,8 +16,8 @@ from adapters.test_names import native_weights
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
+from ckpt_tools.adapters.architectures.choose import model_family_of
 from ckpt_tools.adapters.architectures.names import is_language_model_path, readings, unflatten
-from ckpt_tools.adapters.architectures.of_base import model_family_of
 from ckpt_tools.errors import UsageError
 
 

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.choose import choose_families
-from ckpt_tools.adapters.architectures.of_base import model_family_of
+from ckpt_tools.adapters.architectures.choose import choose_families, model_family_of
 from ckpt_tools.adapters.base.reading import read_base
 from ckpt_tools.errors import UsageError
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 
 from ckpt_tools import api
-from ckpt_tools.adapters.read.opening import read_adapter
-from ckpt_tools.adapters.read.tensors import load
+from ckpt_tools.adapters.read.opening import load, read_adapter
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 ROOT = "base_model.model."

@@ -292,7 +292,7 @@ def test_render_overlay_says_that_nothing_is_written(model: Checkpoint) -> None:
     fsdp = {tensor.fqn: {"dp_shard": Shard(0)} for tensor in model.tensors}
     imagined = overlay(model, Layout(mesh=Mesh((("dp_shard", 2),)), placements=fsdp))
     drawn = _drawn(imagined, mesh_source="overlay", by="file")
-    assert "mesh      dp_shard=2, 2 ranks (overlay, nothing is written)\n" in drawn
+    assert "mesh      dp_shard=2, 2 ranks (planned, nothing is written)\n" in drawn
     assert "chunks    16 in 2 files\n" in drawn
     assert "  __0_0.distcp  virtual      4.08 KiB  ████       8\n" in drawn
 

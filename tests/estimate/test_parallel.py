@@ -13,9 +13,9 @@ from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import EstimateOptions
 from ckpt_tools.estimate.case import Case
+from ckpt_tools.estimate.figures import GPUS, gpu_bytes
+from ckpt_tools.estimate.formula import stages_of
 from ckpt_tools.estimate.options import cases_of
-from ckpt_tools.estimate.pipeline import stages_of
-from ckpt_tools.estimate.tables import GPUS, gpu_bytes
 from ckpt_tools.estimate.track import slim
 
 DENSE = CONFIG | {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -8,8 +8,7 @@ import pytest
 
 from ckpt_tools.cli import main
 from ckpt_tools.description.layout import parse_mesh
-from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.margin import Margin
+from ckpt_tools.estimate.case import Case, Margin
 from ckpt_tools.estimate.report import Memory
 from ckpt_tools.estimate.run import judge
 

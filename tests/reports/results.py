@@ -9,23 +9,25 @@ from ckpt_tools.checks.diff import Change, Difference
 from ckpt_tools.checks.stats import Stats, TensorStats
 from ckpt_tools.checks.updates import Update
 from ckpt_tools.checks.verify import Unchecked, Verification
+from ckpt_tools.cli.diff import diff_page
+from ckpt_tools.cli.estimate import estimate_page
+from ckpt_tools.cli.inspection import build_page
+from ckpt_tools.cli.preflight import preflight_page
+from ckpt_tools.cli.smoke import smoke_page
+from ckpt_tools.cli.stats import stats_page
+from ckpt_tools.cli.tending import tending_page
+from ckpt_tools.cli.verify import verify_page
 from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box, Layout, Mesh, Shard
 from ckpt_tools.description.summarise import Summary, overlay, summarise
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.margin import Margin
+from ckpt_tools.estimate.case import Case, Margin
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Moment
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.moving.moments import Moments
 from ckpt_tools.preflight.report import CHECKS, CheckResult, PreflightReport
-from ckpt_tools.report.checks_pages import diff_page, verify_page
-from ckpt_tools.report.inspect_page import build_page
 from ckpt_tools.report.page import Page
-from ckpt_tools.report.run_pages import estimate_page, preflight_page, smoke_page
-from ckpt_tools.report.stats_page import stats_page
-from ckpt_tools.report.tending_page import tending_page
 from ckpt_tools.report.write import failed_page, unfinished_page
 from ckpt_tools.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 from ckpt_tools.tending.retention import Candidate, Rules, State, plan_retention

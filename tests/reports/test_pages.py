@@ -18,16 +18,21 @@ from samples import examples, shard_model, write_model
 
 from ckpt_tools.checks.verify import Unchecked
 from ckpt_tools.cli import main
-from ckpt_tools.cli.reports import report_to
+from ckpt_tools.cli.diff import diff_page
+from ckpt_tools.cli.estimate import estimate_page
+from ckpt_tools.cli.inspection import build_page
+from ckpt_tools.cli.output import report_to
+from ckpt_tools.cli.preflight import preflight_page
+from ckpt_tools.cli.smoke import smoke_page
+from ckpt_tools.cli.tending import _print as print_tended, tending_page
+from ckpt_tools.cli.verify import verify_page
 from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding
 from ckpt_tools.description.layout import Box, Mesh
 from ckpt_tools.description.summarise import summarise
 from ckpt_tools.options.output import Output
-from ckpt_tools.report.checks_pages import diff_page, verify_page
-from ckpt_tools.report.html import MARK, build_html
-from ckpt_tools.report.inspect_page import LayoutData, build_page, encode_runs
-from ckpt_tools.report.parts import MAX_FINDINGS
-from ckpt_tools.report.run_pages import estimate_page, preflight_page, smoke_page
+from ckpt_tools.report.layouts import LayoutData, encode_runs
+from ckpt_tools.report.page import MAX_FINDINGS, Bars, Table
+from ckpt_tools.report.write import MARK, build_html
 from ckpt_tools.text import escape_message
 
 _LOADING = {"src", "href", "srcset", "action", "background", "data", "poster", "formaction"}
@@ -88,6 +93,19 @@ def test_pages_keep_hostile_names_as_text_and_load_nothing(read, name):
 def test_pages_say_every_finding_with_where_and_fix(read, name):
     for finding in results.FINDINGS:
         assert all(part in read[name].text for part in (finding.code, finding.where, finding.what, finding.hint))
+
+
+def test_text_and_page_name_every_rule_that_keeps_a_checkpoint(capsys):
+    tended = results.tended()
+    print_tended(tended, Output())
+    lines = capsys.readouterr().out.splitlines()
+    parts = [part for section in tending_page(tended, "watch").sections for part in section.parts]
+    rows = {row[0]: row[5] for row in next(part for part in parts if isinstance(part, Table)).rows}
+    kept = [each for each in tended.checkpoints if len(each.kept_by) > 1]
+    assert kept
+    for each in kept:
+        assert all(rows[each.name].count(rule) == 1 for rule in each.kept_by)
+        assert any(escape_message(each.name) in line and rows[each.name] in line for line in lines)
 
 
 def test_data_holds_names_as_they_may_be_shown(read):
@@ -220,7 +238,7 @@ def test_smoke_page_is_hot_only_where_gradients_differ():
 def test_estimate_page_draws_a_step_below_the_device_line():
     def columns(page):
         found = [s for s in page.sections if s.title == "One training step"]
-        return [part for part in found[0].parts if part.kind == "bars"] if found else []
+        return [part for part in found[0].parts if isinstance(part, Bars)] if found else []
 
     page = estimate_page(results.estimate(True, False))
     assert [part.groups for part in columns(page)] == [[("forward", 6), ("backward", 6), ("step", 1)]] * 2
@@ -234,7 +252,7 @@ def test_estimate_page_draws_a_step_below_the_device_line():
     assert "⋯" in bars.caption
     assert columns(estimate_page(results.estimate(True, gpu_memory=10**13)))[0].limit is None
     assert len(columns(estimate_page(results.estimate(*[True] * 6)))) == 4
-    assert len([part for part in page.sections[1].parts if part.kind == "table"]) == 2
+    assert len([part for part in page.sections[1].parts if isinstance(part, Table)]) == 2
 
 
 def test_verify_page_shows_whose_files_are_damaged_on_the_mesh():

@@ -11,7 +11,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools import UsageError
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.base.combine import METHODS
+from ckpt_tools.adapters.merge import METHODS
 from ckpt_tools.cli import build
 from ckpt_tools.cli.commands import COMMANDS
 from ckpt_tools.options import Argument, Doc, Option, adapters, options_of, takes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools import api
-from ckpt_tools.estimate.margin import FRAGMENTATION
+from ckpt_tools.estimate.case import FRAGMENTATION
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "concepts" / "calibration.md"

@@ -42,10 +42,7 @@ class Arithmetic:
         self.is_rowwise = all(change.is_rowwise for _, change in self._parts)
 
     def apply(self, row: int, content: memoryview, result: memoryview) -> None:
-        """Compute the rows from `row` on into `result`, which may be the memory of `content`.
-
-        Raise CkptError where the result is not finite and the base is.
-        """
+        """Compute the rows from `row` on into `result`, which may be the memory of `content`."""
         with np.errstate(all="ignore"):  # what is not finite is looked for in the result
             whole = array_of(content, self._before, (-1, self.columns))
             after = array_of(result, self._after, (-1, self.columns))

@@ -15,7 +15,7 @@ from ckpt_tools.adapters.base.slots import Slot, find_slots, num_rows, resolve, 
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.adapters.read.assemble import known_shape
-from ckpt_tools.adapters.read.tensors import LazyAdapter, entry_of
+from ckpt_tools.adapters.read.opening import LazyAdapter, entry_of
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 
@@ -308,8 +308,7 @@ def _respellings(
     loaded: Adapter[Array], tensors: Mapping[str, TensorEntry], config: Mapping[str, object]
 ) -> Iterator[tuple[Adapter[Array], str, tuple[str, ...]]]:
     from ckpt_tools.adapters.architectures import ARCHITECTURES
-    from ckpt_tools.adapters.architectures.choose import choose_architectures
-    from ckpt_tools.adapters.architectures.of_base import model_family_of
+    from ckpt_tools.adapters.architectures.choose import choose_architectures, model_family_of
     from ckpt_tools.adapters.ecosystems.fit import Fitting
     from ckpt_tools.adapters.ecosystems.placing import in_diffusers, in_native, place_all
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.adapters.adapter import Adapter, F, Shapes, Sourced
-from ckpt_tools.adapters.architectures.of_base import BaseFamily
+from ckpt_tools.adapters.architectures.choose import BaseFamily
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.maps import live_names, load_table, origins_of

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.matching import BaseMatch, ChangedRows
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.read.opening import OpenedAdapter
-from ckpt_tools.adapters.read.tensors import LazyAdapter
+from ckpt_tools.adapters.read.opening import LazyAdapter, OpenedAdapter
 from ckpt_tools.description.checkpoint import TensorEntry
 
 if TYPE_CHECKING:

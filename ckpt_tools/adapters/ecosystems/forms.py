@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, get_args
 from ckpt_tools.adapters.adapter import Adapter, F, Fields, Shapes, Sourced, Target
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
-from ckpt_tools.adapters.architectures.choose import choose_architectures, family_in_header, rivals_of
+from ckpt_tools.adapters.architectures.choose import BaseFamily, choose_architectures, family_in_header, rivals_of
 from ckpt_tools.adapters.architectures.names import unflatten
-from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.base.model import BaseModel, parents_of
-from ckpt_tools.adapters.checks.integrity import check_structure
 from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.peft.files import from_one_model
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.read.assemble import Named, assemble
-from ckpt_tools.adapters.read.keys import parse_key
+from ckpt_tools.adapters.integrity import check_structure
+from ckpt_tools.adapters.read.assemble import Named, assemble, parse_key
+from ckpt_tools.adapters.read.opening import TensorReader, entry_of
 from ckpt_tools.adapters.read.sidecars import read_sidecars
-from ckpt_tools.adapters.read.tensors import TensorReader, entry_of
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError

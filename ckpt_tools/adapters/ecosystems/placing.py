@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture, Part, Spelling
+from ckpt_tools.adapters.architectures.choose import BaseFamily
 from ckpt_tools.adapters.architectures.names import Place, place
-from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.families import FAMILIES, columns_of, family_of, rows_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
 from ckpt_tools.errors import UsageError

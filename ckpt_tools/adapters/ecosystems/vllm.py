@@ -10,11 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.ecosystems.peft.config_rules import variants_in
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
-from ckpt_tools.adapters.ecosystems.peft.variants import variants_in
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
-from ckpt_tools.adapters.read.locate import PEFT_FILE
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
 
 _NAME = re.compile(r"(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])")
 _DEFAULT_RANK = 16

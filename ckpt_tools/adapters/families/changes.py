@@ -270,7 +270,6 @@ def change_of(module: Module, shape: Shape, setting: Setting = PLAIN, role: str 
     """Return what `module` makes of a tensor of `shape`; its factors are taken as float32.
 
     `role` is "weight" for the adapted parameter, "bias" for the bias beside it, for whole tensors (saved) their role.
-    Raise UsageError for what is not known or not possible, UnreadableError where the factors do not go together.
     """
     whose = module.path
     factors = module.factors

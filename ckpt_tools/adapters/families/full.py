@@ -15,8 +15,8 @@ from ckpt_tools.adapters.adapter import Shape, Shapes
 from ckpt_tools.adapters.families.family import Factors, Family, Module, Setting, geometry
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.integrity import Values
     from ckpt_tools.moving.arrays import Array
 
 
@@ -89,3 +89,21 @@ def of_shape(tensor: Array, shape: Shape) -> Array:
     if tensor.shape != shape:
         raise ValueError(f"{tensor.shape} instead of {shape}")
     return tensor
+
+
+# Whole tensors that replace the base's: PEFT's modules_to_save, trained biases.
+
+
+class Saved(Family):
+    """No change of a weight, but another one in its place."""
+
+    name = "saved"
+    title = "whole tensor"
+    is_own = False
+    why_not_a_sum = "it replaces the weight: what it adds depends on the base"
+
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+        """Return the tensor."""
+        from ckpt_tools.adapters.families.changes import Replacement
+
+        return Replacement(of_shape(factors[role], shape).reshape(geometry(shape, setting.num_experts)))

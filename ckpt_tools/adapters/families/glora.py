@@ -12,12 +12,11 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.adapters.adapter import Shape, Shapes
-from ckpt_tools.adapters.families.family import Factors, Setting
-from ckpt_tools.adapters.families.scaled import ScaledFamily
+from ckpt_tools.adapters.families.family import Factors, ScaledFamily, Setting
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.integrity import Values
     from ckpt_tools.moving.arrays import Array
 
 _ROLES = ("a1", "a2", "b1", "b2")

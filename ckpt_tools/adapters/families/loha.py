@@ -18,12 +18,12 @@ from ckpt_tools.adapters.families.family import (
     PEFT_LYCORIS,
     Factors,
     Module,
+    ScaledFamily,
     Ways,
     missing_halves,
     refuse,
     refuse_roles,
 )
-from ckpt_tools.adapters.families.scaled import ScaledFamily
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change

@@ -22,13 +22,13 @@ from ckpt_tools.adapters.families.family import (
     Factors,
     InexpressibleError,
     Module,
+    ScaledFamily,
     Ways,
     geometry,
     missing_halves,
     refuse,
 )
 from ckpt_tools.adapters.families.loha import effective_conv2d, half, peft_core
-from ckpt_tools.adapters.families.scaled import ScaledFamily
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:

@@ -21,18 +21,18 @@ from ckpt_tools.adapters.families.family import (
     Factors,
     Matrix,
     Module,
+    ScaledFamily,
     Ways,
     missing_halves,
     refuse,
     refuse_roles,
 )
-from ckpt_tools.adapters.families.scaled import ScaledFamily
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.adapters.families.family import Setting
+    from ckpt_tools.adapters.integrity import Values
     from ckpt_tools.moving.arrays import Array
 
 _FACTORS = ("A", "B", "A_embedding", "B_embedding")

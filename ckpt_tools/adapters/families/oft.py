@@ -27,8 +27,8 @@ from ckpt_tools.adapters.families.family import (
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.checks.values import Values
     from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.integrity import Values
 
 
 class RotatingFamily(Family):

@@ -9,20 +9,26 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import struct
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt_tools.adapters.adapter import Adapter, Convention, Sourced
+from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Sourced
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES
 from ckpt_tools.adapters.families.tokens import without_copies
-from ckpt_tools.adapters.read.assemble import Named, assemble, without_wrappers
-from ckpt_tools.adapters.read.keys import is_for_training, parse_key, refused_kind
-from ckpt_tools.adapters.read.locate import locate
-from ckpt_tools.adapters.read.sidecars import Sidecars, read_sidecars
-from ckpt_tools.adapters.read.tensors import TensorReader
+from ckpt_tools.adapters.read.assemble import (
+    Named,
+    assemble,
+    is_for_training,
+    parse_key,
+    refused_kind,
+    without_wrappers,
+)
+from ckpt_tools.adapters.read.sidecars import Sidecars, locate, read_sidecars
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
@@ -31,6 +37,11 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.inside import check_sealed, revealed
 from ckpt_tools.formats.opening import Opened, open_path, refuse_part
 from ckpt_tools.formats.step import open_optimizer
+from ckpt_tools.moving.boxes import BytesReader
+
+if TYPE_CHECKING:
+    from ckpt_tools.moving.arrays import Array
+
 
 _ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
 _STATE = re.compile(r"^(?:[^.]+\.)?state\.")
@@ -261,3 +272,89 @@ def _left_out(opened: Opened, named: list[Named], adapter: Adapter[TensorEntry])
         (len(checkpoint.blobs), "items that are not tensors"),
     )
     return tuple(f"{count} {what}" for count, what in rows if count)
+
+
+# The bytes of an adapter: whole tensors, the numbers that some of them are, and all of it, at once or when needed.
+
+_SCALARS = {"F64": "<d", "F32": "<f", "F16": "<e", "I64": "<q", "I32": "<i", "I16": "<h", "U8": "<B", "I8": "<b"}
+
+
+class TensorReader(BytesReader):
+    """Reads tensors of one open checkpoint, and scalars as numbers."""
+
+    def read_scalar(self, entry: TensorEntry) -> float | None:
+        """Return the number that a tensor of one element holds; None when it holds none, or of no known type."""
+        if entry.num_elems != 1:
+            return None
+        name, content = entry.dtype.name, self.read(entry)
+        if name == "BF16":
+            return float(struct.unpack("<f", b"\0\0" + bytes(content))[0])
+        code = _SCALARS.get(name)
+        return None if code is None else float(struct.unpack(code, content)[0])
+
+
+def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | None = None) -> Adapter[Array]:
+    """Read the adapter's tensors, and no other byte.
+
+    Memory: the adapter. CRC-32s and digests are checked where the source records them.
+    """
+    reader = reader or TensorReader(opened)
+    read: dict[str, Array] = {}  # what several modules share is read once
+
+    def array(module: AdapterModule[TensorEntry], role: str) -> Array:
+        entry = module.factors[role]
+        if entry.fqn not in read:
+            read[entry.fqn] = to_array(reader, entry)
+        return read[entry.fqn]
+
+    return adapter.with_factors(array)
+
+
+def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
+    """Read one tensor; raise UnreadableError if it is damaged, or of a type that is no array's."""
+    from ckpt_tools.moving.arrays import array_of, numpy_dtype
+
+    if numpy_dtype(entry.dtype) is None:
+        raise UnreadableError(f"an adapter of {entry.dtype.name} elements", where=entry.fqn)
+    return array_of(reader.read(entry), entry.dtype, entry.shape)
+
+
+def entry_of(name: str, array: Array) -> TensorEntry:
+    """Return what a header would say of an array."""
+    from ckpt_tools.moving.arrays import dtype_of
+
+    return TensorEntry(fqn=name, dtype=dtype_of(array), shape=tuple(array.shape), chunks=())
+
+
+class LazyAdapter:
+    """An adapter's tensors, read once."""
+
+    def __init__(self, adapter: Adapter[TensorEntry], opened: Opened) -> None:
+        self._adapter = adapter
+        self._opened = opened
+        self.reader = TensorReader(opened)
+        self._lock = threading.Lock()
+        self._loaded: Adapter[Array] | None = None
+        self._settings = ExitStack()
+
+    def get(self) -> Adapter[Array]:
+        """Return the loaded adapter."""
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = load(self._adapter, self._opened, self.reader)
+                self._leave_threads_to_workers()
+            return self._loaded
+
+    def replace(self, adapter: Adapter[Array]) -> None:
+        """Give another adapter from now on: the same change under other names."""
+        self._loaded = adapter
+
+    def close(self) -> None:
+        """Give numpy its threads back."""
+        self._settings.close()
+
+    def _leave_threads_to_workers(self) -> None:
+        """The executor's workers compute side by side: threads of each one's own would wait for each other."""
+        from threadpoolctl import threadpool_limits
+
+        self._settings.enter_context(threadpool_limits(1, user_api="blas"))

@@ -16,17 +16,16 @@ import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.architectures.architecture import Architecture
-from ckpt_tools.adapters.architectures.of_base import BaseFamily
+from ckpt_tools.adapters.architectures.choose import BaseFamily
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
-from ckpt_tools.adapters.ecosystems.header import header_of
 from ckpt_tools.adapters.ecosystems.kohya.writer import for_lycoris, in_lycoris, put_alpha, unsupported
-from ckpt_tools.adapters.ecosystems.output import Written, file_name, put
+from ckpt_tools.adapters.ecosystems.output import Written, file_name, header_of, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, unchanged
 from ckpt_tools.adapters.families import dora, family_of
 from ckpt_tools.adapters.families.changes import change_of
 from ckpt_tools.adapters.families.family import Module, Setting, refuse
+from ckpt_tools.adapters.read.opening import TensorReader, to_array
 from ckpt_tools.adapters.read.sidecars import BASE_NORM, DORA_SCALE
-from ckpt_tools.adapters.read.tensors import TensorReader, to_array
 from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.arrays import Array

@@ -12,15 +12,14 @@ from dataclasses import replace
 
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture
+from ckpt_tools.adapters.architectures.choose import BaseFamily
 from ckpt_tools.adapters.architectures.names import Place
-from ckpt_tools.adapters.architectures.of_base import BaseFamily
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
 from ckpt_tools.adapters.ecosystems.output import Written, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, place_all, unchanged
 from ckpt_tools.adapters.families import family_of, lokr
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
-from ckpt_tools.adapters.read.locate import DIFFUSERS_FILE
-from ckpt_tools.adapters.read.sidecars import DIFFUSERS_KEY
+from ckpt_tools.adapters.read.sidecars import DIFFUSERS_FILE, DIFFUSERS_KEY
 from ckpt_tools.moving.arrays import Array
 
 _FUSED = {"img_attn": "to_qkv", "txt_attn": "to_added_qkv"}

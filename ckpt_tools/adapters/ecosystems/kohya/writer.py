@@ -10,8 +10,7 @@ import numpy as np
 from ckpt_tools.adapters.adapter import Adapter
 from ckpt_tools.adapters.architectures.architecture import Architecture, Spelling
 from ckpt_tools.adapters.ecosystems.fit import Fitting, require
-from ckpt_tools.adapters.ecosystems.header import header_of
-from ckpt_tools.adapters.ecosystems.output import Written, file_name, put
+from ckpt_tools.adapters.ecosystems.output import Written, file_name, header_of, put
 from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, in_native, place_all
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Module, refuse

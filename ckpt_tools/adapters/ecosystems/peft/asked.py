@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.ecosystems.peft.config_rules import Config
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
-from ckpt_tools.adapters.read.keys import is_for_training, parse_key
+from ckpt_tools.adapters.read.assemble import is_for_training, parse_key
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.errors import CkptError
 from ckpt_tools.processes.child import Child, Here, build_behind_walls

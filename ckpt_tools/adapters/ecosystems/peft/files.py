@@ -56,8 +56,7 @@ def renested(adapter: Adapter[F]) -> Adapter[F]:
 def from_one_model(adapter: Adapter[F], *, is_diffusion: bool = False) -> tuple[Adapter[F], str | None]:
     """Return the adapter with its model's own module paths, and the pipeline's name for the model that was taken off.
 
-    `is_diffusion`: its paths are those of a diffusion model; a language model may have a `transformer` inside. Raise
-    UsageError for an adapter of several models.
+    `is_diffusion`: its paths are those of a diffusion model; a language model may have a `transformer` inside.
     """
     prefixes = {next((p for p in _PREFIXES if module.path.startswith(p)), "") for module in adapter.modules}
     if prefixes == {""} or (adapter.convention == "peft" and not (is_diffusion or prefixes & _SURE)):

@@ -6,11 +6,13 @@ Source: peft 0.21, peft_model.py, utils/save_and_load.py, tuners/tuners_utils.py
 from __future__ import annotations
 
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from ckpt_tools.adapters.adapter import SAVED, Shape
+from ckpt_tools.adapters.adapter import SAVED, TOKENS, AdapterModule, Shape, Sourced
 from ckpt_tools.adapters.base.model import base_path, parents_of
+from ckpt_tools.adapters.base.tied import HEADS
 from ckpt_tools.adapters.ecosystems.peft import asked
 from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     Config,
@@ -28,12 +30,12 @@ from ckpt_tools.adapters.ecosystems.peft.config_rules import (
     wrapped_parameters,
 )
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
-from ckpt_tools.adapters.ecosystems.peft.tokens import why_no_tokens
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
-from ckpt_tools.adapters.read.keys import Key, parse_key
-from ckpt_tools.adapters.read.locate import PEFT_FILE
-from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
+from ckpt_tools.adapters.families.tokens import beyond, indices_of, why_wrong
+from ckpt_tools.adapters.read.assemble import Key, parse_key
+from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
+from ckpt_tools.description.checkpoint import TensorEntry
 from ckpt_tools.text import first_few
 
 _WRAPPED = ".base_layer"
@@ -346,3 +348,39 @@ def _say_biases(file: AdapterFile, base: Mapping[str, Shape], family: Family, co
             "silently keeps the base's",
             "was the adapter saved completely?",
         )
+
+
+# What PEFT does with the rows of trained tokens.
+#
+# Source: peft 0.21 `tuners/trainable_tokens/layer.py`, `utils/other.py` (`set_additional_trainable_modules`).
+
+
+def why_no_tokens(
+    key: Key, rows: TensorEntry, config: Mapping[str, object], family: Family, file: AdapterFile, loading: Loading
+) -> str | None:
+    """Return why rows do not go into the model; None when they do as far as the configuration tells, and for factors.
+
+    Raise RejectedError where they do not fit the configuration or the base.
+    """
+    if key.family != TOKENS:
+        return None
+    if (family.name == TOKENS) != (key.role == "tokens"):
+        return f"peft_type is {config.get('peft_type')}"
+    module = AdapterModule(path=key.path, family=TOKENS, factors={key.role: rows})
+    indices = indices_of(module, {name: Sourced(value, ADAPTER_CONFIG) for name, value in config.items()})
+    if indices is None:
+        return "the configuration names no tokens of its module"
+    if (
+        key.role == "beside"
+        and isinstance(config.get("trainable_token_indices"), list)
+        and key.path.rpartition(".")[2] in HEADS
+    ):
+        return "a list of trainable_token_indices is for the input embedding alone"
+    if problem := why_wrong(module, indices.value):
+        raise RejectedError(f"{key.path}: {problem}")
+    weight = (file.base or {}).get(f"{key.path}.weight") or (sys.maxsize, *rows.shape[1:])
+    if rows.shape[1:] != weight[1:]:
+        raise RejectedError(f"size mismatch: {key.path} has {list(weight)}, its rows are {list(rows.shape)}")
+    if problem := beyond(module, indices.value, weight):
+        loading.needs(key.path, f"{problem}. PEFT refuses it unless the model is resized before")
+    return None

@@ -25,11 +25,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import TOKENS, Adapter, AdapterModule, F, Shape, Shapes
 from ckpt_tools.adapters.base.model import base_path, parents_of
-from ckpt_tools.adapters.checks.values import Values, is_float, look_at
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.adapters.families.tokens import indices_of, why_wrong
@@ -37,10 +37,44 @@ from ckpt_tools.adapters.settings import config_rank, said_zero
 from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
 from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.description.transform import strip_wrappers
+from ckpt_tools.moving.counts import count_values
 from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
     from ckpt_tools.moving.arrays import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What was seen of a tensor's values; an empty tensor is everything."""
+
+    is_zero: bool
+    """Every element is 0 or -0."""
+    is_one: bool
+    is_finite: bool
+
+
+_FLOATS = ("F64", "F32", "BF16", "F16", "F8_E5M2", "F8_E4M3")
+
+
+def is_float(dtype: DType) -> bool:
+    """Can the elements of a factor be of this type?"""
+    return dtype.name in _FLOATS
+
+
+def look_at(content: memoryview, dtype: DType) -> Values | None:
+    """Return what the elements are like; None for a type that is no floating-point one."""
+    counts = count_values(content, dtype) if is_float(dtype) else None
+    if counts is None:
+        return None
+    import numpy as np
+
+    from ckpt_tools.moving.arrays import numpy_dtype
+
+    one = np.ones(1, numpy_dtype(dtype)).tobytes()
+    is_one = not content or (content[: len(one)] == one and content[len(one) :] == content[: -len(one)])
+    return Values(is_zero=counts.is_zero, is_one=is_one, is_finite=counts.is_finite)
+
 
 ValueTable = Mapping[tuple[int, str], Values | None]
 """(number of the module, role) → what its values are like; None, or nothing, for a factor that was not looked at."""

@@ -1,4 +1,8 @@
-"""The page of `inspect`: what a checkpoint holds, who holds it, and a planned layout beside the stored one."""
+"""Layouts as little data that a browser draws: how tensors are cut, who wrote what, in runs of numbers.
+
+Thousands of tensors on thousands of ranks share a few patterns, and the ranks of a pattern are an arithmetic sequence
+or nearly so: what a page holds grows with the number of patterns, not of chunks.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,6 @@ from ckpt_tools.description.checkpoint import Chunk, TensorEntry
 from ckpt_tools.description.folding import fold_blocks, format_placement
 from ckpt_tools.description.infer import rank_of_file
 from ckpt_tools.description.summarise import Summary
-from ckpt_tools.report.page import Drawing, Facts, Mood, Notes, Page, Part, Section, Table
-from ckpt_tools.report.parts import identity_sections
-from ckpt_tools.units import format_size
-
-# A layout as little data: how tensors are cut, who wrote what, in runs of numbers that a browser expands
-# Thousands of tensors on thousands of ranks share a few patterns, and the ranks of a pattern are an arithmetic sequence
-# or nearly so: what a page holds grows with the number of patterns, not of chunks.
 
 NOBODY = -1
 """In place of a rank: no chunk holds this part of the tensor."""
@@ -140,134 +137,10 @@ def _is_grid(chunks: Sequence[Chunk], starts: Sequence[Sequence[int]], shape: Se
 
 _MAX_DEPTH = 12
 """Levels of the tree of modules; names with more dots keep the rest in one."""
-_MAX_FILES = 500
-_SOURCES = {
-    "manifest": "from the manifest",
-    "inferred": "inferred from the chunks",
-    "overlay": "planned, nothing is written",
-}
 
 
-def build_page(summary: Summary, stored: Summary | None = None) -> Page:
-    """Return the page of a summary; of a planned layout with the `stored` one beside it, where that is known."""
-    summaries = [summary] if stored is None else [stored, summary]
-    first = summaries[0]
-    renamed = stored is not None and {t.fqn for t in stored.tensors} != {t.fqn for t in summary.tensors}
-    names = ["stored", "planned"] if stored is not None else ["planned" if summary.is_virtual else "stored"]
-    layouts = [LayoutData(each, name) for each, name in zip(summaries, names, strict=True)]
-    tree = _build_tree(summaries, layouts)
-    drawn = [layout.to_json() for layout in layouts]
-    sections = [
-        *identity_sections([first.identity] if first.identity is not None else []),
-        Section(title="What it holds", parts=_facts(first, summary)),
-        Section(title="Modules", parts=(Drawing(draws="modules", caption=_HOW_MODULES + _RENAMED * renamed),)),
-    ]
-    for number, (each, name) in enumerate(zip(summaries, names, strict=True)):
-        sections += _layout_sections(each, number, f" ({name})" if stored is not None else "", drawn[number])
-    sections += _more_sections(first)
-    data = {
-        "layouts": drawn,
-        "tree": tree,
-        "dtypes": _dtype_names(summaries),
-        "files": [file.file for file in first.files],
-    }
-    verdict, missing = _verdict(first)
-    mood: Mood | None = "unknown" if missing else None
-    return Page(command="inspect", subject=first.path, sections=sections, data=data, verdict=verdict, mood=mood)
-
-
-_HOW_MODULES = "Areas are bytes. Open a module for its parts, and a tensor for its chunks; Escape goes back."
-_RENAMED = " Names are those of the plan; where what is stored has another name, its chunks are not shown."
-
-
-def _verdict(summary: Summary) -> tuple[str, int]:
-    missing = sum(file.file_bytes is None for file in summary.files) if not summary.is_virtual else 0
-    lost = f"; {missing} of {len(summary.files)} files missing" if missing else ""
-    held = f"{summary.num_tensors:,} tensors, {format_size(summary.total_bytes)}"
-    return f"{held}, from headers alone: no data was read or checked{lost}", missing
-
-
-def _facts(first: Summary, summary: Summary) -> list[Part]:
-    rows = [
-        ("format", first.format),
-        ("tensors", f"{first.num_tensors:,}"),
-        ("elements", f"{first.num_elems:,}"),
-        ("bytes", f"{first.total_bytes:,} ({format_size(first.total_bytes)})"),
-        ("chunks", f"{first.num_chunks:,} in {sum(bool(f.num_chunks or f.file_bytes) for f in first.files):,} files"),
-        ("dtypes", ", ".join(f"{name} {format_size(size)}" for name, size in first.dtypes.items()) or "none"),
-    ]
-    if not first.is_virtual:
-        rows.append(("on disk", format_size(sum(file.file_bytes or 0 for file in first.files))))
-    if first.names or summary.names:
-        rows.append(("names", first.names or summary.names))
-    for each in (first, summary) if first is not summary else (first,):
-        name = "plan" if first is not summary and each is summary else "mesh"
-        if each.mesh is not None and each.mesh_source is not None:
-            rows.append((name, f"{each.mesh}, {each.mesh.world_size:,} ranks ({_SOURCES[each.mesh_source]})"))
-        elif each.ranks:
-            rows.append((name, "unknown: no mesh explains every chunk"))
-        if each.imbalance is not None:
-            rows.append(("imbalance", f"{each.imbalance:.2f} (fullest / mean of {len(each.ranks):,} ranks)"))
-    if first.objects:
-        rows.append(("blobs" if first.blobs else "objects", first.objects))
-    if first.assets:
-        rows.append(("assets", f"{len(first.assets):,} files, {format_size(sum(a.nbytes for a in first.assets))}"))
-    missing = [file.file for file in first.files if file.file_bytes is None and not first.is_virtual]
-    parts: list[Part] = [Facts(rows=rows)]
-    return [*parts, Notes(items=[f"missing: {file}" for file in missing[:_MAX_FILES]])] if missing else parts
-
-
-def _layout_sections(summary: Summary, number: int, suffix: str, drawn: dict[str, object]) -> list[Section]:
-    sections = []
-    if summary.mesh is not None and drawn["mesh"]:
-        how = f"{summary.mesh}: what lies in the files of each rank. Of replicas, one rank writes."
-        mesh = Drawing(draws="mesh", layout=number, caption=how)
-        sections.append(Section(title=f"Mesh{suffix}", parts=(mesh,)))
-    if summary.ranks and summary.blocks:
-        parts: list[Part] = [Drawing(draws="heat", layout=number, caption="What each rank wrote of each module.")]
-        if drawn["rows_left_out"]:
-            parts.append(Notes(items=[f"{drawn['rows_left_out']} modules with the fewest bytes are not drawn"]))
-        sections.append(Section(title=f"Bytes by module and rank{suffix}", parts=parts))
-    return sections
-
-
-def _more_sections(summary: Summary) -> list[Section]:
-    sections = []
-    if not summary.ranks and summary.files:
-        rows = [
-            (
-                file.file,
-                "missing" if file.file_bytes is None else format_size(file.file_bytes),
-                format_size(file.num_bytes),
-                f"{file.num_chunks:,}",
-            )
-            for file in summary.files[:_MAX_FILES]
-        ]
-        left_out = len(summary.files) - len(rows)
-        headers = ("file", "on disk", "tensor bytes", "chunks")
-        table = Table(caption="Files", headers=headers, rows=rows, align="lrrr", left_out=left_out)
-        sections.append(Section(title="Files", parts=(table,)))
-    if summary.blobs:
-        blobs = [(blob.fqn, f"{blob.span.nbytes:,}", blob.span.file) for blob in summary.blobs[:_MAX_FILES]]
-        left_out = len(summary.blobs) - len(blobs)
-        table = Table(
-            caption="Items that are not tensors; they are never unpickled",
-            headers=("name", "bytes", "file"),
-            rows=blobs,
-            align="lrl",
-            left_out=left_out,
-        )
-        sections.append(Section(title="Blobs", parts=(table,)))
-    if summary.contents:
-        contents = [(c.name, format_size(c.num_bytes), c.what or "not known") for c in summary.contents]
-        table = Table(
-            caption="Parts of the training step", headers=("part", "bytes", "what it is"), rows=contents, align="lrl"
-        )
-        sections.append(Section(title="The step", parts=(table,)))
-    return sections
-
-
-def _dtype_names(summaries: Sequence[Summary]) -> list[str]:
+def dtype_names(summaries: Sequence[Summary]) -> list[str]:
+    """Return the names of all dtypes, in the order of the data's numbers."""
     return list(dict.fromkeys(name for summary in summaries for name in summary.dtypes))
 
 
@@ -276,9 +149,9 @@ _Branch = dict[tuple[str, bool], object]
 """(name, is it a module) → a `_Branch` or a `_Leaf`: a tensor may have the name of a module."""
 
 
-def _build_tree(summaries: Sequence[Summary], layouts: Sequence[LayoutData]) -> list[Any]:
+def build_tree(summaries: Sequence[Summary], layouts: Sequence[LayoutData]) -> list[Any]:
     """Return the tree of modules: [name, bytes, parts, tensors], and of a tensor [name, bytes, dtype, shape, …]."""
-    dtypes = {name: number for number, name in enumerate(_dtype_names(summaries))}
+    dtypes = {name: number for number, name in enumerate(dtype_names(summaries))}
     files = {file.file: number for number, file in enumerate(summaries[0].files)}
     by_name: list[dict[str, TensorEntry]] = [{t.fqn: t for t in summary.tensors} for summary in summaries]
     root: _Branch = {}

@@ -1,1 +1,0 @@
-"""What is wrong with an adapter: by its headers, by its values, and held against its base model."""
