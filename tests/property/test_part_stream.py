@@ -14,7 +14,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.moving import threads
 from ckpt_tools.moving.execute import front_to_back
 from ckpt_tools.moving.plan import Copy, copy_span
-from ckpt_tools.remote.part_stream import PartStream
+from ckpt_tools.remote.upload import PartStream
 
 Pieces = list[tuple[int, bytes]]
 

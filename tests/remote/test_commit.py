@@ -9,7 +9,7 @@ from samples import files_of, shard_model, staging_left, tensor, write_model
 
 import ckpt_tools
 from ckpt_tools.api import commands
-from ckpt_tools.conversions import share
+from ckpt_tools.conversions import run as share
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.options import options_of
 

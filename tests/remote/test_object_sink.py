@@ -26,8 +26,8 @@ from ckpt_tools.conversions import finish
 from ckpt_tools.conversions.job import Conversion
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.remote import object_sink, upload
-from ckpt_tools.remote.part_stream import PartStream
 from ckpt_tools.remote.store import Bucket
+from ckpt_tools.remote.upload import PartStream
 from ckpt_tools.remote.writing import WriteSettings, cut_passes
 from ckpt_tools.storage.staging import Staging
 

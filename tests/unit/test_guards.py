@@ -16,7 +16,7 @@ import pytest
 from samples import content, files_of, memory_directory, shard_model, small_blocks, staging_left, tensor, write_model
 
 from ckpt_tools import api
-from ckpt_tools.conversions.share import merge
+from ckpt_tools.conversions.run import merge
 from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.layout import Box
