@@ -358,7 +358,7 @@ class Life:
         if command == "watch":
             would.verify(self.rules.accept, {})
         self.check(self.folder, would.plan(self.rules), "killed", is_part=True)
-        self.settle()
+        self.settle(would)
         if self.folder.away and self.chance.random() < 0.3:
             self.counts["undone after a kill"] += 1
             self.undo()
@@ -398,11 +398,12 @@ class Life:
             for found in (steps, in_quarantine(self.run))
         )
 
-    def settle(self) -> None:
-        """Note what a pass has removed, and what is gone for good."""
+    def settle(self, judged: Folder | None = None) -> None:
+        """Note what a pass has removed, by the verdicts that it came to, and what is gone for good."""
         place, trash = self.found()
         for name in self.folder.steps.keys() - place.keys():
-            self.folder.away[name] = replace(self.folder.steps.pop(name), away_since=self.now)
+            step = self.folder.steps.pop(name)
+            self.folder.away[name] = replace(step if judged is None else judged.steps[name], away_since=self.now)
         for name in [name for name, step in self.folder.away.items() if trash.get(name) != step.content]:
             self.lose(self.folder.away, name)
 
