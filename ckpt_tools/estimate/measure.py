@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import DTYPE_BYTES, OPTIMIZERS, TRACKED_OPTIMIZERS
-from ckpt_tools.estimate.formula import Stage, fuse_loss
+from ckpt_tools.estimate.formula import Stage
+from ckpt_tools.estimate.packed import fuse_loss
 from ckpt_tools.estimate.report import Memory, Moment, UntrackedError
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.ties import output_layer

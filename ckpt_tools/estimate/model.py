@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import Block, Figures, block_of
-from ckpt_tools.estimate.formula import pack_linears
+from ckpt_tools.estimate.packed import pack_linears
 from ckpt_tools.estimate.report import UntrackedError
 from ckpt_tools.fsdp2 import Policy, Precision, add_lora, find_blocks, parse_policy, shard_model
 from ckpt_tools.fsdp2.internals import checkpoint_activations, replicate_function
