@@ -279,7 +279,8 @@ class Life:
         self.check(self.folder, set(), "--undo")
 
     def accept(self) -> None:
-        if name := self.some("unfit"):
+        name = self.some("unfit")
+        if name and "rotten" not in self.folder.steps[name].state:  # which by its checksums may be bad, not unfit
             self.folder.accept(name)
             rules, self.rules = self.rules, Rules(last=2, accept=name)
             self.tend("watch")
