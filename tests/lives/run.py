@@ -198,6 +198,7 @@ class Life:
             path, content = self.run / name / file, bytearray(step.content[file])
             status, is_cut = path.stat(), self.chance.random() < 0.4
             content[-50] ^= 1
+            self.folder.ghosts.append(replace(step))  # as it was, it is still compared with
             step.content = step.content | {file: bytes(content[: len(content) // 2] if is_cut else content)}
             path.write_bytes(step.content[file])
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
