@@ -804,6 +804,12 @@ def test_num_workers_does_not_change_a_byte(model: Path, tmp_path: Path, ckpt_js
     assert files_of(tmp_path / "1") == files_of(tmp_path / "3") == files_of(tmp_path / "16")
 
 
+def test_source_is_never_touched(model: Path, tmp_path: Path, ckpt_json) -> None:
+    before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in model.iterdir()}
+    ckpt_json("shard", model, tmp_path / "run", "--mesh", "dp_shard=2")
+    assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in model.iterdir()} == before
+
+
 def test_inspect_overlay_shows_a_layout_that_is_not_written(model: Path, ckpt: Ckpt, ckpt_json) -> None:
     document = ckpt_json("inspect", model, "--mesh", "dp_shard=64", "--tensor", "model.embed.weight")
     assert document["mesh"] == {"dp_shard": 64}

@@ -168,6 +168,29 @@ def test_right_config_with_a_built_model_has_no_findings(framework: str, tmp_pat
     assert check(tmp_path, framework, {}, model=LLAMA, build=True) == ()
 
 
+MESH = {
+    "accelerate": "dp_replicate dp_shard cp tp",
+    "trainer": "dp_replicate dp_shard cp tp pp",
+    "torchtitan": "pp dp_replicate dp_shard cp tp",
+    "axolotl": "ep dp_replicate dp_shard cp tp",
+    "ai-toolkit": "dp_replicate dp_shard",
+    "verl": "pp dp_replicate dp_shard cp tp",
+    "openrlhf": "dp_replicate dp_shard sp cp tp",
+    "deepspeed": "dp_replicate dp_shard tp",
+}
+"""Axes whose product is the number of ranks, as each trainer builds its mesh."""
+
+
+@pytest.mark.parametrize("framework", MESH)
+def test_every_axis_of_a_mesh_takes_ranks_and_no_other_does(framework: str, tmp_path: Path) -> None:
+    (path := tmp_path / NAMES[framework]).write_text(text_of(framework, RIGHT[framework]))
+    config = read_config(str(path), world_size=8)
+    for axis in ("dp_replicate", "dp_shard", "sp", "cp", "tp", "pp", "ep"):
+        spec = replace(config.spec, world_size=8, axes={"dp_shard": 4, "dp_replicate": 2, axis: 3})
+        found = [each.code for each in check_rules(replace(config, spec=spec), ModelFacts(where="config.json"))]
+        assert ("CKPT001" in found) == (axis in MESH[framework].split()), axis
+
+
 WRONG: dict[str, tuple[tuple[Edits, Mapping[str, Any] | None, list[str]], ...]] = {
     "accelerate": (
         (
