@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
+from ckpt_tools.maps.hold import EXPERT_COUNTS
 from ckpt_tools.models.config import config_path, read_config
 from ckpt_tools.options.smoke import ADAPTERS
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
@@ -40,8 +41,7 @@ _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _HEAD_DIMS = ("head_dim", "d_kv", "kv_channels")
 _WIDTH = re.compile(r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size)|d_ff|n_inner")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _DEPTH = re.compile(
     r"(num_hidden_layers|num_layers|n_layers?|num_(decoder|encoder|single|refiner)_layers|(encoder|decoder)_layers|depth)"
 )
@@ -157,7 +157,7 @@ def _shrink_rope(part: Mapping[str, Any], head_dim: int, new: int) -> None:
 
 
 def _shrink_experts(part: dict[str, Any]) -> None:
-    key = _first(part, _EXPERTS)
+    key = _first(part, EXPERT_COUNTS)
     if key is None or part[key] <= _NUM_EXPERTS:
         return
     full = part[key]

@@ -177,6 +177,8 @@ def test_shrink_keeps_more_experts_than_a_token_goes_to():
     assert (cut["num_experts"], cut["num_experts_per_tok"]) == (8, 1)
     few = shrink_config(llama(num_local_experts=8, num_experts_per_tok=2))
     assert (few["num_local_experts"], few["num_experts_per_tok"]) == (8, 2)
+    ernie = shrink_config(llama(moe_num_experts=64, moe_k=6))
+    assert (ernie["moe_num_experts"], ernie["moe_k"]) == (8, 1)
 
 
 def test_cut_depth_keeps_one_layer_of_every_kind():
