@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from samples import write_model
 
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
@@ -58,3 +59,11 @@ def test_stream_whose_device_is_none(tmp_path: Path, capsys) -> None:
         torch.load(path, weights_only=True)
     assert main(["verify", str(path)]) == 4
     assert "of the device 'cpq'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n\n"])
+def test_map_that_is_empty(tmp_path: Path, capsys, text: str) -> None:
+    (tmp_path / "map.txt").write_text(text)
+    model = write_model(tmp_path / "model")
+    assert main(["rename", str(model), str(tmp_path / "out"), "--map", str(tmp_path / "map.txt")]) == 2
+    assert "the map is empty" in capsys.readouterr().err

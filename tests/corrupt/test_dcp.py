@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
+import shutil
+import struct
+import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from corrupt import damage
 from samples import MODEL, content, files_of, shard_model, tensor
 
@@ -72,6 +73,24 @@ def test_metadata_missing_is_named_as_a_killed_save(run: Path, refuses) -> None:
     assert "killed" in refuses(run, finding=None)
 
 
+@pytest.mark.parametrize("raw", [b"", b"\x80", content(500), b"\x80\x04" + content(500, 1), b"\xff" * 40])
+def test_metadata_replaced_by_noise_is_unreadable(run: Path, refuses, raw: bytes) -> None:
+    (run / ".metadata").write_bytes(raw)
+    refuses(run, finding=None)
+
+
+def test_metadata_truncated_is_unreadable(run: Path, refuses) -> None:
+    damage.truncate(run / ".metadata", 10)
+    refuses(run, finding=None)
+
+
+@pytest.mark.parametrize(("name", "finding"), [(".metadata", None), ("__0_0.distcp", "bad-item")])
+def test_symlink_out_of_the_root_is_refused(run: Path, tmp_path: Path, refuses, name: str, finding) -> None:
+    (run / name).rename(tmp_path / "elsewhere")
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    assert "leads out" in refuses(run, finding=finding)
+
+
 def test_foreign_distcp_is_a_warning_and_does_not_matter(run: Path, tmp_path: Path, capsys) -> None:
     (run / "__7_0.distcp").write_bytes(content(100))
     assert main(["verify", str(run), "--json"]) == 0
@@ -124,6 +143,17 @@ def test_item_frame_bit_flipped_is_bad_item(run: Path, refuses, offset: int) -> 
     refuses(run, finding="bad-item", conversions=("gather", "reshard") if offset != -60 else ())
 
 
+def test_manifest_bit_flipped_is_unreadable(run: Path, refuses) -> None:
+    damage.flip(run / damage.MANIFEST, 300)
+    assert "checksum" in refuses(run, finding=None)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}", b"\xff\xfe", b"[1]", b'{"schema_version": 1}'])
+def test_manifest_replaced_is_unreadable(run: Path, refuses, raw: bytes) -> None:
+    (run / damage.MANIFEST).write_bytes(raw)
+    refuses(run, finding=None)
+
+
 def test_manifest_of_a_newer_schema_is_unreadable(run: Path, refuses) -> None:
     damage.edit_manifest(run, lambda document: document.update(schema_version=2))
     assert "newer" in refuses(run, finding=None)
@@ -137,16 +167,29 @@ def test_manifest_of_a_newer_schema_is_unreadable(run: Path, refuses) -> None:
         lambda d: d["tensors"][UP].update(dtype="F128"),
         lambda d: d["tensors"][UP].update(digest=7),
         lambda d: d["tensors"][UP].update(placements={"dp_shard": "S(x)"}),
+        lambda d: d.update(tensors=[]),
         lambda d: d.update(mesh=[["dp_shard", 0]]),
         lambda d: d.update(mesh=[["dp_shard", "2"]]),
         lambda d: d.pop("origin"),
         lambda d: d["origin"].update(index_name="../../victim"),
+        lambda d: d["origin"].update(headers={"/etc/victim": "{}"}),
         lambda d: d.update(files={"a": -1}),
+        lambda d: d.update(assets={"a": {}}),
     ],
 )
 def test_manifest_malformed_is_unreadable(run: Path, refuses, edit) -> None:
     damage.edit_manifest(run, edit)
     refuses(run, finding=None)
+
+
+@pytest.mark.parametrize("table", ["assets", "documents", "files"])
+@pytest.mark.parametrize("name", ["../victim", "{tmp}/victim", "a/../../victim", "", "a\0b"])
+def test_manifest_name_leading_out_is_unreadable(run: Path, tmp_path: Path, refuses, table: str, name: str) -> None:
+    record = {"nbytes": 6, "digest": "00" * 16}
+    name = name.format(tmp=tmp_path)
+    damage.edit_manifest(run, lambda d: d[table].update({name: 6 if table == "files" else record}))
+    refuses(run, finding=None)
+    assert not (tmp_path / "victim").exists()
 
 
 def test_manifest_of_other_tensors_is_manifest_mismatch(run: Path, refuses) -> None:
@@ -155,6 +198,11 @@ def test_manifest_of_other_tensors_is_manifest_mismatch(run: Path, refuses) -> N
 
     damage.edit_manifest(run, edit)
     refuses(run, finding="manifest-mismatch", conversions=())
+
+
+def test_manifest_of_other_bytes_is_digest_mismatch(run: Path, refuses) -> None:
+    damage.edit_manifest(run, lambda d: d["tensors"][UP].update(digest="0" * 32))
+    refuses(run, finding="digest-mismatch")
 
 
 def test_manifest_gone_leaves_what_dcp_itself_has(run: Path, tmp_path: Path) -> None:
@@ -247,6 +295,11 @@ def test_tensor_missing_from_the_metadata_leaves_an_unreferenced_item(tmp_path: 
     assert [(f.code, f.severity) for f in api.verify(run).findings] == [("unreferenced-item", "warning")]
 
 
+def test_length_too_short_for_the_chunk_is_unreadable(run: Path, refuses) -> None:
+    first(lambda chunk: replace(chunk, span=replace(chunk.span, nbytes=20)))(run)
+    refuses(run, finding=None)
+
+
 def test_dtype_of_metadata_differs_is_item_mismatch(tmp_path: Path, refuses) -> None:
     run = shard_model(tmp_path, tensors={"w": tensor("I16", 8, 4)})
     damage.forget_manifest(run)
@@ -287,10 +340,90 @@ def _item(dtype: str, sizes: tuple[int, ...]) -> bytes:
     return before + payload + after
 
 
-def test_item_without_a_version_is_bad_item_and_torch_loads_nothing_of_it(run: Path, refuses) -> None:
+Entries = list[tuple[str, bytes]]
+
+
+def having(name: str, raw: bytes) -> Callable[[Entries], Entries]:
+    """Give another content to the entries whose names end in `name`."""
+    return lambda entries: [(each, raw if each.endswith(name) else found) for each, found in entries]
+
+
+def lacking(name: str) -> Callable[[Entries], Entries]:
+    return lambda entries: [entry for entry in entries if not entry[0].endswith("/" + name)]
+
+
+def doubled(entries: Entries) -> Entries:
+    name, raw = next(entry for entry in entries if entry[0].endswith("data/0"))
+    return [*entries, (name, content(len(raw), 9))]
+
+
+ITEMS: dict[str, tuple[Callable[[Entries], Entries], str]] = {
+    "deflated": (list, "compressed"),
+    "a zip bomb, deflated": (having("data/0", bytes(1 << 26)), ""),
+    "duplicate entries": (doubled, "two entries"),
+    "two data records": (lambda entries: [*entries, ("archive/data/1", b"x" * 8)], ""),
+    "no payload": (having("data/0", b""), ""),
+    "a short payload": (having("data/0", b"\1" * 4), ""),
+    "a long payload": (having("data/0", b"\1" * 4096), ""),
+    "no data.pkl": (lacking("data.pkl"), ""),
+    "no data/0": (lacking("data/0"), ""),
+    "no version, without which torch loads nothing": (lacking("version"), ""),
+    "big-endian": (having("byteorder", b"big"), "little-endian"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name:UserWarning")
+@pytest.mark.parametrize("kind", ITEMS)
+def test_item_that_is_no_tensor_of_torch_is_bad_item(run: Path, refuses, kind: str) -> None:
     damage.forget_manifest(run)
-    item = damage.rezip(damage.read_item(run, UP), lambda entries: [e for e in entries if e[0] != "archive/version"])
-    with pytest.raises(RuntimeError, match="version"):
-        torch.load(io.BytesIO(item), weights_only=True)
+    edit, word = ITEMS[kind]
+    compression = zipfile.ZIP_DEFLATED if "deflated" in kind else zipfile.ZIP_STORED
+    item = damage.rezip(damage.read_item(run, UP), edit, compression=compression)
+    assert len(item) < 1 << 17  # the bomb too
     damage.replace_item(run, UP, item)
-    refuses(run, finding="bad-item", conversions=())
+    assert word in refuses(run, finding="bad-item", conversions=() if "version" in kind else ("gather", "reshard"))
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"cposix\nsystem\n(S'touch owned'\ntR.",
+        b"\x80\x02cposix\nsystem\nq\x00X\x05\x00\x00\x00touchq\x01\x85q\x02Rq\x03.",
+        b"\x80\x02cbuiltins\neval\nq\x00X\x03\x00\x00\x001+1q\x01\x85q\x02Rq\x03.",
+        b"",
+        b"\x80\x02}.",
+        b"\x80\x02" + b"(" * 5000 + b".",
+        b"\x80\x02r\xff\xff\xff\x1f.",
+    ],
+)
+def test_item_with_another_pickle_is_bad_item_and_runs_nothing(run: Path, refuses, monkeypatch, pickled: bytes) -> None:
+    monkeypatch.chdir(run.parent)
+    damage.forget_manifest(run)
+    damage.replace_item(run, UP, damage.rezip(damage.read_item(run, UP), having("data.pkl", pickled)))
+    refuses(run, finding="bad-item")
+    assert not Path("owned").exists()
+
+
+def test_metadata_that_would_run_code_is_refused(run: Path, refuses, monkeypatch) -> None:
+    monkeypatch.chdir(run.parent)
+    (run / ".metadata").write_bytes(b"\x80\x04\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x0btouch owned\x94\x85R.")
+    refuses(run, finding=None)
+    assert not Path("owned").exists()
+
+
+@pytest.mark.parametrize(
+    "file", ["../run2/__0_0.distcp", "a/../__0_0.distcp", "./__0_0.distcp", "//etc/passwd", "{run}/__0_0.distcp"]
+)
+def test_metadata_path_leading_out_is_unreadable(run: Path, tmp_path: Path, refuses, file: str) -> None:
+    shutil.copytree(run, tmp_path / "run2")
+    first(lambda chunk: replace(chunk, span=replace(chunk.span, file=file.format(run=run))))(run)
+    refuses(run, finding=None)
+
+
+def test_zip64_end_that_disagrees_is_bad_item(run: Path, refuses) -> None:
+    damage.forget_manifest(run)
+    item = damage.read_item(run, UP)
+    end64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, 10, 0)
+    locator = struct.pack("<4sIQI", b"PK\6\7", 0, len(item) - 22, 1)
+    damage.replace_item(run, UP, item[:-22] + end64 + locator + item[-22:])
+    refuses(run, finding="bad-item")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from corrupt import damage
-from samples import content, files_of, safetensors_bytes, shard_model, tensor, write_model
+from samples import MODEL, content, files_of, safetensors_bytes, shard_model, staging_left, tensor, write_model
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
@@ -59,6 +59,97 @@ def test_file_truncated_is_unreadable(model: Path, refuses_hf, nbytes: int) -> N
     refuses_hf(path)
 
 
+def test_file_extended_is_unreadable(model: Path, refuses_hf) -> None:
+    with (model / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    assert "unknown bytes" in refuses_hf(model)
+
+
+@pytest.mark.parametrize("size", [0, 7, 8])
+def test_file_empty_is_unreadable(model: Path, refuses_hf, size: int) -> None:
+    (model / "model.safetensors").write_bytes(bytes(size))
+    refuses_hf(model)
+
+
+@pytest.mark.parametrize("length", [0, 1, 10_000_000, 100_000_001, 1 << 63, (1 << 64) - 1])
+def test_header_length_lies_is_unreadable(model: Path, refuses_hf, length: int) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
+    refuses_hf(model)
+
+
+def _with_header(path: Path, text: bytes) -> None:
+    raw = path.read_bytes()
+    data = raw[8 + int.from_bytes(raw[:8], "little") :]
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"\xff\xfe{}",
+        b"{" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}',
+        b'{"__metadata__": 3}',
+        b'{"__metadata__": {"a": 1}}',
+    ],
+    ids=["empty", "text", "list", "not-utf8", "deep", "deeper", "open", "metadata-number", "metadata-not-text"],
+)
+def test_header_replaced_is_unreadable(model: Path, refuses_hf, text: bytes) -> None:
+    _with_header(model / "model.safetensors", text)
+    refuses_hf(model)
+
+
+def test_header_names_a_tensor_twice_is_unreadable(model: Path, refuses_hf) -> None:
+    one = b'"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}'
+    path = model / "model.safetensors"
+    text = b"{" + one + b", " + one + b"}"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"1234")
+    assert "twice" in refuses_hf(model)
+
+
+def _one(dtype: object, shape: object, offsets: object) -> bytes:
+    text = json.dumps({"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "offsets", "nbytes"),
+    [
+        ("F32", [4], [0, 8], 8),
+        ("F32", [4], [4, 20], 20),
+        ("F32", [4], [16, 0], 16),
+        ("F32", [-4], [0, 16], 16),
+        ("F32", [4.0], [0, 16], 16),
+        ("F32", [True] * 2, [0, 4], 4),
+        ("F32", [1 << 62, 4], [0, 0], 0),
+        ("F32", [0, 1 << 62, 1 << 62], [0, 0], 0),
+        ("F32", [1] * 2000, [0, 4], 4),
+        ("F99", [4], [0, 16], 16),
+        ("C128", [1], [0, 16], 16),
+        (["F32"], [4], [0, 16], 16),
+        ("F32", "4", [0, 16], 16),
+        ("F32", [4], [0, 16, 32], 16),
+        ("F32", [4], None, 16),
+        ("F4", [3], [0, 1], 1),
+        ("F32", [10**30], [0, 16], 16),
+    ],
+)
+def test_header_impossible_tensor_is_unreadable(model: Path, refuses_hf, dtype, shape, offsets, nbytes) -> None:
+    (model / "model.safetensors").write_bytes(_one(dtype, shape, offsets) + bytes(nbytes))
+    refuses_hf(model)
+
+
+def test_file_is_a_symlink_out_of_the_directory_is_refused(model: Path, tmp_path: Path, refuses_hf) -> None:
+    (model / "model.safetensors").rename(tmp_path / "weights.safetensors")
+    (model / "model.safetensors").symlink_to("../weights.safetensors")
+    assert "leads out" in refuses_hf(model)
+
+
 def test_file_dangling_symlink_is_refused(model: Path, refuses_hf) -> None:
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to("nowhere")
@@ -70,6 +161,15 @@ def test_file_is_a_fifo_is_refused(model: Path, refuses_hf) -> None:
     os.mkfifo(model / "model.safetensors")
     refuses_hf(model)
     refuses_hf(model / "model.safetensors")
+
+
+def test_asset_is_a_symlink_out_of_the_directory_is_refused(model: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (model / "vocab.txt").symlink_to(tmp_path / "secret")
+    assert main(["shard", str(model), str(tmp_path / "out"), "--mesh", "dp_shard=2", "--json"]) == 4
+    assert "leads out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert staging_left(tmp_path) == []
 
 
 def test_names_that_would_drive_a_terminal_are_escaped(tmp_path: Path, capsys) -> None:
@@ -110,6 +210,21 @@ def test_files_that_their_index_does_not_describe_are_unreadable(indexed: Path, 
     change, word = BROKEN[kind]
     change(indexed)
     assert word in refuses_hf(indexed)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../x", "a\0b", ""])
+def test_index_naming_files_outside_is_unreadable(indexed: Path, tmp_path: Path, refuses_hf, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(MODEL))
+    _edit_index(indexed, lambda d: d["weight_map"].update({"model.step": name}))
+    refuses_hf(indexed)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": 1}}', b"\xff\xff"]
+)
+def test_index_replaced_is_unreadable(indexed: Path, refuses_hf, raw: bytes) -> None:
+    _index(indexed).write_bytes(raw)
+    refuses_hf(indexed)
 
 
 # What ckpt gathered
@@ -204,6 +319,26 @@ def test_sharded_last_file_missing_is_said_to_be_unchecked(tmp_path: Path, capsy
     assert any("global shapes" in text for text in json.loads(capsys.readouterr().out)["not_checked"])
     assert main(["gather", str(sharded), str(tmp_path / "out"), "--json"]) == 0
     assert any("last ones are missing" in text for text in json.loads(capsys.readouterr().out)["notes"])
+
+
+@pytest.mark.parametrize(
+    "info",
+    ["", "[]", "{}", '{"w": {}}', '{"w": {"saved_offsets": [0]}}', '{"w": {"saved_offsets": [-1, 0]}}',
+     '{"w": {"saved_offsets": [0.5, 0]}}', '{"w": {"saved_offsets": "00"}}', '{"w": 3}'],
+)  # fmt: skip
+def test_sharded_info_malformed_is_unreadable(tmp_path: Path, refuses, info: str) -> None:
+    sharded = _sharded(tmp_path / "sharded")
+    raw = safetensors_bytes({"w": tensor("F32", 4, 3)}, metadata={"DCP_SHARDING_INFO": info})
+    (sharded / "shard-00002-model-00002-of-00002.safetensors").write_bytes(raw)
+    refuses(sharded, finding=None)
+
+
+def test_sharded_chunks_overlapping_is_found(tmp_path: Path, refuses) -> None:
+    sharded = _sharded(tmp_path / "sharded")
+    info = json.dumps({"w": {"saved_offsets": [2, 0]}})
+    raw = safetensors_bytes({"w": tensor("F32", 4, 3)}, metadata={"DCP_SHARDING_INFO": info})
+    (sharded / "shard-00002-model-00002-of-00002.safetensors").write_bytes(raw)
+    refuses(sharded, finding="overlapping-chunks")
 
 
 def test_file_with_noise_for_a_name_is_left_out(model: Path, tmp_path: Path) -> None:

@@ -101,18 +101,18 @@ def shard(server: Server, world: Path) -> Runs:
 
 
 @pytest.mark.full
-def test_resume_after_a_kill_at_any_write_continues(shard, case):
+def test_resume_after_a_kill_at_any_write_continues(runs, case):
     kept, continued = [], 0
     for nth in range(1, 2000, 4):
         directory = case / str(nth)
         directory.mkdir()
-        result = shard.run(directory, **kill(directory, nth))
+        result = runs.run(directory, **kill(directory, nth))
         if not result.hit:
-            assert_complete(directory / "out", shard.expected)
+            assert_complete(directory / "out", runs.expected)
             break
         (name,) = staging_left(directory)
         records = (directory / name / JOURNAL).read_bytes().count(b"\n") - 1 if nth > 1 else 0
-        again = shard.completes(directory)
+        again = runs.completes(directory)
         assert (_kept(again) > 0) == (records > 0), again
         continued += records > 0
         kept.append(_kept(again))
@@ -153,16 +153,77 @@ def test_resume_loses_at_most_one_block_per_thread(server, world, case):
         assert -1 <= max(0, len(data) - 2) - records <= 2
 
 
-def test_resume_that_is_killed_again_and_again_ends(server, world, case):
+@pytest.mark.full(but=["gather"])
+def test_resume_that_is_killed_again_and_again_ends(runs, case):
     # Every attempt gets a little further: reading back what is there writes nothing.
-    runs, attempts = Runs(server, world, "gather"), 0
+    attempts = 0
     while attempts < 100:
-        if runs.run(case, **kill(case, 25)).code == 0:
+        if runs.run(case, **kill(case, 25 if runs.verb == "gather" else 45)).code == 0:
             break
         attempts += 1
     assert attempts >= 2
     assert_complete(case / "out", runs.expected)
     assert_clean(case)
+
+
+@pytest.mark.full
+def test_resume_detects_staged_bytes_that_changed(runs, case):
+    killed = case / "killed"
+    killed.mkdir()
+    staging = runs.killed(killed)
+    files = sorted(path for path in staging.rglob("*") if path.is_file() and path.name != JOURNAL)
+    complete = _kept_of(runs, killed, case / "whole")
+    fewer = 0
+    for file in files:
+        for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
+            nbytes = file.stat().st_size
+            if not nbytes:
+                continue
+            directory = case / f"{file.name}-{share}"
+            shutil.copytree(killed, directory)
+            victim = directory / file.relative_to(killed)
+            raw = bytearray(victim.read_bytes())
+            raw[round(share * (nbytes - 1))] ^= 0x10
+            victim.write_bytes(raw)
+            result = runs.completes(directory)
+            assert _kept(result) <= complete
+            fewer += _kept(result) < complete
+    assert fewer >= 2
+
+
+def _kept_of(runs: Runs, killed: Path, directory: Path) -> int:
+    shutil.copytree(killed, directory)
+    return _kept(runs.completes(directory))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", ["shorter", "longer", "missing", "link", "hard-link", "foreign"])
+def test_resume_makes_staged_files_anew_that_are_not_as_they_were(shard, case, what):
+    directory = case / "here"
+    directory.mkdir()
+    staging = shard.killed(directory)
+    victim = case / "victim"
+    victim.write_bytes(b"precious" * 1000)
+    file = min(staging.glob("*.distcp"))
+    nbytes = file.stat().st_size
+    if what in ("shorter", "longer"):
+        os.truncate(file, nbytes + (-1 if what == "shorter" else 1))
+    elif what == "foreign":
+        (staging / "foreign.distcp").write_bytes(b"x")
+        (staging / "foreign").symlink_to(victim)
+    else:
+        file.unlink()
+    if what == "link":
+        file.symlink_to(victim)
+    elif what == "hard-link":
+        os.truncate(victim, nbytes)
+        file.hardlink_to(victim)
+    before = victim.read_bytes()
+    result = shard.run(directory)
+    assert victim.read_bytes() == before
+    assert result.code == 0, result
+    assert_complete(directory / "out", shard.expected)
+    assert_clean(directory)
 
 
 # Another source, other arguments
@@ -198,6 +259,35 @@ def test_resume_with_a_changed_source_starts_afresh_and_says_so(shard, server, c
     assert AFRESH in result.err
     assert _kept(result) == 0
     assert server.run("verify", case / "out", "--against", source, block_bytes=BLOCK).code == 0
+    assert_clean(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--mesh", "dp_shard=2"),
+        ("--prefix", "x."),
+        ("--exclude", "model.step"),
+        ("--set", "model.a.weight=dp_shard:S(1)"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_resume_with_other_arguments_starts_afresh_and_says_so(shard, server, case, arguments):
+    shard.killed(case)
+    result = shard.run(case, "out", *arguments)
+    assert result.code == 0, result
+    assert AFRESH in result.err
+    assert _kept(result) == 0
+    assert server.run("verify", case / "out", block_bytes=BLOCK).code == 0
+    assert_clean(case)
+
+
+def test_resume_with_another_dtype_starts_afresh_and_says_so(shard, case):
+    shard.killed(case)
+    result = api.shard(shard.source, case / "out", mesh="dp_shard=3", dtype="f32")
+    assert AFRESH in result.notes
+    assert api.verify(case / "out", level="data").ok
     assert_clean(case)
 
 
@@ -321,16 +411,16 @@ JOURNALS = {
 """What is done to the journal, and whether the run can still be continued."""
 
 
-@pytest.mark.full(but=["torn", "link", "empty"])
+@pytest.mark.full(but=["gather-torn", "gather-link", "gather-empty"])
 @pytest.mark.parametrize("kind", JOURNALS)
-def test_resume_with_a_journal_that_is_not_right_is_harmless(shard, case, kind):
+def test_resume_with_a_journal_that_is_not_right_is_harmless(runs, case, kind):
     change, continues = JOURNALS[kind]
     victim = case / "victim"
     victim.write_bytes(b"precious")
-    staging = shard.killed(case)
+    staging = runs.killed(case)
     change(staging / JOURNAL)
     before = victim.read_bytes()
-    result = shard.completes(case)
+    result = runs.completes(case)
     assert_told(result)
     assert victim.read_bytes() == before
     assert (_kept(result) > 0) == continues, result

@@ -7,6 +7,7 @@ unlink, flock (and in one round stat, list, statvfs), on everything below the di
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import signal
 from collections import Counter
@@ -197,3 +198,14 @@ def test_sweep_failed_fsync_after_the_rename_takes_it_back(server, sources, refe
     assert "cannot publish: Input/output error" in result.err
     assert files_of(case / "out", manifest=True) == old
     assert staging_left(case) == []
+
+
+@pytest.mark.parametrize("verb", OPTIONS)
+def test_sweep_every_file_is_synced_before_the_rename_and_the_directories_after(
+    server, sources, references, case, verb
+):
+    sweep = Sweep(server, sources, references, verb)
+    calls = sweep.run(case, overwrite=False, only="fsync renameat2", trace=True).calls
+    renamed = next(number for number, call in enumerate(calls) if call.startswith("renameat2"))
+    assert set(os.listdir(case / "out")) <= {os.path.basename(call) for call in calls[:renamed]}, calls
+    assert f"fsync {case}" in calls[renamed:], calls

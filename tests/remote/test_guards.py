@@ -163,9 +163,9 @@ def test_another_conversion_is_kept_out_and_a_careless_store_refused(
 
 
 @pytest.mark.parametrize("etags", [True, False])
-@pytest.mark.parametrize("raw", [b"9876543210", b"longer than it was", None])
+@pytest.mark.parametrize("raw", [b"9876543210", b"longer than it was"])
 def test_object_that_has_changed_since_it_was_listed_is_not_read(
-    bucket: Bucket, raw: bytes | None, etags: bool, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, raw: bytes, etags: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not etags:
         stored = remote_store._stored
@@ -173,13 +173,11 @@ def test_object_that_has_changed_since_it_was_listed_is_not_read(
     bucket.put("run/data", b"0123456789")
     with ObjectSource(bucket) as source:
         assert source.size("data") == 10
-        if (
-            not etags and raw is not None and len(raw) == 10
-        ):  # of the time whole seconds count; another size is seen within one
+        if not etags and len(raw) == 10:  # of the time whole seconds count; another size is seen within one
             facts = source._facts("data")
             source.files()["data"] = replace(facts, version={"modified": "2026-01-01T00:00:00Z"})  # type: ignore[index]
-        bucket.delete("run/data") if raw is None else bucket.put("run/data", raw)
-        with pytest.raises(CkptError, match=r"the source changed while it was read|no such object|missing"):
+        bucket.put("run/data", raw)
+        with pytest.raises(CkptError, match="the source changed while it was read"):
             source.read("data", 0, 4)
 
 

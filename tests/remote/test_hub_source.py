@@ -333,6 +333,15 @@ def test_token_does_not_follow_a_redirect_and_comes_back_home(run, monkeypatch, 
         error_of(run("verify", "hf://org/name"), 1)  # and no message has the signature: `run` looks
 
 
+def test_file_that_changes_between_ranges_is_noticed(run, monkeypatch, tmp_path: Path) -> None:
+    big = safetensors_bytes({"x": tensor("F32", 1 << 20)})
+    with site(a_hub({FILE: lambda a: part(a, big, ETag=f'"{a.number > 0}"')}, big)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        err = error_of(run("shard", "hf://org/name", tmp_path / "d", "--mesh", "dp_shard=2"), 1)
+    assert "the source changed" in err
+    assert not (tmp_path / "d").exists()
+
+
 def test_answer_with_the_whole_file_is_cut_out(run, monkeypatch) -> None:
     with site(a_hub({FILE: lambda _: Answer(200, {}, HELD)}, HELD)) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)

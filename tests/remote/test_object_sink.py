@@ -206,6 +206,16 @@ def test_store_that_ignores_conditions_is_refused(
     assert objects(out) == files_of(model / "shard")
 
 
+def test_what_is_not_ckpts_is_left_alone(model: Path, seaweed: Server, use: Callable[..., str]) -> None:
+    out = f"{use(seaweed)}/foreign"
+    Bucket(f"{out}/a").put("foreign/a", b"not yours")
+    with pytest.raises(DestinationExistsError, match=r"not empty: a"):
+        COMMANDS["shard"](model, out)
+    with pytest.raises(UsageError, match="cannot replace"):
+        api.shard(model / "model", out, mesh="dp_shard=2", overwrite=True)
+    assert list(objects(out)) == ["a"]
+
+
 @pytest.mark.parametrize("options", [{"engine": "dtensor"}, {"overwrite": True}])
 def test_what_a_store_cannot_do_is_refused_before_it_is_asked(model: Path, options: dict[str, object]) -> None:
     with pytest.raises(UsageError):

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
@@ -23,11 +24,11 @@ from ckpt_tools.cli import main
 from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.formats.opening import open_path
-from ckpt_tools.remote import store as remote_store
+from ckpt_tools.remote import source as remote_source, store as remote_store
 from ckpt_tools.remote.places import open_place
 from ckpt_tools.remote.source import Range, RemoteFile, RemoteSource, join
-from ckpt_tools.remote.store import Bucket
-from ckpt_tools.storage.source import LocalSource
+from ckpt_tools.remote.store import Bucket, StoredObject
+from ckpt_tools.storage.source import LocalSource, Source
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
 
@@ -144,6 +145,39 @@ def test_one_object_is_read_without_the_permission_to_list(store: Put, proxy: Pr
     proxy.arm("no-answer", at=1, times=1000)
     with pytest.raises(CkptError, match="HEAD failed"):  # nobody knows that there is nothing
         open_place(f"{path}/x")
+
+
+def test_changed_file_is_noticed(put: Put) -> None:
+    path = put({"x": bytes(5 << 20), "y": b"y"})
+    with open_place(path)[0] as source:
+        assert source.read("x", 0, 10) == bytes(10)
+        _replace(path, "x", b"1" * (5 << 20))
+        with pytest.raises(CkptError, match="the source changed while it was read"):
+            _read_and_check(source, "x", 2 << 20)
+    with open_place(path)[0] as source:
+        assert source.size("y") == 1
+        _replace(path, "y", None)
+        with pytest.raises(CkptError, match=r"the source changed while it was read|missing"):
+            _read_and_check(source, "y", 0)
+
+
+def _read_and_check(source: Source, file: str, offset: int) -> None:
+    source.read(file, offset, 1)
+    source.check_unchanged()
+
+
+def _replace(path: str, file: str, raw: bytes | None) -> None:
+    if "://" not in path:
+        target = Path(path, file)
+        target.unlink()
+        if raw is not None:
+            target.write_bytes(raw)
+        return
+    bucket = Bucket(path)
+    if raw is None:
+        bucket.delete(f"{bucket.key}/{file}")
+    else:
+        bucket.put(f"{bucket.key}/{file}", raw)
 
 
 def test_store_that_ignores_ranges_is_refused(careless: Server, use: Callable[..., str], impatient: None) -> None:
@@ -370,6 +404,14 @@ def test_hostile_listing_is_a_clean_error(hostile, answer: bytes) -> None:
         open_place(hostile(lambda _: answer))
 
 
+def test_endless_listing_ends(hostile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_source, "MAX_FILES", 5000)
+    numbers = count()
+    path = hostile(lambda _: _listing([f"run/{next(numbers)}" for _ in range(1000)], more=str(next(numbers))))
+    with pytest.raises(LimitError, match="more than 5000 files"):
+        open_place(path)
+
+
 def test_listing_that_repeats_itself_ends(hostile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_store, "MAX_FILES", 5000)
     numbers = count()
@@ -377,6 +419,18 @@ def test_listing_that_repeats_itself_ends(hostile, monkeypatch: pytest.MonkeyPat
     with pytest.raises(LimitError, match="lists more than 5000 objects"):
         open_place(path)
     assert next(numbers) < 20
+
+
+def test_million_keys_are_listed_in_bounded_time(monkeypatch: pytest.MonkeyPatch, use: Callable[..., str]) -> None:
+    now = datetime.now(UTC)
+    keys = (f"run/{i:07}.bin" for i in range(1_000_001))
+    monkeypatch.setattr(
+        Bucket, "list", lambda *_: (StoredObject(key=k, nbytes=1, etag='"e"', version=None, modified=now) for k in keys)
+    )
+    monkeypatch.setattr(remote_source, "MAX_FILES", 20_000)
+    root = use(Server(name="none", url="http://127.0.0.1:1", is_careful=True))
+    with pytest.raises(LimitError):
+        open_place(f"{root}/run")
 
 
 # Ranges fetched ahead

@@ -56,6 +56,14 @@ def test_an_unknown_scheme_is_refused_by_name(path: str, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [source]
 
 
+def test_the_hub_is_written_by_push(tmp_path: Path) -> None:
+    source = tmp_path / "model.safetensors"
+    source.write_bytes(safetensors_bytes(MODEL))
+    with pytest.raises(UsageError) as caught:
+        ckpt_tools.shard(source, "hf://org/name", mesh="dp_shard=2")
+    assert "ckpt push" in (caught.value.hint or "")
+
+
 def test_nothing_at_a_path(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="no such file"):
         places.open_place(str(tmp_path / "missing"))

@@ -52,6 +52,12 @@ def test_manifest_of_the_least_is_read_back() -> None:
     assert parse_manifest(build_manifest(least)) == least
 
 
+@pytest.mark.parametrize("cut", [0, 1, 10, 200, -1, -3, -40])
+def test_manifest_truncated_is_refused(cut: int) -> None:
+    with pytest.raises(UnreadableError, match="checksum"):
+        parse_manifest(build_manifest(MANIFEST)[:cut])
+
+
 def test_manifest_with_any_byte_changed_is_refused() -> None:
     text = build_manifest(MANIFEST)
     for offset in range(len(text)):

@@ -478,6 +478,12 @@ def test_parse_zip64_item_with_disagreeing_ends_is_refused() -> None:
             parse_item(virtual.frame.nbytes, virtual.read)
 
 
+def test_parse_item_truncated_anywhere_is_refused() -> None:
+    for length in range(0, len(GOOD), 7):
+        with pytest.raises(UnreadableError):
+            parse(GOOD[:length])
+
+
 def test_parse_item_with_any_byte_flipped_is_read_or_refused() -> None:
     expected = parse(GOOD)
     payload = range(expected.payload_offset, expected.payload_offset + expected.payload_nbytes)
