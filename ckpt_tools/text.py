@@ -79,3 +79,22 @@ def display_width(text: str) -> int:
     return sum(
         0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
     )
+
+
+MAX_PATH_BYTES = 4096
+"""Bytes of a file name relative to the root: Linux's PATH_MAX."""
+
+
+MAX_COMPONENT_BYTES = 255
+"""Bytes of one component of it: NAME_MAX of every common file system."""
+
+
+def is_plain_path(file: str) -> bool:
+    """Is `file` a relative name, with forward slashes, that stays inside whatever root it is joined to?"""
+    try:
+        raw = file.encode("utf-8", "surrogateescape")  # names on disk need not be text
+    except UnicodeEncodeError:
+        return False
+    if b"\0" in raw or len(raw) > MAX_PATH_BYTES:
+        return False
+    return all(part not in (b"", b".", b"..") and len(part) <= MAX_COMPONENT_BYTES for part in raw.split(b"/"))

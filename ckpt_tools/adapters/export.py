@@ -48,13 +48,14 @@ from ckpt_tools.adapters.settings import (
     sourced,
     with_alpha,
 )
-from ckpt_tools.conversions.job import DTYPES, Conversion, check_replaceable, check_separate
+from ckpt_tools.conversions.job import DTYPES, Conversion, check_separate
 from ckpt_tools.description.checkpoint import Finding, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.steps import note_reading
+from ckpt_tools.formats.table import check_replaceable
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import ExportOptions

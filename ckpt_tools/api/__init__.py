@@ -14,15 +14,19 @@ if TYPE_CHECKING:
     from ckpt_tools.api.checking import diff as diff, stats as stats, verify as verify
     from ckpt_tools.api.conversions import commit as commit, gather as gather, reshard as reshard, shard as shard
     from ckpt_tools.api.merging import merge_lora as merge_lora
-    from ckpt_tools.api.pushing import push as push
-    from ckpt_tools.api.reading import identify as identify, inspect as inspect, open_checkpoint as open_checkpoint
-    from ckpt_tools.api.scanning import scan as scan
+    from ckpt_tools.api.reading import (
+        identify as identify,
+        inspect as inspect,
+        open_checkpoint as open_checkpoint,
+        scan as scan,
+    )
     from ckpt_tools.api.tending import prune as prune, watch as watch
-    from ckpt_tools.api.training import smoke as smoke
     from ckpt_tools.api.transforming import average as average, extract as extract, rename as rename
     from ckpt_tools.estimate.run import estimate as estimate
+    from ckpt_tools.hub.push import push as push
     from ckpt_tools.options import ProgressFactory as ProgressFactory, default_num_workers as default_num_workers
     from ckpt_tools.preflight.run import preflight as preflight
+    from ckpt_tools.smoke import smoke as smoke
 
 _ROOMS = {
     "adapters.check": "check_lora",
@@ -31,12 +35,11 @@ _ROOMS = {
     "estimate.run": "estimate",
     "api.merging": "merge_lora",
     "preflight.run": "preflight",
-    "api.pushing": "push",
+    "hub.push": "push",
     "api.checking": "diff stats verify",
-    "api.reading": "identify inspect open_checkpoint",
-    "api.scanning": "scan",
+    "api.reading": "identify inspect open_checkpoint scan",
     "api.tending": "prune watch",
-    "api.training": "smoke",
+    "smoke": "smoke",
     "api.transforming": "average extract rename",
     "options": "ProgressFactory default_num_workers",
 }

@@ -13,7 +13,6 @@ from ckpt_tools.checks.diff import Difference
 from ckpt_tools.checks.stats import Stats
 from ckpt_tools.checks.step import Pair, join, pair_parts, verify_step
 from ckpt_tools.checks.verify import Verification
-from ckpt_tools.conversions.job import is_told
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened, open_path
@@ -22,7 +21,7 @@ from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.models.opening import reconsider
 from ckpt_tools.options import default_num_workers, takes
 from ckpt_tools.options.check import DiffOptions, StatsOptions, VerifyOptions
-from ckpt_tools.quantised.decoded import dequantised
+from ckpt_tools.quantised.decoded import dequantised, is_told
 from ckpt_tools.remote.places import absolute
 from ckpt_tools.text import escape_name
 

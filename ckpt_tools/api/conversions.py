@@ -10,7 +10,6 @@ from functools import partial
 
 from ckpt_tools.api.commands import build_command, parse_command
 from ckpt_tools.api.parts import parse_part
-from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.conversions.assets import choose_assets, model_beside, own_assets
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.find import model_in
@@ -23,7 +22,7 @@ from ckpt_tools.conversions.to_ranks import is_of_verl, ranks_job
 from ckpt_tools.conversions.to_step import converted_job, layout_for, repository_job, starting_job, step_job
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.step import open_repository, open_step
+from ckpt_tools.formats.step import open_repository, open_step, refuse_mixed
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import Naming, name_live
 from ckpt_tools.models.opening import open_asking

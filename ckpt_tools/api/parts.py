@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from ckpt_tools.errors import UsageError
 from ckpt_tools.moving.share_record import MAX_PARTS
 from ckpt_tools.moving.split import Part
-from ckpt_tools.options.convert import PartsFrom
 
 _STARTERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "torchrun": (("RANK", "WORLD_SIZE"),),
@@ -32,7 +31,7 @@ def parse_part(text: str) -> Part:
     return Part(index=int(index), count=int(count))
 
 
-def find_part(environ: Mapping[str, str], parts: PartsFrom) -> Part | None:
+def find_part(environ: Mapping[str, str], parts: str) -> Part | None:
     """Return which part the process is by the variables of what started it; None for one process alone.
 
     `auto` asks torchrun alone, and only where it has started this very process: a command that a rank starts inherits

@@ -1,4 +1,4 @@
-"""`open_checkpoint` and `inspect`: what reads headers alone."""
+"""`open_checkpoint`, `identify`, `inspect` and `scan`: what reads headers alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.inside import look_into
 from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.scan import with_executables
+from ckpt_tools.formats.scan import Scan, scan_place, with_executables
 from ckpt_tools.formats.steps import list_contents
 from ckpt_tools.models.naming import Named, Naming, name_live
 from ckpt_tools.models.opening import reconsider
 from ckpt_tools.options import takes
-from ckpt_tools.options.check import InspectOptions
+from ckpt_tools.options.check import InspectOptions, ScanOptions
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, format: str | None = None) -> Checkpoint:  # noqa: A002
@@ -103,3 +103,13 @@ def _named(opened: Opened, options: InspectOptions, notes: list[str], *, is_over
     own = {fqn: (source,) for fqn, source in named.sources.items()}
     chosen = select(named.checkpoint, include=options.include, exclude=options.exclude, also=own)
     return replace(named, checkpoint=chosen)
+
+
+@takes(ScanOptions)
+def scan(options: ScanOptions) -> Scan:
+    """List what the files of a checkpoint would run: names in pickles, code. Nothing of it is executed.
+
+    Raises:
+        UnreadableError: There is no such file or directory.
+    """
+    return scan_place(os.fspath(options.source))

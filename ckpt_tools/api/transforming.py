@@ -7,7 +7,6 @@ import os
 from contextlib import ExitStack
 from dataclasses import replace
 
-from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.conversions.average import averaging_job, steps_of
 from ckpt_tools.conversions.check_names import check_names
 from ckpt_tools.conversions.job import Conversion, Job, check_whole, choose
@@ -18,6 +17,7 @@ from ckpt_tools.conversions.to_own import own_job, renamed
 from ckpt_tools.description.transform import select
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.opening import Opened
+from ckpt_tools.formats.step import refuse_mixed
 from ckpt_tools.models.naming import AssetList, Named, Naming
 from ckpt_tools.models.opening import open_asking
 from ckpt_tools.options import AnyPath, default_num_workers, takes

@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 
 from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats.contracts import MODEL
-from ckpt_tools.formats.file_names import METADATA_NAME
-from ckpt_tools.formats.judge import PICKLE, StepVerdict, judge_step
-from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.steps import is_part
+from ckpt_tools.formats.judge import PICKLE, StepVerdict
+from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.torch_zip import check_archive
 from ckpt_tools.options.common import Purpose
-from ckpt_tools.remote.places import open_place
 from ckpt_tools.text import escape_name
 
 _WEIGHTS = "restore it; --for weights checks the weights alone"
-
-
-def judge(opened: Opened) -> StepVerdict:
-    """Judge what is open by all that small reads tell."""
-    files = dict(opened.checkpoint.files) if opened.format.is_file else opened.source.list_files()
-    return judge_step(opened.source, files, opened, thorough=True)
-
-
-def judge_path(path: str, *, num_ranks: int | None = None) -> StepVerdict:
-    """Judge the step, or the checkpoint, at `path`; where `num_ranks` are given, for so many."""
-    source, file = open_place(path)
-    with ExitStack() as stack:
-        stack.enter_context(source)
-        files = source.list_files() if file is None else {file: source.size(file)}
-        opened = stack.enter_context(open_path(path, as_part=True)) if METADATA_NAME in files else None
-        return judge_step(source, files, opened, thorough=True, num_ranks=num_ranks)
-
-
-def refuse_mixed(opened: Opened) -> None:
-    """Refuse to make anything of files of two steps, as `verify` would find them.
-
-    Raises:
-        UnreadableError: The checkpoint, or the step that its path named, is not of one step.
-    """
-    root, part = opened.source.root, ""
-    if opened.step is not None and is_part(os.path.basename(root)):
-        root, part = os.path.dirname(root), root
-    for one, other in (judge_path(root) if part else judge(opened)).mixed[:1]:
-        hint = "restore the files of one save" + (f"; for the model as it is, pass {part}" if part else "")
-        raise UnreadableError(f"not of one step: {one}, {other}", where=root, hint=hint)
 
 
 def check_beside(opened: Opened) -> tuple[list[Finding], set[str]]:

@@ -11,7 +11,7 @@ from ckpt_tools.checks.copies import equal_layouts
 from ckpt_tools.checks.data import check_blobs, check_data, firsts
 from ckpt_tools.checks.reading import Extent, account
 from ckpt_tools.checks.structure import check_structure, is_inside
-from ckpt_tools.checks.trainer import check_beside, check_trainer, judge
+from ckpt_tools.checks.trainer import check_beside, check_trainer
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.description.checkpoint import (
     MAX_ELEMS,
@@ -29,6 +29,7 @@ from ckpt_tools.formats.identify import HOLLOW
 from ckpt_tools.formats.inside import look_into
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.scan import with_executables
+from ckpt_tools.formats.step import judge
 from ckpt_tools.formats.steps import note_reading
 from ckpt_tools.maps.foreign import FLAT, FLAT_WAY
 from ckpt_tools.moving.counts import Counts, counts_to_json

@@ -20,7 +20,7 @@ from ckpt_tools.cli import commands
 from ckpt_tools.cli.output import note, print_error
 from ckpt_tools.cli.streams import OutputError, guarded_streams
 from ckpt_tools.errors import CkptError, StorageError, UsageError
-from ckpt_tools.storage.signals import STOP_SIGNALS
+from ckpt_tools.signals import STOP_SIGNALS
 from ckpt_tools.text import escape_name
 
 EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff,

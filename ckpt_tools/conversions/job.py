@@ -22,7 +22,7 @@ from ckpt_tools.formats.digest import digest_bytes
 from ckpt_tools.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.formats.opening import Opened, check_candidates, read_document
 from ckpt_tools.formats.steps import is_part, note_reading
-from ckpt_tools.formats.table import detect_format, format_of
+from ckpt_tools.formats.table import format_of
 from ckpt_tools.maps.foreign import FLAT, FLAT_WAY, origins_of
 from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import load_table
@@ -34,11 +34,11 @@ from ckpt_tools.moving.execute import Progress
 from ckpt_tools.moving.plan import Seal, check_names
 from ckpt_tools.moving.read import Edit
 from ckpt_tools.moving.split import Part
-from ckpt_tools.quantised.decoded import settings_beside
+from ckpt_tools.quantised.decoded import is_told
 from ckpt_tools.quantised.torchao import NUMBERS
 from ckpt_tools.remote.places import is_remote, local
 from ckpt_tools.storage.journal import JOURNAL_NAME
-from ckpt_tools.storage.source import LocalSource, short_file
+from ckpt_tools.storage.source import short_file
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
@@ -312,28 +312,6 @@ def check_separate(opened: Opened, destination: str) -> None:
             where=f"{opened.source.root} and {destination}",
             hint="choose a destination beside the source",
         )
-
-
-def check_replaceable(destination: str) -> None:
-    """Refuse to replace a directory that is neither empty nor a checkpoint."""
-    if is_remote(destination) or not os.path.isdir(destination) or not os.listdir(destination):
-        return
-    with LocalSource(destination) as source:
-        if detect_format(source.list_files(), is_file=False) is None:
-            raise UsageError(
-                "--overwrite only replaces checkpoints; this directory is not one",
-                where=destination,
-                hint="remove it yourself if nothing in it is needed",
-            )
-
-
-def is_told(opened: Opened, assets: AssetList) -> bool:
-    """Does the config that goes with a checkpoint, or lies beside it, say that weights are quantised?"""
-    sources = [source for source, asset in assets if asset.file == CONFIG_NAME]
-    try:
-        return any(map(settings_beside, (*sources, opened.asset_source or opened.source)))
-    except UnreadableError:  # which others say
-        return False
 
 
 def kept_by(opened: Opened, assets: AssetList) -> dict[str, str]:

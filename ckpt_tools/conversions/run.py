@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from ckpt_tools.checks.trainer import judge
 from ckpt_tools.conversions.finish import (
     APART,
     carry_assets,
@@ -21,15 +20,7 @@ from ckpt_tools.conversions.finish import (
     recorded_apart,
     to_digest,
 )
-from ckpt_tools.conversions.job import (
-    Conversion,
-    Job,
-    check_claims,
-    check_replaceable,
-    check_separate,
-    fingerprint,
-    rewrite_assets,
-)
+from ckpt_tools.conversions.job import Conversion, Job, check_claims, check_separate, fingerprint, rewrite_assets
 from ckpt_tools.conversions.parts import can_adopt
 from ckpt_tools.conversions.record import planned_files
 from ckpt_tools.description.layout import Box
@@ -39,7 +30,8 @@ from ckpt_tools.formats.digest import digest_bytes, digest_tensor
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.formats.opening import read_document
 from ckpt_tools.formats.scan import describe_executable, scan_files, why_not_inert
-from ckpt_tools.formats.table import format_of
+from ckpt_tools.formats.step import judge
+from ckpt_tools.formats.table import check_replaceable, format_of
 from ckpt_tools.moving.execute import Outcome, execute, scan
 from ckpt_tools.moving.plan import Plan, blob_name, blocks_of, chunk_index, copy_span, group_by_tensor, is_plain
 from ckpt_tools.moving.seen import DisagreementError, Seen

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ckpt_tools.checks.trainer import judge, judge_path, refuse_mixed
 from ckpt_tools.conversions.find import model_in, name_again
 from ckpt_tools.conversions.job import PART_NOTE, Job
 from ckpt_tools.conversions.to_mesh import find_layout, resharding_job, sharding_job
 from ckpt_tools.description.checkpoint import Checkpoint
+from ckpt_tools.description.identity import TrainerName
 from ckpt_tools.description.layout import Layout, Mesh
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats import hf, step as steps_format
@@ -22,7 +22,7 @@ from ckpt_tools.formats.judge import StepVerdict
 from ckpt_tools.formats.manifest import TensorRecord
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.formats.repositories import FILES_NAME
-from ckpt_tools.formats.step import OpenedStep
+from ckpt_tools.formats.step import OpenedStep, judge, judge_path, refuse_mixed
 from ckpt_tools.formats.steps import (
     TRAINERS,
     TrainerLayout,
@@ -31,7 +31,6 @@ from ckpt_tools.formats.steps import (
 from ckpt_tools.maps import origins_of
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.naming import Named, Naming
-from ckpt_tools.options.common import TrainerName
 from ckpt_tools.options.convert import ConvertOptions, GatherOptions
 from ckpt_tools.text import first_few
 

@@ -28,26 +28,11 @@ MAX_ELEMS = 1 << 62
 """Elements of a tensor, or bytes of a span: beyond it the 64-bit arithmetic of other readers overflows."""
 MAX_FQN_CHARS = 4096
 """Characters of an FQN. Real ones have some hundred; names are split, joined and shown many times."""
-MAX_PATH_BYTES = 4096
-"""Bytes of a file name relative to the root: Linux's PATH_MAX."""
-MAX_COMPONENT_BYTES = 255
-"""Bytes of one component of it: NAME_MAX of every common file system."""
 
 
 def is_possible_shape(shape: Sequence[int]) -> bool:
     """Can a tensor have this shape? An empty one counts by its other dims, whose strides must fit as well."""
     return len(shape) <= MAX_DIMS and math.prod(length for length in shape if length) <= MAX_ELEMS
-
-
-def is_plain_path(file: str) -> bool:
-    """Is `file` a relative name, with forward slashes, that stays inside whatever root it is joined to?"""
-    try:
-        raw = file.encode("utf-8", "surrogateescape")  # names on disk need not be text
-    except UnicodeEncodeError:
-        return False
-    if b"\0" in raw or len(raw) > MAX_PATH_BYTES:
-        return False
-    return all(part not in (b"", b".", b"..") and len(part) <= MAX_COMPONENT_BYTES for part in raw.split(b"/"))
 
 
 def fqn_problem(fqn: str) -> str | None:

@@ -111,3 +111,6 @@ def count_text(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:,}"
+
+
+TrainerName = Literal["accelerate", "trainer", "torchtitan", "lightning", "verl", "plain"]

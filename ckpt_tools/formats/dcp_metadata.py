@@ -23,7 +23,6 @@ from ckpt_tools.description.checkpoint import (
     KeyPath,
     TensorEntry,
     fqn_problem,
-    is_plain_path,
     is_possible_shape,
 )
 from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
@@ -40,7 +39,7 @@ from ckpt_tools.formats.inert_pickle import (
     collector_paused,
     parse_pickle,
 )
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, is_plain_path
 
 # `planner_data` of a DCP `.metadata`: the keys that lead to every entry, and with them a second record of its name
 # torch flattens nested dicts and lists, and names an entry by its keys, joined by dots. So each name must be what its

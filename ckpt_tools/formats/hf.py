@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry, is_plain_path
+from ckpt_tools.description.checkpoint import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.description.layout import Box
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats import safetensors
@@ -25,7 +25,7 @@ from ckpt_tools.formats.repositories import find_models
 from ckpt_tools.formats.safetensors import File, read_file
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, is_plain_path
 
 HEADER_METADATA = {"format": "pt"}
 """What transformers asks of a header."""

@@ -15,12 +15,13 @@ from typing import Any
 
 import xxhash
 
-from ckpt_tools.description.checkpoint import MAX_ELEMS, fqn_problem, is_plain_path, is_possible_shape
+from ckpt_tools.description.checkpoint import MAX_ELEMS, fqn_problem, is_possible_shape
 from ckpt_tools.description.dtypes import BY_NAME, DType
 from ckpt_tools.description.layout import Mesh, Placement, parse_placement
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.formats.file_names import INDEX_SUFFIX
+from ckpt_tools.text import is_plain_path
 
 MANIFEST_NAME = "ckpt_manifest.json"
 SCHEMA_VERSION = 1

@@ -13,12 +13,14 @@ from ckpt_tools.description.checkpoint import Checkpoint
 from ckpt_tools.description.identity import Identity
 from ckpt_tools.errors import PartError, StorageError, UnreadableError, UsageError
 from ckpt_tools.formats.dcp import Dcp
+from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.format import Format, Opened, read_document
+from ckpt_tools.formats.judge import StepVerdict, judge_step
 from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from ckpt_tools.formats.opening import open_path
 from ckpt_tools.formats.repositories import MARKERS, find_repository, is_repository
 from ckpt_tools.formats.steps import HERE, MODEL_PART, OPTIMIZER_PART, Part, Step, find_step, is_part
-from ckpt_tools.remote.places import is_directory, is_remote, local, open_source
+from ckpt_tools.remote.places import is_directory, is_remote, local, open_place, open_source
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
@@ -247,3 +249,33 @@ def _refuse_links(path: str) -> None:
             where=os.path.join(path, links[0]),
             hint="copy what it leads to into the step if you trust it",
         )
+
+
+def judge(opened: Opened) -> StepVerdict:
+    """Judge what is open by all that small reads tell."""
+    files = dict(opened.checkpoint.files) if opened.format.is_file else opened.source.list_files()
+    return judge_step(opened.source, files, opened, thorough=True)
+
+
+def judge_path(path: str, *, num_ranks: int | None = None) -> StepVerdict:
+    """Judge the step, or the checkpoint, at `path`; where `num_ranks` are given, for so many."""
+    source, file = open_place(path)
+    with ExitStack() as stack:
+        stack.enter_context(source)
+        files = source.list_files() if file is None else {file: source.size(file)}
+        opened = stack.enter_context(open_path(path, as_part=True)) if METADATA_NAME in files else None
+        return judge_step(source, files, opened, thorough=True, num_ranks=num_ranks)
+
+
+def refuse_mixed(opened: Opened) -> None:
+    """Refuse to make anything of files of two steps, as `verify` would find them.
+
+    Raises:
+        UnreadableError: The checkpoint, or the step that its path named, is not of one step.
+    """
+    root, part = opened.source.root, ""
+    if opened.step is not None and is_part(os.path.basename(root)):
+        root, part = os.path.dirname(root), root
+    for one, other in (judge_path(root) if part else judge(opened)).mixed[:1]:
+        hint = "restore the files of one save" + (f"; for the model as it is, pass {part}" if part else "")
+        raise UnreadableError(f"not of one step: {one}, {other}", where=root, hint=hint)

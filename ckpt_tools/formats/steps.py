@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from ckpt_tools.description.checkpoint import Asset, Checkpoint
+from ckpt_tools.description.identity import TrainerName
 from ckpt_tools.formats.contracts import describe
 from ckpt_tools.formats.file_names import METADATA_NAME, is_hf_asset
 from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.options.common import TrainerName
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.text import first_few
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.remote.places import is_remote
+from ckpt_tools.storage.source import LocalSource
 
 if TYPE_CHECKING:
     from ckpt_tools.description.checkpoint import Checkpoint
@@ -48,3 +51,16 @@ def detect_format(files: Mapping[str, int], *, is_file: bool) -> Format | None:
         return None
     known = map(find_format, FORMATS)
     return next((kind for kind in known if kind.is_file == is_file and kind.detects(files)), None)
+
+
+def check_replaceable(destination: str) -> None:
+    """Refuse to replace a directory that is neither empty nor a checkpoint."""
+    if is_remote(destination) or not os.path.isdir(destination) or not os.listdir(destination):
+        return
+    with LocalSource(destination) as source:
+        if detect_format(source.list_files(), is_file=False) is None:
+            raise UsageError(
+                "--overwrite only replaces checkpoints; this directory is not one",
+                where=destination,
+                hint="remove it yourself if nothing in it is needed",
+            )

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from ckpt_tools._version import __version__
 from ckpt_tools.checks.verify import verify
-from ckpt_tools.conversions.job import check_replaceable
 from ckpt_tools.description.layout import Mesh
 from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import CkptError, UsageError
@@ -30,6 +29,7 @@ from ckpt_tools.formats.file_names import METADATA_NAME
 from ckpt_tools.formats.frames import digest_frames
 from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
 from ckpt_tools.formats.opening import Opened, open_path
+from ckpt_tools.formats.table import check_replaceable
 from ckpt_tools.fsdp2.agree import current_group, from_rank0, gather, talk_over, this_rank, together, world_size
 from ckpt_tools.fsdp2.internals import mesh_axes
 from ckpt_tools.fsdp2.local import placements_of

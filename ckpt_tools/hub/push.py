@@ -19,9 +19,11 @@ from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
 from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.secrets import refuse_secrets
-from ckpt_tools.options import Doc
+from ckpt_tools.options import Doc, default_num_workers, takes
 from ckpt_tools.options.hub import PushFields
 from ckpt_tools.remote.account import find_pusher
+from ckpt_tools.remote.places import is_remote
+from ckpt_tools.storage.run_folder import leased
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
@@ -252,3 +254,29 @@ def result_json(result: PushResult) -> dict[str, object]:
     document["checked"] = {"files": document.pop("num_checked"), "bytes": document.pop("checked_bytes")}
     document["seconds"] = round(result.seconds, 3)
     return document
+
+
+@takes(PushOptions)
+def push(options: PushOptions) -> PushResult:
+    """Push a directory to the hub in one commit, and check what arrived.
+
+    The directory must be complete, as `verify` judges it. The commit is made on the revision that was planned
+    for, or not at all. The directory is not written to: a model card, or the keys that its README.md lacks, are only
+    uploaded.
+
+    Raises:
+        UsageError: Options that contradict each other, or invalid names.
+        UnreadableError: The directory holds something incomplete, or changes meanwhile.
+        AdapterRefusedError: It holds an adapter that would not load, or would load and change nothing.
+        HubError: The hub refused or cannot be reached, or somebody else committed meanwhile.
+    """
+    path = os.fspath(options.directory)
+    if is_remote(path):
+        hint = f"bring it here first: ckpt gather {path} DIR, and push DIR"
+        raise UsageError("push takes a directory of this machine", where=path, hint=hint)
+    if not os.path.isdir(path):
+        if os.path.lexists(path):
+            raise UsageError("push takes a directory", where=path)
+        raise UnreadableError("no such directory", where=path)
+    with leased(path):
+        return Push(options, options.num_workers or default_num_workers()).run()

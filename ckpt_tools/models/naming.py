@@ -25,7 +25,6 @@ from ckpt_tools.maps.patterns import matches
 from ckpt_tools.maps.table import Expected
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.conventions import CONVENTIONS, UnclearNamesError, agreed, conventions_of, map_of, named_by
-from ckpt_tools.options import AnyPath
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name, first_few
@@ -98,7 +97,7 @@ class Naming:
     """The user's own map: `model_type` (or "*") → map."""
 
     @classmethod
-    def of(cls, names: str, path: AnyPath | None) -> Self:
+    def of(cls, names: str, path: str | os.PathLike[str] | None) -> Self:
         """Return what `--names` and `--map` say together."""
         if path is None:
             return cls(names=names)

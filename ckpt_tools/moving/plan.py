@@ -11,16 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from ckpt_tools.description.checkpoint import (
-    Asset,
-    BlobEntry,
-    ByteSpan,
-    Checkpoint,
-    Chunk,
-    Encoding,
-    TensorEntry,
-    is_plain_path,
-)
+from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, Encoding, TensorEntry
 from ckpt_tools.description.dtypes import BY_NAME, DType
 from ckpt_tools.description.layout import Blocks, Box, BoxIndex, split_blocks
 from ckpt_tools.description.tiling import check_tiling
@@ -30,7 +21,7 @@ from ckpt_tools.formats.manifest import BLOCK_BYTES
 from ckpt_tools.formats.torch_zip import item_frame
 from ckpt_tools.moving.split import restrict
 from ckpt_tools.moving.strides import MAX_WASTE
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, is_plain_path
 
 TILE_BLOCKS = 4
 """With rows of 1.4 KiB in a block (transposed experts of gpt-oss), these take half as long as one by one.

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.formats._json import parse_json
 from ckpt_tools.moving.counts import Counts
 from ckpt_tools.processes import wire
+from ckpt_tools.text import is_plain_path
 
 SCHEMA_VERSION = 2
 MAX_RECORD_BYTES = 256 << 20

@@ -12,7 +12,6 @@ from ckpt_tools.options import AnyPath, Argument, Doc, Option, ProgressFactory
 Level = Literal["structure", "data", "values"]
 """How much `verify` reads: headers, every byte, or every byte and what the values are."""
 Purpose = Literal["resume", "weights"]
-TrainerName = Literal["accelerate", "trainer", "torchtitan", "lightning", "verl", "plain"]
 
 Source = Annotated[
     AnyPath, Argument("A safetensors file, a model directory, a DCP directory or a training step.", "SRC")

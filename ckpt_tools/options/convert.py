@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
+from ckpt_tools.description.identity import TrainerName
 from ckpt_tools.options import AnyPath, Option, common
 from ckpt_tools.units import parse_size
 
@@ -31,7 +32,7 @@ class ConvertOptions(common.MeshOptions):
     include: common.Include = ()
     exclude: common.Exclude = ()
     trainer: Annotated[
-        common.TrainerName | None,
+        TrainerName | None,
         Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
     ] = None
     overwrite: common.Overwrite = False

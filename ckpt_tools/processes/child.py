@@ -29,7 +29,7 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.processes import wire
 from ckpt_tools.processes.wire import error_from_json, error_to_json
-from ckpt_tools.storage.signals import hold_signals
+from ckpt_tools.signals import hold_signals
 from ckpt_tools.text import escape_name
 from ckpt_tools.walls import Limits, Walls, raise_walls
 

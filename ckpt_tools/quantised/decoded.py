@@ -22,9 +22,10 @@ from ckpt_tools.description.flat import flat_boxes
 from ckpt_tools.description.layout import Box
 from ckpt_tools.description.quantised import find_units, is_code
 from ckpt_tools.description.transform import is_optimizer, plain_names
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import CONFIG_NAME, config_beside
+from ckpt_tools.models.naming import AssetList
 from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.moving.boxes import BytesReader
 from ckpt_tools.quantised import awq, bnb, comfyui, compressed, fp8, gptq, modelopt, mxfp4, torchao
@@ -341,3 +342,12 @@ class Bands:
                     self._kept.popitem(last=False)
             self._kept.move_to_end(key)
             return found
+
+
+def is_told(opened: Opened, assets: AssetList) -> bool:
+    """Does the config that goes with a checkpoint, or lies beside it, say that weights are quantised?"""
+    sources = [source for source, asset in assets if asset.file == CONFIG_NAME]
+    try:
+        return any(map(settings_beside, (*sources, opened.asset_source or opened.source)))
+    except UnreadableError:  # which others say
+        return False

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from urllib.parse import quote, urlsplit
 
-from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, HubError, LimitError, UnreadableError, UsageError
 from ckpt_tools.remote.account import Account, find_account, hub_directory, is_offline
 from ckpt_tools.remote.refusals import RefusalError
 from ckpt_tools.remote.source import RemoteFile, RemoteSource
 from ckpt_tools.remote.web import ChangedError, Web, explain, is_same_host
 from ckpt_tools.storage.source import LocalSource, Source
+from ckpt_tools.text import is_plain_path
 from ckpt_tools.units import format_size
 
 MAX_AGE_S = 600.0

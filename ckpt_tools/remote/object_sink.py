@@ -14,19 +14,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.remote.object_source import ObjectSource
 from ckpt_tools.remote.store import Bucket, ExistingObjectError, MissingObjectError, StoredObject
 from ckpt_tools.remote.upload import Checked, Upload, held_bytes_of, part_bytes_of, sending
 from ckpt_tools.remote.writing import WriteSettings, cut_passes, describe_writing
+from ckpt_tools.signals import hold_signals
 from ckpt_tools.storage.joined import CLAIM_NAME, MAX_CLAIM_BYTES, RECORD_PREFIX, SHARED_DIRECTORY, Claim
 from ckpt_tools.storage.journal import BlockRecord
-from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.storage.sink import SharedSink
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, is_plain_path
 from ckpt_tools.units import format_size
 
 # Say whose a prefix is while it is built: one small object, made where there is none, that everybody can read

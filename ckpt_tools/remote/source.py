@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
 from ckpt_tools.storage.source import MAX_FILES, MAX_LISTED_DEPTH, Source, T, short_file
+from ckpt_tools.text import is_plain_path
 
 # Bytes of remote files that were fetched and may be asked for again; what was used least recently goes first
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote, unquote, urlsplit
 
-from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError, UsageError
 from ckpt_tools.remote import hub_source
 from ckpt_tools.remote.refusals import RefusalError
 from ckpt_tools.remote.source import RemoteFile, RemoteSource
 from ckpt_tools.remote.web import ChangedError, Web, explain
 from ckpt_tools.storage.source import Source
+from ckpt_tools.text import is_plain_path
 
 INDEX_ENDING = ".safetensors.index.json"
 BESIDE = (

@@ -16,9 +16,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
-from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError
 from ckpt_tools.storage import beneath
+from ckpt_tools.text import is_plain_path
 
 T = TypeVar("T")
 

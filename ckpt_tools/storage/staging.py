@@ -18,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
+from ckpt_tools.signals import hold_signals
 from ckpt_tools.storage import publish
 from ckpt_tools.storage.claim import claim_directory, empty_directory, staging_path
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, Records, read_journal
-from ckpt_tools.storage.signals import hold_signals
 from ckpt_tools.storage.sink import Sink
 from ckpt_tools.storage.source import OPEN_FILES_HINT, Descriptors, LocalSource
 from ckpt_tools.units import format_size

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from ckpt_tools.description.checkpoint import is_plain_path
 from ckpt_tools.formats.file_names import is_weights
 from ckpt_tools.processes import wire
 from ckpt_tools.remote.store import Bucket, MissingObjectError, StoredObject
@@ -26,6 +25,7 @@ from ckpt_tools.tending.folder import (
     gather_saved,
     stamp_of,
 )
+from ckpt_tools.text import is_plain_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,16 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import ckpt_tools.formats.dcp
 from ckpt_tools import api
-from ckpt_tools.description.checkpoint import (
-    MAX_COMPONENT_BYTES,
-    MAX_DIMS,
-    MAX_ELEMS,
-    MAX_FQN_CHARS,
-    MAX_PATH_BYTES,
-    fqn_problem,
-    is_plain_path,
-    is_possible_shape,
-)
+from ckpt_tools.description.checkpoint import MAX_DIMS, MAX_ELEMS, MAX_FQN_CHARS, fqn_problem, is_possible_shape
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.formats import safetensors
 from ckpt_tools.formats._json import parse_json
@@ -41,7 +32,7 @@ from ckpt_tools.formats.dcp_metadata import parse_metadata
 from ckpt_tools.formats.inert_pickle import PickleLimits, parse_pickle
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.moving.plan import check_names
-from ckpt_tools.text import MAX_SHOWN_CHARS, escape_name
+from ckpt_tools.text import MAX_COMPONENT_BYTES, MAX_PATH_BYTES, MAX_SHOWN_CHARS, escape_name, is_plain_path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "limits.md"
 ROW = re.compile(r"^\|.*\| ([^|]+) \| `(ckpt_tools[\w.]+)` \|$", re.MULTILINE)

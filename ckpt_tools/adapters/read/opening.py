@@ -30,13 +30,12 @@ from ckpt_tools.adapters.read.assemble import (
 )
 from ckpt_tools.adapters.read.sidecars import Sidecars, locate, read_sidecars
 from ckpt_tools.adapters.settings import add_settings
-from ckpt_tools.checks.trainer import refuse_mixed
 from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
 from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.formats.inside import check_sealed, revealed
 from ckpt_tools.formats.opening import Opened, open_path, refuse_part
-from ckpt_tools.formats.step import open_optimizer
+from ckpt_tools.formats.step import open_optimizer, refuse_mixed
 from ckpt_tools.moving.boxes import BytesReader
 
 if TYPE_CHECKING:
