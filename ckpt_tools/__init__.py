@@ -42,11 +42,8 @@ if TYPE_CHECKING:
         verify as verify,
         watch as watch,
     )
-    from ckpt_tools.checks.diff import Difference as Difference
-    from ckpt_tools.checks.stats import Stats as Stats
-    from ckpt_tools.checks.verify import Verification as Verification
-    from ckpt_tools.conversions.job import Conversion as Conversion
-    from ckpt_tools.description.checkpoint import (
+    from ckpt_tools.checkpoint.dtypes import DType as DType
+    from ckpt_tools.checkpoint.entries import (
         BlobEntry as BlobEntry,
         ByteSpan as ByteSpan,
         Checkpoint as Checkpoint,
@@ -54,9 +51,9 @@ if TYPE_CHECKING:
         Finding as Finding,
         TensorEntry as TensorEntry,
     )
-    from ckpt_tools.description.dtypes import DType as DType
-    from ckpt_tools.description.identity import Candidate as Candidate, Identity as Identity, StepCount as StepCount
-    from ckpt_tools.description.layout import (
+    from ckpt_tools.checkpoint.formats.scan import Executable as Executable, Scan as Scan
+    from ckpt_tools.checkpoint.identity import Candidate as Candidate, Identity as Identity, StepCount as StepCount
+    from ckpt_tools.checkpoint.layout import (
         Box as Box,
         Mesh as Mesh,
         Placement as Placement,
@@ -64,7 +61,11 @@ if TYPE_CHECKING:
         Shard as Shard,
         parse_mesh as parse_mesh,
     )
-    from ckpt_tools.description.summarise import Summary as Summary
+    from ckpt_tools.checkpoint.summarise import Summary as Summary
+    from ckpt_tools.checks.diff import Difference as Difference
+    from ckpt_tools.checks.stats import Stats as Stats
+    from ckpt_tools.checks.verify import Verification as Verification
+    from ckpt_tools.convert.job import Conversion as Conversion
     from ckpt_tools.errors import (
         CkptError as CkptError,
         DestinationExistsError as DestinationExistsError,
@@ -74,10 +75,9 @@ if TYPE_CHECKING:
         UnreadableError as UnreadableError,
         UsageError as UsageError,
     )
-    from ckpt_tools.formats.scan import Executable as Executable, Scan as Scan
-    from ckpt_tools.moving.counts import Counts as Counts
-    from ckpt_tools.smoke.report import SmokeReport as SmokeReport
-    from ckpt_tools.tending.tend import Tended as Tended
+    from ckpt_tools.fsdp2.smoke.report import SmokeReport as SmokeReport
+    from ckpt_tools.runs.manage import Tended as Tended
+    from ckpt_tools.transfer.counts import Counts as Counts
 
 _ROOMS = {
     "_version": "__version__",
@@ -86,17 +86,17 @@ _ROOMS = {
     "checks.diff": "Difference",
     "checks.stats": "Stats",
     "checks.verify": "Verification",
-    "conversions.job": "Conversion",
-    "description.checkpoint": "BlobEntry ByteSpan Checkpoint Chunk Finding TensorEntry",
-    "description.dtypes": "DType",
-    "description.identity": "Candidate Identity StepCount",
-    "description.layout": "Box Mesh Placement Replicate Shard parse_mesh",
-    "description.summarise": "Summary",
+    "convert.job": "Conversion",
+    "checkpoint.entries": "BlobEntry ByteSpan Checkpoint Chunk Finding TensorEntry",
+    "checkpoint.dtypes": "DType",
+    "checkpoint.identity": "Candidate Identity StepCount",
+    "checkpoint.layout": "Box Mesh Placement Replicate Shard parse_mesh",
+    "checkpoint.summarise": "Summary",
     "errors": "CkptError DestinationExistsError HubError LimitError PartError UnreadableError UsageError",
-    "formats.scan": "Executable Scan",
-    "moving.counts": "Counts",
-    "smoke.report": "SmokeReport",
-    "tending.tend": "Tended",
+    "checkpoint.formats.scan": "Executable Scan",
+    "transfer.counts": "Counts",
+    "fsdp2.smoke.report": "SmokeReport",
+    "runs.manage": "Tended",
 }
 """Module → names that are public here."""
 _HOMES = {name: f"{__name__}.{room}" for room, names in _ROOMS.items() for name in names.split()}

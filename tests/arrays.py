@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_tools.description.dtypes import BY_TORCH_NAME
-from ckpt_tools.moving.arrays import Array, dtype_of, numpy_dtype
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
+from ckpt_tools.transfer.arrays import Array, dtype_of, numpy_dtype
 
 _BITS = {1: torch.uint8, 2: torch.uint16}
 """For the types that numpy lacks, by bytes of an element."""

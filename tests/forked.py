@@ -20,8 +20,8 @@ from fsdp2.ranks import run_ranks
 
 from ckpt_tools import cli
 from ckpt_tools.errors import CkptError
-from ckpt_tools.processes import child
-from ckpt_tools.processes.wire import error_from_json, error_to_json
+from ckpt_tools.sandbox import child
+from ckpt_tools.sandbox.wire import error_from_json, error_to_json
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 from ckpt_tools import api
-from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.checkpoint.dtypes import BY_NAME
 
 Tensors = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 """FQN → dtype name, shape, bytes."""
@@ -135,6 +135,6 @@ def small_blocks(nbytes: int) -> Iterator[None]:
     The constant is part of the manifest's digest, and plan and digest must agree on it.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("moving.plan", "formats.digest", "formats.manifest"):
+        for module in ("transfer.plan", "checkpoint.formats.digest", "checkpoint.formats.manifest"):
             patch.setattr(f"ckpt_tools.{module}.BLOCK_BYTES", nbytes)
         yield

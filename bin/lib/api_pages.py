@@ -143,7 +143,7 @@ def render() -> str:
     members = {name: getattr(ckpt_tools, name) for name in ckpt_tools.__all__}
     functions = [function_entry(name, member) for name, member in members.items() if inspect.isfunction(member)]
     types = [f"### {name}\n\n{describe_class(member)}\n" for name, member in members.items() if inspect.isclass(member)]
-    from ckpt_tools.hooks.tending import BadCheckpointError, Tending
+    from ckpt_tools.runs.hook import BadCheckpointError, Tending
 
     hooks = [f"### {kind.__name__}\n\n{describe_class(kind)}\n" for kind in (Tending, BadCheckpointError)]
     return "\n".join([HEAD, "## Functions\n", *functions, "## Types\n", *types, HOOKS, *hooks])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

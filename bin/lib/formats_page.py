@@ -1,6 +1,6 @@
 """The page of formats, from the table."""
 
-from ckpt_tools.formats.table import FORMATS, find_format
+from ckpt_tools.checkpoint.formats.table import FORMATS, find_format
 
 _HEAD = """# Formats
 

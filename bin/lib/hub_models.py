@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from ckpt_tools.formats._json import parse_json
+from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.preflight.fold import cut_depth
 
 AUTO = {

@@ -1,4 +1,4 @@
-"""Writes ckpt_tools/maps/transformers.txt, the names of the installed transformers' models; takes some minutes.
+"""Writes checkpoint/names/transformers.txt, the names of the installed transformers' models; takes some minutes.
 
 Beside it, hub_gaps.tsv says which classes it lacks, and why. CLASS… adds or replaces these and what they are made of
 alone. With --check CLASS… says for which of these classes, and of those that they are made of, the file differs.

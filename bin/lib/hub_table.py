@@ -1,4 +1,4 @@
-"""Makes the table of names out of what was observed; see `ckpt_tools.maps.table` for its form."""
+"""Makes the table of names out of what was observed; see `ckpt_tools.checkpoint.names.table` for its form."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hub_models import AUTO, FORM, Architecture, Observed
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightTransform
 
-from ckpt_tools.maps import patterns
-from ckpt_tools.maps.patterns import Node, find, is_number, merge, prune
-from ckpt_tools.maps.sections import add_names, parse_section, split
+from ckpt_tools.checkpoint.names import patterns
+from ckpt_tools.checkpoint.names.patterns import Node, find, is_number, merge, prune
+from ckpt_tools.checkpoint.names.sections import add_names, parse_section, split
 from ckpt_tools.models.asked import rule_of
 
 _WORTH_SHARING = 4

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 from ckpt_tools.text import first_few
 
 if TYPE_CHECKING:
-    from ckpt_tools.description.checkpoint import TensorEntry
+    from ckpt_tools.checkpoint.entries import TensorEntry
 
 SAVED: Literal["saved"] = "saved"
 """The family of whole tensors, which replace the base's."""

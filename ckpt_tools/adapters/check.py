@@ -50,12 +50,12 @@ from ckpt_tools.adapters.read.sidecars import (
     read_json,
 )
 from ckpt_tools.adapters.settings import assumed_before
-from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.description.identity import Identity
+from ckpt_tools.checkpoint.entries import Finding, TensorEntry
+from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import CheckOptions
-from ckpt_tools.remote.places import is_directory, open_source
+from ckpt_tools.storage.locations import is_directory, open_source
 from ckpt_tools.text import escape_name, first_few
 
 Verdict = Literal["loads", "fails", "unknown"]

@@ -48,14 +48,14 @@ from ckpt_tools.adapters.settings import (
     sourced,
     with_alpha,
 )
-from ckpt_tools.conversions.job import DTYPES, Conversion, check_separate
-from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.transform import plain_names
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import Finding, TensorEntry
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.formats.steps import note_reading
+from ckpt_tools.checkpoint.formats.table import check_replaceable
+from ckpt_tools.checkpoint.transform import plain_names
+from ckpt_tools.convert.job import DTYPES, Conversion, check_separate
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.steps import note_reading
-from ckpt_tools.formats.table import check_replaceable
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import ExportOptions
@@ -248,7 +248,7 @@ def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
     if isinstance(factor, TensorEntry):
         stored, read = factor.dtype, functools.partial(run.reader.read, factor)
     else:
-        from ckpt_tools.moving.arrays import bytes_of, dtype_of
+        from ckpt_tools.transfer.arrays import bytes_of, dtype_of
 
         stored, read = dtype_of(factor), functools.partial(bytes_of, factor)
     asked = run.options.dtype

@@ -34,14 +34,14 @@ from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.adapters.families.tokens import indices_of, why_wrong
 from ckpt_tools.adapters.settings import config_rank, said_zero
-from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
-from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
-from ckpt_tools.description.transform import strip_wrappers
-from ckpt_tools.moving.counts import count_values
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
+from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.counts import count_values
 
 if TYPE_CHECKING:
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def look_at(content: memoryview, dtype: DType) -> Values | None:
         return None
     import numpy as np
 
-    from ckpt_tools.moving.arrays import numpy_dtype
+    from ckpt_tools.transfer.arrays import numpy_dtype
 
     one = np.ones(1, numpy_dtype(dtype)).tobytes()
     is_one = not content or (content[: len(one)] == one and content[len(one) :] == content[: -len(one)])
@@ -365,6 +365,6 @@ def _look(factor: object) -> Values | None:
     dtype = _dtype(array)
     if dtype is None or not array.size:
         return None
-    from ckpt_tools.moving.arrays import bytes_of
+    from ckpt_tools.transfer.arrays import bytes_of
 
     return look_at(bytes_of(array), dtype)

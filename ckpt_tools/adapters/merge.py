@@ -27,22 +27,22 @@ from ckpt_tools.adapters.integrity import check_structure
 from ckpt_tools.adapters.read.opening import LazyAdapter, OpenedAdapter
 from ckpt_tools.adapters.read.sidecars import base_config
 from ckpt_tools.adapters.settings import assumptions, findings_of, settle_parameters, with_alpha
-from ckpt_tools.conversions.assets import choose_assets, tokens_in
-from ckpt_tools.conversions.job import Job, check_separate, with_config
-from ckpt_tools.conversions.to_own import own_job
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.transform import plain_names
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats.digest import digest_bytes
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.transform import plain_names
+from ckpt_tools.convert.assets import choose_assets, tokens_in
+from ckpt_tools.convert.job import Job, check_separate, with_config
+from ckpt_tools.convert.rewrite import own_job
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.moving.execute import scan
 from ckpt_tools.options.adapters import MergeOptions
-from ckpt_tools.quantised.decoded import dequantised, is_quantised
+from ckpt_tools.transfer.execute import scan
+from ckpt_tools.transfer.quantised.decoded import dequantised, is_quantised
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.moving.arrays import Array
     from ckpt_tools.options.adapters import MergeOptions
+    from ckpt_tools.transfer.arrays import Array
 
 
 _NUMPY_BYTES = 64 << 20

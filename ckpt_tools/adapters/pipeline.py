@@ -10,17 +10,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from ckpt_tools.adapters.merge import Weighted, merging_job
-from ckpt_tools.conversions.job import Job, check_separate
-from ckpt_tools.conversions.to_step import outer_job
-from ckpt_tools.description.checkpoint import Asset, Checkpoint
+from ckpt_tools.checkpoint.entries import Asset, Checkpoint
+from ckpt_tools.checkpoint.formats import step as steps_format
+from ckpt_tools.checkpoint.formats.file_names import is_weights
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.opening import Opened
+from ckpt_tools.convert.job import Job, check_separate
+from ckpt_tools.convert.to_step import outer_job
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats import step as steps_format
-from ckpt_tools.formats.file_names import is_weights
-from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.config import CONFIG_NAME, component_of
 from ckpt_tools.options.adapters import MergeOptions
-from ckpt_tools.remote.places import open_source
+from ckpt_tools.storage.locations import open_source
 from ckpt_tools.text import first_few
 
 _KOHYA = re.compile(r"lora_(te\d?|unet|transformer)_")

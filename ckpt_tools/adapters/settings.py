@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, F, Shapes, Sourced, some_modules
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.sidecars import ASSUMED, DIFFUSERS_HEADER, Sidecars, by_pattern
-from ckpt_tools.description.checkpoint import Finding, TensorEntry
+from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 
 _UNIT_SCALE: Mapping[Convention, str] = {

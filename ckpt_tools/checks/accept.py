@@ -8,11 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from ckpt_tools.checkpoint.formats.digest import digest_bytes
+from ckpt_tools.checkpoint.formats.file_names import is_weights
+from ckpt_tools.checkpoint.formats.format import read_document
+from ckpt_tools.checkpoint.formats.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    FileRecord,
+    build_manifest,
+    parse_manifest,
+)
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.file_names import is_weights
-from ckpt_tools.formats.format import read_document
-from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, build_manifest, parse_manifest
 from ckpt_tools.storage.publish import replace_file
 from ckpt_tools.storage.source import LocalSource
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from isal import isal_zlib
 
-from ckpt_tools.description.checkpoint import Chunk, Finding, TensorEntry
-from ckpt_tools.description.dtypes import DType
+from ckpt_tools.checkpoint.dtypes import DType
+from ckpt_tools.checkpoint.entries import Chunk, Finding, TensorEntry
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 

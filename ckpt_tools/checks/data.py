@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checks.manifest import changed_asset, size_of
 from ckpt_tools.checks.structure import check_blob, files_of, is_inside
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
 from ckpt_tools.errors import CkptError, UnreadableError
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.moving.execute import Outcome, Progress, scan
-from ckpt_tools.moving.plan import asset_name, blob_name, copy_span
-from ckpt_tools.moving.task import Look
+from ckpt_tools.transfer.execute import Outcome, Progress, scan
+from ckpt_tools.transfer.plan import asset_name, blob_name, copy_span
+from ckpt_tools.transfer.task import Look
 
 
 def check_data(

@@ -7,25 +7,25 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import isfinite
 
+from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.formats.inside import Told, check_sealed, revealed
+from ckpt_tools.checkpoint.formats.opening import Opened
+from ckpt_tools.checkpoint.globs import choose_names
+from ckpt_tools.checkpoint.identity import Identity
+from ckpt_tools.checkpoint.quantised_units import find_units
+from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.checks.updates import Update, Updating
-from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.description.globs import choose_names
-from ckpt_tools.description.identity import Identity
-from ckpt_tools.description.quantised import find_units
-from ckpt_tools.description.transform import plain_names
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.inside import Told, check_sealed, revealed
-from ckpt_tools.formats.opening import Opened
 from ckpt_tools.models.naming import AssetList, Named, Naming, name_known, name_live
-from ckpt_tools.moving.beside import Beside, Reading
-from ckpt_tools.moving.execute import Progress, scan
-from ckpt_tools.moving.moments import measures
-from ckpt_tools.moving.plan import check_complete
-from ckpt_tools.moving.read import read_blocks
-from ckpt_tools.moving.split import Part, own_tensors
-from ckpt_tools.moving.strides import byte_box
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.execute import Progress, scan
+from ckpt_tools.transfer.paired_reader import Beside, Reading
+from ckpt_tools.transfer.plan import check_complete
+from ckpt_tools.transfer.read import read_blocks
+from ckpt_tools.transfer.split import Part, own_tensors
+from ckpt_tools.transfer.statistics import measures
+from ckpt_tools.transfer.strides import byte_box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +273,7 @@ def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, ato
     """Compare within a tolerance, in float64; NaNs equal NaNs."""
     import numpy as np
 
-    from ckpt_tools.moving.arrays import array_of
+    from ckpt_tools.transfer.arrays import array_of
 
     worst, count = 0.0, 0
     for (_, left), (_, right) in zip(read_blocks(x, xs), read_blocks(y, ys), strict=True):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from ckpt_tools._version import __version__
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.text import escape_message
 

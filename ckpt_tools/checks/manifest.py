@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ckpt_tools.description.checkpoint import Finding, TensorEntry
+from ckpt_tools.checkpoint.entries import Finding, TensorEntry
+from ckpt_tools.checkpoint.formats.digest import digest_bytes
+from ckpt_tools.checkpoint.formats.file_names import is_for_people
+from ckpt_tools.checkpoint.formats.frames import digest_frames
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
+from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.errors import CkptError, UnreachableError
-from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.file_names import is_for_people
-from ckpt_tools.formats.frames import digest_frames
-from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
-from ckpt_tools.formats.opening import Opened
 
 
 def check_manifest(opened: Opened, manifest: Manifest) -> Iterator[Finding]:

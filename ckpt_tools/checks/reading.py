@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ckpt_tools.checkpoint.entries import BlobEntry, TensorEntry
+from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checks.data import firsts
 from ckpt_tools.checks.structure import Lost, is_inside
-from ckpt_tools.description.checkpoint import BlobEntry, TensorEntry
-from ckpt_tools.formats.opening import Opened
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 

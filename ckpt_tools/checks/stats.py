@@ -10,28 +10,28 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from ckpt_tools.checks.alike import gathered, kind_of, layer_of, strangers
+from ckpt_tools.checkpoint.entries import Finding, TensorEntry
+from ckpt_tools.checkpoint.formats.inside import check_sealed, revealed
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.opening import Opened
+from ckpt_tools.checkpoint.identity import Identity
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checkpoint.quantised_units import find_units
+from ckpt_tools.checkpoint.transform import find_model, plain_names, select
 from ckpt_tools.checks.diff import match_names
+from ckpt_tools.checks.siblings import gathered, kind_of, layer_of, strangers
 from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
-from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.description.identity import Identity
-from ckpt_tools.description.layout import Box
-from ckpt_tools.description.quantised import find_units
-from ckpt_tools.description.transform import find_model, plain_names, select
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.inside import check_sealed, revealed
-from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.moving.beside import Beside, Reading
-from ckpt_tools.moving.counts import Counts
-from ckpt_tools.moving.execute import Outcome, Progress, scan
-from ckpt_tools.moving.moments import Moments, Tally, measures
-from ckpt_tools.moving.plan import check_complete, chunk_index
-from ckpt_tools.moving.read import Buffers, read_block
-from ckpt_tools.moving.task import Look
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.counts import Counts
+from ckpt_tools.transfer.execute import Outcome, Progress, scan
+from ckpt_tools.transfer.paired_reader import Beside, Reading
+from ckpt_tools.transfer.plan import check_complete, chunk_index
+from ckpt_tools.transfer.read import Buffers, read_block
+from ckpt_tools.transfer.statistics import Moments, Tally, measures
+from ckpt_tools.transfer.task import Look
 
 # How many directions a matrix uses, to judge by a sample of its rows
 
@@ -61,7 +61,7 @@ def measure_spectrum(entry: TensorEntry, source: Source) -> Spectrum | None:
     """
     import numpy as np
 
-    from ckpt_tools.moving.arrays import array_of
+    from ckpt_tools.transfer.arrays import array_of
 
     if len(entry.shape) != 2 or min(entry.shape) < 2 or (entry.dtype.name[0] in "BIU" and entry.dtype.name != "BF16"):
         return None

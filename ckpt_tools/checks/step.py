@@ -7,20 +7,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.formats.candidates import may_be_one_of_several
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.formats.step import OpenedStep
+from ckpt_tools.checkpoint.formats.steps import HERE
+from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checks.reading import Extent
 from ckpt_tools.checks.structure import check_candidates
 from ckpt_tools.checks.verify import Looks, Unchecked, Verification, verify
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.description.identity import Identity
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.candidates import may_be_one_of_several
-from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.step import OpenedStep
-from ckpt_tools.formats.steps import HERE
-from ckpt_tools.moving.execute import Progress
 from ckpt_tools.options.common import Level, Purpose
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.execute import Progress
 
 if TYPE_CHECKING:
     from ckpt_tools.checks.diff import Difference

@@ -8,17 +8,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from ckpt_tools.checkpoint.entries import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.checkpoint.formats import dcp
+from ckpt_tools.checkpoint.formats._json import MAX_JSON_BYTES, MAX_JSON_CONTAINERS
+from ckpt_tools.checkpoint.formats.dcp_placing import ITEM_ALIGNMENT
+from ckpt_tools.checkpoint.formats.file_names import is_hf_asset, is_side_file, is_weights
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.opening import Opened
+from ckpt_tools.checkpoint.tiling import check_tiling
 from ckpt_tools.checks.copies import check_copies
 from ckpt_tools.checks.manifest import check_frames, check_manifest
-from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
-from ckpt_tools.description.tiling import check_tiling
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError
-from ckpt_tools.formats import dcp
-from ckpt_tools.formats._json import MAX_JSON_BYTES, MAX_JSON_CONTAINERS
-from ckpt_tools.formats.dcp_placing import ITEM_ALIGNMENT
-from ckpt_tools.formats.file_names import is_hf_asset, is_side_file, is_weights
-from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.formats.opening import Opened
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.formats.contracts import MODEL
+from ckpt_tools.checkpoint.formats.judge import PICKLE, StepVerdict
+from ckpt_tools.checkpoint.formats.opening import Opened
+from ckpt_tools.checkpoint.formats.torch_zip import check_archive
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.contracts import MODEL
-from ckpt_tools.formats.judge import PICKLE, StepVerdict
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.formats.torch_zip import check_archive
 from ckpt_tools.options.common import Purpose
 from ckpt_tools.text import escape_name
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt_tools.checks.alike import gathered
-from ckpt_tools.description.checkpoint import Finding, TensorEntry
-from ckpt_tools.description.globs import Names, find_named
-from ckpt_tools.description.layout import Box
-from ckpt_tools.moving.beside import Beside
+from ckpt_tools.checkpoint.entries import Finding, TensorEntry
+from ckpt_tools.checkpoint.globs import Names, find_named
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checks.siblings import gathered
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.paired_reader import Beside
 
 _PIECE_ELEMS = 1 << 16
 
@@ -78,7 +78,7 @@ class Updating:
         """Take a block, as row-major bytes."""
         import numpy as np
 
-        from ckpt_tools.moving.arrays import array_of
+        from ckpt_tools.transfer.arrays import array_of
 
         ours = array_of(content, self._dtype, (-1,))
         theirs = array_of(self._beside.read(block), self._beside.entry.dtype, (-1,))

@@ -7,13 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from ckpt_tools.checks.copies import equal_layouts
-from ckpt_tools.checks.data import check_blobs, check_data, firsts
-from ckpt_tools.checks.reading import Extent, account
-from ckpt_tools.checks.structure import check_structure, is_inside
-from ckpt_tools.checks.trainer import check_beside, check_trainer
-from ckpt_tools.checks.values import check_values, unseen_values
-from ckpt_tools.description.checkpoint import (
+from ckpt_tools.checkpoint.entries import (
     MAX_ELEMS,
     ByteSpan,
     Census,
@@ -23,21 +17,27 @@ from ckpt_tools.description.checkpoint import (
     TensorEntry,
     say_census,
 )
-from ckpt_tools.description.identity import Identity
-from ckpt_tools.description.layout import Mesh
-from ckpt_tools.formats.identify import HOLLOW
-from ckpt_tools.formats.inside import look_into
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.formats.scan import with_executables
-from ckpt_tools.formats.step import judge
-from ckpt_tools.formats.steps import note_reading
-from ckpt_tools.maps.foreign import FLAT, FLAT_WAY
-from ckpt_tools.moving.counts import Counts, counts_to_json
-from ckpt_tools.moving.execute import Outcome, Progress
-from ckpt_tools.moving.split import Part, own_tensors
-from ckpt_tools.moving.task import Look
+from ckpt_tools.checkpoint.formats.identify import HOLLOW
+from ckpt_tools.checkpoint.formats.inside import look_into
+from ckpt_tools.checkpoint.formats.opening import Opened
+from ckpt_tools.checkpoint.formats.scan import with_executables
+from ckpt_tools.checkpoint.formats.step import judge
+from ckpt_tools.checkpoint.formats.steps import note_reading
+from ckpt_tools.checkpoint.identity import Identity
+from ckpt_tools.checkpoint.layout import Mesh
+from ckpt_tools.checkpoint.names.foreign import FLAT, FLAT_WAY
+from ckpt_tools.checks.copies import equal_layouts
+from ckpt_tools.checks.data import check_blobs, check_data, firsts
+from ckpt_tools.checks.reading import Extent, account
+from ckpt_tools.checks.structure import check_structure, is_inside
+from ckpt_tools.checks.trainer import check_beside, check_trainer
+from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.options.common import Level, Purpose
 from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.transfer.counts import Counts, counts_to_json
+from ckpt_tools.transfer.execute import Outcome, Progress
+from ckpt_tools.transfer.split import Part, own_tensors
+from ckpt_tools.transfer.task import Look
 from ckpt_tools.units import format_size
 
 # Findings put together by what brought them about: a missing file is one cause, whatever lay in it

@@ -72,7 +72,7 @@ def command(
         run, function = resolve()
         if function is None:
             return run(*parts)
-        from ckpt_tools.remote.places import set_storage
+        from ckpt_tools.storage.locations import set_storage
 
         set_storage(output.storage)
         return run(Call(function, given), *parts, output)

@@ -145,8 +145,8 @@ COMMANDS: dict[str, Command] = {
         """,
     ),
     "watch": Command(
-        "tending",
-        "tending.WatchOptions output.HtmlOptions",
+        "runs",
+        "runs.WatchOptions output.HtmlOptions",
         """
         Verify the checkpoints of a run as they are saved, and remove what is superseded.
 
@@ -155,8 +155,8 @@ COMMANDS: dict[str, Command] = {
         """,
     ),
     "prune": Command(
-        "tending",
-        "tending.PruneOptions output.HtmlOptions",
+        "runs",
+        "runs.PruneOptions output.HtmlOptions",
         """
         Remove the checkpoints of a run that are verified and superseded.
 

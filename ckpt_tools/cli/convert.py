@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 from typing import cast, get_args
 
-from ckpt_tools.api.parts import find_part
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, say
 from ckpt_tools.cli.streams import complete
-from ckpt_tools.conversions.job import Conversion
+from ckpt_tools.convert.job import Conversion
 from ckpt_tools.errors import UsageError
-from ckpt_tools.moving.counts import counts_to_json
-from ckpt_tools.moving.share_record import MAX_PARTS
-from ckpt_tools.moving.threads import one_thread_each
 from ckpt_tools.options.convert import PartsFrom, RunOptions
 from ckpt_tools.options.output import Output
-from ckpt_tools.remote.places import is_remote
+from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.transfer.counts import counts_to_json
+from ckpt_tools.transfer.part import find_part
+from ckpt_tools.transfer.share_record import MAX_PARTS
+from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size, parse_size
 
 
@@ -31,7 +31,7 @@ def run(call: Call[Conversion], how: RunOptions, output: Output) -> int:
         words = ", ".join(get_args(PartsFrom))
         raise UsageError(f"--parts must be one of {words}, or with --on a number, got {parts!r}")
     if on is not None:
-        from ckpt_tools.api.on_ray import convert_on_ray
+        from ckpt_tools.convert.on_ray import convert_on_ray
 
         if "part" in call.given or call.given.get("dry_run"):
             raise UsageError("--on runs all parts", hint="leave out --part and --dry-run")
@@ -45,8 +45,8 @@ def run(call: Call[Conversion], how: RunOptions, output: Output) -> int:
 
 
 def _set_how_to_write(how: RunOptions) -> None:
-    from ckpt_tools.remote.object_sink import set_write_settings
-    from ckpt_tools.remote.writing import MEMORY_BYTES, WriteSettings
+    from ckpt_tools.storage.remote.object_sink import set_write_settings
+    from ckpt_tools.storage.remote.writing import MEMORY_BYTES, WriteSettings
 
     memory_bytes = MEMORY_BYTES if how.memory is None else parse_size(how.memory)
     needs_conditions, verify_all = not how.no_conditional_writes, how.verify_written == "all"

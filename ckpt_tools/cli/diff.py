@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from ckpt_tools.checks.alike import kind_of
 from ckpt_tools.checks.diff import Change, Difference, to_json
+from ckpt_tools.checks.siblings import kind_of
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say
-from ckpt_tools.options.check import DiffView
-from ckpt_tools.options.output import Output
-from ckpt_tools.report.page import (
+from ckpt_tools.cli.views.page import (
     Facts,
     Mood,
     Page,
@@ -25,6 +23,8 @@ from ckpt_tools.report.page import (
     mood_of,
     notes_section,
 )
+from ckpt_tools.options.check import DiffView
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name
 
 _MOST = 20

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ckpt_tools.checkpoint.infer import block_of
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, terminal
-from ckpt_tools.description.infer import block_of
+from ckpt_tools.cli.views.page import Bar, Bars, Facts, Mood, Notes, Page, Part, Section, Table, count, notes_section
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.report import CaseEstimate, Moment
 from ckpt_tools.options.output import HtmlOptions, Output
-from ckpt_tools.report.page import Bar, Bars, Facts, Mood, Notes, Page, Part, Section, Table, count, notes_section
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from ckpt_tools.checkpoint.collapse import fold_blocks, format_placement, format_ranges
+from ckpt_tools.checkpoint.entries import BlobEntry, Chunk, TensorEntry, say_census
+from ckpt_tools.checkpoint.infer import rank_of_file
+from ckpt_tools.checkpoint.summarise import FileSummary, RankSummary, Summary, to_json
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, pad, terminal
-from ckpt_tools.description.checkpoint import BlobEntry, Chunk, TensorEntry, say_census
-from ckpt_tools.description.folding import fold_blocks, format_placement, format_ranges
-from ckpt_tools.description.infer import rank_of_file
-from ckpt_tools.description.summarise import FileSummary, RankSummary, Summary, to_json
-from ckpt_tools.errors import UsageError
-from ckpt_tools.options.check import By, InspectView
-from ckpt_tools.options.output import Output
-from ckpt_tools.report.layouts import LayoutData, build_tree, dtype_names
-from ckpt_tools.report.page import (
+from ckpt_tools.cli.views.layouts import LayoutData, build_tree, dtype_names
+from ckpt_tools.cli.views.page import (
     Drawing,
     Facts,
     Notes,
@@ -28,6 +25,9 @@ from ckpt_tools.report.page import (
     identity_rows,
     identity_sections,
 )
+from ckpt_tools.errors import UsageError
+from ckpt_tools.options.check import By, InspectView
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import display_width, escape_message, escape_name, first_few
 from ckpt_tools.units import format_size
 

@@ -18,9 +18,9 @@ from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from ckpt_tools.description.checkpoint import Finding
-    from ckpt_tools.description.identity import Identity
-    from ckpt_tools.report.page import Page
+    from ckpt_tools.checkpoint.entries import Finding
+    from ckpt_tools.checkpoint.identity import Identity
+    from ckpt_tools.cli.views.page import Page
 
 
 SCHEMA_VERSION = 1
@@ -206,7 +206,7 @@ def report_to(
     if html is None or os.environ.get("RANK", "0") != "0":  # under torchrun, only rank 0 speaks
         yield None
         return
-    from ckpt_tools.report.write import failed_page, unfinished_page, write_page
+    from ckpt_tools.cli.views.write import failed_page, unfinished_page, write_page
 
     path = os.fspath(html)
     is_written = False

@@ -7,17 +7,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.estimate import estimate_sections
 from ckpt_tools.cli.output import ChangingLine, print_json, report_to, say, say_findings
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.cli.smoke import MARKS, smoke_sections
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.cli.views.page import Facts, Page, Section, Table, count, findings_section, mood_of, notes_section
 from ckpt_tools.options.output import Output
 from ckpt_tools.options.preflight import PreflightView
 from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.report import CheckResult, PreflightReport, describe_spec, describe_verdict
-from ckpt_tools.report.page import Facts, Page, Section, Table, count, findings_section, mood_of, notes_section
 from ckpt_tools.text import escape_name
 
 _ORDER = {"error": 0, "warning": 1, "info": 2}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.formats.scan import Scan, describe_scan, find_dangerous, scan_to_json
 from ckpt_tools.checks.for_ci import Located, build_sarif, describe_failure
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import note, print_json, say, waiting
-from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.scan import Scan, describe_scan, find_dangerous, scan_to_json
 from ckpt_tools.options.check import ScanView
 from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name, first_few

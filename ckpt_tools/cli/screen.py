@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-from ckpt_tools.report.page import Table
+from ckpt_tools.cli.views.page import Table
 from ckpt_tools.text import display_width, escape_message
 
 Style = Literal["heading", "warning", "dim"]

@@ -7,8 +7,7 @@ import os
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import ChangingLine, note, print_json, report_to, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
-from ckpt_tools.options.output import HtmlOptions, Output
-from ckpt_tools.report.page import (
+from ckpt_tools.cli.views.page import (
     Bar,
     Bars,
     Curves,
@@ -24,7 +23,7 @@ from ckpt_tools.report.page import (
     mood_of,
     notes_section,
 )
-from ckpt_tools.smoke.report import (
+from ckpt_tools.fsdp2.smoke.report import (
     HOW_HELD,
     HOW_MEMORY,
     PHASES,
@@ -34,6 +33,7 @@ from ckpt_tools.smoke.report import (
     describe_compared,
     describe_verdict,
 )
+from ckpt_tools.options.output import HtmlOptions, Output
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from ckpt_tools.checks.alike import kind_of
+from ckpt_tools.checks.siblings import kind_of
 from ckpt_tools.checks.stats import Stats, TensorStats, to_json
 from ckpt_tools.checks.updates import Update
 from ckpt_tools.cli.build import Call
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
-from ckpt_tools.moving.threads import one_thread_each
-from ckpt_tools.options.check import StatsView
-from ckpt_tools.options.output import Output
-from ckpt_tools.report.page import (
+from ckpt_tools.cli.views.page import (
     Facts,
     Page,
     Section,
@@ -27,7 +24,10 @@ from ckpt_tools.report.page import (
     mood_of,
     notes_section,
 )
+from ckpt_tools.options.check import StatsView
+from ckpt_tools.options.output import Output
 from ckpt_tools.text import escape_name
+from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
 
 _MAX_KINDS = 40

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ckpt_tools.checkpoint.infer import rank_of_file
+from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checks.reading import describe
 from ckpt_tools.checks.verify import Verification, to_json
 from ckpt_tools.cli.build import Call
@@ -19,13 +21,7 @@ from ckpt_tools.cli.output import (
     say,
     say_findings,
 )
-from ckpt_tools.description.infer import rank_of_file
-from ckpt_tools.description.layout import Mesh
-from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.moving.threads import one_thread_each
-from ckpt_tools.options.check import VerifyView
-from ckpt_tools.options.output import Output
-from ckpt_tools.report.page import (
+from ckpt_tools.cli.views.page import (
     MAX_ROWS,
     Facts,
     FindingList,
@@ -41,8 +37,12 @@ from ckpt_tools.report.page import (
     mood_of,
     notes_section,
 )
-from ckpt_tools.tending.series import checkpoints_in
+from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.options.check import VerifyView
+from ckpt_tools.options.output import Output
+from ckpt_tools.runs.series import checkpoints_in
 from ckpt_tools.text import escape_name
+from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
 
 _MAX_SHOWN = 50

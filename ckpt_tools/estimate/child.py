@@ -12,7 +12,7 @@ from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions
 from ckpt_tools.estimate.report import Estimate
 from ckpt_tools.estimate.run import by_formula, config_of, estimate_of, with_assumptions
 from ckpt_tools.models.config import read_config
-from ckpt_tools.processes.child import Here, build_behind_walls
+from ckpt_tools.sandbox.child import Here, build_behind_walls
 
 
 def estimate(options: EstimateOptions, here: Here) -> Estimate:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ckpt_tools.description.layout import Mesh, parse_mesh
+from ckpt_tools.checkpoint.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import DEFAULT_WORLD_SIZE, Case
 from ckpt_tools.estimate.figures import DTYPE_BYTES, GPUS, OPTIMIZERS, gpu_bytes

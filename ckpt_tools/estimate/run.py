@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
-from ckpt_tools.description.layout import Mesh
-from ckpt_tools.description.transform import is_optimizer
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.formats.skeleton import skeleton
+from ckpt_tools.checkpoint.layout import Mesh
+from ckpt_tools.checkpoint.transform import is_optimizer
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate import formula
 from ckpt_tools.estimate.case import Case, Margin, margin_of
 from ckpt_tools.estimate.figures import OPTIMIZERS, Figures, figures_from_counts, figures_from_shapes
 from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Estimate, Memory, Proposal
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.skeleton import skeleton
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.config import component_of, config_path, read_config
 from ckpt_tools.options import takes
 from ckpt_tools.options.estimate import DEFAULT_LORA_RANK
-from ckpt_tools.processes.child import Child
-from ckpt_tools.remote.places import exists, is_directory, is_file
+from ckpt_tools.sandbox.child import Child
+from ckpt_tools.storage.locations import exists, is_directory, is_file
 from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.child:estimate"

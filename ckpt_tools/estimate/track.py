@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.formula import Stage, stages_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.processes.wire import error_from_json, error_to_json
+from ckpt_tools.sandbox.wire import error_from_json, error_to_json
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ckpt_tools.checkpoint.names import Expected, load_table
+from ckpt_tools.checkpoint.names.renames import Rule
 from ckpt_tools.floors import installed_release
 from ckpt_tools.fsdp2.buffers import is_transformers
-from ckpt_tools.maps import Expected, load_table
-from ckpt_tools.maps.renames import Rule
 from ckpt_tools.models.asked import rule_of
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.buffers import check_buffers
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning

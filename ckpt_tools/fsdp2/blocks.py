@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from ckpt_tools.description.globs import compile_glob
-from ckpt_tools.description.transform import WRAPPERS
+from ckpt_tools.checkpoint.globs import compile_glob
+from ckpt_tools.checkpoint.transform import WRAPPERS
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.ties import Owners
 from ckpt_tools.text import first_few

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.description.transform import strip_wrappers
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.ties import around, owner_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.internals import Group, read_groups, shown

@@ -9,7 +9,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 
 Found = Literal["exception", "audit", "ranks", "watch"]
 """Where a diagnosis comes from: an error's text and frames, `audit`, comparing ranks, or what `watch` saw."""

@@ -12,7 +12,7 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.fsdp2.catalogue import build_finding
 from ckpt_tools.fsdp2.internals import (
     local_of,

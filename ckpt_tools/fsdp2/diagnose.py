@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ckpt_tools.description.transform import strip_wrappers
+from ckpt_tools.checkpoint.names import folded
+from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.fsdp2.audit import find_double_wraps
 from ckpt_tools.fsdp2.cases import Case, Diagnosis, open_case
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
@@ -20,7 +21,6 @@ from ckpt_tools.fsdp2.internals import Group, owner_of_frame, registered_methods
 from ckpt_tools.fsdp2.learning import is_reentrant
 from ckpt_tools.fsdp2.stacks import Call, named_tensors, written_tensor
 from ckpt_tools.fsdp2.watch import find_parameter
-from ckpt_tools.maps import folded
 
 
 def check_freed(case: Case) -> Diagnosis | None:

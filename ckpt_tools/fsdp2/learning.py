@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.names import folded
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
 from ckpt_tools.fsdp2.internals import Group, ManagedParam, shown
 from ckpt_tools.fsdp2.watch import last_watch
-from ckpt_tools.maps import folded
 from ckpt_tools.text import first_few
 
 Optimizers = Sequence[torch.optim.Optimizer]

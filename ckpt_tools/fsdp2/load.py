@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt_tools.description.checkpoint import KeyPath, TensorEntry
-from ckpt_tools.description.layout import Box
-from ckpt_tools.description.transform import strip_wrappers
+from ckpt_tools.checkpoint.entries import KeyPath, TensorEntry
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.formats.step import open_optimizer
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.step import open_optimizer
 from ckpt_tools.fsdp2.agree import share, this_rank, together, world_size
 from ckpt_tools.fsdp2.buffers import compute, place
 from ckpt_tools.fsdp2.internals import local_of

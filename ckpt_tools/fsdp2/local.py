@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
-from ckpt_tools.description.dtypes import DType
-from ckpt_tools.description.layout import Box, Placement, Shard
+from ckpt_tools.checkpoint.dtypes import DType
+from ckpt_tools.checkpoint.layout import Box, Placement, Shard
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.fsdp2.internals import StridedShard
 

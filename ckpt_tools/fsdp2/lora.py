@@ -18,12 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from ckpt_tools.description.transform import strip_wrappers
+from ckpt_tools.checkpoint.names import is_factor
+from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
 from ckpt_tools.fsdp2.ties import output_layer, tied_modules
 from ckpt_tools.fsdp2.wrap import refuse_sharded
-from ckpt_tools.maps import is_factor
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

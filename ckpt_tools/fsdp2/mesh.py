@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh, parse_mesh
+from ckpt_tools.checkpoint.layout import AXES, FSDP_AXIS, Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 
 FSDP_AXES = ("dp_replicate", FSDP_AXIS)

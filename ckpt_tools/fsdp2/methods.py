@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.checkpoint.globs import compile_glob
 from ckpt_tools.errors import UsageError
 
 Methods = Mapping[str | type, Sequence[str]] | Sequence[str]

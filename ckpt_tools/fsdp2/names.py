@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.description.transform import find_model, is_optimizer, strip_wrappers
+from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.formats.table import format_of
+from ckpt_tools.checkpoint.names.contract import Contract, settle
+from ckpt_tools.checkpoint.names.convert import convert
+from ckpt_tools.checkpoint.names.mosaic import whole
+from ckpt_tools.checkpoint.names.operations import UnknownOperationError
+from ckpt_tools.checkpoint.transform import find_model, is_optimizer, strip_wrappers
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.table import format_of
 from ckpt_tools.fsdp2.architecture import architecture_of
 from ckpt_tools.fsdp2.buffers import is_transformers
 from ckpt_tools.fsdp2.read import Whole, as_whole
-from ckpt_tools.maps.contract import Contract, settle
-from ckpt_tools.maps.convert import convert
-from ckpt_tools.maps.mosaic import whole
-from ckpt_tools.maps.operations import UnknownOperationError
 from ckpt_tools.text import escape_name, first_few
 
 Shapes = Mapping[str, tuple[int, ...] | None]

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt_tools.description.checkpoint import BlobEntry, KeyPath, TensorEntry
-from ckpt_tools.description.transform import is_optimizer, strip_wrappers
+from ckpt_tools.checkpoint.entries import BlobEntry, KeyPath, TensorEntry
+from ckpt_tools.checkpoint.formats.opening import Opened
+from ckpt_tools.checkpoint.formats.step import open_optimizer
+from ckpt_tools.checkpoint.formats.torch_value import MAX_VALUE_BYTES, parse_value
+from ckpt_tools.checkpoint.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.formats.step import open_optimizer
-from ckpt_tools.formats.torch_value import MAX_VALUE_BYTES, parse_value
 from ckpt_tools.fsdp2.agree import together
 from ckpt_tools.fsdp2.local import assemble, read_parts, torch_dtype
 from ckpt_tools.fsdp2.read import BoxReader, as_whole

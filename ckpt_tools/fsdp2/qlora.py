@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ckpt_tools.description.globs import find_named
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.globs import find_named
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.opening import Opened, open_path
 from ckpt_tools.fsdp2.agree import from_rank0, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
 from ckpt_tools.fsdp2.local import torch_dtype

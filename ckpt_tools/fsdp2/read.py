@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.dtypes import BY_TORCH_NAME, DType
-from ckpt_tools.description.layout import Box
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, DType
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats.opening import Opened
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checkpoint.names.apply_mosaic import lay_out
+from ckpt_tools.checkpoint.names.mosaic import Mosaic, crop, whole
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.maps.laying import lay_out
-from ckpt_tools.maps.mosaic import Mosaic, crop, whole
-from ckpt_tools.moving.boxes import BytesReader
-from ckpt_tools.moving.plan import check_complete
+from ckpt_tools.transfer.boxes import BytesReader
+from ckpt_tools.transfer.plan import check_complete
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

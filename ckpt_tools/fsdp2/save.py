@@ -20,26 +20,26 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt_tools._version import __version__
+from ckpt_tools.checkpoint.formats.digest import digest_bytes
+from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
+from ckpt_tools.checkpoint.formats.frames import digest_frames
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.formats.table import check_replaceable
+from ckpt_tools.checkpoint.layout import Mesh
+from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.checks.verify import verify
-from ckpt_tools.description.layout import Mesh
-from ckpt_tools.description.transform import strip_wrappers
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.file_names import METADATA_NAME
-from ckpt_tools.formats.frames import digest_frames
-from ckpt_tools.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
-from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.table import check_replaceable
 from ckpt_tools.fsdp2.agree import current_group, from_rank0, gather, talk_over, this_rank, together, world_size
 from ckpt_tools.fsdp2.internals import mesh_axes
 from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import mesh_of
 from ckpt_tools.fsdp2.state import MODEL_KEY, OPTIMIZER_KEY, check_names, collect, fqn_of, leaves, model_of, models_of
 from ckpt_tools.fsdp2.wrap import plan_of
-from ckpt_tools.moving.execute import scan
-from ckpt_tools.moving.plan import blob_name, copy_span
 from ckpt_tools.storage.staging import Staging
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.execute import scan
+from ckpt_tools.transfer.plan import blob_name, copy_span
 
 State = dict[str, Any]
 """Nested state dict: "model" → name → tensor, "optimizer" → "state" and "param_groups", name → train state."""

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckpt_tools.description.layout import Box
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checkpoint.names.contract import Contract
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.opening import open_path
 from ckpt_tools.fsdp2.agree import gather, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, install, sources_of, targets_of
 from ckpt_tools.fsdp2.local import assemble, local_box
 from ckpt_tools.fsdp2.names import Match, describe_misfit, match_names, settle_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
-from ckpt_tools.maps.contract import Contract
 from ckpt_tools.text import first_few
 
 Source = Mapping[str, torch.Tensor] | str | os.PathLike[str]

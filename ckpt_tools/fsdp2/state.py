@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt_tools.description.checkpoint import KeyPath
-from ckpt_tools.description.dtypes import BY_TORCH_NAME
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
+from ckpt_tools.checkpoint.entries import KeyPath
+from ckpt_tools.checkpoint.formats.digest import digest_bytes
+from ckpt_tools.checkpoint.formats.torch_value import parse_value
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.digest import digest_bytes
-from ckpt_tools.formats.torch_value import parse_value
 from ckpt_tools.fsdp2.agree import gather, share, this_rank, together, world_size
 from ckpt_tools.text import first_few
 

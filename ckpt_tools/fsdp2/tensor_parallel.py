@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from ckpt_tools.description.layout import Placement, Shard
-from ckpt_tools.description.transform import strip_wrappers
+from ckpt_tools.checkpoint.layout import Placement, Shard
+from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.ties import Ties, owner_of, tied_groups
-from ckpt_tools.placement.rule import STYLES
+from ckpt_tools.transfer.placement.rule import STYLES
 
 TpPlan = Mapping[str, str | ParallelStyle]
 """Module FQN (`*` is one component) → style, by transformers' name or as PyTorch's object."""

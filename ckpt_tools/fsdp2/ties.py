@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
-from ckpt_tools.description.globs import find_named
-from ckpt_tools.description.transform import strip_wrappers
+from ckpt_tools.checkpoint.globs import find_named
+from ckpt_tools.checkpoint.transform import strip_wrappers
 
 Ties = tuple[tuple[str, ...], ...]
 """Groups of FQNs, each of one parameter, in the order of the module tree."""

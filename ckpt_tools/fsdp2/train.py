@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ckpt_tools.description.globs import compile_glob
+from ckpt_tools.checkpoint.globs import compile_glob
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.internals import restored_settings
 from ckpt_tools.fsdp2.ties import find_parameters

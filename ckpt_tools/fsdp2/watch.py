@@ -22,14 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.names import folded
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
 from ckpt_tools.fsdp2.agree import this_rank
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
 from ckpt_tools.fsdp2.compare import Trace, read_structure
 from ckpt_tools.fsdp2.internals import shown
-from ckpt_tools.maps import folded
 from ckpt_tools.text import first_few
 
 _MAX_DEPTH = 3

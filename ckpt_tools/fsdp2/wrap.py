@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ckpt_tools.description.layout import FSDP_AXIS, Placement, Shard
+from ckpt_tools.checkpoint.layout import FSDP_AXIS, Placement, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.fsdp2.blocks import Blocks, find_blocks

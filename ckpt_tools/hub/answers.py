@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ckpt_tools.remote.refusals import RefusalError, scrub
-from ckpt_tools.remote.web import TRANSIENT, retry_after
+from ckpt_tools.storage.remote.refusals import RefusalError, scrub
+from ckpt_tools.storage.remote.web import TRANSIENT, retry_after
 
 if TYPE_CHECKING:
     import httpx2

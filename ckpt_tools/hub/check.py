@@ -7,16 +7,16 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
+from ckpt_tools.checkpoint.formats.file_names import INDEX_SUFFIX, METADATA_NAME
+from ckpt_tools.checkpoint.formats.hf_sharded import SHARDED_FILE
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path, read_file
+from ckpt_tools.checkpoint.formats.scan import DANGER
+from ckpt_tools.checkpoint.formats.step import may_be_repository
+from ckpt_tools.checkpoint.names import is_factor
 from ckpt_tools.checks.values import VALUE_CODES
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.errors import CkptError, PartError, UnreadableError, UsageError
-from ckpt_tools.formats.file_names import INDEX_SUFFIX, METADATA_NAME
-from ckpt_tools.formats.hf_sharded import SHARDED_FILE
-from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.formats.opening import Opened, open_path, read_file
-from ckpt_tools.formats.scan import DANGER
-from ckpt_tools.formats.step import may_be_repository
-from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import first_few

@@ -15,11 +15,11 @@ from ckpt_tools.errors import HubError, UsageError
 from ckpt_tools.hub.answers import client_errors, explain, is_transient, refusal_of, to_refusal
 from ckpt_tools.hub.front_matter import CARD_NAME
 from ckpt_tools.hub.plan import Answer, LocalFile, Remote
-from ckpt_tools.remote.account import Account
-from ckpt_tools.remote.hub_source import HubSource, open_commit
-from ckpt_tools.remote.refusals import RefusalError, scrub
-from ckpt_tools.remote.source import RemoteFile
-from ckpt_tools.remote.web import CONNECT_TIMEOUT_S, MAX_WAIT_S, retry_after
+from ckpt_tools.storage.remote.account import Account
+from ckpt_tools.storage.remote.hub_source import HubSource, open_commit
+from ckpt_tools.storage.remote.refusals import RefusalError, scrub
+from ckpt_tools.storage.remote.source import RemoteFile
+from ckpt_tools.storage.remote.web import CONNECT_TIMEOUT_S, MAX_WAIT_S, retry_after
 from ckpt_tools.storage.source import Source
 
 if TYPE_CHECKING:

@@ -9,16 +9,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError, HubError
 from ckpt_tools.hub.answers import client_errors, is_transient, to_refusal
 from ckpt_tools.hub.client import Hub
 from ckpt_tools.hub.files import changed, digest_files, read_whole
 from ckpt_tools.hub.plan import LocalFile, PlannedFile, Remote
-from ckpt_tools.moving.execute import Progress
-from ckpt_tools.remote.refusals import RefusalError
+from ckpt_tools.storage.remote.refusals import RefusalError
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import escape_name
+from ckpt_tools.transfer.execute import Progress
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete

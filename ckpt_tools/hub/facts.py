@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.read.sidecars import ASSUMED
+from ckpt_tools.checkpoint.formats.format import read_document
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
+from ckpt_tools.checkpoint.formats.opening import read_file
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.format import read_document
-from ckpt_tools.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
-from ckpt_tools.formats.opening import read_file
 from ckpt_tools.hub.card import CardFacts, LoadFacts, Row
 from ckpt_tools.hub.check import ADAPTER_CONFIG, DIFFUSERS_LORA, PIPELINE_CONFIG, Kind
 from ckpt_tools.hub.front_matter import hub_id_of

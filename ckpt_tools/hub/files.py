@@ -8,14 +8,14 @@ import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt_tools.description.globs import find_named
+from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
+from ckpt_tools.checkpoint.formats.scan import why_not_inert
+from ckpt_tools.checkpoint.globs import find_named
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.file_names import METADATA_NAME
-from ckpt_tools.formats.scan import why_not_inert
 from ckpt_tools.hub.plan import LocalFile
-from ckpt_tools.moving.execute import Progress
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import escape_name
+from ckpt_tools.transfer.execute import Progress
 
 MAX_DEPTH = 32
 """Directories below the root; deeper ones are refused, not left out."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.formats.file_names import is_weights
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.formats.file_names import is_weights
 
 if TYPE_CHECKING:
-    from ckpt_tools.remote.source import RemoteFile
+    from ckpt_tools.storage.remote.source import RemoteFile
     from ckpt_tools.storage.source import Source
 
 State = Literal["new", "changed", "unchanged", "ignored", "deleted"]

@@ -7,7 +7,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import HubError, UnreadableError, UsageError
 from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, notes_on
 from ckpt_tools.hub.check import check_directory
@@ -21,8 +21,8 @@ from ckpt_tools.hub.samples import add_gallery
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.options import Doc, default_num_workers, takes
 from ckpt_tools.options.hub import PushFields
-from ckpt_tools.remote.account import find_pusher
-from ckpt_tools.remote.places import is_remote
+from ckpt_tools.storage.locations import is_remote
+from ckpt_tools.storage.remote.account import find_pusher
 from ckpt_tools.storage.run_folder import leased
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import first_few

@@ -12,9 +12,9 @@ import os
 import re
 from collections.abc import Mapping
 
+from ckpt_tools.checkpoint.formats._json import parse_json
+from ckpt_tools.checkpoint.formats.format import read_document
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.format import read_document
 from ckpt_tools.hub.card import Sample
 from ckpt_tools.hub.files import file_of_bytes
 from ckpt_tools.hub.plan import LocalFile

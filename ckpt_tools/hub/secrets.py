@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from ckpt_tools.checkpoint.formats.file_names import is_weights
+from ckpt_tools.checkpoint.formats.safetensors import MAX_HEADER_BYTES
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.file_names import is_weights
-from ckpt_tools.formats.safetensors import MAX_HEADER_BYTES
 from ckpt_tools.hub.plan import LocalFile
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name

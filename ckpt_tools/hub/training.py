@@ -16,14 +16,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 
+from ckpt_tools.checkpoint.formats._json import parse_json
+from ckpt_tools.checkpoint.formats.format import read_document
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.opening import read_file
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.format import read_document
-from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.formats.opening import read_file
 from ckpt_tools.hub.card import Row
-from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.storage.source import LocalSource, Source
+from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 
 Paths = Mapping[str, tuple[str, ...]]
 """Fact → dotted paths of which the first that is there counts."""

@@ -11,14 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.checkpoint.names.match import hold
+from ckpt_tools.checkpoint.names.patterns import add
+from ckpt_tools.checkpoint.names.renames import Rule
+from ckpt_tools.checkpoint.names.table import Expected, Tie, load_table
 from ckpt_tools.errors import CkptError
 from ckpt_tools.floors import installed_release
-from ckpt_tools.maps.hold import hold
-from ckpt_tools.maps.patterns import add
-from ckpt_tools.maps.renames import Rule
-from ckpt_tools.maps.table import Expected, Tie, load_table
-from ckpt_tools.processes.child import Child, Here, build_behind_walls
-from ckpt_tools.walls import check_config
+from ckpt_tools.sandbox import check_config
+from ckpt_tools.sandbox.child import Child, Here, build_behind_walls
 
 _KINDS = {
     "WeightRenaming": "rename",

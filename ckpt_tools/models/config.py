@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckpt_tools.checkpoint.formats._json import parse_json
+from ckpt_tools.checkpoint.formats.opening import read_document
+from ckpt_tools.checkpoint.formats.repositories import PIPELINE_NAME, TRAINED
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.opening import read_document
-from ckpt_tools.formats.repositories import PIPELINE_NAME, TRAINED
-from ckpt_tools.remote.places import is_directory, is_file, open_source, read_named
+from ckpt_tools.storage.locations import is_directory, is_file, open_source, read_named
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 

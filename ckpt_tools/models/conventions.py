@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from ckpt_tools.checkpoint.names.convert import Converted, to_hub, to_live
+from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps
+from ckpt_tools.checkpoint.names.keymap_steps import look_up
+from ckpt_tools.checkpoint.names.match import Held, hold
+from ckpt_tools.checkpoint.names.mosaic import Mosaic
+from ckpt_tools.checkpoint.names.table import load_table
 from ckpt_tools.errors import UsageError
-from ckpt_tools.maps.convert import Converted, to_hub, to_live
-from ckpt_tools.maps.hold import Held, hold
-from ckpt_tools.maps.keymap import KeyMap, load_key_maps
-from ckpt_tools.maps.keymap_steps import look_up
-from ckpt_tools.maps.mosaic import Mosaic
-from ckpt_tools.maps.table import load_table
 from ckpt_tools.text import first_few
 
 CONVENTIONS = ("torchtitan", "megatron", "meta", "torchtune")

@@ -11,18 +11,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from ckpt_tools.description.checkpoint import Asset, Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.entries import Asset, Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, TensorMap
+from ckpt_tools.checkpoint.formats.table import format_of
+from ckpt_tools.checkpoint.names.apply_mosaic import lay_out, zero_entry
+from ckpt_tools.checkpoint.names.convert import Converted, to_hub, to_live
+from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps, parse_key_maps
+from ckpt_tools.checkpoint.names.match import hold
+from ckpt_tools.checkpoint.names.mosaic import Mosaic, invert, whole
+from ckpt_tools.checkpoint.names.patterns import matches
+from ckpt_tools.checkpoint.names.table import Expected
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.floors import installed_release
-from ckpt_tools.formats.manifest import MANIFEST_NAME, TensorMap
-from ckpt_tools.formats.table import format_of
-from ckpt_tools.maps.convert import Converted, to_hub, to_live
-from ckpt_tools.maps.hold import hold
-from ckpt_tools.maps.keymap import KeyMap, load_key_maps, parse_key_maps
-from ckpt_tools.maps.laying import lay_out, zero_entry
-from ckpt_tools.maps.mosaic import Mosaic, invert, whole
-from ckpt_tools.maps.patterns import matches
-from ckpt_tools.maps.table import Expected
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.conventions import CONVENTIONS, UnclearNamesError, agreed, conventions_of, map_of, named_by
 from ckpt_tools.storage.named_file import read_named_file

@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.description.transform import find_model, strip_wrappers
+from ckpt_tools.checkpoint.formats.identify import read_config
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.names import hold
+from ckpt_tools.checkpoint.transform import find_model, strip_wrappers
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.identify import read_config
-from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.maps import hold
 
 
 def open_asking(path: str, *, as_part: bool, **given: Any) -> Opened:  # noqa: ANN401 - as `open_path` has it

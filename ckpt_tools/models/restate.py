@@ -10,7 +10,7 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from ckpt_tools.description.dtypes import DType
+from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.models.config import CONFIG_NAME
 

@@ -139,7 +139,7 @@ def takes(options: Callable[P, Options]) -> Callable[[Callable[[Options], Result
             for each in stated:
                 each.check(getattr(given, each.name))
             paths = {each.name: getattr(given, each.name) for each in stated if each.is_path}
-            from ckpt_tools.remote.places import local
+            from ckpt_tools.storage.locations import local
 
             here = {name: local(path) for name, path in paths.items() if isinstance(path, str) and local(path) != path}
             if here:
@@ -181,7 +181,7 @@ def default_num_workers(*paths: AnyPath | None, computes: bool = False) -> int:
     Two per core, at most eight, where one may wait for the disk, and one, where they compute on what they move.
     Sixteen where a path is remote: most of them wait.
     """
-    from ckpt_tools.remote.places import is_remote
+    from ckpt_tools.storage.locations import is_remote
 
     if any(path is not None and is_remote(os.fspath(path)) for path in paths):
         return REMOTE_WORKERS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.options import AnyPath, Argument, Doc, Option, ProgressFactory
 
 Level = Literal["structure", "data", "values"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from ckpt_tools.description.identity import TrainerName
+from ckpt_tools.checkpoint.identity import TrainerName
 from ckpt_tools.options import AnyPath, Option, common
 from ckpt_tools.units import parse_size
 

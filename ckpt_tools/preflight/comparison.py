@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.description.checkpoint import Chunk, TensorEntry
-from ckpt_tools.description.layout import BoxIndex, Mesh, Placement
-from ckpt_tools.description.summarise import chunk_bytes
-from ckpt_tools.maps.contract import Contract
-from ckpt_tools.placement.place import cut_entry
+from ckpt_tools.checkpoint.entries import Chunk, TensorEntry
+from ckpt_tools.checkpoint.layout import BoxIndex, Mesh, Placement
+from ckpt_tools.checkpoint.names.contract import Contract
+from ckpt_tools.checkpoint.summarise import chunk_bytes
 from ckpt_tools.preflight.model_facts import ModelFacts
+from ckpt_tools.transfer.placement.place import cut_entry
 
 # Which files, and how many bytes, every rank of a mesh reads of a checkpoint. Pure; no torch.
 # What a rank holds is a box of every tensor (`layout.cut_tensor`). PyTorch's DCP reader loads every stored item that

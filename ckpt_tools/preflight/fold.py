@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
-from ckpt_tools.maps.hold import EXPERT_COUNTS
+from ckpt_tools.checkpoint.layout import AXES, FSDP_AXIS, Mesh
+from ckpt_tools.checkpoint.names.match import EXPERT_COUNTS
+from ckpt_tools.fsdp2.smoke import SmokeOptions
 from ckpt_tools.models.config import config_path, read_config
 from ckpt_tools.options.smoke import ADAPTERS
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
-from ckpt_tools.smoke import SmokeOptions
 from ckpt_tools.text import escape_name
 
 # A config.json cut down: fewer and narrower layers, with the proportions that parallelism depends on. Pure; no torch

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checks.for_ci import Located, build_sarif, describe_failure, text_of
-from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.preflight.report import PreflightReport, describe_verdict
 from ckpt_tools.preflight.rules import CATALOGUE
 from ckpt_tools.text import escape_message

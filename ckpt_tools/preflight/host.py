@@ -18,7 +18,7 @@ from functools import partial
 from threading import Thread
 from typing import Literal, TypeVar
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.memory import available_bytes, limit_left
 from ckpt_tools.preflight.configs.config import Config

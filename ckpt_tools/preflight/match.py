@@ -9,27 +9,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import Checkpoint, Finding
+from ckpt_tools.checkpoint.formats.contracts import OPTIMIZER, describe
+from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.formats.skeleton import skeleton
+from ckpt_tools.checkpoint.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part
+from ckpt_tools.checkpoint.formats.table import format_of
+from ckpt_tools.checkpoint.infer import infer_mesh
+from ckpt_tools.checkpoint.layout import Mesh
+from ckpt_tools.checkpoint.transform import is_optimizer, strip_wrappers
 from ckpt_tools.checks.values import glance
 from ckpt_tools.checks.verify import Verification, verify
-from ckpt_tools.description.checkpoint import Checkpoint, Finding
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.infer import infer_mesh
-from ckpt_tools.description.layout import Mesh
-from ckpt_tools.description.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
-from ckpt_tools.formats.contracts import OPTIMIZER, describe
-from ckpt_tools.formats.file_names import METADATA_NAME
-from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.skeleton import skeleton
-from ckpt_tools.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part
-from ckpt_tools.formats.table import format_of
 from ckpt_tools.models.config import CONFIG_NAME, config_path
 from ckpt_tools.preflight.comparison import Comparison, Look, ModelView, RankReads, Reads
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import check_names, fold_names, is_native_titan
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh
-from ckpt_tools.processes.child import Child
-from ckpt_tools.remote.places import absolute, is_directory, is_file, open_source
+from ckpt_tools.sandbox.child import Child
+from ckpt_tools.storage.locations import absolute, is_directory, is_file, open_source
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 

@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.description.layout import FSDP_AXIS, Mesh
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.layout import FSDP_AXIS, Mesh
 from ckpt_tools.estimate import Estimate, EstimateOptions, run
 from ckpt_tools.estimate.figures import OPTIMIZERS
 from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable, words_of
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh, strategy_on
-from ckpt_tools.processes.child import Child
+from ckpt_tools.sandbox.child import Child
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 

@@ -11,21 +11,18 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.description.dtypes import BY_TORCH_NAME
-from ckpt_tools.description.layout import Mesh, Shard
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
+from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.formats.table import format_of
+from ckpt_tools.checkpoint.layout import Mesh, Shard
+from ckpt_tools.checkpoint.names import is_factor
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
-from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.formats.table import format_of
 from ckpt_tools.fsdp2.names import match_names, settle_names, shapes_of
 from ckpt_tools.fsdp2.ties import tied_groups
-from ckpt_tools.maps import is_factor
 from ckpt_tools.models.config import ModelConfig
 from ckpt_tools.models.recipe import call, find_loss, loss_of
 from ckpt_tools.models.recipe_of import recipe_of
-from ckpt_tools.placement.place import place_tensors
-from ckpt_tools.placement.rule import Rule
-from ckpt_tools.placement.tp_plan import find_tp_plan, tp_plan_rules
 from ckpt_tools.preflight.comparison import (
     MAX_ELEMS,
     Comparison,
@@ -40,8 +37,11 @@ from ckpt_tools.preflight.comparison import (
 )
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, read_facts
 from ckpt_tools.preflight.names_match import without_peft
-from ckpt_tools.processes.child import Here, build_behind_walls
+from ckpt_tools.sandbox.child import Here, build_behind_walls
 from ckpt_tools.text import escape_name
+from ckpt_tools.transfer.placement.place import place_tensors
+from ckpt_tools.transfer.placement.rule import Rule
+from ckpt_tools.transfer.placement.tp_plan import find_tp_plan, tp_plan_rules
 
 EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 

@@ -10,15 +10,15 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from ckpt_tools.checkpoint.formats.file_names import is_weights
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.names.match import EXPERT_COUNTS
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
-from ckpt_tools.formats.file_names import is_weights
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.maps.hold import EXPERT_COUNTS
 from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, component_of, config_beside, config_path, read_config
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.remote.places import absolute, exists, is_directory, is_file, open_source
+from ckpt_tools.sandbox import check_config
+from ckpt_tools.storage.locations import absolute, exists, is_directory, is_file, open_source
 from ckpt_tools.text import escape_name
-from ckpt_tools.walls import check_config
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")

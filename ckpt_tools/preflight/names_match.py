@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.description.transform import WRAPPERS, strip_wrappers
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.transform import WRAPPERS, strip_wrappers
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.comparison import Comparison
 from ckpt_tools.text import escape_name

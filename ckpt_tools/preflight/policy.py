@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt_tools.description.layout import Mesh, parse_mesh
+from ckpt_tools.checkpoint.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import Policy, Precision
 from ckpt_tools.fsdp2.blocks import Blocks

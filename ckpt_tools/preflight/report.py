@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checks.verify import Verification, to_json as verification_to_json
-from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.estimate import Estimate
+from ckpt_tools.fsdp2.smoke import SmokeReport
 from ckpt_tools.preflight.match import CheckpointMatch
 from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.smoke import SmokeReport
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate import Estimate
+from ckpt_tools.fsdp2.smoke import SmokeReport, run_smoke
 from ckpt_tools.options import Doc, takes
 from ckpt_tools.options.preflight import PreflightFields
 from ckpt_tools.preflight.comparison import ModelView
@@ -36,8 +37,7 @@ from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, Prefligh
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.processes.child import Child
-from ckpt_tools.smoke import SmokeReport, run_smoke
+from ckpt_tools.sandbox.child import Child
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size, parse_size
 

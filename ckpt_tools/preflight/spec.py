@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckpt_tools.description.layout import AXES, FSDP_AXIS, Mesh
+from ckpt_tools.checkpoint.layout import AXES, FSDP_AXIS, Mesh
 from ckpt_tools.options.preflight import Framework
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "deepspeed", "none", "other"]

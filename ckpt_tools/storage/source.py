@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError
-from ckpt_tools.storage import beneath
+from ckpt_tools.storage import safe_open
 from ckpt_tools.text import is_plain_path
 
 T = TypeVar("T")
@@ -182,9 +182,9 @@ class LocalSource(Source):
         self._identities: dict[str, _Identity] = {}
         self._descriptors = Descriptors(self.open)
         self._directories: dict[str, int] = {}
-        if beneath.is_available():
+        if safe_open.is_available():
             try:
-                self._directories[self._real_root] = beneath.open_directory(self._real_root)
+                self._directories[self._real_root] = safe_open.open_directory(self._real_root)
             except OSError as error:
                 raise _failed("open", root, error) from error
 
@@ -268,8 +268,8 @@ class LocalSource(Source):
             return _open_and_look(path, flags)
         root = os.path.dirname(path) if self._is_blob(path) else self._real_root
         if root not in self._directories:
-            self._directories[root] = beneath.open_directory(root)
-        return beneath.open_beneath(self._directories[root], root, os.path.relpath(path, root), flags)
+            self._directories[root] = safe_open.open_directory(root)
+        return safe_open.open_beneath(self._directories[root], root, os.path.relpath(path, root), flags)
 
     def size(self, file: str) -> int:
         """Return the size of `file` in bytes."""

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from samples import examples, safetensors_bytes
 
 from ckpt_tools import api
-from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.errors import CkptError
 
 PARTS = st.sampled_from(

@@ -19,9 +19,9 @@ from torch import nn
 
 from ckpt_tools.adapters.check import check_lora, simulate
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, LoaderReport
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
+from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.cli import main
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.dtypes import BY_TORCH_NAME
 
 Tensors = dict[str, torch.Tensor]
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"

@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools.adapters.base.model import replicated
 from ckpt_tools.adapters.check import LoraCheck, check_lora, fold
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.cli import main
-from ckpt_tools.description.checkpoint import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.hub.check import check_adapters
 from ckpt_tools.storage.source import LocalSource

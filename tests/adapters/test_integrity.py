@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from ckpt_tools import api
 from ckpt_tools.adapters.integrity import check_adapter, look_at
 from ckpt_tools.adapters.read.opening import load, read_adapter
+from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.cli import main
-from ckpt_tools.description.dtypes import BY_NAME
 from ckpt_tools.errors import UsageError
 
 ROOT = "base_model.model.model.layers"

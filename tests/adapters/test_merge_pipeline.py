@@ -127,7 +127,7 @@ def test_an_adapter_of_one_component_and_what_a_pipeline_lacks(tmp_path, capsys)
 
 def test_another_weight_does_not_continue_what_an_interrupted_run_left(tmp_path, monkeypatch):
     """A finished component is taken over by the same merge alone."""
-    from ckpt_tools.conversions import run as running
+    from ckpt_tools.convert import run as running
     from ckpt_tools.errors import StorageError
 
     made = pipeline(tmp_path / "base")

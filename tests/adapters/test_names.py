@@ -15,7 +15,7 @@ from ckpt_tools.adapters.architectures import ARCHITECTURES, candidates
 from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.choose import model_family_of
 from ckpt_tools.adapters.architectures.names import place
-from ckpt_tools.maps.keymap import KeyMap, load_key_maps, of_weights
+from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps, of_weights
 
 CONVERTERS = {
     "sdxl": "convert_ldm_unet_checkpoint",

@@ -30,7 +30,7 @@ from measure import CommandError, Sample, floor_rss_bytes, measure
 from report import Kind, Row, to_json, to_markdown
 from scale import run_scale, to_json as scale_to_json, to_markdown as scale_to_markdown
 
-from ckpt_tools.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.units import parse_size
 
 HERE = Path(__file__).resolve().parent

@@ -19,9 +19,9 @@ from samples import safetensors_bytes, without_ranks
 from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.dtypes import BY_NAME, DType
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.cli import main
-from ckpt_tools.description.dtypes import BY_NAME, DType
-from ckpt_tools.formats.manifest import MANIFEST_NAME
 
 IN_BOTH = [dtype for dtype in BY_NAME.values() if dtype.in_safetensors and dtype.torch_name]
 HF_ONLY = [dtype for dtype in BY_NAME.values() if dtype.in_safetensors and not dtype.torch_name]

@@ -16,13 +16,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 
-from ckpt_tools.conversions.dtensor import save_with_dtensor, torchrun_rank
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint
-from ckpt_tools.description.layout import Box, Mesh
+from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Checkpoint
+from ckpt_tools.checkpoint.formats.safetensors import parse_header, parse_length
+from ckpt_tools.checkpoint.layout import Box, Mesh
+from ckpt_tools.convert.dtensor import save_with_dtensor, torchrun_rank
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
-from ckpt_tools.formats.safetensors import parse_header, parse_length
-from ckpt_tools.placement.parse import parse_rules, parse_set
-from ckpt_tools.placement.place import cut_entry, place_tensors
+from ckpt_tools.transfer.placement.parse import parse_rules, parse_set
+from ckpt_tools.transfer.placement.place import cut_entry, place_tensors
 
 EXOTIC = (
     *("bool", "int8", "int16", "uint16", "int32", "uint32", "uint64", "float16", "bfloat16", "float64", "complex64"),
@@ -199,9 +199,9 @@ def test_save_with_dtensor_missing_file_fails_without_waiting_for_the_timeout(tm
 
 KILLED = """
 import faulthandler, os, signal, sys, threading, time
-from ckpt_tools.conversions.dtensor import save_with_dtensor
+from ckpt_tools.convert.dtensor import save_with_dtensor
 from ckpt_tools.errors import CkptError
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.checkpoint.layout import Mesh
 sys.path.insert(0, sys.argv[1])
 from test_dtensor_engine import describe
 from pathlib import Path
@@ -287,8 +287,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_dtensor_engine import describe
-from ckpt_tools.conversions.dtensor import save_with_dtensor
-from ckpt_tools.description.layout import Mesh, Shard
+from ckpt_tools.convert.dtensor import save_with_dtensor
+from ckpt_tools.checkpoint.layout import Mesh, Shard
 directory = Path(sys.argv[2])
 placements = {"a": {"dp_shard": Shard(0)}}
 save_with_dtensor(describe(directory, "m.safetensors"), str(directory / "out"), Mesh((("dp_shard", 2),)), placements)

@@ -9,10 +9,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, parse_manifest
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.infer import rank_of_file
 from ckpt_tools.cli import main
-from ckpt_tools.description.infer import rank_of_file
-from ckpt_tools.formats.manifest import MANIFEST_NAME, parse_manifest
-from ckpt_tools.formats.opening import open_path
 
 pytestmark = pytest.mark.full
 

@@ -8,8 +8,8 @@ from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.infer import rank_of_file
 from ckpt_tools.cli import main
-from ckpt_tools.description.infer import rank_of_file
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RANKS = 4

@@ -23,14 +23,14 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_TORCH_NAME
-from ckpt_tools.description.layout import Box, Mesh
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.layout import Box, Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.placement.auto_plan import auto_plan
-from ckpt_tools.placement.parse import parse_rules
-from ckpt_tools.placement.place import cut_entry, place_tensors
-from ckpt_tools.placement.tp_plan import tp_plan_rules
+from ckpt_tools.transfer.placement.auto_plan import auto_plan
+from ckpt_tools.transfer.placement.parse import parse_rules
+from ckpt_tools.transfer.placement.place import cut_entry, place_tensors
+from ckpt_tools.transfer.placement.tp_plan import tp_plan_rules
 
 SMALL = {
     "hidden_size": 24,

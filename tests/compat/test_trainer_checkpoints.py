@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.opening import open_path
 
 pytestmark = pytest.mark.full
 

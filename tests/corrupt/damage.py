@@ -13,9 +13,9 @@ from pathlib import Path
 import xxhash
 
 from ckpt_tools import api
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.formats.dcp_metadata import build_metadata, parse_metadata
-from ckpt_tools.formats.torch_zip import item_frame
+from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats.dcp_metadata import build_metadata, parse_metadata
+from ckpt_tools.checkpoint.formats.torch_zip import item_frame
 
 MANIFEST = "ckpt_manifest.json"
 

@@ -22,10 +22,10 @@ from corrupt.every_byte import DOCUMENT
 from fsdp2.ranks import run_ranks
 from samples import memory_directory, without_ranks
 
+from ckpt_tools.checkpoint.formats.dcp_metadata import ParsedMetadata, parse_metadata
+from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checks.verify import Verification, verify
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.dcp_metadata import ParsedMetadata, parse_metadata
-from ckpt_tools.formats.opening import open_path
 
 NAMES = "names that nothing repeats"
 """The one thing that can change unnoticed; `verify` says so in `not_checked`."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from samples import memory_directory, safetensors_bytes, tensor, without_ranks, write_model
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.dcp_metadata import parse_metadata
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.dcp_metadata import parse_metadata
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "detection.md"
 LEVELS = ("structure", "data", "against")

@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from samples import write_model
 
+from ckpt_tools.checkpoint.formats.dcp_metadata import parse_metadata
+from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.dcp_metadata import parse_metadata
-from ckpt_tools.formats.opening import open_path
 
 
 def test_metadata_whose_objects_are_made_in_another_way(tmp_path: Path) -> None:

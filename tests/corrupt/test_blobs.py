@@ -14,10 +14,10 @@ from corrupt import damage
 from samples import content, without_ranks
 
 from ckpt_tools import api
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan
+from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan
+from ckpt_tools.checkpoint.formats.dcp_metadata import build_metadata, parse_metadata
+from ckpt_tools.checkpoint.formats.torch_zip import check_archive
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.dcp_metadata import build_metadata, parse_metadata
-from ckpt_tools.formats.torch_zip import check_archive
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "step": {"epoch": 3, "rng": torch.arange(40), "name": "x" * 50}}
 NO_PICKLE = "not a pickle of protocol 2 or later: it does not begin with PROTO"

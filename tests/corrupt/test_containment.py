@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import CkptError, UnreadableError
-from ckpt_tools.storage import beneath
+from ckpt_tools.storage import safe_open
 from ckpt_tools.storage.source import LocalSource
 
 
@@ -28,8 +28,8 @@ def root(tmp_path: Path) -> Path:
 def _kernel(request, monkeypatch) -> Iterator[None]:
     """With and without openat2, as on an old kernel or in a sandbox that forbids it."""
     if request.param == "without":
-        monkeypatch.setattr(beneath, "is_available", lambda: False)
-    elif not beneath.is_available():
+        monkeypatch.setattr(safe_open, "is_available", lambda: False)
+    elif not safe_open.is_available():
         pytest.skip("this kernel has no openat2, or the sandbox forbids it")
     return
 

@@ -16,12 +16,12 @@ from corrupt import damage
 from samples import MODEL, content, files_of, shard_model, tensor
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import Chunk
+from ckpt_tools.checkpoint.formats.dcp_metadata import build_metadata
+from ckpt_tools.checkpoint.formats.torch_zip import item_frame
+from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.cli import main
-from ckpt_tools.description.checkpoint import Chunk
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box
-from ckpt_tools.formats.dcp_metadata import build_metadata
-from ckpt_tools.formats.torch_zip import item_frame
 
 UP = "model.layers.0.up.weight"
 EMBED = "model.embed.weight"

@@ -17,7 +17,7 @@ from corrupt.strangers.copies import STAND
 from corrupt.strangers.tomorrow import COMPILED
 
 from ckpt_tools.cli import main
-from ckpt_tools.walls.enclose import landlock_version
+from ckpt_tools.sandbox.enclose import landlock_version
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watched through inotify")

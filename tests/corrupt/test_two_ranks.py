@@ -9,8 +9,8 @@ import pytest
 from corrupt.two_ranks import save_all
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.dcp_metadata import parse_metadata
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.dcp_metadata import parse_metadata
 
 pytestmark = pytest.mark.full
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 
-from ckpt_tools.walls import Walls, behind_walls
+from ckpt_tools.sandbox import Walls, behind_walls
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -33,7 +33,7 @@ def walls():
 
 def case_of(job):
     """Return the case that a job stands for: fields of a `Case`, the mesh as text."""
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.estimate import Case
 
     return Case(**{**job, "mesh": parse_mesh(job["mesh"])}, seq_len=TOKENS, batch_size=BATCH)
@@ -77,7 +77,7 @@ def _peak(*, strategy, mesh, activation_checkpointing=False, lora=None, quantize
     import transformers
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.fsdp2 import Precision, add_lora, build_device_mesh, parse_policy, quantise_linears, shard_model
 
     class Tracker(FSDPMemTracker):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Case, formula
 from ckpt_tools.estimate.case import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, WORKSPACE_BYTES, margin_of

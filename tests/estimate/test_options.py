@@ -7,7 +7,7 @@ import pytest
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import EstimateOptions
 from ckpt_tools.estimate.options import STRATEGIES, cases_of, parse_strategy
-from ckpt_tools.processes import wire
+from ckpt_tools.sandbox import wire
 
 SIZES = {"params": 7 * 10**9, "layers": 32, "hidden": 4096}
 

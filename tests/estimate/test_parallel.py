@@ -9,7 +9,7 @@ from estimate.steps import BATCH, CONFIG, TOKENS, case_of, walls
 from fsdp2.ranks import run_ranks
 
 from ckpt_tools import api
-from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import EstimateOptions
 from ckpt_tools.estimate.case import Case
@@ -48,7 +48,7 @@ def track_both(rank, world_size):
     from ckpt_tools.estimate import track
     from ckpt_tools.estimate.track import Slim
     from ckpt_tools.models.hf_recipe import HfRecipe
-    from ckpt_tools.walls import behind_walls
+    from ckpt_tools.sandbox import behind_walls
 
     recipes = {name: HfRecipe(config, "config") for name, (config, _) in JOBS.items()}
     wordy = HfRecipe(WORDY, "config")

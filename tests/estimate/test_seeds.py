@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools import api
-from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.estimate import Case, formula
 from ckpt_tools.estimate.figures import figures_from_shapes
 

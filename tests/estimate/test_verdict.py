@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.cli import main
-from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.estimate.case import Case, Margin
 from ckpt_tools.estimate.report import Memory
 from ckpt_tools.estimate.run import judge

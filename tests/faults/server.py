@@ -40,7 +40,7 @@ def _run(request: dict, out: int, err: int, log: int) -> None:
             os.setresuid(*[request["uid"]] * 3)
         block_bytes = request["block_bytes"]
         if block_bytes:
-            for module in ("moving.plan", "formats.digest", "formats.manifest"):
+            for module in ("transfer.plan", "checkpoint.formats.digest", "checkpoint.formats.manifest"):
                 sys.modules[f"ckpt_tools.{module}"].BLOCK_BYTES = block_bytes  # type: ignore[attr-defined]
         from ckpt_tools.cli import main
 

@@ -17,9 +17,9 @@ from faults.harness import Result, Server, assert_clean, request
 from samples import files_of, small_blocks, staging_left, tensor, write_model
 
 from ckpt_tools import api
-from ckpt_tools.api.parts import find_part
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
+from ckpt_tools.transfer.part import find_part
 
 BLOCK = 256
 COUNT = 3

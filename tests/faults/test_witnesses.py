@@ -19,18 +19,18 @@ from samples import examples, small_blocks
 from torch.distributed.tensor import Replicate, Shard
 
 from ckpt_tools import api
-from ckpt_tools.conversions.job import Conversion
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box, split_blocks
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.layout import Box, split_blocks
+from ckpt_tools.convert.job import Conversion
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.moving.execute import scan
-from ckpt_tools.moving.plan import chunk_index
-from ckpt_tools.moving.read import Buffers, read_block
-from ckpt_tools.moving.seen import AsStored
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
+from ckpt_tools.transfer.execute import scan
+from ckpt_tools.transfer.plan import chunk_index
+from ckpt_tools.transfer.read import Buffers, read_block
+from ckpt_tools.transfer.tensor_digest import AsStored
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TAKEN = "model.layers.0.mlp.down_proj.weight"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.moving.boxes import BytesReader
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.transfer.boxes import BytesReader
 
 Flat = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
 

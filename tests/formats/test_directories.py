@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from ckpt_tools.checkpoint.formats.repositories import find_models
 from ckpt_tools.cli import main
-from ckpt_tools.formats.repositories import find_models
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.storage.source import LocalSource
 

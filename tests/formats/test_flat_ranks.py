@@ -13,9 +13,9 @@ from fsdp2.ranks import execute, run_ranks
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.errors import CkptError, PartError, UnreadableError, UsageError
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.moving.boxes import BytesReader
+from ckpt_tools.transfer.boxes import BytesReader
 
 pytestmark = pytest.mark.full
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from samples import files_of
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.cli import main
 from ckpt_tools.errors import PartError
-from ckpt_tools.formats.opening import open_path
 
 WRITING = ("gather", "shard", "reshard", "average", "extract")
 

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats._pickle_objects import parse_exactly
+from ckpt_tools.checkpoint.formats._pickle_writer import build_pickle
+from ckpt_tools.checkpoint.formats.rank_writer import plan_rank_file
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats._pickle_objects import parse_exactly
-from ckpt_tools.formats._pickle_writer import build_pickle
-from ckpt_tools.formats.rank_writer import plan_rank_file
 from ckpt_tools.storage.source import LocalSource
 
 ROOT = Path(__file__).parent

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats._pickle_objects import parse_objects
+from ckpt_tools.checkpoint.formats._pickle_writer import build_pickle
+from ckpt_tools.checkpoint.formats._torch_zip_writer import ArchiveFrame, archive_frame
 from ckpt_tools.errors import StorageError, UsageError
-from ckpt_tools.formats._pickle_objects import parse_objects
-from ckpt_tools.formats._pickle_writer import build_pickle
-from ckpt_tools.formats._torch_zip_writer import ArchiveFrame, archive_frame
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.bool),

@@ -24,9 +24,9 @@ from names.keymaps import per_expert
 from safetensors.torch import load_file
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.dcp_metadata import parse_metadata
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, ForeignLayoutError, UnreadableError, UsageError
-from ckpt_tools.formats.dcp_metadata import parse_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SAMPLES = Path(__file__).parent / "megatron"

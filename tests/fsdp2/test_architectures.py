@@ -23,7 +23,7 @@ def train(rank, world_size, directory):
     """Two steps of every architecture; what was loaded, and how it compares."""
     from torch.distributed.tensor import DTensor
 
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh, load_checkpoint, shard_model
     from ckpt_tools.fsdp2.ties import tied_groups
 

@@ -73,7 +73,7 @@ def test_snapshot_phases_of_full_shard_are_those_of_pytorch():
 def _differing_plan(rank, world_size):
     import dataclasses
 
-    from ckpt_tools.description.layout import Mesh, Shard
+    from ckpt_tools.checkpoint.layout import Mesh, Shard
     from ckpt_tools.fsdp2.mesh import build_device_mesh
     from ckpt_tools.fsdp2.wrap import shard_model
 

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.names import load_table
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.fsdp2 import load_checkpoint, local_box, materialise_buffers
 from ckpt_tools.fsdp2.architecture import architecture_of
 from ckpt_tools.fsdp2.internals import StridedShard
-from ckpt_tools.maps import load_table
 
 
 class Net(nn.Module):

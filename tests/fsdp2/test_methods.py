@@ -9,7 +9,7 @@ import torch
 from fsdp2.breakages import Block, Net, tokens, with_block
 from fsdp2.ranks import run_ranks
 
-from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import Policy, audit, build_device_mesh, parse_policy, shard_model, watch
 

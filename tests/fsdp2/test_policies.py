@@ -7,7 +7,7 @@ import torch
 from fsdp2 import models
 from fsdp2.ranks import run_ranks
 
-from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.fsdp2 import Policy, Precision, fsdp_mesh, load_checkpoint
 
 pytestmark = pytest.mark.full

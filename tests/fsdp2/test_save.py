@@ -40,7 +40,7 @@ def contents(directory):
 
 
 def sharded(rank, world_size, mesh="dp_shard=2", kind="llama", source=None, **options):
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh, shard_model
 
     model = models.build(kind)
@@ -106,7 +106,7 @@ def test_failure_on_one_rank_fails_all_and_leaves_the_destination(tmp_path):
 
 
 def load_from_rank_0(rank, world_size, directory):
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh, rank0_load, shard_model
 
     rows = []
@@ -132,7 +132,7 @@ def load_from_rank_0(rank, world_size, directory):
 
 def save_with_empty_parts(path):
     """Two rows on three ranks: the last one has nothing of them. Saved and loaded, what is different?"""
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh, shard_model
 
     mesh = build_device_mesh(parse_mesh("dp_shard=3"))

@@ -478,7 +478,7 @@ def test_torchdata_loader_goes_on_where_it_was(tmp_path, options):
 
 
 def mesh_of(world_size):
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh
 
     return build_device_mesh(parse_mesh(f"dp_shard={world_size}"))

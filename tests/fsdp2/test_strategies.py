@@ -14,7 +14,7 @@ from fsdp2 import models
 from fsdp2.ranks import run_ranks
 
 from ckpt_tools import api
-from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import parse_mesh
 
 pytestmark = pytest.mark.full
 

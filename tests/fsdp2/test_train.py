@@ -11,7 +11,7 @@ from fsdp2 import models
 from fsdp2.ranks import run_ranks
 from torch import nn
 
-from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import accumulate, clip_grad_norm, frozen, offload_optimizer, parameter_groups
 

@@ -9,7 +9,7 @@ from fsdp2.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckpt_tools.description.layout import Shard, parse_mesh
+from ckpt_tools.checkpoint.layout import Shard, parse_mesh
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.fsdp2 import (
     STRATEGIES,

@@ -27,14 +27,11 @@ import xxhash
 from fuzz import saved
 from samples import memory_directory, safetensors_bytes, tensor, without_ranks
 
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box, Mesh, Shard
-from ckpt_tools.description.tiling import check_tiling
-from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats import hf, hf_sharded
-from ckpt_tools.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
-from ckpt_tools.formats.manifest import (
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats import hf, hf_sharded
+from ckpt_tools.checkpoint.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
+from ckpt_tools.checkpoint.formats.manifest import (
     FileRecord,
     Manifest,
     Origin,
@@ -42,10 +39,13 @@ from ckpt_tools.formats.manifest import (
     build_manifest,
     parse_manifest,
 )
-from ckpt_tools.formats.safetensors import LENGTH_BYTES, File, parse_header, parse_length
-from ckpt_tools.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
-from ckpt_tools.placement.parse import parse_rules
+from ckpt_tools.checkpoint.formats.safetensors import LENGTH_BYTES, File, parse_header, parse_length
+from ckpt_tools.checkpoint.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
+from ckpt_tools.checkpoint.layout import Box, Mesh, Shard
+from ckpt_tools.checkpoint.tiling import check_tiling
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
+from ckpt_tools.transfer.placement.parse import parse_rules
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,14 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 HAND_MADE = Path(__file__).with_name("hand_made.toml")
 ROOMS = {
     "storage": "unit/test_guards.py unit/test_staging.py unit/test_source.py corrupt/test_containment.py faults",
-    "moving": "unit/test_guards.py unit/test_plan.py unit/test_strides.py unit/test_tiles.py unit/test_casting.py "
+    "transfer": "unit/test_guards.py unit/test_plan.py unit/test_strides.py unit/test_tiles.py unit/test_casting.py "
     "unit/test_moments.py property/test_shares.py property/test_plan.py property/test_resume.py corrupt/test_dcp.py "
     "corrupt/test_frames.py corrupt/test_values.py property/test_part_stream.py property/test_roundtrip.py",
-    "tending": "tending",
-    "remote": "remote/test_guards.py property/test_part_stream.py remote",
-    "formats": "unit property corrupt formats",
-    "conversions": "cli property steps faults/test_resume.py faults/test_parts.py",
-    "maps": "names property/test_mosaic.py",
+    "runs": "tending",
+    "storage/remote": "remote/test_guards.py property/test_part_stream.py remote",
+    "checkpoint/formats": "unit property corrupt formats",
+    "convert": "cli property steps faults/test_resume.py faults/test_parts.py",
+    "checkpoint/names": "names property/test_mosaic.py",
 }
 """Room → its tests, below tests/, the quick ones first."""
 LEAST_SECONDS = 30

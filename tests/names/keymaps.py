@@ -18,10 +18,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from ckpt_tools.description.dtypes import BY_TORCH_NAME
-from ckpt_tools.maps.convert import Converted
-from ckpt_tools.maps.keymap import KeyMap
-from ckpt_tools.maps.mosaic import STACKED, Mosaic, whole
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
+from ckpt_tools.checkpoint.names.convert import Converted
+from ckpt_tools.checkpoint.names.keymap import KeyMap
+from ckpt_tools.checkpoint.names.mosaic import STACKED, Mosaic, whole
 
 Tensors = dict[str, torch.Tensor]
 

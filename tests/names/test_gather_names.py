@@ -15,9 +15,9 @@ import transformers
 from names.worlds import config_beside, loading_problems, save_live, tiny
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.manifest import MANIFEST_NAME
 
 TITAN = {
     "model.embed_tokens": "tok_embeddings",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from names.keymaps import assert_same, backward, described, forward
 
+from ckpt_tools.checkpoint.names import keymap
+from ckpt_tools.checkpoint.names.keymap import load_key_maps, parse_key_maps
 from ckpt_tools.errors import UsageError
-from ckpt_tools.maps import keymap
-from ckpt_tools.maps.keymap import load_key_maps, parse_key_maps
 from ckpt_tools.models.conventions import CONVENTIONS
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ import torch.distributed.checkpoint as dcp
 import toys
 from safetensors.torch import load_file, save_file
 
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.names import hold, load_table
 from ckpt_tools.cli import main
-from ckpt_tools.formats.manifest import MANIFEST_NAME
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.maps import hold, load_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 QUICK = ("qwen3-moe", "t5")
@@ -221,7 +221,7 @@ def test_tied_weights_are_one_item(tmp_path) -> None:
 
 @pytest.mark.full
 def test_map_of_another_version_is_not_turned_back(experts, tmp_path, capsys, monkeypatch) -> None:
-    from ckpt_tools.maps.table import Expected
+    from ckpt_tools.checkpoint.names.table import Expected
 
     assert main(["shard", str(experts / "hub"), str(tmp_path / "dcp"), "--mesh", "dp_shard=2", "-q"]) == 0
     monkeypatch.setattr(Expected, "digest", property(lambda _: "0" * 32))

@@ -20,9 +20,9 @@ from names.keymaps import Tensors, alone, assert_same, backward, forward, per_ex
 from names.test_torchtitan_own import DEEPSEEK, LATENT, NEXT_TOKENS, OUTSIDE, QUERY, random
 from safetensors.torch import load_file
 
+from ckpt_tools.checkpoint.names.keymap import load_key_maps
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
-from ckpt_tools.maps.keymap import load_key_maps
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MAPS = load_key_maps("megatron")

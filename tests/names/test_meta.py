@@ -11,8 +11,8 @@ import toys
 from names.keymaps import Tensors, assert_same, backward, forward
 from safetensors.torch import load_file
 
+from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps, parse_key_maps
 from ckpt_tools.cli import main
-from ckpt_tools.maps.keymap import KeyMap, load_key_maps, parse_key_maps
 from ckpt_tools.models import conventions
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

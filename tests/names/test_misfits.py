@@ -11,7 +11,7 @@ import torch
 import transformers
 from names import zoo
 
-from ckpt_tools.maps import config_misfits
+from ckpt_tools.checkpoint.names import config_misfits
 from ckpt_tools.preflight.fold import cut_depth
 
 LLAMA = {

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import core_model_loading as loading
 
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box
-from ckpt_tools.maps.laying import lay_out
-from ckpt_tools.maps.mosaic import Mosaic, whole
-from ckpt_tools.maps.operations import UnknownOperationError, run
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checkpoint.names.apply_mosaic import lay_out
+from ckpt_tools.checkpoint.names.mosaic import Mosaic, whole
+from ckpt_tools.checkpoint.names.operations import UnknownOperationError, run
 
 I64 = BY_NAME["I64"]
 
@@ -187,7 +187,7 @@ def test_split_into_parts_that_are_not_the_whole_is_refused() -> None:
 
 
 def test_renaming_of_a_group_is_switched_on_by_its_first_for_all_names() -> None:
-    from ckpt_tools.maps.renames import Rule, renamed
+    from ckpt_tools.checkpoint.names.renames import Rule, renamed
 
     rule = Rule(
         kind="group",

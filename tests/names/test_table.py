@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from names.zoo import all_names
 
-from ckpt_tools.maps import hold, load_table
-from ckpt_tools.maps.patterns import patterns
+from ckpt_tools.checkpoint.names import hold, load_table
+from ckpt_tools.checkpoint.names.patterns import patterns
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,7 @@ def test_every_class_of_transformers_is_in_the_table_or_has_a_reason() -> None:
 
 def test_names_are_found_without_torch_and_transformers():
     code = (
-        "import sys; from ckpt_tools.maps import load_table; load_table().expected('LlamaForCausalLM', {});"
+        "import sys; from ckpt_tools.checkpoint.names import load_table; load_table().expected('LlamaForCausalLM', {});"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 import toys
 from safetensors.torch import load_file, save_file
 
+from ckpt_tools.checkpoint.names.keymap import parse_key_maps
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
-from ckpt_tools.maps.keymap import parse_key_maps
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EARLIER = (
@@ -138,8 +138,8 @@ def test_map_that_cannot_be_turned_round_is_refused(text: str, what: str) -> Non
 
 
 def test_fused_rows_of_groups_lead_back() -> None:
-    from ckpt_tools.description.dtypes import BY_NAME
-    from ckpt_tools.maps.mosaic import invert, whole
+    from ckpt_tools.checkpoint.dtypes import BY_NAME
+    from ckpt_tools.checkpoint.names.mosaic import invert, whole
 
     maps = parse_key_maps("[*]\nl.*.q, l.*.k, l.*.v = x.*.qkv : qkv num_attention_heads 2", where="file")
     shapes = {"l.0.q": (16, 3), "l.0.k": (8, 3), "l.0.v": (8, 3)}
@@ -156,8 +156,8 @@ def test_fused_rows_of_groups_lead_back() -> None:
 
 
 def test_names_that_have_no_line_and_lines_that_lack_a_name_are_said() -> None:
-    from ckpt_tools.description.dtypes import BY_NAME
-    from ckpt_tools.maps.mosaic import whole
+    from ckpt_tools.checkpoint.dtypes import BY_NAME
+    from ckpt_tools.checkpoint.names.mosaic import whole
 
     maps = parse_key_maps("[*]\nl.*.e.+.w = x.*.w", where="/maps/mine.txt")
 

@@ -13,8 +13,8 @@ from names.keymaps import assert_same, backward, forward
 from safetensors.torch import load_file
 from trainers import titan_models
 
+from ckpt_tools.checkpoint.names.keymap import load_key_maps
 from ckpt_tools.cli import main
-from ckpt_tools.maps.keymap import load_key_maps
 
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 for _needed in ("torchtitan", "torchdata", "spmd_types", "tyro"):

@@ -13,7 +13,7 @@ import torch
 import toys
 from names.keymaps import Tensors, alone, assert_same, backward, forward, per_expert
 
-from ckpt_tools.maps.keymap import load_key_maps
+from ckpt_tools.checkpoint.names.keymap import load_key_maps
 
 MODELS = "torchtitan.models"
 REAL = ("torchtitan.protocols.state_dict_adapter", "torchtitan.models.utils")

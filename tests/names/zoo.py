@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from ckpt_tools.formats._json import parse_json
+from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.preflight.fold import cut_depth
 
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification")

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.preflight.configs import Config, read_config
 from ckpt_tools.preflight.spec import AdapterSpec
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from preflight.rule_cases import MODELS
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs import read_config
 from ckpt_tools.preflight.model_facts import facts_of

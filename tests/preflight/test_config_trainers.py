@@ -14,7 +14,7 @@ import pytest
 import yaml
 from preflight.config_examples import ACCELERATE, AXOLOTL, found, mesh, read
 
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.preflight.configs import Config, read_config
 from ckpt_tools.preflight.configs.schema import option_names
 from ckpt_tools.preflight.spec import ParallelSpec

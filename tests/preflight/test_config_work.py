@@ -12,11 +12,11 @@ import pytest
 import yaml
 
 from ckpt_tools.errors import LimitError, UnreadableError
-from ckpt_tools.placement import plain_yaml
-from ckpt_tools.placement.plain_yaml import load_yaml
 from ckpt_tools.preflight.configs import read_config
 from ckpt_tools.preflight.configs.document import read_document
 from ckpt_tools.preflight.configs.schema import MAX_FINDINGS
+from ckpt_tools.transfer.placement import plain_yaml
+from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 
 ACCELERATE = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n"
 _COUNTED = ("ckpt_tools", "yaml", "json", "tomllib")

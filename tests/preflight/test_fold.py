@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.preflight.fold import (
     cut_depth,
@@ -247,7 +247,7 @@ def try_cuts(paths, scratch):
     """What the child does once it is behind its walls."""
     from ckpt_tools.models.config import read_config
     from ckpt_tools.preflight.meta_model import _try_cuts
-    from ckpt_tools.walls import Walls, behind_walls
+    from ckpt_tools.sandbox import Walls, behind_walls
 
     cuts = [(path, read_config(path)) for path in paths]
     with behind_walls(Walls(subject="a cut model", where="config.json", scratch=str(scratch))):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tools.description.layout import parse_mesh
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.preflight.memory import (
     ask,
     blocks_too_small,

@@ -19,8 +19,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.cli import main
-from ckpt_tools.description.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight import run as run_module
 from ckpt_tools.preflight.model_facts import find_sources

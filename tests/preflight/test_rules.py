@@ -37,7 +37,7 @@ from preflight.rule_cases import (
     text_of,
 )
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.preflight.configs import read_config
 from ckpt_tools.preflight.match import look_at_model

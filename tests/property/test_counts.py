@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 from samples import content, examples, memory_directory, small_blocks, write_model
 
 from ckpt_tools import api
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.moving import counts as counting
-from ckpt_tools.moving.counts import Counts, count_values, has_values
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.transfer import counts as counting
+from ckpt_tools.transfer.counts import Counts, count_values, has_values
 
 DTYPES = [name for name, dtype in BY_NAME.items() if has_values(dtype)]
 SPECIAL = (0x00, 0x80, 0x7F, 0xFF, 0x7C, 0xFC, 0xC0, 0xF8)

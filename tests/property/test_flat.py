@@ -3,8 +3,8 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from ckpt_tools.description.flat import flat_boxes
-from ckpt_tools.description.layout import Box
+from ckpt_tools.checkpoint.flat import flat_boxes
+from ckpt_tools.checkpoint.layout import Box
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -9,13 +9,13 @@ import random
 from hypothesis import assume, given, settings, strategies as st
 from samples import examples
 
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats import inert_pickle
+from ckpt_tools.checkpoint.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
+from ckpt_tools.checkpoint.formats.inert_pickle import GlobalName, Record, parse_pickle
+from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats import inert_pickle
-from ckpt_tools.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
-from ckpt_tools.formats.inert_pickle import GlobalName, Record, parse_pickle
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SCALARS = st.none() | st.booleans() | INT64 | st.floats(allow_nan=False) | st.text() | st.binary()

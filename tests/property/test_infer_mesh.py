@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from samples import examples
 
-from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.infer import block_of, infer_mesh, rank_of_file
-from ckpt_tools.description.layout import Mesh, Placement, Replicate, Shard, cut_tensor
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.checkpoint.infer import block_of, infer_mesh, rank_of_file
+from ckpt_tools.checkpoint.layout import Mesh, Placement, Replicate, Shard, cut_tensor
 
 S0, S1 = Shard(0), Shard(1)
 Rules = dict[str, tuple[tuple[int, ...], dict[str, Placement]]]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate as TorchReplicate, Shard as Torch
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt_tools.description.layout import Box, Mesh, Replicate, Shard, cut_tensor, split_blocks
+from ckpt_tools.checkpoint.layout import Box, Mesh, Replicate, Shard, cut_tensor, split_blocks
 
 S0, S1 = Shard(0), Shard(1)
 

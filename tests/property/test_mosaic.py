@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Shard, cut_tensor, parse_mesh
-from ckpt_tools.maps import mosaic
-from ckpt_tools.maps.laying import lay_out
-from ckpt_tools.maps.mosaic import Mosaic
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.layout import Shard, cut_tensor, parse_mesh
+from ckpt_tools.checkpoint.names import mosaic
+from ckpt_tools.checkpoint.names.apply_mosaic import lay_out
+from ckpt_tools.checkpoint.names.mosaic import Mosaic
 
 DTYPE = BY_NAME["I32"]
 SHAPE = (4, 6)

@@ -9,12 +9,12 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from ckpt_tools.description.checkpoint import ByteSpan
+from ckpt_tools.checkpoint.entries import ByteSpan
 from ckpt_tools.errors import CkptError
-from ckpt_tools.moving import threads
-from ckpt_tools.moving.execute import front_to_back
-from ckpt_tools.moving.plan import Copy, copy_span
-from ckpt_tools.remote.upload import PartStream
+from ckpt_tools.storage.remote.upload import PartStream
+from ckpt_tools.transfer import threads
+from ckpt_tools.transfer.execute import front_to_back
+from ckpt_tools.transfer.plan import Copy, copy_span
 
 Pieces = list[tuple[int, bytes]]
 

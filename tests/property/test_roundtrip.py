@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, example, given, settings, strategies
 from samples import examples, files_of, memory_directory, small_blocks, staging_left, write_model
 
 from ckpt_tools import api
-from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.errors import UsageError
 
 DTYPES = ("F32", "BF16", "F64", "I64", "U8", "BOOL", "F16", "F8_E4M3", "C64", "F4", "I16", "U64")

@@ -23,15 +23,15 @@ from samples import (
 )
 
 from ckpt_tools import api
-from ckpt_tools.conversions import run as running
-from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box, Shard, cut_tensor, parse_mesh, split_blocks
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats.dcp_placing import place, places_of
+from ckpt_tools.checkpoint.layout import Box, Shard, cut_tensor, parse_mesh, split_blocks
+from ckpt_tools.convert import run as running
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.dcp_placing import place, places_of
-from ckpt_tools.moving.plan import Plan
-from ckpt_tools.moving.share_record import build_record, parse_record
-from ckpt_tools.moving.split import hull, owned_blocks, restrict, split
+from ckpt_tools.transfer.plan import Plan
+from ckpt_tools.transfer.share_record import build_record, parse_record
+from ckpt_tools.transfer.split import hull, owned_blocks, restrict, split
 from ckpt_tools.units import format_size
 
 TENSORS = {

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from ckpt_tools.description.checkpoint import ByteSpan
-from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan
+from ckpt_tools.checkpoint.formats._zero_flat import Flat, Rank, build_entry, find_runs
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats._zero_flat import Flat, Rank, build_entry, find_runs
 
 F32 = BY_NAME["F32"]
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), max_size=5)

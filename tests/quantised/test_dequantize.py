@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ckpt_tools.cli import main
-from ckpt_tools.quantised.decoded import SCHEMES
+from ckpt_tools.transfer.quantised.decoded import SCHEMES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

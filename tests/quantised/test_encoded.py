@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli import main
 from ckpt_tools.errors import StorageError
-from ckpt_tools.quantised import encoded
+from ckpt_tools.transfer.quantised import encoded
 
 WEIGHT = "model.layers.0.self_attn.o_proj.weight"
 

@@ -19,10 +19,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, Fp8Quantize
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.cli import main
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.quantised import linears
+from ckpt_tools.transfer.quantised import linears
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.cli import main
-from ckpt_tools.quantised import decoded
+from ckpt_tools.transfer.quantised import decoded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

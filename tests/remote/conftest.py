@@ -13,7 +13,7 @@ from hub.conftest import environment as environment, hub as hub, run as run
 from remote.fault_proxy import Proxy, fault_proxy
 from remote.servers import BUCKET, Server, rclone, seaweedfs
 
-from ckpt_tools.remote import hub_source, store, web
+from ckpt_tools.storage.remote import hub_source, store, web
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ import pytest
 from samples import files_of, shard_model, staging_left, tensor, write_model
 
 import ckpt_tools
-from ckpt_tools.api import commands
-from ckpt_tools.conversions import run as share
+from ckpt_tools.convert import command_text as commands, run as share
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.options import options_of
 
@@ -65,7 +64,7 @@ def test_a_source_that_changed_meanwhile_is_refused(tmp_path: Path) -> None:
 
 def test_a_command_says_what_is_made_and_no_more(tmp_path: Path) -> None:
     given = {"mesh": "dp_shard=2", "exclude": ["a.**", "b"], "dtype": "bf16", "part": "1/2", "num_workers": 3}
-    from ckpt_tools.api.conversions import ShardOptions
+    from ckpt_tools.convert.commands import ShardOptions
 
     options = ShardOptions(tmp_path / "model", tmp_path / "out", **given)
     verb, said = commands.parse_command(commands.build_command(options), STATED)
@@ -103,7 +102,7 @@ NO_COMMANDS = [
 def test_what_is_no_command_is_not_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert commands.parse_command(text, STATED) is None
     source, out = write_model(tmp_path / "model", BIG), tmp_path / "out"
-    monkeypatch.setattr("ckpt_tools.api.conversions.build_command", lambda *_: text)
+    monkeypatch.setattr("ckpt_tools.convert.commands.build_command", lambda *_: text)
     ckpt_tools.shard(source, out, mesh="dp_shard=2", part="0/2")
     with pytest.raises(UsageError, match="by which command"):
         ckpt_tools.commit(out)

@@ -13,11 +13,11 @@ from hub.local_hub import READ_TOKEN, WRITE_TOKEN, Fault, Hub
 from remote.site import Answer, Asked, part, publish, site
 from samples import MODEL, content, files_of, safetensors_bytes, tensor, write_model
 
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.formats.skeleton import skeleton
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.formats.skeleton import skeleton
-from ckpt_tools.remote import hub_source
-from ckpt_tools.remote.hub_source import parse
+from ckpt_tools.storage.remote import hub_source
+from ckpt_tools.storage.remote.hub_source import parse
 
 COMMIT = "0123456789" * 4
 
@@ -313,7 +313,7 @@ def test_cache_is_where_huggingface_hub_has_it(monkeypatch, tmp_path: Path, vari
     for name, value in (("HOME", str(tmp_path)), ("CACHES", str(tmp_path)), (variable, named)):
         monkeypatch.setenv(name, value)
     code = (
-        "from huggingface_hub import constants; from ckpt_tools.remote.account import hub_directory as of;"
+        "from huggingface_hub import constants; from ckpt_tools.storage.remote.account import hub_directory as of;"
         "print(constants.HF_HUB_CACHE == of('HF_HUB_CACHE') and constants.HF_HOME == of('HF_HOME'), of('HF_HUB_CACHE'))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -352,7 +352,8 @@ def test_local_commands_import_nothing_of_the_network(model: Path, tmp_path: Pat
     code = (
         "import sys; from ckpt_tools.cli import main; "
         f"main(['shard', {str(model)!r}, {str(tmp_path / 'd')!r}, '--mesh', 'dp_shard=2', '-q']); "
-        "print(sorted({'httpx2', 'huggingface_hub', 'ckpt_tools.remote.web', 'obstore', 'torch'} & set(sys.modules)))"
+        "print(sorted({'httpx2', 'huggingface_hub', 'ckpt_tools.storage.remote.web', 'obstore', 'torch'}"
+        " & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
@@ -416,7 +417,7 @@ def test_dtensor_engine_refuses_other_machines(run, hub: Hub, model: Path, tmp_p
 
 def test_smoke_refuses_to_copy_large_weights(run, hub: Hub, model: Path, monkeypatch) -> None:
     publish(hub, "org/name", model)
-    monkeypatch.setattr(importlib.import_module("ckpt_tools.smoke.start"), "DATA_LIMIT_BYTES", 100)
+    monkeypatch.setattr(importlib.import_module("ckpt_tools.fsdp2.smoke.start"), "DATA_LIMIT_BYTES", 100)
     assert "--model hf://org/name" in error_of(run("smoke", "hf://org/name"), 2)
 
 

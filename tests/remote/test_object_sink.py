@@ -22,13 +22,13 @@ from remote.servers import SECRETS, Server
 from samples import MODEL, files_of, small_blocks, tensor, write_model
 
 from ckpt_tools import api
-from ckpt_tools.conversions import finish
-from ckpt_tools.conversions.job import Conversion
+from ckpt_tools.convert import finish
+from ckpt_tools.convert.job import Conversion
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
-from ckpt_tools.remote import object_sink, upload
-from ckpt_tools.remote.store import Bucket
-from ckpt_tools.remote.upload import PartStream
-from ckpt_tools.remote.writing import WriteSettings, cut_passes
+from ckpt_tools.storage.remote import object_sink, upload
+from ckpt_tools.storage.remote.store import Bucket
+from ckpt_tools.storage.remote.upload import PartStream
+from ckpt_tools.storage.remote.writing import WriteSettings, cut_passes
 from ckpt_tools.storage.staging import Staging
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
@@ -172,7 +172,7 @@ def test_of_two_rivals_one_wins_and_twins_both_do(model: Path, seaweed: Server, 
 def test_killed_at_any_moment_and_run_again(
     model: Path, seaweed: Server, use: Callable[..., str], request: pytest.FixtureRequest
 ) -> None:
-    program = "import sys; from ckpt_tools.remote import upload; upload.MIN_PART_BYTES = 5 << 20; "
+    program = "import sys; from ckpt_tools.storage.remote import upload; upload.MIN_PART_BYTES = 5 << 20; "
     program += "from ckpt_tools.cli import main; sys.exit(main(sys.argv[1:]))"
     chance = random.Random(16)
     for number in range(20 if request.config.getoption("zoo") else 3):

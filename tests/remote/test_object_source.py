@@ -20,13 +20,13 @@ from remote.servers import SECRETS, Server
 from samples import ASSETS, content, files_of, shard_model, write_model
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.remote import source as remote_source, store as remote_store
-from ckpt_tools.remote.places import open_place
-from ckpt_tools.remote.source import Range, RemoteFile, RemoteSource, join
-from ckpt_tools.remote.store import Bucket, StoredObject
+from ckpt_tools.storage.locations import open_place
+from ckpt_tools.storage.remote import source as remote_source, store as remote_store
+from ckpt_tools.storage.remote.source import Range, RemoteFile, RemoteSource, join
+from ckpt_tools.storage.remote.store import Bucket, StoredObject
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import is_plain_path
 

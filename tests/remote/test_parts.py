@@ -12,8 +12,8 @@ from samples import files_of, write_model
 
 from ckpt_tools import api
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.remote import object_sink, upload
-from ckpt_tools.remote.object_sink import WriteSettings
+from ckpt_tools.storage.remote import object_sink, upload
+from ckpt_tools.storage.remote.object_sink import WriteSettings
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
 

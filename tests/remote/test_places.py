@@ -9,7 +9,7 @@ from samples import MODEL, safetensors_bytes
 
 import ckpt_tools
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.remote import places
+from ckpt_tools.storage import locations
 
 
 @pytest.mark.parametrize(
@@ -26,8 +26,8 @@ from ckpt_tools.remote import places
     ],
 )
 def test_what_is_remote(path: str, scheme: str | None) -> None:
-    assert places.scheme_of(path) == scheme
-    assert places.is_remote(path) is (scheme is not None)
+    assert locations.scheme_of(path) == scheme
+    assert locations.is_remote(path) is (scheme is not None)
 
 
 def test_a_file_url_is_a_path_of_this_machine(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_the_hub_is_written_by_push(tmp_path: Path) -> None:
 
 def test_nothing_at_a_path(tmp_path: Path) -> None:
     with pytest.raises(UnreadableError, match="no such file"):
-        places.open_place(str(tmp_path / "missing"))
+        locations.open_place(str(tmp_path / "missing"))
 
 
 def test_push_takes_what_is_on_this_machine() -> None:

@@ -15,8 +15,8 @@ import pytest
 from samples import files_of, tensor, write_model
 
 import ckpt_tools
-from ckpt_tools.api.on_ray import convert_on_ray
 from ckpt_tools.cli import main
+from ckpt_tools.convert.on_ray import convert_on_ray
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.storage.claim import staging_path
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from samples import content
 
 from ckpt_tools.errors import LimitError, UnreadableError
-from ckpt_tools.remote import source as module
-from ckpt_tools.remote.source import HEAD_BYTES, MAX_RUN_BYTES, Kept, RemoteFile, RemoteSource
+from ckpt_tools.storage.remote import source as module
+from ckpt_tools.storage.remote.source import HEAD_BYTES, MAX_RUN_BYTES, Kept, RemoteFile, RemoteSource
 
 MIB = 1 << 20
 LONG = content(40 * MIB)

@@ -11,9 +11,9 @@ from remote.servers import SECRETS, Server
 
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
-from ckpt_tools.remote import store
-from ckpt_tools.remote.places import set_storage
-from ckpt_tools.remote.store import Bucket, ChangedObjectError, ExistingObjectError, MissingObjectError, split
+from ckpt_tools.storage.locations import set_storage
+from ckpt_tools.storage.remote import store
+from ckpt_tools.storage.remote.store import Bucket, ChangedObjectError, ExistingObjectError, MissingObjectError, split
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
 

@@ -11,8 +11,8 @@ from httpcore2._backends.sync import SyncStream
 from remote.site import Answer, part, site
 from samples import MODEL, files_of, safetensors_bytes, tensor, write_model
 
-from ckpt_tools.remote import web
-from ckpt_tools.remote.refusals import Peers
+from ckpt_tools.storage.remote import web
+from ckpt_tools.storage.remote.refusals import Peers
 
 HELD = safetensors_bytes(MODEL)
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.checkpoint.layout import Box, Layout, Mesh, Shard
+from ckpt_tools.checkpoint.summarise import Summary, overlay, summarise
 from ckpt_tools.checks.diff import Change, Difference
 from ckpt_tools.checks.stats import Stats, TensorStats
 from ckpt_tools.checks.updates import Update
@@ -13,25 +17,21 @@ from ckpt_tools.cli.diff import diff_page
 from ckpt_tools.cli.estimate import estimate_page
 from ckpt_tools.cli.inspection import build_page
 from ckpt_tools.cli.preflight import preflight_page
+from ckpt_tools.cli.runs import tending_page
 from ckpt_tools.cli.smoke import smoke_page
 from ckpt_tools.cli.stats import stats_page
-from ckpt_tools.cli.tending import tending_page
 from ckpt_tools.cli.verify import verify_page
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box, Layout, Mesh, Shard
-from ckpt_tools.description.summarise import Summary, overlay, summarise
+from ckpt_tools.cli.views.page import Page
+from ckpt_tools.cli.views.write import failed_page, unfinished_page
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.case import Case, Margin
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Moment
-from ckpt_tools.moving.counts import Counts
-from ckpt_tools.moving.moments import Moments
+from ckpt_tools.fsdp2.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 from ckpt_tools.preflight.report import CHECKS, CheckResult, PreflightReport
-from ckpt_tools.report.page import Page
-from ckpt_tools.report.write import failed_page, unfinished_page
-from ckpt_tools.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
-from ckpt_tools.tending.retention import Candidate, Rules, State, plan_retention
-from ckpt_tools.tending.tend import Tended
+from ckpt_tools.runs.manage import Tended
+from ckpt_tools.runs.retention import Candidate, Rules, State, plan_retention
+from ckpt_tools.transfer.counts import Counts
+from ckpt_tools.transfer.statistics import Moments
 
 HOSTILE = (
     "</script><img src=x onerror=window.hit=1>",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from reports import results
 
-from ckpt_tools.report.write import build_html
+from ckpt_tools.cli.views.write import build_html
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

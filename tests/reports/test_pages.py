@@ -16,6 +16,9 @@ from reports import results
 from reports.results import FINDINGS, HOSTILE, whole
 from samples import examples, shard_model, write_model
 
+from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, Finding
+from ckpt_tools.checkpoint.layout import Box, Mesh
+from ckpt_tools.checkpoint.summarise import summarise
 from ckpt_tools.checks.verify import Unchecked
 from ckpt_tools.cli import main
 from ckpt_tools.cli.diff import diff_page
@@ -23,16 +26,13 @@ from ckpt_tools.cli.estimate import estimate_page
 from ckpt_tools.cli.inspection import build_page
 from ckpt_tools.cli.output import report_to
 from ckpt_tools.cli.preflight import preflight_page
+from ckpt_tools.cli.runs import _print as print_tended, tending_page
 from ckpt_tools.cli.smoke import smoke_page
-from ckpt_tools.cli.tending import _print as print_tended, tending_page
 from ckpt_tools.cli.verify import verify_page
-from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding
-from ckpt_tools.description.layout import Box, Mesh
-from ckpt_tools.description.summarise import summarise
+from ckpt_tools.cli.views.layouts import LayoutData, encode_runs
+from ckpt_tools.cli.views.page import MAX_FINDINGS, Bars, Table
+from ckpt_tools.cli.views.write import MARK, build_html
 from ckpt_tools.options.output import Output
-from ckpt_tools.report.layouts import LayoutData, encode_runs
-from ckpt_tools.report.page import MAX_FINDINGS, Bars, Table
-from ckpt_tools.report.write import MARK, build_html
 from ckpt_tools.text import escape_message
 
 _LOADING = {"src", "href", "srcset", "action", "background", "data", "poster", "formaction"}

@@ -277,7 +277,7 @@ def test_adapter_resumes_in_shards_with_the_same_loss(trained, resumed, kind):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_adapter_checkpoint_holds_what_an_export_needs_and_nothing_else(trained, directory, kind):
-    from ckpt_tools.formats.opening import open_path
+    from ckpt_tools.checkpoint.formats.opening import open_path
 
     with open_path(str(directory / kind)) as opened:
         tensors = {entry.fqn: entry.shape for entry in opened.checkpoint.tensors if entry.fqn.startswith("model.")}

@@ -169,7 +169,7 @@ def test_bagel_healthy_model_has_no_findings_and_reads_its_half(trained, weights
 
 
 def break_it(rank, world_size, path):
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.errors import UsageError
     from ckpt_tools.fsdp2 import build_device_mesh, load_checkpoint, shard_model
     from ckpt_tools.fsdp2.diagnose import diagnose

@@ -82,7 +82,7 @@ def evaluated(model):
 
 
 def train(rank, world_size, directory):
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh, save_checkpoint
     from ckpt_tools.fsdp2.audit import audit
     from ckpt_tools.fsdp2.lora import load_adapters
@@ -211,7 +211,7 @@ def test_qlora_packed_bytes_are_shared_out(trained):
 
 
 def test_qlora_checkpoint_has_scales_in_parts_and_the_rest_once(trained, directory):
-    from ckpt_tools.formats.opening import open_path
+    from ckpt_tools.checkpoint.formats.opening import open_path
 
     with open_path(str(directory / "uint8")) as opened:
         chunks = {entry.fqn: len(entry.chunks) for entry in opened.checkpoint.tensors}
@@ -222,7 +222,7 @@ def test_qlora_checkpoint_has_scales_in_parts_and_the_rest_once(trained, directo
 
 
 def test_qlora_adapters_resume_over_a_base_that_is_quantised_again(trained, directory):
-    from ckpt_tools.formats.opening import open_path
+    from ckpt_tools.checkpoint.formats.opening import open_path
 
     for result in trained:
         after, again = result["uint8"]["resumed"]
@@ -261,7 +261,7 @@ def test_qlora_with_the_real_model_on_rank_0_alone(ran):
 
 
 def refuse(rank, world_size, directory):
-    from ckpt_tools.description.layout import parse_mesh
+    from ckpt_tools.checkpoint.layout import parse_mesh
     from ckpt_tools.fsdp2 import build_device_mesh, load_checkpoint
     from ckpt_tools.fsdp2.qlora import load_quantised
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from seeds import guide
 from torch import nn
 
-from ckpt_tools.formats.opening import open_path
+from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.fsdp2 import find_blocks, frozen
 from ckpt_tools.fsdp2.tensor_parallel import find_styles
 

@@ -76,7 +76,7 @@ def try_all(path):
     from ckpt_tools.fsdp2 import find_blocks
     from ckpt_tools.models.recipe import call, find_loss, loss_of
     from ckpt_tools.models.recipe_of import recipe_of
-    from ckpt_tools.walls import Walls, behind_walls
+    from ckpt_tools.sandbox import Walls, behind_walls
 
     torch.set_num_threads(1)
     recipes = {name: recipe_of(config_of(name), name) for name in CONFIGS}

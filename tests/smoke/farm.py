@@ -15,11 +15,11 @@ import sys
 import tempfile
 import traceback
 
-from ckpt_tools.processes import wire
-from ckpt_tools.processes.child import environment, read_answer
-from ckpt_tools.smoke.messages import Launch, Launched
-from ckpt_tools.smoke.options import SmokeOptions
-from ckpt_tools.smoke.start import LAUNCH
+from ckpt_tools.fsdp2.smoke.messages import Launch, Launched
+from ckpt_tools.fsdp2.smoke.options import SmokeOptions
+from ckpt_tools.fsdp2.smoke.start import LAUNCH
+from ckpt_tools.sandbox import wire
+from ckpt_tools.sandbox.child import environment, read_answer
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from smoke.farm import serve; serve()"
 
@@ -70,7 +70,7 @@ class Farm:
 
 def launch(directory, path, job, plugin):
     """Be the launcher."""
-    from ckpt_tools.processes.child import serve
+    from ckpt_tools.sandbox.child import serve
 
     if plugin is not None:
         module, name = plugin.split(":")
@@ -84,7 +84,7 @@ def launch(directory, path, job, plugin):
 
 def serve():
     """Fork for every line on stdin, until there are no more."""
-    from ckpt_tools.smoke.launcher import preload
+    from ckpt_tools.fsdp2.smoke.launcher import preload
 
     preload(SmokeOptions())
     with contextlib.suppress(ImportError):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UnclearLossError, UsageError
+from ckpt_tools.fsdp2.smoke import draws
+from ckpt_tools.fsdp2.smoke.report import causes, fold, of_ranks
 from ckpt_tools.models.computed import adopt_computed
 from ckpt_tools.models.recipe import find_loss, loss_of
-from ckpt_tools.smoke import draws
-from ckpt_tools.smoke.report import causes, fold, of_ranks
 
 LOSS = torch.tensor(2.0, requires_grad=True)
 LOGITS = torch.ones(2, 3, requires_grad=True)

@@ -8,9 +8,9 @@ from steps.toy_steps import save, state_of
 
 from ckpt_tools import api
 from ckpt_tools.adapters.read.opening import read_adapter
+from ckpt_tools.checkpoint.formats.step import open_optimizer
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.step import open_optimizer
 
 ROOT = "base_model.model.model.layers.0"
 

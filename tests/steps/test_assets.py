@@ -20,7 +20,7 @@ from steps import toy_steps
 from tokenizers import Tokenizer, models
 
 from ckpt_tools.cli import main
-from ckpt_tools.conversions.assets import choose_assets, model_beside
+from ckpt_tools.convert.assets import choose_assets, model_beside
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORDS = [f"w{number}" for number in range(64)]

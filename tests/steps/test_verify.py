@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from steps.toy_steps import save_accelerate
 
 from ckpt_tools import api
+from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checks.verify import Verification
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.opening import open_path
 
 
 def codes(result: Verification) -> list[str]:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from ckpt_tools.remote import store
-from ckpt_tools.remote.store import Bucket
-from ckpt_tools.tending.bucket import BucketFolder
+from ckpt_tools.runs.bucket import BucketFolder
+from ckpt_tools.storage.remote import store
+from ckpt_tools.storage.remote.store import Bucket
 
 obstore = pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
 FILES = {

@@ -10,7 +10,7 @@ import pytest
 from tending.runs import flip
 
 from ckpt_tools import api
-from ckpt_tools.remote.store import Bucket
+from ckpt_tools.storage.remote.store import Bucket
 from ckpt_tools.storage.run_folder import RECORD_NAME
 
 

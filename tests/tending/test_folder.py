@@ -19,13 +19,13 @@ from tending.runs import flip, save_step, write_state
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
+from ckpt_tools.runs import assess, manage
+from ckpt_tools.runs.disk import DiskFolder
+from ckpt_tools.runs.folder import TRASH_PREFIX, BusyError
+from ckpt_tools.runs.manage import Settings, Tender
+from ckpt_tools.runs.retention import Rules
 from ckpt_tools.storage.claim import staging_path
 from ckpt_tools.storage.run_folder import RECORD_NAME, leased
-from ckpt_tools.tending import assess, tend
-from ckpt_tools.tending.disk import DiskFolder
-from ckpt_tools.tending.folder import TRASH_PREFIX, BusyError
-from ckpt_tools.tending.retention import Rules
-from ckpt_tools.tending.tend import Settings, Tender
 
 QUICK = [
     "test_prune_removes_what_is_superseded",
@@ -516,7 +516,7 @@ def test_removal_is_taken_back_when_somebody_has_come_in_between(run):
 
 
 def test_what_changes_while_it_is_verified_is_not_verified(run, monkeypatch):
-    examine = tend.examine
+    examine = manage.examine
 
     def changing(path, **options):
         result = examine(path, **options)
@@ -524,7 +524,7 @@ def test_what_changes_while_it_is_verified_is_not_verified(run, monkeypatch):
             os.utime(os.path.join(path, ".metadata"), ns=(0, 1))
         return result
 
-    monkeypatch.setattr(tend, "examine", changing)
+    monkeypatch.setattr(manage, "examine", changing)
     tended = watch(run, keep_last=1)
     assert tended.verified == ("step-10", "step-30")
     assert tended.notes[0] == "step-20 changed while it was verified: it counts as not verified"

@@ -20,8 +20,8 @@ from tending.runs import flip
 
 from ckpt_tools import api, hooks
 from ckpt_tools.errors import UsageError
+from ckpt_tools.runs.record import parse_record
 from ckpt_tools.storage.run_folder import RECORD_NAME
-from ckpt_tools.tending.record import parse_record
 
 pytestmark = pytest.mark.full(but=["test_settings_that_make_no_sense_are_refused", "test_other_ranks_do_nothing"])
 FAST = {"settle_s": 0.0, "patience_s": 20.0}
@@ -43,10 +43,7 @@ def children(parent=None):
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{pid}/stat").read_text()
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if (
-                int(stat.rpartition(")")[2].split()[1]) == (parent or os.getpid())
-                and b"ckpt_tools.processes" in command
-            ):
+            if int(stat.rpartition(")")[2].split()[1]) == (parent or os.getpid()) and b"ckpt_tools.sandbox" in command:
                 found.append(int(pid))
     return found
 

@@ -18,9 +18,9 @@ import toys
 import transformers
 from safetensors.torch import load_file
 
+from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.cli import main
-from ckpt_tools.formats.opening import open_path
-from ckpt_tools.processes.child import die_with_parent
+from ckpt_tools.sandbox.child import die_with_parent
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "rms_norm_eps": 1e-5}
 GLOBAL_BATCH = 4

@@ -3,7 +3,7 @@ from importlib.resources import files
 
 from ckpt_tools.adapters.families import FAMILIES
 from ckpt_tools.adapters.families.carried import CARRIED
-from ckpt_tools.maps import is_factor
+from ckpt_tools.checkpoint.names import is_factor
 
 _GENERIC = {"rescale", "diff", "diff_b"}
 """LyCORIS' names that a base model may have as well."""
@@ -19,7 +19,7 @@ def test_is_factor_knows_every_familys_names_and_no_base_models():
     assert [name for name in own if not is_factor(name)] == []
     carried = [family for family in CARRIED if family.root]  # prompts have names of their own
     assert [family.name for family in carried if not is_factor(f"q_proj.{family.names[-1][0]}")] == []
-    words = set(re.findall(r"\w+", (files("ckpt_tools.maps") / "transformers.txt").read_text()))
+    words = set(re.findall(r"\w+", (files("ckpt_tools.checkpoint.names") / "transformers.txt").read_text()))
     assert [word for word in words if is_factor(word)] == []
     assert [name for name in ("lora_unet_x.alpha", "x.base_layer.weight", "soft_cap") if is_factor(name)] == [
         "lora_unet_x.alpha"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from arrays import to_array, to_tensor
 
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.moving.arrays import Array, array_of, bytes_of, dtype_of, is_finite, numpy_dtype
-from ckpt_tools.moving.casting import cast, cast_array
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.transfer.arrays import Array, array_of, bytes_of, dtype_of, is_finite, numpy_dtype
+from ckpt_tools.transfer.casting import cast, cast_array
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 

@@ -18,8 +18,8 @@ import pytest
 
 from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UsageError
-from ckpt_tools.processes.child import Child, Here, describe_end, environment
-from ckpt_tools.processes.wire import error_from_json, error_to_json
+from ckpt_tools.sandbox.child import Child, Here, describe_end, environment
+from ckpt_tools.sandbox.wire import error_from_json, error_to_json
 
 BIG = 10 << 20
 
@@ -305,7 +305,7 @@ def test_walled_child_has_of_the_environment_what_libraries_need(monkeypatch):
 
 BUILD = """
 import sys
-from ckpt_tools.walls import Walls, behind_walls
+from ckpt_tools.sandbox import Walls, behind_walls
 with behind_walls(Walls(subject="a model", where="x", scratch=sys.argv[1])):
     import email.mime.text, wave
 """
@@ -336,7 +336,7 @@ def test_child_takes_what_it_has_started_with_it(tmp_path, wait):
 PARENT = """
 import os, sys, tempfile, time
 sys.path[:0] = [sys.argv[1]]
-from ckpt_tools.processes.child import Child
+from ckpt_tools.sandbox.child import Child
 with Child(f"test_children:{sys.argv[2]}", {"file": sys.argv[3], "wait": True}, object, does="is tried") as child:
     child.result(None)
 """

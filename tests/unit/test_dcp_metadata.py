@@ -32,14 +32,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_tools import api
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME
-from ckpt_tools.description.layout import Box
+from ckpt_tools.checkpoint.dtypes import BY_NAME, BY_TORCH_NAME
+from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats import inert_pickle
+from ckpt_tools.checkpoint.formats.dcp_metadata import build_metadata, parse_metadata
+from ckpt_tools.checkpoint.formats.inert_pickle import PickleLimits
+from ckpt_tools.checkpoint.formats.torch_zip import item_frame, parse_item
+from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
-from ckpt_tools.formats import inert_pickle
-from ckpt_tools.formats.dcp_metadata import build_metadata, parse_metadata
-from ckpt_tools.formats.inert_pickle import PickleLimits
-from ckpt_tools.formats.torch_zip import item_frame, parse_item
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -614,7 +614,7 @@ def test_build_metadata_of_what_torch_lacks_is_a_usage_error(entries: tuple[Tens
 
 def test_module_does_not_import_torch() -> None:
     code = (
-        "import sys, ckpt_tools.formats.dcp_metadata as m, ckpt_tools.formats.torch_zip as z, pickle;"
+        "import sys, pickle, ckpt_tools.checkpoint.formats.dcp_metadata as m, ckpt_tools.checkpoint.formats.torch_zip;"
         "m.parse_metadata(m.build_metadata((), ()));"
         "sys.exit('torch' in sys.modules)"
     )

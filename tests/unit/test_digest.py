@@ -3,10 +3,10 @@
 import xxhash
 from samples import content, small_blocks
 
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.formats.digest import digest_block, digest_bytes, digest_tensor
-from ckpt_tools.moving.plan import blocks_of
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats.digest import digest_block, digest_bytes, digest_tensor
+from ckpt_tools.transfer.plan import blocks_of
 
 
 def test_digest_of_nothing_is_fixed() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import SafetensorError, deserialize
 
-from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME, BY_TORCH_STORAGE, DType
+from ckpt_tools.checkpoint.dtypes import BY_NAME, BY_TORCH_NAME, BY_TORCH_STORAGE, DType
 
 
 @pytest.mark.parametrize("dtype", [d for d in BY_NAME.values() if d.torch_name], ids=lambda d: d.name)

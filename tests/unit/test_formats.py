@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_tools.checkpoint.formats.format import Format
+from ckpt_tools.checkpoint.formats.table import FORMATS, detect_format, find_format
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.format import Format
-from ckpt_tools.formats.table import FORMATS, detect_format, find_format
 from ckpt_tools.options.common import From
 
 ROOT = Path(__file__).parents[2]

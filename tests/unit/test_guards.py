@@ -16,20 +16,15 @@ import pytest
 from samples import content, files_of, memory_directory, shard_model, small_blocks, staging_left, tensor, write_model
 
 from ckpt_tools import api
-from ckpt_tools.conversions.run import merge
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats._torch_zip_writer import END64, LOCATOR, archive_frame
+from ckpt_tools.checkpoint.formats.digest import digest_block
+from ckpt_tools.checkpoint.formats.frames import digest_frames
+from ckpt_tools.checkpoint.formats.torch_zip import parse_archive
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.convert.run import merge
 from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError
-from ckpt_tools.formats._torch_zip_writer import END64, LOCATOR, archive_frame
-from ckpt_tools.formats.digest import digest_block
-from ckpt_tools.formats.frames import digest_frames
-from ckpt_tools.formats.torch_zip import parse_archive
-from ckpt_tools.moving.execute import Sealing, digest_planned_frames, execute
-from ckpt_tools.moving.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
-from ckpt_tools.moving.read import Buffers, Checksums, combine_crcs, read_block
-from ckpt_tools.moving.seen import DisagreementError, Seen
-from ckpt_tools.moving.share_record import FileRecord, ShareRecord, TensorPart, build_record, parse_record
 from ckpt_tools.storage import claim, publish
 from ckpt_tools.storage.claim import claim_directory, staging_path
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
@@ -37,6 +32,11 @@ from ckpt_tools.storage.shared_staging import SharedStaging
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.storage.staging import Staging
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
+from ckpt_tools.transfer.execute import Sealing, digest_planned_frames, execute
+from ckpt_tools.transfer.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
+from ckpt_tools.transfer.read import Buffers, Checksums, combine_crcs, read_block
+from ckpt_tools.transfer.share_record import FileRecord, ShareRecord, TensorPart, build_record, parse_record
+from ckpt_tools.transfer.tensor_digest import DisagreementError, Seen
 
 # What is durable, and in which order
 
@@ -309,7 +309,7 @@ def test_file_that_is_swapped_before_it_is_opened_is_noticed(
     (tmp_path / "a").write_bytes(b"1")
     (tmp_path / "b").write_bytes(b"2")
     if not kernel:
-        monkeypatch.setattr("ckpt_tools.storage.beneath.is_available", lambda: False)
+        monkeypatch.setattr("ckpt_tools.storage.safe_open.is_available", lambda: False)
     with LocalSource(str(tmp_path)) as source:
         opens = source._open
 
@@ -333,7 +333,7 @@ def test_link_that_comes_after_the_path_was_resolved_is_not_followed(
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "a").write_bytes(b"secret")
     if not kernel:
-        monkeypatch.setattr("ckpt_tools.storage.beneath.is_available", lambda: False)
+        monkeypatch.setattr("ckpt_tools.storage.safe_open.is_available", lambda: False)
     with LocalSource(str(tmp_path / "root")) as source:
         resolve = source.path
 

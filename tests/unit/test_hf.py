@@ -5,18 +5,18 @@ import json
 import pytest
 from samples import safetensors_bytes, tensor
 
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.hf import (
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats.hf import (
     arrange,
     build_index,
     describe,
     parse_index,
     place,
 )
-from ckpt_tools.formats.hf_sharded import SHARDED_FILE, describe_sharded
-from ckpt_tools.formats.safetensors import File, parse_header
+from ckpt_tools.checkpoint.formats.hf_sharded import SHARDED_FILE, describe_sharded
+from ckpt_tools.checkpoint.formats.safetensors import File, parse_header
+from ckpt_tools.errors import UnreadableError
 
 
 def _entry(fqn: str, num_elems: int, dtype: str = "U8") -> TensorEntry:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
+from ckpt_tools.checkpoint.formats import inert_pickle
+from ckpt_tools.checkpoint.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
 from ckpt_tools.errors import LimitError, UnreadableError
-from ckpt_tools.formats import inert_pickle
-from ckpt_tools.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
 
 NONE_ALLOWED: frozenset[str] = frozenset()
 SIZE = b"\x8c\x05torch\x94\x8c\x04Size\x94\x93\x94"

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box, Layout, Mesh, Replicate, Shard
-from ckpt_tools.description.summarise import MAX_BLOCKS, MAX_PREFIXES, OTHER, overlay, summarise, to_json
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.checkpoint.layout import Box, Layout, Mesh, Replicate, Shard
+from ckpt_tools.checkpoint.summarise import MAX_BLOCKS, MAX_PREFIXES, OTHER, overlay, summarise, to_json
 from ckpt_tools.errors import UsageError
 
 
@@ -335,7 +335,7 @@ def test_overlay_of_thousands_of_ranks_counts_equal_layers_once() -> None:
 
 def test_inspect_modules_import_no_heavy_library() -> None:
     code = (
-        "import sys, ckpt_tools.description.summarise\n"
+        "import sys, ckpt_tools.checkpoint.summarise\n"
         "print(sorted({'torch', 'numpy', 'rich', 'typer', 'safetensors'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

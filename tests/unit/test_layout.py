@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_tools.description.layout import (
+from ckpt_tools.checkpoint.layout import (
     Box,
     Mesh,
     Replicate,

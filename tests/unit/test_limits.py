@@ -22,17 +22,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-import ckpt_tools.formats.dcp
+import ckpt_tools.checkpoint.formats.dcp
 from ckpt_tools import api
-from ckpt_tools.description.checkpoint import MAX_DIMS, MAX_ELEMS, MAX_FQN_CHARS, fqn_problem, is_possible_shape
+from ckpt_tools.checkpoint.entries import MAX_DIMS, MAX_ELEMS, MAX_FQN_CHARS, fqn_problem, is_possible_shape
+from ckpt_tools.checkpoint.formats import safetensors
+from ckpt_tools.checkpoint.formats._json import parse_json
+from ckpt_tools.checkpoint.formats.dcp_metadata import parse_metadata
+from ckpt_tools.checkpoint.formats.inert_pickle import PickleLimits, parse_pickle
 from ckpt_tools.errors import LimitError, UnreadableError
-from ckpt_tools.formats import safetensors
-from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.dcp_metadata import parse_metadata
-from ckpt_tools.formats.inert_pickle import PickleLimits, parse_pickle
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.moving.plan import check_names
 from ckpt_tools.text import MAX_COMPONENT_BYTES, MAX_PATH_BYTES, MAX_SHOWN_CHARS, escape_name, is_plain_path
+from ckpt_tools.transfer.plan import check_names
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "limits.md"
 ROW = re.compile(r"^\|.*\| ([^|]+) \| `(ckpt_tools[\w.]+)` \|$", re.MULTILINE)
@@ -71,7 +71,7 @@ def test_metadata_limits_set_by_a_program_hold(tmp_path: Path, monkeypatch) -> N
     run = shard_model(tmp_path)
     assert api.open_checkpoint(run).tensors
     for limits in (PickleLimits(max_bytes=100), PickleLimits(max_string_bytes=3), PickleLimits(max_depth=1)):
-        monkeypatch.setattr(ckpt_tools.formats.dcp, "METADATA_LIMITS", limits)
+        monkeypatch.setattr(ckpt_tools.checkpoint.formats.dcp, "METADATA_LIMITS", limits)
         with pytest.raises(LimitError):
             api.open_checkpoint(run)
 

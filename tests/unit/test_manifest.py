@@ -5,10 +5,17 @@ import math
 
 import pytest
 
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Mesh, Replicate, Shard
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.formats.manifest import (
+    FileRecord,
+    Manifest,
+    Origin,
+    TensorRecord,
+    build_manifest,
+    parse_manifest,
+)
+from ckpt_tools.checkpoint.layout import Mesh, Replicate, Shard
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.formats.manifest import FileRecord, Manifest, Origin, TensorRecord, build_manifest, parse_manifest
 
 MANIFEST = Manifest(
     writer="ckpt 1",

@@ -14,16 +14,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from samples import examples
 
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.globs import compile_glob
-from ckpt_tools.description.layout import Box, Mesh, Replicate, Shard
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.globs import compile_glob
+from ckpt_tools.checkpoint.layout import Box, Mesh, Replicate, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import is_older
-from ckpt_tools.placement.parse import parse_rules, parse_set
-from ckpt_tools.placement.place import cut_entry, place_tensors
-from ckpt_tools.placement.rule import STYLES, Rule
-from ckpt_tools.placement.tp_plan import (
+from ckpt_tools.sandbox import Walls, behind_walls
+from ckpt_tools.transfer.placement.parse import parse_rules, parse_set
+from ckpt_tools.transfer.placement.place import cut_entry, place_tensors
+from ckpt_tools.transfer.placement.rule import STYLES, Rule
+from ckpt_tools.transfer.placement.tp_plan import (
     LLAMA_FAMILY,
     TpPlan,
     _built_in_plan,
@@ -32,7 +33,6 @@ from ckpt_tools.placement.tp_plan import (
     import_model_class,
     tp_plan_rules,
 )
-from ckpt_tools.walls import Walls, behind_walls
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 _PLANS_OF = (5, 23)
@@ -668,7 +668,7 @@ WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed
 from ckpt_tools.errors import UsageError
-from ckpt_tools.placement.tp_plan import tp_plan_rules
+from ckpt_tools.transfer.placement.tp_plan import tp_plan_rules
 config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
 for rule in tp_plan_rules(config, ["model.layers.0.self_attn.q_proj.weight"], None):
     print(rule.match, rule.style, rule.optional)
@@ -690,7 +690,7 @@ def test_tp_plan_rules_without_transformers_uses_the_built_in_table():
 
 def test_rules_import_no_torch():
     modules = ["parse", "place", "tp_plan", "auto_plan"]
-    code = f"import sys, {', '.join(f'ckpt_tools.placement.{name}' for name in modules)}\n"
+    code = f"import sys, {', '.join(f'ckpt_tools.transfer.placement.{name}' for name in modules)}\n"
     code += "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

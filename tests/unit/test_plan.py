@@ -2,14 +2,14 @@
 
 import pytest
 
-from ckpt_tools.description.checkpoint import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box, Mesh, Shard, cut_tensor
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats import dcp_placing, hf
+from ckpt_tools.checkpoint.formats.safetensors import data_order
+from ckpt_tools.checkpoint.formats.torch_zip import item_frame
+from ckpt_tools.checkpoint.layout import Box, Mesh, Shard, cut_tensor
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
-from ckpt_tools.formats import dcp_placing, hf
-from ckpt_tools.formats.safetensors import data_order
-from ckpt_tools.formats.torch_zip import item_frame
-from ckpt_tools.moving.plan import (
+from ckpt_tools.transfer.plan import (
     Plan,
     asset_name,
     blob_name,

@@ -6,10 +6,10 @@ import pytest
 from safetensors import deserialize
 from samples import MODEL, safetensors_bytes, tensor
 
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats.safetensors import build_header, data_order, parse_header, parse_length
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
-from ckpt_tools.formats.safetensors import build_header, data_order, parse_header, parse_length
 
 
 def _parse(document: object, *, nbytes: int | None = None):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box
-from ckpt_tools.moving.strides import StridedPart, byte_box, is_contiguous, move, row_major, start_of
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.transfer.strides import StridedPart, byte_box, is_contiguous, move, row_major, start_of
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from samples import examples
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.text import display_width, escape_message, escape_name, first_few
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from samples import small_blocks
 
-from ckpt_tools.description.checkpoint import ByteSpan, Chunk, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Blocks, Box
-from ckpt_tools.formats.digest import digest_block, digest_tensor
-from ckpt_tools.maps import mosaic
-from ckpt_tools.maps.laying import lay_out
-from ckpt_tools.moving.execute import scan
-from ckpt_tools.moving.plan import TILE_BLOCKS, blocks_at_once, blocks_of, buffer_bytes
-from ckpt_tools.moving.read import Buffers, read_blocks
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats.digest import digest_block, digest_tensor
+from ckpt_tools.checkpoint.layout import Blocks, Box
+from ckpt_tools.checkpoint.names import mosaic
+from ckpt_tools.checkpoint.names.apply_mosaic import lay_out
 from ckpt_tools.storage.source import LocalSource
+from ckpt_tools.transfer.execute import scan
+from ckpt_tools.transfer.plan import TILE_BLOCKS, blocks_at_once, blocks_of, buffer_bytes
+from ckpt_tools.transfer.read import Buffers, read_blocks
 
 BF16 = BY_NAME["BF16"]
 

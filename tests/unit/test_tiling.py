@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 from hypothesis import given, strategies as st
 
-from ckpt_tools.description.layout import Box
-from ckpt_tools.description.tiling import check_tiling
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checkpoint.tiling import check_tiling
 
 
 def _problem(shape, *boxes):

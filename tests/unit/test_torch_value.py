@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 
+from ckpt_tools.checkpoint.formats.torch_value import parse_value
 from ckpt_tools.errors import CkptError, UnreadableError
-from ckpt_tools.formats.torch_value import parse_value
 
 
 def saved(value: object) -> bytes:

@@ -13,10 +13,10 @@ import zlib
 import pytest
 import torch
 
-from ckpt_tools.description.dtypes import BY_NAME, BY_TORCH_NAME, DType
+from ckpt_tools.checkpoint.dtypes import BY_NAME, BY_TORCH_NAME, DType
+from ckpt_tools.checkpoint.formats import torch_zip
+from ckpt_tools.checkpoint.formats.torch_zip import ItemHead, item_frame, parse_item, parse_own_item
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats import torch_zip
-from ckpt_tools.formats.torch_zip import ItemHead, item_frame, parse_item, parse_own_item
 
 SHAPES = [(), (0,), (4,), (0, 4), (3, 0), (4, 6), (1, 2, 3, 4, 5, 2), (300, 700), (1,) * 20]
 F32 = BY_NAME["F32"]

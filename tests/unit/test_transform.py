@@ -2,9 +2,9 @@
 
 import pytest
 
-from ckpt_tools.description.checkpoint import BlobEntry, ByteSpan, Checkpoint, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.transform import (
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.transform import (
     find_model,
     is_optimizer,
     plain_names,

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from ckpt_tools.errors import RefusedConfigError
-from ckpt_tools.walls import Breach, Walls, aside, behind_walls, check_config, demand_walls
+from ckpt_tools.sandbox import Breach, Walls, aside, behind_walls, check_config, demand_walls
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16}
 ABSURD = {
@@ -169,7 +169,7 @@ def test_walls_are_demanded():
 def test_model_of_a_config_is_not_built_without_walls():
     pytest.importorskip("transformers")
     from ckpt_tools.models.hf_recipe import HfRecipe
-    from ckpt_tools.placement.tp_plan import find_tp_plan
+    from ckpt_tools.transfer.placement.tp_plan import find_tp_plan
 
     with pytest.raises(RuntimeError, match="without walls"):
         HfRecipe(LLAMA, "config.json").build()
@@ -210,7 +210,7 @@ def test_model_directory_stays_shut_where_sys_path_names_it(tmp_path, monkeypatc
 
 LIMITED = """
 import sys, tempfile
-from ckpt_tools.walls import Limits, Walls, raise_walls
+from ckpt_tools.sandbox import Limits, Walls, raise_walls
 walls = Walls(subject="a model", where="config.json", scratch=tempfile.mkdtemp())
 raise_walls(walls, Limits(memory_bytes=64 << 20, cpu_s=1))
 if sys.argv[1] == "memory":
@@ -236,7 +236,7 @@ def test_tensor_parallel_plan_imports_its_libraries_before_the_walls_stand():
     # PyTorch's builds for GPUs start ldconfig when they are imported.
     code = """
 import sys
-import ckpt_tools.placement.auto_plan as auto_plan
+import ckpt_tools.transfer.placement.auto_plan as auto_plan
 
 def walls(*args, **options):
     sys.exit(0 if {"torch", "transformers.models.llama.modeling_llama"} <= set(sys.modules) else 1)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import pytest
 
-from ckpt_tools.description.checkpoint import ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.layout import Box, Mesh, Replicate, Shard
-from ckpt_tools.processes import wire
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, Finding, TensorEntry
+from ckpt_tools.checkpoint.layout import Box, Mesh, Replicate, Shard
+from ckpt_tools.sandbox import wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ckpt_tools.adapters.architectures.architecture import Architecture, Part, Spelling
+from ckpt_tools.checkpoint.names.keymap import load_key_maps
+from ckpt_tools.checkpoint.names.keymap_lines import Line, Numbers, Patterns, fill, signs_of
+from ckpt_tools.checkpoint.names.keymap_steps import Step, share_out, size_of
 from ckpt_tools.errors import UsageError
-from ckpt_tools.maps.keymap import load_key_maps
-from ckpt_tools.maps.keymap_lines import Line, Numbers, Patterns, fill, signs_of
-from ckpt_tools.maps.keymap_steps import Step, share_out, size_of
 
 _ROOTS = ("", "diffusion_model.", "model.diffusion_model.")
 """What may stand in front of a native path."""

@@ -13,8 +13,8 @@ import numpy as np
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
 from ckpt_tools.adapters.families.changes import Change
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.moving.arrays import Array, array_of, is_finite, numpy_dtype
-from ckpt_tools.moving.casting import cast_array
+from ckpt_tools.transfer.arrays import Array, array_of, is_finite, numpy_dtype
+from ckpt_tools.transfer.casting import cast_array
 
 _PIECE_ELEMS = 1 << 18
 """Elements that are computed at once: small enough for a core's cache, large enough for its vector units."""

@@ -16,11 +16,11 @@ from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Matrix
 from ckpt_tools.adapters.read.assemble import known_shape
 from ckpt_tools.adapters.read.opening import LazyAdapter, entry_of
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 Module = AdapterModule[TensorEntry]
 _RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers")

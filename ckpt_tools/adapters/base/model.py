@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.adapters.adapter import Adapter, F, Shapes, Sourced
 from ckpt_tools.adapters.architectures.choose import BaseFamily
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.names import live_names, load_table, origins_of
 from ckpt_tools.errors import UsageError
-from ckpt_tools.maps import live_names, load_table, origins_of
 from ckpt_tools.models.conventions import CONVENTIONS
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,6})\.")

@@ -16,13 +16,13 @@ from ckpt_tools.adapters.families import FAMILIES, family_of
 from ckpt_tools.adapters.read.assemble import known_shape
 from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader
 from ckpt_tools.adapters.read.sidecars import base_config
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.description.transform import plain_names
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.names.apply_mosaic import lay_out
+from ckpt_tools.checkpoint.names.mosaic import unstack, whole
+from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import Opened, open_path
-from ckpt_tools.maps.laying import lay_out
-from ckpt_tools.maps.mosaic import unstack, whole
 from ckpt_tools.models.conventions import Convention, agreed, check_settings, conventions_of
 
 _TASKS = {
@@ -182,8 +182,8 @@ def _is_same(one: TensorEntry, other: TensorEntry, own: TensorReader, theirs: Te
     """Do they hold the same numbers, or is one of them the other one rounded?"""
     import numpy as np
 
-    from ckpt_tools.moving.arrays import array_of
-    from ckpt_tools.moving.casting import cast_array
+    from ckpt_tools.transfer.arrays import array_of
+    from ckpt_tools.transfer.casting import cast_array
 
     first = array_of(own.read(one), one.dtype, (-1,))
     second = array_of(theirs.read(other), other.dtype, (-1,))

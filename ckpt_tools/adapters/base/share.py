@@ -10,7 +10,7 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule
 from ckpt_tools.adapters.base.matching import BaseMatch, ChangedRows
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.read.opening import LazyAdapter, OpenedAdapter
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.checkpoint.entries import TensorEntry
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change

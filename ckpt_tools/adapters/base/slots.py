@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ckpt_tools.adapters.adapter import Convention
 from ckpt_tools.adapters.base.model import names_in_model
 from ckpt_tools.adapters.base.tied import EMBEDDINGS
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 

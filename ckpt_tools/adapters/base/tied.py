@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.read.sidecars import base_config
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.transform import plain_names
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats.opening import Opened
+from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.opening import Opened
-from ckpt_tools.moving.execute import scan
+from ckpt_tools.transfer.execute import scan
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.base.matching import BaseMatch

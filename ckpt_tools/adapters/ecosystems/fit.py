@@ -14,7 +14,7 @@ from ckpt_tools.adapters.ecosystems.placing import Placed
 from ckpt_tools.adapters.families import columns_of, dora, equivalents, family_of, rows_of, shape_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, Setting, refuse
 from ckpt_tools.adapters.families.lokr import first_role
-from ckpt_tools.moving.arrays import Array, is_finite
+from ckpt_tools.transfer.arrays import Array, is_finite
 
 _FLOAT32 = 2.0**-20
 """Relative error that is not reported."""

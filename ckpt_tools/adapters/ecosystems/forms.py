@@ -22,12 +22,12 @@ from ckpt_tools.adapters.read.assemble import Named, assemble, parse_key
 from ckpt_tools.adapters.read.opening import TensorReader, entry_of
 from ckpt_tools.adapters.read.sidecars import read_sidecars
 from ckpt_tools.adapters.settings import add_settings
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import escape_name
 
 if TYPE_CHECKING:
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 Weights = Callable[[], AbstractContextManager[tuple[Mapping[str, TensorEntry], TensorReader]]]
 """Lends the base's tensors and their reader."""
@@ -289,7 +289,7 @@ def _is_same(one: Written, other: Written) -> bool:
     """Does it not matter which of two families the adapter is for?"""
     if one.tensors.keys() != other.tensors.keys():
         return False
-    from ckpt_tools.moving.arrays import bytes_of
+    from ckpt_tools.transfer.arrays import bytes_of
 
     return all(
         (tensor.dtype, tensor.shape) == (other.tensors[name].dtype, other.tensors[name].shape)

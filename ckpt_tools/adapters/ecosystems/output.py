@@ -18,19 +18,19 @@ from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Module
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_TRAPS
-from ckpt_tools.description.checkpoint import TensorEntry
-from ckpt_tools.description.dtypes import DType
+from ckpt_tools.checkpoint.dtypes import DType
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats.digest import digest_block
+from ckpt_tools.checkpoint.formats.opening import read_file
+from ckpt_tools.checkpoint.formats.safetensors import build_header, data_order
 from ckpt_tools.errors import CkptError, StorageError
-from ckpt_tools.formats.digest import digest_block
-from ckpt_tools.formats.opening import read_file
-from ckpt_tools.formats.safetensors import build_header, data_order
-from ckpt_tools.moving.casting import cast
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.storage.staging import Staging
+from ckpt_tools.transfer.casting import cast
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.family import Module
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

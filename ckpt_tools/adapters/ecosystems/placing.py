@@ -13,7 +13,7 @@ from ckpt_tools.adapters.architectures.names import Place, place
 from ckpt_tools.adapters.families import FAMILIES, columns_of, family_of, rows_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
 from ckpt_tools.errors import UsageError
-from ckpt_tools.moving.arrays import Array
+from ckpt_tools.transfer.arrays import Array
 
 R = TypeVar("R")
 AsLora = Callable[[Module], Module]

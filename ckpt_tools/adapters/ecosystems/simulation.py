@@ -9,7 +9,7 @@ from typing import Literal
 
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
-from ckpt_tools.description.checkpoint import Finding, Severity, TensorEntry
+from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
 
 Loader = Literal["peft", "diffusers", "comfyui", "kohya", "vllm"]
 

@@ -18,7 +18,7 @@ from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.families import family_of, rotation
 from ckpt_tools.adapters.families.family import PLAIN, Module, Setting, geometry
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.moving.arrays import Array
+from ckpt_tools.transfer.arrays import Array
 
 _TILE_COLUMNS = 1024
 _TILE_PRODUCTS = 1_000_000

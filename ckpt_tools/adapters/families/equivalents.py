@@ -20,7 +20,7 @@ from ckpt_tools.adapters.families.changes import change_of
 from ckpt_tools.adapters.families.dora import BESIDE, without_magnitude
 from ckpt_tools.adapters.families.family import Module
 from ckpt_tools.errors import UsageError
-from ckpt_tools.moving.arrays import Array, is_finite
+from ckpt_tools.transfer.arrays import Array, is_finite
 
 _ROWS_AT_ONCE = 512
 """Rows of two changes that are compared at once."""

@@ -27,7 +27,7 @@ from ckpt_tools.errors import UsageError
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.adapters.integrity import Values
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 
 Style = Literal["peft", "lycoris", "diffusers-old", "trainer"]

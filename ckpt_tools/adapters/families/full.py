@@ -17,7 +17,7 @@ from ckpt_tools.adapters.families.family import Factors, Family, Module, Setting
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.adapters.integrity import Values
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 
 class Full(Family):

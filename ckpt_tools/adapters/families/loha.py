@@ -28,7 +28,7 @@ from ckpt_tools.adapters.families.family import (
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.adapters.families.family import Setting
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 _NAMES = {role: f"hada_{role}" for role in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")}
 

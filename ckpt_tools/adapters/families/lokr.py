@@ -34,7 +34,7 @@ from ckpt_tools.errors import UsageError
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.adapters.families.family import Setting
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 _NAMES = {role: f"lokr_{role}" for role in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")}
 _DECOMPOSE_FACTOR, _DECOMPOSE_BOTH = "decompose_factor", "decompose_both"

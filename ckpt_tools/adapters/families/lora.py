@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.adapters.families.family import Setting
     from ckpt_tools.adapters.integrity import Values
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 _FACTORS = ("A", "B", "A_embedding", "B_embedding")
 _MEGATRON = r"(?:(?<=\.adapter\.)|(?<=\.adapter_[qkv]\.)|(?<=\.adapter_up\.)|(?<=\.adapter_gate\.))"
@@ -333,7 +333,7 @@ def with_scale(module: Module, factors: Factors, scale: float) -> Module:
 def _times(module: Module, scale: float) -> Array:
     import numpy as np
 
-    from ckpt_tools.moving.arrays import is_finite
+    from ckpt_tools.transfer.arrays import is_finite
 
     with np.errstate(over="ignore"):
         scaled = (module.factors["B"].astype(np.float64) * scale).astype(np.float32)

@@ -14,7 +14,7 @@ import math
 import numpy as np
 
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.moving.arrays import Array
+from ckpt_tools.transfer.arrays import Array
 
 
 def block_size(num_elems: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.adapters.families.family import Module, refuse
-from ckpt_tools.moving.arrays import Array
+from ckpt_tools.transfer.arrays import Array
 
 
 def split(module: Module, roles: Sequence[str], sizes: Sequence[int], paths: Sequence[str]) -> tuple[Module, ...]:

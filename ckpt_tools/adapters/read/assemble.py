@@ -12,7 +12,7 @@ from ckpt_tools.adapters.adapter import SAVED, Adapter, AdapterModule, Conventio
 from ckpt_tools.adapters.families import FAMILIES
 from ckpt_tools.adapters.families.carried import Carried
 from ckpt_tools.adapters.families.family import Style
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError
 
 _GENERIC = ("alpha", "magnitude", "rescale", "diff_b")

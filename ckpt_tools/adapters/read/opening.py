@@ -30,16 +30,16 @@ from ckpt_tools.adapters.read.assemble import (
 )
 from ckpt_tools.adapters.read.sidecars import Sidecars, locate, read_sidecars
 from ckpt_tools.adapters.settings import add_settings
-from ckpt_tools.description.checkpoint import Checkpoint, TensorEntry
-from ckpt_tools.description.transform import find_model, is_optimizer, select, strip_wrappers
+from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.formats.inside import check_sealed, revealed
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path, refuse_part
+from ckpt_tools.checkpoint.formats.step import open_optimizer, refuse_mixed
+from ckpt_tools.checkpoint.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.formats.inside import check_sealed, revealed
-from ckpt_tools.formats.opening import Opened, open_path, refuse_part
-from ckpt_tools.formats.step import open_optimizer, refuse_mixed
-from ckpt_tools.moving.boxes import BytesReader
+from ckpt_tools.transfer.boxes import BytesReader
 
 if TYPE_CHECKING:
-    from ckpt_tools.moving.arrays import Array
+    from ckpt_tools.transfer.arrays import Array
 
 
 _ROOT = re.compile(r"(?:(?:model|module|app|app_state|state_dict|model_state|state)\.)*base_model\.model\.")
@@ -311,7 +311,7 @@ def load(adapter: Adapter[TensorEntry], opened: Opened, reader: TensorReader | N
 
 def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
     """Read one tensor; raise UnreadableError if it is damaged, or of a type that is no array's."""
-    from ckpt_tools.moving.arrays import array_of, numpy_dtype
+    from ckpt_tools.transfer.arrays import array_of, numpy_dtype
 
     if numpy_dtype(entry.dtype) is None:
         raise UnreadableError(f"an adapter of {entry.dtype.name} elements", where=entry.fqn)
@@ -320,7 +320,7 @@ def to_array(reader: TensorReader, entry: TensorEntry) -> Array:
 
 def entry_of(name: str, array: Array) -> TensorEntry:
     """Return what a header would say of an array."""
-    from ckpt_tools.moving.arrays import dtype_of
+    from ckpt_tools.transfer.arrays import dtype_of
 
     return TensorEntry(fqn=name, dtype=dtype_of(array), shape=tuple(array.shape), chunks=())
 

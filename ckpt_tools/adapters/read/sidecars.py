@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.adapters.adapter import Sourced
+from ckpt_tools.checkpoint.formats._json import parse_json
+from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
+from ckpt_tools.checkpoint.formats.opening import Opened, read_document
+from ckpt_tools.checkpoint.formats.steps import ROLES, is_model_part
 from ckpt_tools.errors import LimitError, StorageError, UnreadableError, UsageError
-from ckpt_tools.formats._json import parse_json
-from ckpt_tools.formats.file_names import METADATA_NAME
-from ckpt_tools.formats.opening import Opened, read_document
-from ckpt_tools.formats.steps import ROLES, is_model_part
 from ckpt_tools.models.config import CONFIG_NAME, config_in
-from ckpt_tools.placement.plain_yaml import load_yaml
-from ckpt_tools.remote.places import absolute, is_directory, is_file, is_remote, open_place, open_source, scheme_of
+from ckpt_tools.storage.locations import absolute, is_directory, is_file, is_remote, open_place, open_source, scheme_of
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 
 ADAPTER_CONFIG = "adapter_config.json"
 DIFFUSERS_KEY = "lora_adapter_metadata"

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import PlainValidator
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.preflight.configs.deepspeed import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (

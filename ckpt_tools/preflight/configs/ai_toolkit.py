@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.checkpoint.entries import Finding, Severity
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice

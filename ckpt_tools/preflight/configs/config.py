@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.plain_values import find_value

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
 from ckpt_tools.preflight.configs.names import known

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.preflight.configs.schema import Count, Names, Section, Truth, Word
 from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Source, Table, row
 from ckpt_tools.preflight.plain_values import as_truth

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document, find_file, folders_of, parse_document, read_document
 from ckpt_tools.preflight.configs.names import known

@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, Field
 
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.deepspeed import zero_strategy
 from ckpt_tools.preflight.configs.document import Document

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UsageError
-from ckpt_tools.placement.plain_yaml import MAX_NODES, load_yaml
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.plain_values import is_variable
+from ckpt_tools.transfer.placement.plain_yaml import MAX_NODES, load_yaml
 
 # Options of a command line as argparse splits them: `--name value`, `--name=value`, `--name`, `--name a b`.
 # Source: transformers `hf_argparser.py:HfArgumentParser`: every field is an option of one value, or of several where it

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import get_args
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs.config import Config, Options

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, g
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
 
-from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.checkpoint.entries import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
 from ckpt_tools.preflight.configs.names import inside
 from ckpt_tools.preflight.plain_values import as_truth, dtype_name, find_value, is_typo, is_variable, join_path, nearest

@@ -12,7 +12,7 @@ from typing import Any, Generic
 
 from pydantic import AliasChoices
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document

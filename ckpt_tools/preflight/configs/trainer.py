@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document

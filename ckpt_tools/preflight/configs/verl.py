@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Annotated, Any
 
-from ckpt_tools.description.checkpoint import Finding
-from ckpt_tools.description.layout import Mesh
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands

@@ -10,7 +10,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ckpt_tools.description.checkpoint import Finding
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.rules import batches, fsdp, mesh, model, precision, words
 from ckpt_tools.preflight.rules.rule import ALL, Case, Rule, apply

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast, get_args
 
-from ckpt_tools.description.checkpoint import Finding, Severity
+from ckpt_tools.checkpoint.entries import Finding, Severity
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable

@@ -14,9 +14,9 @@ from typing import Any
 from corrupt.attacks.recipe import Case, add, carried, harmless
 from corrupt.attacks.zips import archive
 
-from ckpt_tools.formats._pickle_objects import parse_exactly
-from ckpt_tools.formats._pickle_values import Record
-from ckpt_tools.formats._pickle_writer import build_pickle
+from ckpt_tools.checkpoint.formats._pickle_objects import parse_exactly
+from ckpt_tools.checkpoint.formats._pickle_values import Record
+from ckpt_tools.checkpoint.formats._pickle_writer import build_pickle
 
 SAMPLES = Path(__file__).parents[2] / "formats" / "deepspeed.tar.xz"
 SAVE = "zero3-bf16"

@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckpt_tools.description.dtypes import BY_NAME
-from ckpt_tools.formats.torch_zip import item_frame
+from ckpt_tools.checkpoint.dtypes import BY_NAME
+from ckpt_tools.checkpoint.formats.torch_zip import item_frame
 
 DCP = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"

@@ -49,8 +49,8 @@ def _be_copy(build, config, foreign, scratch, stream, where, timeout_s):
     import signal
 
     from ckpt_tools.errors import CkptError
-    from ckpt_tools.processes.child import Here, build_behind_walls
-    from ckpt_tools.processes.wire import error_to_json
+    from ckpt_tools.sandbox.child import Here, build_behind_walls
+    from ckpt_tools.sandbox.wire import error_to_json
 
     try:
         signal.alarm(timeout_s)

@@ -26,9 +26,9 @@ from ckpt_tools.adapters.families.changes import change_of
 from ckpt_tools.adapters.families.family import Module, Setting, refuse
 from ckpt_tools.adapters.read.opening import TensorReader, to_array
 from ckpt_tools.adapters.read.sidecars import BASE_NORM, DORA_SCALE
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UsageError
-from ckpt_tools.moving.arrays import Array
+from ckpt_tools.transfer.arrays import Array
 
 _ROWS_AT_ONCE = 512
 _WITHOUT_RESCALE = ("oft",)

@@ -20,7 +20,7 @@ from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, place_a
 from ckpt_tools.adapters.families import family_of, lokr
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, refuse
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_FILE, DIFFUSERS_KEY
-from ckpt_tools.moving.arrays import Array
+from ckpt_tools.transfer.arrays import Array
 
 _FUSED = {"img_attn": "to_qkv", "txt_attn": "to_added_qkv"}
 _TEXT_ENCODER = {"A": "lora_linear_layer.down.weight", "B": "lora_linear_layer.up.weight"}

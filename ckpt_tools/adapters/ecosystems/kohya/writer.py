@@ -15,7 +15,7 @@ from ckpt_tools.adapters.ecosystems.placing import Placed, in_diffusers, in_nati
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.family import Module, refuse
 from ckpt_tools.errors import UsageError
-from ckpt_tools.moving.arrays import Array
+from ckpt_tools.transfer.arrays import Array
 
 
 def to_kohya(adapter: Adapter[Array], architecture: Architecture, fitting: Fitting) -> Written:

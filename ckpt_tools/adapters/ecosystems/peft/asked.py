@@ -19,9 +19,9 @@ from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, Reje
 from ckpt_tools.adapters.read.assemble import is_for_training, parse_key
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG
 from ckpt_tools.errors import CkptError
-from ckpt_tools.processes.child import Child, Here, build_behind_walls
+from ckpt_tools.sandbox import check_config
+from ckpt_tools.sandbox.child import Child, Here, build_behind_walls
 from ckpt_tools.text import escape_name, first_few
-from ckpt_tools.walls import check_config
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,7 +19,7 @@ from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family, family_of
 from ckpt_tools.adapters.families.family import MERGE_HINT
 from ckpt_tools.adapters.families.tokens import fields_of
 from ckpt_tools.errors import UsageError
-from ckpt_tools.processes import wire
+from ckpt_tools.sandbox import wire
 
 _MAX_SHOWN = 3
 _OWN_FIELDS = """

@@ -35,7 +35,7 @@ from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.families.tokens import beyond, indices_of, why_wrong
 from ckpt_tools.adapters.read.assemble import Key, parse_key
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
-from ckpt_tools.description.checkpoint import TensorEntry
+from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.text import first_few
 
 _WRAPPED = ".base_layer"

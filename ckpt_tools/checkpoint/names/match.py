@@ -1,0 +1,125 @@
+"""Names held against an architecture: what transformers would leave to chance, and what it would not load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ckpt_tools.checkpoint.names.contract import Contract, settle
+from ckpt_tools.checkpoint.names.keymap_steps import look_up
+from ckpt_tools.checkpoint.names.patterns import fold, matches, missing, tree
+from ckpt_tools.checkpoint.names.renames import rename
+from ckpt_tools.checkpoint.names.table import Expected
+from ckpt_tools.checkpoint.quantised_units import are_told, weights_of
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of config.json that say how many experts a layer has, one or the other in every family."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What came of it."""
+
+    missing: tuple[str, ...] = ()
+    """Live names of tensors that nothing fills: transformers gives them random values."""
+    foreign: tuple[str, ...] = ()
+    """Names of the file that the architecture does not have."""
+    incomplete: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Live name → what is not there of the several tensors that it is put together from."""
+
+    contract: Contract = field(default_factory=Contract)
+    """Of all names that only one side has, those that do no harm included."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Does everything load, and fill everything?"""
+        return not (self.missing or self.foreign or self.incomplete)
+
+    def split(self, before: Held) -> tuple[Held, Held]:
+        """Return what is new, and what `before` has as well."""
+        missing, foreign = set(before.missing), set(before.foreign)
+        new, old = (
+            Held(
+                missing=tuple(name for name in self.missing if (name in missing) is known),
+                foreign=tuple(name for name in self.foreign if (name in foreign) is known),
+                incomplete={n: lacks for n, lacks in self.incomplete.items() if (n in before.incomplete) is known},
+            )
+            for known in (False, True)
+        )
+        return new, old
+
+
+def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object]) -> Held:
+    """Compare the names of a file, or of a live model, with what an architecture expects (`Table.expected`)."""
+    given = {name: name for name in names}
+    if are_told(given, config):
+        given |= {n: w for n, w in weights_of(given).items() if not matches(expected.names, n, expected.counts)}
+    renamed = rename(
+        set(given.values()),
+        expected.rules,
+        expected.base,
+        lambda name: matches(expected.names, name, expected.counts),
+        min((count for key in EXPERT_COUNTS if type(count := look_up(key, config)) is int), default=0),
+    )
+    ties = [(re.compile(tie.target), re.compile(tie.source)) for tie in expected.ties]
+    absent = []
+    found = (*missing(expected.names, tree(renamed.live), expected.counts), *_lost_biases(renamed.live, expected))
+    for name in dict.fromkeys(found):
+        partners = [source for target, source in ties if target.match(name)]
+        partners += [target for target, source in ties if source.match(name)]
+        if not any(partner.match(live) for partner in partners for live in renamed.live):
+            absent.append(name)
+    contract = settle(
+        absent,
+        renamed.foreign,
+        present=renamed.live,
+        may_miss=expected.may_miss,
+        ignored=expected.ignored,
+        base=expected.base,
+        is_other=False,  # who converts a model without its head says so: --as-part
+    )
+    outside = set(contract.unexpected)
+    return Held(
+        missing=contract.missing,
+        foreign=tuple(name for name, plain in given.items() if plain in outside),
+        incomplete=renamed.incomplete,
+        contract=contract,
+    )
+
+
+def _lost_biases(live: Collection[str], expected: Expected) -> Iterator[str]:
+    """Yield the biases that are not there beside a weight, where the same module of other layers has one.
+
+    A config says for all layers alike whether a module has one; biases that the table requires are found without this.
+    """
+    kinds = {fold(expected.names, name) for name in live if name.endswith(".bias")}
+    for name in live:
+        bias = name.removesuffix("weight") + "bias"
+        is_lost = name.endswith(".weight") and bias not in live and fold(expected.names, bias) in kinds
+        if is_lost and matches(expected.names, bias, expected.counts):
+            yield bias
+
+
+def live_names(names: Iterable[str], expected: Expected) -> dict[str, str]:
+    """Return name in the live model → name in a file, for the parameters that are the same tensor in both."""
+    plain = [rule for rule in expected.rules if rule.kind != "convert"]
+    renamed = rename(names, plain, expected.base, lambda name: matches(expected.names, name, expected.counts))
+    return {live: first for live, (first, *more) in renamed.live.items() if not more}
+
+
+def tied(one: str, other: str, expected: Expected) -> bool:
+    """Does the architecture, with this config, give both live names to one tensor?"""
+    return any(
+        (re.match(tie.target, one) and re.match(tie.source, other))
+        or (re.match(tie.target, other) and re.match(tie.source, one))
+        for tie in expected.ties
+    )
+
+
+def folded(names: Iterable[str], expected: Expected | None) -> tuple[str, ...]:
+    """Return names with the numbers of layers as ``*``, each once, in order."""
+    root = expected.names if expected is not None else None
+    if root is None:
+        return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    return tuple(dict.fromkeys(fold(root, name) for name in names))

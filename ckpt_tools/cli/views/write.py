@@ -1,0 +1,162 @@
+"""Put a page where the user wants it: whole or not at all, in place of nothing but an earlier report."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ckpt_tools._version import __version__
+from ckpt_tools.cli.views.page import Facts, Page, Section
+from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
+from ckpt_tools.text import escape_message, escape_name
+from ckpt_tools.units import format_size
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+
+def check_place(path: str) -> None:
+    """Check that a report may be written at `path`: nothing is there, or a report of ckpt's."""
+    directory = os.path.dirname(path) or "."
+    if not os.path.isdir(directory):
+        raise StorageError("there is no such directory for the report", where=directory, hint="create it first")
+    if not os.path.lexists(path):
+        return
+    try:
+        with open(path, "rb") as file:
+            is_report = os.path.isfile(path) and file.read(len(MARK)) == MARK.encode()
+    except OSError:
+        is_report = False
+    if not is_report:
+        what = "--html only replaces reports that ckpt wrote; this file is not one"
+        raise DestinationExistsError(what, where=path, hint="give another name, or remove it")
+
+
+def write_page(page: Page, path: str) -> None:
+    """Write a page, in place of an earlier report."""
+    check_place(path)
+    content = build_html(page)
+    try:
+        number, part = tempfile.mkstemp(prefix=".ckpt-report-", dir=os.path.dirname(path) or ".")
+        try:
+            with open(number, "wb") as file:
+                file.write(content)
+                umask = os.umask(0)
+                os.umask(umask)
+                os.fchmod(file.fileno(), 0o666 & ~umask)
+            os.replace(part, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+    except OSError as error:
+        raise StorageError(f"the report could not be written: {error.strerror or error}", where=path) from error
+
+
+def unfinished_page(command: str, subject: str) -> Page:
+    """Return what stands in a report's place until it is there: a command that is killed leaves no earlier verdict."""
+    verdict = "Not finished: the command was still running when this was written, or was killed. Nothing is known."
+    return Page(command, subject, (), "unknown", verdict)
+
+
+def failed_page(command: str, subject: str, error: BaseException) -> Page:
+    """Return the report of a command that ended in an error."""
+    rows = [("error", escape_name(type(error).__name__))]
+    if isinstance(error, CkptError):
+        rows = [("error", error.what), ("at", error.where or ""), ("fix", error.hint or "")]
+    notes = [("note", str(text)) for text in getattr(error, "__notes__", ())]
+    section = Section("What happened", [Facts([(name, text) for name, text in (*rows, *notes) if text])])
+    return Page(command, subject, [section], "bad", "The command failed: there is no result.")
+
+
+# A `Page` as one HTML file that needs nothing else: no network, no other file, no script but its own.
+
+MARK = "<!doctype html>\n<!-- ckpt report -->\n"
+"""How every report begins; nothing else is replaced by one."""
+_FILES = os.path.join(os.path.dirname(__file__), "page_files")
+_IN_MARKUP = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
+"""What would end a script element, or a line of it."""
+_MAX_HEIGHT = 100.0
+
+
+def build_html(page: Page) -> bytes:
+    """Return the file's bytes."""
+    text = _template().render(
+        page=page,
+        version=__version__,
+        style=_read("report.css"),
+        script=_read("report.js"),
+        policy=_policy(_read("report.js")),
+        data=_build_json(page.data),
+        needs_script=page.data is not None,
+    )
+    return (MARK + text).encode()
+
+
+def _build_json(data: object) -> str:
+    return json.dumps(_shown(data), separators=(",", ":")).translate(_IN_MARKUP)
+
+
+def _shown(data: object) -> object:
+    """Return data whose texts are safe to show."""
+    if isinstance(data, str):
+        return escape_message(data)
+    if isinstance(data, Mapping):
+        return {escape_message(str(key)): _shown(value) for key, value in data.items()}
+    return [_shown(each) for each in data] if isinstance(data, list | tuple) else data
+
+
+def _policy(script: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+@functools.cache
+def _read(name: str) -> str:
+    with open(os.path.join(_FILES, name), encoding="utf-8") as file:
+        return file.read()
+
+
+@functools.cache
+def _template() -> Template:
+    import jinja2
+    from markupsafe import Markup
+
+    def show(value: object) -> object:
+        return escape_message(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=show
+    )
+    # Only what this package wrote is put into a page as it is.
+    environment.filters |= {
+        "bundled": Markup,
+        "size": format_size,
+        "points": _points,
+        "kind": lambda part: type(part).__name__.lower(),
+    }
+    return environment.from_string(_read("page.html.j2"))
+
+
+def _points(numbers: Sequence[float], low: float, high: float) -> list[str]:
+    """Return the polylines of a curve in a box of 100 × 100, one per unbroken run."""
+    step = _MAX_HEIGHT / max(len(numbers) - 1, 1)
+    lines: list[list[str]] = [[]]
+    for place, number in enumerate(numbers):
+        if not math.isfinite(number):
+            lines.append([])
+            continue
+        height = (number - low) / (high - low) if high > low else 0.5
+        lines[-1].append(f"{place * step:.2f},{_MAX_HEIGHT * (1 - height):.2f}")
+    return [" ".join(line * 2 if len(line) == 1 else line) for line in lines if line]

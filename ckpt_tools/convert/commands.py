@@ -1,0 +1,316 @@
+"""`shard`, `reshard` and `gather`, and `commit`, which publishes what their parts have written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.formats.step import open_repository, open_step, refuse_mixed
+from ckpt_tools.convert.assets import choose_assets, model_beside, own_assets
+from ckpt_tools.convert.check_names import check_names
+from ckpt_tools.convert.command_text import build_command, parse_command
+from ckpt_tools.convert.find import model_in
+from ckpt_tools.convert.job import Conversion, Job, choose
+from ckpt_tools.convert.run import run
+from ckpt_tools.convert.to_fp8 import quantised_job, warn_of_settings
+from ckpt_tools.convert.to_hf import gathering_job
+from ckpt_tools.convert.to_mesh import sharding_job
+from ckpt_tools.convert.to_ranks import is_of_verl, ranks_job
+from ckpt_tools.convert.to_step import converted_job, layout_for, repository_job, starting_job, step_job
+from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
+from ckpt_tools.models.config import CONFIG_NAME
+from ckpt_tools.models.naming import Naming, name_live
+from ckpt_tools.models.opening import open_asking
+from ckpt_tools.options import default_num_workers, options_of, takes
+from ckpt_tools.options.convert import ConvertOptions, GatherOptions, ReshardOptions, ShardOptions
+from ckpt_tools.options.rewrite import CommitOptions
+from ckpt_tools.storage.locations import is_directory, is_remote, open_shared_sink
+from ckpt_tools.storage.run_folder import leased
+from ckpt_tools.text import first_few
+from ckpt_tools.transfer.part import parse_part
+from ckpt_tools.transfer.quantised.decoded import dequantised
+
+
+@takes(ShardOptions)
+def shard(options: ShardOptions) -> Conversion:
+    """Convert full safetensors into a DTensor-sharded DCP checkpoint.
+
+    Raises:
+        UsageError: An impossible mesh or rule.
+        UnreadableError: The source is incomplete or damaged.
+        DestinationExistsError: The destination exists.
+    """
+    _check_serialization(options, use_dtensor=options.engine == "dtensor")
+    with leased(options.source, is_wanted=not options.dry_run), ExitStack() as stack:
+        return _run(_each(options, stack, partial(_sharding_job, options=options)), options)
+
+
+def _each(options: ConvertOptions | GatherOptions, stack: ExitStack, build: Callable[[Opened], Job]) -> Job:
+    """Return the job that `build` makes of the source, or of every model of a repository."""
+    models = None
+    if options.format is None and options.component is None:
+        models = open_repository(os.fspath(options.source), as_part=options.as_part)
+    if models is None:
+        return build(stack.enter_context(_open(options)))
+    return repository_job(stack.enter_context(models), options, build)
+
+
+def _sharding_job(stored: Opened, options: ShardOptions) -> Job:
+    """Return the job that shards one model."""
+    is_own = stored.format.has_views or stored.manifest is not None
+    if stored.format.loads_by_dcp or (stored.format.is_sharded and is_own):
+        raise _wrong_verb("the source is already sharded", "reshard", options)
+    opened = _plain(_model_of(stored), options)
+    use_dtensor = options.engine == "dtensor"
+    if use_dtensor and options.dequantize:
+        raise UsageError("--engine dtensor does not decode", hint="use --engine stream")
+    layout, names = None, str(options.names)
+    if options.trainer is not None:
+        source = os.fspath(options.source)
+        layout = layout_for(options.trainer, names=names, prefix=options.prefix, source=source)
+        names = layout.names if options.map is None else names
+        options = replace(options, prefix=layout.prefix)
+    naming = Naming.of(names, options.map)
+    if use_dtensor and naming.names not in ("auto", "hub"):
+        what = f"--engine dtensor writes the names of the file, not those of --{'map' if naming.own else 'names'}"
+        raise UsageError(what, hint="use --engine stream")
+    naming = Naming(names="hub") if use_dtensor else naming
+    named = name_live(opened.checkpoint, opened.assets, naming, opened.resolve)
+    job = sharding_job(opened, options, named=named)
+    job.use_dtensor = use_dtensor
+    return job if layout is None else starting_job(job, layout)
+
+
+def _model_of(opened: Opened) -> Opened:
+    """Return a trainer's own file with its model alone, which is meant; anything else as it is."""
+    if not opened.format.has_views:
+        return opened
+    notes: list[str] = []
+    model, _ = model_in(opened, "auto", notes)
+    return replace(opened, checkpoint=model, notes=(*opened.notes, *notes))
+
+
+@takes(ReshardOptions)
+def reshard(options: ReshardOptions) -> Conversion:
+    """Convert a sharded checkpoint for another mesh; optimizer state and non-tensor items come along.
+
+    Optimizer state is cut like its parameter.
+
+    Raises:
+        UsageError: An impossible mesh or rule.
+        UnreadableError: The source is incomplete or damaged.
+        DestinationExistsError: The destination exists.
+    """
+    _check_serialization(options)
+    with leased(options.source, is_wanted=not options.dry_run), ExitStack() as stack:
+        naming = Naming.of(options.names, options.map)
+        is_step = options.format is None and options.component is None
+        step = open_step(os.fspath(options.source), as_part=options.as_part) if is_step else None
+        if step is not None:
+            stack.callback(step.__exit__)
+            if step.step.is_repository:
+                make = partial(_resharding_job, options=options, naming=naming)
+                return _run(repository_job(step, options, make), options)
+            if options.dequantize:
+                raise UsageError("--dequantize takes a model, not a step", hint="name the directory of its model")
+            if options.trainer in (None, step.step.trainer):
+                if options.serialization == "safetensors":
+                    what = f"{step.step.title} is resumed from --serialization torch, not safetensors"
+                    raise UsageError(what, hint="--for plain writes the model alone")
+                return _run(step_job(step, options), options)
+        opened = stack.enter_context(_open(options))
+        if options.trainer == "verl" and is_of_verl(opened):
+            return _run(ranks_job(opened, options, stack), options)
+        return _run(_resharding_job(opened, options, naming), options)
+
+
+def _resharding_job(opened: Opened, options: ReshardOptions, naming: Naming) -> Job:
+    """Return the job that cuts one sharded model again."""
+    if not opened.format.is_sharded:
+        raise _wrong_verb("the source is not sharded", "shard", options)
+    return converted_job(_plain(opened, options), options, naming, options.trainer)
+
+
+def _open(options: ConvertOptions | GatherOptions) -> Opened:
+    """Open the source as the options say."""
+    return open_asking(
+        os.fspath(options.source),
+        format=options.format,
+        shapes_from=getattr(options, "shapes_from", None),
+        as_part=options.as_part,
+        component=options.component,
+    )
+
+
+def _check_serialization(options: ConvertOptions, *, use_dtensor: bool = False) -> None:
+    """Refuse safetensors where something else is to be written, or the trainer loads something else."""
+    if options.serialization == "torch":
+        return
+    if use_dtensor:
+        raise UsageError("--engine dtensor writes only --serialization torch", hint="use --engine stream")
+    if options.trainer not in (None, "plain"):
+        what = f"--for {options.trainer} writes what it loads, and that is not --serialization safetensors"
+        raise UsageError(what, hint="leave out one; --for plain is for scripts of your own")
+
+
+def _wrong_verb(what: str, instead: str, options: ConvertOptions) -> UsageError:
+    source, destination = (os.fspath(path) for path in (options.source, options.destination))
+    mesh = "dp_shard=N" if options.mesh is None else options.mesh
+    kind = "" if options.format is None else f" --from {options.format}"
+    return UsageError(what, where=source, hint=f"ckpt {instead} {source} {destination} --mesh {mesh}{kind}")
+
+
+@takes(GatherOptions)
+def gather(options: GatherOptions) -> Conversion:
+    """Convert a sharded checkpoint into full safetensors that transformers loads.
+
+    Without options, a checkpoint that `shard` made from HF files gives those very files back, byte for byte.
+
+    Raises:
+        UsageError: Options that contradict each other, keys that `like` has and the source lacks, or names that
+            transformers would not load into the architecture that config.json names.
+        UnreadableError: The source is incomplete or damaged.
+        DestinationExistsError: The destination exists.
+    """
+    with leased(options.source, is_wanted=not options.dry_run), ExitStack() as stack:
+        return _run(_each(options, stack, partial(_gathering_job, options=options, stack=stack)), options)
+
+
+def _gathering_job(opened: Opened, options: GatherOptions, stack: ExitStack) -> Job:
+    """Return the job that makes one model whole."""
+    opened = _plain(opened, options)
+    reference = None if options.like is None else stack.enter_context(open_path(os.fspath(options.like)))
+    owners, model = [("the step's own", own_assets(opened, os.fspath(options.source), stack))], None
+    if options.assets is not None:
+        if not is_directory(os.fspath(options.assets)):
+            raise UsageError("--assets takes a directory", where=os.fspath(options.assets))
+        beside, model = model_beside(os.fspath(options.assets), stack)
+        owners.append((f"that of --assets {os.fspath(options.assets)}", beside))
+    if reference is not None:
+        owners.append((f"that of --like {os.fspath(options.like or '')}", reference.own_assets))
+    assets, notes = choose_assets(owners)
+    job = gathering_job(opened, options, assets=assets, like=reference)
+    job.notes += notes
+    originals = filter(None, (opened, reference, model))
+    is_selection = bool(options.include or options.exclude)
+    check_names(job, originals, allow_foreign=options.allow_foreign_names, is_selection=is_selection)
+    return _quantised(job, options)
+
+
+def _quantised(job: Job, options: GatherOptions) -> Job:
+    """Return the job as it is, or the one that `--quantize` asks for."""
+    if options.quantize is None:
+        if options.keep_precision:
+            raise UsageError("--keep-precision needs --quantize", hint="add --quantize fp8")
+        warn_of_settings(job)
+        return job
+    if options.to != "safetensors":
+        raise UsageError(f"--quantize writes safetensors, and --to {options.to} is given", hint="leave out --to")
+    if options.like is not None:
+        raise UsageError("--like and --quantize both set dtypes", hint="--assets REF copies its config and tokenizer")
+    return quantised_job(
+        job,
+        keep=options.keep_precision,
+        max_file_nbytes=options.max_file_nbytes,
+        num_workers=_num_workers(options),
+    )
+
+
+def _plain(opened: Opened, options: ConvertOptions | GatherOptions) -> Opened:
+    """Return the source as it is to be converted: with `--dequantize`, what its quantised tensors stand for."""
+    refuse_mixed(opened)
+    if not options.dequantize:
+        return opened
+    if isinstance(options, GatherOptions) and options.assets is not None:
+        what = "--dequantize takes config.json from beside the weights, and --assets would bring another"
+        raise UsageError(what, hint=f"copy {CONFIG_NAME} to the checkpoint, and leave out --assets")
+    return dequantised(opened, options.dtype)
+
+
+def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
+    """Run a job."""
+    allowed = isinstance(options, GatherOptions) and options.allow_foreign_names
+    choose(
+        job,
+        include=options.include,
+        exclude=options.exclude,
+        as_part=options.as_part,
+        allow_foreign_names=allowed,
+    )
+    job.overwrite, job.keep_pickles = options.overwrite, options.keep_pickles
+    job.num_workers = _num_workers(options)
+    job.progress = options.progress
+    job.part = None if options.part is None else parse_part(options.part)
+    job.only_commit = options.only_commit
+    job.command = build_command(options)
+    return run(job, dry_run=options.dry_run)
+
+
+def _num_workers(options: ConvertOptions | GatherOptions) -> int:
+    return options.num_workers or default_num_workers(options.source, options.destination)
+
+
+# `commit`: the last step of a conversion whose last part died before it
+
+_FUNCTIONS: Mapping[str, Callable[..., Conversion]] = {"shard": shard, "reshard": reshard, "gather": gather}
+
+
+@takes(CommitOptions)
+def commit(options: CommitOptions) -> Conversion:
+    """Publish what the parts of a conversion have written; what they were asked for stands beside it.
+
+    The source must be there as it was for them, under the same path.
+
+    Raises:
+        UnreadableError: Nothing is being written there.
+        StorageError: Parts are missing; the message says which.
+        UsageError: What is being written there does not say by which command.
+        DestinationExistsError: It is published already, or the source has changed since.
+    """
+    destination = os.fspath(options.destination)
+    try:
+        with open_shared_sink(destination) as sink:
+            claim = sink.find_claim()
+    except DestinationExistsError:
+        hint = "`ckpt verify` says whether it is whole"
+        raise DestinationExistsError("it is published already", where=destination, hint=hint) from None
+    if claim is None:
+        raise UnreadableError("nothing is being written here", where=destination, hint="is it published already?")
+    command = parse_command(claim.command, {verb: options_of(each) for verb, each in _FUNCTIONS.items()})
+    if command is None:
+        hint = f"run any part again: --part 0/{claim.num_parts}"
+        raise UsageError("what is being written here does not say by which command", where=destination, hint=hint)
+    verb, given = command
+    _check_paths(verb, given, destination)
+    done = _FUNCTIONS[verb](
+        **given, destination=destination, part=f"0/{claim.num_parts}", only_commit=True, progress=options.progress
+    )
+    if not done.published:
+        missing = [str(index) for index in done.waiting_for]
+        again = " and ".join(f"--part {index}/{claim.num_parts}" for index in missing[:4])
+        raise StorageError(
+            f"part{'s' * (len(missing) > 1)} {first_few(missing, 8)} of {claim.num_parts} "
+            f"{'are' if len(missing) > 1 else 'is'} missing",
+            where=destination,
+            hint=f"run {again} again; the others are kept",
+        )
+    return done
+
+
+def _check_paths(verb: str, given: Mapping[str, object], destination: str) -> None:
+    """Refuse to read what a bucket says should be read of this machine: whoever may write there wrote it.
+
+    A staging directory on this machine is its owner's alone.
+    """
+    paths = {each.name for each in options_of(_FUNCTIONS[verb]) if each.is_path}
+    own = [str(value) for name, value in given.items() if name in paths and not is_remote(str(value))]
+    if own and is_remote(destination):
+        raise UsageError(
+            f"what is being written here reads {first_few(own)} of the machine that began it",
+            where=destination,
+            hint="run any part of it again there: one that is done publishes",
+        )

@@ -1,0 +1,299 @@
+"""Bring a job to its end: documents, checks of what was read and written, publication."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ckpt_tools.checkpoint.entries import Asset, Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.formats.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    TensorRecord,
+    build_manifest,
+)
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.formats.table import format_of
+from ckpt_tools.checkpoint.ledger import LEFT_OUT
+from ckpt_tools.checks.data import firsts
+from ckpt_tools.checks.manifest import changed_asset
+from ckpt_tools.checks.structure import json_problem
+from ckpt_tools.checks.values import check_values
+from ckpt_tools.checks.verify import Summed, verify
+from ckpt_tools.convert.job import (
+    Conversion,
+    Job,
+)
+from ckpt_tools.convert.parts import OF_SOURCE, check_step, record_parts
+from ckpt_tools.convert.record import manifest_of, record_of, tensor_records, written_files
+from ckpt_tools.errors import CkptError, StorageError, UnreadableError
+from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.storage.sink import Sink
+from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.staging import Staging
+from ckpt_tools.text import escape_name
+from ckpt_tools.transfer.execute import Outcome, execute, scan
+from ckpt_tools.transfer.plan import asset_name, plan_assets
+from ckpt_tools.transfer.split import Part
+
+APART = "\0apart\0"
+"""Before the name of a tensor that was read for its records alone; no FQN contains a NUL."""
+
+
+@contextmanager
+def kept_or_discarded(sink: Sink, *, is_part: bool = False) -> Iterator[None]:
+    """Keep the work of a run that was interrupted or met a system error; discard it on any other failure.
+
+    What to tell of that, the job says that a part belongs to.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, StorageError, MemoryError, OSError) as raised:
+        error = raised
+        if isinstance(raised, OSError):
+            where = raised.filename if isinstance(raised.filename, str) else sink.destination
+            error = StorageError(raised.strerror or str(raised), where=where)
+        if isinstance(error, KeyboardInterrupt) and not is_part:
+            destination = escape_name(sink.destination)
+            error.add_note(f"{destination} is complete" if sink.is_published else "nothing was published")
+        if sink.num_kept:
+            sink.keep()
+            kept = f"what was written is kept in {escape_name(sink.kept_in)}"
+            if not is_part:
+                error.add_note(f"{kept}: the same command continues from there")
+        if error is raised:
+            raise
+        raise error from raised
+    finally:
+        sink.discard()
+
+
+def finish(
+    job: Job,
+    start: float,
+    sink: Sink,
+    outcome: Outcome,
+    assets: Mapping[str, FileRecord],
+    marker: bytes,
+    parts: Mapping[str, Conversion] | None = None,
+    *,
+    part: Part | None = None,
+) -> Conversion:
+    """Write the documents, the commit marker last; check what was written; publish."""
+    parts = parts or {}
+    _settle(job, outcome)
+    job.counts = outcome.counts
+    job.warnings = (*job.warnings, *_value_warnings(job))
+    marked = record_of(marker) if marker else None
+    tensors = dict(tensor_records(job, outcome.digests))
+    if job.use_dtensor:  # framed as torch does it
+        with sink.reader() as written:
+            outcome.frames = format_of(job.target).digest_frames(job.target, written, marker=marker)
+    held = dict(record_parts(sink, parts))
+    manifest = build_manifest(manifest_of(job, tensors, outcome.digests, assets, marked, outcome.frames, held))
+    documents = {**job.documents, MANIFEST_NAME: manifest}
+    last = None if marker else job.last_document
+    for name, content in documents.items():
+        if name != last:
+            sink.write_document(name, content)
+    if last is not None:
+        sink.write_marker(last, documents[last])
+    if marker:
+        sink.write_marker(format_of(job.target).marker, marker)
+    files = written_files(job, assets, {name: len(content) for name, content in documents.items()}, marked)
+    if parts and isinstance(sink, Staging):
+        check_step(sink.directory, parts)
+    if not parts or job.target.tensors:
+        _check_result(sink, job.named)
+    for each in (job, *job.parts.values()):
+        each.opened.source.check_unchanged()
+    sink.publish()
+    job.notes += sink.notes
+    job.not_checked = (*job.not_checked, *sink.not_checked)
+    if sink.left_behind is not None:
+        job.notes.append(
+            f"the old checkpoint could not be removed: {escape_name(sink.left_behind)}; "
+            "the next ckpt that writes to this destination removes it, or you do"
+        )
+    files += [(os.path.join(name, file), nbytes) for name, part in parts.items() for file, nbytes in part.files]
+    read = outcome.bytes_read + sum(part.bytes_read for part in parts.values())
+    return conversion(job, start, files, read=read, part=part)
+
+
+def carry_assets(job: Job, sink: Sink) -> dict[str, FileRecord]:
+    """Copy the assets, or write what takes their place; return what the manifest says of them."""
+    records = {}
+    for name, content in job.rewritten.items():
+        sink.write_document(name, content)
+        records[name] = record_of(content)
+    by_source: dict[int, tuple[Source, list[Asset]]] = {}
+    for source, asset in job.assets:
+        if asset.file not in job.rewritten:
+            if what := json_problem(source, asset):
+                hint = "restore the file, or take it away"
+                raise UnreadableError(f"{asset.source_file}: {what}", where=source.root, hint=hint)
+            by_source.setdefault(id(source), (source, []))[1].append(asset)
+    for source, assets in by_source.values():
+        outcome = execute(plan_assets(assets), source, sink, num_workers=job.num_workers)
+        for asset in assets:
+            digest = outcome.digests[asset_name(asset)]
+            records[asset.file] = FileRecord(nbytes=asset.nbytes, digest=digest)
+            if source is job.opened.source:
+                job.warnings = (*job.warnings, *_asset_warnings(job, asset, digest))
+    return records
+
+
+def _asset_warnings(job: Job, asset: Asset, digest: str) -> Iterator[str]:
+    """Warn of a file that is not what the manifest recorded; raise where programs read it and it is not accepted."""
+    manifest = job.opened.manifest
+    record = None if manifest is None else manifest.assets.get(asset.source_file)
+    if record is None or record.digest == digest:
+        return
+    found = changed_asset(job.opened, asset.source_file, f"not what {MANIFEST_NAME} recorded")
+    if found.severity == "error":
+        raise UnreadableError(f"{found.where} is {found.what}", where=job.opened.source.root, hint=found.hint)
+    yield f"{found.code}: {found.where}: {found.what}; carried along as it is"
+
+
+def conversion(
+    job: Job,
+    start: float,
+    files: list[tuple[str, int]],
+    *,
+    read: int,
+    peak: int | None = None,
+    dry_run: bool = False,
+    published: bool = True,
+    part: Part | None = None,
+    waiting_for: tuple[int, ...] = (),
+) -> Conversion:
+    """Return what came of a job."""
+    jobs, ledger = (job, *job.parts.values()), job.ledger
+    return Conversion(
+        source=job.opened.source.root,
+        destination=job.destination,
+        num_tensors=sum(len(each.target.tensors) for each in jobs),
+        bytes_read=read,
+        bytes_written=sum(nbytes for _, nbytes in files),
+        seconds=time.monotonic() - start,
+        peak_rss_bytes=peak_rss_bytes() if peak is None else peak,
+        files=tuple(files),
+        verified=published and ledger.is_whole,
+        checked=ledger.checked,
+        notes=tuple(job.notes),
+        counts={
+            **job.counts,
+            **{f"{name}/{fqn}": seen for name, part in job.parts.items() for fqn, seen in part.counts.items()},
+        },
+        warnings=tuple(text for each in jobs for text in each.warnings),
+        not_checked=(*(text for each in jobs for text in each.not_checked), *ledger.not_checked),
+        architecture=job.architecture,
+        identity=job.opened.identity if job.opened.identity.format else None,
+        dry_run=dry_run,
+        published=published,
+        part=part,
+        waiting_for=waiting_for,
+    )
+
+
+def recorded_apart(job: Job) -> list[TensorEntry]:
+    """Return the tensors that are not written as they are stored, and of which something is recorded as a whole."""
+    return [e for e in _apart(job) if e.fqn in _records(job) or any(c.crc32 is not None for c in e.chunks)]
+
+
+def to_digest(job: Job) -> set[str]:
+    """Return the names of tensors whose digest in the source is recorded."""
+    return {entry.fqn for entry, name in _moved(job) if name in _records(job)}
+
+
+def read_apart(job: Job, outcome: Outcome, turn: slice = slice(None)) -> int:
+    """Read `recorded_apart`, those of a turn, as they lie in the source; return the bytes."""
+    whole = scan(recorded_apart(job)[turn], job.opened.source, num_workers=job.num_workers)
+    outcome.chunks_checked += whole.chunks_checked
+    outcome.source_digests |= {APART + fqn: digest for fqn, digest in whole.digests.items()}
+    return whole.bytes_read
+
+
+def _records(job: Job) -> Mapping[str, TensorRecord]:
+    return {} if job.opened.manifest is None else job.opened.manifest.tensors
+
+
+def _is_made(entry: TensorEntry, job: Job) -> bool:
+    return any(chunk.span.file in job.opened.stored for chunk in entry.chunks)
+
+
+def _moved(job: Job) -> list[tuple[TensorEntry, str]]:
+    """Return the tensors that are read as they are stored, with their names in the opened checkpoint."""
+    named = ((entry, job.names.get(entry.fqn, entry.fqn)) for entry in job.source.tensors)
+    return [(entry, name) for entry, name in named if name and not _is_made(entry, job)]
+
+
+def _apart(job: Job) -> list[TensorEntry]:
+    """Return the stored tensors that are written in parts, joined, encoded or decoded."""
+    stored, read = job.opened.stored, (*job.source.tensors, *job.apart)
+    files = sorted({chunk.span.file for entry in read for chunk in entry.chunks} & stored.keys())
+    decoded = {entry.fqn: entry for file in files for entry in stored[file]}
+    return [*(e for e in job.apart if not _is_made(e, job)), *map(job.opened.resolve, decoded.values())]
+
+
+def _settle(job: Job, outcome: Outcome) -> None:
+    """Hold what was read against everything that the source records of it, and enter that in the job's ledger."""
+    ledger, opened, records, items = job.ledger, job.opened, _records(job), job.opened.format.in_items
+    whole = [*((e, name, e.fqn) for e, name in _moved(job)), *((e, e.fqn, APART + e.fqn) for e in _apart(job))]
+    copied = {target.fqn: target.dtype for target in job.target.tensors if target.fqn not in job.edits}
+    summed, sizes = Summed(opened), {} if opened.manifest is None else opened.manifest.files
+    held = set()
+    for entry, name, key in whole if records else ():
+        digests = outcome.digests if copied.get(key) == entry.dtype else outcome.source_digests
+        shape, label, record = (entry.dtype.name, *entry.shape), f"tensor {name!r}", records.get(name)
+        recorded = "no such tensor" if record is None else (record.dtype.name, *record.shape)
+        ledger.compare("shapes", label, shape, recorded, opened.source.root)
+        ledger.compare("digests", label, digests.get(key), record and record.digest, opened.source.root)
+        held |= {name} if key in digests else set()
+    for file in sorted({chunk.span.file for entry, *_ in whole for chunk in entry.chunks} & sizes.keys()):
+        ledger.compare("sizes", file, opened.source.size(file), sizes[file], opened.source.root)
+    chunks = (chunk for entry in (*job.source.tensors, *recorded_apart(job)) for chunk in firsts(entry))
+    ledger.count_crcs(outcome.chunks_checked, sum(c.crc32 is not None and 0 not in c.box.sizes for c in chunks))
+    slices = sum(chunk.crc32 is None and summed.covers(chunk.span) for entry, *_ in whole for chunk in firsts(entry))
+    ledger.missed["crcs", "they cover more than one tensor (`ckpt verify` holds them)"] += slices
+    known = {e.fqn for e in opened.checkpoint.tensors if items or any(c.crc32 is not None for c in e.chunks)}
+    taken = {name for _, name, _ in whole} | {job.names.get(e.fqn, e.fqn) for e in job.source.tensors}
+    if records.keys() - taken:  # of what is left out, that which has the bytes of something else is read
+        spans = {e.fqn: tuple(chunk.span for chunk in e.chunks) for e in opened.checkpoint.tensors}
+        twins = {spans[name]: name for name in held & spans.keys()}
+        for name in [name for name in records.keys() & spans.keys() - taken if spans[name] in twins]:
+            twin = records[twins[spans[name]]].digest
+            ledger.compare("digests", f"tensor {name!r}", twin, records[name].digest, opened.source.root)
+            taken.add(name)
+    ledger.missed["digests" if records else "crcs", LEFT_OUT] += len((records.keys() or known) - taken)
+
+
+def _check_result(sink: Sink, target: Checkpoint) -> None:
+    """Open what was written as a user would, and hold it against the plan."""
+    with sink.reader() as source:
+        written = open_path(sink.destination, source=source, format=target.format, as_part=True)
+        result = verify(written, level="structure", num_workers=1, purpose="weights")
+        found = {(entry.fqn, entry.dtype.name, entry.shape) for entry in written.checkpoint.tensors}
+    expected = {(entry.fqn, entry.dtype.name, entry.shape) for entry in target.tensors}
+    errors = [error for error in result.errors if error.code not in OF_SOURCE]
+    if errors or found != expected:
+        what = errors[0].what if errors else "its tensors are not those of the plan"
+        raise CkptError(
+            f"what was written does not pass its own check: {what}",
+            where=errors[0].where if errors else None,
+            hint="nothing was published; please report this with the output of `ckpt env`",
+        )
+
+
+def _value_warnings(job: Job) -> Iterator[str]:
+    """Say what is strange about the values that were written; they are those of the source, unless it was cast."""
+    cast = "" if job.dtype == "keep" else f" (after the cast to {job.dtype})"
+    for finding in check_values(job.opened, job.source, job.counts):
+        yield f"{finding.code}: {finding.where}: {finding.what}{cast}"
+
+
+def notes_of_parts(job: Job) -> list[str]:
+    """Return the notes of the job's parts, each with its name."""
+    return [f"{name}: {note}" for name, part in job.parts.items() for note in part.notes]

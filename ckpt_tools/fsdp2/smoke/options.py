@@ -1,0 +1,113 @@
+"""What a smoke run shall do, as the user said it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ckpt_tools.checkpoint.layout import parse_mesh
+from ckpt_tools.errors import UsageError
+from ckpt_tools.models.config import ModelConfig, read_config
+from ckpt_tools.options import AnyPath
+from ckpt_tools.options.smoke import ADAPTERS, SmokeFields
+from ckpt_tools.units import parse_size
+
+DEVICES = ("auto", "cpu", "cuda")
+AXES = ("dp_replicate", "dp_shard", "tp")
+DTYPES = ("keep", "bf16", "f16", "f32")
+"""Names of dtypes; "keep" is that of the parameters."""
+QUANTIZATIONS = ("nf4",)
+DEFAULT_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmokeOptions(SmokeFields):
+    """The options of `ckpt smoke`, and what follows from them."""
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise UsageError(f"{self.device!r} is not a device", hint=f"--device takes {', '.join(DEVICES)}")
+        for option, value in (("--param-dtype", self.param_dtype), ("--reduce-dtype", self.reduce_dtype)):
+            if value not in DTYPES:
+                raise UsageError(f"{value!r} is not a dtype", hint=f"{option} takes {', '.join(DTYPES)}")
+        if self.nproc is not None and self.nproc < 1:
+            raise UsageError(f"{self.nproc} ranks cannot train", hint="--nproc takes 1 or more")
+        if self.compare is not None and (self.compare, self.strategy == self.compare) != ("no_shard", False):
+            raise UsageError(
+                f"--compare {self.compare} of {self.strategy or 'the strategy of the mesh'}",
+                hint="it takes no_shard, beside a strategy that shards",
+            )
+        if self.compare is not None and "tp" in str(self.mesh or ""):
+            raise UsageError("--compare is of data parallelism alone", hint="drop tp from the mesh")
+        if self.steps < 1:
+            raise UsageError(f"{self.steps} steps prove nothing", hint="--steps takes 1 or more")
+        if self.timeout is not None and self.timeout <= 0:
+            raise UsageError("--timeout must be positive")
+        self._check_adapters()
+        if self.model is not None and self.factory is not None:
+            raise UsageError("--model and --factory both say how to build the model", hint="drop one of them")
+        if self.mesh is not None:
+            self._check_mesh(str(self.mesh))
+        if self.factory is not None and not all(self.factory.partition(":")):
+            raise UsageError(f"{self.factory!r} names no callable", hint="write --factory pkg.mod:callable")
+
+    def _check_adapters(self) -> None:
+        if self.quantize is not None and self.quantize not in QUANTIZATIONS:
+            raise UsageError(
+                f"{self.quantize!r} is not a quantisation", hint=f"--quantize takes {', '.join(QUANTIZATIONS)}"
+            )
+        if self.adapter not in ADAPTERS:
+            raise UsageError(f"{self.adapter!r} is not an adapter", hint=f"--adapter takes {', '.join(ADAPTERS)}")
+        if not self.lora and (self.adapter != "lora" or self.target):
+            raise UsageError("--adapter and --target are of adapters", hint="add --lora, which trains them")
+        if self.quantize is not None and self.adapter not in ("lora", "dora"):
+            raise UsageError(f"{self.adapter} is not tried on quantised weights", hint="drop --quantize or --adapter")
+        if self.quantize is not None and not self.lora:
+            raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
+
+    def _check_mesh(self, text: str) -> None:
+        """Refuse what no number of ranks can make right, before anything is started."""
+        axes = parse_mesh(text.replace("-1", "1")).axes
+        for name, _ in axes:
+            if name not in AXES:
+                raise UsageError(
+                    f"the axis {name} cannot be tried", where=f"--mesh {text}", hint=f"smoke runs {', '.join(AXES)}"
+                )
+        mesh = None if "-1" in text else parse_mesh(text)
+        if mesh is not None and self.nproc not in (None, mesh.world_size):
+            raise UsageError(
+                f"the mesh {mesh} has {mesh.world_size} ranks, --nproc says {self.nproc}",
+                hint="drop --nproc, or write -1 for one axis",
+            )
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds; None where nothing is said."""
+        if not isinstance(self.timeout_s, str):
+            return self.timeout_s
+        try:
+            return float(self.timeout_s.removesuffix("s"))
+        except ValueError as error:
+            raise UsageError(
+                f"--timeout must be a number of seconds, got {self.timeout_s!r}", hint="for example --timeout 300"
+            ) from error
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory that all ranks together may take (each one, on GPUs)."""
+        return parse_size(self.memory) if isinstance(self.memory, str) else self.memory
+
+    def read_model(self) -> ModelConfig | None:
+        """Read the config that `model` names."""
+        hint = "--model takes a config.json, or the directory that holds one"
+        return None if self.model is None else read_config(os.fspath(self.model), hint=hint)
+
+    @property
+    def label(self) -> str:
+        """What is tried, for headings."""
+        return os.fspath(self.source or self.model or self.factory or "the built-in model")
+
+
+def absolute(path: AnyPath | None) -> str | None:
+    """Return `path` as seen from any directory."""
+    return None if path is None else os.path.abspath(path)

@@ -1,0 +1,351 @@
+"""The phases from the built model to the saved checkpoint, in the order of `report.PHASES`. Every one is collective."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.names import folded, origins_of
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2 import LoadReport, clip_grad_norm, save_checkpoint, shard_model
+from ckpt_tools.fsdp2.agree import from_rank0, gather
+from ckpt_tools.fsdp2.audit import audit
+from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.mesh import TP_AXIS
+from ckpt_tools.fsdp2.smoke import blueprint as blueprints, draws
+from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
+from ckpt_tools.fsdp2.smoke.checks import (
+    compare_gradients,
+    compare_with_source,
+    foreign_names,
+    judge_names,
+    local_bytes,
+)
+from ckpt_tools.fsdp2.smoke.launcher import free_memory
+from ckpt_tools.fsdp2.smoke.losses import (
+    base_model,
+    batch_of,
+    check_loss,
+    mean_loss,
+    reference_loss,
+    report_not_finite,
+    tolerances_of,
+)
+from ckpt_tools.fsdp2.smoke.messages import Saved
+from ckpt_tools.fsdp2.smoke.reference import make_optimizer, on_device
+from ckpt_tools.fsdp2.smoke.report import RankMemory
+from ckpt_tools.fsdp2.smoke.run import Run, Skipped
+from ckpt_tools.fsdp2.smoke.values import strange_weights
+from ckpt_tools.fsdp2.watch import watch
+from ckpt_tools.memory import peak_rss_bytes
+from ckpt_tools.models.recipe import call, find_loss, loss_of
+from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.units import format_size
+
+NORM_TOLERANCE = 1e-4
+"""Relative, of the norm of all gradients."""
+MAX_NORM = 0.1
+"""Gradients are clipped to this norm, which untrained models exceed."""
+
+
+def build(run: Run) -> str:
+    """Decide how much of the model is tried, and build it on meta."""
+    fit = from_rank0(lambda: _fit(run))
+    run.has_reference = fit.has_reference
+    run.num_layers = fit.num_layers
+    recipe = run.setting.recipe_of(fit.num_layers)
+    run.note(*fit.notes)
+    if not recipe.keeps_dropout:
+        run.note("dropout is off: under tp every rank draws for its own part of a layer, which no reference can follow")
+    source = run.setting.options.source
+    source = None if source is None else os.path.abspath(source)
+    if source is None:
+        source = os.path.join(run.directory, "random")
+        from_rank0(partial(blueprints.write_random, recipe, source))
+        run.note("there is no checkpoint: the weights are random")
+    run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=source)
+    run.model = run.blueprint.build()
+    run.report(*audit(run.model, phase="built"))
+    run.report(*compare_ranks(run.model))
+    count = sum(parameter.numel() for parameter in run.model.parameters())
+    run.fact("model", recipe.title)
+    return f"{recipe.title}, {_millions(count)} parameters"
+
+
+def _fit(run: Run) -> blueprints.Fit:
+    return blueprints.find_fit(
+        run.setting,
+        num_copies=run.world_size,
+        is_local=run.device.type == "cpu" and run.is_local,
+        free_bytes=run.setting.options.memory_bytes or free_memory(run.device),
+        workdir=run.directory,
+    )
+
+
+def _millions(count: int) -> str:
+    if count < 1e5:
+        return str(count)
+    return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.1f} B"
+
+
+def apply_sharding(run: Run, model: nn.Module) -> None:
+    """Shard `model` as the setting says."""
+    recipe = run.blueprint.recipe
+    base = model.get_base_model() if run.setting.options.lora else model  # type: ignore[operator]
+    run.plan = shard_model(
+        model,
+        run.device_mesh,
+        run.setting.policy,
+        blocks=recipe.blocks(base),
+        forward_methods=recipe.forward_methods(base),
+        tp_plan=recipe.tp_plan(base) if run.setting.has_tp else None,
+    )
+    if run.setting.has_tp and not run.plan.tp_styles:
+        raise UsageError(
+            "the tensor-parallel plan cuts nothing in this model",
+            where=f"--mesh {run.setting.mesh}",
+            hint="leave tp out; adapters are not cut" if run.setting.options.lora else "leave tp out of the mesh",
+        )
+
+
+def shard(run: Run) -> str:
+    """Turn parameters into DTensors."""
+    apply_sharding(run, run.model)
+    run.report(*audit(run.model, phase="sharded", plan=run.plan))
+    run.report(*compare_ranks(run.model))
+    units = len(run.plan.blocks) if run.plan else 0
+    return f"{run.setting.policy.strategy}, {units} blocks and the root"
+
+
+def load(run: Run) -> str:
+    """Load the checkpoint; names that do not fit are findings."""
+    report = run.blueprint.load(run.model)
+    title = ""
+    if run.rank == 0:
+        _report_names(run, report)
+        run.note(*report.notes)
+        if not report.missing and run.setting.options.source is not None:
+            naming = judge_names(run.model, run.blueprint)
+            title = f"; {naming.title}"
+            run.note(*filter(None, [naming.note]))
+            if naming.finding is not None:  # an error of the checkpoint: what ckpt has loaded of it can be tried
+                run.journal.finding(naming.finding)
+    strange = strange_weights(run.model)
+    if run.rank == 0:
+        run.report(*strange)
+    total = sum(gather(report.loaded_bytes))
+    if not total:  # quantising needs whole layers
+        return f"read, quantised and sent by rank 0{title}"
+    return f"{format_size(total)} read by {run.world_size} ranks{title}"
+
+
+def _report_names(run: Run, report: LoadReport) -> None:
+    """Report names that do not fit: one by one, or, where hardly any does, whose they are."""
+    num_names = len(run.model.state_dict(keep_vars=True))
+    if 2 * len(report.missing) > num_names and (owners := origins_of(report.unexpected)):
+        run.report(foreign_names(report.missing, num_names, owners[0], run.setting))
+        return
+    for code, names, what in (
+        ("missing-tensor", report.missing, "the checkpoint does not have it"),
+        ("unexpected-tensor", () if run.blueprint.recipe.is_cut else report.unexpected, "the model has no name for it"),
+    ):
+        hint = "does the config belong to this checkpoint? `ckpt inspect --tensors`"
+        run.report(*(Finding.error(code, name, what, hint) for name in names))
+
+
+def compare(run: Run) -> str:
+    """Hold every shard against the bytes of the source."""
+    findings, count, nbytes = compare_with_source(run.model, run.blueprint)
+    run.report(*findings)
+    run.fact("tolerances", tolerances_of(run))
+    total = sum(gather(nbytes))
+    what = f"{count} tensors, {format_size(total)} on all ranks, against the source"
+    return what if run.setting.options.quantize is None else f"{what}; quantised ones by the loss"
+
+
+def states(run: Run) -> str:
+    """Make the optimizer; audit the model, and compare it over ranks, before the first forward."""
+    # PyTorch's fused loops take no parameters of different meshes at once.
+    run.optimizer = make_optimizer(run.model, foreach=False if run.setting.has_tp else None)
+    run.report(*audit(run.model, phase="loaded", plan=run.plan, optimizer=run.optimizer))
+    run.report(*compare_ranks(run.model))
+    return "placements, ties, buffers, optimizer, equal on all ranks"
+
+
+def forward(run: Run) -> str:
+    """Run the first forward under the watch."""
+    traces = os.path.join(run.directory, "traces") if run.is_local else None
+    run.watch = run.resources.enter_context(watch(run.model, traces=traces))
+    run.batch = on_device(batch_of(run, run.dp_index), run.device, None)
+    run.note(*run.blueprint.recipe.notes_on(run.batch))
+    draws.seed(run.dp_index, 0)
+    before = draws.state()
+    output = call(run.model, run.batch)
+    run.has_drawn = draws.state() != before
+    run.loss_at = find_loss(output, run.setting.options.loss or getattr(base_model(run), "fsdp_loss", None))
+    if run.loss_at is None:
+        run.note("the model returns no loss: the mean square of its outputs stands for one")
+    run.loss = loss_of(output, run.loss_at)
+    run.report(*audit(run.model, phase="forward", plan=run.plan, optimizer=run.optimizer))
+    shapes = {name: value.shape for name, value in run.batch.items() if isinstance(value, torch.Tensor)}
+    shape = ", ".join(f"{name} {'×'.join(map(str, dims))}" for name, dims in shapes.items())
+    return f"{shape} per rank"
+
+
+def backward(run: Run) -> str:
+    """Run backward under the watch."""
+    if run.loss is None:
+        raise RuntimeError("there was no forward")
+    draws.seed(run.dp_index, 0)
+    run.loss.backward()  # type: ignore[no-untyped-call]
+    run.loss = None
+    found = audit(run.model, phase="backward", plan=run.plan, optimizer=run.optimizer)
+    # A part that runs and is not used is healthy: LLaVA takes the features of the last vision layer but one.
+    unused = [each for each in found if (each.code, each.severity) == ("no-gradient", "warning")]
+    run.report(*(each for each in found if each not in unused))
+    run.report(*compare_ranks(run.model))
+    if run.watch is not None:
+        run.report(*run.watch.findings)
+    trainable = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
+    without = sum(parameter.grad is None for parameter in trainable)
+    if without:
+        run.note(f"{without} of {len(trainable)} trainable parameters got no gradient from this batch")
+    run.note(*(f"no gradient, though their modules ran: {each.what}" for each in unused))
+    return f"{len(trainable) - without} gradients"
+
+
+def gradients(run: Run) -> str:
+    """Compare every gradient with the reference's."""
+    run.resources.close()  # the watch has seen one whole step
+    if not run.has_reference:
+        raise Skipped("there is no reference")
+    tolerance = tolerances_of(run).gradient
+    expected = None if run.reference is None else run.reference.gradients()
+    errors = compare_gradients(run.model, expected, tolerance)
+    run.report(*errors.findings)
+    if errors.rounded:
+        kinds = first_few(folded(errors.rounded, None), 4)
+        what = f"{len(errors.rounded)} gradients are compared to rounding of the largest alone, which is all they hold"
+        run.note(f"{what}: {kinds}")
+    run.fact("max_grad_error", errors.worst)
+    run.fact("grad_errors", errors.errors)
+    worst = f"{errors.worst:.1e} off ({escape_name(errors.worst_name)})" if errors.worst else "equal to the last bit"
+    return f"{errors.compared} compared, the worst {worst}" if errors.worst else f"{errors.compared} compared, {worst}"
+
+
+def clip(run: Run) -> str:
+    """Clip, and compare the norm before and after."""
+    norm = float(clip_grad_norm(run.model, MAX_NORM))
+    after = float(clip_grad_norm(run.model, math.inf))
+    # Ranks add up millions of squares in other groups than one process: float32 keeps some 5 digits of such a sum.
+    tolerance = max(tolerances_of(run).gradient, NORM_TOLERANCE)
+    if run.reference is not None:
+        expected = run.reference.clip(MAX_NORM)
+        if not abs(norm - expected) <= tolerance * max(expected, 1e-12):
+            run.error(
+                "wrong-norm",
+                "the gradients",
+                f"their norm is {norm:.6g}, the reference's {expected:.6g}",
+                "is it the norm of all ranks' parts, each once?",
+            )
+    if run.rank == 0 and not after <= MAX_NORM * (1 + tolerance):
+        run.error("wrong-clip", "the gradients", f"their norm is {after:.6g} after clipping to {MAX_NORM}")
+    return f"norm {norm:.6g} → {after:.6g}"
+
+
+def step(run: Run) -> str:
+    """Take the optimizer's step, and the steps after it; measure memory after the first."""
+    run.optimizer.step()
+    run.report(*audit(run.model, phase="stepped", plan=run.plan, optimizer=run.optimizer))
+    _measure(run)
+    run.optimizer.zero_grad(set_to_none=True)
+    if run.reference is not None:
+        run.reference.step()
+    took: list[float] = []
+    for number in range(2, run.setting.options.steps + 1):
+        begun = time.perf_counter()
+        draws.seed(run.dp_index, number - 1)
+        own = loss_of(call(run.model, run.batch), run.loss_at)
+        draws.seed(run.dp_index, number - 1)
+        own.backward()  # type: ignore[no-untyped-call]
+        mean = mean_loss(own)
+        run.losses.append(mean)
+        run.journal.fact("losses", run.losses)  # on every rank: its watchdog sees it go on
+        if not math.isfinite(mean):
+            report_not_finite(run, number - 1, mean)
+            break
+        clip_grad_norm(run.model, MAX_NORM)
+        run.optimizer.step()
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - begun)  # on other ranks with the wait for rank 0's reference
+        run.fact("step_seconds", round(statistics.median(took), 6))
+        run.optimizer.zero_grad(set_to_none=True)
+        if run.has_reference:
+            expected = reference_loss(run, number - 1)
+            check_loss(run, f"step {number}", mean, expected)
+        if run.reference is not None:
+            run.reference.clip(MAX_NORM)
+            run.reference.step()
+    return f"{len(run.losses)} steps, loss {' → '.join(f'{value:.4f}' for value in run.losses)}"
+
+
+def _measure(run: Run) -> None:
+    parameters = list(run.model.parameters())
+    state = [
+        value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
+    ]
+    memory = RankMemory(
+        rank=run.rank,
+        params=local_bytes(iter(parameters)),
+        grads=local_bytes(p.grad for p in parameters if p.grad is not None),
+        optimizer=local_bytes(iter(state)),
+        peak=max([torch.cuda.max_memory_allocated(), *run.held.values()])
+        if run.device.type == "cuda"
+        else peak_rss_bytes(),
+    )
+    run.journal.fact("memory", memory)
+
+
+def evaluate(run: Run, model: nn.Module) -> float:
+    """Return the loss of one batch, the same on every rank and mesh; leave buffers as they are. Collective."""
+    batch = on_device(batch_of(run, 0), run.device, None)
+    buffers = draws.take_buffers(model)
+    draws.seed(0, 0)
+    before = draws.state()
+    with torch.no_grad():
+        value = float(loss_of(call(model, batch), run.loss_at))
+    run.has_drawn = draws.state() != before
+    draws.put_buffers(model, buffers)
+    for module in model.modules():
+        reshard = getattr(module, "reshard", None)
+        if callable(reshard):
+            reshard()
+    return value
+
+
+def save(run: Run) -> str:
+    """Save model and optimizer as a training run would."""
+    path = os.path.join(run.directory, "saved")
+    run.saved = Saved(
+        path=path,
+        loss=evaluate(run, run.model),
+        source=run.blueprint.source,
+        num_layers=run.num_layers,
+        tp=run.setting.mesh.size(TP_AXIS),
+        loss_at=run.loss_at,
+    )
+    save_checkpoint(run.model, run.optimizer, path)
+    dist.barrier()
+    run.fact("saved", run.saved)
+    files = [os.path.join(path, name) for name in os.listdir(path)]
+    total = sum(os.path.getsize(path) for path in files)
+    return f"{format_size(total)} in {len(files)} files"

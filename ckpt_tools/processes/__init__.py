@@ -1,1 +1,0 @@
-"""Processes of our own: a function in a child, its answer, and its end."""

@@ -1,0 +1,160 @@
+"""`prune` and `watch`: a run's folder that looks after itself."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError, UsageError
+from ckpt_tools.options import AnyPath, Doc, default_num_workers, takes
+from ckpt_tools.options.runs import KeepOptions, PruneOptions, WatchOptions
+from ckpt_tools.runs.folder import open_folder
+from ckpt_tools.runs.manage import Settings, Tended, Tender
+from ckpt_tools.runs.retention import Rules
+from ckpt_tools.storage.locations import is_remote
+from ckpt_tools.units import parse_duration
+
+
+def _tender(options: KeepOptions, directory: AnyPath, settings: Settings, **told: Any) -> Tender:  # noqa: ANN401 - as Tender has it
+    """Return what tends a folder so."""
+    folder = open_folder(os.fspath(directory), [os.fspath(each) for each in options.also_used_by])
+    kept = parse_duration(options.quarantine)
+    return Tender(folder, replace(settings, accept=tuple(options.accept), quarantine_s=kept), **told)
+
+
+def rules_of(options: KeepOptions, unverified: Sequence[str] = ()) -> Rules:
+    """Return the rules that they are."""
+    return Rules(
+        last=options.keep_last,
+        every=options.keep_every,
+        best=options.keep_best,
+        metric=options.metric,
+        greater_is_better=options.greater_is_better,
+        unverified=tuple(unverified),
+    )
+
+
+@takes(PruneOptions)
+def prune(options: PruneOptions) -> Tended:
+    """Remove the checkpoints of a run that are verified and superseded.
+
+    What `watch` has not verified stays, and so does the last verified one, whatever comes after it, and what is linked,
+    named by the trainer's own files, or in use.
+
+    Raises:
+        UsageError: Nothing says what to keep, or no checkpoint has the metric.
+        UnreadableError: There are no checkpoints of a run.
+        BusyError: Another ckpt tends the folder.
+    """
+    rules = rules_of(options, options.unverified)
+    settings = Settings(rules=rules, level=None, quiet_s=options.settle, dry_run=options.dry_run)
+    tender = _tender(options, options.directory, settings, say=options.say)
+    if options.undo:
+        return tender.undo([name for name in options.undo if name != "all"])
+    if not rules.removes:
+        raise UsageError("nothing says what to keep", hint="add --keep-last K, --keep-every N or --keep-best K")
+    return _require(tender.once())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchCall(WatchOptions):
+    """The options of `watch`, and who is told of each look."""
+
+    each: Annotated[Callable[[Tended], None] | None, Doc("Called after each look, until it ends by an exception.")] = (
+        None
+    )
+
+
+@takes(WatchCall)
+def watch(options: WatchCall) -> Tended:
+    """Verify the checkpoints of a run as they come, and remove what is superseded; without `once`, for ever.
+
+    Raises:
+        UsageError: Options that contradict each other.
+        UnreadableError: There is no such folder; with `once` or `status`, no checkpoints of a run.
+        BusyError: With `once`, another ckpt tends the folder.
+    """
+    path = os.fspath(options.directory)
+    if options.push is not None and options.gather is None and is_remote(path):
+        raise UsageError("push takes a directory of this machine", hint="add --gather OUT")
+    if options.assets is not None and options.gather is None:
+        raise UsageError("--assets needs --gather", hint="add --gather OUT")
+    settings = Settings(
+        rules=rules_of(options),
+        level=options.level,
+        quiet_s=options.settle,
+        num_workers=options.num_workers or default_num_workers(path),
+        dry_run=options.status,
+        send=_senders(options),
+    )
+    tender = _tender(options, path, settings, say=options.say, progress=options.progress)
+    if options.once or options.status:
+        return _require(tender.once())
+    return _for_ever(tender, options)
+
+
+def _for_ever(tender: Tender, options: WatchCall) -> Tended:
+    """Look again and again. What fails is told once, and tried again: the run goes on."""
+    say = options.say or (lambda _: None)
+    trouble = ""
+    while True:
+        try:
+            tended = tender.once(wait=False)
+        except UsageError:
+            raise
+        except CkptError as error:
+            if str(error) != trouble:
+                say(f"{error}; trying again every {options.interval:g} s")
+            trouble = str(error)
+        else:
+            trouble = ""
+            if options.each is not None:
+                options.each(tended)
+        time.sleep(options.interval)
+
+
+def _require(tended: Tended) -> Tended:
+    """Refuse a folder without a checkpoint: it is hardly the one that is meant."""
+    if not tended.checkpoints:
+        raise UnreadableError(
+            "no checkpoint of a trainer is here",
+            where=tended.path,
+            hint="give the folder that holds checkpoint-N, step-N, global_step_N, *.ckpt or name_000000500.safetensors",
+        )
+    return tended
+
+
+def _senders(options: WatchOptions) -> dict[str, Callable[[str, str], None]]:
+    """Return what brings a verified checkpoint to where it is wanted."""
+    found: dict[str, Callable[[str, str], None]] = {}
+    out = None if options.gather is None else os.fspath(options.gather)
+    if out is not None:
+
+        def gather_one(name: str, path: str) -> None:
+            from ckpt_tools.checks.commands import verify
+            from ckpt_tools.convert.commands import gather
+
+            destination = os.path.join(out, os.path.splitext(name)[0])
+            try:
+                gather(path, destination, assets=options.assets, num_workers=options.num_workers)
+            except DestinationExistsError:  # of a watch that was killed, or of another run
+                if not verify(destination, against=path).ok:
+                    raise
+
+        found[out] = gather_one
+    if options.push is not None:
+        repo = options.push
+
+        def push_one(name: str, path: str) -> None:
+            from ckpt_tools.hub.push import push
+
+            directory = path if out is None else os.path.join(out, os.path.splitext(name)[0])
+            result = push(directory, repo, commit_message=f"{name}, verified by ckpt")
+            if not result.ok:
+                raise CkptError("the push was refused, or what arrived is not what is here", where=repo)
+
+        found[f"{repo} (hub)"] = push_one
+    return found

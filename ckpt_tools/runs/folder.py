@@ -1,0 +1,200 @@
+"""What lies in a run's folder, wherever that is, and the few things that are done there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.runs.series import Place, parse_name
+from ckpt_tools.storage.locations import is_remote, local, scheme_of
+
+TRASH_PREFIX = ".ckpt-trash-"
+"""What is removed lies below such a name, which no trainer looks for."""
+LATEST_GOOD = "latest-good"
+"""A link to the newest fit checkpoint, in a bucket an object with its name."""
+MAX_READ_BYTES = 64 << 20
+"""Of one document that says something about a checkpoint."""
+
+
+class BusyError(CkptError):
+    """Another process tends the same folder."""
+
+    code = "busy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a listing says of a file."""
+
+    nbytes: int
+    version: str
+    """Differs when the file was written again: its time of modification, an ETag, what a link leads to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint as it lies there, whole or not."""
+
+    place: Place
+    roots: tuple[str, ...]
+    """The files or directories directly in the folder that it consists of."""
+    files: Mapping[str, Facts]
+    """Relative to the folder."""
+    stamp: str
+    """Of names, sizes and times of all files."""
+    oddity: str = ""
+    """Why it cannot be removed: something in it that is not its own."""
+
+    @property
+    def name(self) -> str:
+        """As people call it."""
+        return self.place.name
+
+    @property
+    def written(self) -> str:
+        """As `stamp`, without what a new name or another owner changes."""
+        plain = {name: replace(each, version=each.version.partition(" ")[0]) for name, each in self.files.items()}
+        return stamp_of(plain)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(facts.nbytes for facts in self.files.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What a folder holds at one time."""
+
+    saved: tuple[Saved, ...]
+    """By series, the earliest first."""
+    unknown: tuple[str, ...]
+    """Names that no trainer gives to a checkpoint: they are never touched."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Name in the folder that a symbolic link leads to → the link."""
+    leftovers: Mapping[str, str] = field(default_factory=dict)
+    """What was removed, or an interrupted removal has left → name of the checkpoint that it was."""
+
+    def find(self, name: str) -> Saved | None:
+        """Return the checkpoint of that name."""
+        return next((each for each in self.saved if each.name == name), None)
+
+
+class Folder(ABC):
+    """A run's folder.
+
+    Args:
+        path: As the user named it.
+    """
+
+    unseen: tuple[str, ...] = ()
+    """What nobody can see here of who uses a checkpoint, in words."""
+    notes: tuple[str, ...] = ()
+    """What the last look has to tell."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @abstractmethod
+    def look(self) -> Look:
+        """List it."""
+
+    @abstractmethod
+    def read(self, file: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
+        """Return the beginning of a file, whole where it is not longer than that; None when it cannot be read."""
+
+    @abstractmethod
+    def write(self, file: str, content: bytes) -> None:
+        """Replace a small file of the folder's own, whole or not at all."""
+
+    @abstractmethod
+    def lock(self) -> AbstractContextManager[None]:
+        """Let one process tend the folder at a time, where that can be had; raise `BusyError` for another."""
+
+    @abstractmethod
+    def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
+        """Return name of a checkpoint → who reads or writes it, as far as that can be seen."""
+
+    @abstractmethod
+    def remove(self, saved: Sequence[Saved]) -> list[str]:
+        """Remove checkpoints, no part of which ever looks like one; return those that nobody has opened or changed."""
+
+    @abstractmethod
+    def stamp(self, saved: Saved) -> str:
+        """Return the stamp that a checkpoint has now."""
+
+    def forget(self, saved: Saved) -> None:  # noqa: B027
+        """Let the next read of a checkpoint be one of the disk."""
+
+    def free_bytes(self) -> float:
+        """Return how much can still be written."""
+        return math.inf
+
+    def age(self, leftover: str) -> float:  # noqa: ARG002 - what is not kept is old
+        """Return for how many seconds something is removed."""
+        return math.inf
+
+    def restore(self, names: Collection[str]) -> list[str]:  # noqa: ARG002
+        """Bring back what was removed, of these names or all; return what came back."""
+        raise UsageError("nothing that was removed from a bucket comes back", where=self.path)
+
+    @abstractmethod
+    def point(self, name: str) -> None:
+        """Let `LATEST_GOOD` lead to a checkpoint; to none with ""."""
+
+    @abstractmethod
+    def remove_leftover(self, name: str) -> None:
+        """End what an interrupted `remove` has begun."""
+
+
+def open_folder(path: str, also_used_by: Sequence[str] = ()) -> Folder:
+    """Open a run's folder, which need not hold anything yet; links in other directories hold what they lead to."""
+    if not is_remote(path):
+        from ckpt_tools.runs.disk import DiskFolder
+
+        return DiskFolder(local(path), also_used_by)
+    if scheme_of(path) not in ("s3", "gs", "az"):
+        raise UsageError("a run is tended on a disk or in a bucket", where=path, hint="give the folder of the run")
+    from ckpt_tools.runs.bucket import BucketFolder
+
+    return BucketFolder(path)
+
+
+def gather_saved(
+    items: Mapping[str, tuple[bool, Mapping[str, Facts], str]],
+) -> tuple[tuple[Saved, ...], tuple[str, ...]]:
+    """Put what lies in a folder together to checkpoints.
+
+    An item has: whether it is a directory, its files relative to the folder, and what is odd about it. Return the
+    checkpoints by series and step, and the names that are none.
+    """
+    found: dict[str, list[str]] = {}
+    places: dict[str, Place] = {}
+    unknown = []
+    for name, (is_directory, _, _) in sorted(items.items()):
+        place = parse_name(name, is_directory=is_directory)
+        if place is None:
+            unknown.append(name)
+            continue
+        places.setdefault(place.name, place)
+        found.setdefault(place.name, []).append(name)
+    saved = []
+    for name, roots in found.items():
+        files = {file: facts for root in roots for file, facts in items[root][1].items()}
+        stamp = stamp_of(files)
+        oddity = next((items[root][2] for root in roots if items[root][2]), "")
+        saved.append(Saved(place=places[name], roots=tuple(roots), files=files, stamp=stamp, oddity=oddity))
+    saved.sort(key=lambda each: (each.place.series, -1 if each.place.step is None else each.place.step, each.name))
+    return tuple(saved), tuple(unknown)
+
+
+def stamp_of(files: Mapping[str, Facts]) -> str:
+    """Return what stands for all that a listing says of some files."""
+    rows = [[file, facts.nbytes, facts.version] for file, facts in sorted(files.items())]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -1,0 +1,99 @@
+"""What the process beside a training run does: it tends the folder until what was saved is settled."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.runs.folder import BusyError, open_folder
+from ckpt_tools.runs.manage import Settings, Tended, Tender
+from ckpt_tools.runs.series import place_of
+from ckpt_tools.sandbox.child import Here
+
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to tend."""
+
+    path: str
+    names: tuple[str, ...] = ()
+    """What was saved, or is being saved."""
+    settings: Settings
+    patience_s: float
+    """For so long nothing changes before a save counts as given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of it."""
+
+    findings: tuple[Finding, ...] = ()
+    failed: tuple[str, ...] = ()
+    last_verified: str = ""
+    """Path of the latest good one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportJob:
+    """What to export at the end."""
+
+    source: str
+    destination: str
+    config: Mapping[str, object] | None
+
+
+def tend(job: Job, here: Here) -> Answer:
+    """Tend the folder until everything that was saved is verified, or nothing more comes."""
+    del here
+    tender = Tender(open_folder(job.path), job.settings)
+    findings: dict[Finding, None] = {}
+    before, since = None, time.monotonic()
+    while True:
+        try:
+            tended = tender.once(wait=False)
+        except BusyError as error:  # a watch of somebody else's: it does the same
+            if time.monotonic() - since > job.patience_s:
+                return Answer(findings=tuple(findings), failed=(str(error),))
+            time.sleep(_POLL_S)
+            continue
+        findings.update(dict.fromkeys(each for each in tended.findings if each.severity == "error"))
+        waiting = _waiting(tended, job.names)
+        now = [(each.name, each.state, each.nbytes) for each in tended.checkpoints]
+        if now != before:
+            before, since = now, time.monotonic()
+        if not waiting or time.monotonic() - since > job.patience_s:
+            ends = (f"its save has not ended: {why}" for why in waiting.values())
+            found = map(Finding.error, itertools.repeat("unfinished-checkpoint"), waiting, ends)
+            last = os.path.join(tended.path, tended.last_fit) if tended.last_fit else ""
+            return Answer(findings=(*findings, *found), failed=tended.failed, last_verified=last)
+        time.sleep(_POLL_S)
+
+
+def export(job: ExportJob, here: Here) -> Answer:
+    """Write the adapter that a checkpoint holds."""
+    from ckpt_tools.adapters.export import export_lora
+
+    del here
+    export_lora(job.source, job.destination, live_config=job.config)
+    return Answer()
+
+
+def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:
+    """Return the saves that have not come to an end: name → why. What something later follows is not waited for."""
+    found = {}
+    there = {each.name: each for each in tended.checkpoints}
+    latest = {each.series: each for each in tended.checkpoints}  # by step
+    for name in {*names, *(each.name for each in latest.values())}:
+        place, candidate = place_of(name), there.get(name)
+        is_passed = place and place.series in latest and (place.step or 0) < (latest[place.series].step or -1)
+        if place is None or is_passed:
+            continue
+        if candidate is None or candidate.state not in ("verified", "unfit", "bad", "unsupported"):
+            found[name] = "it is not there" if candidate is None else candidate.why or candidate.state
+    return found

@@ -1,0 +1,185 @@
+"""Apply rules to the tensors of a checkpoint: which axis cuts which dim, and why not.
+
+Shape legend: L is the length of a tensor dim as torch counts it, N the number of ranks along a mesh axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.globs import Names
+from ckpt_tools.checkpoint.layout import FSDP_AXIS, Fsdp, Grid, Layout, Mesh, Placement, Shard, cut_tensor, fsdp_axes
+from ckpt_tools.errors import UsageError
+from ckpt_tools.transfer.placement.rule import Rule
+
+Uneven = Literal["refuse", "replicate"]
+"""What to do with a cut that PyTorch could not load: refuse it, or keep the tensor off these axes."""
+_OWN: Names = {}
+"""Stands for the tensors' own names."""
+
+
+def place_tensors(
+    tensors: Iterable[TensorEntry], mesh: Mesh, rules: Sequence[Rule], *, uneven: Uneven = "refuse", names: Names = _OWN
+) -> Layout:
+    """Return where every tensor goes.
+
+    A tensor is cut along dim 0 by `dp_shard`, as `fully_shard` does, and as the first rule that matches it says
+    (`--set` before the file's), by any of its `names`. Scalars are replicated.
+    """
+    entries = tuple(tensors)
+    _check_axes(rules, mesh)
+    names = names or {entry.fqn: (entry.fqn,) for entry in entries}
+    rule_of = {fqn: rule for rule, found in reversed([(rule, rule.find(names)) for rule in rules]) for fqn in found}
+    result: dict[str, dict[str, Placement]] = {}
+    packed = []
+    kept_whole: dict[str, tuple[str, ...]] = {}
+    for entry in entries:
+        rule = rule_of.get(entry.fqn)
+        placements: dict[str, Placement] = {}
+        if entry.shape and any(name == FSDP_AXIS for name, _ in mesh.axes):
+            placements[FSDP_AXIS] = Shard(0)
+        if rule is not None:
+            _check_shape(entry, rule)
+            placements |= rule.placements(entry.fqn, len(entry.shape))
+        kinds = (Shard, Fsdp) if entry.shape else Shard
+        cuts = {axis: placement for axis, placement in placements.items() if isinstance(placement, kinds)}
+        if uneven == "replicate" and (axes := _uneven_axes(entry, mesh, cuts)):
+            kept_whole[entry.fqn] = axes
+            cuts = {axis: placement for axis, placement in cuts.items() if axis not in axes}
+        _check_cuts(entry, mesh, cuts, rule)
+        result[entry.fqn] = dict(cuts)
+        if rule is not None and rule.is_packed(len(entry.shape)) and any(mesh.size(a) > 1 for a in rule.axes):
+            packed.append(entry.fqn)
+    return Layout(mesh=mesh, placements=result, packed=tuple(packed), kept_whole=kept_whole)
+
+
+def cut_entry(entry: TensorEntry, mesh: Mesh, placements: Mapping[str, Placement]) -> Grid:
+    """Return how `mesh` cuts `entry`, in logical elements.
+
+    Torch keeps two F4 elements in one of its own and cuts between those, so the cuts fall on even elements.
+    """
+    return cut_tensor(entry.shape, mesh, placements, pack=entry.dtype.pack)
+
+
+def _check_axes(rules: Sequence[Rule], mesh: Mesh) -> None:
+    names = [name for name, _ in mesh.axes]
+    for rule in rules:
+        for axis in rule.axes:
+            if axis not in names:
+                said = f"style {rule.style}" if rule.style else f"{axis}:{(rule.place or {})[axis]}"
+                raise UsageError(
+                    f"the rule {rule.match!r} ({said}) needs the axis {axis}, and the mesh {mesh} has none",
+                    where=rule.origin,
+                    hint=f"add the axis: --mesh {mesh},{axis}=N",
+                )
+
+
+def _check_shape(entry: TensorEntry, rule: Rule) -> None:
+    """Refuse a tensor that is not the one which the rule is about: it may be transposed, or of another config."""
+    meant = rule.shapes.get(entry.fqn, entry.shape)
+    if meant != entry.shape and rule.axes:
+        raise UsageError(
+            f"tensor {entry.fqn!r} has shape {list(entry.shape)} here and {list(meant)} in the live model: "
+            f"the style {rule.style} would cut another dim than it means",
+            where=rule.origin,
+            hint=f"is config.json that of the weights? --set '{entry.fqn}=tp:S(d)' cuts the dim d that you mean",
+        )
+
+
+def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], rule: Rule | None) -> None:
+    where = rule.origin if rule is not None else None
+    pack = entry.dtype.pack
+    if pack > 1 and (not entry.shape or entry.shape[-1] % pack):
+        raise UsageError(
+            f"{_describe(entry)} ends inside a byte: torch keeps {pack} elements per byte of the last dim",
+            hint=f"leave it out: --exclude '{entry.fqn}'",
+        )
+    for axis, placement in cuts.items():
+        if isinstance(placement, Shard) and placement.dim >= len(entry.shape):
+            raise UsageError(
+                f"{axis}:{placement} cannot cut {_describe(entry)}: it has no dim {placement.dim}",
+                where=where,
+                hint="narrow the rule's pattern, or choose another dim",
+            )
+    _check_fsdp(entry, mesh, cuts, where)
+    _check_bytes(entry, mesh, cuts, where)
+
+
+def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], where: str | None) -> None:
+    """Refuse what `fully_shard` refuses, and what it saves but cannot load.
+
+    Source: `torch/distributed/fsdp/_fully_shard/_fsdp_param.py` (uneven sharding needs dim 0). When another
+    axis cuts the same dim unevenly, some ranks get more than the next cut of theirs accounts for (17 rows on
+    dp_shard=4, tp=2): the chunk table that PyTorch saves does not fit the data, and loading stops with
+    "mismatch sizes".
+    """
+    fsdp, num_ranks = cuts.get(FSDP_AXIS), _fsdp_ranks(mesh, cuts)
+    if Fsdp() in cuts.values() and not isinstance(fsdp, Shard):
+        what = f"tensor {entry.fqn!r}: F lets {FSDP_AXIS} cut over another axis, too, and {FSDP_AXIS} does not cut it"
+        raise UsageError(what, where=where, hint=f"place {FSDP_AXIS}:S(0), too, on a mesh with an axis {FSDP_AXIS}")
+    if not isinstance(fsdp, Shard) or num_ranks == 1:
+        return
+    dim, length = fsdp.dim, _length(entry, fsdp.dim)
+    others = _same_dim(cuts, fsdp)
+    num_parts = math.prod(mesh.size(axis) for axis in others)
+    if _uneven_axes(entry, mesh, cuts):
+        axes = "×".join(others)
+        raise UsageError(
+            f"tensor {entry.fqn!r}: {axes} and {FSDP_AXIS} both cut dim {dim}, and its {length} elements are "
+            f"not divisible by {axes}={num_parts}; PyTorch saves such tensors in a way that it cannot load",
+            where=where,
+            hint=f"keep it off {axes} (--set '{entry.fqn}=', or --tp-uneven replicate for all such tensors), "
+            f"or choose a size that divides {length}",
+        )
+    if dim > 0 and (length // num_parts) % num_ranks:
+        inside = f" left by {'×'.join(others)}={num_parts}" if others else ""
+        raise UsageError(
+            f"tensor {entry.fqn!r}: {FSDP_AXIS}:{fsdp} needs the {length // num_parts} elements of dim {dim}"
+            f"{inside} to be divisible by {'×'.join(fsdp_axes(mesh, cuts))}={num_ranks}, "
+            "as fully_shard does for every dim but 0",
+            where=where,
+            hint=f"cut dim 0 instead ({FSDP_AXIS}:S(0)), or choose a size that divides {length // num_parts}",
+        )
+
+
+def _uneven_axes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement]) -> tuple[str, ...]:
+    """Return the axes that cut the same dim as FSDP into parts of different lengths; see `_check_fsdp`."""
+    fsdp = cuts.get(FSDP_AXIS)
+    if not isinstance(fsdp, Shard) or _fsdp_ranks(mesh, cuts) == 1 or fsdp.dim >= len(entry.shape):
+        return ()
+    others = _same_dim(cuts, fsdp)
+    return others if _length(entry, fsdp.dim) % math.prod(map(mesh.size, others)) else ()
+
+
+def _fsdp_ranks(mesh: Mesh, cuts: Mapping[str, Placement]) -> int:
+    return math.prod(map(mesh.size, fsdp_axes(mesh, cuts)))
+
+
+def _same_dim(cuts: Mapping[str, Placement], fsdp: Shard) -> tuple[str, ...]:
+    return tuple(axis for axis, placement in cuts.items() if placement == fsdp and axis != FSDP_AXIS)
+
+
+def _length(entry: TensorEntry, dim: int) -> int:
+    """Return the length of a dim as torch counts it."""
+    return entry.shape[dim] // (entry.dtype.pack if dim == len(entry.shape) - 1 else 1)
+
+
+def _check_bytes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], where: str | None) -> None:
+    """Refuse cuts inside a byte. Only types that torch lacks (F6) can get here."""
+    bits = entry.dtype.bits
+    if bits % 8 == 0 or not any(mesh.size(axis) > 1 for axis in cuts):
+        return
+    starts = [offset for offset, _ in cut_entry(entry, mesh, cuts).intervals[-1]]
+    if any(start * bits % 8 for start in (*starts, entry.shape[-1])):
+        raise UsageError(
+            f"{_describe(entry)} cannot be cut by {mesh}: a cut would fall inside a byte",
+            where=where,
+            hint=f"keep it whole: --set '{entry.fqn}={','.join(f'{axis}:R' for axis in cuts)}'",
+        )
+
+
+def _describe(entry: TensorEntry) -> str:
+    return f"tensor {entry.fqn!r} of dtype {entry.dtype.name} and shape {list(entry.shape)}"
