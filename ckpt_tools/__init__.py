@@ -127,3 +127,24 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+
+class _Moved:
+    """Finds the modules that pages once named otherwise."""
+
+    _ROOMS = (
+        ("ckpt_tools.description", "ckpt_tools.checkpoint"),
+        ("ckpt_tools.formats", "ckpt_tools.checkpoint.formats"),
+    )
+    create_module = staticmethod(lambda _: None)
+
+    def find_spec(self, name: str, *_: object) -> object:
+        is_moved = any(name == old or name.startswith(f"{old}.") for old, _ in self._ROOMS)
+        return type(__spec__)(name, self) if is_moved else None  # type: ignore[arg-type]
+
+    def exec_module(self, module: ModuleType) -> None:
+        old, new = next(row for row in self._ROOMS if module.__name__.startswith(row[0]))
+        sys.modules[module.__name__] = import_module(module.__name__.replace(old, new, 1))
+
+
+sys.meta_path.insert(0, _Moved())  # type: ignore[arg-type]
