@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "ckpt_tools" / "maps" / "transformers.txt"
+TABLE = ROOT / "ckpt_tools" / "checkpoint" / "names" / "transformers.txt"
 GAPS = Path(__file__).with_suffix(".tsv")
 
 

@@ -87,7 +87,7 @@ def test_what_is_computed_is_left_out_and_said(model, tmp_path, capsys) -> None:
 @pytest.fixture
 def other_meta(monkeypatch) -> None:
     """A map of the same names that means other rows."""
-    text = (Path(conventions.__file__).parents[1] / "maps" / "meta.txt").read_text()
+    text = (Path(conventions.__file__).parents[1] / "checkpoint" / "names" / "meta.txt").read_text()
     other = parse_key_maps(text.replace(" : rope num_attention_heads", ""), where="meta.txt")
 
     def load(name: str) -> dict[str, KeyMap]:

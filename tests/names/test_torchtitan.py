@@ -171,7 +171,7 @@ def test_names_that_have_no_line_and_lines_that_lack_a_name_are_said() -> None:
 
 
 def test_maps_of_torchtitan_are_read_whole() -> None:
-    text = (Path(__file__).parents[2] / "ckpt_tools" / "maps" / "torchtitan.txt").read_text()
+    text = (Path(__file__).parents[2] / "ckpt_tools" / "checkpoint" / "names" / "torchtitan.txt").read_text()
     assert {"llama", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4"} <= parse_key_maps(
         text, where="torchtitan.txt"
     ).keys()
