@@ -10,6 +10,7 @@ from functools import partial
 
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.step import open_repository, open_step, refuse_mixed
+from ckpt_tools.checkpoint.names import single_files
 from ckpt_tools.convert.assets import choose_assets, model_beside, own_assets
 from ckpt_tools.convert.check_names import check_names
 from ckpt_tools.convert.command_text import build_command, parse_command
@@ -23,7 +24,7 @@ from ckpt_tools.convert.to_ranks import is_of_verl, ranks_job
 from ckpt_tools.convert.to_step import converted_job, layout_for, repository_job, starting_job, step_job
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.naming import Naming, name_live
+from ckpt_tools.models.naming import Naming, claim_of, name_live
 from ckpt_tools.models.opening import open_asking
 from ckpt_tools.options import default_num_workers, options_of, takes
 from ckpt_tools.options.convert import ConvertOptions, GatherOptions, ReshardOptions, ShardOptions
@@ -197,7 +198,11 @@ def _gathering_job(opened: Opened, options: GatherOptions, stack: ExitStack) -> 
     job.notes += notes
     originals = filter(None, (opened, reference, model))
     is_selection = bool(options.include or options.exclude)
-    check_names(job, originals, allow_foreign=options.allow_foreign_names, is_selection=is_selection)
+    if options.names == single_files.CONVENTION:  # its map has compared them with a whole model's
+        if claim_of(assets) is None:
+            job.warnings = (*job.warnings, f"no {CONFIG_NAME}: diffusers needs that of the model (--assets DIR)")
+    else:
+        check_names(job, originals, allow_foreign=options.allow_foreign_names, is_selection=is_selection)
     return _quantised(job, options)
 
 

@@ -18,6 +18,7 @@ from ckpt_tools.convert.rewrite import own_job, renamed
 from ckpt_tools.convert.run import run
 from ckpt_tools.convert.to_hf import written_names
 from ckpt_tools.errors import UsageError
+from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import AssetList, Named, Naming
 from ckpt_tools.models.opening import open_asking
 from ckpt_tools.options import AnyPath, default_num_workers, takes
@@ -119,18 +120,33 @@ def extract(options: ExtractOptions) -> Conversion:
 def rename(options: RenameOptions) -> Conversion:
     """Write a model's weights by other names, in its own format: renamed, joined or split as a key map says.
 
-    `gather` with the same map is the way back.
+    `gather` with the same map, or the same `names`, is the way back.
 
     Raises:
-        UsageError: The map does not fit the names, or there is other state than weights.
+        UsageError: The map does not fit the names, or there is other state than weights; not one of `map` and `names`.
         UnreadableError: The source is incomplete or damaged.
         DestinationExistsError: The destination exists.
     """
-    naming = Naming.of("auto", options.map)
+    if options.map is None and options.names is None:
+        raise UsageError("nothing says which names to write", hint="add --map FILE or --names comfyui")
+    naming = Naming.of(options.names or "auto", options.map)
     with open_asking(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
+        if options.names is not None:
+            return run(_single_file(opened, options, naming), dry_run=options.dry_run)
         job = _own(opened, options.destination, options, named=renamed(opened, naming))
         job.not_checked = (*job.not_checked, "names were not held against an architecture: they are the map's own")
         return run(job, dry_run=options.dry_run)
+
+
+def _single_file(opened: Opened, options: RenameOptions, naming: Naming) -> Job:
+    """Return the job that writes what ComfyUI loads: one file of any size, without diffusers' config."""
+    if opened.format.loads_by_dcp:
+        raise UsageError(f"--names {options.names} takes no DCP checkpoint", hint="`ckpt gather` it first")
+    named = renamed(opened, naming)
+    assets = tuple(asset for asset in named.checkpoint.assets if asset.file != CONFIG_NAME)
+    named = replace(named, checkpoint=replace(named.checkpoint, assets=assets))
+    options = replace(options, max_shard_size=options.max_shard_size or "1000000TB")
+    return _own(opened, options.destination, options, named=named)
 
 
 def _own(

@@ -13,7 +13,7 @@ from ckpt_tools.checkpoint.formats.file_names import INDEX_SUFFIX, PICKLES
 from ckpt_tools.checkpoint.formats.inside import revealed
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.checkpoint.formats.opening import Opened
-from ckpt_tools.checkpoint.names import origins_of
+from ckpt_tools.checkpoint.names import origins_of, single_files
 from ckpt_tools.checkpoint.transform import rename, select, strip_prefix
 from ckpt_tools.convert.check_names import Ties, ties_in
 from ckpt_tools.convert.find import as_stored, check_copies, differences, is_same, leave_out, model_in
@@ -103,7 +103,7 @@ def gathering_job(
         seals = {name: frame.seal for name, frame in frames.items()}
         documents = hf.documents(files, name + torch_directory.INDEX_SUFFIX)
     else:
-        name = _stem(beside)
+        name = _stem(beside, naming)
         files = hf.arrange(target.tensors, max_file_nbytes=options.max_file_nbytes, stem=name)
         placed, heads = hf.place(files)
         documents = hf.documents(files, name + INDEX_SUFFIX)
@@ -262,8 +262,10 @@ def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntr
     raise UsageError("the checkpoint " + " and ".join(parts), hint=hint)
 
 
-def _stem(assets: AssetList) -> str:
+def _stem(assets: AssetList, naming: Naming) -> str:
     """Return what loaders call the weights: diffusers looks for a name of its own."""
+    if naming.names == single_files.CONVENTION:
+        return "diffusion_pytorch_model"
     source = next((source for source, asset in assets if asset.file == CONFIG_NAME), None)
     with suppress(UnreadableError):
         if source is not None and "_class_name" in config_in(source).values:

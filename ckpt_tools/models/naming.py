@@ -20,6 +20,7 @@ from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps, parse_key_
 from ckpt_tools.checkpoint.names.match import hold
 from ckpt_tools.checkpoint.names.mosaic import Mosaic, invert, whole
 from ckpt_tools.checkpoint.names.patterns import matches
+from ckpt_tools.checkpoint.names.single_files import CONVENTION, Family, convert
 from ckpt_tools.checkpoint.names.table import Expected
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.floors import installed_release
@@ -33,6 +34,7 @@ AssetList = Sequence[tuple[Source, Asset]]
 """Files that belong to a model and hold no weights, and where from."""
 Resolve = Callable[[TensorEntry], TensorEntry]
 """Returns a tensor with its chunks on their raw bytes."""
+_LIBRARIES = (*CONVENTIONS, CONVENTION)
 _MAX_MAP_BYTES = 1 << 20
 _WHOLE_MAP = "the map needs a line for every tensor; `drop NAME` keeps a name, and ** at its end is anything"
 _NO_CONFIG = "no config.json beside the weights names an architecture"
@@ -133,7 +135,7 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
                 hint=(error.hint or _WHOLE_MAP) if naming.own else "leave out --names to keep names that are not known",
             ) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
-    whose = f"{names}'s {known.architecture}" if names in CONVENTIONS else f"the live {known.architecture}"
+    whose = f"{names}'s {known.architecture}" if names in _LIBRARIES else f"the live {known.architecture}"
     whose = known.architecture if naming.own else whose
     return _named(checkpoint, found, known, whose, resolve)
 
@@ -143,12 +145,17 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
     plain = Named.as_it_is(checkpoint)
     if naming.names == "live":
         return plain
+    whose = "the hub"
     try:
-        found = _backward(checkpoint.tensors, assets, naming)
+        if naming.names == CONVENTION:
+            family, found = _other_side(checkpoint.tensors, assets, is_diffusers=False)
+            whose = f"diffusers' {family.title}"
+        else:
+            found = _backward(checkpoint.tensors, assets, naming)
     except UnclearNamesError:
         raise
     except (UsageError, UnreadableError) as error:
-        if naming.names in CONVENTIONS:
+        if naming.names in _LIBRARIES:
             hint = error.hint or "leave out --names to keep names that are not known"
             what = f"--names {naming.names}: {error.what}"
             raise UsageError(what, where=error.where or checkpoint.root, hint=hint) from error
@@ -161,7 +168,7 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
         return plain
     if checkpoint.mesh is None and not format_of(checkpoint).keeps_order:
         _refuse_packed(checkpoint, found)
-    return _named(checkpoint, found, None, "the hub", resolve)
+    return _named(checkpoint, found, None, whose, resolve)
 
 
 def name_known(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: Resolve) -> Named | None:
@@ -278,6 +285,9 @@ def _fits(naming: Naming, headers: Iterable[TensorEntry], assets: AssetList, the
 
 def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) -> tuple[TensorMap, Converted]:
     """Return by which map tensors of the hub get these names, and what they become."""
+    if naming.names == CONVENTION:
+        family, found = _other_side(tensors, assets, is_diffusers=True)
+        return TensorMap(names=naming.names, architecture=family.title, digest=family.key_map.digest), found
     if naming.own or naming.names in CONVENTIONS:
         title, key_map, config = _key_map(naming, assets)
         hub = _whole(tensors)
@@ -315,6 +325,12 @@ def _backward(tensors: Sequence[TensorEntry], assets: AssetList, naming: Naming)
     if not fits(expected):
         raise UsageError(f"the names are not those of a live {claim.architecture}")
     return to_hub(_whole(tensors), expected, claim.config)
+
+
+def _other_side(tensors: Iterable[TensorEntry], assets: AssetList, *, is_diffusers: bool) -> tuple[Family, Converted]:
+    """Return a base model's family, and its tensors as those of a single file or of diffusers."""
+    claim = claim_of(assets)
+    return convert(_whole(tensors), claim.config if claim else {}, is_diffusers=is_diffusers)
 
 
 def _is_hub(checkpoint: Checkpoint, assets: AssetList) -> bool:

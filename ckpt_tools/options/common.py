@@ -90,10 +90,10 @@ ShardNames = Annotated[
     ),
 ]
 GatherNames = Annotated[
-    Literal["auto", "hub", "live", "torchtitan", "megatron", "meta", "torchtune"],
+    Literal["auto", "hub", "live", "torchtitan", "megatron", "meta", "torchtune", "comfyui"],
     Option(
         "Names to write: auto is hub where ckpt knows the architecture; live keeps those of SRC; a library's name says "
-        "whose those are, and writes the hub's."
+        "whose those are, and writes the hub's (comfyui: of a single file of an image or video model, diffusers')."
     ),
 ]
 OtherNames = Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckpt_tools.options import AnyPath, Argument, Option, common
 
@@ -61,7 +61,10 @@ class RenameOptions(WritingOptions):
 
     source: common.Source = field(kw_only=False)
     destination: common.Destination = field(kw_only=False)
-    map: Annotated[AnyPath, Option("Key map, from the hub's names to those to write.", metavar="FILE")]
+    map: Annotated[AnyPath | None, Option("Key map, from the hub's names to those to write.", metavar="FILE")] = None
+    names: Annotated[
+        Literal["comfyui"] | None, Option("Instead of --map: diffusers' model as the single file that ComfyUI loads.")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
