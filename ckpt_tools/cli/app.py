@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
@@ -67,37 +68,41 @@ def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-def _quickly(params: list[Any]) -> list[Any]:
-    """Let options read text by themselves: typer's conversion loads pydantic, which nobody need wait for.
-
-    Releases of typer without type descriptors convert as they do.
-    """
+def _quickly(params: list[Any], texts: Collection[str] = ()) -> list[Any]:
+    """Let options take text, or nothing, as it is: typer's conversion loads pydantic, which nobody need wait for."""
     for param in params:
-        if hasattr(param, "type_descriptor"):
-            vars(param).setdefault("process_value", functools.partial(_value_of, param, param.process_value))
+        own = functools.partial(_value_of, param, param.process_value, is_text=param.name in texts)
+        vars(param).setdefault("process_value", own)
     return params
 
 
 def _value_of(
-    param: TyperArgument | TyperOption, convert: Callable[[typer.Context, Any], Any], ctx: typer.Context, value: object
+    param: TyperArgument | TyperOption,
+    convert: Callable[[typer.Context, Any], Any],
+    ctx: typer.Context,
+    value: object,
+    *,
+    is_text: bool,
 ) -> object:
-    """Return the value of an option, converted where it is neither text nor absent."""
     if value is None and not param.required:
         return () if param.multiple else None
-    is_text = getattr(vars(param)["type_descriptor"], "annotation", None) in (str, list[str])
     return value if is_text and value is not None else convert(ctx, value)
 
 
-class _Command(TyperCommand):
+class _CommandParser(TyperCommand):
+    texts: Collection[str] = ()
+    """Parameters that are text."""
+
+    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
+        """Return the options of the command, and --help."""
+        return _quickly(super().get_params(ctx), self.texts)
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Let words after `--` be overrides, where a command has them."""
         if "--" in args and any(param.name == "override" for param in self.params):
             at = args.index("--")
             args = [*args[:at], *(f"--override={word}" for word in args[at + 1 :])]
         return super().parse_args(ctx, args)
-
-    def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
-        return _quickly(super().get_params(ctx))
 
 
 class _Commands(TyperGroup):
@@ -122,9 +127,12 @@ class _Commands(TyperGroup):
 @functools.cache
 def _load(name: str) -> TyperCommand:
     app = _new_app(add_completion=False)
-    found = commands.COMMANDS[name]
-    app.command(name, cls=_Command, help=found.help, epilog=EXIT_CODES)(_interruptible(commands.load(name)))
-    return cast("TyperCommand", typer.main.get_command(app))
+    found, function = commands.COMMANDS[name], commands.load(name)
+    app.command(name, cls=_CommandParser, help=found.help, epilog=EXIT_CODES)(_interruptible(function))
+    command = cast("_CommandParser", typer.main.get_command(app))
+    kinds = {each.name: get_args(each.annotation)[0] for each in inspect.signature(function).parameters.values()}
+    command.texts = [name for name, kind in kinds.items() if kind in (str, str | None, list[str] | None)]
+    return command
 
 
 @functools.cache

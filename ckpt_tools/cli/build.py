@@ -10,14 +10,14 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_orig
 import typer
 
 from ckpt_tools.options import Argument, Option, Options, Parameter, parameters
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[Result]):
+class CommandCall(Generic[Result]):
     """A call of the library as the user said it, still to be made."""
 
     function: Callable[..., Result]
@@ -54,9 +54,8 @@ def command(
         for kind in own
     }
     added = [each for group in groups.values() for each in group]
-    shown = [
-        each for each in parameters(Output) if options is not None and (each.name != "progress" or "progress" in names)
-    ]
+    common = parameters(OutputOptions) if options is not None else ()
+    shown = [each for each in common if each.name != "progress" or "progress" in names]
     known = {each.name: each for each in (*stated, *added, *shown)}
 
     def callback(**values: Any) -> int:  # noqa: ANN401 - whatever typer reads
@@ -68,14 +67,14 @@ def command(
             return kind(**{each.name: given.pop(each.name) for each in group if each.name in given})
 
         parts = [take(kind, group) for kind, group in groups.items()]
-        output = take(Output, shown)
+        output = take(OutputOptions, shown)
         run, function = resolve()
         if function is None:
             return run(*parts)
         from ckpt_tools.storage.locations import set_storage
 
         set_storage(output.storage)
-        return run(Call(function, given), *parts, output)
+        return run(CommandCall(function, given), *parts, output)
 
     callback.__dict__["__signature__"] = inspect.Signature(
         [_typed(each) for each in (*_in_order(stated, added), *shown)]

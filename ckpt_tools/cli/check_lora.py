@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from ckpt_tools.adapters.check import LoraCheck, to_json
 from ckpt_tools.adapters.ecosystems.simulation import LoaderReport
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, say, say_findings, waiting
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name
 
 _MAX_SHOWN = 20
 _VERDICTS = {"loads": "ok", "fails": "NOT ok", "unknown": "not known: nothing is wrong in what was checked"}
 
 
-def run(call: Call[LoraCheck], output: Output) -> int:
+def run(call: CommandCall[LoraCheck], output: OutputOptions) -> int:
     """Check an adapter, and print what loaders make of it."""
     with waiting(output, "checking"):
         result = call()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import cast, get_args
 
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, say
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.convert.job import Conversion
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.convert import PartsFrom, RunOptions
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.transfer.counts import counts_to_json
@@ -21,7 +21,7 @@ from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size, parse_size
 
 
-def run(call: Call[Conversion], how: RunOptions, output: Output) -> int:
+def run(call: CommandCall[Conversion], how: RunOptions, output: OutputOptions) -> int:
     """Convert, and print what was written."""
     parts, on = how.parts, how.on
     if how != RunOptions(parts=parts, on=on):
@@ -55,7 +55,7 @@ def _set_how_to_write(how: RunOptions) -> None:
     )
 
 
-def convert(call: Call[Conversion], output: Output, **more: str) -> int:
+def convert(call: CommandCall[Conversion], output: OutputOptions, **more: str) -> int:
     """Make the call, and print what was written."""
     one_thread_each()
     with progress_of(output) as factory:
@@ -104,7 +104,7 @@ def conversion_json(result: Conversion) -> dict[str, object]:
     }
 
 
-def print_conversion(result: Conversion, output: Output) -> None:
+def print_conversion(result: Conversion, output: OutputOptions) -> None:
     """Print what a conversion did; under torchrun, on the rank that published, and on every part."""
     if result.dry_run or (result.part is not None and not result.published):
         _print_conversion(result, output)
@@ -113,7 +113,7 @@ def print_conversion(result: Conversion, output: Output) -> None:
             _print_conversion(result, output)
 
 
-def _print_conversion(result: Conversion, output: Output) -> None:
+def _print_conversion(result: Conversion, output: OutputOptions) -> None:
     if output.json:
         print_json(conversion_json(result))
         return

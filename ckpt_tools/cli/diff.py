@@ -7,24 +7,11 @@ from statistics import median
 
 from ckpt_tools.checks.diff import Change, Difference, to_json
 from ckpt_tools.checks.siblings import kind_of
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say
-from ckpt_tools.cli.views.page import (
-    Facts,
-    Mood,
-    Page,
-    Part,
-    Section,
-    Sized,
-    Table,
-    by_layer,
-    count,
-    identity_sections,
-    mood_of,
-    notes_section,
-)
+from ckpt_tools.cli.views import page
 from ckpt_tools.options.check import DiffView
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name
 
 _MOST = 20
@@ -33,18 +20,17 @@ _TERMS = ("atol", "rtol", "include", "exclude")
 """Options that let fewer differences count."""
 
 
-def _shown(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def run(call: Call[Difference], view: DiffView, output: Output) -> int:
+def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) -> int:
     """Compare, and print the differences."""
     a, b = str(call.given["a"]), str(call.given["b"])
     with report_to(view.html, "diff", f"{a} ↔ {b}", output) as report:
         with progress_of(output) as factory:
             difference = call(progress=factory)
         if report is not None:
-            terms = [f"--{name} {_shown(call.given[name])}" for name in _TERMS if call.given.get(name)]
+            told = {name: call.given[name] for name in _TERMS if call.given.get(name)}
+            terms = [
+                f"--{name} {', '.join(map(str, v)) if isinstance(v, list | tuple) else v}" for name, v in told.items()
+            ]
             report(diff_page(difference, a, b, keys_only=call.given["keys_only"], terms=terms))
     if output.json:
         print_json(to_json(difference))
@@ -104,54 +90,54 @@ def _summary(difference: Difference, *, keys_only: bool) -> str:
 # The page
 
 
-def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms: Sequence[str] = ()) -> Page:
+def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms: Sequence[str] = ()) -> page.Page:
     """Return the page of a comparison; `terms` are what limits it: tolerances, and names that were chosen."""
     compared = "names, shapes and dtypes; no data was read" if keys_only else "names, shapes, dtypes and every value"
     rows = [("A", a), ("B", b), ("compared", compared), *_counts(difference)]
     sections = [
-        *identity_sections(difference.identities),
-        Section("What was compared", [Facts(rows)]),
+        *page.identity_sections(difference.identities),
+        page.PageSection("What was compared", [page.FactList(rows)]),
     ]
-    sections += notes_section("On these terms", terms)
-    sections += notes_section("Not compared", difference.notes)
+    sections += page.notes_section("On these terms", terms)
+    sections += page.notes_section("Not compared", difference.notes)
     sections += _changed_sections(difference)
     for name, fqns in (("A", difference.only_in_a), ("B", difference.only_in_b)):
         if fqns:
-            table = Table.of(f"Tensors only in {name}", "tensor", fqns, lambda fqn: (fqn,))
-            sections.append(Section(f"Only in {name}: {len(fqns):,}", [table]))
-    mood: Mood | None = None
+            table = page.PageTable.of(f"Tensors only in {name}", "tensor", fqns, lambda fqn: (fqn,))
+            sections.append(page.PageSection(f"Only in {name}: {len(fqns):,}", [table]))
+    mood: page.Mood | None = None
     if difference.equal:
-        mood = mood_of(ok=True, left=difference.notes or keys_only or terms)
+        mood = page.mood_of(ok=True, left=difference.notes or keys_only or terms)
         verdict = "equal" + (" in names, shapes and dtypes; values were not compared" if keys_only else "")
         verdict += f" ({'; '.join(terms)})" if terms else ""
         verdict += "; some things were not compared, listed below" if difference.notes else ""
     else:
         verdict = ", ".join(f"{number} {name}" for name, number in _counts(difference))
-    return Page("diff", f"{a} ↔ {b}", sections, mood, verdict)
+    return page.Page("diff", f"{a} ↔ {b}", sections, mood, verdict)
 
 
-def _changed_sections(difference: Difference) -> Iterator[Section]:
+def _changed_sections(difference: Difference) -> Iterator[page.PageSection]:
     changed = difference.changed
     if not changed:
         return
-    parts: list[Part] = []
+    parts: list[page.Part] = []
     sized = {change.fqn: _sized(change) for change in changed}
     if any(change.relative is not None for change in changed):
-        parts += by_layer(
+        parts += page.by_layer(
             sized,
             caption="Relative change |B − A| / |A| by layer and kind of weight",
             legend="Colours are logarithmic. ≠: different without such a number. Empty: equal, or no such tensor.",
         )
     ordered = sorted(changed, key=lambda change: -sized[change.fqn].weight)
-    table = Table.of(
-        f"All {count(len(changed), 'changed tensor')}, the most changed first",
+    table = page.PageTable.of(
+        f"All {page.count(len(changed), 'changed tensor')}, the most changed first",
         "tensor, >relative, what",
         ordered,
         lambda change: (change.fqn, sized[change.fqn].text, change.what),
         is_folded=len(changed) > 20,
     )
-    yield Section(f"Changed: {len(changed):,}", [*parts, table])
+    yield page.PageSection(f"Changed: {len(changed):,}", [*parts, table])
 
 
-def _sized(change: Change) -> Sized:
-    return Sized(change.relative, "≠" if change.relative is None else f"{change.relative:.1e}")
+def _sized(change: Change) -> page.Sized:
+    return page.Sized(change.relative, "≠" if change.relative is None else f"{change.relative:.1e}")

@@ -6,26 +6,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt_tools.checkpoint.infer import block_of
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, terminal
-from ckpt_tools.cli.views.page import Bar, Bars, Facts, Mood, Notes, Page, Part, Section, Table, count, notes_section
+from ckpt_tools.cli.views import page
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.report import CaseEstimate, Moment
-from ckpt_tools.options.output import HtmlOptions, Output
+from ckpt_tools.options.output import HtmlOptions, OutputOptions
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
 
-def run(call: Call[Estimate], page: HtmlOptions, output: Output) -> int:
+def run(call: CommandCall[Estimate], view: HtmlOptions, output: OutputOptions) -> int:
     """Estimate, and print how much memory is needed."""
     given = call.given
     if "frozen_dtype" in given and not given.get("lora") and "lora_rank" not in given:
         raise UsageError("--frozen-dtype needs --lora")
     shows_all = "all" in given.get("strategy", ()) and "activation_checkpointing" not in given
-    with report_to(page.html, "estimate", str(given.get("model") or given.get("params") or ""), output) as report:
+    with report_to(view.html, "estimate", str(given.get("model") or given.get("params") or ""), output) as report:
         with waiting(output, "estimating"):
             result = call(activation_checkpointing="both") if shows_all else call()
         if report is not None:
@@ -37,11 +37,16 @@ def run(call: Call[Estimate], page: HtmlOptions, output: Output) -> int:
     return 0 if result.fits or result.gpu_memory is None else 3
 
 
-def _print(result: Estimate, output: Output) -> None:
+def _print(result: Estimate, output: OutputOptions) -> None:
     screen = terminal()
     if not output.quiet:
         _print_table(screen, result)
-        _print_margin(screen, result)
+        margin = result.cases[0].margin
+        screen.line(
+            f"  margin: {format_size(margin.context)} CUDA context, {format_size(margin.workspace)} workspaces, "
+            f"{format_size(margin.nccl)} NCCL, {format_size(margin.fragmentation)} fragmentation",
+            "dim",
+        )
         if output.verbose:
             _print_peaks(screen, result)
         for text in result.notes:
@@ -66,7 +71,7 @@ def _dtypes(case: Case) -> str:
     return f"{case.param_dtype} compute, {case.reduce_dtype} reduce, {case.master_dtype} master"
 
 
-def _table(result: Estimate) -> Table:
+def _table(result: Estimate) -> page.PageTable:
     """Return every way to train: each column is the most at any time, and the peak less than their sum."""
     most = max(case.needed for case in result.cases)
     unit, scale = ("GiB", 1 << 30) if most >= 1 << 30 else ("MiB", 1 << 20)
@@ -85,7 +90,7 @@ def _table(result: Estimate) -> Table:
         row += [by_formula] * is_tracked + [_size(case.needed, scale)] + [_size(memory.host, scale)] * has_host
         return row + [_FITS[case.fits]] * (result.gpu_memory is not None)
 
-    return Table.of(f"{unit} on the rank that holds the most", columns, result.cases, cells, most=None)
+    return page.PageTable.of(f"{unit} on the rank that holds the most", columns, result.cases, cells, most=None)
 
 
 def _size(nbytes: int, scale: int) -> str:
@@ -94,15 +99,6 @@ def _size(nbytes: int, scale: int) -> str:
 
 _FITS = {True: "yes", False: "no", None: "not known"}
 _VERDICTS = {True: "fits", False: "does not fit", None: "not known whether it fits"}
-
-
-def _print_margin(screen: Screen, result: Estimate) -> None:
-    margin = result.cases[0].margin
-    screen.line(
-        f"  margin: {format_size(margin.context)} CUDA context, {format_size(margin.workspace)} workspaces, "
-        f"{format_size(margin.nccl)} NCCL, {format_size(margin.fragmentation)} fragmentation",
-        "dim",
-    )
 
 
 def _print_peaks(screen: Screen, result: Estimate) -> None:
@@ -144,17 +140,17 @@ def _verdict(result: Estimate) -> str:
 _SERIES = ("params", "grads", "optimizer", "activations", "gathered", "step")
 
 
-def estimate_page(result: Estimate) -> Page:
+def estimate_page(result: Estimate) -> page.Page:
     """Return the page of an estimate."""
     if result.gpu_memory is None:
         verdict = "No device to compare with: give --gpu-memory."
-        return Page("estimate", result.model, estimate_sections(result), verdict=verdict)
+        return page.Page("estimate", result.model, estimate_sections(result), verdict=verdict)
     # An estimate has assumptions: only its words say yes.
-    moods: dict[bool | None, Mood] = {True: "partly", False: "bad", None: "unknown"}
-    return Page("estimate", result.model, estimate_sections(result), moods[result.fits], _verdict(result))
+    moods: dict[bool | None, page.Mood] = {True: "partly", False: "bad", None: "unknown"}
+    return page.Page("estimate", result.model, estimate_sections(result), moods[result.fits], _verdict(result))
 
 
-def estimate_sections(result: Estimate) -> list[Section]:
+def estimate_sections(result: Estimate) -> list[page.PageSection]:
     """Return what an estimate found, as sections."""
     first = result.cases[0].case
     rows = [
@@ -165,10 +161,10 @@ def estimate_sections(result: Estimate) -> list[Section]:
     ]
     table = _table(result)
     table = table._replace(caption=f"{table.caption}; each column at any time, the peak less than their sum")
-    parts: list[Part] = [Facts(rows), _memory_bars(result.cases, result.gpu_memory), table]
-    sections = [Section("Memory of the rank that holds the most", parts)]
+    parts: list[page.Part] = [page.FactList(rows), _memory_bars(result.cases, result.gpu_memory), table]
+    sections = [page.PageSection("Memory of the rank that holds the most", parts)]
     if result.proposals:
-        table = Table.of(
+        table = page.PageTable.of(
             "Changes that were tried",
             "change, >needs, by, fits",
             result.proposals,
@@ -179,15 +175,15 @@ def estimate_sections(result: Estimate) -> list[Section]:
                 _FITS[each.estimate.fits],
             ),
         )
-        sections.append(Section("What would fit", [table]))
+        sections.append(page.PageSection("What would fit", [table]))
     if timelines := _timelines(result):
-        sections.append(Section("One training step", timelines))
+        sections.append(page.PageSection("One training step", timelines))
     doubts = [f"{case.case.label}: {case.doubt}" for case in result.cases if case.doubt]
     formula = [f"by the formula: {case.why_not_tracked}" for case in result.cases if case.why_not_tracked]
-    return [*sections, *notes_section("What the numbers do not cover", [*result.notes, *formula, *doubts])]
+    return [*sections, *page.notes_section("What the numbers do not cover", [*result.notes, *formula, *doubts])]
 
 
-def _memory_bars(cases: Sequence[CaseEstimate], limit: int | None) -> Bars:
+def _memory_bars(cases: Sequence[CaseEstimate], limit: int | None) -> page.Bars:
     bars = []
     for case in cases:
         memory = case.per_rank
@@ -197,10 +193,10 @@ def _memory_bars(cases: Sequence[CaseEstimate], limit: int | None) -> Bars:
         if case.fits is not None or limit is not None:
             total += f", fits: {_FITS[case.fits]}"
         name = f"{case.case.label} on {case.case.mesh}"
-        bars.append(Bar(name, (*parts, other, case.margin.total), total))
+        bars.append(page.Bar(name, (*parts, other, case.margin.total), total))
     caption = "What is in memory at the peak, and the margin beside it"
     limit_name = "the device" if limit is None else f"the device: {format_size(limit)}"
-    return Bars(caption, (*_SERIES, "other", "margin"), bars, limit, limit_name)
+    return page.Bars(caption, (*_SERIES, "other", "margin"), bars, limit, limit_name)
 
 
 _MAX_TIMELINES = 4
@@ -214,23 +210,23 @@ def _num_between(before: Moment | None, after: Moment) -> int:
     return max(0, abs(first[1] - second[1]) - 1)
 
 
-def _timelines(result: Estimate) -> list[Part]:
+def _timelines(result: Estimate) -> list[page.Part]:
     """Return what is alive in a step of each way that was tracked, those that fit first."""
     tracked = [case for case in result.cases if case.per_rank.moments]
     shown = sorted(tracked, key=lambda case: case.fits is not True)[:_MAX_TIMELINES]
-    parts: list[Part] = []
+    parts: list[page.Part] = []
     for case in shown:
         moments = case.per_rank.moments
         bars = []
         rows = []
         for before, moment in zip((None, *moments), moments, strict=False):
             if left_out := _num_between(before, moment):
-                what = f"{count(left_out, 'block')} alike, not drawn"
-                bars.append(Bar(moment.phase, [0] * len(_SERIES), what, moment.phase))
+                what = f"{page.count(left_out, 'block')} alike, not drawn"
+                bars.append(page.Bar(moment.phase, [0] * len(_SERIES), what, moment.phase))
             held = [moment.held.get(name, 0) for name in _SERIES]
             block = moment.block or ("optimizer" if moment.phase == "step" else "outside of blocks")
             name = f"{moment.phase}, {block}"
-            bars.append(Bar(name, held, format_size(sum(held)), moment.phase))
+            bars.append(page.Bar(name, held, format_size(sum(held)), moment.phase))
             rows.append((name, *map(format_size, (*held, sum(held)))))
         label = f"{case.case.label} on {case.case.mesh}"
         caption = f"{label}: the most that is held while each block runs, without the margin"
@@ -240,8 +236,8 @@ def _timelines(result: Estimate) -> list[Part]:
         limit = None if limit is None or limit > 4 * case.per_rank.peak else limit
         names = "" if limit is None else f"the device: {format_size(limit)}"
         columns = ", >".join(("moment", *_SERIES, "all"))
-        table = Table.of(f"{label}, in numbers", columns, rows, lambda row: row, is_folded=True)
-        parts += [Bars(caption, _SERIES, bars, limit, names, is_upright=True), table]
+        table = page.PageTable.of(f"{label}, in numbers", columns, rows, lambda row: row, is_folded=True)
+        parts += [page.Bars(caption, _SERIES, bars, limit, names, is_upright=True), table]
     if len(tracked) > len(shown):
-        parts.append(Notes([f"{len(tracked) - len(shown)} more were tracked; --json lists each step"]))
+        parts.append(page.NoteList([f"{len(tracked) - len(shown)} more were tracked; --json lists each step"]))
     return parts

@@ -12,15 +12,9 @@ from typing import Any
 
 from ckpt_tools import api
 from ckpt_tools.adapters.export import Export
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.convert import conversion_json, print_conversion
-from ckpt_tools.cli.output import (
-    note,
-    print_json,
-    progress_of,
-    say,
-    say_findings,
-)
+from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.push import print_push
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.errors import UsageError
@@ -31,11 +25,11 @@ from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json as push_json
 from ckpt_tools.hub.training import training_of
 from ckpt_tools.options.hub import CardFields, ExportPush
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name
 
 
-def run(call: Call[Export], how: ExportPush, card: CardFields, output: Output) -> int:
+def run(call: CommandCall[Export], how: ExportPush, card: CardFields, output: OutputOptions) -> int:
     """Export, print the configuration, and push if asked to."""
     push = how.push
     if push is None and (how != ExportPush() or card != CardFields()):
@@ -117,7 +111,7 @@ _MAX_SHOWN = 50
 _MAX_VALUE_CHARS = 60
 
 
-def _print(result: Export, output: Output) -> None:
+def _print(result: Export, output: OutputOptions) -> None:
     say_findings(result.findings, most=None if output.verbose else _MAX_SHOWN)
     if not result.ok:
         say(f"nothing was written to {escape_name(result.conversion.destination)}")

@@ -8,26 +8,15 @@ from collections.abc import Sequence
 from ckpt_tools.checkpoint.collapse import fold_blocks, format_placement, format_ranges
 from ckpt_tools.checkpoint.entries import BlobEntry, Chunk, TensorEntry, say_census
 from ckpt_tools.checkpoint.infer import rank_of_file
-from ckpt_tools.checkpoint.summarise import FileSummary, RankSummary, Summary, to_json
-from ckpt_tools.cli.build import Call
+from ckpt_tools.checkpoint.summarise import FileSummary, PrefixSummary, RankSummary, Summary, to_json
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, pad, terminal
+from ckpt_tools.cli.views import page
 from ckpt_tools.cli.views.layouts import LayoutData, build_tree, dtype_names
-from ckpt_tools.cli.views.page import (
-    Drawing,
-    Facts,
-    Notes,
-    Page,
-    Part,
-    Section,
-    Table,
-    count,
-    identity_rows,
-    identity_sections,
-)
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.check import By, InspectView
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import display_width, escape_message, escape_name, first_few
 from ckpt_tools.units import format_size
 
@@ -81,17 +70,13 @@ def render(
             _render_files(summary, screen, most=FOLD_ABOVE)
         _render_prefixes(summary, screen)
         _render_blobs(summary, screen)
-        _render_contents(summary, screen)
+        if summary.contents:
+            screen.section("the step")
+            screen.show(_contents(summary))
 
 
-def _render_contents(summary: Summary, screen: Screen) -> None:
-    if summary.contents:
-        screen.section("the step")
-        screen.show(_contents(summary))
-
-
-def _contents(summary: Summary) -> Table:
-    return Table.of(
+def _contents(summary: Summary) -> page.PageTable:
+    return page.PageTable.of(
         "Parts of the training step",
         "part, >bytes, what it is",
         summary.contents,
@@ -105,7 +90,7 @@ def _share(part: int, whole: int) -> str:
 
 def _render_header(summary: Summary, screen: Screen) -> None:
     screen.line(f"{'path':<9} {escape_name(summary.path)}")
-    for name, text in identity_rows(summary.identity, 8):
+    for name, text in page.identity_rows(summary.identity, 8):
         shown = escape_message(text)
         shown = f"{name:<9} {shown}" if name in ("is", "models", "runs") else f"{'':<9} {escape_name(name)}: {shown}"
         screen.line(shown, "warning" if name == "runs" and text.startswith("dangerous") else None)
@@ -121,10 +106,10 @@ def _render_header(summary: Summary, screen: Screen) -> None:
 def _holds(summary: Summary, names: str | None) -> list[tuple[str, str]]:
     """Return how much a checkpoint holds, and in which form; `names` are those of its tensors."""
     files = [file for file in summary.files if file.num_chunks or file.file_bytes]
-    chunks = f"{summary.num_chunks:,} in {count(len(files), 'file')}"
+    chunks = f"{summary.num_chunks:,} in {page.count(len(files), 'file')}"
     if not summary.is_virtual:
         chunks += f", {format_size(sum(file.file_bytes or 0 for file in files))} on disk"
-    assets = f"{count(len(summary.assets), 'file')}, {format_size(sum(asset.nbytes for asset in summary.assets))}"
+    assets = f"{page.count(len(summary.assets), 'file')}, {format_size(sum(asset.nbytes for asset in summary.assets))}"
     rows = [
         ("format", summary.format),
         ("names", names),
@@ -142,7 +127,7 @@ def _holds(summary: Summary, names: str | None) -> list[tuple[str, str]]:
 
 def _mesh(summary: Summary) -> str | None:
     if summary.mesh is not None and summary.mesh_source is not None:
-        return f"{summary.mesh}, {count(summary.mesh.world_size, 'rank')} ({_SOURCES[summary.mesh_source]})"
+        return f"{summary.mesh}, {page.count(summary.mesh.world_size, 'rank')} ({_SOURCES[summary.mesh_source]})"
     return "unknown: no mesh explains every chunk" if summary.ranks else None
 
 
@@ -168,34 +153,21 @@ def _render_ranks(summary: Summary, screen: Screen) -> None:
     if len(summary.ranks) > FOLD_ABOVE:
         _render_folded_ranks(summary.ranks, mean, most, screen)
         return
-    screen.table(
-        ("rank", "bytes", "heat", "", "chunks", "files"),
-        (
-            (
-                str(rank.rank),
-                format_size(rank.num_bytes),
-                screen.heat(rank.num_bytes, most) * 4,
-                _deviation(rank.num_bytes, mean),
-                f"{rank.num_chunks:,}",
-                _name_files(rank.files),
-            )
-            for rank in summary.ranks
-        ),
-        align="rrllrl",
-    )
+
+    def cells(rank: RankSummary) -> tuple[str, ...]:
+        files = escape_name(rank.files[0]) + (f" +{len(rank.files) - 1}" if len(rank.files) > 1 else "")
+        return str(rank.rank), *_load(rank.num_bytes, mean, most, screen), f"{rank.num_chunks:,}", files
+
+    screen.table(">rank, >bytes, heat, , >chunks, files", map(cells, summary.ranks))
 
 
-def _deviation(num_bytes: int, mean: float) -> str:
-    """Say how far a rank is off the mean, when that is far."""
-    if not mean or 2 - UNEVEN_ABOVE <= num_bytes / mean <= UNEVEN_ABOVE:
-        return ""
-    percent = round(100 * (num_bytes / mean - 1))
-    return f"{'high' if percent > 0 else 'low'} {percent:+d}%"
-
-
-def _name_files(files: Sequence[str]) -> str:
-    more = f" +{len(files) - 1}" if len(files) > 1 else ""
-    return escape_name(files[0]) + more
+def _load(num_bytes: int, mean: float, most: int, screen: Screen) -> tuple[str, str, str]:
+    """Return the cells of what a rank holds: its size, how warm that is, and how far off the mean, when that is far."""
+    deviation = ""
+    if mean and not 2 - UNEVEN_ABOVE <= num_bytes / mean <= UNEVEN_ABOVE:
+        percent = round(100 * (num_bytes / mean - 1))
+        deviation = f"{'high' if percent > 0 else 'low'} {percent:+d}%"
+    return format_size(num_bytes), screen.heat(num_bytes, most) * 4, deviation
 
 
 def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, screen: Screen) -> None:
@@ -211,21 +183,11 @@ def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, s
         shown = ordered[: FOLD_ABOVE // 2] + ordered[-FOLD_ABOVE // 2 :]
         left_out = sum(len(members) for _, members in ordered[FOLD_ABOVE // 2 : -FOLD_ABOVE // 2])
         screen.line(f"  the fullest and the emptiest, {left_out:,} ranks between them left out")
-    screen.table(
-        ("ranks", "count", "bytes each", "heat", "", "chunks each"),
-        (
-            (
-                format_ranges(members),
-                f"{len(members):,}",
-                format_size(num_bytes),
-                screen.heat(num_bytes, most) * 4,
-                _deviation(num_bytes, mean),
-                f"{num_chunks:,}",
-            )
-            for (num_bytes, num_chunks), members in shown
-        ),
-        align="lrrllr",
+    rows = (
+        (format_ranges(members), f"{len(members):,}", *_load(num_bytes, mean, most, screen), f"{num_chunks:,}")
+        for (num_bytes, num_chunks), members in shown
     )
+    screen.table("ranks, >count, >bytes each, heat, , >chunks each", rows)
 
 
 def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None:
@@ -240,7 +202,7 @@ def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None
         screen.line(f"  ... and {table.left_out:,} more; --by file lists all")
 
 
-def _files(summary: Summary, most: int | None) -> Table:
+def _files(summary: Summary, most: int | None) -> page.PageTable:
     def cells(file: FileSummary) -> tuple[str, ...]:
         on_disk = "missing" if file.file_bytes is None else format_size(file.file_bytes)
         return (
@@ -250,39 +212,32 @@ def _files(summary: Summary, most: int | None) -> Table:
             f"{file.num_chunks:,}",
         )
 
-    return Table.of("Files", "file, >on disk, >tensor bytes, >chunks", summary.files, cells, most=most)
+    return page.PageTable.of("Files", "file, >on disk, >tensor bytes, >chunks", summary.files, cells, most=most)
 
 
 def _render_dtypes(summary: Summary, screen: Screen) -> None:
     screen.section(f"dtypes: {len(summary.dtypes):,}")
-    screen.table(
-        ("dtype", "bytes", "share"),
-        ((name, format_size(size), _share(size, summary.total_bytes)) for name, size in summary.dtypes.items()),
-        align="lrr",
-    )
+    rows = ((name, format_size(size), _share(size, summary.total_bytes)) for name, size in summary.dtypes.items())
+    screen.table("dtype, >bytes, >share", rows)
 
 
 def _render_prefixes(summary: Summary, screen: Screen) -> None:
     screen.section("modules")
-    headers = ("module", "tensors", "elements", "bytes", "share")
-    rows = [
-        (
-            escape_name(row.prefix),
-            f"{row.num_tensors:,}",
-            f"{row.num_elems:,}",
-            format_size(row.num_bytes),
-            _share(row.num_bytes, summary.total_bytes),
-        )
-        for row in summary.prefixes
-    ]
+
+    def cells(row: PrefixSummary) -> tuple[str, ...]:
+        size, share = format_size(row.num_bytes), _share(row.num_bytes, summary.total_bytes)
+        return escape_name(row.prefix), f"{row.num_tensors:,}", f"{row.num_elems:,}", size, share
+
+    columns, rows = "module, >tensors, >elements, >bytes, >share", list(map(cells, summary.prefixes))
+    headers, _ = page.read_columns(columns)
     widths = [max(map(display_width, column)) for column in zip(headers, *rows, strict=True)]
     room = min(screen.width - sum(widths) - 2 * len(widths) - 2, _MAX_BAR)
     if room < _MIN_BAR:
-        screen.table(headers, rows, align="lrrrr")
+        screen.table(columns, rows)
         return
     most = max((row.num_bytes for row in summary.prefixes), default=0)
     bars = (screen.bar(row.num_bytes, most, room) for row in summary.prefixes)
-    screen.table((*headers, ""), [(*row, bar) for row, bar in zip(rows, bars, strict=True)], align="lrrrrl")
+    screen.table(f"{columns}, ", [(*row, bar) for row, bar in zip(rows, bars, strict=True)])
 
 
 def _render_blobs(summary: Summary, screen: Screen) -> None:
@@ -295,21 +250,21 @@ def _render_blobs(summary: Summary, screen: Screen) -> None:
         screen.line(f"  ... and {table.left_out:,} more; --json lists all")
 
 
-def _blobs(summary: Summary, most: int) -> Table:
+def _blobs(summary: Summary, most: int) -> page.PageTable:
     def cells(blob: BlobEntry) -> tuple[str, ...]:
         census = summary.inside.get(blob.fqn)
         holds = "not known" if census is None else say_census(census)
         return blob.fqn, f"{blob.span.nbytes:,}", blob.span.file, holds
 
     caption = "Items that are not tensors; they are never unpickled"
-    return Table.of(caption, "name, >bytes, file, holds", summary.blobs, cells, most=most)
+    return page.PageTable.of(caption, "name, >bytes, file, holds", summary.blobs, cells, most=most)
 
 
 def _render_map(summary: Summary, screen: Screen) -> None:
     """Draw bytes by block and rank: every row against its own largest, so that any unevenness shows."""
     if not summary.ranks or not summary.blocks:
         return
-    rows = [(escape_name(name), count, by_rank) for name, count, by_rank in fold_blocks(summary.blocks)]
+    rows = [(escape_name(name), alike, by_rank) for name, alike, by_rank in fold_blocks(summary.blocks)]
     shown = rows[:_MAX_MAP_ROWS]
     name_width = max(display_width(name) for name, _, _ in shown)
     num_ranks = len(summary.ranks)
@@ -334,21 +289,13 @@ def _render_map(summary: Summary, screen: Screen) -> None:
 
 def _render_tensors(summary: Summary, tensors: Sequence[TensorEntry], screen: Screen) -> None:
     screen.section(f"tensors: {len(tensors):,}")
-    screen.table(
-        ("name", "dtype", "shape", "placement", "chunks", "bytes"),
-        (
-            (
-                escape_name(tensor.fqn),
-                tensor.dtype.name,
-                str(list(tensor.shape)),
-                format_placement(summary, tensor.fqn),
-                f"{len(tensor.chunks):,}",
-                f"{-(-tensor.num_elems * tensor.dtype.bits // 8):,}",
-            )
-            for tensor in tensors
-        ),
-        align="llllrr",
-    )
+
+    def cells(tensor: TensorEntry) -> tuple[str, ...]:
+        placement, nbytes = format_placement(summary, tensor.fqn), -(-tensor.num_elems * tensor.dtype.bits // 8)
+        shown = (escape_name(tensor.fqn), tensor.dtype.name, str(list(tensor.shape)), placement)
+        return *shown, f"{len(tensor.chunks):,}", f"{nbytes:,}"
+
+    screen.table("name, dtype, shape, placement, >chunks, >bytes", map(cells, tensors))
 
 
 # Draws one tensor chunk by chunk: a small grid of who holds what, and the table of chunks
@@ -366,26 +313,18 @@ def render_tensor(summary: Summary, tensor: TensorEntry, *, screen: Screen) -> N
         screen.line(f"  placement: {said}{suffix}")
     _draw_grid(tensor, screen)
     screen.line()
-    screen.table(
-        ("rank", "offsets", "sizes", "file", "offset", "bytes"),
-        (
-            (
-                _rank_text(chunk),
-                str(list(chunk.box.offsets)),
-                str(list(chunk.box.sizes)),
-                escape_name(chunk.span.file),
-                "-" if summary.is_virtual else f"{chunk.span.offset:,}",
-                f"{chunk.span.nbytes:,}",
-            )
-            for chunk in tensor.chunks
-        ),
-        align="rlllrr",
-    )
+
+    def cells(chunk: Chunk) -> tuple[str, ...]:
+        at = "-" if summary.is_virtual else f"{chunk.span.offset:,}"
+        box, file = (str(list(chunk.box.offsets)), str(list(chunk.box.sizes))), escape_name(chunk.span.file)
+        return _rank_text(chunk, "-"), *box, file, at, f"{chunk.span.nbytes:,}"
+
+    screen.table(">rank, offsets, sizes, file, >offset, >bytes", map(cells, tensor.chunks))
 
 
-def _rank_text(chunk: Chunk) -> str:
+def _rank_text(chunk: Chunk, otherwise: str) -> str:
     rank = rank_of_file(chunk.span.file)
-    return "-" if rank is None else str(rank)
+    return otherwise if rank is None else str(rank)
 
 
 def _draw_grid(tensor: TensorEntry, screen: Screen) -> None:
@@ -402,8 +341,7 @@ def _draw_grid(tensor: TensorEntry, screen: Screen) -> None:
     for number, chunk in enumerate(tensor.chunks):
         if chunk.box.num_elems:
             key = tuple(chunk.box.offsets[dim] for dim in cut_dims)
-            rank = rank_of_file(chunk.span.file)
-            held.setdefault(key, []).append(f"#{number}" if rank is None else str(rank))
+            held.setdefault(key, []).append(_rank_text(chunk, f"#{number}"))
     column_dim = cut_dims[-1]
     columns = starts[column_dim]
     rows = starts[cut_dims[0]] if len(cut_dims) == 2 else [None]
@@ -424,11 +362,9 @@ def _draw_grid(tensor: TensorEntry, screen: Screen) -> None:
         return [*cells[:-1], "...", cells[-1]] if clipped else cells
 
     screen.line()
-    screen.table(
-        (corner, *join([str(column) for column in columns])),
-        ((head, *join(line)) for head, line in list(zip(heads, labels, strict=True))[:_MAX_ROWS]),
-        align="r" * (1 + len(columns) + clipped),
-    )
+    lines = [(head, *join(line)) for head, line in zip(heads, labels, strict=True)]
+    named = ", ".join(f">{name}" for name in (corner, *join(list(map(str, columns)))))
+    screen.table(named, lines[:_MAX_ROWS])
     if len(rows) > _MAX_ROWS:
         screen.line(f"  ... and {len(rows) - _MAX_ROWS:,} more rows")
     if num_empty:
@@ -438,7 +374,7 @@ def _draw_grid(tensor: TensorEntry, screen: Screen) -> None:
 _AS_STORED = {"mesh": None, "rules": None, "set": (), "tp_plan": None, "world_size": None}
 
 
-def run(call: Call[Summary], view: InspectView, output: Output) -> int:
+def run(call: CommandCall[Summary], view: InspectView, output: OutputOptions) -> int:
     """Print what a checkpoint holds."""
     with report_to(view.html, "inspect", str(call.given["source"]), output) as report:
         with waiting(output, "looking"):
@@ -463,7 +399,7 @@ def run(call: Call[Summary], view: InspectView, output: Output) -> int:
 _MAX_FILES = 500
 
 
-def build_page(summary: Summary, stored: Summary | None = None) -> Page:
+def build_page(summary: Summary, stored: Summary | None = None) -> page.Page:
     """Return the page of a summary; of a planned layout with the `stored` one beside it, where that is known."""
     summaries = [summary] if stored is None else [stored, summary]
     first = summaries[0]
@@ -473,9 +409,9 @@ def build_page(summary: Summary, stored: Summary | None = None) -> Page:
     tree = build_tree(summaries, layouts)
     drawn = [layout.to_json() for layout in layouts]
     sections = [
-        *identity_sections([first.identity] if first.identity is not None else []),
-        Section("What it holds", _facts(first, summary)),
-        Section("Modules", [Drawing("modules", _HOW_MODULES + _RENAMED * renamed)]),
+        *page.identity_sections([first.identity] if first.identity is not None else []),
+        page.PageSection("What it holds", _facts(first, summary)),
+        page.PageSection("Modules", [page.ScriptDrawing("modules", _HOW_MODULES + _RENAMED * renamed)]),
     ]
     for number, (each, name) in enumerate(zip(summaries, names, strict=True)):
         sections += _layout_sections(each, number, f" ({name})" if stored is not None else "", drawn[number])
@@ -486,7 +422,7 @@ def build_page(summary: Summary, stored: Summary | None = None) -> Page:
         "dtypes": dtype_names(summaries),
         "files": [file.file for file in first.files],
     }
-    return Page("inspect", first.path, sections, "unknown" if _missing(first) else None, _verdict(first), data)
+    return page.Page("inspect", first.path, sections, "unknown" if _missing(first) else None, _verdict(first), data)
 
 
 _HOW_MODULES = "Areas are bytes. Open a module for its parts, and a tensor for its chunks; Escape goes back."
@@ -500,7 +436,7 @@ def _verdict(summary: Summary) -> str:
     return f"{held}, from headers alone: no data was read or checked{lost}"
 
 
-def _facts(first: Summary, summary: Summary) -> list[Part]:
+def _facts(first: Summary, summary: Summary) -> list[page.Part]:
     rows = _holds(first, first.names or summary.names)
     if first is not summary and (planned := _mesh(summary)):
         rows.append(("plan", planned))
@@ -508,28 +444,28 @@ def _facts(first: Summary, summary: Summary) -> list[Part]:
         if each.imbalance is not None:
             rows.append(("imbalance", f"{each.imbalance:.2f} (fullest / mean of {len(each.ranks):,} ranks)"))
     missing = [f"missing: {file}" for file in _missing(first)[:_MAX_FILES]]
-    return [Facts(rows), *([Notes(missing)] if missing else [])]
+    return [page.FactList(rows), *([page.NoteList(missing)] if missing else [])]
 
 
-def _layout_sections(summary: Summary, number: int, suffix: str, drawn: dict[str, object]) -> list[Section]:
+def _layout_sections(summary: Summary, number: int, suffix: str, drawn: dict[str, object]) -> list[page.PageSection]:
     sections = []
     if summary.mesh is not None and drawn["mesh"]:
         how = f"{summary.mesh}: what lies in the files of each rank. Of replicas, one rank writes."
-        sections.append(Section(f"Mesh{suffix}", [Drawing("mesh", how, number)]))
+        sections.append(page.PageSection(f"Mesh{suffix}", [page.ScriptDrawing("mesh", how, number)]))
     if summary.ranks and summary.blocks:
-        parts: list[Part] = [Drawing("heat", "What each rank wrote of each module.", number)]
+        parts: list[page.Part] = [page.ScriptDrawing("heat", "What each rank wrote of each module.", number)]
         if drawn["rows_left_out"]:
-            parts.append(Notes([f"{drawn['rows_left_out']} modules with the fewest bytes are not drawn"]))
-        sections.append(Section(f"Bytes by module and rank{suffix}", parts))
+            parts.append(page.NoteList([f"{drawn['rows_left_out']} modules with the fewest bytes are not drawn"]))
+        sections.append(page.PageSection(f"Bytes by module and rank{suffix}", parts))
     return sections
 
 
-def _more_sections(summary: Summary) -> list[Section]:
+def _more_sections(summary: Summary) -> list[page.PageSection]:
     sections = []
     if not summary.ranks and summary.files:
-        sections.append(Section("Files", [_files(summary, _MAX_FILES)]))
+        sections.append(page.PageSection("Files", [_files(summary, _MAX_FILES)]))
     if summary.blobs:
-        sections.append(Section("Blobs", [_blobs(summary, _MAX_FILES)]))
+        sections.append(page.PageSection("Blobs", [_blobs(summary, _MAX_FILES)]))
     if summary.contents:
-        sections.append(Section("The step", [_contents(summary)]))
+        sections.append(page.PageSection("The step", [_contents(summary)]))
     return sections

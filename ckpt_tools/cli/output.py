@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ckpt_tools.errors import CkptError
 from ckpt_tools.options import AnyPath, ProgressFactory
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_duration, format_size
 
@@ -44,7 +44,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)  # noqa: T201
 
 
-def note_identities(identities: Sequence[Identity], output: Output) -> None:
+def note_identities(identities: Sequence[Identity], output: OutputOptions) -> None:
     """Print what was opened, and how it is known to be whole or a part."""
     for number, identity in enumerate(identities):
         if not output.quiet:
@@ -113,7 +113,7 @@ class ChangingLine:
 
 
 @contextmanager
-def waiting(output: Output, what: str) -> Iterator[None]:
+def waiting(output: OutputOptions, what: str) -> Iterator[None]:
     """Show for how long a command without a total has gone on: from its third second on a terminal, else every 30 s."""
     if output.is_silent:
         yield
@@ -142,7 +142,7 @@ def waiting(output: Output, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress_of(output: Output) -> Iterator[ProgressFactory | None]:
+def progress_of(output: OutputOptions) -> Iterator[ProgressFactory | None]:
     """Yield what makes progress receivers for `--progress MODE`."""
     if output.is_silent or output.progress == "none":
         yield None
@@ -197,7 +197,7 @@ def _plain(total: int) -> Callable[[int], None]:
 
 @contextmanager
 def report_to(
-    html: AnyPath | None, command: str, subject: str, output: Output
+    html: AnyPath | None, command: str, subject: str, output: OutputOptions
 ) -> Iterator[Callable[[Page], None] | None]:
     """Yield what writes the command's page; None without `--html`.
 

@@ -8,22 +8,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.estimate import estimate_sections
 from ckpt_tools.cli.output import ChangingLine, print_json, report_to, say, say_findings
 from ckpt_tools.cli.screen import terminal
 from ckpt_tools.cli.smoke import MARKS, smoke_sections
-from ckpt_tools.cli.views.page import Facts, Page, Section, Table, count, findings_section, mood_of, notes_section
-from ckpt_tools.options.output import Output
+from ckpt_tools.cli.views import page
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.options.preflight import PreflightView
 from ckpt_tools.preflight.places import Place
 from ckpt_tools.preflight.report import CheckResult, PreflightReport, describe_spec, describe_verdict
 from ckpt_tools.text import escape_name
 
-_ORDER = {"error": 0, "warning": 1, "info": 2}
 
-
-def run(call: Call[PreflightReport], view: PreflightView, output: Output) -> int:
+def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputOptions) -> int:
     """Check a run, and print what was found."""
     form = "json" if output.json else view.format
     line = ChangingLine(shown=form == "text" and not output.quiet)
@@ -41,7 +39,7 @@ def run(call: Call[PreflightReport], view: PreflightView, output: Output) -> int
     def tell(findings: tuple[Finding, ...]) -> None:
         line.close()
         kept = [finding for finding in findings if finding.severity == "error" or not output.quiet]
-        say_findings([_located(one, places) for one in sorted(kept, key=lambda one: _ORDER[one.severity])])
+        say_findings([_located(one, places) for one in sorted(kept, key=lambda one: page.SEVERITIES[one.severity])])
         sys.stdout.flush()  # the slow checks follow
 
     with report_to(
@@ -83,7 +81,7 @@ def _ignored(report: PreflightReport) -> list[str]:
     return [f"ignored {one.severity}: {one.code}: {one.what} ({one.where})" for one in report.ignored]
 
 
-def _print(report: PreflightReport, output: Output) -> None:
+def _print(report: PreflightReport, output: OutputOptions) -> None:
     screen = terminal()
     if output.quiet:
         if not report.was_read:
@@ -111,17 +109,17 @@ def _print(report: PreflightReport, output: Output) -> None:
     screen.line(describe_verdict(report), None if report.ok else "warning")
 
 
-def _checks(report: PreflightReport) -> Table:
+def _checks(report: PreflightReport) -> page.PageTable:
     def cells(check: CheckResult) -> tuple[str, ...]:
         return check.name, MARKS[check.ok], f"{check.seconds:.1f}" if check.ok is not None else "", check.what
 
-    return Table.of("Checks", "check, result, >seconds, what", report.checks, cells)
+    return page.PageTable.of("Checks", "check, result, >seconds, what", report.checks, cells)
 
 
-def preflight_page(report: PreflightReport) -> Page:
+def preflight_page(report: PreflightReport) -> page.Page:
     """Return the page of a preflight: one page for everybody who must agree to a run."""
     skipped = [check.name for check in report.checks if check.ok is None]
-    mood = mood_of(ok=not report.failed, left=report.not_checked or skipped or report.findings)
+    mood = page.mood_of(ok=not report.failed, left=report.not_checked or skipped or report.findings)
     go = "NO-GO" if report.failed else "NOT CHECKED" if not report.was_read else "GO, as far as it was checked"
     if mood == "good":
         go = "GO"
@@ -132,13 +130,13 @@ def preflight_page(report: PreflightReport) -> Page:
         facts.append(("asks for", describe_spec(report.spec)))
     unseen = report.not_checked or skipped
     sections = [
-        *findings_section(report.findings),
-        Section("The run", [Facts(facts), _checks(report)]),
-        *notes_section(f"What could not be seen: {count(len(unseen), 'thing')}", unseen),
-        *notes_section("On what terms", report.notes),
+        *page.findings_section(report.findings),
+        page.PageSection("The run", [page.FactList(facts), _checks(report)]),
+        *page.notes_section(f"What could not be seen: {page.count(len(unseen), 'thing')}", unseen),
+        *page.notes_section("On what terms", report.notes),
     ]
     if report.estimate is not None:
         sections += estimate_sections(report.estimate)
     if report.smoke is not None:
         sections += smoke_sections(report.smoke)
-    return Page("preflight", report.config, sections, mood, f"{go}. {describe_verdict(report)}")
+    return page.Page("preflight", report.config, sections, mood, f"{go}. {describe_verdict(report)}")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, print_json, progress_of, say, say_findings
 from ckpt_tools.cli.streams import complete
 from ckpt_tools.hub.card import CardFacts
 from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json
 from ckpt_tools.options.hub import CardFields, PushView
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
 
-def run(call: Call[PushResult], view: PushView, said: CardFields, output: Output) -> int:
+def run(call: CommandCall[PushResult], view: PushView, said: CardFields, output: OutputOptions) -> int:
     """Push, and print the proof that it arrived."""
     with progress_of(output) as factory:
         result = call(
@@ -37,7 +37,7 @@ def run(call: Call[PushResult], view: PushView, said: CardFields, output: Output
 _MAX_SHOWN = 30
 
 
-def print_push(result: PushResult, output: Output) -> None:
+def print_push(result: PushResult, output: OutputOptions) -> None:
     """Show what was sent, and the proof that it arrived."""
     say_findings(result.findings)
     for text in result.notes:

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, print_json, progress_of, report_to, say, say_findings
 from ckpt_tools.cli.screen import terminal
-from ckpt_tools.cli.views.page import (
-    MAX_ROWS,
-    Bar,
-    Bars,
-    Curves,
-    Facts,
-    Page,
-    Part,
-    Section,
-    Table,
-    count,
-    findings_section,
-    mood_of,
-    notes_section,
-)
+from ckpt_tools.cli.views import page
 from ckpt_tools.errors import UsageError
-from ckpt_tools.options.output import HtmlOptions, Output
+from ckpt_tools.options.output import HtmlOptions, OutputOptions
 from ckpt_tools.runs.manage import Tended, tended_json
 from ckpt_tools.runs.retention import Candidate
 from ckpt_tools.text import escape_name, first_few
@@ -33,11 +19,11 @@ from ckpt_tools.units import format_size
 _MAX_SHOWN = 100
 
 
-def run(call: Call[Tended], page: HtmlOptions, output: Output) -> int:
+def run(call: CommandCall[Tended], view: HtmlOptions, output: OutputOptions) -> int:
     """Tend the folder, and print what was found and done."""
     one_thread_each()
     goes_on = call.given.get("once") is False and not call.given["status"]
-    if goes_on and (output.json or page.html is not None):
+    if goes_on and (output.json or view.html is not None):
         what = f"--{'json' if output.json else 'html'} needs --once or --status"
         raise UsageError(what, hint="one document is written at the end, and this goes on")
     more: dict[str, object] = {"say": None if output.is_silent else lambda text: note(escape_name(text))}
@@ -51,7 +37,7 @@ def run(call: Call[Tended], page: HtmlOptions, output: Output) -> int:
         shown[:] = [now]
 
     command = "watch" if "once" in call.given else "prune"
-    with report_to(page.html, command, str(call.given["directory"]), output) as report, progress_of(output) as factory:
+    with report_to(view.html, command, str(call.given["directory"]), output) as report, progress_of(output) as factory:
         if command == "watch":
             more |= {"progress": factory, "each": each}
         tended = call(**more)
@@ -66,7 +52,7 @@ def run(call: Call[Tended], page: HtmlOptions, output: Output) -> int:
     return tended.exit_code
 
 
-def _print(tended: Tended, output: Output) -> None:
+def _print(tended: Tended, output: OutputOptions) -> None:
     say_findings(tended.findings, most=None if output.verbose else _MAX_SHOWN)
     for text in tended.failed:
         note(f"warning: {escape_name(text)}")
@@ -93,7 +79,7 @@ def _print(tended: Tended, output: Output) -> None:
     say(f"{escape_name(tended.path)}: {done}" + (f"; {bad} NOT ok" if bad else ""))
 
 
-def _table(tended: Tended, most: int | None, *, whole: bool = False) -> Table:
+def _table(tended: Tended, most: int | None, *, whole: bool = False) -> page.PageTable:
     """Return the latest checkpoints; the `whole` table has the metric, and when each goes, in any case."""
     has_goes = whole or tended.dry_run
 
@@ -106,7 +92,7 @@ def _table(tended: Tended, most: int | None, *, whole: bool = False) -> Table:
 
     columns = f"checkpoint, >size, state, {'>metric, ' * whole}, why{', goes' * has_goes}"
     latest = tended.checkpoints if most is None else tended.checkpoints[-most:]
-    table = Table.of("By series and step", columns, latest, cells, most=None)
+    table = page.PageTable.of("By series and step", columns, latest, cells, most=None)
     return table._replace(left_out=len(tended.checkpoints) - len(latest))
 
 
@@ -116,7 +102,7 @@ _MAX_BARS = 100
 _KINDS = ("not known", "not fit or not readable", "fit")
 
 
-def tending_page(tended: Tended, command: str) -> Page:
+def tending_page(tended: Tended, command: str) -> page.Page:
     """Return the page of a look at a run's folder."""
     found = tended.checkpoints
     fit = [each for each in found if each.state == "verified"]
@@ -127,30 +113,30 @@ def tending_page(tended: Tended, command: str) -> Page:
         (would, f"{len(tended.removed):,}, {format_size(tended.freed_bytes)}"),
     ]
     sections = [
-        Section("The folder", [Facts(facts)]),
-        *findings_section(tended.findings),
-        Section("Checkpoints", [*_drawn(found), _table(tended, MAX_ROWS, whole=True)]),
+        page.PageSection("The folder", [page.FactList(facts)]),
+        *page.findings_section(tended.findings),
+        page.PageSection("Checkpoints", [*_drawn(found), _table(tended, page.MAX_ROWS, whole=True)]),
     ]
     back = [f"{name} until {end}" for name, end in tended.quarantine.items()]
-    sections += notes_section("In quarantine, and brought back by `ckpt prune DIR --undo NAME`", back)
-    sections += notes_section("Not done", tended.failed)
-    sections += notes_section("Not checked", tended.not_checked)
-    sections += notes_section("Notes", tended.notes)
-    verdict = f"{'ok' if tended.ok else 'NOT ok'}: {len(fit)} of {count(len(found), 'checkpoint')} fit"
+    sections += page.notes_section("In quarantine, and brought back by `ckpt prune DIR --undo NAME`", back)
+    sections += page.notes_section("Not done", tended.failed)
+    sections += page.notes_section("Not checked", tended.not_checked)
+    sections += page.notes_section("Notes", tended.notes)
+    verdict = f"{'ok' if tended.ok else 'NOT ok'}: {len(fit)} of {page.count(len(found), 'checkpoint')} fit"
     left = len(fit) < len(found) or tended.findings or tended.not_checked or tended.failed or tended.notes
-    return Page(command, tended.path, sections, mood_of(ok=tended.ok, left=left), verdict)
+    return page.Page(command, tended.path, sections, page.mood_of(ok=tended.ok, left=left), verdict)
 
 
-def _drawn(found: tuple[Candidate, ...]) -> list[Part]:
+def _drawn(found: tuple[Candidate, ...]) -> list[page.Part]:
     bars = []
     for each in found[-_MAX_BARS:]:
         place = {"verified": 2, "bad": 1, "unfit": 1}.get(each.state, 0)
         sizes = [each.nbytes if place == number else 0 for number in range(len(_KINDS))]
-        bars.append(Bar(each.name, sizes, f"{format_size(each.nbytes)}, {each.state}"))
+        bars.append(page.Bar(each.name, sizes, f"{format_size(each.nbytes)}, {each.state}"))
     left_out = len(found) - len(bars)
     caption = "Size by step" + (f"; {left_out} earlier ones are not drawn" if left_out else "")
-    parts: list[Part] = [Bars(caption, _KINDS, bars, is_upright=True)]
+    parts: list[page.Part] = [page.Bars(caption, _KINDS, bars, is_upright=True)]
     metrics = [each.metric for each in found if each.metric is not None]
     if len(metrics) > 1:
-        parts.append(Curves("Metric of the steps that have one, in order", [("metric", metrics)]))
+        parts.append(page.Curves("Metric of the steps that have one, in order", [("metric", metrics)]))
     return parts

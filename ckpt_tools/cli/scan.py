@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.formats.scan import Scan, describe_scan, find_dangerous, scan_to_json
 from ckpt_tools.checks.for_ci import Located, build_sarif, describe_failure
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, print_json, say, waiting
 from ckpt_tools.errors import CkptError
 from ckpt_tools.options.check import ScanView
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name, first_few
 
 _MAX_NAMES = 8
 
 
-def run(call: Call[Scan], view: ScanView, output: Output) -> int:
+def run(call: CommandCall[Scan], view: ScanView, output: OutputOptions) -> int:
     """Scan, and print what could run."""
     form = "json" if output.json else view.format
     try:
@@ -32,13 +32,15 @@ def run(call: Call[Scan], view: ScanView, output: Output) -> int:
     if form == "json":
         print_json(scan_to_json(result))
     elif form == "sarif":
-        say(json.dumps(_sarif(result), indent=1))
+        shown = [f"{escape_name(each.file)}: {escape_name(each.why)}" for each in result.not_read]
+        notices = [(f"not read: {text}", "warning") for text in shown]
+        say(json.dumps(build_sarif("ckpt scan", list(_located(result)), notices=notices, was_read=True), indent=1))
     else:
         _print(result, output)
     return 0 if result.ok else 3
 
 
-def _print(result: Scan, output: Output) -> None:
+def _print(result: Scan, output: OutputOptions) -> None:
     for each in result.executables:
         if output.quiet and each.verdict != "dangerous":
             continue
@@ -52,11 +54,6 @@ def _print(result: Scan, output: Output) -> None:
         for missed in result.not_read:
             note(f"not read: {escape_name(missed.file)} ({missed.nbytes} bytes): {escape_name(missed.why)}")
         say(f"{escape_name(result.source)}: {describe_scan(result)}")
-
-
-def _sarif(result: Scan) -> dict[str, object]:
-    notices = [(f"not read: {escape_name(each.file)}: {escape_name(each.why)}", "warning") for each in result.not_read]
-    return build_sarif("ckpt scan", list(_located(result)), notices=notices, was_read=True)
 
 
 def _located(result: Scan) -> Iterator[Located]:

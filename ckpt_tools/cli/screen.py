@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
 
-from ckpt_tools.cli.views.page import Table
+from ckpt_tools.cli.views.page import PageTable, read_columns
 from ckpt_tools.text import display_width, escape_message
 
 Style = Literal["heading", "warning", "dim"]
@@ -63,17 +63,19 @@ class Screen:
         self.line()
         self.line(title, "heading")
 
-    def table(self, headers: Sequence[str], rows: Iterable[Sequence[str]], *, align: str) -> None:
-        """Write a table, indented by two; `align` has a letter per column: "l" left or "r" right."""
+    def table(self, columns: str, rows: Iterable[Sequence[str]]) -> None:
+        """Write a table, indented by two; `columns` are as `read_columns` takes them."""
+        headers, align = read_columns(columns)
         cells = [tuple(row) for row in rows]
         widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
         for number, row in enumerate((tuple(headers), *cells)):
             padded = (pad(cell, width, right=side == "r") for cell, width, side in zip(row, widths, align, strict=True))
             self.line("  " + "  ".join(padded), None if number else "dim")
 
-    def show(self, table: Table) -> None:
+    def show(self, table: PageTable) -> None:
         """Write a table whose cells are not escaped; how many rows it leaves out is for the caller to say."""
-        self.table(table.headers, (tuple(map(escape_message, row)) for row in table.rows), align=table.align)
+        named = (f"{'>' * (side == 'r')}{name}" for name, side in zip(table.headers, table.align, strict=True))
+        self.table(", ".join(named), (tuple(map(escape_message, row)) for row in table.rows))
 
     def heat(self, value: float, most: float) -> str:
         """Return one character for `value` on a scale from nothing (a space) to `most`."""

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 import os
 
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import ChangingLine, note, print_json, report_to, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
-from ckpt_tools.cli.views.page import (
-    Bar,
-    Bars,
-    Curves,
-    Facts,
-    Listing,
-    Page,
-    Part,
-    Section,
-    Sized,
-    Table,
-    by_layer,
-    findings_section,
-    mood_of,
-    notes_section,
-)
+from ckpt_tools.cli.views import page
 from ckpt_tools.fsdp2.smoke.report import (
     HOW_HELD,
     HOW_MEMORY,
@@ -33,12 +18,12 @@ from ckpt_tools.fsdp2.smoke.report import (
     describe_compared,
     describe_verdict,
 )
-from ckpt_tools.options.output import HtmlOptions, Output
+from ckpt_tools.options.output import HtmlOptions, OutputOptions
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
 
-def run(call: Call[SmokeReport], page: HtmlOptions, output: Output) -> int:
+def run(call: CommandCall[SmokeReport], view: HtmlOptions, output: OutputOptions) -> int:
     """Try a model, and print what was found."""
     is_shown = os.environ.get("RANK", "0") == "0" and not output.is_silent
     line = ChangingLine(shown=is_shown and not output.verbose)
@@ -51,7 +36,7 @@ def run(call: Call[SmokeReport], page: HtmlOptions, output: Output) -> int:
         elif is_shown and output.verbose:
             note(f"{phase}: {state}")
 
-    with report_to(page.html, "smoke", str(call.given.get("source", "")), output) as write:
+    with report_to(view.html, "smoke", str(call.given.get("source", "")), output) as write:
 
         def show(report: SmokeReport) -> None:
             if report.is_primary and write is not None:
@@ -72,7 +57,7 @@ def run(call: Call[SmokeReport], page: HtmlOptions, output: Output) -> int:
 MARKS = {True: "ok", False: "FAILED", None: "not checked"}
 
 
-def _print(report: SmokeReport, output: Output) -> None:
+def _print(report: SmokeReport, output: OutputOptions) -> None:
     screen = terminal()
     if not output.quiet:
         ranks = f"{report.world_size} rank" + ("s" if report.world_size != 1 else "")
@@ -107,14 +92,14 @@ def _print_memory(screen: Screen, report: SmokeReport) -> None:
 # The page
 
 
-def smoke_page(report: SmokeReport) -> Page:
+def smoke_page(report: SmokeReport) -> page.Page:
     """Return the page of a smoke run."""
     skipped = [phase for phase in report.phases if phase.ok is None]
-    mood = mood_of(ok=report.ok, left=report.notes or skipped or report.findings)
-    return Page("smoke", report.source, smoke_sections(report), mood, describe_verdict(report))
+    mood = page.mood_of(ok=report.ok, left=report.notes or skipped or report.findings)
+    return page.Page("smoke", report.source, smoke_sections(report), mood, describe_verdict(report))
 
 
-def smoke_sections(report: SmokeReport) -> list[Section]:
+def smoke_sections(report: SmokeReport) -> list[page.PageSection]:
     """Return what a smoke run found, as sections."""
     rows = [
         ("model", report.model),
@@ -130,67 +115,68 @@ def smoke_sections(report: SmokeReport) -> list[Section]:
             rows.append((name, f"on {reload.mesh}: {same}" + ("" if reload.ok else " (FAILED)")))
     if report.compared is not None:
         rows.append(("compared", describe_compared(report, report.compared)))
-    sections = [Section("The smoke run", [Facts(rows)])]
-    sections += findings_section(report.findings, "Findings of the smoke run")
-    sections.append(Section("Phases", _phase_parts(report)))
+    sections = [page.PageSection("The smoke run", [page.FactList(rows)])]
+    sections += page.findings_section(report.findings, "Findings of the smoke run")
+    sections.append(page.PageSection("Phases", _phase_parts(report)))
     if report.grad_errors:
-        errors = {name: Sized(error, f"{error:.0e}" if error else "0") for name, error in report.grad_errors.items()}
+        errors = {
+            name: page.Sized(error, f"{error:.0e}" if error else "0") for name, error in report.grad_errors.items()
+        }
         legend = (
             "Relative to the largest element of the reference's gradient; colours are logarithmic. "
             "Empty: no such parameter, or one whose gradient is frozen, missing, or compared to rounding alone."
         )
-        parts = by_layer(errors, caption="Gradient error by layer and kind of weight", legend=legend)
-        sections.append(Section("Gradients against the reference", parts))
+        parts = page.by_layer(errors, caption="Gradient error by layer and kind of weight", legend=legend)
+        sections.append(page.PageSection("Gradients against the reference", parts))
     if report.losses:
-        sections.append(Section("Losses", _loss_parts(report)))
+        sections.append(page.PageSection("Losses", _loss_parts(report)))
     if report.memory:
-        sections.append(Section("Memory by rank", _rank_memory_parts(report)))
+        sections.append(page.PageSection("Memory by rank", _rank_memory_parts(report)))
     if report.stacks:
-        stacks = [Listing(f"Stacks of rank {rank}", text.splitlines()) for rank, text in sorted(report.stacks.items())]
-        sections.append(Section("Where ranks stood", stacks))
-    return [*sections, *notes_section("Not tried, or on less than the whole model", report.notes)]
+        stacks = [
+            page.Listing(f"Stacks of rank {rank}", text.splitlines()) for rank, text in sorted(report.stacks.items())
+        ]
+        sections.append(page.PageSection("Where ranks stood", stacks))
+    return [*sections, *page.notes_section("Not tried, or on less than the whole model", report.notes)]
 
 
-def _phases(report: SmokeReport, *, with_memory: bool) -> Table:
+def _phases(report: SmokeReport, *, with_memory: bool) -> page.PageTable:
     def cells(phase: PhaseResult) -> list[str]:
         seconds = f"{phase.seconds:.2f}" if phase.ok is not None else ""
         memory = "" if phase.memory_bytes is None else format_size(phase.memory_bytes)
         return [phase.name, MARKS[phase.ok], seconds, *[memory] * with_memory, phase.what]
 
     columns = f"phase, result, >seconds, {'>memory, ' * with_memory}what"
-    return Table.of("In the order in which they run", columns, report.phases, cells)
+    return page.PageTable.of("In the order in which they run", columns, report.phases, cells)
 
 
-def _phase_parts(report: SmokeReport) -> list[Part]:
+def _phase_parts(report: SmokeReport) -> list[page.Part]:
     held = [(phase.name, phase.memory_bytes) for phase in report.phases if phase.memory_bytes]
-    bars = [Bar(name, (nbytes,), format_size(nbytes)) for name, nbytes in held]
-    drawn = [Bars(f"Memory by phase, {HOW_HELD}", ("memory",), bars, is_upright=True)] if bars else []
+    bars = [page.Bar(name, (nbytes,), format_size(nbytes)) for name, nbytes in held]
+    drawn = [page.Bars(f"Memory by phase, {HOW_HELD}", ("memory",), bars, is_upright=True)] if bars else []
     return [_phases(report, with_memory=True), *drawn]
 
 
-def _loss_parts(report: SmokeReport) -> list[Part]:
+def _loss_parts(report: SmokeReport) -> list[page.Part]:
     series = [("sharded", report.losses)]
     if report.reference_losses:
         series.append(("reference in one process", report.reference_losses))
-    parts: list[Part] = []
+    parts: list[page.Part] = []
     if len(report.losses) > 1:
-        parts.append(Curves("Loss per step", series))
+        parts.append(page.Curves("Loss per step", series))
     steps = range(max(len(numbers) for _, numbers in series))
     caption = "Mean over ranks" if report.reference_losses else "Mean over ranks; there was no reference"
-    table = Table.of(
+    table = page.PageTable.of(
         caption,
         ", ".join(f">{name}" for name in ("step", *(name for name, _ in series))),
         steps,
-        lambda step: (
-            str(step + 1),
-            *(f"{numbers[step]:.7g}" if step < len(numbers) else "" for _, numbers in series),
-        ),
+        lambda step: (str(step + 1), *(f"{numbers[step]:.7g}" if step < len(numbers) else "" for _, numbers in series)),
     )
     return [*parts, table]
 
 
-def _memory(report: SmokeReport) -> Table:
-    return Table.of(
+def _memory(report: SmokeReport) -> page.PageTable:
+    return page.PageTable.of(
         HOW_MEMORY,
         ">rank, >params, >grads, >optimizer, >peak",
         report.memory,
@@ -198,8 +184,8 @@ def _memory(report: SmokeReport) -> Table:
     )
 
 
-def _rank_memory_parts(report: SmokeReport) -> list[Part]:
+def _rank_memory_parts(report: SmokeReport) -> list[page.Part]:
     names = ("params", "grads", "optimizer")
     sizes = [(held.rank, (held.params, held.grads, held.optimizer)) for held in report.memory[:64]]
-    bars = [Bar(f"rank {rank}", parts, format_size(sum(parts))) for rank, parts in sizes]
-    return [Bars("Each rank's own tensors after the first step", names, bars), _memory(report)]
+    bars = [page.Bar(f"rank {rank}", parts, format_size(sum(parts))) for rank, parts in sizes]
+    return [page.Bars("Each rank's own tensors after the first step", names, bars), _memory(report)]

@@ -8,24 +8,12 @@ from statistics import median
 from ckpt_tools.checks.siblings import kind_of
 from ckpt_tools.checks.stats import Stats, TensorStats, to_json
 from ckpt_tools.checks.updates import Update
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
-from ckpt_tools.cli.views.page import (
-    Facts,
-    Page,
-    Section,
-    Sized,
-    Table,
-    by_layer,
-    count,
-    findings_section,
-    identity_sections,
-    mood_of,
-    notes_section,
-)
+from ckpt_tools.cli.views import page
 from ckpt_tools.options.check import StatsView
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name
 from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
@@ -34,7 +22,7 @@ _MAX_KINDS = 40
 _MAX_SHOWN = 50
 
 
-def run(call: Call[Stats], view: StatsView, output: Output) -> int:
+def run(call: CommandCall[Stats], view: StatsView, output: OutputOptions) -> int:
     """Measure, and print what stands out, then the figures."""
     one_thread_each()
     source, against = str(call.given["source"]), call.given.get("against")
@@ -84,14 +72,14 @@ def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
         if has_updates:
             cells += _update_cells(sum((row.update for row in group if row.update is not None), Update()))
         rows.append(cells)
-    screen.table(headers, rows, align="l" + "r" * (len(headers) - 1))
+    screen.table(", >".join(headers), rows)
     if len(shown) < len(kinds):
         screen.line(f"  … and {len(kinds) - len(shown)} more (--tensors lists all)")
     layers = {layer: update for layer, update in result.updates["layer"].items() if layer != "none"}
     if len(layers) > 1:
         screen.section("Updates by layer")
         lines = [(layer, *_update_cells(update)) for layer, update in layers.items()]
-        screen.table(("layer", "update", "cosine"), lines, align="rrr")
+        screen.table(">layer, >update, >cosine", lines)
     screen.line()
 
 
@@ -118,7 +106,7 @@ def _update_cells(update: Update) -> tuple[str, str]:
 # The page
 
 
-def stats_page(result: Stats, source: str, against: str | None = None) -> Page:
+def stats_page(result: Stats, source: str, against: str | None = None) -> page.Page:
     """Return the page of a measurement; `against` is the other checkpoint of an update."""
     facts = [("tensors", f"{len(result.tensors):,}"), ("data read", format_size(result.nbytes))]
     if against is not None:
@@ -126,15 +114,15 @@ def stats_page(result: Stats, source: str, against: str | None = None) -> Page:
         for name, fqns in (("only in SRC", result.only_in_source), ("only in the other", result.only_in_other)):
             facts.append((name, f"{len(fqns):,}" + (f", first {fqns[0]}" if fqns else "")))
     sections = [
-        *identity_sections(result.identities),
-        Section("What was measured", [Facts(facts)]),
-        *findings_section(result.findings),
-        *notes_section("Not checked", result.not_checked),
-        *notes_section("Notes", result.notes),
+        *page.identity_sections(result.identities),
+        page.PageSection("What was measured", [page.FactList(facts)]),
+        *page.findings_section(result.findings),
+        *page.notes_section("Not checked", result.not_checked),
+        *page.notes_section("Notes", result.notes),
     ]
-    rms = {row.fqn: Sized(row.moments.rms, f"{row.moments.rms:.2g}") for row in result.tensors if row.moments}
+    rms = {row.fqn: page.Sized(row.moments.rms, f"{row.moments.rms:.2g}") for row in result.tensors if row.moments}
     updates = {
-        row.fqn: Sized(relative, "≠" if relative is None else f"{relative:.1e}")
+        row.fqn: page.Sized(relative, "≠" if relative is None else f"{relative:.1e}")
         for row in result.tensors
         if row.update is not None and row.update.num_changed
         for relative in [row.update.relative]
@@ -143,20 +131,20 @@ def stats_page(result: Stats, source: str, against: str | None = None) -> Page:
     if updates:
         caption = "Relative update |new − old| / |old| by layer and kind of weight"
         legend = "≠: changed, without such a number. " + logarithmic + "unchanged, or no such tensor."
-        sections.append(Section("Updates", by_layer(updates, caption=caption, legend=legend)))
+        sections.append(page.PageSection("Updates", page.by_layer(updates, caption=caption, legend=legend)))
     if rms:
         legend = logarithmic + "no such tensor, or one without figures."
-        parts = by_layer(rms, caption="Root of the mean square by layer and kind of weight", legend=legend)
-        sections.append(Section("Values", [*parts, _table(result)]))
-    verdict = ("ok" if result.ok else "NOT ok") + f": {count(len(result.tensors), 'tensor')}, "
-    verdict += f"{count(len(result.findings), 'finding')}" if result.findings else "nothing stands out"
+        parts = page.by_layer(rms, caption="Root of the mean square by layer and kind of weight", legend=legend)
+        sections.append(page.PageSection("Values", [*parts, _table(result)]))
+    verdict = ("ok" if result.ok else "NOT ok") + f": {page.count(len(result.tensors), 'tensor')}, "
+    verdict += f"{page.count(len(result.findings), 'finding')}" if result.findings else "nothing stands out"
     if result.not_checked:
-        verdict += f"; not checked: {count(len(result.not_checked), 'thing')}, listed below"
-    mood = mood_of(ok=result.ok, left=result.findings or result.not_checked or result.notes)
-    return Page("stats", source, sections, mood, verdict)
+        verdict += f"; not checked: {page.count(len(result.not_checked), 'thing')}, listed below"
+    mood = page.mood_of(ok=result.ok, left=result.findings or result.not_checked or result.notes)
+    return page.Page("stats", source, sections, mood, verdict)
 
 
-def _table(result: Stats) -> Table:
+def _table(result: Stats) -> page.PageTable:
     def cells(row: TensorStats) -> tuple[str, ...]:
         found = row.moments
         numbers = () if found is None else (found.min, found.max, found.mean, found.std, found.absmax)
@@ -164,4 +152,4 @@ def _table(result: Stats) -> Table:
         return row.fqn, row.dtype, *figures, f"{row.counts.num_zero:,}", f"{row.counts.num_nan + row.counts.num_inf:,}"
 
     columns = "tensor, dtype, >min, >max, >mean, >std, >|x| max, >zeros, >NaN or Inf"
-    return Table.of("Figures of every tensor", columns, result.tensors, cells, is_folded=True)
+    return page.PageTable.of("Figures of every tensor", columns, result.tensors, cells, is_folded=True)

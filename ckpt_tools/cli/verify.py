@@ -9,7 +9,7 @@ from ckpt_tools.checkpoint.infer import rank_of_file
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checks.reading import describe
 from ckpt_tools.checks.verify import Verification, to_json
-from ckpt_tools.cli.build import Call
+from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import (
     error_json,
     note,
@@ -21,25 +21,10 @@ from ckpt_tools.cli.output import (
     say,
     say_findings,
 )
-from ckpt_tools.cli.views.page import (
-    MAX_ROWS,
-    Facts,
-    FindingList,
-    HeatTable,
-    Page,
-    Part,
-    Section,
-    Sized,
-    Table,
-    by_layer,
-    count,
-    identity_sections,
-    mood_of,
-    notes_section,
-)
+from ckpt_tools.cli.views import page
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.options.check import VerifyView
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.runs.series import checkpoints_in
 from ckpt_tools.text import escape_name
 from ckpt_tools.transfer.threads import one_thread_each
@@ -50,7 +35,7 @@ _MAX_FILES = 12
 """Names of unread files in a line; -v shows all."""
 
 
-def run(call: Call[Verification], view: VerifyView, output: Output) -> int:
+def run(call: CommandCall[Verification], view: VerifyView, output: OutputOptions) -> int:
     """Verify, and print what was found."""
     one_thread_each()
     source = str(call.given["source"])
@@ -81,7 +66,7 @@ def run(call: Call[Verification], view: VerifyView, output: Output) -> int:
     return 0 if result.ok else 3
 
 
-def _run_each(call: Call[Verification], paths: Sequence[str], output: Output) -> int:
+def _run_each(call: CommandCall[Verification], paths: Sequence[str], output: OutputOptions) -> int:
     """Verify several; the exit code is the worst."""
     worst, rows = 0, []
     for path in paths:
@@ -105,7 +90,7 @@ def _run_each(call: Call[Verification], paths: Sequence[str], output: Output) ->
     return worst
 
 
-def _say_causes(result: Verification, output: Output) -> None:
+def _say_causes(result: Verification, output: OutputOptions) -> None:
     """Print a line for each cause, and its hint; with -v the findings behind it."""
     causes = result.causes
     shown = causes if output.verbose else causes[:_MAX_SHOWN]
@@ -135,7 +120,7 @@ _LEVELS = {
 }
 
 
-def verify_page(result: Verification, source: str) -> Page:
+def verify_page(result: Verification, source: str) -> page.Page:
     """Return the page of a verification."""
     facts = [
         ("level", _LEVELS[result.level]),
@@ -144,42 +129,48 @@ def verify_page(result: Verification, source: str) -> Page:
         ("data checked", format_size(result.nbytes) if result.level != "structure" else "none"),
     ]
     sections = [
-        *identity_sections(result.identities),
-        Section("What was checked", [Facts(facts)]),
-        *notes_section("Not read", describe(result.not_read, MAX_ROWS)),
-        *notes_section("Not checked", result.not_checked),
+        *page.identity_sections(result.identities),
+        page.PageSection("What was checked", [page.FactList(facts)]),
+        *page.notes_section("Not read", describe(result.not_read, page.MAX_ROWS)),
+        *page.notes_section("Not checked", result.not_checked),
         *_places(result),
     ]
     if damaged := Counter(finding.tensor for finding in result.errors if finding.tensor is not None):
-        sizes = {fqn: Sized(float(number), f"{number:,}") for fqn, number in damaged.items()}
+        sizes = {fqn: page.Sized(float(number), f"{number:,}") for fqn, number in damaged.items()}
         legend = (
             "Empty: nothing wrong was found, or there is no such tensor. Findings about no single tensor are not here."
         )
-        parts = by_layer(sizes, caption="Errors by layer and kind of weight", legend=legend)
-        sections.append(Section(f"Where: {count(len(damaged), 'tensor')}", parts))
+        parts = page.by_layer(sizes, caption="Errors by layer and kind of weight", legend=legend)
+        sections.append(page.PageSection(f"Where: {page.count(len(damaged), 'tensor')}", parts))
     strange = {
-        fqn: Sized(float(counts.num_nan + counts.num_inf), f"{counts.num_nan + counts.num_inf:,}")
+        fqn: page.Sized(float(counts.num_nan + counts.num_inf), f"{counts.num_nan + counts.num_inf:,}")
         for fqn, counts in result.counts.items()
         if not counts.is_finite
     }
     if strange:
         caption = "NaN and infinite elements by layer and kind of weight"
-        parts = by_layer(strange, caption=caption, legend="Empty: every element is finite, or there is no such tensor.")
-        sections.append(Section("Where values are not finite", parts))
+        parts = page.by_layer(
+            strange, caption=caption, legend="Empty: every element is finite, or there is no such tensor."
+        )
+        sections.append(page.PageSection("Where values are not finite", parts))
     if causes := result.causes:
-        groups = [(f"{c.code}: {c.what}", [result.findings[at] for at in c.findings[:MAX_ROWS]]) for c in causes]
-        part = FindingList(groups, len(result.findings) - sum(len(found) for _, found in groups))
-        sections.append(Section(f"Findings: {count(len(causes), 'cause')}, {len(result.findings):,}", [part]))
+        groups = [(f"{c.code}: {c.what}", [result.findings[at] for at in c.findings[: page.MAX_ROWS]]) for c in causes]
+        part = page.FindingList(groups, len(result.findings) - sum(len(found) for _, found in groups))
+        sections.append(
+            page.PageSection(f"Findings: {page.count(len(causes), 'cause')}, {len(result.findings):,}", [part])
+        )
     warnings = len(result.findings) - len(result.errors)
-    others = f", {count(warnings, 'warning')}" if warnings else ""
+    others = f", {page.count(warnings, 'warning')}" if warnings else ""
     if not result.ok:
-        verdict = f"NOT ok: {count(len(result.errors), 'error')}{others}"
+        verdict = f"NOT ok: {page.count(len(result.errors), 'error')}{others}"
     else:
         things = len(result.not_checked) + len({each.why for each in result.not_read})
-        left = f"; not checked: {count(things, 'thing')}, listed below" if things else ""
+        left = f"; not checked: {page.count(things, 'thing')}, listed below" if things else ""
         verdict = f"ok at level {result.level}{others}{left}"
-    mood = mood_of(ok=result.ok, left=result.not_checked or result.not_read or result.level == "structure" or warnings)
-    return Page("verify", source, sections, mood, verdict)
+    mood = page.mood_of(
+        ok=result.ok, left=result.not_checked or result.not_read or result.level == "structure" or warnings
+    )
+    return page.Page("verify", source, sections, mood, verdict)
 
 
 _WIDTH = 16
@@ -188,7 +179,7 @@ _MAX_WHOLE = 32
 """Rows of a map that is drawn whole."""
 
 
-def _places(result: Verification) -> Iterator[Section]:
+def _places(result: Verification) -> Iterator[page.PageSection]:
     """Yield what is wrong by the rank that wrote it, and by file."""
     codes: dict[str, Counter[str]] = {}
     for finding in result.errors:
@@ -203,10 +194,9 @@ def _places(result: Verification) -> Iterator[Section]:
             wrong[rank] += kinds.total()
     ranks = {rank for rank in found.values() if rank is not None}
     unread = {found[each.file] for each in result.not_read if each.file in found}
-    parts: list[Part] = [_rank_map(wrong, ranks, unread, result.mesh)] if wrong else []
-    caption = (
-        f"{count(len(codes), 'file')} with errors of {len(found):,}; errors that no single file explains are not here"
-    )
+    parts: list[page.Part] = [_rank_map(wrong, ranks, unread, result.mesh)] if wrong else []
+    caption = f"{page.count(len(codes), 'file')} with errors of {len(found):,}"
+    caption += "; errors that no single file explains are not here"
 
     def cells(item: tuple[str, Counter[str]]) -> tuple[str, ...]:
         file, kinds = item
@@ -214,14 +204,14 @@ def _places(result: Verification) -> Iterator[Section]:
         return file, "" if found[file] is None else str(found[file]), f"{kinds.total():,}", what
 
     worst = sorted(codes.items(), key=lambda item: -item[1].total())
-    parts.append(Table.of(caption, "file, >rank, >errors, what", worst, cells))
-    title = f"Whose: {count(len(wrong), 'rank')} of {len(ranks):,}" if wrong else f"Which files: {len(codes):,}"
-    yield Section(title, parts)
+    parts.append(page.PageTable.of(caption, "file, >rank, >errors, what", worst, cells))
+    title = f"Whose: {page.count(len(wrong), 'rank')} of {len(ranks):,}" if wrong else f"Which files: {len(codes):,}"
+    yield page.PageSection(title, parts)
 
 
 def _rank_map(
     wrong: Mapping[int, int], ranks: Collection[int], unread: Collection[int | None], mesh: Mesh | None
-) -> HeatTable:
+) -> page.HeatTable:
     """Return errors by rank: a row of the mesh's last axis in a row of the map, or sixteen ranks in each."""
     axis, width = "", _WIDTH
     if mesh is not None and len(mesh.axes) > 1 and 1 < mesh.axes[-1][1] <= 4 * _WIDTH:
@@ -238,8 +228,8 @@ def _rank_map(
     firsts = sorted({rank // width * width for rank in ranks})
     is_small = len(firsts) <= _MAX_WHOLE
     firsts = firsts if is_small else sorted({rank // width * width for rank in wrong})
-    rows = [(f"{at}–{at + width - 1}", [show(at + i) for i in range(width)]) for at in firsts[:MAX_ROWS]]
+    rows = [(f"{at}–{at + width - 1}", [show(at + i) for i in range(width)]) for at in firsts[: page.MAX_ROWS]]
     columns = [f"{axis}{'' if axis else '+'}{i}" for i in range(width)]
     legend = "Empty: its files were read, and no error was found. Not read: all or a part. Dotted: no such rank."
     legend += "" if is_small else " Rows without an error are left out."
-    return HeatTable("Errors by rank that wrote the file", "ranks", columns, rows, legend, len(firsts) - len(rows))
+    return page.HeatTable("Errors by rank that wrote the file", "ranks", columns, rows, legend, len(firsts) - len(rows))

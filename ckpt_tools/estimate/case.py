@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from ckpt_tools.checkpoint.layout import Mesh
-from ckpt_tools.options.estimate import Training
+from ckpt_tools.options.estimate import TrainingOptions
 
 DEFAULT_WORLD_SIZE = 8
 """Ranks when nothing says how many: one node."""
@@ -14,7 +14,7 @@ _DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case(Training):
+class Case(TrainingOptions):
     """One way to train the model."""
 
     strategy: str = "full_shard"

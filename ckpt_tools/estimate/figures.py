@@ -118,20 +118,16 @@ def figures_from_shapes(shapes: Mapping[str, tuple[int, ...]]) -> tuple[Figures,
     notes: list[str] = []
     blocks = []
     for parts, count in kinds:
-        blocks.append(block_of(parts.values(), count, _matrices(parts)))
+        matrices = [(s[0], s[1]) for name, s in parts.items() if len(s) == 2 and name.endswith("weight")]
+        blocks.append(block_of(parts.values(), count, matrices))
         deep = sum(math.prod(shape) for shape in parts.values() if len(shape) > 2)
         if 2 * deep > blocks[-1].params:
             notes.append("more than half of a block is not a matrix: its activations are not in the formula")
     hidden = blocks[0].hidden
-    vocab = next((shape[0] for name, shape in shapes.items() if len(shape) == 2 and _OUTPUT.search(name)), 0)
-    if not vocab:
-        vocab = next((shape[0] for name, shape in shapes.items() if len(shape) == 2 and _EMBEDDING.search(name)), 0)
+    rows = [(name, shape[0]) for name, shape in shapes.items() if len(shape) == 2]
+    vocab = next((num for pattern in (_OUTPUT, _EMBEDDING) for name, num in rows if pattern.search(name) and num), 0)
     params = sum(map(math.prod, shapes.values()))
     return Figures(params=params, blocks=tuple(blocks), hidden=hidden, vocab=vocab), tuple(dict.fromkeys(notes))
-
-
-def _matrices(parts: Mapping[str, tuple[int, ...]]) -> list[tuple[int, int]]:
-    return [(shape[0], shape[1]) for name, shape in parts.items() if len(shape) == 2 and name.endswith("weight")]
 
 
 def block_of(shapes: Iterable[Sequence[int]], count: int, matrices: Sequence[tuple[int, int]]) -> Block:
@@ -157,7 +153,7 @@ NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
 
 
 @dataclass(frozen=True, slots=True)
-class Optimizer:
+class OptimizerCost:
     """What an optimizer keeps per trained value."""
 
     values: int
@@ -170,24 +166,24 @@ class Optimizer:
 
 _INT8 = 1 + 4 / 256
 """bitsandbytes: a code of 8 bits, and an f32 scale for 256 of them (`bitsandbytes.functional`, block-wise)."""
-OPTIMIZERS: Mapping[str, Optimizer] = {
-    "adamw": Optimizer(2),
-    "adam": Optimizer(2),
-    "sgd": Optimizer(0),
-    "sgd-momentum": Optimizer(1),
-    "adamw-8bit": Optimizer(2, _INT8),
-    "adamw-4bit": Optimizer(2, 0.5 + 4 / 128),  # torchao: scales of blocks of 128
-    "adamw-fp8": Optimizer(2, _INT8),  # torchao: blocks of 256
-    "paged-adamw": Optimizer(2, is_paged=True),
-    "paged-adamw-8bit": Optimizer(2, _INT8, is_paged=True),
-    "lion": Optimizer(1),
-    "lion-8bit": Optimizer(1, _INT8),
-    "paged-lion": Optimizer(1, is_paged=True),
-    "paged-lion-8bit": Optimizer(1, _INT8, is_paged=True),
-    "rmsprop": Optimizer(1),
-    "adagrad": Optimizer(1),
-    "muon": Optimizer(2),  # one moment for matrices, AdamW's two for the rest: counted as two everywhere
-    "adafactor": Optimizer(0),  # a row's and a column's sums: less than a thousandth of a matrix
+OPTIMIZERS: Mapping[str, OptimizerCost] = {
+    "adamw": OptimizerCost(2),
+    "adam": OptimizerCost(2),
+    "sgd": OptimizerCost(0),
+    "sgd-momentum": OptimizerCost(1),
+    "adamw-8bit": OptimizerCost(2, _INT8),
+    "adamw-4bit": OptimizerCost(2, 0.5 + 4 / 128),  # torchao: scales of blocks of 128
+    "adamw-fp8": OptimizerCost(2, _INT8),  # torchao: blocks of 256
+    "paged-adamw": OptimizerCost(2, is_paged=True),
+    "paged-adamw-8bit": OptimizerCost(2, _INT8, is_paged=True),
+    "lion": OptimizerCost(1),
+    "lion-8bit": OptimizerCost(1, _INT8),
+    "paged-lion": OptimizerCost(1, is_paged=True),
+    "paged-lion-8bit": OptimizerCost(1, _INT8, is_paged=True),
+    "rmsprop": OptimizerCost(1),
+    "adagrad": OptimizerCost(1),
+    "muon": OptimizerCost(2),  # one moment for matrices, AdamW's two for the rest: counted as two everywhere
+    "adafactor": OptimizerCost(0),  # a row's and a column's sums: less than a thousandth of a matrix
 }
 """By the names that `--optimizer` takes."""
 TRACKED_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum")

@@ -102,7 +102,7 @@ def _stage(figures: Figures, case: Case, stage: Stage) -> Memory:
     params = (trained * m + plain * q + quantised * NF4_BYTES) / shards
     params += quantised * NF4_SCALE_BYTES / tp
     grads = trained * m / shards
-    optimizer = _state_bytes(case) * trained / shards
+    optimizer = state_bytes(case) * trained / shards
 
     # Experts are gathered from the ranks that have the same ones.
     block = (largest.params - largest.experts * (1 - 1 / case.num_expert_ranks)) * c / tp
@@ -191,7 +191,7 @@ def _kept_values(block: Block, tp: int, case: Case) -> float:
     return whole + (values - whole) / tp
 
 
-def _state_bytes(case: Case) -> float:
+def state_bytes(case: Case) -> float:
     """Return the optimizer's bytes per trained value."""
     kind = OPTIMIZERS[case.optimizer]
     return kind.values * (kind.nbytes or DTYPE_BYTES[case.state_dtype or case.master_dtype])

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import DTYPE_BYTES, OPTIMIZERS, TRACKED_OPTIMIZERS
-from ckpt_tools.estimate.formula import Stage
-from ckpt_tools.estimate.packed import fuse_loss
+from ckpt_tools.estimate.formula import Stage, state_bytes
+from ckpt_tools.estimate.model import fuse_loss
 from ckpt_tools.estimate.report import Memory, Moment, UntrackedError
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.ties import output_layer
@@ -47,7 +47,7 @@ Bytes = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
+class StepTrace:
     """What one run showed."""
 
     moments: Mapping[str, Bytes]
@@ -63,7 +63,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TrainingStep:
     """How a forward and its backward are run."""
 
     batch: Batch
@@ -72,11 +72,11 @@ class Step:
     has_pipeline: bool = False
 
 
-def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int) -> Step:
+def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int) -> TrainingStep:
     """Return how a case's step runs on a stage and prepare the model; raise UntrackedError if it cannot be cut."""
     special = case.sequence_parallel or case.loss_parallel or case.fused_loss or case.mesh.size("pp") > 1
     if not special:
-        return Step(batch=batch, run=_plain_step)
+        return TrainingStep(batch=batch, run=_plain_step)
     if set(batch) != {"input_ids", "labels"}:
         raise UntrackedError(f"it is not known how the sequence of a {type(model).__name__} is cut")
     batch = dict(batch)
@@ -105,7 +105,7 @@ def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int
         run = _fused_step
     elif case.loss_parallel:
         run = _parallel_step
-    return Step(batch=batch, run=run, has_pipeline=case.mesh.size("pp") > 1)
+    return TrainingStep(batch=batch, run=run, has_pipeline=case.mesh.size("pp") > 1)
 
 
 def _plain_step(model: nn.Module, batch: Batch, between: Callable[[], None]) -> None:
@@ -139,7 +139,7 @@ def _passed_on(model: nn.Module, batch: Batch, between: Callable[[], None]) -> N
     torch.autograd.backward(hidden, torch.empty_like(hidden))
 
 
-def measure(model: nn.Module, case: Case, step: Step, labels: Mapping[str, str]) -> Trace:
+def measure(model: nn.Module, case: Case, step: TrainingStep, labels: Mapping[str, str]) -> StepTrace:
     """Train a sharded model two steps on the CPU and return the second's moments: by then the optimizer has its state.
 
     Tensors and ranks may be real or fake. `labels` maps the name of a block to what its moments are called.
@@ -172,7 +172,7 @@ def measure(model: nn.Module, case: Case, step: Step, labels: Mapping[str, str])
     held["optimizer"] += state
     for found in (*tracker.moments.values(), *tracker.most.values()):
         found["optimizer"] += state
-    return Trace(
+    return StepTrace(
         moments=tracker.moments,
         most=tracker.most,
         held=held,
@@ -202,13 +202,13 @@ def _synchronise(model: Any, *, is_last: bool) -> None:  # noqa: ANN401 - FSDP's
     model.set_is_last_backward(is_last)
 
 
-def total(base: Trace, longer: Sequence[tuple[int, Trace]], case: Case, stage: Stage) -> Memory:
+def total(base: StepTrace, longer: Sequence[tuple[int, StepTrace]], case: Case, stage: Stage) -> Memory:
     """Return what all layers take: every moment grows by as much for each layer that was left out.
 
     `longer` has, for every row of layers, how many times one was left out and a run with one more.
     """
 
-    def grown(select: Callable[[Trace], Bytes], group: str) -> int:
+    def grown(select: Callable[[StepTrace], Bytes], group: str) -> int:
         first = select(base)[group]
         return first + sum(times * (select(trace)[group] - first) for times, trace in longer)
 
@@ -300,9 +300,7 @@ def _computed_state(model: nn.Module, case: Case) -> int:
     """Return the bytes of state that the optimizer that ran does not have and the case's has."""
     if _is_run(case):
         return 0
-    kind = OPTIMIZERS[case.optimizer]
-    nbytes = kind.values * (kind.nbytes or DTYPE_BYTES[case.state_dtype or case.master_dtype])
-    return round(nbytes * sum(local_of(p).numel() for p in model.parameters() if p.requires_grad))
+    return round(state_bytes(case) * sum(local_of(p).numel() for p in model.parameters() if p.requires_grad))
 
 
 def _is_run(case: Case) -> bool:
@@ -322,10 +320,6 @@ def _passing(model: nn.Module, blocks: Mapping[str, str], case: Case) -> int:
             part += local.numel() * DTYPE_BYTES[case.reduce_dtype] if parameter.requires_grad else 0
         most = max(most, part)
     return most
-
-
-def _on_grad(tensor: torch.Tensor, do: Callable[[], None]) -> None:
-    tensor.register_hook(lambda _: do())  # type: ignore[no-untyped-call]
 
 
 def _tracker_class() -> Any:  # noqa: ANN401, C901 - private to torch, imported late
@@ -377,7 +371,7 @@ def _tracker_class() -> Any:  # noqa: ANN401, C901 - private to torch, imported 
                 self.saved = self.now()["activations"] - self._carried
                 tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
                 if tensors and tensors[0].requires_grad:
-                    _on_grad(tensors[0], lambda: self.enter(f"bwd {label}"))
+                    tensors[0].register_hook(lambda _: self.enter(f"bwd {label}"))  # type: ignore[no-untyped-call]
 
             block.register_forward_pre_hook(before)
             block.register_forward_hook(after)

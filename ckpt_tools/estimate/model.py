@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -14,19 +15,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.figures import Block, Figures, block_of
-from ckpt_tools.estimate.packed import pack_linears
+from ckpt_tools.estimate.figures import NF4_SCALE_BYTES, Block, Figures, block_of
 from ckpt_tools.estimate.report import UntrackedError
 from ckpt_tools.fsdp2 import Policy, Precision, add_lora, find_blocks, parse_policy, shard_model
-from ckpt_tools.fsdp2.internals import checkpoint_activations, replicate_function
+from ckpt_tools.fsdp2.internals import checkpoint_activations
 from ckpt_tools.fsdp2.lora import linear_layers
 from ckpt_tools.fsdp2.mesh import TP_AXIS, fsdp_mesh
-from ckpt_tools.fsdp2.ties import output_layer, tie, tied_groups
+from ckpt_tools.fsdp2.ties import input_layer, output_layer, tie, tied_groups
+from ckpt_tools.fsdp2.wrap import apply_policy
 from ckpt_tools.models.hf_recipe import max_positions
 from ckpt_tools.models.parameters import DTYPES, replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch, Recipe
@@ -41,12 +42,7 @@ def build(recipe: Recipe, case: Case, prepare: Callable[[nn.Module], None] | Non
     cast(model, DTYPES[case.master_dtype if case.lora is None else case.frozen_dtype])
     if case.lora is None:
         return model
-    config = {
-        "peft_type": "LORA",
-        "r": case.lora,
-        "lora_alpha": 2 * case.lora,
-        "target_modules": linear_layers(model),
-    }
+    config = {"peft_type": "LORA", "r": case.lora, "lora_alpha": 2 * case.lora, "target_modules": linear_layers(model)}
     adapted: nn.Module = add_lora(model, config)
     cast(adapted, DTYPES[case.master_dtype], trained=True)
     if case.quantize is not None:
@@ -244,12 +240,6 @@ _LATENT_ATTENTION = {
 leaves it whole."""
 
 
-def apply_policy(unit: nn.Module, policy: Policy, dp: DeviceMesh, *, root: bool = False) -> None:
-    """Make a module a unit of FSDP."""
-    apply: Any = fully_shard if policy.strategy != "no_shard" else replicate_function()
-    apply(unit, **policy.kwargs(dp, root=root))
-
-
 def needs_own_plan(model: nn.Module, case: Case) -> bool:
     """Can the plan for live models not say what this case cuts?"""
     tp = case.mesh.size("tp")
@@ -266,8 +256,9 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, case: Case) -> None:
     if any(hasattr(module, "kv_b_proj") for module in model.modules()):
         plan = _LATENT_ATTENTION | dict(plan)
     ties = tied_groups(model)
-    output, embedding = output_layer(model), _embedding(model)
+    output, embedding = output_layer(model), input_layer(model)
     regions: dict[int, nn.Module] = {}
+    layouts = _SEQUENCE if case.sequence_parallel else Replicate()
     for name, module in model.named_modules():
         style = _style_of(name, plan)
         if not isinstance(module, (nn.Linear, nn.Embedding)) or module is output or module is embedding:
@@ -279,32 +270,21 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh, case: Case) -> None:
             parent = model.get_submodule(name.rpartition(".")[0])
             regions[id(parent)] = parent
         elif style == "rowwise":
-            layouts = _SEQUENCE if case.sequence_parallel else Replicate()
             parallelize_module(module, tp, RowwiseParallel(output_layouts=layouts))
     if case.sequence_parallel:
         for region in regions.values():
             region.register_forward_pre_hook(_gather_input(tp), with_kwargs=True)
     if isinstance(embedding, nn.Embedding):
-        layouts = _SEQUENCE if case.sequence_parallel else Replicate()
         style_of_embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=layouts)
         parallelize_module(embedding, tp, style_of_embedding)
     if isinstance(output, nn.Linear):
-        parallelize_module(output, tp, _output_style(case))
+        style_of_output = ColwiseParallel(
+            input_layouts=layouts,
+            output_layouts=Shard(-1) if case.loss_parallel else Replicate(),
+            use_local_output=not case.loss_parallel,
+        )
+        parallelize_module(output, tp, style_of_output)
     tie(model, ties, ())
-
-
-def _output_style(case: Case) -> ParallelStyle:
-    return ColwiseParallel(
-        input_layouts=_SEQUENCE if case.sequence_parallel else Replicate(),
-        output_layouts=Shard(-1) if case.loss_parallel else Replicate(),
-        use_local_output=not case.loss_parallel,
-    )
-
-
-def _embedding(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_input_embeddings", None)
-    found = get() if callable(get) else None
-    return found if isinstance(found, nn.Module) else None
 
 
 def _style_of(name: str, plan: Mapping[str, str]) -> str | None:
@@ -419,3 +399,82 @@ def _take_buffers(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 def _drop_buffers(module: nn.Module, args: object, output: object) -> None:  # noqa: ARG001 - a hook's signature
     module.__dict__.pop("_ckpt_buffers", None)
+
+
+class _Unpacked(torch.autograd.Function):
+    """x · Wᵀ with a weight that exists only while it is used: once in forward, once more in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, out: int) -> torch.Tensor:  # noqa: ANN401
+        ctx.save_for_backward(packed)
+        ctx.out = out
+        return x @ x.new_empty((out, x.shape[-1])).t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # noqa: ANN401
+        (packed,) = ctx.saved_tensors
+        (grad,) = grads
+        into = packed.numel() * packed.element_size() * 2 // ctx.out
+        return grad @ grad.new_empty((ctx.out, into)), None, None
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer of 4-bit weights, kept in a parameter of the compute dtype (`bnb_4bit_quant_storage`)."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = linear.weight.shape
+        rows = math.ceil(linear.weight.numel() / 2 / dtype.itemsize)
+        packed = torch.empty((rows, 1), dtype=dtype, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        scales = math.ceil(linear.weight.numel() * NF4_SCALE_BYTES)
+        self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device="meta"))
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., out] of [..., in]."""
+        found: torch.Tensor = _Unpacked.apply(  # type: ignore[no-untyped-call]
+            x.to(self.weight.dtype), self.weight, self.out_features
+        )
+        return found if self.bias is None else found + self.bias
+
+
+def pack_linears(model: nn.Module, dtype: torch.dtype) -> None:
+    """Pack the frozen layers under adapters."""
+    for module in model.modules():
+        base = module._modules.get("base_layer")  # noqa: SLF001 - PEFT's name for it
+        if isinstance(base, nn.Linear):
+            module._modules["base_layer"] = PackedLinear(base, dtype)  # noqa: SLF001
+
+
+class _Chunked(torch.autograd.Function):
+    """Cross-entropy of x · Wᵀ, chunk by chunk, gradients computed in forward (as Liger's kernel does)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        rows, width = x.shape
+        # Liger's choice: as many values in a chunk's logits as in x.
+        chunk = min(rows, 1 << max(0, math.ceil(math.log2(max(1, rows * width / weight.shape[0])))))
+        grad_x = torch.empty_like(x)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        logits = x[:chunk] @ weight.t()
+        grad_x[:chunk] = logits @ weight
+        if grad_weight is not None:
+            grad_weight += logits.t() @ x[:chunk]
+        ctx.save_for_backward(grad_x, grad_weight)
+        return x.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # noqa: ANN401, ARG004
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad_x, grad_weight
+
+
+def fuse_loss(output: nn.Module) -> None:
+    """Let an output layer return the loss in place of logits."""
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Chunked.apply(hidden.flatten(0, -2), output.weight)  # type: ignore[no-untyped-call]
+        return found
+
+    output.forward = forward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,24 +11,14 @@ from ckpt_tools.checkpoint.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import DEFAULT_WORLD_SIZE, Case
 from ckpt_tools.estimate.figures import DTYPE_BYTES, GPUS, OPTIMIZERS, gpu_bytes
-from ckpt_tools.options.estimate import DEFAULT_LORA_RANK, SCHEDULES, EstimateFields, Training
+from ckpt_tools.options import refuse_other
+from ckpt_tools.options.common import find_strategy
+from ckpt_tools.options.estimate import DEFAULT_LORA_RANK, SCHEDULES, EstimateFields, TrainingOptions
 from ckpt_tools.units import parse_count, parse_size
 
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
 """From the one that needs the most memory; side by side they stand in this order."""
-ALIASES: Mapping[str, str] = {
-    "ddp": "no_shard",
-    "zero2": "shard_grad_op",
-    "zero3": "full_shard",
-    "hsdp": "hybrid_shard",
-    "_hybrid_shard_zero2": "hybrid_shard_zero2",
-    "1": "full_shard",
-    "2": "shard_grad_op",
-    "3": "no_shard",
-    "4": "hybrid_shard",
-    "5": "hybrid_shard_zero2",
-}
-"""FSDP1's names and accelerate's numbers, as `fsdp2.parse_strategy` takes them."""
+
 NODE_SIZE = 8
 """Ranks that hybrid_shard cuts over when the mesh does not say."""
 MAX_COUNT = 10**15
@@ -54,10 +43,8 @@ class EstimateOptions(EstimateFields):
                 raise UsageError(f"{option} must be at least 1, got {value}")
             _check_count(option, value)
         for name in ("param_dtype", "reduce_dtype", "master_dtype", "frozen_dtype", "state_dtype"):
-            dtype = getattr(self, name)
-            if dtype not in DTYPE_BYTES and not (dtype is None and name == "state_dtype"):
-                hint = f"--{name.replace('_', '-')} takes {', '.join(DTYPE_BYTES)}"
-                raise UsageError(f"{dtype!r} is not a dtype", hint=hint)
+            if name != "state_dtype" or self.state_dtype is not None:
+                refuse_other(getattr(self, name), DTYPE_BYTES, "a dtype", f"--{name.replace('_', '-')}")
         if self.optimizer not in OPTIMIZERS:
             raise UsageError(
                 f"the state of {self.optimizer!r} is not known", hint=f"--optimizer takes {', '.join(OPTIMIZERS)}"
@@ -65,8 +52,8 @@ class EstimateOptions(EstimateFields):
         if self.rank is not None and self.rank < 1:
             raise UsageError(f"--lora-rank must be at least 1, got {self.rank}", hint="for example --lora-rank 16")
         _check_count("--lora-rank", self.rank or 1)
-        if self.quantize not in (None, "nf4"):
-            raise UsageError(f"{self.quantize!r} is not a quantisation", hint="--quantize takes nf4")
+        if self.quantize is not None:
+            refuse_other(self.quantize, ("nf4",), "a quantisation", "--quantize")
         if self.quantize is not None and self.rank is None:
             raise UsageError("quantised weights cannot be trained", hint="add --lora, which trains adapters instead")
         if gpu_bytes is not None and gpu_bytes < 1 and self.gpu is None:
@@ -122,8 +109,7 @@ def _check_case(case: Case) -> None:
     for option, is_given, has_axis, axis in needs:
         if is_given and not has_axis:
             raise UsageError(f"{option} needs a mesh with the axis {axis}", hint=f"add {axis}=N to --mesh")
-    if case.schedule not in SCHEDULES:
-        raise UsageError(f"{case.schedule!r} is not a schedule", hint=f"--schedule takes {', '.join(SCHEDULES)}")
+    refuse_other(case.schedule, SCHEDULES, "a schedule", "--schedule")
     if case.loss_parallel and case.fused_loss:
         raise UsageError("--loss-parallel and --fused-loss are two ways to compute the loss", hint="drop one of them")
     if case.activation_checkpointing and case.selective_checkpointing:
@@ -172,9 +158,8 @@ def _check_world(world: int) -> None:
 
 def parse_strategy(text: str) -> str:
     """Return one of `STRATEGIES`, or hybrid_shard_zero2, for any spelling of it."""
-    key = text.strip().lower().replace("-", "_").removeprefix("shardingstrategy.")
-    name = ALIASES.get(key, key)
-    if name not in (*STRATEGIES, "hybrid_shard_zero2"):
+    name = find_strategy(text)
+    if name is None:
         raise UsageError(
             f"{text!r} is not a strategy", hint=f"the strategies are {', '.join(STRATEGIES)}; all is all of them"
         )
@@ -196,12 +181,13 @@ def cases_of(options: EstimateOptions) -> tuple[Case, ...]:
     _check_world(world)
     names = [parse_strategy(text) for text in options.strategies if text != "all"]
     if "all" in options.strategies:
-        names = [name for name in STRATEGIES if name != "hybrid_shard" or _can_split(given, world)]
+        is_even = (world // math.prod(size for _, size in _tail(given))) % 2 == 0
+        names = [name for name in STRATEGIES if name != "hybrid_shard" or is_even]
     if not names:
         names = [natural_strategy(given)]
     names = list(dict.fromkeys(names))
     is_one = len(names) == 1
-    common: dict[str, Any] = {each.name: getattr(options, each.name) for each in fields(Training)}
+    common: dict[str, Any] = {each.name: getattr(options, each.name) for each in fields(TrainingOptions)}
     recomputes = options.activation_checkpointing
     return tuple(
         Case(
@@ -223,10 +209,6 @@ def natural_strategy(mesh: Mesh | None) -> str:
         # Every micro-batch would gather the parameters anew.
         return "shard_grad_op" if mesh is not None and mesh.size("pp") > 1 else "full_shard"
     return "hybrid_shard" if "dp_shard" in names else "no_shard"
-
-
-def _can_split(given: Mesh | None, world: int) -> bool:
-    return (world // math.prod(size for _, size in _tail(given))) % 2 == 0
 
 
 def _tail(given: Mesh | None) -> tuple[tuple[str, int], ...]:

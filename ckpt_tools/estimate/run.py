@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.formats.skeleton import skeleton
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checkpoint.transform import is_optimizer
-from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.estimate import formula
 from ckpt_tools.estimate.case import Case, Margin, margin_of
 from ckpt_tools.estimate.figures import OPTIMIZERS, Figures, figures_from_counts, figures_from_shapes
@@ -21,11 +23,11 @@ from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.config import component_of, config_path, read_config
 from ckpt_tools.options import takes
 from ckpt_tools.options.estimate import DEFAULT_LORA_RANK
-from ckpt_tools.sandbox.child import Child
+from ckpt_tools.sandbox.child import Child, Here, build_behind_walls
 from ckpt_tools.storage.locations import exists, is_directory, is_file
 from ckpt_tools.text import escape_name
 
-ESTIMATE = "ckpt_tools.estimate.child:estimate"
+ESTIMATE = "ckpt_tools.estimate.run:estimate_in_child"
 _NO_CONFIG = "there is no config.json, so there is nothing to run"
 
 
@@ -95,17 +97,13 @@ def config_of(options: EstimateOptions) -> str | None:
         return None
     if is_directory(path):
         file = config_path(path)
-        return file if is_file(file) and _names_architecture(file) else None
+        # Without a class of transformers or diffusers, the weights beside it answer.
+        return file if is_file(file) and read_config(file, hint=SIZES_HINT).architecture is not None else None
     if not exists(path):
         raise UsageError("no such file or directory", where=path, hint=SIZES_HINT)
     if not path.endswith(".json") or path.endswith(".index.json"):
         return None
     return path
-
-
-def _names_architecture(path: str) -> bool:
-    """Does it name a class of transformers or diffusers? Otherwise the weights beside it answer."""
-    return read_config(path, hint=SIZES_HINT).architecture is not None
 
 
 def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ...]]:
@@ -170,13 +168,7 @@ def _judged(
         has_experts = any(block.experts for block in figures.blocks)
         fits, doubt = judge(case, memory, margin, gpu_memory, is_tracked=tracked is not None, has_experts=has_experts)
     return CaseEstimate(
-        case=case,
-        formula=by_formula,
-        tracked=tracked,
-        why_not_tracked=why_not,
-        margin=margin,
-        fits=fits,
-        doubt=doubt,
+        case=case, formula=by_formula, tracked=tracked, why_not_tracked=why_not, margin=margin, fits=fits, doubt=doubt
     )
 
 
@@ -283,3 +275,38 @@ def _sharded(case: Case) -> Case:
 
 def _more(mesh: Mesh, factor: int) -> Mesh:
     return Mesh(tuple((name, size * factor if name == "dp_shard" else size) for name, size in mesh.axes))
+
+
+def estimate_in_child(options: EstimateOptions, here: Here) -> Estimate:
+    """Estimate; what `run.start_estimate` calls in a child."""
+    start = time.perf_counter()
+    config = config_of(options)
+    try:
+        result = by_formula(options) if config is None else _track(options, os.path.abspath(config), here)
+    except RefusedConfigError as error:
+        error.hint = SIZES_HINT  # there is no --factory here
+        raise
+    return replace(result, notes=with_assumptions(result), seconds=time.perf_counter() - start)
+
+
+def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
+    found = read_config(config, hint=SIZES_HINT)
+    import torch
+
+    from ckpt_tools.estimate.model import figures_of, notes_of
+    from ckpt_tools.estimate.track import track
+    from ckpt_tools.models.recipe_of import recipe_of
+
+    torch.set_num_threads(1)
+    try:
+        recipe = recipe_of(found.values, found.where, otherwise=SIZES_HINT)
+    except RefusedConfigError:
+        raise
+    except UsageError as error:  # without the library, or with a class that it does not know, the weights answer
+        if "_class_name" not in found.values or not os.path.isdir(options.path or ""):
+            raise
+        result = by_formula(options)
+        return replace(result, notes=(f"nothing was run: {error.what}", *result.notes))
+    build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
+    result = estimate_of(options, recipe.title, figures_of(recipe), partial(track, recipe))
+    return replace(result, notes=notes_of(recipe, options.seq_len))

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,13 +28,15 @@ from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.formula import Stage, stages_of
-from ckpt_tools.estimate.measure import GROUPS, Trace, measure, step_of, total
+from ckpt_tools.estimate.measure import GROUPS, StepTrace, measure, step_of, total
 from ckpt_tools.estimate.model import batch_of, build, shard
 from ckpt_tools.estimate.report import Memory, UntrackedError
 from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh, find_blocks
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.local import assemble
+from ckpt_tools.fsdp2.lora import base_of
+from ckpt_tools.fsdp2.ties import input_layer, output_layer
 from ckpt_tools.models.recipe import Recipe
 
 
@@ -62,13 +64,7 @@ def track(recipe: Recipe, case: Case) -> Memory | str:
     if reason is not None:
         return reason
     try:
-        with (
-            _fake_world(case.live_mesh) as mesh,
-            _without_propagation(),
-            _one_sample_a_row(),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
+        with _fake_world(case.live_mesh) as mesh, _as_on_devices():
             return _worst_stage(recipe, case, mesh)
     except CkptError:
         raise
@@ -95,62 +91,36 @@ def _fake_world(mesh: Mesh) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def _as_on_devices() -> Iterator[None]:
-    """Keep tensors without data from being treated in another way than those with."""
-    with _without_propagation(), _one_sample_a_row(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Keep tensors without data from being treated in another way than those with.
 
-
-@contextmanager
-def _without_propagation() -> Iterator[None]:
-    """Let DTensor compute shapes of whole tensors in a fake mode of its own, as it does beside real tensors.
-
-    The tracker leaves out what another mode makes; in its own it would count whole logits that no rank ever has.
+    DTensor computes shapes of whole tensors in a fake mode of its own, as it does beside real tensors: the tracker
+    leaves out what another mode makes; in its own it would count whole logits that no rank ever has. transformers looks
+    into position ids for several samples in a row, cannot without data, and would then make a mask of all pairs of
+    tokens and copies of the keys' and values' heads, which training on one sample a row does not.
     """
     from torch.distributed.tensor import _sharding_prop as propagation
 
-    name = "detect_fake_mode"
-    original = getattr(propagation, name, None)
-    if original is None:  # another version, which does not share modes
-        yield
-        return
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        stack.enter_context(_finding_nothing(propagation, "detect_fake_mode"))
+        with suppress(ImportError):
+            from transformers import masking_utils
 
-    def no_mode(*_: object) -> None:
-        return None
-
-    setattr(propagation, name, no_mode)
-    try:
+            stack.enter_context(_finding_nothing(masking_utils, "find_packed_sequence_indices"))
         yield
-    finally:
-        setattr(propagation, name, original)
 
 
 @contextmanager
-def _one_sample_a_row() -> Iterator[None]:
-    """Let transformers take rows of a batch for one sample each.
-
-    It looks into position ids for several, cannot without data, and would then make a mask of all pairs of tokens and
-    copies of the keys' and values' heads, which training on one sample a row does not.
-    """
-    try:
-        from transformers import masking_utils
-    except ImportError:
-        yield
-        return
-    name = "find_packed_sequence_indices"
-    original = getattr(masking_utils, name, None)
-    if original is None:  # another version, which does not look
-        yield
-        return
-
-    def none_packed(position_ids: torch.Tensor) -> None:  # noqa: ARG001 - transformers' signature
-        return None
-
-    setattr(masking_utils, name, none_packed)
+def _finding_nothing(module: object, name: str) -> Iterator[None]:
+    """Let a function return None, in the versions that have it."""
+    original = getattr(module, name, None)
+    if original is not None:
+        setattr(module, name, lambda *_, **__: None)
     try:
         yield
     finally:
-        setattr(masking_utils, name, original)
+        if original is not None:
+            setattr(module, name, original)
 
 
 def _worst_stage(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory:
@@ -169,7 +139,7 @@ def _worst_stage(recipe: Recipe, case: Case, mesh: DeviceMesh) -> Memory:
     return max(found, key=lambda memory: memory.peak)
 
 
-def _track_stage(recipe: Recipe, case: Case, mesh: DeviceMesh, rows: tuple[Row, ...], stage: Stage) -> Memory:
+def _track_stage(recipe: Recipe, case: Case, mesh: DeviceMesh, rows: tuple[LayerRow, ...], stage: Stage) -> Memory:
     """Track as few layers as tell all, and all of them where the model does not run with few."""
     cuts = {row: slim(row.kinds) for row in rows}
     base = {row.name: row.shifted(cut.base) for row, cut in cuts.items()}
@@ -190,7 +160,7 @@ def _track_stage(recipe: Recipe, case: Case, mesh: DeviceMesh, rows: tuple[Row, 
     return total(_run(recipe, case, mesh, whole, stage), [], case, stage)
 
 
-def _run(recipe: Recipe, case: Case, mesh: DeviceMesh, kept: Mapping[str, Sequence[int]], stage: Stage) -> Trace:
+def _run(recipe: Recipe, case: Case, mesh: DeviceMesh, kept: Mapping[str, Sequence[int]], stage: Stage) -> StepTrace:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     before: dict[str, str] = {}
@@ -203,7 +173,7 @@ def _run(recipe: Recipe, case: Case, mesh: DeviceMesh, kept: Mapping[str, Sequen
     with torch.device("meta"):
         width = width_of(recipe.build()) if not stage.has_embedding else 0
     model = build(recipe, case, prepare)
-    base = _base_of(model)
+    base = base_of(model) or model
     batch = batch_of(recipe, base, case)
     step = step_of(base, batch, case, stage, width)
     blocks = shard(model, mesh, recipe, case)
@@ -212,17 +182,8 @@ def _run(recipe: Recipe, case: Case, mesh: DeviceMesh, kept: Mapping[str, Sequen
     with FakeTensorMode(allow_non_fake_inputs=True):
         _fill(model, shapes)
         inputs = tree_map_only(torch.Tensor, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), step.batch)
-        labels = {block: before.get(_plain(block), block) for block in blocks}
+        labels = {block: before.get(block.removeprefix("base_model.model."), block) for block in blocks}
         return measure(model, case, replace(step, batch=inputs), labels)
-
-
-def _plain(block: str) -> str:
-    return block.removeprefix("base_model.model.")
-
-
-def _base_of(model: nn.Module) -> nn.Module:
-    get_base = getattr(model, "get_base_model", None)
-    return get_base() if callable(get_base) else model
 
 
 def _fill(model: nn.Module, shapes: dict[int, tuple[int, ...]]) -> None:
@@ -296,7 +257,7 @@ _COUNTED = ("layer_idx", "layer_id", "layer_number", "block_idx")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class LayerRow:
     """The blocks in one list of modules."""
 
     name: str
@@ -311,7 +272,7 @@ class Row:
         return tuple(self.start + index for index in indices)
 
 
-def rows_of(model: nn.Module, blocks: Iterable[str]) -> tuple[Row, ...]:
+def rows_of(model: nn.Module, blocks: Iterable[str]) -> tuple[LayerRow, ...]:
     """Return the lists that consist of blocks."""
     members: dict[str, set[int]] = defaultdict(set)
     for block in blocks:
@@ -322,7 +283,7 @@ def rows_of(model: nn.Module, blocks: Iterable[str]) -> tuple[Row, ...]:
     for name, indices in members.items():
         modules = model.get_submodule(name)
         if isinstance(modules, nn.ModuleList) and indices == set(range(len(modules))):
-            found.append(Row(name=name, kinds=tuple(map(_kind, modules))))
+            found.append(LayerRow(name=name, kinds=tuple(map(_kind, modules))))
     return tuple(found)
 
 
@@ -365,29 +326,21 @@ def _configs(model: nn.Module) -> list[Any]:
 def cut_stage(model: nn.Module, stage: Stage) -> None:
     """Leave out embedding and output where a stage has none; raise UntrackedError if the model does not name them."""
     if not stage.has_embedding:
-        embedding = _call(model, "get_input_embeddings")
-        _replace(model, embedding)
+        _leave_out(model, input_layer(model))
     if not stage.has_output:
-        output = _call(model, "get_output_embeddings")
-        _replace(model, output)
+        _leave_out(model, output_layer(model))
 
 
 def width_of(model: nn.Module) -> int:
     """Return the width of what an embedding puts out."""
-    get = getattr(model, "get_input_embeddings", None)
-    return int(get().embedding_dim) if callable(get) else 0
+    embedding = input_layer(model)
+    return 0 if embedding is None else int(embedding.embedding_dim)  # type: ignore[arg-type]
 
 
-def _call(model: nn.Module, name: str) -> nn.Module:
-    get = getattr(model, name, None)
-    found = get() if callable(get) else None
-    if not isinstance(found, nn.Module):
+def _leave_out(model: nn.Module, layer: nn.Module | None) -> None:
+    if layer is None:
         raise UntrackedError(f"it is not known how a pipeline cuts a {type(model).__name__}")
-    return found
-
-
-def _replace(model: nn.Module, old: nn.Module) -> None:
     for module in model.modules():
         for key, child in list(module.named_children()):
-            if child is old:
+            if child is layer:
                 setattr(module, key, nn.Identity())

@@ -8,10 +8,9 @@ from __future__ import annotations
 from ckpt_tools.fsdp2.audit import PHASES, audit
 from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
 from ckpt_tools.fsdp2.buffers import materialise_buffers
-from ckpt_tools.fsdp2.cases import Diagnosis
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare import Trace, compare_ranks, compare_traces
-from ckpt_tools.fsdp2.diagnose import diagnose
+from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
 from ckpt_tools.fsdp2.internals import GroupState, snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.local import local_box, placements_of
@@ -21,68 +20,21 @@ from ckpt_tools.fsdp2.methods import Methods
 from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
 from ckpt_tools.fsdp2.qlora import Quantisation, load_quantised, quantise_linears
-from ckpt_tools.fsdp2.rng import RngState
 from ckpt_tools.fsdp2.save import async_save_checkpoint, save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
-from ckpt_tools.fsdp2.state import PerRank
+from ckpt_tools.fsdp2.state import PerRank, RngState
 from ckpt_tools.fsdp2.tensor_parallel import TpPlan
 from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, offload_optimizer, parameter_groups
 from ckpt_tools.fsdp2.watch import Watch, read_traces, watch
 from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model
 
 __all__ = [
-    "CATALOGUE",
-    "PHASES",
-    "STRATEGIES",
-    "Blocks",
-    "Diagnosis",
-    "GroupState",
-    "LoadReport",
-    "Methods",
-    "PerRank",
-    "Policy",
-    "Precision",
-    "Quantisation",
-    "RngState",
-    "ShardedPlan",
-    "TpPlan",
-    "Trace",
-    "Watch",
-    "accumulate",
-    "adapter_state",
-    "add_lora",
-    "async_save_checkpoint",
-    "audit",
-    "build_device_mesh",
-    "clip_grad_norm",
-    "compare_ranks",
-    "compare_traces",
-    "data_rank",
-    "diagnose",
-    "find_blocks",
-    "finish_adapters",
-    "frozen",
-    "fsdp_mesh",
-    "load_adapters",
-    "load_base",
-    "load_checkpoint",
-    "load_optimizer",
-    "load_quantised",
-    "local_box",
-    "materialise_buffers",
-    "mesh_of",
-    "offload_optimizer",
-    "parameter_groups",
-    "parse_policy",
-    "parse_strategy",
-    "placements_of",
-    "plan_of",
-    "quantise_linears",
-    "rank0_load",
-    "read_traces",
-    "save_checkpoint",
-    "shard_model",
-    "snapshot",
-    "tp_mesh",
-    "watch",
-]
+    "CATALOGUE", "PHASES", "STRATEGIES", "Blocks", "Diagnosis", "GroupState", "LoadReport", "Methods", "PerRank",
+    "Policy", "Precision", "Quantisation", "RngState", "ShardedPlan", "TpPlan", "Trace", "Watch", "accumulate",
+    "adapter_state", "add_lora", "async_save_checkpoint", "audit", "build_device_mesh", "clip_grad_norm",
+    "compare_ranks", "compare_traces", "data_rank", "diagnose", "find_blocks", "finish_adapters", "frozen",
+    "fsdp_mesh", "load_adapters", "load_base", "load_checkpoint", "load_optimizer", "load_quantised", "local_box",
+    "materialise_buffers", "mesh_of", "offload_optimizer", "parameter_groups", "parse_policy", "parse_strategy",
+    "placements_of", "plan_of", "quantise_linears", "rank0_load", "read_traces", "save_checkpoint", "shard_model",
+    "snapshot", "tp_mesh", "watch",
+]  # fmt: skip

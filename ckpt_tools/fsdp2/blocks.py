@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -44,7 +44,8 @@ def find_blocks(model: nn.Module, blocks: Blocks = "auto") -> tuple[str, ...]:
         found = [name for name in _automatic(model, modules) if _problem(owners, modules[name]) is None]
     else:
         found = []
-        for wanted in _split(blocks):
+        listed = filter(None, map(str.strip, blocks.split(","))) if isinstance(blocks, str) else blocks
+        for wanted in listed:
             matches = _matches(modules, wanted)
             usable = [name for name in matches if _problem(owners, modules[name]) is None]
             if not usable:
@@ -75,12 +76,6 @@ def _automatic(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
             lists += [f"{name}.{key}" for key, child in module.named_children() if type(child) in repeated]
     # The outermost lists are the layers; lists inside of a layer (heads, experts) are parts of it.
     return [name for name in lists if not any(name.startswith(outer + ".") for outer in lists)]
-
-
-def _split(blocks: Blocks) -> Iterable[str | type]:
-    if isinstance(blocks, str):
-        return [part.strip() for part in blocks.split(",") if part.strip()]
-    return blocks
 
 
 def _matches(modules: dict[str, nn.Module], wanted: str | type) -> list[str]:

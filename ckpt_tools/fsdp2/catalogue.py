@@ -16,7 +16,7 @@ Found = Literal["exception", "audit", "ranks", "watch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class DiagnosisEntry:
     """One row of the table."""
 
     id: str
@@ -33,17 +33,17 @@ class Entry:
     """Functions of which one runs when they are raised."""
 
 
-def _read_entries() -> Mapping[str, Entry]:
+def _read_entries() -> Mapping[str, DiagnosisEntry]:
     text = files("ckpt_tools.fsdp2").joinpath("diagnoses.toml").read_text(encoding="utf-8")
     table: dict[str, dict[str, Any]] = tomllib.loads(text)
     found = {}
     for code, fields in table.items():
         tuples: dict[str, Any] = {name: tuple(fields.pop(name, ())) for name in ("found_by", "inside")}
-        found[code] = Entry(id=code, **fields, **tuples)
+        found[code] = DiagnosisEntry(id=code, **fields, **tuples)
     return found
 
 
-CATALOGUE: Mapping[str, Entry] = MappingProxyType(_read_entries())
+CATALOGUE: Mapping[str, DiagnosisEntry] = MappingProxyType(_read_entries())
 """Diagnosis id → entry."""
 
 

@@ -14,14 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.fsdp2.catalogue import build_finding
-from ckpt_tools.fsdp2.internals import (
-    local_of,
-    mesh_axes,
-    non_persistent_names,
-    read_groups,
-    read_states,
-    shown,
-)
+from ckpt_tools.fsdp2.internals import local_of, mesh_axes, non_persistent_names, read_groups, read_states, shown
+from ckpt_tools.fsdp2.local import bytes_of
 from ckpt_tools.text import first_few
 
 _MAX_FINDINGS = 8
@@ -122,8 +116,7 @@ def _replica_key(fqn: str, tensor: torch.Tensor) -> str | None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    local = local_of(tensor).detach().to("cpu").contiguous()
-    return xxhash.xxh3_128_hexdigest(local.reshape(-1).view(torch.uint8).numpy().data)
+    return xxhash.xxh3_128_hexdigest(bytes_of(local_of(tensor).detach().to("cpu")).numpy().data)
 
 
 def compare_records(records: Sequence[RankRecord]) -> list[Finding]:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.names import folded
 from ckpt_tools.checkpoint.transform import strip_wrappers
-from ckpt_tools.fsdp2.audit import find_double_wraps
-from ckpt_tools.fsdp2.cases import Case, Diagnosis, open_case
+from ckpt_tools.fsdp2.audit import audit, find_double_wraps, is_reentrant
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
 from ckpt_tools.fsdp2.compare import compare_traces
-from ckpt_tools.fsdp2.internals import Group, owner_of_frame, registered_methods, shown
-from ckpt_tools.fsdp2.learning import is_reentrant
-from ckpt_tools.fsdp2.stacks import Call, named_tensors, written_tensor
-from ckpt_tools.fsdp2.watch import find_parameter
+from ckpt_tools.fsdp2.internals import FsdpGroup, owner_of_frame, read_groups, registered_methods, shown
+from ckpt_tools.fsdp2.stack_trace import MethodCall, Stack, named_tensors, read_stack, written_tensor
+from ckpt_tools.fsdp2.watch import Watch, find_parameter, last_watch
 
 
-def check_freed(case: Case) -> Diagnosis | None:
+def check_freed(case: DiagnosedCase) -> Diagnosis | None:
     """Backward met parameters that were not gathered."""
     is_freed = "storage of size 0" in case.text
     is_state = bool(re.search(r"Expects to be in one of.*UNSHARDED", case.text))
@@ -33,7 +34,8 @@ def check_freed(case: Case) -> Diagnosis | None:
     if wrapped is not None and is_state:
         return wrapped
     if is_state and (case.phase == "forward" or case.stack.passes("post_forward", "_post_forward")):
-        return _resharded(case, _group_of(case, case.stack.entered[-1]) if case.stack.entered else None)
+        last = case.stack.entered[-1:]
+        return _resharded(case, next((group for group in case.groups() if set(last) & set(group.modules)), None))
     if (seen := case.watched("opaque-output")) is not None:
         return seen
     views = () if case.seen is None else case.seen.changed_views()
@@ -44,7 +46,7 @@ def check_freed(case: Case) -> Diagnosis | None:
     return case.build("opaque-output", likely)
 
 
-def _double_wrapped(case: Case, only: Group | None = None) -> Diagnosis | None:
+def _double_wrapped(case: DiagnosedCase, only: FsdpGroup | None = None) -> Diagnosis | None:
     for group in case.groups() if only is None else (only,):
         for module in group.modules:
             paths = find_double_wraps(module, keeps=group.expected_after_forward == "UNSHARDED")
@@ -55,7 +57,7 @@ def _double_wrapped(case: Case, only: Group | None = None) -> Diagnosis | None:
     return None
 
 
-def check_mixes(case: Case) -> Diagnosis | None:
+def check_mixes(case: DiagnosedCase) -> Diagnosis | None:
     """A sharded parameter met a plain tensor in a forward pass."""
     is_mixed = "mixed torch.Tensor and DTensor" in case.text or "no _spec" in case.text
     # In place, DTensor's own code stops at an assertion without words.
@@ -89,7 +91,7 @@ def check_mixes(case: Case) -> Diagnosis | None:
     return _from_outside(case, fqn, group)
 
 
-def _outside(case: Case) -> Diagnosis | None:
+def _outside(case: DiagnosedCase) -> Diagnosis | None:
     """Sharded parameters met plain tensors in the user's own arithmetic: copies, averages, penalties."""
     line = next((line for line in reversed(case.stack.lines) if not line.is_library), None)
     if line is None:
@@ -114,7 +116,7 @@ def _outside(case: Case) -> Diagnosis | None:
     return None
 
 
-def _plain_model(case: Case) -> Diagnosis | None:
+def _plain_model(case: DiagnosedCase) -> Diagnosis | None:
     """DTensors in a model that nobody sharded, which a load with `assign=True` leaves."""
     root = case.stack.calls[0].module
     held = next(((fqn, p) for fqn, p in root.named_parameters() if isinstance(p, DTensor)), None)
@@ -130,7 +132,7 @@ def _plain_model(case: Case) -> Diagnosis | None:
     return case.build("load-sharded", held[0], cause, str(caller or case.stack.calls[0].line))
 
 
-def _culprit(case: Case) -> tuple[str, Group | None]:
+def _culprit(case: DiagnosedCase) -> tuple[str, FsdpGroup | None]:
     """Return the sharded parameter that was used, and its group: as watched, as written, or the module's own."""
     groups = case.groups()
     model = case.model
@@ -153,10 +155,10 @@ def _culprit(case: Case) -> tuple[str, Group | None]:
     return "", None
 
 
-def _from_outside(case: Case, fqn: str, group: Group) -> Diagnosis:
+def _from_outside(case: DiagnosedCase, fqn: str, group: FsdpGroup) -> Diagnosis:
     """A parameter was used while its owner was not running at all."""
     below = {module for owner in group.modules for module in owner.modules()}
-    user: Call | None = None
+    user: MethodCall | None = None
     for call in case.stack.calls:
         if call.module in below:
             # The call went from above into the middle of the owner, or from somewhere else altogether.
@@ -171,7 +173,7 @@ def _from_outside(case: Case, fqn: str, group: Group) -> Diagnosis:
     return case.build("foreign-param", fqn, cause, str(last.line))
 
 
-def _entered_twice(case: Case, group: Group) -> Diagnosis | None:
+def _entered_twice(case: DiagnosedCase, group: FsdpGroup) -> Diagnosis | None:
     """Blame a dispatch that no static analysis sees, `getattr(self, name)(x)`: seen, or else the likeliest."""
     if (seen := case.watched("double-wrap", shown(group.fqn))) is not None:
         return seen
@@ -182,15 +184,11 @@ def _entered_twice(case: Case, group: Group) -> Diagnosis | None:
     return case.build("double-wrap", shown(group.fqn), f"{cause}called there ({', '.join(methods)})")
 
 
-def _resharded(case: Case, group: Group | None) -> Diagnosis:
+def _resharded(case: DiagnosedCase, group: FsdpGroup | None) -> Diagnosis:
     if (seen := case.watched("mid-forward-reshard")) is not None:
         return seen
     where = shown(group.fqn) if group is not None else ""
     return case.build("mid-forward-reshard", where, f"{where or 'a module'} was sharded again inside its own forward")
-
-
-def _group_of(case: Case, module: nn.Module) -> Group | None:
-    return next((group for group in case.groups() if any(each is module for each in group.modules)), None)
 
 
 def diagnose(error: BaseException, *, model: nn.Module | None = None, phase: str = "") -> Diagnosis:
@@ -224,7 +222,7 @@ def diagnose(error: BaseException, *, model: nn.Module | None = None, phase: str
 # Rules. Each looks at one kind of error and returns None when it is another.
 
 
-def _texts(case: Case) -> Diagnosis | None:
+def _texts(case: DiagnosedCase) -> Diagnosis | None:
     """Errors whose own text says enough."""
     for entry in CATALOGUE.values():
         match = re.search(entry.text, case.text, re.DOTALL) if entry.text else None
@@ -240,7 +238,7 @@ def _texts(case: Case) -> Diagnosis | None:
     return None
 
 
-def _owner(case: Case) -> str:
+def _owner(case: DiagnosedCase) -> str:
     """Name what FSDP2's own innermost frame works on: a parameter, or a group."""
     for line in reversed(case.stack.lines):
         found = owner_of_frame(line.frame, case.model)
@@ -250,7 +248,7 @@ def _owner(case: Case) -> str:
     return ""
 
 
-def _loads(case: Case) -> Diagnosis | None:
+def _loads(case: DiagnosedCase) -> Diagnosis | None:
     """Errors of `load_state_dict`, and what a wrong load leads to."""
     if "_local_tensor" in case.text and isinstance(case.error, AttributeError):
         return case.build("load-plain", _owner(case))
@@ -275,7 +273,7 @@ def _loads(case: Case) -> Diagnosis | None:
     return None
 
 
-def _is_sharded(case: Case, fqn: str) -> bool:
+def _is_sharded(case: DiagnosedCase, fqn: str) -> bool:
     """Is this a DTensor in the module that is being loaded?"""
     for line in case.stack.lines:
         module = line.frame.f_locals.get("self")
@@ -287,7 +285,7 @@ def _is_sharded(case: Case, fqn: str) -> bool:
 _DTYPES = r"(must|to) have the same dtype|Input type .* should be the same|expected scalar type \w+ but found \w+"
 
 
-def _dtypes(case: Case) -> Diagnosis | None:
+def _dtypes(case: DiagnosedCase) -> Diagnosis | None:
     """An input in another dtype than a unit computes in."""
     if not case.stack.calls or not re.search(_DTYPES, case.text):
         return None
@@ -307,7 +305,7 @@ def _dtypes(case: Case) -> Diagnosis | None:
     return case.build("compute-dtype", where, cause)
 
 
-def _graphs(case: Case) -> Diagnosis | None:
+def _graphs(case: DiagnosedCase) -> Diagnosis | None:
     """Backward from a loss that nothing trainable leads to."""
     if "does not require grad and does not have a grad_fn" not in case.text or case.model is None:
         return None
@@ -331,14 +329,14 @@ def _graphs(case: Case) -> Diagnosis | None:
     )
 
 
-def _meta(case: Case) -> Diagnosis | None:
+def _meta(case: DiagnosedCase) -> Diagnosis | None:
     """Computing with what has no data."""
     if re.search(r"device meta|meta tensor|meta device|'meta'", case.text):
         return case.audited("meta-buffer") or case.audited("meta-param") or case.audited("meta-attribute")
     return None
 
 
-def _optimizers(case: Case) -> Diagnosis | None:
+def _optimizers(case: DiagnosedCase) -> Diagnosis | None:
     """Optimizers and clipping."""
     is_mixed = "mixed torch.Tensor and DTensor" in case.text or "must have the same mesh" in case.text
     if is_mixed and (
@@ -353,7 +351,7 @@ def _optimizers(case: Case) -> Diagnosis | None:
     return None
 
 
-def _odd_one(case: Case) -> str:
+def _odd_one(case: DiagnosedCase) -> str:
     """Name a trainable parameter that is not on the mesh of the first one."""
     if case.model is None:
         return ""
@@ -368,7 +366,7 @@ _RANK_ERRORS = (
 )
 
 
-def _ranks(case: Case) -> Diagnosis | None:
+def _ranks(case: DiagnosedCase) -> Diagnosis | None:
     """A collective failed: the ranks did not do the same."""
     if not re.search(_RANK_ERRORS, case.text, re.IGNORECASE):
         return None
@@ -381,7 +379,7 @@ def _ranks(case: Case) -> Diagnosis | None:
     return case.build("rank-skip", where, f"{waits}; run all ranks under watch(model, traces=DIR) to see what each did")
 
 
-_RULES: tuple[Callable[[Case], Diagnosis | None], ...] = (
+_RULES: tuple[Callable[[DiagnosedCase], Diagnosis | None], ...] = (
     _loads,
     _optimizers,
     _texts,
@@ -392,3 +390,103 @@ _RULES: tuple[Callable[[Case], Diagnosis | None], ...] = (
     check_mixes,
     _ranks,
 )
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Why something failed."""
+
+    id: str
+    """Row of the catalogue; "unknown" when it is none of them."""
+    cause: str
+    """What happened, with the names concerned."""
+    fix: str
+    module: str
+    """FQN of the module or parameter concerned; "" when no one knows."""
+    call: str
+    """File, line and code of the call to look at; "" when no one knows."""
+
+    def to_finding(self) -> Finding:
+        """Return it as an error for a report."""
+        where = self.module or self.call or "?"
+        at = f" (at {self.call})" if self.call and self.module else ""
+        return Finding.error(code=self.id, where=where, what=f"{self.cause}{at}", hint=self.fix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnosedCase:
+    """All that is known about one exception."""
+
+    error: BaseException
+    text: str
+    phase: str
+    model: nn.Module | None
+    stack: Stack
+    seen: Watch | None
+
+    def name(self, module: nn.Module) -> str:
+        """FQN of a module, or its class when it is in no known model."""
+        if self.model is not None:
+            for fqn, each in self.model.named_modules():
+                if each is module:
+                    return shown(fqn)
+        return type(module).__name__.removeprefix("FSDP").removeprefix("Replicate")
+
+    def groups(self) -> tuple[FsdpGroup, ...]:
+        """Return the model's parameter groups."""
+        return () if self.model is None else read_groups(self.model)
+
+    def build(self, code: str, module: str = "", cause: str = "", call: str | None = None) -> Diagnosis:
+        """Return a diagnosis; cause and call are the catalogue's and the stack's unless given."""
+        entry = CATALOGUE[code]
+        return Diagnosis(
+            id=code,
+            cause=cause or entry.cause,
+            fix=entry.fix,
+            module=module,
+            call=self.stack.site if call is None else call,
+        )
+
+    def audited(self, *codes: str) -> Diagnosis | None:
+        """Return the first finding with one of these codes that an audit of the model has now."""
+        if self.model is None:
+            return None
+        optimizer = next(locals_of(self.stack, torch.optim.Optimizer), None)
+        for finding in audit(self.model, phase="loaded", optimizer=optimizer):
+            if finding.code in codes:
+                return self.build(finding.code, finding.where, finding.what)
+        return None
+
+    def watched(self, code: str, where: str | None = None) -> Diagnosis | None:
+        """Return the first finding with this code (there) that the watch has."""
+        for finding in () if self.seen is None else self.seen.findings:
+            if finding.code == code and where in (None, finding.where):
+                return self.build(code, finding.where, finding.what)
+        return None
+
+
+def open_case(error: BaseException, model: nn.Module | None, phase: str) -> DiagnosedCase:
+    """Gather it; without a model, the outermost one in the traceback, or one with FSDP units among local variables."""
+    stack = read_stack(error)
+    if model is None:
+        modules = [call.module for call in stack.calls]
+        model = next(iter([*stack.entered[:1], *modules[:1]]), None)
+        if model is not None and modules and any(module is model for module in modules[0].modules()):
+            model = modules[0]
+        if model is None:
+            models = locals_of(stack, nn.Module)
+            model = next((each for each in models if any(isinstance(m, FSDPModule) for m in each.modules())), None)
+    seen = last_watch(model)
+    return DiagnosedCase(error=error, text=str(error), phase=phase, model=model, stack=stack, seen=seen)
+
+
+def locals_of(stack: Stack, kind: type[_T]) -> Iterator[_T]:
+    """Yield the local variables of one type, innermost first."""
+    for line in reversed(stack.lines):
+        for value in line.frame.f_locals.values():
+            for each in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(each, kind):
+                    yield each

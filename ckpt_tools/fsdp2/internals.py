@@ -67,7 +67,7 @@ class ManagedParam:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class FsdpGroup:
     """One parameter group, with the live modules."""
 
     modules: tuple[nn.Module, ...]
@@ -95,14 +95,14 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class UnitState:
     """One `fully_shard` call: its modules and the groups it made, none where no parameter was left."""
 
     modules: tuple[nn.Module, ...]
     fqns: tuple[str, ...]
     is_root: bool | None
     """None before the first forward pass."""
-    groups: tuple[Group, ...]
+    groups: tuple[FsdpGroup, ...]
     """Usually one."""
     keeps: bool
     """Do its parameters stay gathered after forward, as a root's usually do?"""
@@ -126,11 +126,11 @@ def _guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 @_guarded
-def read_states(model: nn.Module) -> tuple[State, ...]:
+def read_states(model: nn.Module) -> tuple[UnitState, ...]:
     """Return every `fully_shard` and `replicate` call below `model`, in the order of `named_modules`."""
     names = {module: fqn for fqn, module in model.named_modules()}
     seen: set[int] = set()
-    states: list[State] = []
+    states: list[UnitState] = []
     for module in names:
         if not isinstance(module, FSDPModule):
             continue
@@ -143,7 +143,7 @@ def read_states(model: nn.Module) -> tuple[State, ...]:
         # PyTorch decides about the root in its first forward pass.
         is_first = not states and state._is_root is None and getattr(state, "_auto_reshard_after_forward", True)
         states.append(
-            State(
+            UnitState(
                 modules=tuple(state._modules),
                 fqns=fqns,
                 is_root=state._is_root,
@@ -176,13 +176,13 @@ def _raw_groups(state: object) -> Sequence[object]:
     return () if group is None else (group,)
 
 
-def _read_group(group: object, fqns: tuple[str, ...], names: dict[nn.Module, str]) -> Group:
+def _read_group(group: object, fqns: tuple[str, ...], names: dict[nn.Module, str]) -> FsdpGroup:
     raw = group
     # `set_requires_all_reduce(False)` keeps what replicas have not averaged yet.
     partial = getattr(raw, "_partial_reduce_output", None) is not None
     info, after = raw.mesh_info, raw.post_forward_mesh_info  # type: ignore[attr-defined]
     expected: Sharding = "UNSHARDED" if after is None else "SHARDED" if after == info else "SHARDED_POST_FORWARD"
-    return Group(
+    return FsdpGroup(
         modules=tuple(raw.modules),  # type: ignore[attr-defined]
         fqns=fqns,
         params=tuple(_read_param(param, names, is_partial=partial) for param in raw.fsdp_params),  # type: ignore[attr-defined]
@@ -224,7 +224,7 @@ def _join(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
 
 
-def read_groups(model: nn.Module) -> tuple[Group, ...]:
+def read_groups(model: nn.Module) -> tuple[FsdpGroup, ...]:
     """Return all parameter groups below `model`."""
     return tuple(group for state in read_states(model) for group in state.groups)
 
@@ -352,7 +352,7 @@ def checkpoint_activations(unit: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class GroupEvent:
     """What a group logged, with what was to be seen at that moment."""
 
     key: int
@@ -367,7 +367,7 @@ class Event:
 
 
 @_guarded
-def read_event(frame: FrameType | None) -> Event | None:
+def read_event(frame: FrameType | None) -> GroupEvent | None:
     """Find the group that is logging: the nearest frame whose `self` is one."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -376,7 +376,7 @@ def read_event(frame: FrameType | None) -> Event | None:
             return None
         group = frame.f_locals.get("self")
         if isinstance(group, FSDPParamGroup):
-            return Event(
+            return GroupEvent(
                 key=id(group),
                 modules=tuple(group.modules),
                 reshards=group.post_forward_mesh_info is not None,

@@ -22,18 +22,18 @@ from ckpt_tools.checkpoint.formats.step import open_optimizer
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.fsdp2.agree import share, this_rank, together, world_size
 from ckpt_tools.fsdp2.buffers import compute, place
+from ckpt_tools.fsdp2.collective import share, this_rank, together, world_size
 from ckpt_tools.fsdp2.internals import local_of
-from ckpt_tools.fsdp2.local import assemble, read_parts
+from ckpt_tools.fsdp2.local import assemble, bytes_of, read_parts
 from ckpt_tools.fsdp2.names import describe_misfit, match_names, settle_names, shapes_of
 from ckpt_tools.fsdp2.optimizer import Item, names_of, read_item, read_optimizer
 from ckpt_tools.fsdp2.read import BoxReader, Whole
-from ckpt_tools.fsdp2.rng import RngState
 from ckpt_tools.fsdp2.state import (
     MODEL_KEY,
     OPTIMIZER_KEY,
     PerRank,
+    RngState,
     check_names,
     fill,
     model_of,
@@ -118,14 +118,9 @@ def load_checkpoint(
     def read() -> tuple[dict[str, torch.Tensor], LoadReport, Restored]:
         check_names(wanted)
         with leased(path), open_path(os.fspath(path), as_part=True) as opened:  # what lacks is refused by name
+            root = _own_root(opened) if prefix == "auto" else prefix
             found, report = read_state(
-                model,
-                opened,
-                strict=strict,
-                prefix=_own_root(opened) if prefix == "auto" else prefix,
-                dtype=dtype,
-                device=device,
-                names=names,
+                model, opened, strict=strict, prefix=root, dtype=dtype, device=device, names=names
             )
             rest = _read_rest(model, optimizer, wanted, opened, os.fspath(path), strict=strict, device=device)
             return found, report, rest
@@ -133,26 +128,20 @@ def load_checkpoint(
     found, report, rest = together(read)
     report = install(model, found, report, device=device)
     for name, (module, tensors, theirs) in rest.modules.items():
-        own = install(module, tensors, theirs)
-        report = replace(
-            report,
-            missing=report.missing + tuple(f"{name}.{fqn}" for fqn in own.missing),
-            unexpected=report.unexpected + own.unexpected,
-            tied=report.tied + tuple(f"{name}.{fqn}" for fqn in own.tied),
-            buffers=report.buffers + tuple(f"{name}.{fqn}" for fqn in own.buffers),
-            computed=report.computed + tuple(f"{name}.{fqn}" for fqn in own.computed),
-            ignored=report.ignored + own.ignored,
-            notes=report.notes + own.notes,
-            loaded_bytes=report.loaded_bytes + own.loaded_bytes,
-        )
+        report = _join(report, name, install(module, tensors, theirs))
     together(rest.install)
-    return replace(
-        report,
-        missing=report.missing + rest.missing,
-        state=rest.values,
-        unread=rest.unread,
-        notes=(*report.notes, *rest.notes),
-    )
+    missing, notes = report.missing + rest.missing, (*report.notes, *rest.notes)
+    return replace(report, missing=missing, state=rest.values, unread=rest.unread, notes=notes)
+
+
+def _join(report: LoadReport, name: str, own: LoadReport) -> LoadReport:
+    """Return a report with that of another model, whose names begin with its key."""
+    joined: dict[str, Any] = {"loaded_bytes": report.loaded_bytes + own.loaded_bytes}
+    for field_name in ("missing", "tied", "buffers", "computed"):
+        joined[field_name] = getattr(report, field_name) + tuple(f"{name}.{fqn}" for fqn in getattr(own, field_name))
+    for field_name in ("unexpected", "ignored", "notes"):
+        joined[field_name] = getattr(report, field_name) + getattr(own, field_name)
+    return replace(report, **joined)
 
 
 def _own_root(opened: Opened) -> str:
@@ -198,11 +187,7 @@ def _read_rest(
 
 
 def install(
-    model: nn.Module,
-    state: Mapping[str, torch.Tensor],
-    report: LoadReport,
-    *,
-    device: torch.device | str | None = None,
+    model: nn.Module, state: Mapping[str, torch.Tensor], report: LoadReport, *, device: torch.device | str | None = None
 ) -> LoadReport:
     """Compute what the checkpoint lacks and modules know, replace parameters by all of it, and share again."""
     seed = share(torch.initial_seed())
@@ -224,16 +209,15 @@ def complete(
     values = compute(model, [*wanted, *transient], seed=seed)
     own = {}
     for fqn, name in wanted.items():
-        like, whole = targets[name], values.pop(fqn)
-
-        def cut(box: Box, whole: torch.Tensor = whole) -> torch.Tensor:
-            return whole[tuple(map(slice, box.offsets, map(add, box.offsets, box.sizes)))].clone()
-
-        local = read_parts(like, cut)
-        own[name] = assemble(local.to(device_of(model, device)), like)
+        local = read_parts(targets[name], partial(_cut, values.pop(fqn)))
+        own[name] = assemble(local.to(device_of(model, device)), targets[name])
     kept = [name for name in transient if name not in values]
     note = f"{len(kept)} buffers keep what they had, no module computes them: {first_few(kept, 4)}" if kept else ""
     return own, values, note
+
+
+def _cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    return whole[tuple(map(slice, box.offsets, map(add, box.offsets, box.sizes)))].clone()
 
 
 def assign(model: nn.Module, state: Mapping[str, torch.Tensor], tied: Collection[str] = ()) -> None:
@@ -371,8 +355,7 @@ def _check_ties(
         tensor = state[first]
         local = local_of(tensor)
         other = read_parts(targets[name], partial(reader.read, found[name], dtype=local.dtype))
-        pair = [one.to("cpu").contiguous().reshape(-1).view(torch.uint8) for one in (other, local)]
-        if not torch.equal(*pair):  # bytes, not values: NaN equals nothing
+        if not torch.equal(bytes_of(other.to("cpu")), bytes_of(local.to("cpu"))):
             raise UsageError(
                 f"the model shares one parameter for {first!r} and {name!r}, and the checkpoint has two that differ",
                 where=opened.source.root,
@@ -426,11 +409,8 @@ class Restored:
         for item in every:
             if item.path:
                 self._items.setdefault(item.path[0], {})[item.path[1:]] = item
-
-    @property
-    def roots(self) -> list[str]:
+        self.roots = list(map(str, self._items))
         """The keys that the checkpoint has."""
-        return list(map(str, self._items))
 
     @property
     def unread(self) -> tuple[str, ...]:

@@ -67,6 +67,11 @@ def read_parts(tensor: torch.Tensor, read: Callable[[Box], torch.Tensor]) -> tor
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes in order: of every dtype, and of NaN, which equals nothing."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 def assemble(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor placed as `like` whose part on this rank is `local`; no data is exchanged."""
     if not isinstance(like, DTensor):

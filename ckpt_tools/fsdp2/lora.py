@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,11 +52,7 @@ _ADAPTER_PARTS = re.compile(r"^(base_model\.model\.)|(?<=\.)(base_layer|original
 
 
 def add_lora(
-    model: nn.Module,
-    config: PeftConfig | Mapping[str, Any],
-    *,
-    adapter_name: str = "default",
-    seed: int = 0,
+    model: nn.Module, config: PeftConfig | Mapping[str, Any], *, adapter_name: str = "default", seed: int = 0
 ) -> PeftModel:
     """Freeze `model` and put adapters around the modules that `config` targets.
 
@@ -97,8 +93,11 @@ def add_lora(
         if _is_free_of_base(config) and (is_meta or not _norms_follow(config)):
             # Again, and in one order, so that ranks with a real and with a meta model agree too.
             torch.manual_seed(seed)
-            for layer in _layers(wrapped):
-                _start(layer, adapter_name, config)
+            from peft.tuners.tuners_utils import BaseTunerLayer
+
+            for layer in wrapped.modules():
+                if isinstance(layer, BaseTunerLayer):
+                    _start(layer, adapter_name, config)
     return wrapped
 
 
@@ -171,12 +170,6 @@ def _check_base_free(config: PeftConfig) -> None:
         where="config",
         hint=f"use True or 'gaussian', or {hint}",
     )
-
-
-def _layers(model: nn.Module) -> Iterator[Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    yield from (module for module in model.modules() if isinstance(module, BaseTunerLayer))
 
 
 def _start(layer: Any, name: str, config: PeftConfig) -> None:  # noqa: ANN401 - peft's

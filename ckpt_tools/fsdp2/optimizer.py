@@ -19,7 +19,7 @@ from ckpt_tools.checkpoint.formats.step import open_optimizer
 from ckpt_tools.checkpoint.formats.torch_value import MAX_VALUE_BYTES, parse_value
 from ckpt_tools.checkpoint.transform import is_optimizer, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.fsdp2.agree import together
+from ckpt_tools.fsdp2.collective import together
 from ckpt_tools.fsdp2.local import assemble, read_parts, torch_dtype
 from ckpt_tools.fsdp2.read import BoxReader, as_whole
 from ckpt_tools.fsdp2.state import OPTIMIZER_KEY

@@ -14,26 +14,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.fsdp1 import Answers
+from ckpt_tools.options.common import find_strategy
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 """full_shard: parameters, gradients and optimizer state are cut over all ranks, and parameters again after forward.
 shard_grad_op: the same, but parameters stay whole between forward and backward. hybrid_shard: cut along dp_shard,
 copied along dp_replicate. no_shard: everything on every rank, gradients averaged."""
-
-_SPELLINGS = {
-    **{strategy: (strategy, None) for strategy in STRATEGIES},
-    "hybrid_shard_zero2": ("hybrid_shard", False),
-    "_hybrid_shard_zero2": ("hybrid_shard", False),
-    "1": ("full_shard", None),
-    "2": ("shard_grad_op", None),
-    "3": ("no_shard", None),
-    "4": ("hybrid_shard", None),
-    "5": ("hybrid_shard", False),
-    "zero3": ("full_shard", None),
-    "zero2": ("shard_grad_op", None),
-    "ddp": ("no_shard", None),
-    "hsdp": ("hybrid_shard", None),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,22 +86,20 @@ class Policy(Answers):
     def check_mesh(self, mesh: DeviceMesh) -> None:
         """Raise UsageError unless `mesh` (the part for FSDP) suits the strategy."""
         names = mesh.mesh_dim_names or ()
-        shape = "×".join(map(str, mesh.mesh.shape))
+        has = f"the mesh has {', '.join(names) or '×'.join(map(str, mesh.mesh.shape))}"
         if self.strategy == "hybrid_shard" and mesh.ndim != 2:
             raise UsageError(
-                f"hybrid_shard needs two axes, dp_replicate and dp_shard; the mesh has {', '.join(names) or shape}",
+                f"hybrid_shard needs two axes, dp_replicate and dp_shard; {has}",
                 hint="write for example dp_replicate=2,dp_shard=4",
             )
         if self.strategy == "no_shard" and mesh.ndim != 1:
             raise UsageError(
-                f"no_shard needs one axis, but the mesh has {', '.join(names) or shape}",
-                hint=f"write for example dp_replicate={mesh.size()}",
+                f"no_shard needs one axis, but {has}", hint=f"write for example dp_replicate={mesh.size()}"
             )
         if self.strategy in ("full_shard", "shard_grad_op"):
             if mesh.ndim != 1:
                 raise UsageError(
-                    f"{self.strategy} shards over one axis, but the mesh has {', '.join(names) or shape}",
-                    hint="use hybrid_shard, or only dp_shard",
+                    f"{self.strategy} shards over one axis, but {has}", hint="use hybrid_shard, or only dp_shard"
                 )
             if names == ("dp_replicate",):
                 raise UsageError(
@@ -143,9 +127,7 @@ class Policy(Answers):
         arguments: dict[str, object] = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=self.precision.param_dtype,
-                reduce_dtype=self.precision.reduce_dtype,
-                output_dtype=self.precision.output_dtype if root else None,
+                self.precision.param_dtype, self.precision.reduce_dtype, self.precision.output_dtype if root else None
             ),
             "offload_policy": CPUOffloadPolicy(pin_memory=pin) if self.cpu_offload else OffloadPolicy(),
         }
@@ -179,11 +161,11 @@ def parse_policy(text: str, *, precision: Precision | None = None, cpu_offload: 
 
 
 def _parse(text: str) -> tuple[str, bool | None]:
-    key = str(text).strip().lower().replace("-", "_").removeprefix("shardingstrategy.")
-    found = _SPELLINGS.get(key)
+    found = find_strategy(str(text))
     if found is None:
         raise UsageError(
             f"{text!r} is not a strategy",
             hint=f"the strategies are {', '.join(STRATEGIES)}; FSDP1's names and accelerate's numbers work too",
         )
-    return found
+    plain = found.removesuffix("_zero2")
+    return plain, None if plain == found else False

@@ -20,18 +20,17 @@ from torch import nn
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.globs import find_named
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.fsdp2.agree import from_rank0, share, this_rank, together
+from ckpt_tools.fsdp2.collective import from_rank0, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, load_checkpoint
 from ckpt_tools.fsdp2.local import torch_dtype
 from ckpt_tools.fsdp2.lora import base_name, base_of, finish_adapters
 from ckpt_tools.fsdp2.names import describe_misfit, match_names, shapes_of
-from ckpt_tools.fsdp2.quant_state import MAX_TEXT_BYTES, Quantised, attach, parse_text, quantised_of
+from ckpt_tools.fsdp2.quant_state import MAX_TEXT_BYTES, QuantisedLayer, attach, parse_text, quantised_of
 from ckpt_tools.fsdp2.read import BoxReader, Whole
 from ckpt_tools.fsdp2.scatter import rank0_load
 from ckpt_tools.fsdp2.ties import output_layer, tied_modules
 from ckpt_tools.fsdp2.wrap import refuse_sharded
 
-_STATE = "quant_state"
 _STORAGES = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -127,24 +126,15 @@ def _quantised(fqn: str, linear: nn.Module, config: Quantisation) -> nn.Module:
     if not isinstance(weight, torch.Tensor):
         raise UsageError("the layer has no weight", where=fqn)
     out, into = weight.shape
-    facts = Quantised(
-        fqn=fqn,
-        shape=(out, into),
-        quant_type=config.quant_type,
-        storage=config.storage,
-        double_quant=config.double_quant,
-    )
+    shape, kind, storage = (out, into), config.quant_type, config.storage
+    facts = QuantisedLayer(fqn=fqn, shape=shape, quant_type=kind, storage=storage, double_quant=config.double_quant)
     if facts.num_packed * config.storage.itemsize * 2 != out * into + (out * into) % 2:
         raise UsageError(
             f"{out} × {into} weights of 4 bits do not fill elements of {config.storage}",
             where=fqn,
             hint="use storage=torch.uint8, or skip the layer",
         )
-    options = {
-        "compress_statistics": config.double_quant,
-        "quant_type": config.quant_type,
-        "quant_storage": config.storage,
-    }
+    options = _options_of(facts)
     layer = bnb.nn.Linear4bit(into, out, bias=False, compute_dtype=config.compute_dtype, device="meta", **options)
     packed: dict[str, Any] = {**options, "module": layer, "requires_grad": False}
     if weight.is_meta:
@@ -159,6 +149,11 @@ def _quantised(fqn: str, linear: nn.Module, config: Quantisation) -> nn.Module:
     attach(layer, facts)
     result: nn.Module = layer
     return result
+
+
+def _options_of(facts: QuantisedLayer) -> dict[str, Any]:
+    """Return a layer's form as bitsandbytes takes it."""
+    return {"compress_statistics": facts.double_quant, "quant_type": facts.quant_type, "quant_storage": facts.storage}
 
 
 def load_quantised(
@@ -190,9 +185,7 @@ def load_quantised(
     state = source if isinstance(source, Mapping) else None
     if path is not None:
         # What was saved with its adapters has the whole model's names, and brings the adapters' values too.
-        views: list[tuple[nn.Module, Names]] = [(base, base_name)]
-        if base is not model:
-            views.append((model, _own_name))
+        views: list[tuple[nn.Module, Names]] = [(base, base_name), *([(model, str)] if base is not model else [])]
         root, names, texts = together(lambda: _choose(views, path, prefix))
         if texts:
             _expect(_layers_of(root, names), texts)
@@ -209,39 +202,29 @@ Names = Callable[[str], str | None]
 """From a name of the model to the one in the checkpoint."""
 
 
-def _own_name(fqn: str) -> str | None:
-    return fqn
+Layers = Mapping[str, tuple[nn.Module, QuantisedLayer]]
+"""Name in the checkpoint → 4-bit layer, and what it is."""
 
 
-def _layers_of(root: nn.Module, names: Names) -> dict[str, nn.Module]:
-    """Return name in the checkpoint → 4-bit layer."""
+def _layers_of(root: nn.Module, names: Names) -> Layers:
     found = {}
     for fqn, module in root.named_modules():
-        if quantised_of(module) is not None:
-            found[(names(f"{fqn}.weight") or "").removesuffix(".weight")] = module
+        if (facts := quantised_of(module)) is not None:
+            found[(names(f"{fqn}.weight") or "").removesuffix(".weight")] = (module, facts)
     return found
 
 
-def _facts(layer: nn.Module) -> Quantised:
-    facts = quantised_of(layer)
-    if facts is None:
-        raise UsageError("not a 4-bit layer", where=type(layer).__name__)
-    return facts
+def _expect(layers: Layers, texts: Mapping[str, int]) -> None:
+    for name, (layer, facts) in layers.items():
+        facts.text_nbytes = texts[name]
+        layer.quant_state = None  # type: ignore[assignment] # what is there goes, whatever it was
 
 
-def _expect(layers: Mapping[str, nn.Module], texts: Mapping[str, int]) -> None:
-    for name, layer in layers.items():
-        _facts(layer).text_nbytes = texts[name]
-        setattr(layer, _STATE, None)  # what is there goes, whatever it was
-
-
-def _match(
-    root: nn.Module, naming: Names, layers: Mapping[str, nn.Module], opened: Opened, prefix: str
-) -> Mapping[str, Whole]:
+def _match(root: nn.Module, naming: Names, layers: Layers, opened: Opened, prefix: str) -> Mapping[str, Whole]:
     shapes = shapes_of(root.state_dict())
     names = {name: shape for key, shape in shapes.items() if (name := naming(key)) is not None}
-    for name, layer in layers.items():  # whole in one checkpoint, packed in another
-        names |= {f"{name}.weight": None, f"{name}.weight.{_facts(layer).text_key}": None}
+    for name, (_, facts) in layers.items():  # whole in one checkpoint, packed in another
+        names |= {f"{name}.weight": None, f"{name}.weight.{facts.text_key}": None}
     return match_names(opened.checkpoint, root, names, prefix).found
 
 
@@ -267,20 +250,16 @@ def _choose(
     )
 
 
-def _read_texts(
-    root: nn.Module, names: Names, layers: Mapping[str, nn.Module], path: str, prefix: str
-) -> dict[str, int]:
+def _read_texts(root: nn.Module, names: Names, layers: Layers, path: str, prefix: str) -> dict[str, int]:
     """Return the length of every layer's text, of those that the checkpoint has."""
     with open_path(path) as opened:
         found = _match(root, names, layers, opened, prefix)
         reader = BoxReader(opened)
         lengths: dict[str, int] = {}
-        for name, layer in layers.items():
-            facts = _facts(layer)
-            whole = found.get(f"{name}.weight.{facts.text_key}")
-            if whole is None:
-                continue
+        for name, (_, facts) in layers.items():
             where = f"{name}.weight.{facts.text_key}"
+            if (whole := found.get(where)) is None:
+                continue
             if len(whole.shape) != 1 or whole.shape[0] > MAX_TEXT_BYTES:
                 raise UnreadableError(f"the quant state has shape {list(whole.shape)}", where=where)
             text = reader.read_whole(whole, torch.uint8)
@@ -289,7 +268,7 @@ def _read_texts(
         return lengths
 
 
-def _quantise_file(base: nn.Module, layers: Mapping[str, nn.Module], path: str, prefix: str) -> dict[str, torch.Tensor]:
+def _quantise_file(base: nn.Module, layers: Layers, path: str, prefix: str) -> dict[str, torch.Tensor]:
     """Return the whole state dict in bitsandbytes' form, under the base's own names; one layer is whole at a time."""
     from bitsandbytes.functional import quantize_4bit
 
@@ -302,26 +281,20 @@ def _quantise_file(base: nn.Module, layers: Mapping[str, nn.Module], path: str, 
             whole = None if name is None else found.get(name)
             if name is None or whole is None:
                 continue
-            layer = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-            if layer is None:
+            owner = layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+            if owner is None:
                 state[key] = reader.read_whole(whole, like.dtype)
                 continue
-            facts = _facts(layer)
+            facts = owner[1]
             if whole.shape != facts.shape:
                 raise UsageError(f"{list(whole.shape)} in the checkpoint, {list(facts.shape)} in the model", where=name)
             full = reader.read_whole(whole, torch_dtype(whole.dtype))
-            packed, quant_state = quantize_4bit(
-                full,
-                compress_statistics=facts.double_quant,
-                quant_type=facts.quant_type,
-                quant_storage=facts.storage,
-            )
-            state[key] = packed
+            state[key], quant_state = quantize_4bit(full, **_options_of(facts))
             state |= {f"{key}.{part}": tensor for part, tensor in quant_state.as_dict(packed=True).items()}
     return state
 
 
-def _scatter(base: nn.Module, layers: Mapping[str, nn.Module], source: Mapping[str, torch.Tensor] | None) -> LoadReport:
+def _scatter(base: nn.Module, layers: Layers, source: Mapping[str, torch.Tensor] | None) -> LoadReport:
     """Send every rank its part of rank 0's state dict, whose names may be the base's plain ones or with adapters."""
     plain: dict[str, torch.Tensor] = {}
 
@@ -330,8 +303,8 @@ def _scatter(base: nn.Module, layers: Mapping[str, nn.Module], source: Mapping[s
             raise UsageError("rank 0 has nothing to load", where="load_quantised", hint="pass the state dict")
         plain.update({name: tensor for key, tensor in source.items() if (name := base_name(key)) is not None})
         lengths = {}
-        for name, layer in layers.items():
-            text = plain.get(f"{name}.weight.{_facts(layer).text_key}")
+        for name, (_, facts) in layers.items():
+            text = plain.get(f"{name}.weight.{facts.text_key}")
             if text is None:
                 raise UnreadableError(
                     "the state dict has no quant state for a 4-bit layer",

@@ -35,7 +35,7 @@ _ATTRIBUTE = "ckpt_quantised"
 
 
 @dataclass(slots=True, kw_only=True)
-class Quantised:
+class QuantisedLayer:
     """What a 4-bit layer is, kept on the layer; the only thing that changes is the text's length."""
 
     fqn: str
@@ -74,7 +74,7 @@ class Quantised:
         }
 
 
-def attach(layer: nn.Module, facts: Quantised) -> None:
+def attach(layer: nn.Module, facts: QuantisedLayer) -> None:
     """Make a Linear4bit carry its quant state."""
     setattr(layer, _ATTRIBUTE, facts)
     layer.register_state_dict_post_hook(_add_parts)  # type: ignore[no-untyped-call]
@@ -82,22 +82,18 @@ def attach(layer: nn.Module, facts: Quantised) -> None:
     layer.register_forward_pre_hook(_check_forward)
 
 
-def quantised_of(layer: nn.Module) -> Quantised | None:
+def quantised_of(layer: nn.Module) -> QuantisedLayer | None:
     """Return what `attach` noted, None for any other layer."""
     facts = getattr(layer, _ATTRIBUTE, None)
-    return facts if isinstance(facts, Quantised) else None
+    return facts if isinstance(facts, QuantisedLayer) else None
 
 
-def _state(layer: nn.Module) -> Any:  # noqa: ANN401 - bitsandbytes' QuantState
-    return getattr(layer, "quant_state", None)
-
-
-def _add_parts(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:  # noqa: ARG001
+def _add_parts(layer: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     facts = quantised_of(layer)
     weight = layer.weight
     if facts is None or not isinstance(weight, torch.Tensor) or f"{prefix}weight" not in state:
         return
-    quant_state = _state(layer)
+    quant_state: Any = getattr(layer, "quant_state", None)
     parts: dict[str, torch.Tensor]
     if quant_state is None:  # on meta: what a load has to bring
         parts = {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in facts.shapes().items()}
@@ -115,16 +111,7 @@ def _add_parts(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: o
     state.update({f"{prefix}weight.{key}": part.detach() for key, part in parts.items()})
 
 
-def _take_parts(
-    layer: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: object,  # noqa: ARG001
-    strict: bool,  # noqa: ARG001
-    missing: list[str],  # noqa: ARG001
-    unexpected: list[str],  # noqa: ARG001
-    errors: list[str],  # noqa: ARG001
-) -> None:
+def _take_parts(layer: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     facts = quantised_of(layer)
     if facts is None:
         return
@@ -151,7 +138,7 @@ def _take_parts(
         layer.weight.quant_state = quant_state
 
 
-def _check_parts(parts: dict[str, torch.Tensor], facts: Quantised, where: str) -> None:
+def _check_parts(parts: dict[str, torch.Tensor], facts: QuantisedLayer, where: str) -> None:
     expected = facts.shapes()
     if set(parts) != {*expected, facts.text_key}:
         odd = sorted(set(parts) ^ {*expected, facts.text_key})
@@ -167,17 +154,13 @@ def _check_parts(parts: dict[str, torch.Tensor], facts: Quantised, where: str) -
             )
 
 
-def parse_text(text: bytes, facts: Quantised, where: str) -> None:
+def parse_text(text: bytes, facts: QuantisedLayer, where: str) -> None:
     """Check the JSON text of a quant state against its layer, before bitsandbytes believes it."""
     try:
         values = json.loads(text[:MAX_TEXT_BYTES])
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"the quant state is not JSON: {error}", where=where) from error
-    expected: dict[str, object] = {
-        "quant_type": facts.quant_type,
-        "blocksize": BLOCK_ELEMS,
-        "shape": list(facts.shape),
-    }
+    expected: dict[str, object] = {"quant_type": facts.quant_type, "blocksize": BLOCK_ELEMS, "shape": [*facts.shape]}
     if facts.double_quant:
         expected |= {"nested_blocksize": NESTED_BLOCK_ELEMS, "nested_dtype": "float32"}
     keys = {*expected, "dtype", *(("nested_offset",) if facts.double_quant else ())}
@@ -197,12 +180,12 @@ def parse_text(text: bytes, facts: Quantised, where: str) -> None:
         raise UnreadableError(f"the quant state says nested_offset {offset!r}", where=where)
 
 
-def _check_forward(layer: nn.Module, arguments: object) -> None:  # noqa: ARG001
+def _check_forward(layer: nn.Module, *_: object) -> None:
     facts = quantised_of(layer)
     if facts is None:
         return
     weight = layer.weight
-    if _state(layer) is None:
+    if getattr(layer, "quant_state", None) is None:
         raise UsageError(
             "the 4-bit layer has no quant state", where=facts.fqn, hint="load it: load_quantised(model, path)"
         )

@@ -72,7 +72,7 @@ class BoxReader:
         if whole.dtype is not wanted and not (whole.dtype.is_float and wanted.is_float):
             raise UsageError(
                 f"tensor {whole.fqn!r} is {whole.dtype.name} in the checkpoint and {wanted.name} in the "
-                "model; only floating-point types are cast",
+                "model; only floating-point types are cast"
             )
         if whole.dtype.torch_name is None or whole.dtype.pack > 1:
             raise UsageError(f"tensor {whole.fqn!r}: a model cannot hold {whole.dtype.name} elements")

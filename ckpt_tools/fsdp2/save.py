@@ -30,7 +30,7 @@ from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.fsdp2.agree import current_group, from_rank0, gather, talk_over, this_rank, together, world_size
+from ckpt_tools.fsdp2.collective import current_group, from_rank0, gather, talk_over, this_rank, together, world_size
 from ckpt_tools.fsdp2.internals import mesh_axes
 from ckpt_tools.fsdp2.local import placements_of
 from ckpt_tools.fsdp2.mesh import mesh_of
@@ -237,7 +237,7 @@ def _write(state: State, own: Iterable[str], directory: str) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as it should be
         save(
             state,
-            storage_writer=_Writer(directory),
+            storage_writer=_PathlessWriter(directory),
             planner=_Planner(own),
             process_group=current_group(),
             no_dist=world_size() == 1,
@@ -263,7 +263,7 @@ class _Planner(DefaultSavePlanner):
                     self.mappings[fqn_of(path)] = path
 
 
-class _Writer(FileSystemWriter):
+class _PathlessWriter(FileSystemWriter):
     """The stock writer, without the path of this machine in `.metadata`."""
 
     def storage_meta(self) -> StorageMeta | None:

@@ -16,9 +16,9 @@ from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.names.contract import Contract
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.fsdp2.agree import gather, share, this_rank, together
+from ckpt_tools.fsdp2.collective import gather, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, install, sources_of, targets_of
-from ckpt_tools.fsdp2.local import assemble, local_box
+from ckpt_tools.fsdp2.local import assemble, bytes_of, local_box
 from ckpt_tools.fsdp2.names import Match, describe_misfit, match_names, settle_names, shapes_of
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.text import first_few
@@ -90,22 +90,18 @@ def _gather_boxes(own: dict[str, Box]) -> list[dict[str, Box]]:
 
 def _exchange(whole: torch.Tensor | None, dtype: torch.dtype, boxes: list[Box], place: torch.device) -> torch.Tensor:
     """Send every rank its box of rank 0's tensor; return this rank's, on `place`."""
+    # Bytes: not every backend moves every dtype.
     wire = place if dist.is_initialized() and dist.get_backend() == "nccl" else torch.device("cpu")
     if whole is not None:
         parts = [whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] for box in boxes]
         for rank, part in enumerate(parts):
             if rank and part.numel():
-                dist.send(_as_bytes(part.to(wire)), dst=rank)
+                dist.send(bytes_of(part.to(wire)), dst=rank)
         return parts[0].clone(memory_format=torch.contiguous_format).to(place)
     own = torch.empty(boxes[this_rank()].sizes, dtype=dtype, device=wire)
     if own.numel():
-        dist.recv(_as_bytes(own), src=0)
+        dist.recv(bytes_of(own), src=0)
     return own.to(place)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes: not every backend moves every dtype."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,13 @@ where they hold tensors or dicts, keys become text, and of what is not a DTensor
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -25,7 +28,8 @@ from ckpt_tools.checkpoint.entries import KeyPath
 from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.checkpoint.formats.torch_value import parse_value
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.fsdp2.agree import gather, share, this_rank, together, world_size
+from ckpt_tools.fsdp2.collective import gather, share, this_rank, together, world_size
+from ckpt_tools.fsdp2.local import bytes_of
 from ckpt_tools.text import first_few
 
 MODEL_KEY = "model"
@@ -168,8 +172,7 @@ def _digest(leaf: object, fqn: str) -> str:
             raise UsageError(f"a tensor that no checkpoint can hold: {what}", where=f"state: {fqn}")
         if isinstance(leaf, DTensor) or world_size() == 1:
             return ""
-        memory = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return f"{kind} {list(leaf.shape)} {digest_bytes(memory.tobytes())}"
+        return f"{kind} {list(leaf.shape)} {digest_bytes(bytes_of(leaf.detach().cpu()).numpy().tobytes())}"
     buffer = io.BytesIO()
     try:
         torch.save(leaf, buffer)
@@ -251,3 +254,53 @@ def fill(target: object, value: object) -> None:
                 fill(own, inner)
             else:
                 target[key] = inner
+
+
+class RngState(PerRank):
+    """The generators of torch, Python and numpy, and that of the current GPU: stored once per rank.
+
+    At another world size every rank that was saved continues its own stream, and a new rank gets one of its own
+    (`start`). The report of the load names both.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_Generators())
+
+    def start(self, like: dict[str, Any]) -> None:
+        """Begin a stream that no other rank has: made of the state of a saved rank, and this rank's number."""
+        seed = _derive(like["torch"], f"rank {this_rank()}")
+        torch.manual_seed(seed)  # GPUs as well
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+
+class _Generators:
+    def state_dict(self) -> dict[str, Any]:
+        kind, words, *rest = np.random.get_state(legacy=True)
+        state = {
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": (
+                str(kind),
+                np.asarray(words).tolist(),
+                *(float(v) if isinstance(v, float) else int(v) for v in rest),
+            ),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        torch.set_rng_state(state_dict["torch"])
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        if torch.cuda.is_available():
+            if "cuda" in state_dict:
+                torch.cuda.set_rng_state(state_dict["cuda"])
+            else:  # saved on CPUs: still one stream per rank
+                torch.cuda.manual_seed(_derive(state_dict["torch"], f"cuda {this_rank()}"))
+
+
+def _derive(state: torch.Tensor, what: str) -> int:
+    content = state.cpu().numpy().tobytes() + what.encode()
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1

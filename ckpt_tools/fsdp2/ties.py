@@ -28,12 +28,17 @@ def declared_ties(model: nn.Module) -> Ties:
     """
     groups: dict[str, list[str]] = {}
     for fqn, module in model.named_modules():
-        ties = vars(module).get("all_tied_weights_keys")  # since transformers 5
-        for target, source in ties.items() if isinstance(ties, dict) else ():
+        for target, source in wanted_ties(module).items():
             one, other = (strip_wrappers(f"{fqn}.{name}" if fqn else name) for name in (source, target))
             if other not in (group := groups.setdefault(one, [one])):
                 group.append(other)
     return tuple(map(tuple, groups.values()))
+
+
+def wanted_ties(module: nn.Module) -> dict[str, str]:
+    """Return target → source as a transformers model says it (`all_tied_weights_keys`, since transformers 5)."""
+    ties = vars(module).get("all_tied_weights_keys")
+    return ties if isinstance(ties, dict) else {}
 
 
 def tied_modules(model: nn.Module) -> set[str]:
@@ -45,6 +50,13 @@ def output_layer(model: nn.Module) -> nn.Module | None:
     """Return the layer that makes a model's outputs, as transformers says it."""
     get_output = getattr(model, "get_output_embeddings", None)
     return get_output() if callable(get_output) else None
+
+
+def input_layer(model: nn.Module) -> nn.Module | None:
+    """Return the layer that takes a model's tokens, as transformers says it."""
+    get_input = getattr(model, "get_input_embeddings", None)
+    found = get_input() if callable(get_input) else None
+    return found if isinstance(found, nn.Module) else None
 
 
 class Owners:
@@ -74,16 +86,12 @@ def around(fqn: str) -> Iterator[str]:
 
 def find_parameters(model: nn.Module, globs: Sequence[str], where: str) -> tuple[str, ...]:
     """Return the FQNs of parameters that match a glob, or lie in a module that does, with or without wrappers."""
-    names = {fqn: [*filter(None, _names(fqn))] for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    fqns = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    # A glob may mean a parameter by its names and its modules', as they are and without wrappers.
+    names = {fqn: [*filter(None, (*around(fqn), *around(strip_wrappers(fqn))))] for fqn in fqns}
     kind = "parameter and no module"
     found = [find_named(repr(glob), glob, names, where, kind=kind) for glob in globs]
     return tuple(dict.fromkeys(fqn for chosen in found for fqn in names if fqn in chosen))
-
-
-def _names(fqn: str) -> Iterator[str]:
-    """Yield what a glob may mean by a parameter: its names and its modules', as they are and without wrappers."""
-    yield from around(fqn)
-    yield from around(strip_wrappers(fqn))
 
 
 def owner_of(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:

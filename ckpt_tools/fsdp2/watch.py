@@ -26,8 +26,8 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.names import folded
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
-from ckpt_tools.fsdp2.agree import this_rank
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
+from ckpt_tools.fsdp2.collective import this_rank
 from ckpt_tools.fsdp2.compare import Trace, read_structure
 from ckpt_tools.fsdp2.internals import shown
 from ckpt_tools.text import first_few
@@ -125,7 +125,7 @@ class Watch:
         elif self.modes.get(key) != "grad":
             self.modes[key] = "reentrant" if _in_reentrant_checkpoint(sys._getframe(1)) else "no_grad"  # noqa: SLF001
 
-    def _leave(self, event: internals.Event, fqn: str) -> None:
+    def _leave(self, event: internals.GroupEvent, fqn: str) -> None:
         depth = self._depth[event.key] = max(0, self._depth.get(event.key, 0) - 1)
         # A group of several modules is entered through each of them.
         if depth and event.reshards and len(event.modules) == 1:
@@ -280,11 +280,7 @@ class _MixMode(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - whatever the function returns
         name = getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__") and args and type(args[0]) in (torch.Tensor, nn.Parameter):

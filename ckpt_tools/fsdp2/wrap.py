@@ -97,7 +97,7 @@ def shard_model(
     dp = fsdp_mesh(mesh)
     policy.check_mesh(dp)
     ignored = _ignored(model, policy.ignored)
-    names = tuple(name for name in find_blocks(model, blocks) if not _is_within(model, name, ignored))
+    names = tuple(name for name in find_blocks(model, blocks) if not _parameters_of(model, name) <= set(ignored))
     kept = (*(names if not policy.reshard else ()), *([""] if not (policy.reshard and policy.reshard_root) else ()))
     methods = find_methods(model, forward_methods, (*names, "") if root else names, kept)
     styles = {} if tp_plan is None else find_styles(model, tp_plan)
@@ -109,16 +109,13 @@ def shard_model(
     units = [model.get_submodule(name) for name in names]
     if activation_checkpointing:
         _turn_off_caches(model)
-    apply = _strategy_function(policy)
-    extra: dict[str, Any] = {}
-    if ignored:
-        extra["ignored_params"] = {model.get_parameter(fqn) for fqn in ignored}
+    extra: dict[str, Any] = {"ignored_params": {model.get_parameter(fqn) for fqn in ignored}} if ignored else {}
     for unit in units:
         if activation_checkpointing:
             checkpoint_activations(unit)
-        apply(unit, **policy.kwargs(dp), **extra)
+        apply_policy(unit, policy, dp, **extra)
     if root:
-        apply(model, **policy.kwargs(dp, root=True), **extra)
+        apply_policy(model, policy, dp, root=True, **extra)
     _prefetch(model, names, policy)
     register_methods(model, methods)
     managed = {id(p) for module in ([model] if root else units) for p in module.parameters()}
@@ -152,11 +149,13 @@ def _expected(fqn: str, policy: Policy, dp: DeviceMesh, cuts: Mapping[str, Place
     return placements
 
 
-def _strategy_function(policy: Policy) -> Any:  # noqa: ANN401 - two functions with overloads upstream
-    if policy.strategy != "no_shard":
-        return fully_shard
-    refuse_older("torch", "no_shard")
-    return replicate_function()
+def apply_policy(unit: nn.Module, policy: Policy, dp: DeviceMesh, *, root: bool = False, **extra: object) -> None:
+    """Make a module a unit of FSDP."""
+    apply: Any = fully_shard
+    if policy.strategy == "no_shard":
+        refuse_older("torch", "no_shard")
+        apply = replicate_function()
+    apply(unit, **policy.kwargs(dp, root=root), **extra)
 
 
 def _turn_off_caches(model: nn.Module) -> None:
@@ -178,8 +177,7 @@ def _check_axes(mesh: DeviceMesh, tp_plan: TpPlan | str | None) -> None:
     for name in names:
         if name not in (*FSDP_AXES, TP_AXIS):
             raise UsageError(
-                f"the axis {name} is not supported on live models",
-                hint=f"use {', '.join((*FSDP_AXES, TP_AXIS))}",
+                f"the axis {name} is not supported on live models", hint=f"use {', '.join((*FSDP_AXES, TP_AXIS))}"
             )
     if tp_plan is not None and TP_AXIS not in names:
         raise UsageError("a tensor-parallel plan needs a mesh with the axis tp", hint="add tp=N to the mesh")
@@ -203,9 +201,8 @@ def _ignored(model: nn.Module, globs: Sequence[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _is_within(model: nn.Module, block: str, ignored: Sequence[str]) -> bool:
-    """Is every parameter of a block ignored?"""
-    return {f"{block}.{name}" for name, _ in model.get_submodule(block).named_parameters()} <= set(ignored)
+def _parameters_of(model: nn.Module, block: str) -> set[str]:
+    return {f"{block}.{name}" for name, _ in model.get_submodule(block).named_parameters()}
 
 
 def _prefetch(model: nn.Module, names: Sequence[str], policy: Policy) -> None:

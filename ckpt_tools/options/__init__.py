@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -105,6 +105,12 @@ class Parameter:
         """Refuse a word that it does not take."""
         if self.words and isinstance(value, str) and value not in self.words:
             raise UsageError(f"{self.flag} must be one of {', '.join(self.words)}, got {value!r}")
+
+
+def refuse_other(value: str | None, words: Collection[str], kind: str, option: str) -> None:
+    """Refuse a value that is none of an option's `words`, which are of some `kind`."""
+    if value not in words:
+        raise UsageError(f"{value!r} is not {kind}", hint=f"{option} takes {', '.join(words)}")
 
 
 @functools.cache

@@ -48,8 +48,7 @@ class ExportOptions:
     adapter: AdapterName = None
     config: Config = ()
     live_config: Annotated[
-        Mapping[str, object] | None,
-        Doc("PEFT's configuration of the live model: `peft_config[name].to_dict()`."),
+        Mapping[str, object] | None, Doc("PEFT's configuration of the live model: `peft_config[name].to_dict()`.")
     ] = None
     architecture: Architecture = None
     svd_rank: Annotated[
@@ -72,8 +71,7 @@ class CheckOptions:
     """The options of `check_lora`."""
 
     source: Annotated[
-        AnyPath,
-        Argument("Source of the adapter: a safetensors file, a PEFT directory, a training checkpoint.", "SRC"),
+        AnyPath, Argument("Source of the adapter: a safetensors file, a PEFT directory, a training checkpoint.", "SRC")
     ] = field(kw_only=False)
     base: Base = None
     loaders: Annotated[
@@ -111,10 +109,7 @@ class MergeOptions:
     ] = ()
     combine: Annotated[
         str,
-        Option(
-            "How adapters are combined: the exact sum of their changes, or a method of PEFT's.",
-            metavar=METHODS,
-        ),
+        Option("How adapters are combined: the exact sum of their changes, or a method of PEFT's.", metavar=METHODS),
     ] = "sum"
     density: Annotated[float | None, Option("Share of the elements that pruning methods keep.", metavar="P")] = None
     majority_sign: Annotated[

@@ -34,10 +34,7 @@ DTypeName = Annotated[
 ]
 DTypeFor = Annotated[
     Sequence[str],
-    Option(
-        "Cast these floating-point tensors otherwise (repeatable; the first match wins).",
-        metavar="GLOB=DTYPE",
-    ),
+    Option("Cast these floating-point tensors otherwise (repeatable; the first match wins).", metavar="GLOB=DTYPE"),
 ]
 MaxShardSize = Annotated[
     str | None,
@@ -73,8 +70,7 @@ ShapesFrom = Annotated[
     Option("Checkpoint of the same model, for the shapes of FSDP1's LOCAL_STATE_DICT pieces.", metavar="MODEL"),
 ]
 Component = Annotated[
-    str | None,
-    Option("One model of several in a repository, e.g. unet (. for the one at the top).", metavar="NAME"),
+    str | None, Option("One model of several in a repository, e.g. unet (. for the one at the top).", metavar="NAME")
 ]
 FORMATS = "safetensors|torch|torch-dist|dcp|step|ranks|hf-sharded|hf|deepspeed|deepspeed-fp32|torch-dir"
 """As `formats.table` has them, in its order."""
@@ -107,9 +103,24 @@ LibraryNames = Annotated[
     Option("Library whose names are compared with the hub's; auto finds it."),
 ]
 MapFile = Annotated[
-    AnyPath | None,
-    Option("Key map of your own, from the hub's names to others, instead of --names.", metavar="FILE"),
+    AnyPath | None, Option("Key map of your own, from the hub's names to others, instead of --names.", metavar="FILE")
 ]
+
+
+_STRATEGIES = {
+    "full_shard": "full_shard zero3 1",
+    "shard_grad_op": "shard_grad_op zero2 2",
+    "no_shard": "no_shard ddp 3",
+    "hybrid_shard": "hybrid_shard hsdp 4",
+    "hybrid_shard_zero2": "hybrid_shard_zero2 _hybrid_shard_zero2 5",
+}
+"""Sharding strategy → its own name, FSDP1's and accelerate's number."""
+
+
+def find_strategy(text: str) -> str | None:
+    """Return the strategy that a name in any spelling means; hybrid_shard_zero2 keeps parameters after forward."""
+    key = text.strip().lower().replace("-", "_").removeprefix("shardingstrategy.")
+    return next((strategy for strategy, names in _STRATEGIES.items() if key in names.split()), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +139,7 @@ class MeshOptions:
         ),
     ] = ()
     tp_plan: Annotated[
-        str | None,
-        Option("Cut along tp as transformers cuts the architecture that config.json names.", metavar="auto"),
+        str | None, Option("Cut along tp as transformers cuts the architecture that config.json names.", metavar="auto")
     ] = None
     assets: Annotated[
         AnyPath | None, Option("Directory with the config.json for --tp-plan, where SRC has none.", metavar="DIR")

@@ -141,8 +141,7 @@ class RunOptions:
         ),
     ] = "auto"
     on: Annotated[
-        str | None,
-        Option("Run all parts as tasks of a Ray cluster.", metavar="ray|ray://HOST:PORT", after="parts"),
+        str | None, Option("Run all parts as tasks of a Ray cluster.", metavar="ray|ray://HOST:PORT", after="parts")
     ] = None
     memory: Annotated[
         str | None,
@@ -153,6 +152,5 @@ class RunOptions:
         Option("What to read back from a store: the ends of 64 files, or everything.", after="memory"),
     ] = "sample"
     no_conditional_writes: Annotated[
-        bool,
-        Option("Write to a store that cannot keep a second writer out, too.", after="verify_written"),
+        bool, Option("Write to a store that cannot keep a second writer out, too.", after="verify_written")
     ] = False

@@ -43,7 +43,7 @@ class _ModelAndRanks:
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: another class has this one and a second base
-class Training:
+class TrainingOptions:
     """What all cases of an estimate have in common."""
 
     seq_len: Annotated[int, Option("Tokens per sample.", min=1)] = 2048
@@ -56,8 +56,7 @@ class Training:
     ] = "bf16"
     optimizer: Annotated[str, Option("Optimizer: adamw, adamw-8bit, lion, muon, …", metavar="NAME")] = "adamw"
     state_dtype: Annotated[
-        str | None,
-        Option("Dtype of the optimizer state (default: --master-dtype, as in PyTorch).", metavar=_DTYPES),
+        str | None, Option("Dtype of the optimizer state (default: --master-dtype, as in PyTorch).", metavar=_DTYPES)
     ] = None
     quantize: Annotated[str | None, Option("With --lora: 4-bit frozen weights.", metavar="nf4", after="lora_rank")] = (
         None
@@ -91,7 +90,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateFields(Training, _ModelAndRanks):
+class EstimateFields(TrainingOptions, _ModelAndRanks):
     """The options of `ckpt estimate`."""
 
     activation_checkpointing: Annotated[
@@ -109,8 +108,7 @@ class EstimateFields(Training, _ModelAndRanks):
     gpu_memory: Annotated[
         str | int | None,
         Option(
-            "Memory of a device (80GB): shows what fits; if nothing does, suggests a change that would.",
-            metavar="SIZE",
+            "Memory of a device (80GB): shows what fits; if nothing does, suggests a change that would.", metavar="SIZE"
         ),
     ] = None
     gpu: Annotated[

@@ -25,8 +25,7 @@ class ExportPush:
     """How `ckpt export-lora` pushes what it has written."""
 
     push: Annotated[
-        str | None,
-        Option("Then push it to the hub, as `ckpt push DST REPO` does.", metavar="REPO", after="exclude"),
+        str | None, Option("Then push it to the hub, as `ckpt push DST REPO` does.", metavar="REPO", after="exclude")
     ] = None
     private: Private = False
     create_pr: CreatePr = False
@@ -49,8 +48,7 @@ class CardFields:
     """What the user says for a model card."""
 
     base_model: Annotated[
-        str | None,
-        Option("Hub id of the base model, for the model card.", metavar="ORG/NAME", after="commit_message"),
+        str | None, Option("Hub id of the base model, for the model card.", metavar="ORG/NAME", after="commit_message")
     ] = None
     relation: Annotated[
         Relation | None,
@@ -92,10 +90,7 @@ class PushFields:
     commit_message: CommitMessage = None
     include: Annotated[
         Sequence[str],
-        Option(
-            "Only these files (repeatable). Without a slash, names in every directory match.",
-            metavar="GLOB",
-        ),
+        Option("Only these files (repeatable). Without a slash, names in every directory match.", metavar="GLOB"),
     ] = ()
     exclude: Annotated[Sequence[str], Option("Skip these files (repeatable).", metavar="GLOB")] = ()
     keep_pickles: common.KeepPickles = False

@@ -11,13 +11,12 @@ from ckpt_tools.options import AnyPath, Option
 
 Json = Annotated[bool, Option("One JSON document on stdout.", env=True)]
 Html = Annotated[
-    AnyPath | None,
-    Option("Also write the result as a page for browsers: one self-contained file.", metavar="FILE"),
+    AnyPath | None, Option("Also write the result as a page for browsers: one self-contained file.", metavar="FILE")
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class OutputOptions:
     """How a command shows its result."""
 
     progress: Annotated[Literal["auto", "bar", "plain", "none"], Option("Progress on stderr.", env=True)] = "auto"

@@ -49,8 +49,7 @@ class PreflightFields:
         ),
     ] = False
     only: Annotated[
-        Sequence[str],
-        Option("Make only this check: rules, memory, checkpoint, smoke (repeatable).", metavar="CHECK"),
+        Sequence[str], Option("Make only this check: rules, memory, checkpoint, smoke (repeatable).", metavar="CHECK")
     ] = ()
     ignore: Annotated[
         Sequence[str],
@@ -58,8 +57,7 @@ class PreflightFields:
     ] = ()
     strict: Annotated[bool, Option("Fail on warnings, and on a check that was asked for and not made.")] = False
     override: Annotated[
-        Sequence[str],
-        Option("Override the trainer's config, as words after -- do (repeatable).", metavar="WORD"),
+        Sequence[str], Option("Override the trainer's config, as words after -- do (repeatable).", metavar="WORD")
     ] = ()
 
 

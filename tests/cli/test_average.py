@@ -150,10 +150,7 @@ def test_optimizer_state_of_a_step_is_left_out(tmp_path) -> None:
             lambda m: m.update({"model.mask": torch.ones(4, dtype=torch.bool)}),
             r"'model.mask' is BOOL \[4\], and BOOL \[3\] in the first",
         ),
-        (
-            lambda m: m.update({"model.embed_tokens.weight": torch.ones(64, 48)}),
-            r"is F32 \[64, 48\], and BF16",
-        ),
+        (lambda m: m.update({"model.embed_tokens.weight": torch.ones(64, 48)}), r"is F32 \[64, 48\], and BF16"),
         (lambda m: m.update({"model.mask": torch.tensor([True] * 3)}), "'model.mask' of BOOL has no average, and diff"),
     ],
 )

@@ -338,8 +338,7 @@ def test_render_ascii_stream_gets_ascii(model: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([], ""), ([3], "3"), ([0, 1, 2, 7], "0-2,7"), (range(0, 20, 2), "0,2,4,6,8,10,...")],
+    ("numbers", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 7], "0-2,7"), (range(0, 20, 2), "0,2,4,6,8,10,...")]
 )
 def test_format_ranges_numbers_become_ranges(numbers, text: str) -> None:
     assert format_ranges(numbers) == text

@@ -36,30 +36,30 @@ def test_formula_checkpointing_keeps_the_inputs_and_one_block():
     assert found.peak < formula.estimate(FIGURES, CASE).peak
 
 
-def test_formula_no_shard_holds_everything_on_every_rank():
-    found = formula.estimate(FIGURES, replace(CASE, strategy="no_shard", mesh=parse_mesh("dp_replicate=4")))
-    assert (found.params, found.grads, found.optimizer) == (10000, 10000, 20000)
+ADAPTERS = 2 * 4 * 90
+HYBRID = {"strategy": "hybrid_shard", "mesh": parse_mesh("dp_replicate=2,dp_shard=2")}
 
 
-def test_formula_hybrid_cuts_over_dp_shard_alone():
-    found = formula.estimate(
-        FIGURES, replace(CASE, strategy="hybrid_shard", mesh=parse_mesh("dp_replicate=2,dp_shard=2"))
-    )
-    assert (found.params, found.grads, found.optimizer) == (5000, 5000, 10000)
-
-
-def test_formula_lora_trains_the_adapters_alone():
-    found = formula.estimate(FIGURES, replace(CASE, lora=4))
-    adapters = 2 * 4 * 90
-    assert found.params == (2500 * 2 + adapters * 4) / 4
-    assert found.grads == adapters * 4 / 4
-    assert found.optimizer == 2 * adapters * 4 / 4
+@pytest.mark.parametrize(
+    ("changes", "held"),
+    [
+        ({"strategy": "no_shard", "mesh": parse_mesh("dp_replicate=4")}, (10000, 10000, 20000)),
+        (HYBRID, (5000, 5000, 10000)),  # cut over dp_shard alone
+        ({"lora": 4}, ((2500 * 2 + ADAPTERS * 4) / 4, ADAPTERS * 4 / 4, 2 * ADAPTERS * 4 / 4)),
+        ({"master_dtype": "bf16", "state_dtype": "f32"}, (1250, 1250, 5000)),
+        ({"optimizer": "sgd"}, (2500, 2500, 0)),
+        ({"optimizer": "sgd-momentum"}, (2500, 2500, 2500)),
+    ],
+)
+def test_formula_parameters_gradients_and_state_are_those_of_the_case(changes, held):
+    found = formula.estimate(FIGURES, replace(CASE, **changes))
+    assert (found.params, found.grads, found.optimizer) == held
 
 
 def test_formula_qlora_packs_the_matrices_and_copies_their_scales():
     found = formula.estimate(FIGURES, replace(CASE, lora=4, quantize="nf4"))
-    quantised, adapters = 2 * 900, 2 * 4 * 90
-    packed = (quantised * 0.5 + (2500 - quantised) * 2 + adapters * 4) / 4
+    quantised = 2 * 900
+    packed = (quantised * 0.5 + (2500 - quantised) * 2 + ADAPTERS * 4) / 4
     assert found.params == round(packed + quantised * (1 / 64 + 4 / 16384))
 
 
@@ -69,16 +69,6 @@ def test_formula_offload_leaves_activations_and_what_passes():
     assert found.host == plain.params + plain.grads + plain.optimizer
     # 1000 parameters in f32 come, their gradients in f32 go, a quarter of each.
     assert found.peak == plain.at_peak["activations"] + plain.at_peak["gathered"] + 1000 * 8 / 4
-
-
-def test_formula_state_dtype_changes_the_state_alone():
-    found = formula.estimate(FIGURES, replace(CASE, master_dtype="bf16", state_dtype="f32"))
-    assert (found.params, found.grads, found.optimizer) == (1250, 1250, 5000)
-
-
-def test_formula_sgd_has_no_state():
-    assert formula.estimate(FIGURES, replace(CASE, optimizer="sgd")).optimizer == 0
-    assert formula.estimate(FIGURES, replace(CASE, optimizer="sgd-momentum")).optimizer == 2500
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"])
@@ -98,9 +88,11 @@ def test_figures_from_counts_are_those_of_llama():
     assert block.widest == 4096 * 11008
 
 
-def test_figures_from_counts_too_small_are_refused():
+def test_figures_that_make_no_model_are_refused():
     with pytest.raises(UsageError, match="too few"):
         figures_from_counts(params=1000, layers=32, hidden=4096, vocab=None)
+    with pytest.raises(UsageError, match="no repeated blocks"):
+        figures_from_shapes({"a.weight": (3, 4), "layers.0.weight": (3, 4)})
 
 
 def test_figures_from_shapes_find_blocks_and_output():
@@ -114,11 +106,6 @@ def test_figures_from_shapes_find_blocks_and_output():
     found, notes = figures_from_shapes(shapes)
     assert found == replace(FIGURES, blocks=(replace(BLOCK, hidden=30),), hidden=30)
     assert notes == ()
-
-
-def test_figures_from_shapes_without_blocks_are_refused():
-    with pytest.raises(UsageError, match="no repeated blocks"):
-        figures_from_shapes({"a.weight": (3, 4), "layers.0.weight": (3, 4)})
 
 
 def test_figures_from_shapes_say_when_blocks_are_no_matrices():

@@ -16,14 +16,25 @@ def meshes(**options):
     return {case.strategy: str(case.mesh) for case in cases_of(EstimateOptions(**SIZES, **options))}
 
 
-def test_strategies_spelled_otherwise_are_those_of_fsdp2():
-    from ckpt_tools.fsdp2 import policy
+@pytest.mark.parametrize(
+    ("strategy", "spellings"),
+    [
+        ("full_shard", "full_shard zero3 1"),
+        ("shard_grad_op", "shard-grad-op ZeRO2 2"),
+        ("hybrid_shard", "hybrid_shard hsdp 4"),
+        ("no_shard", "no_shard ddp 3"),
+        ("hybrid_shard_zero2", "hybrid_shard_zero2 _hybrid_shard_zero2 5"),
+    ],
+)
+def test_strategies_spelled_otherwise_are_those_of_fsdp2(strategy, spellings):
+    from ckpt_tools.fsdp2 import parse_policy
 
-    for spelling, (name, keeps) in policy._SPELLINGS.items():
-        expected = "hybrid_shard_zero2" if (name, keeps) == ("hybrid_shard", False) else name
-        assert parse_strategy(spelling) == expected
-        assert parse_strategy(f"ShardingStrategy.{spelling.upper()}") == expected
-    assert set(STRATEGIES) == set(policy.STRATEGIES)
+    for text in (spelling for each in spellings.split() for spelling in (each, f"ShardingStrategy.{each.upper()}")):
+        assert parse_strategy(text) == strategy
+        policy = parse_policy(text)
+        assert (policy.strategy, policy.reshard_after_forward) == (
+            (strategy, None) if strategy in STRATEGIES else ("hybrid_shard", False)
+        )
 
 
 def test_all_strategies_share_the_world():

@@ -45,10 +45,21 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 16, bias=False)
 
     def forward(self, ids):
+        return self.head(self.body(ids))
+
+    def body(self, ids):
         h = self.emb(ids)
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h)
+        for index, layer in enumerate(self.layers):
+            h = self.enter(index, layer, h)
+        return h
+
+    def enter(self, index, layer, h):
+        return layer(h)
+
+
+class Headless(Net):
+    def forward(self, ids):
+        return self.body(ids)
 
 
 def with_block(block_class):
@@ -110,6 +121,16 @@ def breaks(code, module, call="", thread="", bare=""):
     return add
 
 
+def fails(code, module, call="", thread=""):
+    """The same for what is done to a healthy model."""
+
+    def add(function):
+        BREAKAGES[function.__name__] = Breakage(code, lambda mesh: (shard(Net(), mesh), function), module, call, thread)
+        return function
+
+    return add
+
+
 def silently(code, where, thread=""):
     def add(function):
         SILENT[function.__name__] = (code, where, function)
@@ -122,16 +143,14 @@ def silently(code, where, thread=""):
 # Errors.
 
 
-@breaks("custom-method", "layers.0", "h = layer.encode(h)", thread="pytorch/pytorch#109385")
-def custom_method(mesh):
-    class Broken(Net):
-        def forward(self, ids):
-            h = self.emb(ids)
-            for layer in self.layers:
-                h = layer.encode(h)
-            return self.head(h)
+class Encoding(Net):
+    def enter(self, index, layer, h):
+        return layer.encode(h)
 
-    return shard(Broken(), mesh), step
+
+@breaks("custom-method", "layers.0", "return layer.encode(h)", thread="pytorch/pytorch#109385")
+def custom_method(mesh):
+    return shard(Encoding(), mesh), step
 
 
 @breaks("custom-method", "(root)", "model.generate(tokens())", thread="huggingface/trl#2796")
@@ -143,14 +162,11 @@ def custom_method_of_the_root(mesh):
     return shard(Broken(), mesh), lambda model: model.generate(tokens())
 
 
-@breaks("dot-forward", "layers.0", "h = layer.forward(h)")
+@breaks("dot-forward", "layers.0", "return layer.forward(h)")
 def dot_forward(mesh):
     class Broken(Net):
-        def forward(self, ids):
-            h = self.emb(ids)
-            for layer in self.layers:
-                h = layer.forward(h)
-            return self.head(h)
+        def enter(self, index, layer, h):
+            return layer.forward(h)
 
     return shard(Broken(), mesh), step
 
@@ -286,10 +302,7 @@ class Unboxing(Net):
     block = Boxing
 
     def forward(self, ids):
-        h = self.emb(ids)
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h.x)
+        return self.head(self.body(ids).x)
 
 
 @breaks("opaque-output", "layers.", "", thread="pytorch/pytorch#183702")
@@ -306,23 +319,18 @@ def view_changed_in_place(mesh):
     class Broken(Net):
         block = Viewing
 
-        def forward(self, ids):
-            h = self.emb(ids)
-            for layer in self.layers:
-                h = layer(h)
-                h += 1
-            return self.head(h)
+        def enter(self, index, layer, h):
+            h = layer(h)
+            h += 1
+            return h
 
     return shard(Broken(), mesh), step
 
 
-@breaks("root-not-first", "layers.0", "model(tokens())", thread="huggingface/trl#3582")
-def root_not_first(mesh):
-    def run(model):
-        model.layers[0](torch.ones(2, 8))
-        model(tokens())
-
-    return shard(Net(), mesh), run
+@fails("root-not-first", "layers.0", "model(tokens())", thread="huggingface/trl#3582")
+def root_not_first(model):
+    model.layers[0](torch.ones(2, 8))
+    model(tokens())
 
 
 @breaks("outer-first", "layers.0", "fully_shard(model.layers[0]")
@@ -371,6 +379,13 @@ def stale_optimizer_saved(mesh):
     return shard(net, mesh), run
 
 
+def filled(net):
+    """A net on meta after a load of 0.1 everywhere."""
+    full = {fqn: torch.full(p.shape, 0.1) for fqn, p in net.state_dict().items()}
+    net.load_state_dict(distributed(net, full), assign=True)
+    return net
+
+
 @breaks("meta-param", "emb.weight", "model(tokens())")
 def meta_param(mesh):
     with torch.device("meta"):
@@ -390,10 +405,7 @@ class Scaled(Block):
 def _meta_buffer(mesh):
     with torch.device("meta"):
         net = with_block(Scaled)()
-    shard(net, mesh)
-    full = {fqn: torch.full(p.shape, 0.1) for fqn, p in net.state_dict().items()}
-    net.load_state_dict(distributed(net, full), assign=True)
-    return net
+    return filled(shard(net, mesh))
 
 
 @breaks("meta-buffer", "layers.0.scale", "x * self.scale", thread="pytorch/torchtitan#110")
@@ -401,25 +413,21 @@ def meta_buffer(mesh):
     return _meta_buffer(mesh), step
 
 
-def _load(make):
-    """Shard a net, then load what `make(mesh, full)` says, and run."""
+def _load(mesh, make):
+    """Shard a net, then load what `make(full)` says, and run."""
+    net = Net()
+    full = full_state(net)
 
-    def build(mesh):
-        net = Net()
-        full = full_state(net)
+    def run(model):
+        model.load_state_dict(make(full), assign=True)
+        step(model)
 
-        def run(model):
-            model.load_state_dict(make(mesh, model, full), assign=True)
-            step(model)
-
-        return shard(net, mesh), run
-
-    return build
+    return shard(net, mesh), run
 
 
 @breaks("load-plain", "emb.weight", "load_state_dict", thread="nvidia-cosmos/cosmos-transfer2.5#206")
 def load_plain(mesh):
-    return _load(lambda mesh, model, full: full)(mesh)
+    return _load(mesh, lambda full: full)
 
 
 @breaks("load-plain", "emb.weight", "load_state_dict", thread="pytorch/pytorch#136336")
@@ -431,10 +439,10 @@ def load_plain_by_copy(mesh):
 
 @breaks("load-placement", "emb.weight", "load_state_dict")
 def load_placement(mesh):
-    def make(mesh, model, full):
+    def make(full):
         return {fqn: nn.Parameter(distribute_tensor(t, mesh, [Replicate()])) for fqn, t in full.items()}
 
-    return _load(make)(mesh)
+    return _load(mesh, make)
 
 
 @breaks("load-dtype", "emb.weight", "", thread="huggingface/accelerate#4021")
@@ -453,13 +461,11 @@ def load_dtype(mesh):
 
 @breaks("load-dtype", "emb.weight", "load_state_dict")
 def load_integers(mesh):
-    def make(mesh, model, full):
-        return {
-            fqn: nn.Parameter(distribute_tensor(t.to(torch.int8), mesh, [Shard(0)]), requires_grad=False)
-            for fqn, t in full.items()
-        }
+    def make(full):
+        cut = {fqn: distribute_tensor(t.to(torch.int8), mesh, [Shard(0)]) for fqn, t in full.items()}
+        return {fqn: nn.Parameter(t, requires_grad=False) for fqn, t in cut.items()}
 
-    return _load(make)(mesh)
+    return _load(mesh, make)
 
 
 @breaks("dtype-mix", "layers.0", "model(tokens())", thread="huggingface/accelerate#3985")
@@ -669,26 +675,24 @@ def unmanaged(mesh):
     return audit(net, phase="backward")
 
 
-@silently("rank-init", "emb.weight", thread="huggingface/transformers#45662")
-def rank_init(mesh):
+def _with_embeddings_by_rank():
     torch.manual_seed(100 + dist.get_rank())
     net = Net()
     with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter is not net.emb.weight:
-                parameter.fill_(0.1)
-    return compare_ranks(net)
+        for parameter in (*net.layers.parameters(), *net.head.parameters()):
+            parameter.fill_(0.1)
+    return net
+
+
+@silently("rank-init", "emb.weight", thread="huggingface/transformers#45662")
+def rank_init(mesh):
+    return compare_ranks(_with_embeddings_by_rank())
 
 
 @silently("rank-init", "emb.weight at dp_shard=0")
 def rank_init_of_replicas(mesh):
-    torch.manual_seed(100 + dist.get_rank())
-    net = Net()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter is not net.emb.weight:
-                parameter.fill_(0.1)
-    return compare_ranks(shard(net, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))))
+    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return compare_ranks(shard(_with_embeddings_by_rank(), both))
 
 
 @silently("param-order", "layers.0.up.weight")
@@ -709,13 +713,17 @@ def param_frozen_on_one_rank(mesh):
     return compare_ranks(net)
 
 
-@silently("rank-structure", "layers.1")
-def rank_structure(mesh):
+def _wrapped_by_rank(mesh):
     net = Net()
     for index, layer in enumerate(net.layers):
         if index == 0 or dist.get_rank() == 0:
             fully_shard(layer, mesh=mesh)
-    return compare_ranks(fully_shard(net, mesh=mesh))
+    return fully_shard(net, mesh=mesh)
+
+
+@silently("rank-structure", "layers.1")
+def rank_structure(mesh):
+    return compare_ranks(_wrapped_by_rank(mesh))
 
 
 @silently("rank-unused", "layers.0.up.weight")
@@ -741,32 +749,17 @@ def gathered_and_forgotten(mesh):
 # Ranks that do not do the same: gloo aborts one of them, or both wait until time is up.
 
 
-def _ranks_wrap_differently(mesh):
-    net = Net()
-    for index, layer in enumerate(net.layers):
-        if index == 0 or dist.get_rank() == 0:
-            fully_shard(layer, mesh=mesh)
-    return fully_shard(net, mesh=mesh), step
-
-
 def _rank_skips_a_block(mesh):
     class Skipping(Net):
-        def forward(self, ids):
-            h = self.emb(ids)
-            for index, layer in enumerate(self.layers):
-                if index == 0 or dist.get_rank() == 0:
-                    h = layer(h)
-            return self.head(h)
+        def enter(self, index, layer, h):
+            return layer(h) if index == 0 or dist.get_rank() == 0 else h
 
     return shard(Skipping(), mesh), step
 
 
-def _rank_stops_early(mesh):
-    def run(model):
-        for _ in range(2 if dist.get_rank() == 0 else 1):
-            step(model)
-
-    return shard(Net(), mesh), run
+def _rank_stops_early(model):
+    for _ in range(2 if dist.get_rank() == 0 else 1):
+        step(model)
 
 
 class Lopsided(Block):
@@ -778,16 +771,12 @@ class Lopsided(Block):
         return x + (self.up(x) if dist.get_rank() == 0 else self.narrow(x).sum(-1, keepdim=True))
 
 
-def _rank_uses_other_parameters(mesh):
-    return shard(with_block(Lopsided)(), mesh), step
-
-
 THREADS["rank-skip"] = "pytorch/pytorch#126616"
 DISAGREEMENTS = {
-    "rank-structure": (_ranks_wrap_differently, "layers.1"),
+    "rank-structure": (lambda mesh: (_wrapped_by_rank(mesh), step), "layers.1"),
     "rank-skip": (_rank_skips_a_block, "layers.1"),
-    "rank-skip-steps": (_rank_stops_early, "(root)"),
-    "rank-unused": (_rank_uses_other_parameters, "layers.1"),
+    "rank-skip-steps": (lambda mesh: (shard(Net(), mesh), _rank_stops_early), "(root)"),
+    "rank-unused": (lambda mesh: (shard(with_block(Lopsided)(), mesh), step), "layers.1"),
 }
 
 

@@ -99,11 +99,8 @@ class Bagel(Net):
 
     block = Registered
 
-    def forward(self, ids):
-        h = self.emb(ids)
-        for layer in self.layers:
-            h = layer.forward_train(h)
-        return self.head(h)
+    def enter(self, index, layer, h):
+        return layer.forward_train(h)
 
     def generate(self, ids):
         return self(ids)
@@ -130,9 +127,7 @@ class Grouped(Net):
         self.head.weight = self.emb.weight
 
     def forward(self, ids):
-        h = self.emb(ids)
-        for layer in self.layers:
-            h = layer(h)
+        h = self.body(ids)
         return Output(hidden=self.head(self.norm(h)), extra={"last": h})
 
 
@@ -188,20 +183,9 @@ def mixture_of_experts(path):
 
 
 PLAIN = (
-    full_shard,
-    shard_grad_op,
-    reshard_to_two,
-    hybrid_shard,
-    no_shard,
-    tensor_parallel,
-    mixed_precision_and_offload,
-    frozen_base_and_checkpointing,
-    registered_methods,
-    grouped_and_tied,
-    two_forwards,
-    buffers_and_views,
-    reloaded,
-)
+    full_shard, shard_grad_op, reshard_to_two, hybrid_shard, no_shard, tensor_parallel, mixed_precision_and_offload,
+    frozen_base_and_checkpointing, registered_methods, grouped_and_tied, two_forwards, buffers_and_views, reloaded,
+)  # fmt: skip
 """For four ranks."""
 TRANSFORMERS = (llama_with_ties, bert, mixture_of_experts)
 """For two: importing transformers on four takes as long as everything else."""

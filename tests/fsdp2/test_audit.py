@@ -149,12 +149,9 @@ def test_compare_records_that_differ_name_rank_and_place(code, field, one, other
     assert "2" in found[0].what
 
 
-def test_compare_records_of_equal_ranks_are_silent():
+def test_compare_records_of_equal_ranks_and_parts_that_only_one_has_are_silent():
     record = _record(structure=("a on dp=2",), parameters=("a (2,)",), replicas={"a": "1"}, with_grad=("a",))
     assert compare_records([record] * 3) == []
-
-
-def test_compare_records_parts_that_only_one_rank_has_are_no_replicas():
     assert compare_records([_record(replicas={"w at dp=0": "1"}), _record(replicas={"w at dp=1": "2"})]) == []
 
 
@@ -169,13 +166,10 @@ def _trace(rank, *events, structure=("a on dp=2",)):
     return Trace(rank=rank, structure=structure, events=events)
 
 
-def test_compare_traces_names_the_first_event_that_differs():
+def test_compare_traces_names_the_first_event_that_differs_or_is_missing():
     found = compare_traces([_trace(1, "pre_forward a", "pre_forward c"), _trace(0, "pre_forward a", "pre_forward b")])
     assert [(each.code, each.where) for each in found] == [("rank-skip", "b")]
     assert "after 'pre_forward a' (event 1) rank 0 does 'pre_forward b' and rank 1 'pre_forward c'" in found[0].what
-
-
-def test_compare_traces_that_end_early_or_are_equal():
     short, long = _trace(0, "pre_forward a"), _trace(1, "pre_forward a", "pre_forward b")
     assert compare_traces([short, short]) == []
     assert compare_traces([]) == []

@@ -9,10 +9,9 @@ from fsdp2 import breakages, threads
 from fsdp2.breakages import BREAKAGES, DISAGREEMENTS, SILENT, THREADS
 from fsdp2.ranks import RankLost, run_ranks
 
-from ckpt_tools.fsdp2.cases import Diagnosis
 from ckpt_tools.fsdp2.catalogue import CATALOGUE, render_catalogue
 from ckpt_tools.fsdp2.compare import compare_traces
-from ckpt_tools.fsdp2.diagnose import diagnose
+from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
 from ckpt_tools.fsdp2.watch import read_traces
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from fsdp2.breakages import Block, Net, shard, step, tokens
+from fsdp2.breakages import Block, Headless, Net, shard, step, tokens, with_block
 from fsdp2.ranks import run_ranks
 from fsdp2.threads import Frozen
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Partial
 from torch.optim.lr_scheduler import ConstantLR, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.utils.checkpoint import checkpoint
@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from ckpt_tools.fsdp2 import accumulate, audit, materialise_buffers, watch
 
 
-def _train(net, optimizers, run=step, scheduler=None):
-    """Two steps, audited wherever it is possible."""
-    found = []
+def _train(net, optimizers=None, run=step, scheduler=None):
+    """Two steps, audited wherever it is possible; by default with AdamW for all that is trained."""
+    found, optimizers = [], optimizers or [_adam(net.parameters())]
     with watch(net) as seen:
         for _ in range(2):
             run(net)
@@ -106,8 +106,7 @@ class Experts(Net):
 
 
 def unused_parts(mesh):
-    net = shard(Experts(), mesh)
-    return _train(net, [_adam(net.parameters())])
+    return _train(shard(Experts(), mesh))
 
 
 def target_network(mesh):
@@ -133,28 +132,21 @@ def target_network(mesh):
 
 
 class Recomputed(Net):
-    def forward(self, ids):
-        h = self.emb(ids)
-        for layer in self.layers:
-            h = checkpoint(layer, h, use_reentrant=True)
-        return self.head(h)
+    def enter(self, index, layer, h):
+        return checkpoint(layer, h, use_reentrant=True)
 
 
 def reentrant_from_trained_embeddings(mesh):
-    net = shard(Recomputed(), mesh)
-    return _train(net, [_adam(net.parameters())])
+    return _train(shard(Recomputed(), mesh))
 
 
 def reentrant_with_inputs_that_require_gradients(mesh):
     net = Frozen()
     net.emb.register_forward_hook(lambda module, args, output: output.requires_grad_())
-    shard(net, mesh)
-    return _train(net, [_adam(net.parameters())])
+    return _train(shard(net, mesh))
 
 
 def evaluated_in_between(mesh):
-    net = shard(Net(), mesh, reshard_after_forward=False)
-
     def run(net):
         step(net)
         with torch.no_grad():
@@ -163,7 +155,7 @@ def evaluated_in_between(mesh):
             for layer in net.layers:
                 layer.reshard()
 
-    return _train(net, [_adam(net.parameters())], run)
+    return _train(shard(Net(), mesh, reshard_after_forward=False), run=run)
 
 
 def thawed_later(mesh):
@@ -173,7 +165,7 @@ def thawed_later(mesh):
     step(net)
     net.layers[0].requires_grad_(True)
     net.zero_grad()
-    return _train(net, [_adam(net.parameters())])
+    return _train(net)
 
 
 def schedulers_of_all_kinds(mesh):
@@ -208,11 +200,7 @@ def writes_in_forward_that_are_nobodys_weights(mesh):
             copy = self.up.weight.detach().clone().mul_(2.0)
             return super().forward(x) * self.mask[0] + copy.sum() * 0
 
-    class Noted(Net):
-        block = Writing
-
-    net = shard(Noted(), mesh)
-    return _train(net, [_adam(net.parameters())])
+    return _train(shard(with_block(Writing)(), mesh))
 
 
 def initialised_by_its_own_recipe(mesh):
@@ -224,10 +212,7 @@ def initialised_by_its_own_recipe(mesh):
         def init_buffers(self):
             self.table.copy_(torch.arange(8))
 
-    class Tables(Net):
-        block = Tabled
-
-    net = shard(Tables(), mesh)
+    net = shard(with_block(Tabled)(), mesh)
     for layer in net.layers:
         layer.table = layer.table.to("meta")
     materialise_buffers(net, "cpu")
@@ -235,11 +220,7 @@ def initialised_by_its_own_recipe(mesh):
 
 
 def two_meshes_named_well(mesh):
-    both = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
-    net = Net()
-    for layer in net.layers:
-        fully_shard(layer, mesh=both)
-    return _train(fully_shard(net, mesh=both), [_adam(net.parameters())])
+    return _train(shard(Net(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))))
 
 
 def all_reduce_left_to_the_last_micro_batch(mesh):
@@ -266,25 +247,12 @@ def another_models_optimizer_stands_still(mesh):
 
 
 HEALTHY = (
-    all_reduce_left_to_the_last_micro_batch,
-    another_models_optimizer_stands_still,
-    accumulated,
-    settings_come_back_after_accumulation,
-    two_optimizers,
-    optimizer_in_backward,
-    unused_parts,
-    target_network,
-    reentrant_from_trained_embeddings,
-    reentrant_with_inputs_that_require_gradients,
-    evaluated_in_between,
-    thawed_later,
-    schedulers_of_all_kinds,
-    first_step_of_a_warm_up,
-    bf16_that_moves,
-    writes_in_forward_that_are_nobodys_weights,
-    initialised_by_its_own_recipe,
-    two_meshes_named_well,
-)
+    all_reduce_left_to_the_last_micro_batch, another_models_optimizer_stands_still, accumulated,
+    settings_come_back_after_accumulation, two_optimizers, optimizer_in_backward, unused_parts, target_network,
+    reentrant_from_trained_embeddings, reentrant_with_inputs_that_require_gradients, evaluated_in_between, thawed_later,
+    schedulers_of_all_kinds, first_step_of_a_warm_up, bf16_that_moves, writes_in_forward_that_are_nobodys_weights,
+    initialised_by_its_own_recipe, two_meshes_named_well,
+)  # fmt: skip
 
 
 def _said(rank, world_size):
@@ -308,14 +276,6 @@ def said():
 def test_audit_odd_but_healthy_training_finds_nothing(said, build):
     for found in said:
         assert [(each.code, each.where, each.what) for each in found[build.__name__]] == []
-
-
-class Headless(Net):
-    def forward(self, ids):
-        h = self.emb(ids)
-        for layer in self.layers:
-            h = layer(h)
-        return h
 
 
 def _fixed(rank, world_size):

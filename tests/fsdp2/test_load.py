@@ -19,8 +19,8 @@ from ckpt_tools import api
 from ckpt_tools.checkpoint.names import load_table
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.fsdp2 import load_checkpoint, local_box, materialise_buffers
-from ckpt_tools.fsdp2.architecture import architecture_of
 from ckpt_tools.fsdp2.internals import StridedShard
+from ckpt_tools.fsdp2.names import architecture_of
 
 
 class Net(nn.Module):
@@ -231,10 +231,7 @@ def test_buffers_of_a_transformers_model_leave_its_parameters_alone():
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to("meta")
-    assert materialise_buffers(model, "cpu") == (
-        "model.rotary_emb.inv_freq",
-        "model.rotary_emb.original_inv_freq",
-    )
+    assert materialise_buffers(model, "cpu") == ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
     for (name, tensor), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(tensor, other), name
     assert torch.equal(model.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)

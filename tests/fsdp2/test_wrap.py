@@ -193,56 +193,76 @@ def test_dispatch_is_followed_through_own_methods_only():
     assert dispatch_path(Outer, "encode", "forward") == ("encode", "forward")
 
 
+REFUSED = {
+    "hybrid-1d": ("dp_shard=2", {"policy": Policy(strategy="hybrid_shard")}, "needs two axes"),
+    "full-2d": ("dp_replicate=1,dp_shard=2", {}, "shards over one axis"),
+    "full-replicate": ("dp_replicate=2", {}, "only dp_replicate"),
+    "no-2d": ("dp_replicate=1,dp_shard=2", {"policy": Policy(strategy="no_shard")}, "no_shard needs one axis"),
+    "reshard-3": ("dp_shard=2", {"policy": Policy(reshard_after_forward=3)}, "at least 2 and divide the 2 ranks"),
+    "pipeline": ("dp_shard=1,pp=2", {}, "the axis pp is not supported"),
+    "only-tp": ("tp=2", {"tp_plan": {"tail": "colwise"}}, "no axis for FSDP"),
+    "tp-unused": ("dp_shard=1,tp=2", {}, "no plan says what to cut along it"),
+    "tp-no-axis": ("dp_shard=2", {"tp_plan": {"layers.*.a": "colwise"}}, "needs a mesh with the axis tp"),
+    "tp-unmatched": ("dp_shard=1,tp=2", {"tp_plan": {"layer.*.a": "colwise"}}, "'layer.*.a' matches no module"),
+    "tp-style": (
+        "dp_shard=1,tp=2",
+        {"tp_plan": {"layers.*.a": "sequence_parallel"}},
+        "'sequence_parallel' of 'layers.*.a' is not supported",
+    ),
+    "tp-kind": ("dp_shard=1,tp=2", {"tp_plan": {"act": "colwise"}}, "this is a GELU"),
+    "tp-odd": ("dp_shard=1,tp=2", {"tp_plan": {"0": "colwise"}}, "5 elements are not divisible by tp=2"),
+    "tp-tied": (
+        "dp_shard=1,tp=2",
+        {"tp_plan": {"embed": "embedding_rowwise"}},
+        "tied parameters must be cut the same way: embed.weight, tail.0.weight",
+    ),
+    "tp-no-auto": ("dp_shard=1,tp=2", {"tp_plan": "auto"}, "Net has no tensor-parallel plan"),
+    "tp-heads": ("dp_shard=1,tp=2", {"tp_plan": "auto"}, "would tear attention heads apart"),
+    "scalar": ("dp_shard=2", {}, "a trainable scalar cannot be sharded"),
+    "double-wrap": (
+        "dp_shard=2",
+        {"forward_methods": {"Block": ["forward_train"]}},
+        "double-wrap: forward → route → forward_train",
+    ),
+    "method-unit": (
+        "dp_shard=2",
+        {"forward_methods": {"layers.0.a": ["extra_repr"]}},
+        "it is not an FSDP unit of its own",
+    ),
+    "method-none": ("dp_shard=2", {"forward_methods": ["chat"]}, "Net has no method 'chat'"),
+    "method-module": ("dp_shard=2", {"forward_methods": {"Bloc": ["encode"]}}, "no module is named 'Bloc'"),
+    "method-root": (
+        "dp_shard=2",
+        {"forward_methods": ["generate"], "root": False},
+        "methods of the root cannot be registered",
+    ),
+}
+"""Case → mesh, options, what is said."""
+MODELS = {
+    "tp-odd": lambda: nn.Sequential(nn.Linear(4, 5)),
+    "tp-heads": lambda: models.build("llama-one-head"),
+    "scalar": lambda: Net(scalar=True),
+}
+
+
 def refusals(rank, world_size):
     """Everything that shard_model refuses, by case; and what it says of what it accepts."""
     from torch.distributed.tensor import DTensor
 
     from ckpt_tools.fsdp2 import placements_of, plan_of, shard_model
 
-    dp = build_device_mesh(parse_mesh("dp_shard=2"))
-    replicated = build_device_mesh(parse_mesh("dp_replicate=2"))
-    hybrid = build_device_mesh(parse_mesh("dp_replicate=1,dp_shard=2"))
-    tp = build_device_mesh(parse_mesh("dp_shard=1,tp=2"))
-    only_tp = build_device_mesh(parse_mesh("tp=2"))
-    pipeline = build_device_mesh(parse_mesh("dp_shard=1,pp=2"))
+    meshes = {text: build_device_mesh(parse_mesh(text)) for text in dict.fromkeys(row[0] for row in REFUSED.values())}
+    dp, tp = meshes["dp_shard=2"], meshes["dp_shard=1,tp=2"]
 
-    def case(mesh, policy=None, model=None, **options):
+    def case(mesh, model, policy=None, **options):
         with torch.device("meta"):
-            model = model() if model else Net()
+            model = model()
         try:
             return shard_model(model, mesh, policy, **options) and None
         except CkptError as error:
             return type(error).__name__, str(error)
 
-    odd = lambda: nn.Sequential(nn.Linear(4, 5))  # noqa: E731
-    seen = {
-        "hybrid-1d": case(dp, Policy(strategy="hybrid_shard")),
-        "full-2d": case(hybrid),
-        "full-replicate": case(replicated),
-        "no-2d": case(hybrid, Policy(strategy="no_shard")),
-        "reshard-3": case(dp, Policy(reshard_after_forward=3)),
-        "pipeline": case(pipeline),
-        "only-tp": case(only_tp, tp_plan={"tail": "colwise"}),
-        "tp-unused": case(tp),
-        "tp-no-axis": case(dp, tp_plan={"layers.*.a": "colwise"}),
-        "tp-unmatched": case(tp, tp_plan={"layer.*.a": "colwise"}),
-        "tp-style": case(tp, tp_plan={"layers.*.a": "sequence_parallel"}),
-        "tp-kind": case(tp, tp_plan={"act": "colwise"}),
-        "tp-odd": case(tp, model=odd, tp_plan={"0": "colwise"}),
-        "tp-tied": case(tp, tp_plan={"embed": "embedding_rowwise"}),
-        "tp-no-auto": case(tp, tp_plan="auto"),
-        "tp-heads": case(
-            build_device_mesh(parse_mesh("dp_shard=1,tp=2")),
-            model=lambda: models.build("llama-one-head"),
-            tp_plan="auto",
-        ),
-        "scalar": case(dp, model=lambda: Net(scalar=True)),
-        "double-wrap": case(dp, forward_methods={"Block": ["forward_train"]}),
-        "method-unit": case(dp, forward_methods={"layers.0.a": ["extra_repr"]}),
-        "method-none": case(dp, forward_methods=["chat"]),
-        "method-module": case(dp, forward_methods={"Bloc": ["encode"]}),
-        "method-root": case(dp, forward_methods=["generate"], root=False),
-    }
+    seen = {name: case(meshes[mesh], MODELS.get(name, Net), **options) for name, (mesh, options, _) in REFUSED.items()}
     torch.manual_seed(0)
     model = Net(scalar=False)
     reference = Net(scalar=False)
@@ -253,7 +273,7 @@ def refusals(rank, world_size):
         "plan": (plan.blocks, plan.methods, plan.ignored, plan.ties, plan.root, plan.strategy),
         "placements": dict(plan.placements),
         "same": plan_of(model) is plan,
-        "twice": case(dp, model=lambda: model),
+        "twice": case(dp, lambda: model),
         "forward": torch.allclose(model(ids), reference(ids)),
         "generate": torch.allclose(model.generate(ids), reference.generate(ids)),
         "encode": torch.allclose(
@@ -291,38 +311,12 @@ def judged():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("hybrid-1d", "needs two axes"),
-        ("full-2d", "shards over one axis"),
-        ("full-replicate", "only dp_replicate"),
-        ("no-2d", "no_shard needs one axis"),
-        ("reshard-3", "must be at least 2 and divide the 2 ranks"),
-        ("pipeline", "the axis pp is not supported"),
-        ("only-tp", "no axis for FSDP"),
-        ("tp-unused", "no plan says what to cut along it"),
-        ("tp-no-axis", "needs a mesh with the axis tp"),
-        ("tp-unmatched", "'layer.*.a' matches no module"),
-        ("tp-style", "'sequence_parallel' of 'layers.*.a' is not supported"),
-        ("tp-kind", "this is a GELU"),
-        ("tp-odd", "5 elements are not divisible by tp=2"),
-        ("tp-tied", "tied parameters must be cut the same way: embed.weight, tail.0.weight"),
-        ("tp-no-auto", "Net has no tensor-parallel plan"),
-        ("tp-heads", "would tear attention heads apart"),
-        ("scalar", "a trainable scalar cannot be sharded"),
-        ("double-wrap", "double-wrap: forward → route → forward_train"),
-        ("method-unit", "it is not an FSDP unit of its own"),
-        ("method-none", "Net has no method 'chat'"),
-        ("method-module", "no module is named 'Bloc'"),
-        ("method-root", "methods of the root cannot be registered"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_every_rank(judged, case, message):
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_on_every_rank(judged, case):
     for seen, _ in judged:
         assert seen[case] is not None, case
         assert seen[case][0] == ("DoubleWrapError" if case == "double-wrap" else "UsageError")
-        assert message in seen[case][1]
+        assert REFUSED[case][2] in seen[case][1]
 
 
 def test_plan_says_what_was_done(judged):

@@ -10,9 +10,13 @@ from fsdp2 import breakages
 from fsdp2.breakages import (
     Block,
     Box,
+    Encoding,
+    Headless,
     Net,
     breaks,
     distributed,
+    fails,
+    filled,
     full_state,
     shard,
     silently,
@@ -68,13 +72,10 @@ def ema_of_lists(mesh):
     return shard(Net(), mesh), lambda model: torch._foreach_lerp_(averages, list(model.parameters()), 0.1)
 
 
-@breaks("load-plain", "head.weight", "model.head.weight[0] = ")
-def row_assigned(mesh):
-    def run(model):
-        with torch.no_grad():
-            model.head.weight[0] = torch.ones(8)
-
-    return shard(Net(), mesh), run
+@fails("load-plain", "head.weight", "model.head.weight[0] = ")
+def row_assigned(model):
+    with torch.no_grad():
+        model.head.weight[0] = torch.ones(8)
 
 
 @breaks("deepcopy", "", "run(model)", thread="hao-ai-lab/FastVideo#915")
@@ -99,19 +100,12 @@ def averaged_model_made_before_sharding(mesh):
     return shard(net, mesh), run
 
 
-@breaks("custom-method", "layers.0", "h = layer.encode(h)")
+@breaks("custom-method", "layers.0", "return layer.encode(h)")
 def broken_model_in_a_function_of_a_known_name(mesh):
-    class Broken(Net):
-        def forward(self, ids):
-            h = self.emb(ids)
-            for layer in self.layers:
-                h = layer.encode(h)
-            return self.head(h)
-
     def update_parameters(model):
         step(model)
 
-    return shard(Broken(), mesh), update_parameters
+    return shard(Encoding(), mesh), update_parameters
 
 
 @breaks("load-plain", "emb.weight", "parameter.data.copy_(", thread="pytorch/pytorch#136336")
@@ -126,34 +120,25 @@ def data_copied(mesh):
     return shard(net, mesh), run
 
 
-@breaks("load-plain", "head.weight", "model.head.weight.add_(")
-def delta_merged(mesh):
-    def run(model):
-        with torch.no_grad():
-            model.head.weight.add_(torch.ones(16, 8))
-
-    return shard(Net(), mesh), run
+@fails("load-plain", "head.weight", "model.head.weight.add_(")
+def delta_merged(model):
+    with torch.no_grad():
+        model.head.weight.add_(torch.ones(16, 8))
 
 
-@breaks("dtensor-in-loss", "", "loss + 0.01 * penalty")
-def penalty_in_the_loss(mesh):
-    def run(model):
-        penalty = sum(parameter.square().sum() for parameter in model.parameters())
-        loss = model(tokens()).square().mean()
-        (loss + 0.01 * penalty).backward()
-
-    return shard(Net(), mesh), run
+@fails("dtensor-in-loss", "", "loss + 0.01 * penalty")
+def penalty_in_the_loss(model):
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    loss = model(tokens()).square().mean()
+    (loss + 0.01 * penalty).backward()
 
 
-@breaks("dtensor-in-loss", "", "loss")
-def penalty_added_in_place(mesh):
-    def run(model):
-        penalty = sum(parameter.abs().sum() for parameter in model.parameters())
-        loss = model(tokens()).square().mean()
-        loss += 0.01 * penalty
-        loss.backward()
-
-    return shard(Net(), mesh), run
+@fails("dtensor-in-loss", "", "loss")
+def penalty_added_in_place(model):
+    penalty = sum(parameter.abs().sum() for parameter in model.parameters())
+    loss = model(tokens()).square().mean()
+    loss += 0.01 * penalty
+    loss.backward()
 
 
 @breaks("load-sharded", "emb.weight", "plain.load_state_dict(", thread="pytorch/pytorch#109648")
@@ -175,12 +160,9 @@ def sharded_into_plain_by_assignment(mesh):
     return net, run
 
 
-@breaks("wrapped-names", "emb.weight", "model.load_state_dict(")
-def names_of_a_compiled_model(mesh):
-    def run(model):
-        model.load_state_dict({f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()})
-
-    return shard(Net(), mesh), run
+@fails("wrapped-names", "emb.weight", "model.load_state_dict(")
+def names_of_a_compiled_model(model):
+    model.load_state_dict({f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()})
 
 
 @breaks("plain-in-state", "", "tensor.full_tensor()", thread="huggingface/trl#6622")
@@ -194,43 +176,27 @@ def full_tensor_of_a_buffer(mesh):
     return shard(net, mesh), run
 
 
-@breaks("dtensor-collective", "", "dist.broadcast(", thread="pytorch/pytorch#117126")
-def broadcast_after_sharding(mesh):
-    def run(model):
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, src=0)
-
-    return shard(Net(), mesh), run
+@fails("dtensor-collective", "", "dist.broadcast(", thread="pytorch/pytorch#117126")
+def broadcast_after_sharding(model):
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
 
 
-@breaks("dtensor-collective", "", "dist.all_reduce(")
-def gradients_reduced_by_hand(mesh):
-    def run(model):
-        step(model)
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-
-    return shard(Net(), mesh), run
+@fails("dtensor-collective", "", "dist.all_reduce(")
+def gradients_reduced_by_hand(model):
+    step(model)
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
 
 
-@breaks("unsupported-op", "", "torch.linalg.lstsq(", thread="pytorch/pytorch#147724")
-def operation_without_a_strategy(mesh):
-    def run(model):
-        step(model)
-        torch.linalg.lstsq(model.head.weight.grad, model.head.weight.grad)
-
-    return shard(Net(), mesh), run
+@fails("unsupported-op", "", "torch.linalg.lstsq(", thread="pytorch/pytorch#147724")
+def operation_without_a_strategy(model):
+    step(model)
+    torch.linalg.lstsq(model.head.weight.grad, model.head.weight.grad)
 
 
 @breaks("foreign-param", "head.weight", "nn.functional.linear(h, model.head.weight)", thread="huggingface/trl#6065")
 def head_in_the_loss(mesh):
-    class Headless(Net):
-        def forward(self, ids):
-            h = self.emb(ids)
-            for layer in self.layers:
-                h = layer(h)
-            return h
-
     def run(model):
         h = model(tokens())
         model.reshard()
@@ -260,11 +226,8 @@ def input_in_an_object(mesh):
     class Packing(Net):
         block = Unpacking
 
-        def forward(self, ids):
-            h = self.emb(ids)
-            for layer in self.layers:
-                h = layer(Box(h.float()))
-            return self.head(h)
+        def enter(self, index, layer, h):
+            return layer(Box(h.float()))
 
     return shard(Packing(), mesh, mp_policy=_BF16), step
 
@@ -307,11 +270,8 @@ def routing_that_differs_in_the_recomputation(mesh):
     class Around(Net):
         block = Routing
 
-        def forward(self, ids):
-            h = self.emb(ids)
-            for layer in self.layers:
-                h = h + checkpoint(layer, h, use_reentrant=False)
-            return self.head(h)
+        def enter(self, index, layer, h):
+            return h + checkpoint(layer, h, use_reentrant=False)
 
     Routing.calls = 0
     return shard(Around(), mesh), step
@@ -320,12 +280,9 @@ def routing_that_differs_in_the_recomputation(mesh):
 # Wrapping.
 
 
-@breaks("ddp-around", "", "DistributedDataParallel(model)")
-def ddp_around(mesh):
-    def run(model):
-        step(DistributedDataParallel(model))
-
-    return shard(Net(), mesh), run
+@fails("ddp-around", "", "DistributedDataParallel(model)")
+def ddp_around(model):
+    step(DistributedDataParallel(model))
 
 
 @breaks("no-forward", "", "fully_shard(model.layers", thread="pytorch/pytorch#167856")
@@ -358,14 +315,11 @@ def tensor_parallel_after_sharding(mesh):
     return shard(Net(), both["dp_shard"]), run
 
 
-@breaks("inference-mode", "", "", thread="pytorch/pytorch#113203")
-def inference_mode_before_training(mesh):
-    def run(model):
-        with torch.inference_mode():
-            model(tokens())
-        step(model)
-
-    return shard(Net(), mesh), run
+@fails("inference-mode", "", "", thread="pytorch/pytorch#113203")
+def inference_mode_before_training(model):
+    with torch.inference_mode():
+        model(tokens())
+    step(model)
 
 
 @breaks("outer-first", "emb.weight", "fully_shard(module", thread="pytorch/pytorch#148504")
@@ -396,22 +350,18 @@ def module_that_is_a_function(mesh):
     return shard(Net(), mesh), lambda model: fully_shard.FSDPModule
 
 
-@breaks("unknown", "", "loss.backward()", thread="pytorch/pytorch#136861")
-def backward_twice(mesh):
-    def run(model):
-        loss = model(tokens()).square().sum()
-        loss.backward()
-        loss.backward()
-
-    return shard(Net(), mesh), run
+@fails("unknown", "", "loss.backward()", thread="pytorch/pytorch#136861")
+def backward_twice(model):
+    loss = model(tokens()).square().sum()
+    loss.backward()
+    loss.backward()
 
 
 @breaks("custom-method", "(root)", "model.encode_ids(", thread="sgl-project/sglang#34575")
 def encoder_entered_by_a_method(mesh):
     class Encoder(Net):
         def encode_ids(self, ids):
-            h = self.emb(ids)
-            return self.layers[1](self.layers[0](h))
+            return self.body(ids)
 
     return shard(Encoder(), mesh), lambda model: model.encode_ids(tokens())
 
@@ -430,10 +380,7 @@ def _with_mask(mesh):
 
     with torch.device("meta"):
         net = with_block(Masked)()
-    shard(net, mesh)
-    full = {fqn: torch.full(p.shape, 0.1) for fqn, p in net.state_dict().items()}
-    net.load_state_dict(distributed(net, full), assign=True)
-    return net
+    return filled(shard(net, mesh))
 
 
 @breaks("meta-attribute", "layers.0.mask", "x * self.mask")
@@ -484,11 +431,8 @@ class Frozen(Net):
         for layer in self.layers:
             layer.up.requires_grad_(True)
 
-    def forward(self, ids):
-        h = self.emb(ids)
-        for layer in self.layers:
-            h = checkpoint(layer, h, use_reentrant=self.use_reentrant)
-        return self.head(h)
+    def enter(self, index, layer, h):
+        return checkpoint(layer, h, use_reentrant=self.use_reentrant)
 
 
 def _after_backward(net, run=step):
@@ -525,10 +469,7 @@ def encoder_in_no_grad(mesh):
 def detached_between_blocks(mesh):
     class Detaching(Net):
         def forward(self, ids):
-            h = self.emb(ids)
-            for layer in self.layers:
-                h = layer(h)
-            return self.head(h.detach())
+            return self.head(self.body(ids).detach())
 
     return _after_backward(shard(Detaching(), mesh))
 
@@ -539,12 +480,9 @@ def adapters_frozen_by_the_trainer(mesh):
     return shard(net, mesh), step
 
 
-@breaks("no-gradient", "", "", thread="brian6091/Dreambooth#23")
-def loss_without_a_graph(mesh):
-    def run(model):
-        model(tokens()).detach().square().sum().backward()
-
-    return shard(Net(), mesh), run
+@fails("no-gradient", "", "", thread="brian6091/Dreambooth#23")
+def loss_without_a_graph(model):
+    model(tokens()).detach().square().sum().backward()
 
 
 @silently("optimizer-misses", "layers.*.up.weight", thread="mosaicml/composer#3493")

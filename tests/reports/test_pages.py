@@ -30,9 +30,9 @@ from ckpt_tools.cli.runs import _print as print_tended, tending_page
 from ckpt_tools.cli.smoke import smoke_page
 from ckpt_tools.cli.verify import verify_page
 from ckpt_tools.cli.views.layouts import LayoutData, encode_runs
-from ckpt_tools.cli.views.page import MAX_FINDINGS, Bars, Table
+from ckpt_tools.cli.views.page import MAX_FINDINGS, Bars, PageTable
 from ckpt_tools.cli.views.write import MARK, build_html
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_message
 
 _LOADING = {"src", "href", "srcset", "action", "background", "data", "poster", "formaction"}
@@ -97,10 +97,10 @@ def test_pages_say_every_finding_with_where_and_fix(read, name):
 
 def test_text_and_page_name_every_rule_that_keeps_a_checkpoint(capsys):
     tended = results.tended()
-    print_tended(tended, Output())
+    print_tended(tended, OutputOptions())
     lines = capsys.readouterr().out.splitlines()
     parts = [part for section in tending_page(tended, "watch").sections for part in section.parts]
-    rows = {row[0]: row[5] for row in next(part for part in parts if isinstance(part, Table)).rows}
+    rows = {row[0]: row[5] for row in next(part for part in parts if isinstance(part, PageTable)).rows}
     kept = [each for each in tended.checkpoints if len(each.kept_by) > 1]
     assert kept
     for each in kept:
@@ -252,7 +252,7 @@ def test_estimate_page_draws_a_step_below_the_device_line():
     assert "⋯" in bars.caption
     assert columns(estimate_page(results.estimate(True, gpu_memory=10**13)))[0].limit is None
     assert len(columns(estimate_page(results.estimate(*[True] * 6)))) == 4
-    assert len([part for part in page.sections[1].parts if isinstance(part, Table)]) == 2
+    assert len([part for part in page.sections[1].parts if isinstance(part, PageTable)]) == 2
 
 
 def test_verify_page_shows_whose_files_are_damaged_on_the_mesh():
@@ -358,7 +358,7 @@ def test_failed_run_leaves_no_earlier_verdict(tmp_path, capsys):
 
 
 def test_report_tells_of_this_run_from_its_first_moment(tmp_path, monkeypatch):
-    page, output = tmp_path / "page.html", Output(quiet=True)
+    page, output = tmp_path / "page.html", OutputOptions(quiet=True)
     with report_to(page, "verify", "x", output) as report:
         assert report is not None
         assert "Not finished" in page.read_text()  # what kill -9 leaves

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 
-from ckpt_tools.fsdp2.smoke.messages import Launch, Launched
+from ckpt_tools.fsdp2.smoke.messages import Launched, LaunchJob
 from ckpt_tools.fsdp2.smoke.options import SmokeOptions
 from ckpt_tools.fsdp2.smoke.start import LAUNCH
 from ckpt_tools.sandbox import wire
@@ -63,7 +63,7 @@ class Farm:
         """
         options.setdefault("timeout_s", 60.0)
         with tempfile.TemporaryDirectory(prefix="farm-") as directory:
-            job = json.loads(wire.dumps(Launch(options=SmokeOptions(**options))))
+            job = json.loads(wire.dumps(LaunchJob(options=SmokeOptions(**options))))
             self.call("smoke.farm:launch", directory, str(path or ""), job, plugin)
             return read_answer(directory, Launched).report
 

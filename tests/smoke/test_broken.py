@@ -130,17 +130,10 @@ def test_rank_that_hangs_is_named_with_its_place(farm):
     assert "wait_for_ever" in report.stacks[1]
 
 
-def test_rank_that_dies_is_named_with_its_signal(farm):
-    report = farm.smoke(factory="smoke.factories:Dies")
-    assert codes(report) == ["rank-died"]
-    assert failed(report) == ["forward"]
-    assert report.findings[0].where == "rank 1, phase forward"
-    assert "SIGKILL" in report.findings[0].what
-
-
 @pytest.mark.parametrize(
     ("factory", "where", "what"),
     [
+        ("Dies", "rank 1", "SIGKILL"),
         ("Aborts", "rank 1", "SIGABRT"),
         ("LeavesQuietly", "rank 1", "exit status 0"),
         ("DiesFirst", "rank 0", "status 7"),
@@ -160,34 +153,29 @@ def test_rank_that_skips_a_layer_is_found_by_comparing_what_ranks_did(farm):
     assert report.findings[0].where == "layers.1"
 
 
-def test_missing_key_is_found(farm, models, tmp_path):
-    source = damaged(models, tmp_path, lambda state: state.pop("model.layers.1.mlp.up_proj.weight"))
-    report = farm.smoke(source=source)
-    assert codes(report) == ["missing-tensor"]
-    assert failed(report) == ["load"]
-    assert report.findings[0].where == "model.layers.1.mlp.up_proj.weight"
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"
 
 
-def test_unexpected_key_is_found(farm, models, tmp_path):
-    source = damaged(models, tmp_path, lambda state: state.update({"model.extra.weight": torch.ones(2)}))
-    report = farm.smoke(source=source)
-    assert codes(report) == ["unexpected-tensor"]
-    assert report.findings[0].where == "model.extra.weight"
-
-
-def test_wrong_shape_is_found(farm, models, tmp_path):
-    source = damaged(models, tmp_path, lambda state: state.update({"model.norm.weight": torch.ones(7)}))
-    report = farm.smoke(source=source)
-    assert codes(report) == ["load-failed"]
-    assert "model.norm.weight: [7] in the checkpoint, [32] in the model" in report.findings[0].what
-
-
-def test_mixed_dtypes_in_one_group_are_found(farm, models, tmp_path):
-    name = "model.layers.0.input_layernorm.weight"
-    source = damaged(models, tmp_path, lambda state: state.update({name: state[name].bfloat16()}))
-    report = farm.smoke(source=source)
-    assert set(codes(report)) == {"dtype-mix"}
-    assert failed(report) in (["states"], ["forward"])
+@pytest.mark.parametrize(
+    ("change", "code", "phases", "said"),
+    [
+        (lambda state: state.pop(UP), "missing-tensor", ("load",), UP),
+        (lambda state: state.update({"model.extra.weight": torch.ones(2)}), "unexpected-tensor", ("load",), "extra"),
+        (
+            lambda state: state.update({"model.norm.weight": torch.ones(7)}),
+            "load-failed",
+            ("load",),
+            "model.norm.weight: [7] in the checkpoint, [32] in the model",
+        ),
+        (lambda state: state.update({NORM: state[NORM].bfloat16()}), "dtype-mix", ("states", "forward"), ""),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype"],
+)
+def test_tensor_that_does_not_fit_is_found(farm, models, tmp_path, change, code, phases, said):
+    report = farm.smoke(source=damaged(models, tmp_path, change))
+    assert set(codes(report)) == {code}
+    assert [phase in phases for phase in failed(report)] == [True]
+    assert said in f"{report.findings[0].where}: {report.findings[0].what}"
 
 
 REFUSED = [

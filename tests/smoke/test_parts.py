@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UnclearLossError, UsageError
-from ckpt_tools.fsdp2.smoke import draws
+from ckpt_tools.fsdp2.smoke import rng
 from ckpt_tools.fsdp2.smoke.report import causes, fold, of_ranks
 from ckpt_tools.models.computed import adopt_computed
 from ckpt_tools.models.recipe import find_loss, loss_of
@@ -122,12 +122,12 @@ def drawn():
 def test_draws_depend_on_the_batch_and_the_step_alone():
     found = {}
     for index, step in ((0, 0), (1, 0), (0, 1)):
-        draws.seed(index, step)
-        before = draws.state()
-        assert draws.state() == before
+        rng.seed(index, step)
+        before = rng.state()
+        assert rng.state() == before
         found[index, step] = drawn()
-        assert draws.state() != before
-    draws.seed(1, 0)
+        assert rng.state() != before
+    rng.seed(1, 0)
     assert drawn() == found[1, 0]
     assert len({value for values in found.values() for value in values}) == 9
 
@@ -135,11 +135,11 @@ def test_draws_depend_on_the_batch_and_the_step_alone():
 def test_buffers_go_back_to_what_they_were():
     model = nn.BatchNorm1d(2)
     model.register_buffer("seen", torch.zeros(1))
-    kept, running = draws.take_buffers(model), model.running_mean
+    kept, running = rng.take_buffers(model), model.running_mean
     model(torch.randn(4, 2))
     model.seen = torch.zeros(3)  # another shape
     assert not torch.equal(running, kept["running_mean"])
-    draws.put_buffers(model, kept)
+    rng.put_buffers(model, kept)
     assert model.running_mean is running
     assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())
 

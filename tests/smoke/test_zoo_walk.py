@@ -56,10 +56,7 @@ def test_statistics_that_differ_between_ranks_are_a_note(silent):
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        ("FlowMatching", {"mesh": "dp_replicate=2,dp_shard=2"}),
-        ("Gpt", {"param_dtype": "bf16", "reduce_dtype": "f32"}),
-    ],
+    [("FlowMatching", {"mesh": "dp_replicate=2,dp_shard=2"}), ("Gpt", {"param_dtype": "bf16", "reduce_dtype": "f32"})],
 )
 def test_draws_are_followed_on_other_meshes_and_in_other_dtypes(silent, kind, options):
     silent(kind, **options)

@@ -15,7 +15,7 @@ from ckpt_tools.adapters.merge import METHODS
 from ckpt_tools.cli import build
 from ckpt_tools.cli.commands import COMMANDS
 from ckpt_tools.options import Argument, Doc, Option, adapters, options_of, takes
-from ckpt_tools.options.output import Output
+from ckpt_tools.options.output import OutputOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Own:
 
 
 def test_command_has_what_the_classes_state() -> None:
-    def run(call: build.Call[str], own: Own, output: Output) -> int:
+    def run(call: build.Call[str], own: Own, output: OutputOptions) -> int:
         assert call(on_end=1) == ("here low 1" if own.loud else "here high 1")
         return 7 + output.json
 

@@ -22,23 +22,24 @@ MAX_ROWS = 500
 """Rows of a table of a page; more are counted."""
 _MAX_LAYERS = 256
 _MAX_KINDS = 48
-_ORDER = {"error": 0, "warning": 1, "info": 2}
+SEVERITIES = {"error": 0, "warning": 1, "info": 2}
+"""In the order in which they are shown."""
 
 
-class Facts(NamedTuple):
+class FactList(NamedTuple):
     """Names and what they stand for."""
 
     rows: Sequence[tuple[str, str]]
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """Rows of text below headers; the first column names the row."""
 
     caption: str
     headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
     align: str
     """A letter per column: "l" left or "r" right."""
+    rows: Sequence[Sequence[str]]
     left_out: int = 0
     """Rows that are not shown, which is said."""
     is_folded: bool = False
@@ -54,13 +55,16 @@ class Table(NamedTuple):
         *,
         most: int | None = MAX_ROWS,
         is_folded: bool = False,
-    ) -> Table:
+    ) -> PageTable:
         """Return a table of at most `most` items; `columns` is `file, >bytes`: > before those at the right."""
-        headers = columns.split(", ")
         rows = [cells(item) for item in items[:most]]
-        align = "".join("r" if header.startswith(">") else "l" for header in headers)
-        named = [header.removeprefix(">") for header in headers]
-        return cls(caption, named, rows, align, len(items) - len(rows), is_folded)
+        return cls(caption, *read_columns(columns), rows, len(items) - len(rows), is_folded)
+
+
+def read_columns(columns: str) -> tuple[list[str], str]:
+    """Return the headers of `file, >bytes`, and a letter for each: "l" left or "r" right, which > says."""
+    headers = columns.split(", ")
+    return [header.removeprefix(">") for header in headers], "".join("lr"[each[:1] == ">"] for each in headers)
 
 
 class FindingList(NamedTuple):
@@ -70,7 +74,7 @@ class FindingList(NamedTuple):
     left_out: int = 0
 
 
-class Notes(NamedTuple):
+class NoteList(NamedTuple):
     """Sentences."""
 
     items: Sequence[str]
@@ -142,7 +146,7 @@ class HeatTable(NamedTuple):
     """Rows and columns that are not shown, which is said."""
 
 
-class Drawing(NamedTuple):
+class ScriptDrawing(NamedTuple):
     """What the page's script draws from one of the layouts of the page's data."""
 
     draws: Literal["modules", "heat", "mesh", "files"]
@@ -150,10 +154,10 @@ class Drawing(NamedTuple):
     layout: int = 0
 
 
-Part = Facts | Table | FindingList | Notes | Listing | Bars | Curves | HeatTable | Drawing
+Part = FactList | PageTable | FindingList | NoteList | Listing | Bars | Curves | HeatTable | ScriptDrawing
 
 
-class Section(NamedTuple):
+class PageSection(NamedTuple):
     """A part of a page below a heading."""
 
     title: str
@@ -165,7 +169,7 @@ class Page(NamedTuple):
 
     command: str
     subject: str
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
     mood: Mood | None = None
     verdict: str = ""
     data: object = None
@@ -182,21 +186,21 @@ def mood_of(*, ok: bool, left: object) -> Mood:
     return "bad" if not ok else "partly" if left else "good"
 
 
-def findings_section(findings: Sequence[Finding], title: str = "Findings") -> list[Section]:
+def findings_section(findings: Sequence[Finding], title: str = "Findings") -> list[PageSection]:
     """Return findings by code, the worst first; nothing without one."""
     groups: dict[tuple[int, str], list[Finding]] = {}
-    ordered = sorted(findings, key=lambda finding: _ORDER[finding.severity])
+    ordered = sorted(findings, key=lambda finding: SEVERITIES[finding.severity])
     for finding in ordered[:MAX_FINDINGS]:
-        groups.setdefault((_ORDER[finding.severity], finding.code), []).append(finding)
+        groups.setdefault((SEVERITIES[finding.severity], finding.code), []).append(finding)
     listed = [(code, found) for (_, code), found in groups.items()]
     part = FindingList(listed, max(0, len(ordered) - MAX_FINDINGS))
-    return [Section(f"{title}: {len(findings):,}", [part])] if findings else []
+    return [PageSection(f"{title}: {len(findings):,}", [part])] if findings else []
 
 
-def notes_section(title: str, items: Iterable[str]) -> list[Section]:
+def notes_section(title: str, items: Iterable[str]) -> list[PageSection]:
     """Return sentences below a heading; nothing without one."""
     listed = list(dict.fromkeys(items))
-    return [Section(title, [Notes(listed)])] if listed else []
+    return [PageSection(title, [NoteList(listed)])] if listed else []
 
 
 def identity_rows(identity: Identity | None, most_models: int) -> list[tuple[str, str]]:
@@ -215,11 +219,11 @@ def identity_rows(identity: Identity | None, most_models: int) -> list[tuple[str
     ]
 
 
-def identity_sections(identities: Sequence[Identity]) -> list[Section]:
+def identity_sections(identities: Sequence[Identity]) -> list[PageSection]:
     """Return what was looked at, each with how it is known."""
     titles = ["What it is"] if len(identities) == 1 else [f"What {side} is" for side in "AB"]
     rows = (identity_rows(each, 12) for each in identities)
-    return [Section(title, [Facts(found)]) for title, found in zip(titles, rows, strict=False)]
+    return [PageSection(title, [FactList(found)]) for title, found in zip(titles, rows, strict=False)]
 
 
 class Sized(NamedTuple):
@@ -254,7 +258,7 @@ def by_layer(tensors: Mapping[str, Sized], *, caption: str, legend: str) -> list
     if cells:
         parts.append(_heat_table(cells, caption, legend))
     if others:
-        parts.append(Table.of(f"{caption}: outside of layers", "tensor, >", others, lambda other: other))
+        parts.append(PageTable.of(f"{caption}: outside of layers", "tensor, >", others, lambda other: other))
     return parts
 
 

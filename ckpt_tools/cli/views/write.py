@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tools._version import __version__
-from ckpt_tools.cli.views.page import Facts, Page, Section
+from ckpt_tools.cli.views.page import FactList, Page, PageSection
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
 from ckpt_tools.text import escape_message, escape_name
 from ckpt_tools.units import format_size
@@ -73,7 +73,7 @@ def failed_page(command: str, subject: str, error: BaseException) -> Page:
     if isinstance(error, CkptError):
         rows = [("error", error.what), ("at", error.where or ""), ("fix", error.hint or "")]
     notes = [("note", str(text)) for text in getattr(error, "__notes__", ())]
-    section = Section("What happened", [Facts([(name, text) for name, text in (*rows, *notes) if text])])
+    section = PageSection("What happened", [FactList([(name, text) for name, text in (*rows, *notes) if text])])
     return Page(command, subject, [section], "bad", "The command failed: there is no result.")
 
 
@@ -95,14 +95,10 @@ def build_html(page: Page) -> bytes:
         style=_read("report.css"),
         script=_read("report.js"),
         policy=_policy(_read("report.js")),
-        data=_build_json(page.data),
+        data=json.dumps(_shown(page.data), separators=(",", ":")).translate(_IN_MARKUP),
         needs_script=page.data is not None,
     )
     return (MARK + text).encode()
-
-
-def _build_json(data: object) -> str:
-    return json.dumps(_shown(data), separators=(",", ":")).translate(_IN_MARKUP)
 
 
 def _shown(data: object) -> object:

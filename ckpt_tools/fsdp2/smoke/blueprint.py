@@ -18,7 +18,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import LoadReport, add_lora, load_base, load_checkpoint, load_quantised, quantise_linears
 from ckpt_tools.fsdp2.lora import base_name, linear_layers
 from ckpt_tools.fsdp2.names import match_names, shapes_of
-from ckpt_tools.fsdp2.smoke.setting import Setting
+from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import Recipe
@@ -48,7 +48,7 @@ _STATES = 4
 class Blueprint:
     """How every rank, and the reference, builds the same model."""
 
-    setting: Setting
+    setting: SmokeSetting
     recipe: Recipe
     """The setting's, perhaps with fewer layers."""
     source: str
@@ -151,7 +151,7 @@ class Fit:
     notes: tuple[str, ...]
 
 
-def find_fit(setting: Setting, *, num_copies: int, is_local: bool, free_bytes: int, workdir: str) -> Fit:
+def find_fit(setting: SmokeSetting, *, num_copies: int, is_local: bool, free_bytes: int, workdir: str) -> Fit:
     """Decide how deep the model can be; with `is_local` all ranks use this machine's memory."""
     policy = setting.policy.strategy
     copies = setting.mesh.world_size if policy == "no_shard" else setting.mesh.size("dp_replicate")

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.layout import Box, Mesh, Placement, Shard, cut_tensor
 from ckpt_tools.checkpoint.names.foreign import Origin
 from ckpt_tools.checkpoint.transform import find_model, strip_wrappers
-from ckpt_tools.fsdp2.agree import gather
-from ckpt_tools.fsdp2.architecture import architecture_of
+from ckpt_tools.checks.values import NOT_FINITE, Strange, may_be_infinite, place_of, report_strange
+from ckpt_tools.fsdp2.collective import gather
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.load import targets_of
-from ckpt_tools.fsdp2.names import match_names, shapes_of
+from ckpt_tools.fsdp2.local import bytes_of
+from ckpt_tools.fsdp2.names import architecture_of, match_names, shapes_of
+from ckpt_tools.fsdp2.quant_state import quantised_of
 from ckpt_tools.fsdp2.read import BoxReader
 from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
-from ckpt_tools.fsdp2.smoke.setting import Setting
+from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.models.conventions import CONVENTIONS
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.counts import Counts, count_values
+from ckpt_tools.transfer.strides import start_of
 
 LIVE_NAMES = "live-names"
 """Code of a checkpoint whose names are not those of the live model."""
@@ -58,7 +66,7 @@ def expected_box(tensor: torch.Tensor) -> Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Naming:
+class NameCheck:
     """How the names of the checkpoint are those of the model."""
 
     title: str
@@ -69,7 +77,7 @@ class Naming:
     """Why stock `dcp.load(model.state_dict())` would fail."""
 
 
-def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
+def judge_names(model: nn.Module, blueprint: Blueprint) -> NameCheck:
     """Say by which map a loaded model's names were found, and hold them against what `dcp.load` looks for.
 
     Files of the hub are renamed by everybody who loads them. `dcp.load` renames nothing: names of a checkpoint that
@@ -81,7 +89,7 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
         match = match_names(opened.checkpoint, inner, _wanted(model, blueprint), "auto")
         inside, root = find_model(opened.checkpoint)
         if is_adapted or not opened.format.loads_by_dcp:  # an adapted model's own names are nobody's checkpoint
-            return Naming(title=match.title)
+            return NameCheck(title=match.title)
     state = {name: one for name, one in model.state_dict(keep_vars=True).items() if torch.is_tensor(one)}
     live = shapes_of({strip_wrappers(name): one for name, one in state.items()})
     stored = {strip_wrappers(entry.fqn).removeprefix(root): entry for entry in inside.tensors}
@@ -99,7 +107,7 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
             f"are not in the checkpoint {'by their names' if absent else 'in their shapes'}: {first_few(wrong, 3)}",
             hint=", or ".join(way_on),
         )
-        return Naming(title=match.title, finding=finding)
+        return NameCheck(title=match.title, finding=finding)
     note = ""
     if any(strip_wrappers(entry.fqn) != entry.fqn for entry in stored.values()):
         note = "the names have parts that wrappers put in: dcp.load finds them in a model that is wrapped alike"
@@ -107,14 +115,14 @@ def judge_names(model: nn.Module, blueprint: Blueprint) -> Naming:
         note = f"dcp.load finds {first_few(compiled, 1)} in get_model_state_dict(model), not in model.state_dict()"
     elif root:
         note = f"the names are below {root!r}: dcp.load finds them in a state dict that is nested alike"
-    return Naming(title=match.title, note=note)
+    return NameCheck(title=match.title, note=note)
 
 
-def _make_live(setting: Setting) -> str:
+def _make_live(setting: SmokeSetting) -> str:
     return f"write the live names: `ckpt reshard {setting.options.label} DST --mesh {setting.mesh} --names live`"
 
 
-def foreign_names(missing: Sequence[str], num_names: int, owner: Origin, setting: Setting) -> Finding:
+def foreign_names(missing: Sequence[str], num_names: int, owner: Origin, setting: SmokeSetting) -> Finding:
     """Return the finding that a checkpoint has the names of somebody else's model, `owner`'s."""
     way_on = owner.way_on.replace("{source}", setting.options.label)
     if owner.code in CONVENTIONS:
@@ -153,13 +161,9 @@ def compare_with_source(model: nn.Module, blueprint: Blueprint) -> tuple[list[Fi
             wanted_values = reader.read(whole, box, local.dtype)
             compared += 1
             nbytes += local.numel() * local.element_size()
-            if local.numel() != wanted_values.numel() or not torch.equal(_bytes(local), _bytes(wanted_values)):
+            if local.numel() != wanted_values.numel() or not torch.equal(bytes_of(local), bytes_of(wanted_values)):
                 findings.append(_different(name, local, wanted_values, box))
     return findings, compared, nbytes
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _different(name: str, local: torch.Tensor, wanted: torch.Tensor, box: Box) -> Finding:
@@ -240,12 +244,7 @@ def compare_gradients(
             hint = "is the parameter used outside of its unit's forward, only on some ranks, or not managed by FSDP?"
             findings.append(Finding.error(code="wrong-gradient", where=name, what=what, hint=hint))
     return GradientErrors(
-        worst=worst,
-        worst_name=worst_name,
-        compared=compared,
-        findings=findings,
-        rounded=tuple(rounded),
-        errors=errors,
+        worst=worst, worst_name=worst_name, compared=compared, findings=findings, rounded=tuple(rounded), errors=errors
     )
 
 
@@ -266,7 +265,7 @@ def differing_tensors(model: nn.Module, other: nn.Module) -> list[str]:
 
 def varying_buffers(model: nn.Module) -> tuple[str, ...]:
     """Return the buffers that are not the same on all ranks: running statistics of each rank's own data. Collective."""
-    own = {name: xxhash.xxh3_128_hexdigest(_bytes(b.to("cpu")).numpy().data) for name, b in model.named_buffers()}
+    own = {name: xxhash.xxh3_128_hexdigest(bytes_of(b.to("cpu")).numpy().data) for name, b in model.named_buffers()}
     every = gather(own)
     return tuple(strip_wrappers(name) for name in own if len({each.get(name) for each in every}) > 1)
 
@@ -292,7 +291,7 @@ def _is_equal(one: object, other: object) -> bool:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return bool(one == other)
     a, b = local_of(one), local_of(other)
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a.to("cpu")), _bytes(b.to("cpu")))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bytes_of(a.to("cpu")), bytes_of(b.to("cpu")))
 
 
 def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
@@ -303,3 +302,133 @@ def local_bytes(tensors: Iterator[torch.Tensor]) -> int:
         if local.numel():
             seen[local.data_ptr()] = local.numel() * local.element_size()
     return sum(seen.values())
+
+
+def strange_weights(model: nn.Module) -> list[Finding]:
+    """Return what is not finite in parameters and saved buffers, the same on every rank. Collective.
+
+    A rank counts in its own part; of a tensor that several ranks hold, or hold parts of, the first one speaks.
+    """
+    found: dict[str, Strange] = {}
+    for rank, mine in enumerate(gather(list(_strange(model)))):
+        for each in mine:
+            found.setdefault(each.fqn, replace(each, rank=rank))
+    return list(
+        report_strange(found.values(), hint="the checkpoint holds them: `ckpt verify --level values` lists all")
+    )
+
+
+def _strange(model: nn.Module) -> Iterator[Strange]:
+    seen: set[int] = set()
+    saved = model.state_dict(keep_vars=True)
+    kept = {id(tensor) for tensor in saved.values() if isinstance(tensor, torch.Tensor)}
+    for prefix, module in model.named_modules():
+        own = [] if quantised_of(module) is not None else [*module.named_parameters(recurse=False)]
+        own += [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if id(buffer) in kept]
+        for name, tensor in own:
+            counts = None if id(tensor) in seen else _count(tensor)
+            seen.add(id(tensor))
+            fqn = strip_wrappers(f"{prefix}.{name}" if prefix else name)
+            is_excused = not isinstance(tensor, nn.Parameter) or may_be_infinite(fqn, is_model=True, shape=tensor.shape)
+            if counts is not None and (counts.num_nan or (counts.num_inf and not is_excused)):
+                yield Strange(fqn=fqn, shape=tuple(tensor.shape), counts=counts, where=fqn)
+
+
+def _count(tensor: torch.Tensor) -> Counts | None:
+    """Count in this rank's part; the place of the first bad element is in the whole tensor."""
+    local = local_of(tensor.detach())
+    dtype = BY_TORCH_NAME.get(str(local.dtype).removeprefix("torch."))
+    if dtype is None or local.is_meta or not local.numel():
+        return None
+    counts = count_values(bytes_of(local.to("cpu")).numpy().data, dtype)
+    if counts is None or counts.first_bad is None:
+        return counts
+    box = expected_box(tensor)
+    place = (o + at for o, at in zip(box.offsets, place_of(counts.first_bad, box.sizes), strict=True))
+    whole = Box((0,) * len(box.sizes), tuple(tensor.shape))
+    return replace(counts, first_bad=start_of(Box(tuple(place), (1,) * len(box.sizes)), whole))
+
+
+# Where a loss that is not finite comes from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstNotFinite:
+    """Where the first number appeared that is not finite."""
+
+    fqn: str
+    what: str
+    step: int
+    """How many modules had ended, or begun, before."""
+
+
+def explain_loss(model: nn.Module, what: str, again: Callable[[], object]) -> Finding:
+    """Return the finding that a loss is not finite and where that began; `again` recomputes the loss. Collective."""
+    mine = _find_origin(model, again)
+    origins = [(each, rank) for rank, each in enumerate(gather(mine)) if each is not None]
+    if not origins:
+        hint = "is the loss divided by a number of tokens that can be 0, or random?"
+        return Finding.error(NOT_FINITE, "the loss", f"{what}; once more, every module's output is finite", hint)
+    first, rank = min(origins, key=lambda pair: (pair[0].step, pair[1]))
+    hint = "are the batch and the learning rate sound, and does the dtype hold such numbers?"
+    return Finding.error(NOT_FINITE, first.fqn, f"{what}; {first.what} (rank {rank})", hint)
+
+
+def _find_origin(model: nn.Module, again: Callable[[], object]) -> FirstNotFinite | None:
+    """Run the model once more, without gradients, and look at what goes into modules and comes out."""
+    found: list[FirstNotFinite] = []
+    running: list[str] = []
+    steps = 0
+
+    def enter(module: nn.Module, args: object, kwargs: object, *, fqn: str) -> None:
+        nonlocal steps
+        steps += 1
+        if not found and _is_bad((args, kwargs)):
+            where = running[-1] if running else "the batch"
+            what = f"what {_class_of(module)} {fqn} is given is not finite, and no module before it returned that"
+            found.append(FirstNotFinite(fqn=where, what=what, step=steps))
+        running.append(fqn)
+
+    def leave(module: nn.Module, args: object, output: object, *, fqn: str) -> None:  # noqa: ARG001
+        nonlocal steps
+        steps += 1
+        running.pop()
+        if not found and _is_bad(output):
+            what = f"{_class_of(module)} {fqn} is the first module whose output is not finite"
+            found.append(FirstNotFinite(fqn=fqn, what=f"{what}; {_describe_weights(module)}", step=steps))
+
+    with ExitStack() as stack, torch.no_grad():
+        for name, module in model.named_modules():
+            fqn = strip_wrappers(name) or "(root)"
+            stack.callback(module.register_forward_pre_hook(partial(enter, fqn=fqn), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(leave, fqn=fqn)).remove)
+        again()
+    return found[0] if found else None
+
+
+def _class_of(module: nn.Module) -> str:
+    """Return the name of the user's class: FSDP2 derives one of its own from it."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
+def _describe_weights(module: nn.Module) -> str:
+    bad = [
+        name
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if tensor.is_floating_point() and not bool(local_of(tensor.detach()).isfinite().all())
+    ]
+    return f"its {' and '.join(bad)} is not either" if bad else "its inputs and its own weights are"
+
+
+def _is_bad(value: object) -> bool:
+    """Is there NaN or +inf in the tensors of a value? -inf is what masks are made of."""
+    if isinstance(value, torch.Tensor):
+        local = local_of(value.detach())
+        if local.is_meta or not (local.is_floating_point() or local.is_complex()):
+            return False
+        return bool(local.isnan().any()) or (not local.is_complex() and bool((local == math.inf).any()))
+    if isinstance(value, dict):
+        return any(map(_is_bad, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_bad, value))
+    return any(map(_is_bad, vars(value).values())) if hasattr(value, "to_tuple") else False

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.fsdp2.smoke.messages import RELIEF, RELOAD_NAME, WORLD_NAME, Launch, Launched, Saved
+from ckpt_tools.fsdp2.smoke.messages import RELIEF, RELOAD_NAME, WORLD_NAME, Launched, LaunchJob, SavedWorld
 from ckpt_tools.fsdp2.smoke.options import SmokeOptions
 from ckpt_tools.fsdp2.smoke.report import assemble, first_error
 from ckpt_tools.memory import available_bytes
@@ -23,7 +23,7 @@ from ckpt_tools.sandbox.journal import Journal
 from ckpt_tools.sandbox.ranks import Outcome, World
 
 if TYPE_CHECKING:
-    from ckpt_tools.fsdp2.smoke.setting import Setting
+    from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 
 
 _PRELOAD = (
@@ -36,7 +36,7 @@ _PRELOAD = (
 )
 
 
-def launch(job: Launch, here: Here) -> Launched:
+def launch(job: LaunchJob, here: Here) -> Launched:
     """Do a job; no rank is left when this returns."""
     options = job.options
     preload(options)
@@ -52,8 +52,9 @@ def launch(job: Launch, here: Here) -> Launched:
         raise error
     second: Outcome | None = None
     reloading, why_not = other_world(setting, first.logs[0])
-    if reloading is not None and _is_sound(first):
-        second = _run_world(reloading, here, RELOAD_NAME, first.logs[0].fact("saved", Saved))
+    is_sound = not first.findings and not any(log.failed for log in first.logs.values())
+    if reloading is not None and is_sound:
+        second = _run_world(reloading, here, RELOAD_NAME, first.logs[0].fact("saved", SavedWorld))
     judge_traces(os.path.join(here.directory, WORLD_NAME), first)
     return Launched(report=assemble(setting, first, second, reload_skipped=why_not))
 
@@ -70,9 +71,9 @@ def preload(options: SmokeOptions) -> None:
     warnings.simplefilter("ignore")
 
 
-def _try(setting: Setting, here: Here) -> None:
+def _try(setting: SmokeSetting, here: Here) -> None:
     """Build the model once on meta: a config that cannot be meant is refused before any rank starts."""
-    from ckpt_tools.fsdp2.smoke.enclosed import judge_trial, try_build
+    from ckpt_tools.fsdp2.smoke.rank import judge_trial, try_build
 
     if setting.options.factory is None:
         # In a process of its own, behind walls: this one starts others.
@@ -85,12 +86,12 @@ def _try(setting: Setting, here: Here) -> None:
     gc.freeze()
 
 
-def _watch(setting: Setting, here: Here, name: str, size: int, function: Callable[[int, Journal], bool]) -> Outcome:
-    with World(os.path.join(here.directory, name), size, function, relief=RELIEF) as world:
+def _watch(setting: SmokeSetting, here: Here, name: str, size: int, run: Callable[[int, Journal], bool]) -> Outcome:
+    with World(os.path.join(here.directory, name), size, run, relief=RELIEF) as world:
         return world.watch(here, timeout_s=setting.timeout_s)
 
 
-def _run_world(setting: Setting, here: Here, name: str, saved: Saved | None = None) -> Outcome:
+def _run_world(setting: SmokeSetting, here: Here, name: str, saved: SavedWorld | None = None) -> Outcome:
     from ckpt_tools.fsdp2.smoke.rank import run_rank
 
     private = os.path.join(here.directory, name)
@@ -110,11 +111,6 @@ def _run_world(setting: Setting, here: Here, name: str, saved: Saved | None = No
         )
 
     return _watch(setting, here, name, size, be_rank)
-
-
-def _is_sound(outcome: Outcome) -> bool:
-    """Did every rank do everything?"""
-    return not outcome.findings and not any(log.failed for log in outcome.logs.values())
 
 
 def judge_traces(directory: str, outcome: Outcome) -> None:

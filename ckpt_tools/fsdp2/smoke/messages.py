@@ -21,7 +21,7 @@ OnPhase = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedWorld:
     """What one world has saved, for another to reload."""
 
     path: str
@@ -38,11 +38,11 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchJob:
     """What the launcher does."""
 
     options: SmokeOptions
-    saved: Saved | None = None
+    saved: SavedWorld | None = None
     """Reload this and do nothing else: the ranks that trained are torchrun's."""
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.config import ModelConfig, read_config
-from ckpt_tools.options import AnyPath
+from ckpt_tools.options import AnyPath, refuse_other
 from ckpt_tools.options.smoke import ADAPTERS, SmokeFields
 from ckpt_tools.units import parse_size
 
@@ -25,11 +25,9 @@ class SmokeOptions(SmokeFields):
     """The options of `ckpt smoke`, and what follows from them."""
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise UsageError(f"{self.device!r} is not a device", hint=f"--device takes {', '.join(DEVICES)}")
-        for option, value in (("--param-dtype", self.param_dtype), ("--reduce-dtype", self.reduce_dtype)):
-            if value not in DTYPES:
-                raise UsageError(f"{value!r} is not a dtype", hint=f"{option} takes {', '.join(DTYPES)}")
+        refuse_other(self.device, DEVICES, "a device", "--device")
+        refuse_other(self.param_dtype, DTYPES, "a dtype", "--param-dtype")
+        refuse_other(self.reduce_dtype, DTYPES, "a dtype", "--reduce-dtype")
         if self.nproc is not None and self.nproc < 1:
             raise UsageError(f"{self.nproc} ranks cannot train", hint="--nproc takes 1 or more")
         if self.compare is not None and (self.compare, self.strategy == self.compare) != ("no_shard", False):
@@ -52,12 +50,9 @@ class SmokeOptions(SmokeFields):
             raise UsageError(f"{self.factory!r} names no callable", hint="write --factory pkg.mod:callable")
 
     def _check_adapters(self) -> None:
-        if self.quantize is not None and self.quantize not in QUANTIZATIONS:
-            raise UsageError(
-                f"{self.quantize!r} is not a quantisation", hint=f"--quantize takes {', '.join(QUANTIZATIONS)}"
-            )
-        if self.adapter not in ADAPTERS:
-            raise UsageError(f"{self.adapter!r} is not an adapter", hint=f"--adapter takes {', '.join(ADAPTERS)}")
+        if self.quantize is not None:
+            refuse_other(self.quantize, QUANTIZATIONS, "a quantisation", "--quantize")
+        refuse_other(self.adapter, ADAPTERS, "an adapter", "--adapter")
         if not self.lora and (self.adapter != "lora" or self.target):
             raise UsageError("--adapter and --target are of adapters", hint="add --lora, which trains them")
         if self.quantize is not None and self.adapter not in ("lora", "dora"):

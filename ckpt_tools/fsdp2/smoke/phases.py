@@ -6,6 +6,7 @@ import math
 import os
 import statistics
 import time
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,38 +16,22 @@ from torch import nn
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.names import folded, origins_of
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2 import LoadReport, clip_grad_norm, save_checkpoint, shard_model
-from ckpt_tools.fsdp2.agree import from_rank0, gather
+from ckpt_tools.fsdp2 import LoadReport, clip_grad_norm, load_optimizer, save_checkpoint, shard_model
 from ckpt_tools.fsdp2.audit import audit
+from ckpt_tools.fsdp2.collective import from_rank0, gather, share
 from ckpt_tools.fsdp2.compare import compare_ranks
 from ckpt_tools.fsdp2.mesh import TP_AXIS
-from ckpt_tools.fsdp2.smoke import blueprint as blueprints, draws
+from ckpt_tools.fsdp2.smoke import blueprint as blueprints, checks, rng
 from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
-from ckpt_tools.fsdp2.smoke.checks import (
-    compare_gradients,
-    compare_with_source,
-    foreign_names,
-    judge_names,
-    local_bytes,
-)
+from ckpt_tools.fsdp2.smoke.checks import explain_loss
 from ckpt_tools.fsdp2.smoke.launcher import free_memory
-from ckpt_tools.fsdp2.smoke.losses import (
-    base_model,
-    batch_of,
-    check_loss,
-    mean_loss,
-    reference_loss,
-    report_not_finite,
-    tolerances_of,
-)
-from ckpt_tools.fsdp2.smoke.messages import Saved
-from ckpt_tools.fsdp2.smoke.reference import make_optimizer, on_device
-from ckpt_tools.fsdp2.smoke.report import RankMemory
-from ckpt_tools.fsdp2.smoke.run import Run, Skipped
-from ckpt_tools.fsdp2.smoke.values import strange_weights
+from ckpt_tools.fsdp2.smoke.messages import SavedWorld
+from ckpt_tools.fsdp2.smoke.reference import Reference, make_optimizer, on_device
+from ckpt_tools.fsdp2.smoke.report import RankMemory, ReloadResult
+from ckpt_tools.fsdp2.smoke.run import RankRun, Skipped
 from ckpt_tools.fsdp2.watch import watch
 from ckpt_tools.memory import peak_rss_bytes
-from ckpt_tools.models.recipe import call, find_loss, loss_of
+from ckpt_tools.models.recipe import Batch, call, find_loss, loss_of
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
@@ -56,9 +41,17 @@ MAX_NORM = 0.1
 """Gradients are clipped to this norm, which untrained models exceed."""
 
 
-def build(run: Run) -> str:
+def build(run: RankRun) -> str:
     """Decide how much of the model is tried, and build it on meta."""
-    fit = from_rank0(lambda: _fit(run))
+    fit = from_rank0(
+        lambda: blueprints.find_fit(
+            run.setting,
+            num_copies=run.world_size,
+            is_local=run.device.type == "cpu" and run.is_local,
+            free_bytes=run.setting.options.memory_bytes or free_memory(run.device),
+            workdir=run.directory,
+        )
+    )
     run.has_reference = fit.has_reference
     run.num_layers = fit.num_layers
     recipe = run.setting.recipe_of(fit.num_layers)
@@ -80,23 +73,13 @@ def build(run: Run) -> str:
     return f"{recipe.title}, {_millions(count)} parameters"
 
 
-def _fit(run: Run) -> blueprints.Fit:
-    return blueprints.find_fit(
-        run.setting,
-        num_copies=run.world_size,
-        is_local=run.device.type == "cpu" and run.is_local,
-        free_bytes=run.setting.options.memory_bytes or free_memory(run.device),
-        workdir=run.directory,
-    )
-
-
 def _millions(count: int) -> str:
     if count < 1e5:
         return str(count)
     return f"{count / 1e6:.1f} M" if count < 1e9 else f"{count / 1e9:.1f} B"
 
 
-def apply_sharding(run: Run, model: nn.Module) -> None:
+def apply_sharding(run: RankRun, model: nn.Module) -> None:
     """Shard `model` as the setting says."""
     recipe = run.blueprint.recipe
     base = model.get_base_model() if run.setting.options.lora else model  # type: ignore[operator]
@@ -116,7 +99,7 @@ def apply_sharding(run: Run, model: nn.Module) -> None:
         )
 
 
-def shard(run: Run) -> str:
+def shard(run: RankRun) -> str:
     """Turn parameters into DTensors."""
     apply_sharding(run, run.model)
     run.report(*audit(run.model, phase="sharded", plan=run.plan))
@@ -125,7 +108,7 @@ def shard(run: Run) -> str:
     return f"{run.setting.policy.strategy}, {units} blocks and the root"
 
 
-def load(run: Run) -> str:
+def load(run: RankRun) -> str:
     """Load the checkpoint; names that do not fit are findings."""
     report = run.blueprint.load(run.model)
     title = ""
@@ -133,12 +116,12 @@ def load(run: Run) -> str:
         _report_names(run, report)
         run.note(*report.notes)
         if not report.missing and run.setting.options.source is not None:
-            naming = judge_names(run.model, run.blueprint)
+            naming = checks.judge_names(run.model, run.blueprint)
             title = f"; {naming.title}"
             run.note(*filter(None, [naming.note]))
             if naming.finding is not None:  # an error of the checkpoint: what ckpt has loaded of it can be tried
                 run.journal.finding(naming.finding)
-    strange = strange_weights(run.model)
+    strange = checks.strange_weights(run.model)
     if run.rank == 0:
         run.report(*strange)
     total = sum(gather(report.loaded_bytes))
@@ -147,11 +130,11 @@ def load(run: Run) -> str:
     return f"{format_size(total)} read by {run.world_size} ranks{title}"
 
 
-def _report_names(run: Run, report: LoadReport) -> None:
+def _report_names(run: RankRun, report: LoadReport) -> None:
     """Report names that do not fit: one by one, or, where hardly any does, whose they are."""
     num_names = len(run.model.state_dict(keep_vars=True))
     if 2 * len(report.missing) > num_names and (owners := origins_of(report.unexpected)):
-        run.report(foreign_names(report.missing, num_names, owners[0], run.setting))
+        run.report(checks.foreign_names(report.missing, num_names, owners[0], run.setting))
         return
     for code, names, what in (
         ("missing-tensor", report.missing, "the checkpoint does not have it"),
@@ -161,9 +144,9 @@ def _report_names(run: Run, report: LoadReport) -> None:
         run.report(*(Finding.error(code, name, what, hint) for name in names))
 
 
-def compare(run: Run) -> str:
+def compare(run: RankRun) -> str:
     """Hold every shard against the bytes of the source."""
-    findings, count, nbytes = compare_with_source(run.model, run.blueprint)
+    findings, count, nbytes = checks.compare_with_source(run.model, run.blueprint)
     run.report(*findings)
     run.fact("tolerances", tolerances_of(run))
     total = sum(gather(nbytes))
@@ -171,7 +154,7 @@ def compare(run: Run) -> str:
     return what if run.setting.options.quantize is None else f"{what}; quantised ones by the loss"
 
 
-def states(run: Run) -> str:
+def states(run: RankRun) -> str:
     """Make the optimizer; audit the model, and compare it over ranks, before the first forward."""
     # PyTorch's fused loops take no parameters of different meshes at once.
     run.optimizer = make_optimizer(run.model, foreach=False if run.setting.has_tp else None)
@@ -180,16 +163,16 @@ def states(run: Run) -> str:
     return "placements, ties, buffers, optimizer, equal on all ranks"
 
 
-def forward(run: Run) -> str:
+def forward(run: RankRun) -> str:
     """Run the first forward under the watch."""
     traces = os.path.join(run.directory, "traces") if run.is_local else None
     run.watch = run.resources.enter_context(watch(run.model, traces=traces))
     run.batch = on_device(batch_of(run, run.dp_index), run.device, None)
     run.note(*run.blueprint.recipe.notes_on(run.batch))
-    draws.seed(run.dp_index, 0)
-    before = draws.state()
+    rng.seed(run.dp_index, 0)
+    before = rng.state()
     output = call(run.model, run.batch)
-    run.has_drawn = draws.state() != before
+    run.has_drawn = rng.state() != before
     run.loss_at = find_loss(output, run.setting.options.loss or getattr(base_model(run), "fsdp_loss", None))
     if run.loss_at is None:
         run.note("the model returns no loss: the mean square of its outputs stands for one")
@@ -200,11 +183,11 @@ def forward(run: Run) -> str:
     return f"{shape} per rank"
 
 
-def backward(run: Run) -> str:
+def backward(run: RankRun) -> str:
     """Run backward under the watch."""
     if run.loss is None:
         raise RuntimeError("there was no forward")
-    draws.seed(run.dp_index, 0)
+    rng.seed(run.dp_index, 0)
     run.loss.backward()  # type: ignore[no-untyped-call]
     run.loss = None
     found = audit(run.model, phase="backward", plan=run.plan, optimizer=run.optimizer)
@@ -222,14 +205,14 @@ def backward(run: Run) -> str:
     return f"{len(trainable) - without} gradients"
 
 
-def gradients(run: Run) -> str:
+def gradients(run: RankRun) -> str:
     """Compare every gradient with the reference's."""
     run.resources.close()  # the watch has seen one whole step
     if not run.has_reference:
         raise Skipped("there is no reference")
     tolerance = tolerances_of(run).gradient
     expected = None if run.reference is None else run.reference.gradients()
-    errors = compare_gradients(run.model, expected, tolerance)
+    errors = checks.compare_gradients(run.model, expected, tolerance)
     run.report(*errors.findings)
     if errors.rounded:
         kinds = first_few(folded(errors.rounded, None), 4)
@@ -241,7 +224,7 @@ def gradients(run: Run) -> str:
     return f"{errors.compared} compared, the worst {worst}" if errors.worst else f"{errors.compared} compared, {worst}"
 
 
-def clip(run: Run) -> str:
+def clip(run: RankRun) -> str:
     """Clip, and compare the norm before and after."""
     norm = float(clip_grad_norm(run.model, MAX_NORM))
     after = float(clip_grad_norm(run.model, math.inf))
@@ -261,7 +244,7 @@ def clip(run: Run) -> str:
     return f"norm {norm:.6g} → {after:.6g}"
 
 
-def step(run: Run) -> str:
+def step(run: RankRun) -> str:
     """Take the optimizer's step, and the steps after it; measure memory after the first."""
     run.optimizer.step()
     run.report(*audit(run.model, phase="stepped", plan=run.plan, optimizer=run.optimizer))
@@ -272,9 +255,9 @@ def step(run: Run) -> str:
     took: list[float] = []
     for number in range(2, run.setting.options.steps + 1):
         begun = time.perf_counter()
-        draws.seed(run.dp_index, number - 1)
+        rng.seed(run.dp_index, number - 1)
         own = loss_of(call(run.model, run.batch), run.loss_at)
-        draws.seed(run.dp_index, number - 1)
+        rng.seed(run.dp_index, number - 1)
         own.backward()  # type: ignore[no-untyped-call]
         mean = mean_loss(own)
         run.losses.append(mean)
@@ -298,16 +281,16 @@ def step(run: Run) -> str:
     return f"{len(run.losses)} steps, loss {' → '.join(f'{value:.4f}' for value in run.losses)}"
 
 
-def _measure(run: Run) -> None:
+def _measure(run: RankRun) -> None:
     parameters = list(run.model.parameters())
     state = [
         value for values in run.optimizer.state.values() for value in values.values() if isinstance(value, torch.Tensor)
     ]
     memory = RankMemory(
         rank=run.rank,
-        params=local_bytes(iter(parameters)),
-        grads=local_bytes(p.grad for p in parameters if p.grad is not None),
-        optimizer=local_bytes(iter(state)),
+        params=checks.local_bytes(iter(parameters)),
+        grads=checks.local_bytes(p.grad for p in parameters if p.grad is not None),
+        optimizer=checks.local_bytes(iter(state)),
         peak=max([torch.cuda.max_memory_allocated(), *run.held.values()])
         if run.device.type == "cuda"
         else peak_rss_bytes(),
@@ -315,16 +298,16 @@ def _measure(run: Run) -> None:
     run.journal.fact("memory", memory)
 
 
-def evaluate(run: Run, model: nn.Module) -> float:
+def evaluate(run: RankRun, model: nn.Module) -> float:
     """Return the loss of one batch, the same on every rank and mesh; leave buffers as they are. Collective."""
     batch = on_device(batch_of(run, 0), run.device, None)
-    buffers = draws.take_buffers(model)
-    draws.seed(0, 0)
-    before = draws.state()
+    buffers = rng.take_buffers(model)
+    rng.seed(0, 0)
+    before = rng.state()
     with torch.no_grad():
         value = float(loss_of(call(model, batch), run.loss_at))
-    run.has_drawn = draws.state() != before
-    draws.put_buffers(model, buffers)
+    run.has_drawn = rng.state() != before
+    rng.put_buffers(model, buffers)
     for module in model.modules():
         reshard = getattr(module, "reshard", None)
         if callable(reshard):
@@ -332,10 +315,10 @@ def evaluate(run: Run, model: nn.Module) -> float:
     return value
 
 
-def save(run: Run) -> str:
+def save(run: RankRun) -> str:
     """Save model and optimizer as a training run would."""
     path = os.path.join(run.directory, "saved")
-    run.saved = Saved(
+    run.saved = SavedWorld(
         path=path,
         loss=evaluate(run, run.model),
         source=run.blueprint.source,
@@ -349,3 +332,211 @@ def save(run: Run) -> str:
     files = [os.path.join(path, name) for name in os.listdir(path)]
     total = sum(os.path.getsize(path) for path in files)
     return f"{format_size(total)} in {len(files)} files"
+
+
+_HINT = "does the model keep state that is in no parameter and no buffer?"
+
+
+def _load_saved(run: RankRun, saved: SavedWorld) -> nn.Module:
+    """Build the model anew, shard it, and load what was saved."""
+    model = run.blueprint.build()
+    apply_sharding(run, model)
+    run.blueprint.load_saved(model, saved.path)
+    run.report(*audit(model, phase="loaded", plan=run.plan))
+    return model
+
+
+def reload_same_world(run: RankRun) -> str:
+    """Reload on the same ranks: every byte of parameters and optimizer state, and the loss."""
+    model = _load_saved(run, run.saved)
+    varying = checks.varying_buffers(run.model)
+    if varying:
+        run.note(
+            f"{len(varying)} buffers are not the same on all ranks ({first_few(varying)}): the checkpoint has "
+            "rank 0's, and only rank 0 compared them after the reload"
+        )
+    run.report(
+        *(
+            Finding.error("wrong-reload", name, "not bitwise what it was when it was saved", _HINT)
+            for name in checks.differing_tensors(run.model, model)
+            if not (run.rank and name in varying)
+        )
+    )
+    optimizer = make_optimizer(model, foreach=False if run.setting.has_tp else None)
+    load_optimizer(model, optimizer, run.saved.path)
+    wrong = checks.differing_states(run.optimizer, optimizer)
+    if wrong:
+        run.error("wrong-reload", "the optimizer", f"{wrong} tensors of its state are not bitwise what they were")
+    # The first model has done its part; a second one that is loaded needs its memory.
+    return _judge(run, "reload_same_world", model, run.saved)
+
+
+def reload_other_world(run: RankRun, *, saved: SavedWorld) -> str:
+    """Reload on the ranks of this world, which are not those that saved."""
+    recipe = run.setting.recipe_of(saved.num_layers)
+    recipe.keeps_dropout &= saved.tp == 1
+    run.loss_at = saved.loss_at
+    run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=saved.source)
+    run.model = _load_saved(run, saved)
+    return _judge(run, "reload_other_world", run.model, saved)
+
+
+def _judge(run: RankRun, fact: str, model: nn.Module, saved: SavedWorld) -> str:
+    """Compare the loss with that of the save, and report both.
+
+    Every rank computes the same batch with the same whole parameters, in the same order: on a CPU the losses are the
+    same number. Under another tensor-parallel cut, and on GPUs, partial sums may be added in another order.
+    """
+    value = evaluate(run, model)
+    bitwise = value == saved.loss
+    is_same_cut = saved.tp == run.setting.mesh.size(TP_AXIS)
+    tolerance = 0.0 if is_same_cut and run.device.type == "cpu" else tolerances_of(run).loss
+    ok = bitwise or abs(value - saved.loss) <= tolerance * max(1.0, abs(saved.loss))
+    # Rank 0 decides for all: running a model is collective, and only its buffers are those of the checkpoint.
+    if not share(ok) and ((run.has_drawn and not is_same_cut) or share(evaluate(run, model) != value)):
+        run.note(
+            f"the loss after the reload on {run.setting.mesh} is not compared: two runs of this model do not agree"
+        )
+        return f"{run.setting.mesh}: loss {value:.6f}, not compared"
+    if run.rank == 0:
+        result = ReloadResult(ok=ok, mesh=str(run.setting.mesh), loss=value, saved_loss=saved.loss, bitwise=bitwise)
+        if math.isfinite(value) and math.isfinite(saved.loss):
+            run.journal.fact(fact, result)
+        if not ok:
+            what = f"{value!r} after the reload, {saved.loss!r} when it was saved"
+            run.error("wrong-reload", "the loss", what, _HINT)
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return f"{run.setting.mesh}: loss {value:.6f}, {'bitwise the same' if bitwise else f'saved {saved.loss:.6f}'}"
+
+
+SEED = 20
+"""Of the batches; each data-parallel rank adds its index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerances:
+    """How far results may be from the reference."""
+
+    loss: float
+    """Absolute for losses up to 1, relative beyond."""
+    gradient: float
+    """Relative, see `checks.GRADIENT_FLOOR`."""
+
+
+def tolerances_of(run: RankRun) -> Tolerances:
+    """Return what results are held to.
+
+    float32: ranks add up partial sums in another order than one process, which costs some units in the last place
+    (2^-24 = 6e-8 each). bfloat16 and float16: products are rounded to 2^-9 and 2^-12 wherever tensor parallelism cuts
+    them, and gradients once more when ranks average them; a gradient passes several such roundings.
+    """
+    precision = run.setting.policy.precision
+    dtypes = {parameter.dtype for parameter in run.model.parameters() if parameter.is_floating_point()}
+    dtypes |= {dtype for dtype in (precision.param_dtype, precision.reduce_dtype) if dtype is not None}
+    if torch.bfloat16 in dtypes:
+        return Tolerances(loss=1e-2, gradient=5e-2)
+    if torch.float16 in dtypes:
+        return Tolerances(loss=5e-3, gradient=3e-2)
+    return Tolerances(loss=1e-6, gradient=1e-5)
+
+
+def base_model(run: RankRun) -> nn.Module:
+    """Return the model without adapters."""
+    return run.model.get_base_model() if run.setting.options.lora else run.model  # type: ignore[operator]
+
+
+def batch_of(run: RankRun, index: int) -> Batch:
+    """Return the batch of a data-parallel rank: the same in every process and for every mesh."""
+    return run.blueprint.recipe.batch(base_model(run), SEED + index)
+
+
+def loss(run: RankRun) -> str:
+    """Compare the loss with the reference's."""
+    mean = mean_loss(run.loss)
+    run.losses.append(mean)
+    run.journal.fact("losses", run.losses)  # on every rank: its watchdog sees it go on
+    if not math.isfinite(mean):
+        report_not_finite(run, 0, mean)
+        return f"{mean}"
+    if not run.has_reference:
+        return f"{mean:.6f}, not compared"
+    expected, why_not = 0.0, ""
+    if run.rank == 0:
+        run.reference = Reference(run.blueprint, run.device, run.loss_at)
+        expected = reference_loss(run, 0)
+        if not is_close(run, mean, expected):
+            why_not = _why_incomparable(run, run.reference, expected)
+        if not why_not:
+            check_loss(run, "the first step", mean, expected)
+    expected, why_not = share((expected, why_not))
+    if why_not:
+        run.note(f"losses and gradients are not compared: {why_not}")
+        run.reference, run.has_reference = None, False
+        return f"{mean:.6f}, not compared"
+    return f"{mean:.6f}, the reference {expected:.6f}"
+
+
+def report_not_finite(run: RankRun, step: int, value: float) -> None:
+    """Say where a loss that is not finite comes from, and what the unsharded model makes of the batches. Collective."""
+    what = f"the loss of step {step + 1} is {value}"
+    if run.has_reference:
+        if run.rank == 0 and run.reference is None:
+            run.reference = Reference(run.blueprint, run.device, run.loss_at)
+        what += f" (unsharded: {share(reference_loss(run, step)):.6g})"
+    rng.seed(run.dp_index, step)
+    finding = explain_loss(run.model, what, lambda: call(run.model, run.batch))
+    if run.rank == 0:
+        run.report(finding)
+
+
+def _why_incomparable(run: RankRun, reference: Reference, expected: float) -> str:
+    """Say why no reference can follow this model, "" when one can."""
+    if run.setting.has_tp and run.has_drawn:
+        return "forward draws random numbers, and under tp every rank draws for its own part of a layer"
+    reference.forget()
+    again = reference_loss(run, 0)
+    if is_close(run, again, expected):
+        return ""
+    return (
+        f"two runs of the unsharded model on one batch with the same seeds give {expected:.9g} and {again:.9g}: "
+        "it draws from a generator of its own, or remembers its calls outside of its buffers"
+    )
+
+
+def reference_loss(run: RankRun, step: int) -> float:
+    """Run the reference on every rank's batch; rank 0 only. Leaves its gradients there."""
+    if run.reference is None:
+        return math.nan
+    batches = [batch_of(run, index) for index in range(run.setting.dp_size)]
+    found = run.reference.losses(batches, step)
+    return sum(found) / len(found)
+
+
+def mean_loss(own: torch.Tensor | None) -> float:
+    """Return the mean over data-parallel ranks. Collective."""
+    values = gather(math.nan if own is None else float(own.detach()))
+    return sum(values) / len(values)
+
+
+def is_close(run: RankRun, value: float, expected: float) -> bool:
+    """Are two losses the same within what rounding explains?"""
+    if math.isnan(value) and math.isnan(expected):  # "not-finite" says that
+        return True
+    return _difference(value, expected) <= tolerances_of(run).loss
+
+
+def _difference(value: float, expected: float) -> float:
+    return abs(value - expected) / max(1.0, abs(expected))
+
+
+def check_loss(run: RankRun, where: str, value: float, expected: float) -> None:
+    """Report on rank 0, which has both, a loss that is not the reference's."""
+    if run.rank:
+        return
+    run.reference_losses.append(expected)
+    run.fact("reference_losses", run.reference_losses)
+    if not is_close(run, value, expected):
+        allowed = f"{_difference(value, expected):.1e} off, allowed {tolerances_of(run).loss:.0e}"
+        what = f"{value:.9g}, the unsharded reference has {expected:.9g} ({allowed})"
+        run.error("wrong-loss", where, what, "does every rank run the whole of forward, and nothing outside of it?")

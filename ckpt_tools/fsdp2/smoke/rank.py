@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import traceback
 import warnings
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.fsdp2 import build_device_mesh
-from ckpt_tools.fsdp2.smoke import losses, phases, reload
-from ckpt_tools.fsdp2.smoke.enclosed import enclose, enclosed
-from ckpt_tools.fsdp2.smoke.launcher import choose_device
-from ckpt_tools.fsdp2.smoke.messages import Saved
-from ckpt_tools.fsdp2.smoke.run import Run, Stopped, explain
-from ckpt_tools.fsdp2.smoke.setting import Setting
-from ckpt_tools.sandbox import Breach
+from ckpt_tools.fsdp2.smoke import phases
+from ckpt_tools.fsdp2.smoke.launcher import choose_device, free_memory
+from ckpt_tools.fsdp2.smoke.messages import SavedWorld
+from ckpt_tools.fsdp2.smoke.report import PHASES
+from ckpt_tools.fsdp2.smoke.run import RankRun, Stopped, explain
+from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
+from ckpt_tools.models.config_recipe import ConfigRecipe
+from ckpt_tools.sandbox import Breach, Limits, Walls, behind_walls, raise_walls
 from ckpt_tools.sandbox.journal import Journal
+from ckpt_tools.sandbox.ranks import Outcome
 
 COLLECTIVE_GRACE_S = 60.0
 """Seconds by which collectives wait longer than the watchdog: it shall speak first."""
 
-FIRST = (
-    ("build", phases.build),
-    ("shard", phases.shard),
-    ("load", phases.load),
-    ("compare", phases.compare),
-    ("states", phases.states),
-    ("forward", phases.forward),
-    ("loss", losses.loss),
-    ("backward", phases.backward),
-    ("gradients", phases.gradients),
-    ("clip", phases.clip),
-    ("step", phases.step),
-    ("save", phases.save),
-    ("reload-same-world", reload.same_world),
-)
-
 
 def run_rank(
-    setting: Setting,
+    setting: SmokeSetting,
     *,
     rank: int,
     num_local: int,
@@ -55,7 +44,7 @@ def run_rank(
     journal: Journal,
     rendezvous: str | None = None,
     store: Store | None = None,
-    saved: Saved | None = None,
+    saved: SavedWorld | None = None,
 ) -> bool:
     """Run one rank in this process, write what happens to its journal, and return True when every phase succeeded.
 
@@ -68,11 +57,11 @@ def run_rank(
     with ExitStack() as resources, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         resources.callback(torch.set_num_threads, num_threads)
-        run: Run | None = None
+        run: RankRun | None = None
         try:
             device = choose_device(setting.options.device, num_local=num_local, local_rank=local_rank)
             _join(setting, rank, device, rendezvous, store)
-            run = Run(
+            run = RankRun(
                 setting=setting,
                 rank=rank,
                 device=device,
@@ -89,10 +78,10 @@ def run_rank(
             else:
                 resources.enter_context(enclosed(setting, scratch=directory))
             journal.done("start", ok=True, seconds=0.0, what=f"{run.world_size} ranks, {run.device.type}")
-            for name, function in FIRST if saved is None else ():
-                run.phase(name, function)
+            for name in PHASES[2:-1] if saved is None else ():
+                run.phase(name, getattr(phases, name.replace("-", "_")))
             if saved is not None:
-                run.phase("reload-other-world", partial(reload.other_world, saved=saved))
+                run.phase("reload-other-world", partial(phases.reload_other_world, saved=saved))
             dist.barrier()  # so that nobody takes an early farewell for a failure
             dist.destroy_process_group()
         except Stopped:
@@ -110,7 +99,7 @@ def run_rank(
     return True
 
 
-def _join(setting: Setting, rank: int, device: torch.device, rendezvous: str | None, store: Store | None) -> None:
+def _join(setting: SmokeSetting, rank: int, device: torch.device, rendezvous: str | None, store: Store | None) -> None:
     """Make the process group."""
     backend = "gloo"
     if device.type == "cuda":
@@ -119,3 +108,74 @@ def _join(setting: Setting, rank: int, device: torch.device, rendezvous: str | N
     options: dict[str, Any] = {"init_method": f"file://{rendezvous}"} if store is None else {"store": store}
     timeout = timedelta(seconds=setting.timeout_s + COLLECTIVE_GRACE_S)
     dist.init_process_group(backend, rank=rank, world_size=setting.mesh.world_size, timeout=timeout, **options)
+
+
+_EXIT = 3
+
+
+def enclose(
+    setting: SmokeSetting, journal: Journal, *, scratch: str, device: torch.device, saved: SavedWorld | None = None
+) -> None:
+    """Put this process in a sandbox for the rest of its life; a breach is its last event.
+
+    A factory is the user's own code and has no sandbox. On GPUs only Python's own walls stand: drivers and NCCL need
+    devices, files and sockets.
+    """
+    if not isinstance(setting.recipe, ConfigRecipe):
+        return
+
+    def leave(error: CkptError) -> NoReturn:
+        journal.error(error)
+        os._exit(_EXIT)
+
+    on_gpu = device.type == "cuda"
+    limits = Limits() if on_gpu else Limits(memory_bytes=free_memory(device))
+    raise_walls(replace(_walls(setting, setting.recipe, scratch, saved), on_breach=leave), limits, kernel=not on_gpu)
+
+
+def enclosed(setting: SmokeSetting, *, scratch: str) -> AbstractContextManager[None]:
+    """Return walls that stand while a context is open, for a process of the user's own: a breach raises there."""
+    if not isinstance(setting.recipe, ConfigRecipe):
+        return nullcontext()
+    # It makes a cache directory when it is imported, and torch imports it late; ranks of our own have it already.
+    importlib.import_module("torch._dynamo")
+    return behind_walls(_walls(setting, setting.recipe, scratch))
+
+
+def _walls(setting: SmokeSetting, recipe: ConfigRecipe, scratch: str, saved: SavedWorld | None = None) -> Walls:
+    own, model = setting.options.source, setting.options.model
+    sources = (own, *(() if saved is None else (saved.source, saved.path)))
+    folder = model if model is None or os.path.isdir(model) else os.path.dirname(model)
+    return Walls(
+        subject=f"a {recipe.title}",
+        where=recipe.where,
+        scratch=scratch,
+        sources=tuple(os.path.abspath(path) for path in sources if path),
+        foreign=() if folder is None else (os.path.abspath(folder),),
+    )
+
+
+def try_build(setting: SmokeSetting, journal: Journal, scratch: str) -> bool:
+    """Build the model once on meta, and make a batch for it; what ckpt cannot build or feed is told in `journal`."""
+    enclose(setting, journal, scratch=scratch, device=torch.device("cpu"))
+    try:
+        with torch.device("meta"):
+            model = setting.recipe.build()
+        setting.recipe.batch(model, 0)
+    except CkptError as error:
+        journal.error(error)
+        return False
+    return True
+
+
+def judge_trial(setting: SmokeSetting, outcome: Outcome) -> CkptError | None:
+    """Return what a trial that ended without a word means: nothing of it is the fault of FSDP2, or of the mesh."""
+    if not outcome.findings:
+        return None
+    finding = outcome.findings[0]
+    how = f"it did not end in {setting.timeout_s:.0f} s" if finding.code == "hang" else finding.what
+    return UsageError(
+        f"building a {setting.recipe.title} as the config says failed before any rank was started: {how}",
+        where=setting.recipe.where if isinstance(setting.recipe, ConfigRecipe) else None,
+        hint=finding.hint,
+    )

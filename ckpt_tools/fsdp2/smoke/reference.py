@@ -14,7 +14,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import parameter_groups
 from ckpt_tools.fsdp2.buffers import place
 from ckpt_tools.fsdp2.load import assign, complete, read_state
-from ckpt_tools.fsdp2.smoke import draws
+from ckpt_tools.fsdp2.smoke import rng
 from ckpt_tools.fsdp2.smoke.blueprint import SEED, Blueprint
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe, stopped
 from ckpt_tools.models.recipe import Batch, Recipe, call, find_loss, loss_of
@@ -45,12 +45,12 @@ class Reference:
         self.optimizer = make_optimizer(self.model)
         self._device = device
         self._loss_at = loss_at
-        self._buffers: dict[int, draws.Buffers] = {}
+        self._buffers: dict[int, rng.Buffers] = {}
         self._dtype = blueprint.setting.policy.precision.param_dtype
         self._computing = self.model
         if self._dtype is not None:
             self._computing = copy.deepcopy(self.model)
-        self._loaded = draws.take_buffers(self._computing)
+        self._loaded = rng.take_buffers(self._computing)
 
     def losses(self, batches: Sequence[Batch], step: int) -> list[float]:
         """Return the loss for every rank's batch, and give every parameter its mean gradient over them."""
@@ -59,12 +59,12 @@ class Reference:
         sums: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(batches):
             self._computing.zero_grad(set_to_none=True)
-            draws.put_buffers(self._computing, self._buffers.get(index, self._loaded))
-            draws.seed(index, step)
+            rng.put_buffers(self._computing, self._buffers.get(index, self._loaded))
+            rng.seed(index, step)
             loss = loss_of(call(self._computing, on_device(batch, self._device, self._dtype)), self._loss_at)
-            draws.seed(index, step)
+            rng.seed(index, step)
             loss.backward()  # type: ignore[no-untyped-call]
-            self._buffers[index] = draws.take_buffers(self._computing)
+            self._buffers[index] = rng.take_buffers(self._computing)
             found.append(float(loss.detach()))
             for name, parameter in self._computing.named_parameters():
                 if parameter.grad is not None:

@@ -16,27 +16,13 @@ from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
 if TYPE_CHECKING:
-    from ckpt_tools.fsdp2.smoke.setting import Setting
+    from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 
 
 PHASES = (
-    "source",
-    "start",
-    "build",
-    "shard",
-    "load",
-    "compare",
-    "states",
-    "forward",
-    "loss",
-    "backward",
-    "gradients",
-    "clip",
-    "step",
-    "save",
-    "reload-same-world",
-    "reload-other-world",
-)
+    "source", "start", "build", "shard", "load", "compare", "states", "forward", "loss", "backward", "gradients",
+    "clip", "step", "save", "reload-same-world", "reload-other-world",
+)  # fmt: skip
 """In the order in which they run. "source" checks the checkpoint itself while the ranks start."""
 HOW_MEMORY = (
     "params, grads, optimizer: bytes of this rank's own tensors after the first step; "
@@ -152,44 +138,33 @@ class SmokeReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON document (without the schema version)."""
-        return {
+        values = asdict(self) | {
             "ok": self.ok,
-            "source": self.source,
-            "model": self.model,
-            "world_size": self.world_size,
-            "mesh": self.mesh,
-            "strategy": self.strategy,
-            "device": self.device,
-            "losses": [_number(loss) for loss in self.losses],
-            "reference_losses": [_number(loss) for loss in self.reference_losses],
-            "max_grad_error": _number(self.max_grad_error),
-            "grad_errors": {name: _number(error) for name, error in self.grad_errors.items()},
-            "tolerances": dict(self.tolerances),
-            "phases": [asdict(phase) for phase in self.phases],
-            "reload": {
-                "same_world": _json(self.reload_same_world),
-                "other_world": _json(self.reload_other_world),
-            },
-            "memory": [asdict(memory) for memory in self.memory],
+            "reload": {"same_world": self.reload_same_world, "other_world": self.reload_other_world},
             "memory_measured": HOW_MEMORY,
             "phase_memory_measured": HOW_HELD,
-            "step_seconds": self.step_seconds,
-            "compared": None if self.compared is None else asdict(self.compared),
-            "notes": list(self.notes),
-            "findings": [asdict(finding) for finding in self.findings],
             "stacks": {str(rank): text for rank, text in self.stacks.items()},
         }
+        return {key: _plain(values[key]) for key in _KEYS}
 
 
-def _json(reload: ReloadResult | None) -> dict[str, object] | None:
-    if reload is None:
-        return None
-    return asdict(reload) | {"loss": _number(reload.loss), "saved_loss": _number(reload.saved_loss)}
+_KEYS = (
+    "ok", "source", "model", "world_size", "mesh", "strategy", "device", "losses", "reference_losses", "max_grad_error",
+    "grad_errors", "tolerances", "phases", "reload", "memory", "memory_measured", "phase_memory_measured",
+    "step_seconds", "compared", "notes", "findings", "stacks",
+)  # fmt: skip
+"""Of the JSON document, in its order."""
 
 
-def _number(value: float | None) -> float | None:
+def _plain(value: object) -> object:
     """Return what JSON can hold: it has no NaN and no infinity."""
-    return value if value is not None and math.isfinite(value) else None
+    if isinstance(value, ReloadResult):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_plain, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def first_error(logs: Mapping[int, RankLog]) -> CkptError | None:
@@ -201,7 +176,7 @@ def first_error(logs: Mapping[int, RankLog]) -> CkptError | None:
 
 
 def assemble(
-    setting: Setting, trained: Outcome, reloaded: Outcome | None = None, *, reload_skipped: str = ""
+    setting: SmokeSetting, trained: Outcome, reloaded: Outcome | None = None, *, reload_skipped: str = ""
 ) -> SmokeReport:
     """Return the report of what trained and of the world that reloaded, or of why there is none."""
     logs = trained.logs

@@ -17,14 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError, RefusedConfigError, UnclearLossError, UsageError
 from ckpt_tools.fsdp2 import ShardedPlan
-from ckpt_tools.fsdp2.agree import gather
+from ckpt_tools.fsdp2.collective import gather
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.methods import DOUBLE_WRAP, DoubleWrapError
 from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
-from ckpt_tools.fsdp2.smoke.messages import Saved
+from ckpt_tools.fsdp2.smoke.messages import SavedWorld
 from ckpt_tools.fsdp2.smoke.reference import Reference, failure_alone
 from ckpt_tools.fsdp2.smoke.report import RANK_LOST, fold
-from ckpt_tools.fsdp2.smoke.setting import Setting
+from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.fsdp2.watch import Watch
 from ckpt_tools.memory import rss_bytes
 from ckpt_tools.models.recipe import Batch
@@ -47,10 +47,10 @@ class Skipped(Exception):  # noqa: N818 - not an error
 
 
 @dataclass(slots=True)
-class Run:
+class RankRun:
     """One rank. What a phase makes is there for those after it."""
 
-    setting: Setting
+    setting: SmokeSetting
     rank: int
     device: torch.device
     directory: str
@@ -66,7 +66,7 @@ class Run:
     """What phase build made."""
     optimizer: torch.optim.Optimizer = field(init=False)
     """What phase states made."""
-    saved: Saved = field(init=False)
+    saved: SavedWorld = field(init=False)
     """What phase save wrote."""
     plan: ShardedPlan | None = None
     reference: Reference | None = None
@@ -120,7 +120,7 @@ class Run:
         if self.rank == 0:
             self.journal.fact(name, value)
 
-    def phase(self, name: str, function: Callable[[Run], str]) -> None:
+    def phase(self, name: str, function: Callable[[RankRun], str]) -> None:
         """Run one phase on every rank until all have ended it; raise Stopped if something is wrong on some rank."""
         self.journal.phase(name)
         if self.device.type == "cuda":

@@ -29,7 +29,7 @@ _SLOW_BYTES_PER_S = 20e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class SmokeSetting:
     """What is run."""
 
     options: SmokeOptions
@@ -62,7 +62,7 @@ class Setting:
         return self.recipe if num_layers is None else self.recipe.shallower(num_layers) or self.recipe
 
 
-def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
+def resolve(options: SmokeOptions, *, world_size: int | None = None) -> SmokeSetting:
     """Decide everything that does not depend on the machine; `world_size` is torchrun's."""
     refuse_absent(options)
     precision = Precision(param_dtype=DTYPES.get(options.param_dtype), reduce_dtype=DTYPES.get(options.reduce_dtype))
@@ -73,7 +73,7 @@ def resolve(options: SmokeOptions, *, world_size: int | None = None) -> Setting:
     recipe = find_recipe(options)
     recipe.keeps_dropout = mesh.size(TP_AXIS) == 1  # ranks of one layer would draw for their own part of it
     timeout_s = options.timeout or DEFAULT_TIMEOUT_S + _source_bytes(options) / _SLOW_BYTES_PER_S
-    return Setting(options=options, mesh=mesh, policy=policy, recipe=recipe, timeout_s=timeout_s)
+    return SmokeSetting(options=options, mesh=mesh, policy=policy, recipe=recipe, timeout_s=timeout_s)
 
 
 def _source_bytes(options: SmokeOptions) -> int:
@@ -91,8 +91,7 @@ def _find_mesh(options: SmokeOptions, policy: Policy | None, world_size: int | N
         mesh = parse_mesh(text, world_size=(nproc or DEFAULT_RANKS) if needs else None)
         if nproc is not None and mesh.world_size != nproc:
             raise UsageError(
-                f"the mesh {mesh} has {mesh.world_size} ranks, torchrun started {nproc}",
-                hint="write -1 for one axis",
+                f"the mesh {mesh} has {mesh.world_size} ranks, torchrun started {nproc}", hint="write -1 for one axis"
             )
     elif policy is not None and policy.strategy == "hybrid_shard":
         nproc = nproc or 2 * DEFAULT_RANKS
@@ -115,7 +114,7 @@ def _strategy_for(mesh: Mesh) -> str:
     return "hybrid_shard" if "dp_shard" in names else "no_shard"
 
 
-def other_world(setting: Setting, log: RankLog) -> tuple[Setting | None, str]:
+def other_world(setting: SmokeSetting, log: RankLog) -> tuple[SmokeSetting | None, str]:
     """Return what a world of another size runs, which reloads; or None and why there is none."""
     mesh = _other_mesh(setting.mesh)
     devices = log.fact("num_devices", int)
@@ -168,15 +167,14 @@ def _is_builtin(opened: Opened) -> bool:
 
 def refuse_absent(options: SmokeOptions) -> None:
     """Raise UsageError for an option whose library is not installed, or too old."""
-    if options.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
-        raise UsageError(
-            f"--quantize {options.quantize} needs bitsandbytes, and it is not installed",
-            hint="pip install 'ckpt-tools[qlora]'",
-        )
-    if options.lora and importlib.util.find_spec("peft") is None:
-        raise UsageError("--lora needs peft, and it is not installed", hint="pip install 'ckpt-tools[hf]'")
-    if options.quantize is not None:
-        refuse_older("bitsandbytes", f"--quantize {options.quantize}")
-        refuse_older("torch", f"--quantize {options.quantize}", NF4_TORCH)
-    if options.lora:
-        refuse_older("peft", "--lora")
+    quantize = None if options.quantize is None else f"--quantize {options.quantize}"
+    needed = ((quantize, "bitsandbytes", "qlora"), ("--lora" if options.lora else None, "peft", "hf"))
+    for option, library, extra in needed:
+        if option is not None and importlib.util.find_spec(library) is None:
+            what = f"{option} needs {library}, and it is not installed"
+            raise UsageError(what, hint=f"pip install 'ckpt-tools[{extra}]'")
+    for option, library, _ in needed:
+        if option is not None:
+            refuse_older(library, option)
+    if quantize is not None:
+        refuse_older("torch", quantize, NF4_TORCH)

@@ -17,12 +17,11 @@ from ckpt_tools.checkpoint.formats.skeleton import skeleton
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.fsdp2.smoke.messages import RELOAD_NAME, WORLD_NAME, Launch, Launched, OnPhase, tell
+from ckpt_tools.fsdp2.smoke.messages import RELOAD_NAME, WORLD_NAME, Launched, LaunchJob, OnPhase, tell
 from ckpt_tools.fsdp2.smoke.options import SmokeOptions, absolute
 from ckpt_tools.fsdp2.smoke.report import OtherStrategy, PhaseResult, SmokeReport, assemble
-from ckpt_tools.fsdp2.smoke.witness import Witness
+from ckpt_tools.fsdp2.smoke.watchdog import Watchdog
 from ckpt_tools.models.config import component_of
-from ckpt_tools.options import AnyPath
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.sandbox.journal import events_path, read_events
 from ckpt_tools.sandbox.ranks import Outcome
@@ -35,10 +34,7 @@ LAUNCH = "ckpt_tools.fsdp2.smoke.launcher:launch"
 
 
 def run_smoke(
-    options: SmokeOptions,
-    *,
-    on_phase: OnPhase | None = None,
-    on_abandoned: Callable[[SmokeReport], None] | None = None,
+    options: SmokeOptions, *, on_phase: OnPhase | None = None, on_abandoned: Callable[[SmokeReport], None] | None = None
 ) -> SmokeReport:
     """Try a model with a checkpoint, a mesh and a strategy, and return what is wrong.
 
@@ -48,7 +44,8 @@ def run_smoke(
     findings go to stderr), and the ranks end with exit status 3.
     """
     refuse_older("torch", "smoke")
-    source, model = map(_component, (options.source, options.model))
+    given = (options.source, options.model)
+    source, model = (None if path is None else component_of(os.fspath(path))[0] for path in given)
     options = replace(options, source=source, model=model)
     with ExitStack() as stack:
         here, notes = _bring_here(options, stack)
@@ -78,31 +75,28 @@ def _bring_here(options: SmokeOptions, stack: ExitStack) -> tuple[SmokeOptions, 
 
 
 def _run(
-    options: SmokeOptions,
-    label: str,
-    on_phase: OnPhase | None,
-    on_abandoned: Callable[[SmokeReport], None] | None,
+    options: SmokeOptions, label: str, on_phase: OnPhase | None, on_abandoned: Callable[[SmokeReport], None] | None
 ) -> SmokeReport:
     # Schedulers set RANK and WORLD_SIZE as well, for processes of which each may start ranks of its own.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if options.compare is not None:
             raise UsageError("--compare starts ranks of its own", hint="run it without torchrun")
         speak = on_abandoned or _print_findings
-        witness = None
+        watchdog = None
         if is_first := os.environ["RANK"] == "0":
-            witness = Witness(int(os.environ["WORLD_SIZE"]), partial(_speak_for_ranks, options, label, speak))
+            watchdog = Watchdog(int(os.environ["WORLD_SIZE"]), partial(_speak_for_ranks, options, label, speak))
         try:
             from ckpt_tools.fsdp2.smoke.torchrun import run_in_torchrun
 
             check = SourceCheck(options if is_first else replace(options, source=None))
-            report = run_in_torchrun(options, witness=witness, on_phase=on_phase, run_local=run_local)
+            report = run_in_torchrun(options, watchdog=watchdog, on_phase=on_phase, run_local=run_local)
             return check.add_to(replace(report, source=label))
         finally:
-            if witness is not None:  # whatever is raised here is told by this process
-                witness.dismiss()
+            if watchdog is not None:  # whatever is raised here is told by this process
+                watchdog.dismiss()
     check = SourceCheck(options)
     options.read_model()  # before the launcher imports torch only to refuse it
-    report = _report_of(run_local(Launch(options=replace(options, compare=None)), on_phase=on_phase))
+    report = _report_of(run_local(LaunchJob(options=replace(options, compare=None)), on_phase=on_phase))
     if options.compare is not None:
         report = _with_other(report, options, on_phase)
     return check.add_to(replace(report, source=label))
@@ -122,7 +116,7 @@ def _with_other(report: SmokeReport, options: SmokeOptions, on_phase: OnPhase | 
         return replace(report, notes=(*report.notes, f"not compared: the run itself is {options.compare}"))
     mesh = f"dp_replicate={report.world_size}"
     other = replace(options, compare=None, strategy=options.compare, mesh=mesh, nproc=None)
-    found = _report_of(run_local(Launch(options=other), on_phase=on_phase))
+    found = _report_of(run_local(LaunchJob(options=other), on_phase=on_phase))
     compared = OtherStrategy(
         strategy=found.strategy, mesh=found.mesh, ok=found.ok, step_seconds=found.step_seconds, memory=found.memory
     )
@@ -130,14 +124,10 @@ def _with_other(report: SmokeReport, options: SmokeOptions, on_phase: OnPhase | 
     return replace(report, compared=compared, notes=(*report.notes, *notes))
 
 
-def _component(path: AnyPath | None) -> AnyPath | None:
-    return None if path is None else component_of(os.fspath(path))[0]
-
-
 def _speak_for_ranks(
     options: SmokeOptions, label: str, speak: Callable[[SmokeReport], None], outcome: Outcome, directory: str
 ) -> None:
-    """Report in the witness, which knows the options alone."""
+    """Report in the watchdog, which knows the options alone."""
     from ckpt_tools.fsdp2.smoke.launcher import judge_traces
     from ckpt_tools.fsdp2.smoke.setting import resolve
 
@@ -192,7 +182,7 @@ class SourceCheck:
         return replace(report, phases=(self._phase, *report.phases[1:]), findings=findings)
 
 
-def run_local(job: Launch, *, on_phase: OnPhase | None = None) -> Launched:
+def run_local(job: LaunchJob, *, on_phase: OnPhase | None = None) -> Launched:
     """Run the launcher, which watches the ranks, and return what it found; raise CkptError if it failed."""
     relief = "try fewer ranks, or --memory"
     told = [0, 0]

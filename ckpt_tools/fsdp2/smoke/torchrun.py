@@ -1,7 +1,7 @@
 """Take part in torchrun's ranks: the same phases, in processes that are there already. Imports torch.
 
 Every rank keeps its journal in a directory that all share. A thread in each one watches it: when no phase ends for too
-long, or another rank has failed, it leaves where its main thread is, the witness reports, and the process ends.
+long, or another rank has failed, it leaves where its main thread is, the watchdog reports, and the process ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NoReturn
 
@@ -23,31 +23,31 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2.smoke.messages import Launch, Launched, OnPhase, Saved, tell
+from ckpt_tools.fsdp2.smoke.messages import Launched, LaunchJob, OnPhase, SavedWorld, tell
 from ckpt_tools.fsdp2.smoke.options import SmokeOptions
 from ckpt_tools.fsdp2.smoke.rank import run_rank
 from ckpt_tools.fsdp2.smoke.report import SmokeReport, assemble, first_error
-from ckpt_tools.fsdp2.smoke.setting import Setting, other_world, resolve
-from ckpt_tools.fsdp2.smoke.witness import HUNG, STACK, Witness, read_logs, register
+from ckpt_tools.fsdp2.smoke.setting import SmokeSetting, other_world, resolve
+from ckpt_tools.fsdp2.smoke.watchdog import HUNG, STACK, Watchdog, read_logs, register
 from ckpt_tools.sandbox import aside
 from ckpt_tools.sandbox.hang import Place
 from ckpt_tools.sandbox.journal import Event, Journal, RankLog, events_path, read_events
 from ckpt_tools.sandbox.ranks import Outcome
 
-RunLocal = Callable[[Launch], Launched]
+RunLocal = Callable[[LaunchJob], Launched]
 """Runs the world that reloads."""
 _POLL_S = 0.2
 _GRACE_S = 5.0
 """What the other ranks get to say what they know once one has failed."""
 _EXIT_FINDINGS = 3
 _LINGER_S = 20.0
-"""How long torchrun is kept waiting for the witness; it kills after 30."""
+"""How long torchrun is kept waiting for the watchdog; it kills after 30."""
 
 
 def run_in_torchrun(
-    options: SmokeOptions, *, witness: Witness | None, on_phase: OnPhase | None, run_local: RunLocal
+    options: SmokeOptions, *, watchdog: Watchdog | None, on_phase: OnPhase | None, run_local: RunLocal
 ) -> SmokeReport:
-    """Be one of torchrun's ranks; `witness`, on rank 0, reports when some rank hangs or has died."""
+    """Be one of torchrun's ranks; `watchdog`, on rank 0, reports when some rank hangs or has died."""
     if dist.is_initialized():
         raise UsageError(
             "there is a process group already", hint="run smoke before it is made, or after it is destroyed"
@@ -55,8 +55,8 @@ def run_in_torchrun(
     setting = resolve(options, world_size=int(os.environ["WORLD_SIZE"]))
     store, rank, world_size = next(rendezvous("env://", timeout=timedelta(seconds=60)))
     shared = PrefixStore("ckpt-smoke", store)
-    if witness is not None:
-        shared.set("directory", witness.directory)
+    if watchdog is not None:
+        shared.set("directory", watchdog.directory)
     directory = shared.get("directory").decode()
     if not os.path.isdir(directory):
         raise UsageError(
@@ -65,7 +65,7 @@ def run_in_torchrun(
         )
     journal = _ToldJournal(on_phase, events_path(directory, rank))
     register(directory, rank)
-    guard = _Guard(directory, rank, world_size, journal, setting.timeout_s, witness)
+    guard = _Guard(directory, rank, world_size, journal, setting.timeout_s, watchdog)
     with guard.watching():
         done = run_rank(
             setting,
@@ -80,12 +80,12 @@ def run_in_torchrun(
         guard.leave(failed=not done)
         own = RankLog(rank=rank, events=read_events(events_path(directory, rank)))
         error = first_error({rank: own})
-        if witness is None:
+        if watchdog is None:
             # Torchrun ends every process once one has failed: rank 0 speaks first, and goes with the directory.
             guard.wait_for_report(_GRACE_S if error else setting.timeout_s * (10 if done else 1))
         if error is not None:
             raise error
-        if witness is None:
+        if watchdog is None:
             return replace(assemble(setting, Outcome(logs={rank: own})), is_primary=False)
         if not guard.has_all(setting.timeout_s if done else _GRACE_S):
             guard.hand_over()
@@ -93,18 +93,18 @@ def run_in_torchrun(
         report = assemble(setting, outcome)
         if done and not report.failed:
             report = _with_reload(setting, outcome, run_local)
-        if not witness.dismiss():
+        if not watchdog.dismiss():
             guard.linger()
         return report
 
 
-def _with_reload(setting: Setting, trained: Outcome, run_local: RunLocal) -> SmokeReport:
+def _with_reload(setting: SmokeSetting, trained: Outcome, run_local: RunLocal) -> SmokeReport:
     """Return the report with the phase that needs ranks of its own, which the launcher starts."""
     reloading, why_not = other_world(setting, trained.logs[0])
     if reloading is None:
         return assemble(setting, trained, reload_skipped=why_not)
-    saved = trained.logs[0].fact("saved", Saved)
-    return assemble(setting, trained, run_local(Launch(options=reloading.options, saved=saved)).reloaded)
+    saved = trained.logs[0].fact("saved", SavedWorld)
+    return assemble(setting, trained, run_local(LaunchJob(options=reloading.options, saved=saved)).reloaded)
 
 
 class _ToldJournal(Journal):
@@ -120,26 +120,18 @@ class _ToldJournal(Journal):
             tell(self._on_phase, event)
 
 
+@dataclass
 class _Guard:
     """Watches the main thread of this rank from a thread of its own."""
 
-    def __init__(
-        self,
-        directory: str,
-        rank: int,
-        world_size: int,
-        journal: Journal,
-        timeout_s: float,
-        witness: Witness | None,
-    ) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._world_size = world_size
-        self._journal = journal
-        self._timeout_s = timeout_s
-        self._witness = witness
-        self._is_over = threading.Event()
-        self._main = threading.get_ident()
+    _directory: str
+    _rank: int
+    _world_size: int
+    _journal: Journal
+    _timeout_s: float
+    _watchdog: Watchdog | None
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _main: int = field(default_factory=threading.get_ident)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -177,16 +169,16 @@ class _Guard:
         return _wait(lambda: all(map(os.path.exists, names)), timeout_s)
 
     def wait_for_report(self, timeout_s: float) -> None:
-        """Wait until rank 0 or the witness has everything: the directory goes with it."""
+        """Wait until rank 0 or the watchdog has everything: the directory goes with it."""
         _wait(lambda: not os.path.isdir(self._directory), timeout_s)
 
     def hand_over(self, *, is_stopped: bool = False) -> None:
-        """Let the witness report, and end this process; do nothing where rank 0 reports already."""
-        if self._witness is None or self._witness.ask(is_stopped=is_stopped):
+        """Let the watchdog report, and end this process; do nothing where rank 0 reports already."""
+        if self._watchdog is None or self._watchdog.ask(is_stopped=is_stopped):
             self.linger()
 
     def linger(self) -> NoReturn:
-        """End the process once the witness has reported: torchrun, and what it runs in, end with its last rank."""
+        """End the process once the watchdog has reported: torchrun, and what it runs in, end with its last rank."""
         self.wait_for_report(_LINGER_S)
         os._exit(_EXIT_FINDINGS)
 
@@ -216,7 +208,7 @@ class _Guard:
             STACK, tuple(Place(file=one.filename, line=str(one.lineno), name=one.name) for one in frames)
         )
         self.leave(failed=True)
-        if self._witness is not None:
+        if self._watchdog is not None:
             self.has_all(_GRACE_S)
         self.hand_over()
 

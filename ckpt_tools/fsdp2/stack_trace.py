@@ -24,7 +24,7 @@ _PYTHON = os.path.dirname(os.__file__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class StackLine:
     """One line of a traceback, outermost first."""
 
     frame: FrameType
@@ -55,13 +55,13 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class MethodCall:
     """A method of a module that was running."""
 
     module: nn.Module
     method: str
-    line: Line
-    caller: Line | None
+    line: StackLine
+    caller: StackLine | None
     """The nearest line outside of PyTorch that led to it."""
 
 
@@ -69,9 +69,9 @@ class Call:
 class Stack:
     """What was running when an exception was raised."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[StackLine, ...]
     """Outermost first."""
-    calls: tuple[Call, ...]
+    calls: tuple[MethodCall, ...]
     """Methods of modules among them."""
     entered: tuple[nn.Module, ...]
     """Modules whose hooks ran: called as `module(...)` or through a registered method."""
@@ -93,32 +93,32 @@ class Stack:
 def read_stack(error: BaseException) -> Stack:
     """Return the stack of an exception, from the caller of whoever caught it down to where it was raised."""
     lines = tuple(_lines(error.__traceback__))
-    calls: list[Call] = []
+    calls: list[MethodCall] = []
     entered: list[nn.Module] = []
-    outside: Line | None = None
+    outside: StackLine | None = None
     for line in lines:
         subject = _first_argument(line.frame)
         if isinstance(subject, nn.Module):
             if _is_entry(line):
                 entered.append(subject)
             elif (not line.is_library or line.code.co_name == "forward") and _is_method(subject, line.code):
-                calls.append(Call(module=subject, method=line.code.co_name, line=line, caller=outside))
+                calls.append(MethodCall(module=subject, method=line.code.co_name, line=line, caller=outside))
         if not line.is_library:
             outside = line
     return Stack(lines=lines, calls=tuple(calls), entered=tuple(entered))
 
 
-def _lines(trace: TracebackType | None) -> Iterator[Line]:
+def _lines(trace: TracebackType | None) -> Iterator[StackLine]:
     if trace is None:
         return
     outer = []
     frame = trace.tb_frame.f_back
     while frame is not None:
-        outer.append(Line(frame=frame, number=frame.f_lineno or 0, lasti=frame.f_lasti))
+        outer.append(StackLine(frame=frame, number=frame.f_lineno or 0, lasti=frame.f_lasti))
         frame = frame.f_back
     yield from reversed(outer)
     while trace is not None:
-        yield Line(frame=trace.tb_frame, number=trace.tb_lineno or 0, lasti=trace.tb_lasti)
+        yield StackLine(frame=trace.tb_frame, number=trace.tb_lineno or 0, lasti=trace.tb_lasti)
         trace = trace.tb_next
 
 
@@ -127,7 +127,7 @@ def _first_argument(frame: FrameType) -> object:
     return frame.f_locals.get(names[0]) if frame.f_code.co_argcount and names else None
 
 
-def _is_entry(line: Line) -> bool:
+def _is_entry(line: StackLine) -> bool:
     """Is this code what runs a module's hooks?"""
     name = line.code.co_name
     if is_wrapped_method(name, line.file):
@@ -148,7 +148,7 @@ def _is_method(module: nn.Module, code: CodeType) -> bool:
     return False
 
 
-def named_tensors(line: Line) -> Iterator[torch.Tensor]:
+def named_tensors(line: StackLine) -> Iterator[torch.Tensor]:
     """Yield the tensors that the failing expression of a line names: `self.other.weight`, not what calls return."""
     expression = _expression(line)
     if expression is None:
@@ -160,7 +160,7 @@ def named_tensors(line: Line) -> Iterator[torch.Tensor]:
                 yield value
 
 
-def written_tensor(line: Line) -> torch.Tensor | None:
+def written_tensor(line: StackLine) -> torch.Tensor | None:
     """Return what a failing line writes in place: `average` in `average.mul_(d).add_(w)`, `w` in `w[0] = x`."""
     for node in ast.walk(_expression(line) or ast.Pass()):
         written: list[ast.AST] = [node.target] if isinstance(node, ast.AugAssign) else []
@@ -184,7 +184,7 @@ def written_tensor(line: Line) -> torch.Tensor | None:
     return None
 
 
-def _expression(line: Line) -> ast.AST | None:
+def _expression(line: StackLine) -> ast.AST | None:
     position = next(islice(line.code.co_positions(), line.lasti // 2, None), None)
     if position is None or None in position[:2]:
         return None

@@ -1,6 +1,6 @@
 """A process beside torchrun's that reports when rank 0 cannot.
 
-Gloo aborts a rank whose neighbour dies, and torchrun ends every rank as soon as one has failed. The witness is forked
+Gloo aborts a rank whose neighbour dies, and torchrun ends every rank as soon as one has failed. The watchdog is forked
 by rank 0 before torch is imported, and is in no process group of torchrun's. It sees how the ranks of this machine end,
 and reads their journals, which lie in a directory that all ranks share.
 """
@@ -39,15 +39,15 @@ _INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
 
 
 def register(directory: str, rank: int) -> None:
-    """Tell the witness which process a rank is."""
+    """Tell the watchdog which process a rank is."""
     path = os.path.join(directory, f"rank-{rank}.pid")
     with open(path + ".new", "w", encoding="utf-8") as file:
         file.write(f"{os.getpid()} {socket.gethostname()}")
     os.replace(path + ".new", path)
 
 
-class Witness:
-    """The witness's handle in rank 0, made while nothing has started a thread; `speak` is called in the witness."""
+class Watchdog:
+    """The watchdog's handle in rank 0, made while nothing has started a thread; `speak` is called in the watchdog."""
 
     def __init__(self, world_size: int, speak: Speak) -> None:
         self._lock = threading.Lock()
@@ -68,11 +68,11 @@ class Witness:
         os.close(heard)
 
     def dismiss(self) -> bool:
-        """Say that rank 0 reports itself; return False when the witness does so already."""
+        """Say that rank 0 reports itself; return False when the watchdog does so already."""
         return self._tell(_DONE)
 
     def ask(self, *, is_stopped: bool) -> bool:
-        """Let the witness report and wait for it; return False when it was dismissed or asked before.
+        """Let the watchdog report and wait for it; return False when it was dismissed or asked before.
 
         `is_stopped`: torchrun ends the ranks, because one has failed or because somebody has stopped torchrun itself.
         """
