@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from ckpt_tools.checkpoint.formats._json import parse_json
-from ckpt_tools.preflight.fold import cut_depth
+from ckpt_tools.preflight.collapse import cut_depth
 
 AUTO = {
     "base": modeling_auto.MODEL_MAPPING_NAMES,

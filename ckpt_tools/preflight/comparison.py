@@ -134,7 +134,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ModelQuestion:
     """What a process with torch is to look at: a config, a checkpoint, the mesh that reads it. Paths are absolute."""
 
     config: str

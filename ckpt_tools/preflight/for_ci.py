@@ -34,7 +34,7 @@ def _describe_rule(code: str) -> tuple[str, str] | None:
 
 
 def to_github(report: PreflightReport | Exception) -> Iterator[str]:
-    """Yield the commands that show findings beside the lines that they are about, and what the report comes to."""
+    """Yield the commands that show findings at the lines that they are about, and what the report comes to."""
     if isinstance(report, Exception):
         yield f"::error title=ckpt preflight::{_data(describe_failure(report))}"
         return

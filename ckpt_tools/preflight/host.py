@@ -8,10 +8,11 @@ import os
 import re
 import resource
 import secrets
+import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +25,7 @@ from ckpt_tools.memory import available_bytes, limit_left
 from ckpt_tools.preflight.configs.config import Config
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.plain_values import words_of
-from ckpt_tools.preflight.rules.rule import Case, NotKnownError, Setting
+from ckpt_tools.preflight.rules.rule import NotKnownError, Stated, Subject
 from ckpt_tools.storage.publish import nearest_parent
 from ckpt_tools.storage.staging import free_bytes
 from ckpt_tools.text import escape_name
@@ -46,7 +47,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class HostPath:
     """A path of the config, on this machine."""
 
     path: str
@@ -92,7 +93,7 @@ class Host:
     has_infiniband: bool = False
     has_compat_libraries: bool = False
     """CUDA's forward-compatible libraries, with which an older driver may do."""
-    places: Mapping[str, Place] = field(default_factory=dict)
+    places: Mapping[str, HostPath] = field(default_factory=dict)
     addresses: tuple[str, ...] | None = None
     port_is_free: bool | None = None
 
@@ -133,7 +134,7 @@ def needs_of(
     configs: tuple[Config, ...], facts: ModelFacts | None, environment: Mapping[str, str] = os.environ
 ) -> Needs:
     """Return what a run needs of this machine; several configs are parts of one run, the arguments last."""
-    cases = [Case(config=one, facts=facts or ModelFacts(where="")) for one in configs]
+    cases = [Subject(config=one, facts=facts or ModelFacts(where="")) for one in configs]
     spec = configs[-1].spec if configs else None
     world = _number(environment, "WORLD_SIZE") or (None if spec is None else spec.world_size)
     nodes = _number(environment, "NNODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or _whole(cases, *_NODES)
@@ -145,8 +146,8 @@ def needs_of(
     params = None if facts is None or (spec is not None and spec.adapter is not None) else facts.num_params
     width = 2 if spec is not None and spec.master_dtype in ("bf16", "f16") else 4
     state = None if params is None else 3 * width * params  # parameters and Adam's two moments
-    is_full = any(_full_state(case) for case in cases)
     address, port = environment.get("MASTER_ADDR", ""), _number(environment, "MASTER_PORT") or 0
+    host = next((one.text for one in _options(cases, "main_process_ip")), "")
     return Needs(
         ranks=ranks or (None if world is None or nodes is None else -(-world // nodes)),
         world_size=world,
@@ -156,9 +157,9 @@ def needs_of(
         reads=(*_paths(cases, "data"), *([spec.model] if spec and spec.model and _is_path(spec.model) else [])),
         checkpoint_bytes=state,
         kept=_whole(cases, *_KEPT) or 1,
-        gathered_bytes=3 * 4 * params if is_full and params is not None else 0,
+        gathered_bytes=3 * 4 * params if params is not None and any(map(_gathers, cases)) else 0,
         resident_bytes=(state or 0) // (nodes or 1) if spec is not None and spec.offload_params else 0,
-        meeting=(address or _text(cases, "main_process_ip"), port or _whole(cases, "main_process_port") or 0),
+        meeting=(address or host, port or _whole(cases, "main_process_port") or 0),
         is_first=environment.get("SLURM_NODEID", environment.get("NODE_RANK", "0")) == "0",
     )
 
@@ -167,7 +168,7 @@ def _number(environment: Mapping[str, str], *names: str) -> int | None:
     return next((int(text) for name in names if (text := environment.get(name, "")).isdecimal() and int(text)), None)
 
 
-def _options(cases: list[Case], *names: str) -> Iterator[Setting]:
+def _options(cases: list[Subject], *names: str) -> Iterator[Stated]:
     """Yield the options that are there, and are known."""
     for case in cases:
         for name in names:
@@ -177,21 +178,17 @@ def _options(cases: list[Case], *names: str) -> Iterator[Setting]:
                     yield found
 
 
-def _whole(cases: list[Case], *names: str) -> int | None:
+def _whole(cases: list[Subject], *names: str) -> int | None:
     return next((one.count for one in _options(cases, *names) if one.count), None)
 
 
-def _text(cases: list[Case], *names: str) -> str:
-    return next((one.text for one in _options(cases, *names)), "")
-
-
-def _full_state(case: Case) -> bool:
+def _gathers(case: Subject) -> bool:
     with suppress(NotKnownError):
         return case.is_fsdp and case.spec.state_dict_type == "FULL_STATE_DICT"
     return False
 
 
-def _paths(cases: list[Case], what: Literal["saves", "data"]) -> Iterator[str]:
+def _paths(cases: list[Subject], what: Literal["saves", "data"]) -> Iterator[str]:
     """Yield the paths of some options; a name that is not written as a path may be the hub's."""
     for case in cases:
         for name in words_of(case.framework, what):
@@ -237,7 +234,7 @@ def look_at(needs: Needs) -> Host:
         torch_cuda=cuda,
         nccl=_nccl(),
         memory_bytes=available_bytes(),
-        shm_bytes=_size(SHARED_MEMORY),
+        shm_bytes=_in_time({"": lambda: shutil.disk_usage(SHARED_MEMORY).total}).get(""),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         processes_left=limit_left("pids.max", "pids.current"),
@@ -245,7 +242,7 @@ def look_at(needs: Needs) -> Host:
         has_compat_libraries=bool(glob.glob("/usr/local/cuda*/compat/libcuda.so*")),
         places=_in_time({path: partial(_place, path, writes=path in needs.saves) for path in needs.paths}),
         addresses=addresses,
-        port_is_free=_is_free(port) if port and addresses and _is_here(addresses) else None,
+        port_is_free=_can_bind("", port) if port and any(_can_bind(one, 0) for one in addresses or ()) else None,
     )
 
 
@@ -335,23 +332,15 @@ def _contents(path: str) -> str:
         return ""
 
 
-def _size(path: str) -> int | None:
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return None
-    return status.f_blocks * status.f_frsize
-
-
 def _limit(kind: int) -> int:
     soft, _ = resource.getrlimit(kind)
     return -1 if soft == resource.RLIM_INFINITY else soft
 
 
-def _place(path: str, *, writes: bool) -> Place:
+def _place(path: str, *, writes: bool) -> HostPath:
     near = nearest_parent(path)
     problem, ahead = _probe(near) if writes and near != os.sep else ("", None)
-    return Place(
+    return HostPath(
         path=path,
         exists=os.path.exists(path),
         is_rootless=near == os.sep and os.path.abspath(path) != os.sep,
@@ -398,27 +387,14 @@ def _resolve(name: str) -> tuple[str, ...]:
         return ()
 
 
-def _is_here(addresses: Iterable[str]) -> bool:
-    """Can a socket be bound to one of some addresses: is it this machine's?"""
-    for address in addresses:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            with socket.socket(family, socket.SOCK_STREAM) as one:
-                one.bind((address, 0))
-                return True
-        except OSError:
-            continue
-    return False
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+def _can_bind(address: str, port: int) -> bool:
+    """Can a socket be bound to an address of this machine, and a port that is free?"""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with suppress(OSError, OverflowError), socket.socket(family, socket.SOCK_STREAM) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            one.bind(("", port))
-        except (OSError, OverflowError):
-            return False
-    return True
+        one.bind((address, port))
+        return True
+    return False
 
 
 # Compares a machine with what a run needs of it: a pure function of the two.
@@ -529,7 +505,7 @@ def _check_limits(host: Host, needs: Needs) -> Iterator[Finding]:
         yield Finding.error("host-limit", "pids.max", what, "raise the limit of the job's control group (--pids-limit)")
 
 
-def _check_place(place: Place, needs: Needs) -> Iterator[Finding]:
+def _check_place(place: HostPath, needs: Needs) -> Iterator[Finding]:
     where = escape_name(place.path)
     if place.path not in needs.saves:
         if not place.exists:

@@ -24,9 +24,9 @@ from ckpt_tools.checks.values import glance
 from ckpt_tools.checks.verify import Verification, verify
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
 from ckpt_tools.models.config import CONFIG_NAME, config_path
-from ckpt_tools.preflight.comparison import Comparison, Look, ModelView, RankReads, Reads
+from ckpt_tools.preflight.comparison import Comparison, ModelQuestion, ModelView, RankReads, Reads
 from ckpt_tools.preflight.model_facts import read_facts
-from ckpt_tools.preflight.names_match import check_names, fold_names, is_native_titan
+from ckpt_tools.preflight.names_match import check_names, group_names, is_native_titan
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.storage.locations import absolute, is_directory, is_file, open_source
@@ -35,9 +35,9 @@ from ckpt_tools.units import format_size
 
 COMPARE = "ckpt_tools.preflight.meta_model:compare"
 """What runs in the child."""
-GLANCE_BYTES = 128 << 20
+SAMPLE_BYTES = 128 << 20
 """Of the smallest tensors, whose values are looked at."""
-_SAMPLE_BYTES = 1 << 16  # of two tied tensors, to see whether they are the same
+_TIED_BYTES = 1 << 16  # of two tied tensors, to see whether they are the same
 _SAVES_OPTIMIZER: Mapping[str, str] = {
     "torchtitan": "or load only the weights: checkpoint.initial_load_path with initial_load_model_only = true",
     "accelerate": "or start over: pass the weights as the model, not as the checkpoint to resume from",
@@ -110,7 +110,7 @@ def _check(
     findings = list(verified.findings)
     not_checked: list[str] = []
     if verified.ok:
-        strange, unseen = glance(opened, most_bytes=GLANCE_BYTES)
+        strange, unseen = glance(opened, most_bytes=SAMPLE_BYTES)
         findings += strange
         not_checked += filter(None, [unseen])
     if resumes:
@@ -186,7 +186,7 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
             a, b = first.chunks[0], other.chunks[0]
             if (first.dtype, a.box, a.strides) != (other.dtype, b.box, b.strides):
                 continue
-            count = min(a.span.nbytes, b.span.nbytes, _SAMPLE_BYTES)
+            count = min(a.span.nbytes, b.span.nbytes, _TIED_BYTES)
             one, two = (opened.source.read(chunk.span.file, chunk.span.offset, count) for chunk in (a, b))
             names = f"{first.fqn} and {other.fqn}"
             if one != two:
@@ -199,25 +199,22 @@ def _check_ties(opened: Opened, comparison: Comparison, where: str) -> Iterator[
 
 
 def _check_optimizer(checkpoint: Checkpoint, path: str, spec: ParallelSpec) -> Iterator[Finding]:
-    """Look for the optimizer's state: in the checkpoint, or beside the model as accelerate saves it."""
+    """Look for the optimizer's state: in the checkpoint, or next to the model as accelerate saves it."""
     if any(map(is_optimizer, checkpoint.tensors)):
         return
     parent = os.path.dirname(absolute(path))
     for directory in {path, parent} if is_model_part(os.path.basename(path)) else {path}:
         if is_file(os.path.join(directory, OPTIMIZER_PART, METADATA_NAME)):
             return
-        if is_directory(directory) and any(describe(name) == OPTIMIZER for name in _names_in(directory)):
-            return
+        if is_directory(directory):
+            with open_source(directory) as source:
+                if any(describe(name) == OPTIMIZER for name in source.list_files(max_depth=0)):
+                    return
     key = spec.keys.get("resume_from", "the config")
     hint = _SAVES_OPTIMIZER.get(spec.framework, "or start over with these weights as the base model")
     what = f"{key} resumes, but there is no optimizer state in the checkpoint or beside it"
     advice = f"use a checkpoint that the trainer saved for resuming, {hint}"
     yield Finding.error("checkpoint-no-optimizer", path, what, advice)
-
-
-def _names_in(directory: str) -> list[str]:
-    with open_source(directory) as source:
-        return list(source.list_files(max_depth=0))
 
 
 def _saved_mesh(checkpoint: Checkpoint) -> Mesh | None:
@@ -233,7 +230,7 @@ def look_at_model(
     """Return what is known of a model and a checkpoint for it; raise RefusedConfigError if it may not be built."""
     try:
         with ExitStack() as stack:
-            job = Look(
+            job = ModelQuestion(
                 config=absolute(stack.enter_context(skeleton(model))),
                 checkpoint=None if checkpoint is None else absolute(stack.enter_context(skeleton(checkpoint))),
                 mesh=mesh,
@@ -266,7 +263,7 @@ def _check_dtypes(comparison: Comparison, where: str, spec: ParallelSpec) -> Ite
             packed.append(name)
     if packed:
         kinds = ", ".join(sorted({comparison.found[name].dtype for name in packed}))
-        what = f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {fold_names(packed)}"
+        what = f"{len(packed)} tensors are stored as {kinds}, and the model's are floating-point: {group_names(packed)}"
         hint = "a quantised checkpoint cannot be trained directly: start from the one that it was made from"
         yield Finding.error("checkpoint-dtype", where, what, hint)
     floats = {name: size for name, size in num_bytes.items() if BY_NAME[name].is_float}
@@ -275,13 +272,10 @@ def _check_dtypes(comparison: Comparison, where: str, spec: ParallelSpec) -> Ite
     total = ", ".join(f"{format_size(size)} of {name}" for name, size in sorted(floats.items()))
     computed = _STORED.get(param_dtype or "")
     if computed is not None and {computed, *floats} >= {"F16", "BF16"}:
-        yield Finding.warning(
-            "checkpoint-dtype",
-            where,
-            f"the checkpoint is {total}, and {key} computes in {param_dtype}: between F16 and BF16 either the range "
-            "or the precision does not survive",
-            "compute in the dtype of the checkpoint, or start from an F32 one",
-        )
+        what = f"the checkpoint is {total}, and {key} computes in {param_dtype}"
+        what += ": between F16 and BF16 either the range or the precision does not survive"
+        hint = "compute in the dtype of the checkpoint, or start from an F32 one"
+        yield Finding.warning("checkpoint-dtype", where, what, hint)
     elif len(floats) > 1:
         yield Finding.info("checkpoint-dtype", where, f"several dtypes are stored: {total}")
     master = _STORED.get(spec.master_dtype or "")

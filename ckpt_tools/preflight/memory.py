@@ -52,7 +52,7 @@ class MemoryQuestion:
     """Others share the devices with what is counted: the rollout, the reference and the critic with the actor."""
 
 
-class _Notes(list[str]):
+class _EstimateNotes(list[str]):
     """What differs between a spec and what is estimated for it, for people."""
 
     is_upper = False
@@ -85,28 +85,28 @@ def ask(
     whole, why_not = spec.mesh, _why_not(spec)
     if whole is None or why_not:
         return MemoryQuestion(options=None, why_not=why_not)
-    notes = _Notes()
+    notes = _EstimateNotes()
     for name in savers:
         notes.less(f"{escape_name(name)} is not counted")
     seq_len = spec.seq_len or min(_DEFAULT_SEQ_LEN, max_positions or _DEFAULT_SEQ_LEN)
     assumed = ([] if spec.seq_len else [f"samples of {seq_len} tokens"]) + ([] if spec.batch_size else ["one sample"])
     if assumed:
         notes.append(f"{' and '.join(assumed)} on a rank: assumed, the config does not say")
-    folded = shard_mesh(whole) or whole
+    sharded = shard_mesh(whole) or whole
     experts = spec.axes.get("ep", 1) if whole.size("ep") == 1 else 1
-    if experts > 1 and (folded.size(FSDP_AXIS) * whole.size("tp") % experts or spec.engine not in ("fsdp1", "fsdp2")):
+    if experts > 1 and (sharded.size(FSDP_AXIS) * whole.size("tp") % experts or spec.engine not in ("fsdp1", "fsdp2")):
         notes.append(
             f"experts are counted as on every rank: ep={experts} does not divide the ranks that FSDP cuts over"
         )
         experts = 1
     has_tp, has_stages = whole.size("tp") > 1, whole.size("pp") > 1
     batch = spec.batch_size or 1
-    mesh, lora = _mesh(spec, folded), _lora(spec, notes)
+    mesh, lora = _mesh(spec, sharded), _lora(spec, notes)
     computed = _dtype(spec.param_dtype or spec.master_dtype, "f32", "computation", notes)
     options = EstimateOptions(
         model=model,
         mesh=str(mesh),
-        strategy=strategy_on(spec, _renamed(spec, folded)),
+        strategy=strategy_on(spec, _renamed(spec, sharded)),
         activation_checkpointing=spec.activation_checkpointing,
         selective_checkpointing=_selects(spec, notes),
         gpu_memory=gpu_memory,
@@ -169,10 +169,10 @@ def blocks_too_small(spec: ParallelSpec, shapes: Mapping[str, tuple[int, ...]]) 
     return f"no block has {least:,} parameters (the largest has {largest:,}), so none is wrapped: {_ONE_GROUP}"
 
 
-def _mesh(spec: ParallelSpec, folded: Mesh) -> Mesh:
-    """Return the axes that an estimate takes: those of `folded`, but cp, ep and pp as they are."""
-    whole = spec.mesh or folded
-    axes = [(name, whole.size(name)) for name, _ in folded.axes if name != "tp"]
+def _mesh(spec: ParallelSpec, sharded: Mesh) -> Mesh:
+    """Return the axes that an estimate takes: those of `sharded`, but cp, ep and pp as they are."""
+    whole = spec.mesh or sharded
+    axes = [(name, whole.size(name)) for name, _ in sharded.axes if name != "tp"]
     axes += [(name, whole.size(name)) for name in ("cp", "ep", "pp", "tp") if whole.size(name) > 1]
     return _renamed(spec, Mesh(tuple(axes)))
 
@@ -183,7 +183,7 @@ def _renamed(spec: ParallelSpec, mesh: Mesh) -> Mesh:
     return mesh
 
 
-def _selects(spec: ParallelSpec, notes: _Notes) -> bool:
+def _selects(spec: ParallelSpec, notes: _EstimateNotes) -> bool:
     if spec.selective_checkpointing not in (None, "op"):
         notes.less(
             f"checkpointing of some activations ({escape_name(spec.selective_checkpointing)}) is counted as none"
@@ -208,7 +208,7 @@ def _lora(spec: ParallelSpec, notes: list[str]) -> int | None:
     return spec.adapter.rank or _DEFAULT_RANK
 
 
-def _quantize(spec: ParallelSpec, lora: int | None, notes: _Notes) -> str | None:
+def _quantize(spec: ParallelSpec, lora: int | None, notes: _EstimateNotes) -> str | None:
     if spec.quantize is None:
         return None
     if spec.quantize == "nf4" and lora is not None:
@@ -217,7 +217,7 @@ def _quantize(spec: ParallelSpec, lora: int | None, notes: _Notes) -> str | None
     return None
 
 
-def _optimizer(spec: ParallelSpec, notes: _Notes) -> str:
+def _optimizer(spec: ParallelSpec, notes: _EstimateNotes) -> str:
     name = (spec.optimizer or "adamw").lower()
     bits = "-8bit" if "8bit" in name else "-4bit" if "4bit" in name else "-fp8" if "fp8" in name else ""
     kind = next((kind for kind in ("adamw", "lion", "muon", "adafactor", "rmsprop", "adagrad") if kind in name), None)
@@ -234,7 +234,7 @@ def _optimizer(spec: ParallelSpec, notes: _Notes) -> str:
 
 
 def start_estimate(question: MemoryQuestion) -> AbstractContextManager[Child[Estimate] | None]:
-    """Start the estimate, beside whatever else is done; leaving the context ends it."""
+    """Start the estimate, while other checks are made; leaving the context ends it."""
     if question.options is None:
         return nullcontext()
     return run.start_estimate(question.options)

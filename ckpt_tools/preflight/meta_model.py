@@ -1,4 +1,4 @@
-"""The model on the meta device, beside the names of a checkpoint. Imports torch: for a process of its own."""
+"""The model on the meta device, and the names of a checkpoint. Imports torch: for a process of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ckpt_tools.preflight.comparison import (
     Comparison,
     FoundTensor,
     Kind,
-    Look,
+    ModelQuestion,
     ModelTensor,
     ModelView,
     Reads,
@@ -46,7 +46,7 @@ from ckpt_tools.transfer.placement.tp_plan import find_tp_plan, tp_plan_rules
 EMBEDDINGS = ("get_input_embeddings", "get_output_embeddings")
 
 
-def compare(look: Look, here: Here) -> ModelView:
+def compare(look: ModelQuestion, here: Here) -> ModelView:
     """Describe the model of a config.json, and match a checkpoint's names with it; see `checked_config`."""
     paths = [path for path in (look.config, look.checkpoint) if path is not None]
     with ExitStack() as stack:
@@ -64,7 +64,11 @@ def compare(look: Look, here: Here) -> ModelView:
 
 
 def _describe(
-    look: Look, facts: ModelFacts, config: ModelConfig, opened: Opened | None, cuts: Sequence[tuple[str, ModelConfig]]
+    look: ModelQuestion,
+    facts: ModelFacts,
+    config: ModelConfig,
+    opened: Opened | None,
+    cuts: Sequence[tuple[str, ModelConfig]],
 ) -> ModelView:
     # Classes and names of modules are those of the plain model, which is none that can be trained from these weights.
     plain = {key: value for key, value in config.values.items() if key != "quantization_config"}

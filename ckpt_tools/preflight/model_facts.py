@@ -127,7 +127,7 @@ def facts_of(values: Mapping[str, object], *, where: str = CONFIG_NAME) -> Model
 
 
 def _stored_shapes(directory: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights beside the config; none where there are none that can be read."""
+    """Return the shapes of the weights in the folder of the config; none where there are none that can be read."""
     try:
         with open_path(directory, as_part=True) as opened:
             return {entry.fqn: tuple(entry.shape) for entry in opened.checkpoint.tensors}
@@ -236,8 +236,8 @@ def _find_model(spec: ParallelSpec, config_path: str, model: str | None, missing
 
 
 def _existing(path: str, config_path: str) -> str | None:
-    beside = os.path.join(os.path.dirname(os.path.abspath(config_path)), path)
-    return next((one for one in (path, beside) if os.path.exists(one)), None)
+    near = os.path.join(os.path.dirname(os.path.abspath(config_path)), path)
+    return next((one for one in (path, near) if os.path.exists(one)), None)
 
 
 def _cached(name: str) -> str | None:

@@ -45,12 +45,12 @@ def check_names(
     yield from _check_shapes(comparison, where)
 
 
-def fold_names(names: Iterable[str], *, most: int = _MAX_SHOWN) -> str:
-    """Return names for people: numbers of layers folded to `*`, at most a handful."""
+def group_names(names: Iterable[str], *, most: int = _MAX_SHOWN) -> str:
+    """Return names for people: numbers of layers as `*`, at most a handful."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_DIGITS.sub("*", name), []).append(name)
-    counts = sorted(groups, key=lambda folded: -len(groups[folded]))
+    counts = sorted(groups, key=lambda name: -len(groups[name]))
     shown = [
         escape_name(groups[name][0]) if len(groups[name]) == 1 else f"{escape_name(name)} ({len(groups[name])} of them)"
         for name in counts[:most]
@@ -67,13 +67,10 @@ def _nothing(comparison: Comparison, where: str, framework: Framework) -> Iterat
     if framework == "torchtitan" and is_native_titan(names):
         return  # not comparable; the report says so
     expected = next(iter(comparison.tensors), "none")
-    yield Finding.error(
-        "checkpoint-missing-key",
-        where,
-        f"none of the names of {comparison.title} is in the checkpoint, which has "
-        f"{fold_names(comparison.left, most=2)}; the model has for example {expected}",
-        "is it the checkpoint of this model? `ckpt inspect --tensors` lists its names",
-    )
+    has = f"which has {group_names(comparison.left, most=2)}; the model has for example {expected}"
+    what = f"none of the names of {comparison.title} is in the checkpoint, {has}"
+    hint = "is it the checkpoint of this model? `ckpt inspect --tensors` lists its names"
+    yield Finding.error("checkpoint-missing-key", where, what, hint)
 
 
 def is_native_titan(names: Iterable[str]) -> bool:
@@ -133,13 +130,9 @@ def _check_prefix(
         if by_dcp or at_root is not None:
             hint = f"ckpt gather {where} NEW --strip-prefix {'auto' if by_dcp else at_root}"
         tell = Finding.warning if by_dcp else Finding.error
-        yield tell(
-            "checkpoint-prefix",
-            where,
-            "names contain parts that wrappers added (_orig_mod., _checkpoint_wrapped_module., …); "
-            "a model that is not wrapped the same way does not find them",
-            hint,
-        )
+        what = "names contain parts that wrappers added (_orig_mod., _checkpoint_wrapped_module., …)"
+        what += "; a model that is not wrapped the same way does not find them"
+        yield tell("checkpoint-prefix", where, what, hint)
 
 
 def _check_dcp_root(
@@ -147,13 +140,10 @@ def _check_dcp_root(
 ) -> Iterator[Finding]:
     wanted = DCP_ROOTS.get(framework)
     if framework == "torchtitan":
-        yield Finding.warning(
-            "checkpoint-naming",
-            where,
-            "the checkpoint has transformers' names; torchtitan's own models have others "
-            "(tok_embeddings.weight, layers.0.attention.wq.weight)",
-            "give torchtitan the HF directory, with checkpoint.initial_load_in_hf = true",
-        )
+        others = "torchtitan's own models have others (tok_embeddings.weight, layers.0.attention.wq.weight)"
+        what = f"the checkpoint has transformers' names; {others}"
+        hint = "give torchtitan the HF directory, with checkpoint.initial_load_in_hf = true"
+        yield Finding.warning("checkpoint-naming", where, what, hint)
         return
     root = extra if lacking is None else f"(without {lacking})"
     if wanted is None:
@@ -189,7 +179,7 @@ def _check_live(comparison: Comparison, where: str, mesh: str) -> Iterator[Findi
     if mapped:
         what = (
             f"dcp.load finds tensors by the live model's names, and the checkpoint has other names for {len(mapped)} "
-            f"of them: {fold_names(mapped)}"
+            f"of them: {group_names(mapped)}"
         )
         yield Finding.error("checkpoint-naming", where, what, f"ckpt reshard {where} NEW --mesh {mesh} --names live")
 
@@ -206,7 +196,7 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
         )
     buffers = [name for name in absent if comparison.tensors[name].kind == "buffer"]
     if buffers:
-        what = f"{len(buffers)} buffers are not stored and keep the values they are made with: {fold_names(buffers)}"
+        what = f"{len(buffers)} buffers are not stored and keep the values they are made with: {group_names(buffers)}"
         yield Finding.warning("checkpoint-buffer", where, what)
     missing = [name for name in absent if name not in told and name not in buffers]
     # transformers makes a new head for a base model, and says so in a warning; DCP refuses.
@@ -216,33 +206,23 @@ def _check_missing(comparison: Comparison, where: str, *, by_dcp: bool) -> Itera
         return
     output = any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in missing)
     if not by_dcp and ((is_head and not output) or set(missing) <= set(comparison.contract.anew)):
-        yield Finding.warning(
-            "checkpoint-missing-key",
-            where,
-            f"{len(missing)} tensors of the model's head are not in the checkpoint, and start at random: "
-            f"{fold_names(missing)}",
-            "this is right for a new head; otherwise the checkpoint belongs to another model",
-        )
+        what = f"{len(missing)} tensors of the model's head are not in the checkpoint, and start at random"
+        hint = "this is right for a new head; otherwise the checkpoint belongs to another model"
+        yield Finding.warning("checkpoint-missing-key", where, f"{what}: {group_names(missing)}", hint)
         return
     num_saved = sum(tensor.kind != "transient" for tensor in comparison.tensors.values())
     hint = "the checkpoint belongs to another model or is incomplete; config.json defines what the model has"
     if output and len(missing) == 1:
         hint = 'set "tie_word_embeddings": true in config.json if the head shares the embedding'
-    yield Finding.error(
-        "checkpoint-missing-key",
-        where,
-        f"{len(missing)} of {num_saved} tensors of {comparison.title} are not in the checkpoint: {fold_names(missing)}",
-        hint,
-    )
+    found = f"{len(missing)} of {num_saved} tensors of {comparison.title}"
+    what = f"{found} are not in the checkpoint: {group_names(missing)}"
+    yield Finding.error("checkpoint-missing-key", where, what, hint)
 
 
 def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
     transient = {name for name, t in comparison.tensors.items() if t.kind == "transient"}
     known = {_DIGITS.sub("*", name) for name in comparison.tensors}
-    buffers: list[str] = []
-    stacked: list[str] = []
-    inside: list[str] = []
-    others: list[str] = []
+    buffers, stacked, inside, others = (list[str]() for _ in range(4))
     layers = {layer for name in comparison.found for layer in _layers(name)}
     for fqn in comparison.left:
         name = strip_wrappers(fqn)
@@ -256,26 +236,19 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
         else:
             others.append(fqn)
     if buffers:
-        what = f"{len(buffers)} stored buffers are ignored, since the model computes them itself: {fold_names(buffers)}"
-        yield Finding.info("checkpoint-buffer", where, what)
-    if stacked:
-        yield Finding.error(
-            "checkpoint-unexpected-key",
-            where,
-            f"the checkpoint has {len(stacked)} tensors of layers or experts that the config does not have: "
-            f"{fold_names(stacked)}; they would be silently left out",
-            "correct num_hidden_layers (num_experts, …) in config.json, or use the checkpoint of this config",
-        )
-    if inside:
-        yield Finding.error(
-            "checkpoint-unexpected-key",
-            where,
-            f"the checkpoint has {len(inside)} tensors in layers of {comparison.title} where the model has none: "
-            f"{fold_names(inside)}; they would be silently left out",
-            "the checkpoint belongs to another architecture: use its own config.json",
-        )
+        what = f"{len(buffers)} stored buffers are ignored, since the model computes them itself"
+        yield Finding.info("checkpoint-buffer", where, f"{what}: {group_names(buffers)}")
+    fix = "correct num_hidden_layers (num_experts, …) in config.json, or use the checkpoint of this config"
+    other = "the checkpoint belongs to another architecture: use its own config.json"
+    for names, which, advice in (
+        (stacked, "of layers or experts that the config does not have", fix),
+        (inside, f"in layers of {comparison.title} where the model has none", other),
+    ):
+        if names:
+            what = f"the checkpoint has {len(names)} tensors {which}: {group_names(names)}"
+            yield Finding.error("checkpoint-unexpected-key", where, f"{what}; they would be silently left out", advice)
     if others:
-        what = f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {fold_names(others)}"
+        what = f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {group_names(others)}"
         hint = "this is right if another head is trained; otherwise check the architecture in config.json"
         yield Finding.warning("checkpoint-unexpected-key", where, what, hint)
 
@@ -305,10 +278,6 @@ def _check_shapes(comparison: Comparison, where: str) -> Iterator[Finding]:
     hint = "config.json and checkpoint are of different models"
     if len(expected) == len(found.shape) == 2 and expected[1:] == found.shape[1:] and len(wrong) <= 2:
         hint = f'if the vocabulary was resized, write "vocab_size": {found.shape[0]} in config.json'
-    yield Finding.error(
-        "checkpoint-shape",
-        where,
-        f"{len(wrong)} tensors differ in shape from the model's: {escape_name(name)} is {list(found.shape)}, "
-        f"the model has {list(expected)}" + (f"; also {fold_names(n for n, _ in wrong[1:])}" if wrong[1:] else ""),
-        hint,
-    )
+    what = f"{len(wrong)} tensors differ in shape from the model's: {escape_name(name)} is {list(found.shape)}"
+    more = f"; also {group_names(other for other, _ in wrong[1:])}" if wrong[1:] else ""
+    yield Finding.error("checkpoint-shape", where, f"{what}, the model has {list(expected)}{more}", hint)

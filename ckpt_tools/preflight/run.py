@@ -17,9 +17,9 @@ from ckpt_tools.estimate import Estimate
 from ckpt_tools.fsdp2.smoke import SmokeReport, run_smoke
 from ckpt_tools.options import Doc, takes
 from ckpt_tools.options.preflight import PreflightFields
+from ckpt_tools.preflight.collapse import collapse_spec, describe_chosen, write_cuts
 from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
-from ckpt_tools.preflight.fold import describe_chosen, fold_spec, write_cuts
 from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
 from ckpt_tools.preflight.memory import (
@@ -81,7 +81,7 @@ class PreflightOptions(PreflightFields):
 
 
 @dataclass(slots=True)
-class Flight:
+class PreflightRun:
     """What is checked, and what was found so far."""
 
     options: PreflightOptions
@@ -126,7 +126,7 @@ class Flight:
     def placed(self, findings: tuple[Finding, ...], config: Config) -> tuple[Finding, ...]:
         """Return findings on a config, and remember where they point at in its files."""
         for finding in findings:
-            place = next((at for one in (config, *config.beside) if (at := one.place(finding.where))), None)
+            place = next((at for one in (config, *config.companions) if (at := one.place(finding.where))), None)
             if place is not None:
                 self.places.setdefault(finding, place)
         return findings
@@ -195,43 +195,43 @@ def preflight(options: PreflightOptions) -> PreflightReport:
     config_path, world_size = ", ".join(paths), options.world_size
     model, checkpoint = (None if path is None else os.fspath(path) for path in (options.model, options.checkpoint))
     gpu_memory = options.gpu_bytes
-    flight = Flight(options)
+    run = PreflightRun(options)
     if options.on_places is not None:
-        options.on_places(flight.places)
+        options.on_places(run.places)
     given = [name for name, value in (("model", model), ("resume_from", checkpoint)) if value is not None]
     try:
-        with flight.check("config") as check:
+        with run.check("config") as check:
             config = read_config(
                 *paths, framework=options.framework, world_size=world_size, given=given, overrides=options.override
             )
             check.why_not, check.was_made = config.why_not, not config.why_not
             check.what = _describe_options(config)
             # Of what may be another trainer's config nothing is right or wrong.
-            findings = tuple(chain.from_iterable(one.findings for one in (config, *config.beside)))
-            check.findings = flight.placed(findings, config) if config.options.is_known else ()
+            findings = tuple(chain.from_iterable(one.findings for one in (config, *config.companions)))
+            check.findings = run.placed(findings, config) if config.options.is_known else ()
     except NotReadError as error:
         return _not_read(paths, error.name, error.what)
     if not config.options.is_known:
         return replace(_not_read(paths, config.framework, config.why_not), options=config.options)
     spec = config.spec
     sources = find_sources(spec, config_path=config.path, model=model, checkpoint=checkpoint)
-    flight.not_checked += sources.not_checked
-    flight.notes += _describe_files(config)
-    flight.not_checked += config.not_checked
+    run.not_checked += sources.not_checked
+    run.notes += _describe_files(config)
+    run.not_checked += config.not_checked
     if spec.world_size is None and "world_size" not in config.unread_fields:
-        flight.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
+        run.not_checked.append("what depends on the number of ranks, which the config does not say: --world-size N")
     if not options.why_skipped("rules"):
-        flight.tell(flight.placed(_broken_rules(config), config))  # at once, and without the model
+        run.tell(run.placed(_broken_rules(config), config))  # at once, and without the model
     is_quick = options.host or set(options.only) == {"rules"}
     facts = read_facts(sources.model) if is_quick and sources.model is not None else None
     if options.host:
-        _check_host(flight, needs_of((*config.beside, config), facts))
-    why_not = _why_not_run(flight, config)
+        _check_host(run, needs_of((*config.companions, config), facts))
+    why_not = _why_not_run(run, config)
     no_memory, no_smoke = (options.why_skipped(name) or why_not for name in ("memory", "smoke"))
     question = MemoryQuestion(options=None, why_not=no_memory) if no_memory else _question(config, sources, gpu_memory)
-    # The estimate has a process of its own, and runs beside everything else.
+    # The estimate has a process of its own, and runs while the others are made.
     with start_estimate(question) as estimating, tempfile.TemporaryDirectory(prefix="ckpt-preflight-") as workdir:
-        with flight.check("checkpoint") as check:
+        with run.check("checkpoint") as check:
             cuts = write_cuts(sources.model, workdir) if not no_smoke and sources.model is not None else ()
             resumes = sources.resumes and _needs_optimizer(config)
             check.why_not = options.why_skipped("checkpoint")
@@ -239,27 +239,27 @@ def preflight(options: PreflightOptions) -> PreflightReport:
             if options.host or _says_enough(facts, spec):
                 match, view = None, ModelView(facts=facts)
             else:
-                match, view = _check_checkpoint(check, flight, spec, asked, cuts)
+                match, view = _check_checkpoint(check, run, spec, asked, cuts)
             check.what = check.why_not or check.what
-        with flight.check("rules") as check:
+        with run.check("rules") as check:
             check.why_not = options.why_skipped("rules")
             if not check.why_not:
-                _check_rules(check, flight, config, view)
-        with flight.check("smoke") as check:
+                _check_rules(check, run, config, view)
+        with run.check("smoke") as check:
             report = None
             check.why_not = no_smoke
             if not no_smoke:
-                report = run_trial(check, flight, spec, sources, match, view)
-        with flight.check("memory") as check:
+                report = run_trial(check, run, spec, sources, match, view)
+        with run.check("memory") as check:
             shapes = {} if view.facts is None else view.facts.shapes
             too_small = blocks_too_small(spec, shapes)
             doubted = replace(question, why_not=too_small) if too_small and not no_memory else question
-            estimate = _check_memory(check, flight, spec, doubted, None if too_small else estimating, gpu_memory)
-    for code in set(options.ignore) - {one.code for one in flight.ignored}:
-        flight.notes.append(f"--ignore {escape_name(code)}: there is no such finding")
-    return flight.report(
+            estimate = _check_memory(check, run, spec, doubted, None if too_small else estimating, gpu_memory)
+    for code in set(options.ignore) - {one.code for one in run.ignored}:
+        run.notes.append(f"--ignore {escape_name(code)}: there is no such finding")
+    return run.report(
         config=config_path,
-        framework=" + ".join((*(one.framework for one in config.beside), config.framework)),
+        framework=" + ".join((*(one.framework for one in config.companions), config.framework)),
         mesh=None if spec.mesh is None else str(spec.mesh),
         spec=spec,
         options=config.options,
@@ -289,25 +289,25 @@ def _machine_alone(options: PreflightOptions) -> PreflightReport:
     """Check this machine without a config; raise UsageError if that was not asked for."""
     if not options.host:
         raise UsageError("there is no CONFIG", hint="name the trainer's config; only --host does without one")
-    flight = Flight(options)
-    with flight.check("config") as check:
+    run = PreflightRun(options)
+    with run.check("config") as check:
         check.was_made, check.what = True, "none: what a run needs of this machine is what its environment says"
-    _check_host(flight, needs_of((), None))
-    return flight.report(config="", framework="", mesh=None, spec=None)
+    _check_host(run, needs_of((), None))
+    return run.report(config="", framework="", mesh=None, spec=None)
 
 
-def _check_host(flight: Flight, needs: Needs) -> None:
-    with flight.check("host") as check:
+def _check_host(run: PreflightRun, needs: Needs) -> None:
+    with run.check("host") as check:
         result = check_host(look_at(needs), needs)
         check.findings, check.what, check.was_made = result.findings, result.what, True
-        flight.not_checked += result.not_checked
+        run.not_checked += result.not_checked
 
 
 def _describe_files(config: Config) -> Iterator[str]:
     """Yield which files say a part of the config, and what they leave to the environment."""
-    for one in (*config.beside, config):
+    for one in (*config.companions, config):
         files = ", ".join(escape_name(name) for name in dict.fromkeys((one.path, *one.files)))
-        if one.files or config.beside:
+        if one.files or config.companions:
             yield f"config: {one.framework} was read from {files}"
         for name in one.assumed:
             if name == "$@":
@@ -319,16 +319,16 @@ def _describe_files(config: Config) -> Iterator[str]:
 
 
 def _broken_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
-    """Return what rules find in all configs of a run: in arguments beside a launcher's, what they say themselves."""
+    """Return what rules find in all configs of a run: in arguments below a launcher's, what they say themselves."""
     found = check_rules(config, facts)
-    if config.beside:
+    if config.companions:
         found = tuple(one for one in found if look_up(config.values, one.where) is not None)
-    return (*chain.from_iterable(check_rules(one, facts) for one in config.beside), *found)
+    return (*chain.from_iterable(check_rules(one, facts) for one in config.companions), *found)
 
 
-def _why_not_run(flight: Flight, config: Config) -> str:
+def _why_not_run(run: PreflightRun, config: Config) -> str:
     """Return why neither memory nor a smoke run is worth the time: they would be those of another run."""
-    if flight.has_errors:
+    if run.has_errors:
         return "the config has errors"
     unread = config.unread_fields - {"resume_from"}
     return "not all of the config could be read" if unread else ""
@@ -338,13 +338,13 @@ def _describe_options(config: Config) -> str:
     """Return how much of a config is understood."""
     options = config.options
     passed = f", {options.passed_over} passed over" if options.passed_over else ""
-    whose = " and ".join((*(one.framework for one in config.beside), config.framework))
+    whose = " and ".join((*(one.framework for one in config.companions), config.framework))
     return f"understood {options.understood} of {options.read} options of {whose}{passed}"
 
 
-def _check_rules(check: Check, flight: Flight, config: Config, view: ModelView) -> None:
-    check.findings = flight.placed(_broken_rules(config, view.facts), config)
-    count = sum(any(rule.is_for(one) for one in (config, *config.beside)) for rule in RULES)
+def _check_rules(check: Check, run: PreflightRun, config: Config, view: ModelView) -> None:
+    check.findings = run.placed(_broken_rules(config, view.facts), config)
+    count = sum(any(rule.is_for(one) for one in (config, *config.companions)) for rule in RULES)
     told = "" if view.facts is not None else ", except where they need the model"
     # A rule that asks for what could not be read finds nothing.
     check.was_made = not config.unread_fields
@@ -378,7 +378,7 @@ def _question(config: Config, sources: Sources, gpu_memory: int | None) -> Memor
 
 def _check_memory(
     check: Check,
-    flight: Flight,
+    run: PreflightRun,
     spec: ParallelSpec,
     question: MemoryQuestion,
     estimating: Child[Estimate] | None,
@@ -392,18 +392,18 @@ def _check_memory(
     except CkptError as error:
         check.why_not = error.what
         return None
-    flight.notes += [f"memory: {note}" for note in (*question.notes, *found.notes)]
+    run.notes += [f"memory: {note}" for note in (*question.notes, *found.notes)]
     check.seconds = found.seconds
     case = min(found.cases, key=lambda one: one.needed)
     check.what = f"{format_size(case.needed)} on a rank, with a margin of {format_size(case.margin.total)}"
     if gpu_memory is None:
-        flight.not_checked.append("whether it fits: the memory of a device is not given (--gpu-memory 80GB)")
+        run.not_checked.append("whether it fits: the memory of a device is not given (--gpu-memory 80GB)")
         return found
     if doubt := doubt_of(found, question):
-        flight.not_checked.append(f"whether it fits: {doubt}")
+        run.not_checked.append(f"whether it fits: {doubt}")
     else:
         check.findings, check.was_made = check_memory(found, spec), found.fits is not None
-    flight.not_checked += [f"whether it fits: {case.doubt}" for case in found.cases if case.doubt is not None]
+    run.not_checked += [f"whether it fits: {case.doubt}" for case in found.cases if case.doubt is not None]
     check.what += f"; a device has {format_size(gpu_memory)}"
     return found
 
@@ -417,13 +417,13 @@ def _needs_optimizer(config: Config) -> bool:
 
 
 def _check_checkpoint(
-    check: Check, flight: Flight, spec: ParallelSpec, sources: Sources, cuts: Sequence[str]
+    check: Check, run: PreflightRun, spec: ParallelSpec, sources: Sources, cuts: Sequence[str]
 ) -> tuple[CheckpointMatch | None, ModelView]:
     """Check the checkpoint; the model is looked at in any case."""
     if sources.checkpoint is not None:
         match = check_checkpoint(sources.checkpoint, spec, model=sources.model, resumes=sources.resumes, cuts=cuts)
         check.findings, check.was_made = match.findings, match.verify is not None or bool(match.findings)
-        flight.not_checked += match.not_checked
+        run.not_checked += match.not_checked
         check.what = _describe_match(match)
         return match, match.view
     check.what = "there is none"
@@ -445,9 +445,14 @@ def _describe_match(match: CheckpointMatch) -> str:
 
 
 def run_trial(
-    check: Check, flight: Flight, spec: ParallelSpec, sources: Sources, match: CheckpointMatch | None, view: ModelView
+    check: Check,
+    run: PreflightRun,
+    spec: ParallelSpec,
+    sources: Sources,
+    match: CheckpointMatch | None,
+    view: ModelView,
 ) -> SmokeReport | None:
-    """Run it, and say in `check` and `flight` what it found; None where it was not run."""
+    """Run it, and say in `check` and `run` what it found; None where it was not run."""
     if sources.model is None:
         check.why_not = "there is no config.json of the model"
         return None
@@ -471,17 +476,17 @@ def run_trial(
     elif match is not None:
         notes.append("the checkpoint is not loaded: what is wrong with it is above")
     blocks = () if view.facts is None else view.facts.blocks
-    fold = fold_spec(spec, model=model, source=source, blocks=blocks)
-    if fold.options is None:
-        check.why_not = fold.why_not
+    collapse = collapse_spec(spec, model=model, source=source, blocks=blocks)
+    if collapse.options is None:
+        check.why_not = collapse.why_not
         return None
     try:
-        report = run_smoke(fold.options)
+        report = run_smoke(collapse.options)
     except CkptError as error:
         check.why_not = error.what + (f" ({error.where})" if error.where else "")
         return None
     report = replace(report, source=escape_name(source or sources.model))
-    flight.notes += [f"smoke: {note}" for note in (*notes, *fold.notes, *report.notes)]
+    run.notes += [f"smoke: {note}" for note in (*notes, *collapse.notes, *report.notes)]
     check.findings, check.was_made = _smoke_findings(report), True
     check.what = f"{report.model} on {report.mesh}, {report.strategy}"
     if report.losses:

@@ -12,7 +12,7 @@ import transformers
 from names import zoo
 
 from ckpt_tools.checkpoint.names import config_misfits
-from ckpt_tools.preflight.fold import cut_depth
+from ckpt_tools.preflight.collapse import cut_depth
 
 LLAMA = {
     "model_type": "llama",

@@ -49,10 +49,22 @@ def found(config: Config) -> list[tuple[str, str, str]]:
     return [(finding.code, finding.severity, finding.where) for finding in config.findings]
 
 
-ACCELERATE = {
-    "distributed_type": "FSDP",
-    "num_processes": 4,
-    "mixed_precision": "bf16",
-    "fsdp_config": {"fsdp_version": 2},
+_READINGS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("readings.yaml").read_text(encoding="utf-8"))
+BASES: Mapping[str, dict[str, Any]] = _READINGS["bases"]
+ACCELERATE, AXOLOTL = BASES["accelerate"], BASES["axolotl"]
+FILES: Mapping[str, str] = _READINGS["files"]
+"""Files that are launched."""
+READINGS: Mapping[str, dict[str, Any]] = {
+    f"{title} {at}": row | {"spec": {name: _field(name, value) for name, value in row.get("spec", {}).items()}}
+    for title, rows in _READINGS["rows"].items()
+    for at, row in enumerate(rows)
 }
-AXOLOTL = {"base_model": "m", "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+"""Configs, and what is read of them."""
+
+
+def written(folder: Path, among: Mapping[str, str] = FILES, **files: str) -> Path:
+    for name, text in {**among, **files}.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+    return folder

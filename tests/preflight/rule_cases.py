@@ -95,6 +95,12 @@ def _plain(name: str, value: Any) -> Any:
 
 
 CASES: tuple[RuleCase, ...] = tuple(_cases())
+WRONG: tuple[tuple[str, Edits, Any, list[str]], ...] = tuple(
+    (framework, _edits(row["edits"]), _plain("model", row["model"]) if "model" in row else None, row["rules"])
+    for framework, rows in _TABLES["wrong"].items()
+    for row in rows
+)
+"""Framework, edits, model, and exactly the rules that they break."""
 
 
 def edited(framework: str, edits: Edits) -> dict[str, Any]:

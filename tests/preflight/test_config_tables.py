@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from preflight.config_examples import AXOLOTL, read
 from preflight.rule_cases import NAMES, RIGHT, text_of
 
 from ckpt_tools.options.preflight import Framework
+from ckpt_tools.preflight.configs import names
 from ckpt_tools.preflight.configs.document import Document, read_document
+from ckpt_tools.preflight.configs.names import known, newest_release
 from ckpt_tools.preflight.configs.read import READERS
-from ckpt_tools.preflight.configs.schema import Section
-from ckpt_tools.preflight.configs.table import Row, Source
+from ckpt_tools.preflight.configs.schema import OptionSection
+from ckpt_tools.preflight.configs.table import FieldRow, ReaderInput
 from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
 SFT = {
@@ -24,7 +27,7 @@ SFT = {
 """verl's two SFT trainers."""
 
 
-def sources(folder: Path) -> Iterator[tuple[str, Source]]:
+def sources(folder: Path) -> Iterator[tuple[str, ReaderInput]]:
     for framework, values in RIGHT.items():
         path = folder / NAMES[framework]
         path.write_text(text_of(framework, values))
@@ -33,17 +36,17 @@ def sources(folder: Path) -> Iterator[tuple[str, Source]]:
         yield f"verl, SFT with {name}", READERS["verl"].prepare(Document(path="sft.yaml", values=values))
 
 
-def rows_of(source: Source) -> Iterator[tuple[str, Row[Any]]]:
+def rows_of(source: ReaderInput) -> Iterator[tuple[str, FieldRow[Any]]]:
     for table in (source.table, *source.by_engine.values()):
         yield from table.items()
 
 
-def has_option(model: type[Section], path: str) -> bool:
+def has_option(model: type[OptionSection], path: str) -> bool:
     name, _, rest = path.partition(".")
     field = model.model_fields.get(name)
     if field is None or not rest:
         return field is not None
-    return issubclass(field.annotation, Section) and has_option(field.annotation, rest)
+    return issubclass(field.annotation, OptionSection) and has_option(field.annotation, rest)
 
 
 def test_every_trainer_has_a_table() -> None:
@@ -72,3 +75,44 @@ def test_right_config_is_detected_as_its_trainers_alone(framework: str, tmp_path
     path.write_text(text_of(framework, RIGHT[framework]))
     document = read_document(str(path))
     assert [name for name, reader in READERS.items() if reader.looks_like(document)] == [framework]
+
+
+# The lists of names
+
+
+@pytest.mark.parametrize(("here", "is_behind"), [("0.21.3", False), ("0.22.0", False), ("0.23.0", True), ("1.0", True)])
+def test_lists_that_are_behind_what_is_installed_are_a_note(
+    here: str, is_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "version", lambda _: here)
+    names.installed_and_listed.cache_clear()
+    notes = [one.what for one in read(tmp_path, AXOLOTL).findings if one.code == "newer-release"]
+    names.installed_and_listed.cache_clear()
+    assert notes == (
+        [f"axolotl {here} is installed here, and what is known of its options is from axolotl-0.21.0"]
+        if is_behind
+        else []
+    )
+
+
+LISTS = {
+    "accelerate": ("config", "arguments"),
+    "ai_toolkit": ("file", "config", "process", "train", "model", "network"),
+    "axolotl": ("config", "fsdp_config"),
+    "openrlhf": ("switches", "lists", "sft", "rm", "dpo", "ppo_ray"),
+    "torchtitan": ("job", "parallelism", "training", "checkpoint"),
+    "trainer": ("arguments", "trl", "fsdp_config", "parallelism_config"),
+    "verl": ("actor_rollout_ref", "actor", "model", "trainer", "ppo", "sft", "optim", "fsdp", "defaults"),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_list_of_names_says_which_release_has_them(name: str) -> None:
+    for section in LISTS[name]:
+        options = newest_release(name, section)
+        assert options, section
+        assert known(name, section) == options.keys()
+        assert any(
+            release.startswith((name, "transformers", "trl", "accelerate", "ai-toolkit"))
+            for release in options.values()
+        )

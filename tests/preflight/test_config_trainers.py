@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from preflight.config_examples import ACCELERATE, AXOLOTL, found, mesh, read
+from preflight.config_examples import ACCELERATE, found, read
 
-from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.preflight.configs import Config, read_config
 from ckpt_tools.preflight.configs.schema import option_names
 from ckpt_tools.preflight.spec import ParallelSpec
@@ -181,147 +180,15 @@ def test_option_that_accelerate_or_trainer_has_is_known(launched: Mapping[str, A
     from ckpt_tools.preflight.configs import accelerate, trainer
 
     _, answer = launched["names"]
-    assert set(answer["accelerate"]) <= option_names(accelerate._Accelerate)
-    assert set(answer["parallelism_config"]) <= option_names(accelerate._Parallelism)
+    raw: Any = accelerate.OPTIONS()
+    assert set(answer["accelerate"]) <= option_names(accelerate.OPTIONS)
+    assert set(answer["parallelism_config"]) <= option_names(type(raw.parallelism_config))
     fsdp = {name.removeprefix("fsdp_") for name in answer["fsdp_config"]}
-    assert fsdp | {"ignored_modules"} <= option_names(accelerate._AccelerateFsdp)  # which is read, but has no option
-    assert set(answer["trainer"]) <= option_names(trainer._Trainer)
+    assert fsdp | {"ignored_modules"} <= option_names(type(raw.fsdp_config))  # which is read, but has no option
+    assert set(answer["trainer"]) <= option_names(trainer.OPTIONS)
 
 
 # What one framework does
-
-
-@pytest.mark.parametrize(
-    ("sizes", "world", "expected"),
-    [
-        ({}, 8, mesh(dp_shard=8)),
-        ({"dp_shard_size": 4}, 16, mesh(dp_replicate=4, dp_shard=4)),
-        ({"dp_replicate_size": 2}, 8, mesh(dp_replicate=2, dp_shard=4)),
-        ({"dp_shard_size": 1}, 8, mesh(dp_shard=8)),
-        ({"dp_shard_size": 2, "dp_replicate_size": 2}, 8, None),
-        ({"tensor_parallel_size": 2, "context_parallel_size": 2}, 8, mesh(dp_shard=2, cp=2, tp=2)),
-        ({"tensor_parallel_size": 3}, 8, None),
-        ({"sequence_parallel_degree": 4}, 8, mesh(dp_shard=2, cp=4)),
-        ({"expert_parallel_size": 2, "dp_shard_size": 4}, 8, mesh(ep=2, dp_shard=4)),  # an axis of its own
-        ({"expert_parallel_size": 3}, 8, None),
-        ({"dp_shard_size": -2}, 8, mesh(dp_shard=8)),
-    ],
-    ids=str,
-)
-def test_axolotl_fills_the_world(sizes: dict[str, int], world: int, expected: Mesh | None, tmp_path: Path) -> None:
-    assert read(tmp_path, AXOLOTL | sizes, world_size=world).spec.mesh == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "dtypes"),
-    [
-        ({}, ("bf16", "bf16")),
-        ({"bf16": "auto"}, ("bf16", "bf16")),
-        ({"fp16": True}, ("f16", "f16")),
-        ({"bf16": "auto", "fp16": True}, ("f16", "f16")),
-        ({"bf16": "full"}, ("bf16", "bf16")),
-        ({"bf16": False}, ("f32", "f32")),
-        ({"bf16": True, "fsdp_version": 1}, ("bf16", "f32")),
-        ({"bf16": "full", "fsdp_version": 1}, ("bf16", "bf16")),
-    ],
-    ids=str,
-)
-def test_axolotl_dtypes_follow_its_own_order(options: dict[str, Any], dtypes: tuple[str, str], tmp_path: Path) -> None:
-    spec = read(tmp_path, AXOLOTL | options).spec
-    assert (spec.param_dtype, spec.master_dtype) == dtypes
-
-
-@pytest.mark.parametrize(
-    ("values", "engine"),
-    [
-        ({"base_model": "m"}, "ddp"),
-        ({"base_model": "m", "deepspeed": "zero3.json"}, "deepspeed"),
-        ({"base_model": "m", "fsdp_config": {"offload_params": True}}, "fsdp2"),  # no version is 2 since 0.20
-        ({"base_model": "m", "fsdp_config": {"fsdp_version": 2}}, "fsdp2"),
-        ({"base_model": "m", "fsdp": ["full_shard"], "fsdp_version": 2}, "fsdp2"),
-        ({"output_dir": "o"}, "ddp"),
-        ({"output_dir": "o", "fsdp": ""}, "ddp"),
-        ({"output_dir": "o", "fsdp": "full_shard"}, "fsdp2"),  # no version is 2
-        ({"output_dir": "o", "fsdp": True, "fsdp_config": {"fsdp_version": 1}}, "fsdp1"),
-        ({"output_dir": "o", "fsdp": True, "fsdp_config": {"xla": True}}, "other"),
-        ({"output_dir": "o", "deepspeed": {"zero_optimization": {}}}, "deepspeed"),
-        ({"distributed_type": "FSDP", "fsdp_config": {}}, "fsdp1"),  # no version is 1
-        ({"distributed_type": "MULTI_GPU"}, "ddp"),
-        ({"distributed_type": "MEGATRON_LM"}, "other"),
-        ({"distributed_type": False}, "none"),  # a bare NO
-        ({"actor_rollout_ref": {"actor": {}}}, "fsdp1"),
-        ({"actor_rollout_ref": {"actor": {"strategy": "megatron"}}}, "other"),
-        ({"parallelism": {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2}}, "ddp"),
-        ({"parallelism": {"data_parallel_shard_degree": 1, "tensor_parallel_degree": 2}}, "fsdp2"),
-        ({"config": {"process": [{"train": {"dist_mode": "ddp"}}]}}, "ddp"),
-    ],
-    ids=str,
-)
-def test_engine_is_what_the_framework_would_use(values: dict[str, Any], engine: str, tmp_path: Path) -> None:
-    assert read(tmp_path, values).spec.engine == engine
-
-
-def test_run_of_one_rank_has_no_engine(tmp_path: Path) -> None:
-    for values in ({"output_dir": "o"}, {"base_model": "m"}, {"parallelism": {"data_parallel_shard_degree": -1}}):
-        spec = read(tmp_path, values, world_size=1).spec
-        assert (spec.engine, spec.mesh) == ("none", mesh(dp_shard=1))
-
-
-def test_fsdp_words_that_trainer_does_not_know_are_reported(tmp_path: Path) -> None:
-    config = read(tmp_path, {"output_dir": "o", "fsdp": "full_shard fast 1"})
-    assert [(item.code, item.where, item.what.split()[0]) for item in config.findings] == [
-        ("unknown-value", "fsdp", "'fast'"),
-        ("unknown-value", "fsdp", "'1'"),
-    ]
-
-
-def test_fsdp_config_in_a_file_that_is_missing_is_a_finding(tmp_path: Path) -> None:
-    config = read(tmp_path, {"output_dir": "o", "fsdp": True, "fsdp_config": "no.json"})
-    assert found(config) == [("missing-file", "error", "fsdp_config")]
-    (tmp_path / "no.json").write_text("[")
-    config = read(tmp_path, {"output_dir": "o", "fsdp": True, "fsdp_config": "no.json"})
-    assert found(config) == [("missing-file", "error", "fsdp_config")]
-    (tmp_path / "no.json").write_text('{"fsdp_version": 1, "fsdp_reshard": 3}')
-    config = read(tmp_path, {"output_dir": "o", "fsdp": True, "fsdp_config": "no.json"})
-    assert found(config) == [("unknown-key", "warning", "fsdp_config.fsdp_reshard")]
-    assert config.values["fsdp_config"] == {"fsdp_version": 1, "fsdp_reshard": 3}
-    assert config.spec.engine == "fsdp1"
-
-
-def test_distributed_type_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    config = read(tmp_path, {"num_processes": 2}, framework="accelerate")
-    assert found(config) == [("missing-key", "error", "distributed_type")]
-
-
-def test_hybrid_sharding_of_ai_toolkit_has_no_mesh(tmp_path: Path) -> None:
-    values = {"config": {"process": [{"train": {"dist_mode": "fsdp", "fsdp_sharding": "hybrid"}}]}}
-    config = read(tmp_path, values, world_size=8)
-    assert (config.spec.strategy, config.spec.mesh) == ("hybrid_shard", None)
-    assert found(config) == [("unknown-value", "info", "config.process[0].train.fsdp_sharding")]
-
-
-def test_arch_that_ai_toolkit_does_not_have_is_a_warning(tmp_path: Path) -> None:
-    process: dict[str, Any] = {"type": "sd_trainer", "train": {"batch_size": 1}, "model": {"arch": "qwen_image"}}
-    assert found(read(tmp_path, {"config": {"process": [process]}})) == []
-    process["model"]["arch"] = "qwen_imgae"
-    config = read(tmp_path, {"config": {"process": [process]}})
-    assert found(config) == [("unknown-value", "warning", "config.process[0].model.arch")]
-    assert config.findings[0].hint == "arch: qwen_image"
-
-
-def test_option_of_a_list_that_is_not_looked_at_is_known_by_its_name(tmp_path: Path) -> None:
-    datasets = [{"folder_path": "a", "num_repeats": 2}, {"folder_path": "b", "num_repeates": 2, "my_own": 1}]
-    config = read(tmp_path, {"config": {"process": [{"type": "sd_trainer", "train": {}, "datasets": datasets}]}})
-    assert found(config) == [("unknown-key", "warning", "config.process[0].datasets[1].num_repeates")]
-    assert config.options.passed_over == 1
-
-
-def test_processes_of_ai_toolkit_beyond_the_first_are_mentioned(tmp_path: Path) -> None:
-    process = {"train": {"batch_size": 3}}
-    config = read(tmp_path, {"config": {"process": [process, {"train": {"batch_size": 5}}]}})
-    assert config.spec.batch_size == 3
-    assert found(config) == [("several-processes", "info", "config.process")]
-    assert found(read(tmp_path, {"config": {"process": []}})) == [("several-processes", "error", "config.process")]
 
 
 def test_process_of_ai_toolkit_without_its_job_is_read_and_told_where_it_belongs(tmp_path: Path) -> None:
@@ -343,50 +210,3 @@ def test_process_of_ai_toolkit_without_its_job_is_read_and_told_where_it_belongs
     # What the file has of a job counts.
     job = {"config": {"process": []}}
     assert ("several-processes", "error", "config.process") in found(read(tmp_path, process | job))
-
-
-@pytest.mark.parametrize(
-    ("size", "world", "expected"),
-    [
-        (-1, 8, mesh(dp_shard=8)),
-        (4, 8, mesh(dp_replicate=2, dp_shard=4)),
-        (8, 8, mesh(dp_shard=8)),
-        (16, 8, mesh(dp_shard=8)),  # more than there are: all
-        (3, 8, None),
-        (0, 8, None),
-        (4, None, None),
-    ],
-)
-def test_verl_shards_over_groups(size: int, world: int | None, expected: Mesh | None, tmp_path: Path) -> None:
-    values: dict[str, Any] = {"actor_rollout_ref": {"actor": {"fsdp_config": {"fsdp_size": size}}}}
-    if world is None:
-        values["trainer"] = {"nnodes": "${oc.env:NNODES}"}
-    assert read(tmp_path, values, world_size=world).spec.mesh == expected
-
-
-def test_verl_starts_eight_ranks_unless_told_otherwise(tmp_path: Path) -> None:
-    values: dict[str, Any] = {"actor_rollout_ref": {"actor": {"strategy": "fsdp2"}}}
-    assert read(tmp_path, values).spec.world_size == 8
-    assert read(tmp_path, values | {"trainer": {"nnodes": 3, "n_gpus_per_node": 4}}).spec.world_size == 12
-
-
-def test_verl_interpolations_are_followed_and_others_said(tmp_path: Path) -> None:
-    text = """
-    gpus: 4
-    loop: ${loop}
-    actor_rollout_ref:
-      model: {path: "${oc.env:MODEL}", lora_rank: "${oc.select:no.such,16}"}
-      actor:
-        strategy: ${.kind}
-        kind: fsdp2
-        fsdp_config: {fsdp_size: "${gpus}", model_dtype: "a${gpus}"}
-    trainer: {n_gpus_per_node: "${gpus}", nnodes: 2}
-    """
-    config = read(tmp_path, text)
-    assert config.spec.engine == "fsdp2"
-    assert config.spec.mesh == mesh(dp_replicate=2, dp_shard=4)
-    assert config.spec.adapter is not None
-    assert config.spec.adapter.rank == 16
-    assert ("unknown-value", "warning", "actor_rollout_ref.actor.fsdp_config.model_dtype") in found(config)
-    assert config.options.unread == ("actor_rollout_ref.model.path", "actor_rollout_ref.actor.fsdp_config.model_dtype")
-    assert config.spec.model is None

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from preflight.config_examples import ACCELERATE, AXOLOTL, EXAMPLES, FIXTURES, mesh, read
+from preflight.config_examples import (
+    ACCELERATE,
+    AXOLOTL,
+    BASES,
+    EXAMPLES,
+    FILES,
+    FIXTURES,
+    READINGS,
+    mesh,
+    read,
+    written,
+)
 
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
-from ckpt_tools.preflight.configs import read_config
+from ckpt_tools.preflight.configs import Config, read_config
 from ckpt_tools.preflight.configs.document import MAX_BYTES
+from ckpt_tools.preflight.configs.overrides import read_flags
+from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh
 
 
@@ -59,139 +73,44 @@ def test_keys_of_a_spec_lead_to_options_in_the_file(name: str) -> None:
         assert node is not None
 
 
+def reading(row: dict[str, Any], folder: Path) -> Config:
+    name = row.get("launched") or row.get("file") or ("run.sh" if "script" in row else "config.yaml")
+    files = dict(row.get("files", {}))
+    if "script" in row:
+        files[name] = row["script"] + "\n"
+    elif "launched" not in row:
+        values = BASES.get(row.get("of", ""), {}) | row.get("config", {})
+        files[name] = json.dumps(values) if name.endswith(".json") else yaml.safe_dump(values)
+    path = written(folder, FILES if "launched" in row else {}, **files) / name
+    words = tuple(row.get("words", ()))
+    return read_config(str(path), framework=row.get("framework"), world_size=row.get("ranks"), overrides=words)
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_config_is_read_as_its_row_says(name: str, tmp_path: Path) -> None:
+    row = READINGS[name]
+    if "refused" in row:
+        with pytest.raises(UsageError) as caught:
+            reading(row, tmp_path)
+        assert caught.value.what == row["refused"]
+        return
+    config = reading(row, tmp_path)
+    assert {field: getattr(config.spec, field) for field in row["spec"]} == row["spec"]
+    assert row.get("axes", {}).items() <= config.spec.axes.items()
+    assert config.framework == row.get("framework_is", config.framework)
+    for path, value in row.get("values", {}).items():
+        assert find_value(config.values, path) == value
+    for option, value in row.get("options", {}).items():
+        assert getattr(config.options, option) == (tuple(value) if isinstance(value, list) else value)
+    found = [f"{one.code} {one.severity} {one.where.replace(str(tmp_path / 'run.sh'), '@')}" for one in config.findings]
+    assert found == row.get("found", found)
+    text = "\n".join(one.what for one in config.findings)
+    assert [words for words in row.get("what", ()) if words not in text] == []
+    assert "hint" not in row or config.findings[0].hint == row["hint"]
+    assert "is_whole" not in row or (config.why_not == "") is row["is_whole"]
+
+
 # Unknown keys, wrong types
-
-
-@pytest.mark.parametrize(
-    ("values", "where", "near", "severity"),
-    [
-        (ACCELERATE | {"num_proceses": 4}, "num_proceses", "num_processes", "error"),
-        (ACCELERATE | {"fsdp_config": {"fsdp_versoin": 2}}, "fsdp_config.fsdp_versoin", "fsdp_version", "error"),
-        (ACCELERATE | {"fsdp_config": {"versoin": 2}}, "fsdp_config.versoin", "version", "error"),
-        (
-            ACCELERATE | {"fsdp_config": {"fsdp_cpu_offload": 1}},
-            "fsdp_config.fsdp_cpu_offload",
-            "fsdp_offload_params",
-            "error",
-        ),
-        (AXOLOTL | {"adaptor": "lora"}, "adaptor", "adapter", "error"),
-        (
-            {"output_dir": "o", "fsdp": True, "fsdp_config": {"offload_params": True}},
-            "fsdp_config.offload_params",
-            "cpu_offload",
-            "error",
-        ),
-        ({"output_dir": "o", "gradient_checkpoint": True}, "gradient_checkpoint", "gradient_checkpointing", "error"),
-        ({"output_dir": "o", "favourite_colour": "red"}, "favourite_colour", None, "info"),
-        (
-            {"parallelism": {"tensor_parallel_degre": 2, "data_parallel_shard_degree": 1}},
-            "parallelism.tensor_parallel_degre",
-            "tensor_parallel_degree",
-            "error",
-        ),
-        (
-            {"config": {"process": [{"train": {"gradient_checkpoint": True}}]}},
-            "config.process[0].train.gradient_checkpoint",
-            "gradient_checkpointing",
-            "error",
-        ),
-        (
-            {"actor_rollout_ref": {"actor": {"fsdp_config": {"fsdp_sise": 1}}}},
-            "actor_rollout_ref.actor.fsdp_config.fsdp_sise",
-            "fsdp_size",
-            "error",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_unknown_key_is_reported_with_the_nearest_known_one(
-    values: dict[str, Any], where: str, near: str | None, severity: str, tmp_path: Path
-) -> None:
-    (finding,) = read(tmp_path, values).findings
-    assert (finding.code, finding.severity, finding.where) == ("unknown-key", severity, where)
-    assert (finding.hint == f"write {near}") == (near is not None)
-
-
-@pytest.mark.parametrize(
-    ("values", "where", "expected", "shown"),
-    [
-        (ACCELERATE | {"num_processes": "eight"}, "num_processes", "a whole number", "'eight'"),
-        (ACCELERATE | {"num_processes": True}, "num_processes", "a whole number", "true"),
-        (ACCELERATE | {"num_processes": 2.5}, "num_processes", "a whole number", "2.5"),
-        (ACCELERATE | {"fsdp_config": [1]}, "fsdp_config", "a mapping", "a list"),
-        (
-            ACCELERATE | {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": "maybe"}},
-            "fsdp_config.fsdp_offload_params",
-            "true or false",
-            "'maybe'",
-        ),
-        (ACCELERATE | {"distributed_type": "fsdp"}, "distributed_type", "one of DEEPSPEED, FSDP", "'fsdp'"),
-        (ACCELERATE | {"fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version", "1 or 2", "the number 3"),
-        (
-            ACCELERATE | {"fsdp_config": {"state_dict_type": "SHARDED"}},
-            "fsdp_config.state_dict_type",
-            "one of FULL_STATE_DICT",
-            "'SHARDED'",
-        ),
-        (
-            {"parallelism": {"tensor_parallel_degree": 1, "fsdp_reshard_after_forward": "sometimes"}},
-            "parallelism.fsdp_reshard_after_forward",
-            "one of default, always, never",
-            "'sometimes'",
-        ),
-        (
-            {"config": {"process": [{"train": {"dist_mode": "fdsp"}}]}},
-            "config.process[0].train.dist_mode",
-            "one of none, ddp, fsdp",
-            "'fdsp'",
-        ),
-        (
-            {"actor_rollout_ref": {"actor": {"strategy": "fsdp3"}}},
-            "actor_rollout_ref.actor.strategy",
-            "one of fsdp, fsdp2",
-            "'fsdp3'",
-        ),
-        (
-            {"actor_rollout_ref": {"actor": {"fsdp_config": {"model_dtype": "bf61"}}}},
-            "actor_rollout_ref.actor.fsdp_config.model_dtype",
-            "a dtype",
-            "'bf61'",
-        ),
-        (AXOLOTL | {"lora_target_modules": 3}, "lora_target_modules", "names", "the number 3"),
-        (AXOLOTL | {"lora_alpha": "much"}, "lora_alpha", "a number", "'much'"),
-        ({"config": {"process": 4}}, "config.process", "a list", "the number 4"),
-        ({"config": {"process": [{"train": 5}]}}, "config.process[0].train", "a mapping", "the number 5"),
-        ({"output_dir": ["o"], "fsdp": True, "optim": ["a"]}, "optim", "text", "a list of 1"),
-        (
-            {"parallelism": {"data_parallel_shard_degree": None, "tensor_parallel_degree": "two"}},
-            "parallelism.tensor_parallel_degree",
-            "a whole number",
-            "'two'",
-        ),
-        (
-            {"actor_rollout_ref": {"actor": {"fsdp_config": {"mixed_precision": "bf16"}}}},
-            "actor_rollout_ref.actor.fsdp_config.mixed_precision",
-            "a mapping",
-            "'bf16'",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_wrong_type_is_a_finding_with_key_expected_and_found(
-    values: dict[str, Any], where: str, expected: str, shown: str, tmp_path: Path
-) -> None:
-    wrong = [finding for finding in read(tmp_path, values).findings if finding.code == "wrong-type"]
-    (finding,) = wrong
-    assert (finding.severity, finding.where) == ("error", where)
-    assert f"expected {expected}" in finding.what
-    assert finding.what.endswith(f"found text {shown}" if shown.startswith("'") else shown) or shown in finding.what
-
-
-def test_option_of_a_wrong_type_counts_as_not_given(tmp_path: Path) -> None:
-    config = read(tmp_path, ACCELERATE | {"num_processes": "eight"})
-    assert config.spec.world_size is None
-    assert config.spec.mesh is None
-    assert config.values["num_processes"] == "eight"
 
 
 def test_keys_of_hostile_names_are_escaped(tmp_path: Path) -> None:
@@ -250,10 +169,6 @@ def test_framework_of_another_kind_of_file_is_refused(framework: Any, tmp_path: 
         read(tmp_path, text if framework == "accelerate" else {"a": 1}, name=name, framework=framework)
 
 
-def test_world_size_that_is_passed_wins(tmp_path: Path) -> None:
-    assert read(tmp_path, ACCELERATE, world_size=32).spec.mesh == mesh(dp_shard=32)
-
-
 # Ten lines that stand for a billion values.
 BOMB = "k: &c0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"k{i}: &c{i} [{', '.join([f'*c{i - 1}'] * 10)}]\n" for i in range(1, 9)
@@ -308,30 +223,6 @@ def test_numbers_and_merges_are_read_as_pyyaml_reads_them(tmp_path: Path) -> Non
     assert config.spec.seq_len == 16384
 
 
-@pytest.mark.parametrize(
-    ("values", "where"),
-    [
-        (ACCELERATE | {"num_processes": 0}, "num_processes"),
-        (ACCELERATE | {"num_processes": -3}, "num_processes"),
-        (ACCELERATE | {"num_machines": 0}, "num_machines"),
-        (AXOLOTL | {"sequence_len": -5}, "sequence_len"),
-        (AXOLOTL | {"micro_batch_size": 0}, "micro_batch_size"),
-        ({"output_dir": "x", "per_device_train_batch_size": "0"}, "per_device_train_batch_size"),
-    ],
-)
-def test_count_of_what_no_run_is_without_below_one_is_an_error(
-    values: dict[str, Any], where: str, tmp_path: Path
-) -> None:
-    found = [(f.code, f.severity, f.where) for f in read(tmp_path, values).findings]
-    assert found == [("wrong-type", "error", where)]
-
-
-def test_processes_that_the_launcher_is_to_be_told_are_no_error(tmp_path: Path) -> None:
-    config = read(tmp_path, ACCELERATE | {"num_processes": -1})
-    assert config.findings == ()
-    assert config.spec.world_size is None
-
-
 @pytest.mark.parametrize("framework", ["verl", "torchtitan", "ai-toolkit", "trainer", "axolotl"])
 def test_config_of_another_framework_than_the_one_named_is_refused(framework: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"{framework} reads") as error:
@@ -339,17 +230,25 @@ def test_config_of_another_framework_than_the_one_named_is_refused(framework: An
     assert error.value.hint == "this looks like a config of accelerate: --framework accelerate"
 
 
-@pytest.mark.parametrize(
-    ("policy", "wraps"),
-    [(None, False), ("NO_WRAP", False), ("TRANSFORMER_BASED_WRAP", True), ("SIZE_BASED_WRAP", True)],
-)
-def test_blocks_are_wrapped_where_a_policy_says_so(policy: str | None, wraps: bool, tmp_path: Path) -> None:
-    options = ACCELERATE["fsdp_config"] | ({} if policy is None else {"fsdp_auto_wrap_policy": policy})
-    assert read(tmp_path, ACCELERATE | {"fsdp_config": options}).spec.wraps_blocks is wraps
-
-
 def test_experts_with_ranks_of_their_own_are_sharded_over_all_of_them(tmp_path: Path) -> None:
     spec = read(tmp_path, AXOLOTL | {"expert_parallel_size": 4, "dp_shard_size": 2}, world_size=8).spec
     assert (spec.strategy, shard_mesh(spec.mesh)) == ("full_shard", mesh(dp_shard=8))
     alone = read(tmp_path, AXOLOTL | {"expert_parallel_size": 8}, world_size=8).spec
     assert (alone.strategy, shard_mesh(alone.mesh)) == ("full_shard", mesh(dp_shard=8))
+
+
+def test_nothing_in_a_script_is_executed(tmp_path: Path) -> None:
+    target = tmp_path / "touched"
+    options = f"--max_len $(touch {target}) --save_path `touch {target}`"
+    read(tmp_path, f"touch {target}\ntorchrun -m openrlhf.cli.train_sft {options}\n", name="run.sh")
+    assert not target.exists()
+
+
+def test_flags_are_split_as_argparse_does() -> None:
+    values, unread = read_flags(
+        ["--a", "1", "--b-c=x", "--d", "--e", "p", "q", "--f", '{"k": 1}', "--no_g", "--h", "-1", "--i", "$V", "$ARGS"]
+    )
+    assert values == {
+        "a": "1", "b_c": "x", "d": True, "e": ["p", "q"], "f": {"k": 1}, "g": False, "h": "-1", "i": "$V",
+    }  # fmt: skip
+    assert unread == ("$ARGS",)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from preflight.config_examples import ACCELERATE, AXOLOTL, read
+from preflight.config_examples import ACCELERATE, AXOLOTL, BASES, read
 
 from ckpt_tools.cli import main
 from ckpt_tools.preflight.configs import NotReadError
@@ -18,56 +18,21 @@ from ckpt_tools.preflight.plain_values import is_typo, read_rows
 VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.strategy=fsdp2 "
 RLHF = "torchrun --nproc_per_node=8 -m openrlhf.cli.train_sft --zero_stage 3 "
 
+_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("evidence.yaml").read_text(encoding="utf-8"))
+UNREAD, FOREIGN, MISSPELT = (_TABLES[name] for name in ("unread", "foreign", "misspelt"))
+
 
 def run(tmp_path: Path, capsys: Any, config: dict[str, Any] | str, *argv: str) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON document for a config."""
     path = tmp_path / ("run.sh" if isinstance(config, str) else "config.yaml")
-    path.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+    if not isinstance(config, str):
+        config = yaml.safe_dump(BASES.get(config.get("of", ""), {}) | {k: v for k, v in config.items() if k != "of"})
+    path.write_text(config)
     status = main(["preflight", str(path), "--no-smoke", "--json", *argv])
     return status, json.loads(capsys.readouterr().out)
 
 
 # Options that were not read
-
-UNREAD = {
-    "arguments that were set": (f'set -- $MORE\n{VERL} trainer.nnodes=2 "$@"', "$MORE"),
-    "array of a branch": (
-        f'A=(trainer.nnodes=2)\n[ -n "$D" ] && A+=(trainer.n_gpus_per_node=4)\n{VERL} "${{A[@]}}"',
-        "${A[@]}",
-    ),
-    "array of another file": (f'source args.sh\n{VERL} "${{ARGS[@]}}"', "${ARGS[@]}"),
-    "arguments of a function": (f'f() {{\n{VERL} "$@"\n}}\n"$1" trainer.nnodes=2', "$@ of a function"),
-    "options in a variable": (VERL + "$EXTRA", "$EXTRA"),
-    "options of a command": (RLHF + "$(cat options.txt)", "$(cat options.txt)"),
-    "value of the environment": (VERL + "trainer.nnodes=$NNODES", "trainer.nnodes"),
-    "value after a branch": (
-        f"N=2\nif [ -f x ]; then N=4; fi\n{VERL} trainer.nnodes=$N",
-        "trainer.nnodes",
-    ),
-    "value of a loop": (f"for lr in 1 2; do {VERL} trainer.nnodes=$lr; done", "trainer.nnodes"),
-    "value for argparse": (RLHF + "--max_len $LEN", "--max_len"),
-    "model": (VERL + "actor_rollout_ref.model.path=$MODEL", "actor_rollout_ref.model.path"),
-    "another config of Hydra": (VERL + "--config-name=mine", "--config-name=mine"),
-    "a group of Hydra": (VERL + "actor@actor_rollout_ref.actor=mine", "actor@actor_rollout_ref.actor=mine"),
-    "a program of somebody's own": (
-        "python3 -m recipe.dapo.main_dapo actor_rollout_ref.actor.strategy=fsdp2 trainer.nnodes=1",
-        "recipe.dapo.main_dapo",
-    ),
-    "a program that trains nothing": (
-        "python -m openrlhf.cli.serve_rm --pretrain m --param_dtype bf16 --flash_attn --max_len 8",
-        "openrlhf.cli.serve_rm",
-    ),
-    "ranks of the launcher": (RLHF.replace("=8", "=$GPUS"), "--nproc_per_node"),
-    "machines of the launcher": ("torchrun --nnodes $N " + RLHF.removeprefix("torchrun "), "--nnodes"),
-    "a second trainer": (f"{VERL}\n{VERL} trainer.nnodes=4", None),
-    "YAML": (AXOLOTL | {"sequence_len": "$LEN"}, "sequence_len"),
-    "YAML of a template": (ACCELERATE | {"num_processes": "{{ gpus }}"}, "num_processes"),
-    "missing on purpose": ({"actor_rollout_ref": {"actor": {"strategy": "???"}}}, "actor_rollout_ref.actor.strategy"),
-    "other defaults of Hydra": (
-        {"defaults": ["my_trainer", "_self_"], "actor_rollout_ref": {"actor": {"strategy": "fsdp2"}}},
-        "defaults: my_trainer",
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -149,36 +114,6 @@ def test_rule_that_asks_for_what_was_not_read_finds_nothing(tmp_path: Path, caps
 
 # Another trainer's config
 
-FOREIGN: dict[str, dict[str, Any] | str] = {
-    "torchtune": {
-        "output_dir": "o", "model": {"_component_": "torchtune.models.llama3.llama3_8b"}, "batch_size": 2,
-    },
-    "llm-foundry": {
-        "max_duration": "1ep", "global_train_batch_size": 8, "device_train_microbatch_size": 1, "fsdp_config": {},
-    },
-    "SkyRL": {"trainer": {"policy": {"model": {"path": "m"}}}, "generator": {"backend": "vllm"}, "data": {}},
-    "prime-rl": {"max_steps": 10, "model": {"name": "m"}, "optim": {"lr": 1e-5}, "data": {"seq_len": 4096}},
-    "NeMo-Automodel": {
-        "model": {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"}, "distributed": {"tp_size": 2},
-    },
-    "NeMo-RL": {"policy": {"train_global_batch_size": 8, "dtensor_cfg": {"enabled": True}}, "cluster": {}},
-    "NeMo": {"trainer": {"devices": 8}, "exp_manager": {"exp_dir": "x"}, "model": {}},
-    "EasyR1": {"worker": {"actor": {"model": {"model_path": "m"}}}, "trainer": {"n_gpus_per_node": 8}},
-    "litgpt": {"checkpoint_dir": "c", "out_dir": "o", "train": {"micro_batch_size": 1}, "lora_r": 8},
-    "Lightning": {"trainer": {"max_epochs": 1, "strategy": "fsdp"}, "model": {"class_path": "my.Model"}},
-    "nanotron": {"parallelism": {"dp": 2, "tp": 2, "pp": 1}, "tokens": {"micro_batch_size": 1}, "optimizer": {}},
-    "Megatron-LM": "torchrun --nproc_per_node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --bf16\n",
-    "ms-swift": "NPROC_PER_NODE=2 swift sft --model Qwen/Qwen3-8B --train_type lora\n",
-    "SimpleTuner": {"model_family": "flux", "pretrained_model_name_or_path": "m", "output_dir": "o"},
-    "kohya's sd-scripts": "accelerate launch flux_train_network.py --network_module networks.lora_flux\n",
-    "ROLL": {"actor_train": {"model_args": {}}, "actor_infer": {}, "rollout_batch_size": 8},
-    "open-instruct": {
-        "model_name_or_path": "m", "use_slow_tokenizer": True, "with_tracking": True, "use_lora": True, "lora_rank": 64,
-    },
-    "slime": "ray job submit -- python3 train.py --hf-checkpoint m --rollout-num-gpus 8 --colocate\n",
-    "GPT-NeoX": {"pipe_parallel_size": 1, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}},
-}  # fmt: skip
-
 
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("argv", [(), ("--framework", "trainer")], ids=["detected", "named"])
@@ -189,18 +124,7 @@ def test_config_of_a_trainer_that_is_not_read_is_named(name: str, argv: Any, tmp
     assert document["not_checked"] == [f"the config: this is a config of {name}, which preflight does not read"]
 
 
-@pytest.mark.parametrize(
-    ("script", "name"),
-    [
-        ("tune run --nproc_per_node 2 lora_finetune_distributed --config llama3/8B_lora", "torchtune"),
-        ("uv run --isolated -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m", "SkyRL"),
-        ("python3 -m verl.trainer.main config=c.yaml worker.actor.model.model_path=m", "EasyR1"),
-        ("automodel finetune llm -c x.yaml", "NeMo-Automodel"),
-        ("litgpt finetune_lora m --lora_r 8", "litgpt"),
-        ("composer train/train.py x.yaml", "llm-foundry"),
-        ("torchrun run_train.py --config-file c.yaml", "nanotron"),
-    ],
-)
+@pytest.mark.parametrize(("script", "name"), _TABLES["foreign scripts"])
 def test_launch_line_of_a_trainer_that_is_not_read_is_named(script: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(NotReadError) as error:
         read(tmp_path, script + "\n", name="run.sh")
@@ -257,38 +181,6 @@ def test_share_of_options_that_were_understood_is_said(tmp_path: Path, capsys: A
         "unread": [],
     }
     assert document["checks"][0]["what"] == "understood 6 of 7 options of verl"
-
-
-MISSPELT: dict[str, tuple[dict[str, Any] | str, str, str]] = {
-    "accelerate": (
-        ACCELERATE | {"fsdp_config": ACCELERATE["fsdp_config"] | {"fsdp_offload_parms": True}},
-        "fsdp_config.fsdp_offload_parms",
-        "fsdp_offload_params",
-    ),
-    "axolotl": (AXOLOTL | {"context_parapllel_size": 2}, "context_parapllel_size", "context_parallel_size"),
-    "trainer": (
-        {"output_dir": "o", "per_device_train_batch_size": 1, "gradient_checkpointng": True},
-        "gradient_checkpointng",
-        "gradient_checkpointing",
-    ),
-    "torchtitan": (
-        {"parallelism": {"data_parallel_shard_degree": 8}, "training": {"mixed_precison_param": "bfloat16"}},
-        "training.mixed_precison_param",
-        "mixed_precision_param",
-    ),
-    "verl": (
-        VERL + "actor_rollout_ref.actor.fsdp_config.offload_polcy=True trainer.nnodes=1",
-        "actor_rollout_ref.actor.fsdp_config.offload_polcy",
-        "offload_policy",
-    ),
-    "verl, where anything goes": (VERL + "data.max_promt_length=99", "data.max_promt_length", "max_prompt_length"),
-    "openrlhf": (RLHF + "--gradient_checkpoiting", "--gradient_checkpoiting", "--gradient_checkpointing"),
-    "ai-toolkit": (
-        {"config": {"process": [{"train": {"dtype": "bf16"}, "model": {"qauntize": True}}]}},
-        "config.process[0].model.qauntize",
-        "quantize",
-    ),
-}
 
 
 @pytest.mark.parametrize("name", MISSPELT)

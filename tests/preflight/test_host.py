@@ -13,7 +13,7 @@ import pytest
 
 from ckpt_tools.cli import main
 from ckpt_tools.preflight.configs import read_config
-from ckpt_tools.preflight.host import Device, Host, Needs, Place, check_host, look_at, needs_of
+from ckpt_tools.preflight.host import Device, Host, HostPath, Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.model_facts import ModelFacts
 
 GIB = 2**30
@@ -21,9 +21,9 @@ H100 = Device(name="NVIDIA H100 80GB HBM3", total_bytes=80 * GIB, used_bytes=0)
 SAVES = "/shared/out"
 
 
-def place(**changes: Any) -> Place:
+def place(**changes: Any) -> HostPath:
     fields = {"path": SAVES, "exists": True, "filesystem": "lustre", "free_bytes": 10_000 * GIB} | changes
-    return Place(**fields)
+    return HostPath(**fields)
 
 
 def host(**changes: Any) -> Host:

@@ -9,131 +9,18 @@ from typing import Any
 
 import pytest
 import yaml
+from preflight.config_examples import FILES, written
 
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs import Config, read_config
 
-ACCELERATE = """\
-distributed_type: FSDP
-mixed_precision: bf16
-num_machines: 1
-num_processes: 8
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-"""
-ARGUMENTS = """\
-model_name_or_path: org/model
-output_dir: out
-per_device_train_batch_size: 2
-max_length: 4096
-bf16: true
-"""
-TITAN = "[training]\nseq_len = 4096\nlocal_batch_size = 2\n\n[parallelism]\ntensor_parallel_degree = 2\n"
-DEEPSPEED = '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'
-LLAMAFACTORY = "model_name_or_path: m\nstage: sft\nfinetuning_type: lora\ntemplate: x\ncutoff_len: 100\noutput_dir: o\n"
-AXOLOTL = "base_model: m\nsequence_len: 100\nmicro_batch_size: 1\n"
-FILES = {
-    "acc.yaml": ACCELERATE, "args.yaml": ARGUMENTS, "titan.toml": TITAN, "ds.json": DEEPSPEED, "lf.yaml": LLAMAFACTORY,
-    "axo.yaml": AXOLOTL, "configs/acc4.yaml": ACCELERATE.replace("num_processes: 8", "num_processes: 4"),
-}  # fmt: skip
-
-
-def written(folder: Path, **files: str) -> Path:
-    for name, text in {**FILES, **files}.items():
-        path = folder / name
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text(text)
-    return folder
+ACCELERATE = FILES["acc.yaml"]
 
 
 def script(folder: Path, text: str, *words: str, name: str = "run.sh") -> Config:
     written(folder, **{name: text})
     return read_config(str(folder / name), overrides=words)
-
-
-MINE = "distributed_type: MULTI_GPU\nnum_processes: $((2 * 8))\n"
-LAUNCHES: dict[str, tuple[str, dict[str, Any]]] = {
-    "accelerate with its config": (
-        "accelerate launch --config_file acc.yaml sft.py --model_name_or_path m --per_device_train_batch_size 3 --bf16",
-        {"engine": "fsdp2", "world_size": 8, "batch_size": 3, "model": "m", "reduce_dtype": "bf16"},
-    ),
-    "options of the launcher win": (
-        "accelerate launch --config_file=configs/acc4.yaml --num_processes 16 --fsdp_offload_params 1 a.py args.yaml",
-        {"world_size": 16, "offload_params": True, "seq_len": 4096},
-    ),
-    "without a config of the launcher": (
-        "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 -m trl.scripts.sft --config args.yaml",
-        {"engine": "fsdp2", "world_size": 4, "seq_len": 4096, "batch_size": 2},
-    ),
-    "as a module": (
-        "python -u -m accelerate.commands.launch --config_file acc.yaml -m trl.scripts.sft --config args.yaml",
-        {"engine": "fsdp2", "world_size": 8},
-    ),
-    "torchrun": (
-        "torchrun --nnodes 2 --nproc_per_node 8 train.py args.yaml",
-        {"engine": "ddp", "world_size": 16, "batch_size": 2},
-    ),
-    "deepspeed": (
-        "deepspeed --num_gpus 4 train.py --deepspeed ds.json --per_device_train_batch_size 5 --bf16 --output_dir o",
-        {"engine": "deepspeed", "strategy": "full_shard", "world_size": 4, "batch_size": 5},
-    ),
-    "switches before the program": (
-        "torchrun --nproc_per_node=2 --standalone train.py args.yaml --seed {1,2} 2>&1 | tee log.txt &",
-        {"world_size": 2, "batch_size": 2},
-    ),
-    "a function that is called last": (
-        'main() {\n torchrun --nproc_per_node=2 train.py args.yaml "$@"\n}\n[ -n "$X" ] || main --max_length 7',
-        {"world_size": 2, "seq_len": 7},
-    ),
-    "trl": ("trl sft --config args.yaml --max_length=512", {"framework": "trainer", "seq_len": 512, "batch_size": 2}),
-    "llamafactory": (
-        "FORCE_TORCHRUN=1 llamafactory-cli train lf.yaml cutoff_len=2048 per_device_train_batch_size=4",
-        {"framework": "llamafactory", "seq_len": 2048, "batch_size": 4},
-    ),
-    "axolotl": (
-        "axolotl train axo.yaml --micro-batch-size 4 --launcher torchrun",
-        {"framework": "axolotl", "batch_size": 4, "seq_len": 100},
-    ),
-    "torchtitan": (
-        "F=${F:-./titan.toml}; torchrun --nproc-per-node 8 -m torchtitan.train --config_file $F --training.seq_len=9",
-        {"framework": "torchtitan", "seq_len": 9, "world_size": 8},
-    ),
-    "srun": (
-        "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\nsrun python train.py args.yaml",
-        {"world_size": 8, "seq_len": 4096},
-    ),
-    "an array in a function in a file": (
-        "source lib/common.sh\nstart 6 args.yaml --bf16 False",
-        {"world_size": 6, "param_dtype": None, "batch_size": 2},
-    ),
-    "a config that the script writes": (
-        f"cat > mine.yaml <<EOF\n{MINE}EOF\naccelerate launch --config_file mine.yaml sft.py args.yaml",
-        {"engine": "ddp", "world_size": 16},
-    ),
-    "a shell of its own": (
-        "export N=8\nsrun bash -c 'torchrun --nproc_per_node $N train.py args.yaml'",
-        {"world_size": 8},
-    ),
-}
-COMMON = """COMMON=(--nnodes 1)
-start() {
-  local n=$1
-  shift
-  torchrun "${COMMON[@]}" --nproc_per_node $n train.py "$@"
-}
-"""
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_launch_line_says_what_its_parts_say(name: str, tmp_path: Path) -> None:
-    text, expected = LAUNCHES[name]
-    written(tmp_path, **{"lib/common.sh": COMMON})
-    config = script(tmp_path, text + "\n")
-    assert {field: getattr(config.spec, field) for field in expected} == expected
-    assert config.why_not == ""
 
 
 def test_script_from_stdin_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -143,48 +30,10 @@ def test_script_from_stdin_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert read_config("-").spec.world_size == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("accelerate launch --config_file $CONFIG sft.py args.yaml", "the config $CONFIG is not in the script"),
-        ("accelerate launch --config_file none.yaml sft.py args.yaml", "the config none.yaml is not here"),
-        ("trl sft --config none.yaml", "the config none.yaml is not here"),
-        ("cat > a.yaml <<EOF\nx: 1\nEOF\nsed -i s/1/2/ a.yaml\naccelerate launch --config_file a.yaml b.py args.yaml",
-         "the script changes its config a.yaml as it runs"),
-        ("echo hello --world", "this is not a config of a known trainer"),
-    ],
-)  # fmt: skip
-def test_config_that_cannot_be_followed_is_named(text: str, what: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        script(tmp_path, text)
-    assert caught.value.what == what
-
-
 def test_script_that_starts_two_runs_is_not_green(tmp_path: Path) -> None:
     line = "accelerate launch --config_file acc.yaml sft.py args.yaml\n"
     for text in (line + line, "source ./run.sh\n" + line):  # which reads itself in
         assert "more than one trainer" in script(tmp_path, text).why_not
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ("--nnodes 2", [("warning", "nothing says where they meet")]),
-        ("--nnodes=2 --standalone", [("error", "a run of its own")]),
-        ("--nnodes 2 --master-addr a", [("warning", "takes itself for the first")]),
-        ("--nnodes 2 --master_addr a --node_rank 1", []),
-        ("--nnodes 2 --rdzv_backend c10d --rdzv_endpoint $HEAD:29500", []),
-        ("--nnodes 1 --standalone", []),
-        ("--nnodes $N", []),
-        ("", []),
-    ],
-)
-def test_machines_of_a_torchrun_must_be_told_where_they_meet(options: str, found: Any, tmp_path: Path) -> None:
-    line = f"torchrun {options} --nproc-per-node 8 train.py --per_device_train_batch_size 1 --output_dir o"
-    (tmp_path / "run.sh").write_text(line)
-    findings = [one for one in read_config(str(tmp_path / "run.sh")).findings if one.code == "meeting"]
-    assert [one.severity for one in findings] == [severity for severity, _ in found]
-    assert all(words in one.what for one, (_, words) in zip(findings, found, strict=True))
 
 
 def test_option_of_the_launcher_that_is_not_known_is_named(tmp_path: Path) -> None:
@@ -232,7 +81,7 @@ def test_configs_that_contradict_each_other_are_found(
     launcher: str, arguments: str, expected: tuple[str, str, str, str], tmp_path: Path
 ) -> None:
     ours, theirs, severity, where = expected
-    files = {"acc.yaml": ACCELERATE.replace(launcher, ours), "args.yaml": ARGUMENTS.replace(arguments, theirs)}
+    files = {"acc.yaml": ACCELERATE.replace(launcher, ours), "args.yaml": FILES["args.yaml"].replace(arguments, theirs)}
     folder = written(tmp_path, **files)
     config = read_config(str(folder / "acc.yaml"), str(folder / "args.yaml"))
     found = [(one.severity, one.where) for one in config.findings if one.code == "contradiction"]
@@ -243,7 +92,7 @@ def test_accumulation_that_deepspeed_is_told_otherwise_is_an_error(tmp_path: Pat
     text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"
     steps = "  gradient_accumulation_steps: {}\n"
     for ours, theirs, is_found in ((4, 8, True), (8, 8, False), ("auto", 8, False)):
-        arguments = f"{ARGUMENTS}gradient_accumulation_steps: {theirs}\n"
+        arguments = f"{FILES['args.yaml']}gradient_accumulation_steps: {theirs}\n"
         folder = written(tmp_path, **{"acc.yaml": text + steps.format(ours), "args.yaml": arguments})
         findings = read_config(str(folder / "acc.yaml"), str(folder / "args.yaml")).findings
         assert [one.where for one in findings] == ["deepspeed_config.gradient_accumulation_steps"] * is_found
@@ -255,27 +104,6 @@ def test_arguments_below_a_launcher_are_not_blamed_for_what_it_says(tmp_path: Pa
     document = json.loads(capsys.readouterr().out)
     assert document["findings"] == []
     assert document["framework"] == "accelerate + trainer"
-
-
-OVERRIDES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "args.yaml": ("trainer", ("--max_length", "128", "--bf16=False", "--fp16"), {"seq_len": 128, "param_dtype": "f16"}),
-    "titan.toml": (
-        "torchtitan",
-        ("--training.seq-len=64", "--parallelism.tensor_parallel_degree", "1"),
-        {"seq_len": 64},
-    ),
-    "lf.yaml": ("llamafactory", ("cutoff_len=64", "bf16=true"), {"seq_len": 64, "param_dtype": "bf16"}),
-    "axo.yaml": ("axolotl", ("--sequence-len", "64"), {"seq_len": 64}),
-    "acc.yaml": ("accelerate", ("--num_processes", "2"), {"world_size": 2}),
-}
-
-
-@pytest.mark.parametrize("name", OVERRIDES)
-def test_words_after_dashes_override_the_file(name: str, tmp_path: Path) -> None:
-    framework, words, expected = OVERRIDES[name]
-    config = read_config(str(written(tmp_path) / name), overrides=words)
-    assert config.framework == framework
-    assert {field: getattr(config.spec, field) for field in expected} == expected
 
 
 @pytest.mark.parametrize("word", ["a..b=1", "=x", "~", "x[0]=1", "value"])
@@ -310,7 +138,7 @@ def located(document: dict[str, Any]) -> dict[str, tuple[str, int | None]]:
 
 
 def test_findings_have_the_line_that_they_are_about(tmp_path: Path, capsys: Any) -> None:
-    titan = TITAN.replace("_degree = 2", "_degree = 3") + "\n[checkpoint]\nenable_checkpoin = true\n"
+    titan = FILES["titan.toml"].replace("_degree = 2", "_degree = 3") + "\n[checkpoint]\nenable_checkpoin = true\n"
     verl = "ARGS=(\n  actor_rollout_ref.actor.strategy=fsdp2\n  trainer.nnodes=zwei\n)\npython -m verl.trainer.main_ppo"
     files = {
         "acc.yaml": ACCELERATE.replace("fsdp_version: 2", "fsdp_version: 2\n  fsdp_offload_parms: true"),

@@ -98,21 +98,6 @@ def test_experts_over_ranks_that_do_not_divide_are_said_and_not_cut():
     assert any("ep=3" in note for note in question.notes)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"engine": "other", "mesh": None}, "neither FSDP nor DDP"),
-        ({"engine": "deepspeed"}, "DeepSpeed"),
-        ({"wraps_blocks": False}, "gathers the whole model at once"),
-        ({"mesh": None}, "pass --world-size"),
-    ],
-)
-def test_ask_about_what_no_estimate_is_for_says_why(fields, words):
-    question = ask(spec(**fields), model="model", gpu_memory=1)
-    assert question.options is None
-    assert words in question.why_not
-
-
 def test_blocks_smaller_than_what_is_wrapped_are_not_estimated():
     shapes = {f"layers.{i}.{name}.weight": (10, 10) for i in range(2) for name in ("a", "b")} | {"head": (99, 99)}
     assert blocks_too_small(spec(wrap_min_num_params=200), shapes) == ""
@@ -163,8 +148,10 @@ def test_ask_says_where_the_estimate_differs_from_the_config(fields, word):
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
+        ({"engine": "other", "mesh": None}, "neither FSDP nor DDP"),
         ({"engine": "deepspeed"}, "DeepSpeed"),
-        ({"mesh": None}, "--world-size"),
+        ({"wraps_blocks": False}, "gathers the whole model at once"),
+        ({"mesh": None}, "pass --world-size"),
         ({"mesh": "pp=2,dp_shard=4"}, "pipeline"),
         ({"mesh": "pp=2,dp_shard=4", "schedule": "DualPipeV"}, "the schedule DualPipeV is not known"),
     ],

@@ -269,12 +269,8 @@ def test_sources_take_the_model_that_the_config_names_from_beside_it(model, tmp_
     shutil.copytree(model, tmp_path / "base")
     found = sources(tmp_path, model=None, checkpoint=None)
     assert found.model is None
-    named = find_sources(
-        ParallelSpec(framework="axolotl", engine="fsdp2", model="base"),
-        config_path=str(tmp_path / "config.yaml"),
-        model=None,
-        checkpoint=None,
-    )
+    spec = ParallelSpec(framework="axolotl", engine="fsdp2", model="base")
+    named = find_sources(spec, config_path=str(tmp_path / "config.yaml"), model=None, checkpoint=None)
     assert named.model == named.checkpoint == str(tmp_path / "base")
     assert not named.resumes
     assert named.not_checked == ()

@@ -12,7 +12,7 @@ import pytest
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.rules import CATALOGUE
-from ckpt_tools.preflight.rules.rule import Case
+from ckpt_tools.preflight.rules.rule import Subject
 from ckpt_tools.preflight.rules.words import holds, options_of, rows_of
 from ckpt_tools.preflight.spec import ParallelSpec
 
@@ -20,7 +20,7 @@ FRAMEWORKS = get_args(Framework)
 _PART = re.compile(r"(?P<names>.+?)(?P<sign>!=|>=|[=<>%!?])(?P<words>.*)|(?P<bare>.+)")
 
 
-def config_that_breaks(row: Mapping[str, str]) -> Case:
+def config_that_breaks(row: Mapping[str, str]) -> Subject:
     """Return the least config of which all conditions of a row hold."""
     values: dict[str, Any] = {}
     spec: dict[str, Any] = {"framework": row["framework"], "engine": "fsdp2"}
@@ -46,7 +46,7 @@ def config_that_breaks(row: Mapping[str, str]) -> Case:
         framework=row["framework"], values=values, spec=ParallelSpec(**spec), unread=frozenset(),
         unread_fields=frozenset(), hides_options=False, contents={},
     )  # fmt: skip
-    return Case(config=config, facts=ModelFacts(where=""))  # type: ignore[arg-type]
+    return Subject(config=config, facts=ModelFacts(where=""))  # type: ignore[arg-type]
 
 
 def rows(name: str) -> Iterator[Any]:

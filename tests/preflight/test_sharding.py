@@ -13,19 +13,12 @@ from ckpt_tools.preflight.policy import read_sharding
 BF16 = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 PLAN = {  # ai-toolkit's, as it stands there: a process alone
     "train": {
-        "distributed": True,
-        "dist_backend": "nccl",
-        "dist_mode": "fsdp",
-        "fsdp_auto_wrap": True,
-        "fsdp_sharding": "full",
-        "fsdp_mixed_precision": "bf16",
-        "fsdp_cpu_offload": False,
-        "fsdp_backward_prefetch": True,
-        "batch_size": 2,
-        "gradient_checkpointing": False,
+        "distributed": True, "dist_backend": "nccl", "dist_mode": "fsdp", "fsdp_auto_wrap": True, "batch_size": 2,
+        "fsdp_sharding": "full", "fsdp_mixed_precision": "bf16", "fsdp_cpu_offload": False,
+        "fsdp_backward_prefetch": True, "gradient_checkpointing": False,
     },
     "network": {"type": "loha", "linear": 64},
-}
+}  # fmt: skip
 OPENRLHF = """torchrun --nproc_per_node=8 -m openrlhf.cli.train_sft --backend fsdp2 --param_dtype bf16 \\
     --pretrain meta-llama/Meta-Llama-3-8B --gradient_checkpointing --fsdp_tensor_parallel_size 2 --adam_offload"""
 LAUNCHER = {

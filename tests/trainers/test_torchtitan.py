@@ -137,11 +137,7 @@ def components(skip):
 
         encode = decode = get_vocab_size = None
 
-    return {
-        "metrics": Metrics.Config(log_freq=1),
-        "dataloader": Data.Config(),
-        "tokenizer": Tokenizer.Config(),
-    }
+    return {"metrics": Metrics.Config(log_freq=1), "dataloader": Data.Config(), "tokenizer": Tokenizer.Config()}
 
 
 def trainer_of(folder, checkpoint, *, skip=0, steps=worlds.NUM_STEPS, **schedule):

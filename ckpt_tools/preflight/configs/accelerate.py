@@ -8,27 +8,20 @@ Source: accelerate 1.15: `commands/config/config_args.py:ClusterConfig`, `comman
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
-
-from pydantic import PlainValidator
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.preflight.configs.deepspeed import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
-    STRATEGIES,
-    FsdpOptions,
     PluginDefaults,
-    Strategy,
     plugin_mesh_row,
     plugin_rows,
     v1_strategy,
     v2_strategy,
     without_prefix,
 )
-from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word
-from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
+from ckpt_tools.preflight.configs.schema import STRATEGIES, section
+from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, named_by, row
 from ckpt_tools.preflight.plain_values import dtype_name, find_value
 from ckpt_tools.preflight.spec import Engine
 
@@ -36,72 +29,23 @@ DEFAULTS = PluginDefaults(
     auto_wrap_policy=None, min_num_params=10**8, full_state_dict=False, cpu_ram_efficient_loading=True
 )
 """Source: the defaults of `accelerate launch`'s command line, which the file overrides."""
-_DEVICES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
-TYPES = {"NO", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU", *(f"MULTI_{device}" for device in _DEVICES)}
-"""Source: `accelerate/utils/dataclasses.py:DistributedType`."""
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SIZES = "parallelism_config.parallelism_config_{}_size"
 _NO_ENGINE = ("", "NO")
 _ASKED_FOR = -1  # `num_processes` that the launcher is to be told. Source: `ClusterConfig`, `_validate_launch_command`.
 
 
-def _arguments(prefix: str) -> frozenset[str]:
-    """Return the launcher's options that begin with a prefix, without it."""
-    options = known("accelerate", "arguments")
-    return frozenset(name.removeprefix(prefix) for name in options if name.startswith(prefix))
+OPTIONS = section("accelerate")
 
 
-def _distributed_type(value: object) -> str:
-    if value is False:
-        return "NO"  # a bare NO in YAML
-    if isinstance(value, str) and value in TYPES:
-        return value
-    raise ValueError(f"one of {', '.join(sorted(TYPES))}, in capitals")
-
-
-class _AccelerateFsdp(FsdpOptions, known=_arguments("fsdp_"), instead={"cpu_offload": "offload_params"}):
-    """`fsdp_config`; each key with or without `fsdp_`."""
-
-    offload_params: Truth | None = None
-    sharding_strategy: Strategy | None = None
-    activation_checkpointing_offload: Truth | None = None
-
-
-class _Parallelism(
-    Section, known=frozenset(f"parallelism_config_{name}" for name in _arguments("parallelism_config_"))
-):
-    parallelism_config_dp_replicate_size: Count | None = None
-    parallelism_config_dp_shard_size: Count | None = None
-    parallelism_config_tp_size: Count | None = None
-    parallelism_config_cp_size: Count | None = None
-    parallelism_config_sp_size: Count | None = None
-
-
-class _DeepSpeed(Section, known=known("accelerate", "arguments")):
-    deepspeed_config_file: Word | None = None
-    zero_stage: Count | None = None
-    offload_optimizer_device: Word | None = None
-    offload_param_device: Word | None = None
-
-
-class _Accelerate(Section, known=known("accelerate", "config"), unknown="error"):  # the launcher raises ValueError
-    distributed_type: Annotated[str, PlainValidator(_distributed_type)] | None = None
-    mixed_precision: Word | None = None
-    num_processes: Count | None = None
-    num_machines: Positive | None = None
-    fsdp_config: _AccelerateFsdp = _AccelerateFsdp()
-    parallelism_config: _Parallelism = _Parallelism()
-    deepspeed_config: _DeepSpeed = _DeepSpeed()
-
-
-def _world_size(given: Given[_Accelerate]) -> int | None:
-    declared = given.raw.num_processes
+def _world_size(given: Given) -> int | None:
+    declared: int | None = given.raw.num_processes
     if declared is not None and declared > 0:
         return declared
     return 1 if given.raw.distributed_type == "NO" else None
 
 
-def _engine(given: Given[_Accelerate]) -> Engine:
+def _engine(given: Given) -> Engine:
     kind = given.raw.distributed_type or ""
     if kind == "FSDP":
         return "fsdp2" if given.raw.fsdp_config.version == 2 else "fsdp1"
@@ -112,7 +56,7 @@ def _engine(given: Given[_Accelerate]) -> Engine:
     return "none" if kind in _NO_ENGINE else "other"
 
 
-def _axes(given: Given[_Accelerate]) -> dict[str, int]:
+def _axes(given: Given) -> dict[str, int]:
     """Return the axes. Without a `parallelism_config`, or with an empty one, FSDP shards over all ranks."""
     raw, engine = given.raw, given.spec.engine
     if raw.parallelism_config.model_dump(exclude_none=True):
@@ -128,7 +72,7 @@ def _axes(given: Given[_Accelerate]) -> dict[str, int]:
     return {"dp_shard": -1} if engine in ("fsdp1", "fsdp2", "deepspeed") else {}
 
 
-def _dtypes(given: Given[_Accelerate]) -> tuple[str | None, str | None, str | None]:
+def _dtypes(given: Given) -> tuple[str | None, str | None, str | None]:
     precision = (given.raw.mixed_precision or "no").lower()
     mixed = "bf16" if precision == "fp8" else dtype_name(precision)
     # FSDP averages in the dtype that computes; under DDP gradients are as wide as the parameters.
@@ -137,7 +81,7 @@ def _dtypes(given: Given[_Accelerate]) -> tuple[str | None, str | None, str | No
     return mixed, mixed if given.is_fsdp else None, "f32" if is_widened else None
 
 
-def _zero(given: Given[_Accelerate]) -> tuple[str | None, bool, bool]:
+def _zero(given: Given) -> tuple[str | None, bool, bool]:
     """Return what `deepspeed_config` says, or the file that it names. The launcher's default is stage 2."""
     options = given.raw.deepspeed_config
     if options.deepspeed_config_file is not None and options.deepspeed_config_file.lower() != "none":
@@ -147,7 +91,7 @@ def _zero(given: Given[_Accelerate]) -> tuple[str | None, bool, bool]:
     return zero_strategy(stage), devices[0] in OFFLOAD_DEVICES, devices[1] in OFFLOAD_DEVICES
 
 
-_TABLE: Table[_Accelerate] = {
+_TABLE: Table = {
     "engine": row("distributed_type", value=_engine),
     "world_size": row("num_processes", value=_world_size),
     **{f"axes.{axis}": row(_SIZES.format(axis)) for axis in _AXES},
@@ -155,7 +99,7 @@ _TABLE: Table[_Accelerate] = {
     "mesh": plugin_mesh_row(),
     "param_dtype reduce_dtype master_dtype": row("mixed_precision", value=_dtypes),
 }
-_BY_ENGINE: Mapping[Engine, Table[_Accelerate]] = {
+_BY_ENGINE: Mapping[Engine, Table] = {
     "deepspeed": {
         "strategy offload_params offload_optimizer": row(value=_zero),
         "strategy": named_by("deepspeed_config.zero_stage"),
@@ -174,7 +118,7 @@ _BY_ENGINE: Mapping[Engine, Table[_Accelerate]] = {
 }
 
 
-def _check(given: Given[_Accelerate]) -> None:
+def _check(given: Given) -> None:
     if find_value(given.values, "distributed_type") is None:
         what = "distributed_type is missing, and accelerate refuses a file without it"
         given.findings.append(Finding.error("missing-key", "distributed_type", what, "distributed_type: FSDP"))
@@ -190,9 +134,10 @@ def _looks_like(document: Document) -> bool:
     return "distributed_type" in values or ("compute_environment" in values and "num_processes" in values)
 
 
-def _prepare(document: Document) -> Source:
-    values = document.keyed()
-    return without_prefix(Source(model=_Accelerate, table=_TABLE, by_engine=_BY_ENGINE, values=values, check=_check))
-
-
-READER = Reader(name="accelerate", looks_like=_looks_like, prepare=_prepare)
+READER = TrainerReader(
+    name="accelerate",
+    looks_like=_looks_like,
+    prepare=lambda document: without_prefix(
+        ReaderInput(model=OPTIONS, table=_TABLE, by_engine=_BY_ENGINE, values=document.keyed(), check=_check)
+    ),
+)

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from ckpt_tools.checkpoint.entries import Finding, Severity
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Number, Positive, Section, Truth, Word, choice
-from ckpt_tools.preflight.configs.table import FSDP, Given, Reader, Source, Table, mesh_row, named_by, row
+from ckpt_tools.preflight.configs.schema import section
+from ckpt_tools.preflight.configs.table import FSDP, Given, ReaderInput, Table, TrainerReader, mesh_row, named_by, row
 from ckpt_tools.preflight.plain_values import dtype_name, find_value, nearest
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
@@ -28,67 +26,17 @@ _ARCHS = known("ai_toolkit", "arch")
 _FLUX2_BLOCKS = ("DoubleStreamBlock", "SingleStreamBlock")
 
 
-class _Train(Section, known=known("ai_toolkit", "train")):
-    batch_size: Positive | None = None
-    dtype: Word | None = None
-    optimizer: Word | None = None
-    gradient_checkpointing: Truth | None = None
-    distributed: Truth | None = None
-    dist_backend: Word | None = None
-    dist_mode: Annotated[str, choice("none", "ddp", "fsdp", "fsdp1", "fsdp2")] | None = None
-    fsdp_auto_wrap: Truth | None = None
-    fsdp_sharding: Annotated[str, choice("full", "hybrid")] | None = None
-    fsdp_mixed_precision: Word | None = None
-    fsdp_cpu_offload: Truth | None = None
-    fsdp_backward_prefetch: Truth | None = None
+_OPTIONS, _PROCESS = section("ai-toolkit"), section("ai-toolkit.process")
 
 
-class _Model(Section, known=known("ai_toolkit", "model")):
-    name_or_path: Word | None = None
-    arch: Word | None = None
-    dtype: Word | None = None
-    quantize: Truth | None = None
-    qtype: Word | None = None
-    low_vram: Truth | None = None
-    layer_offloading: Truth | None = None
-    split_model_over_gpus: Truth | None = None
-
-
-class _Network(Section, known=known("ai_toolkit", "network")):
-    type: Word | None = None
-    rank: Count | None = None
-    linear: Count | None = None
-    alpha: Number | None = None
-    linear_alpha: Number | None = None
-    lokr_full_rank: Truth | None = None
-    network_kwargs: Any = None
-    pretrained_lora_path: Word | None = None
-
-
-class _Process(Section, known=known("ai_toolkit", "process"), extensible=True):
-    """One of `config.process`; its other options depend on its type."""
-
-    train: _Train = _Train()
-    model: _Model = _Model()
-    network: _Network = _Network()
-
-
-class _Job(Section, known=known("ai_toolkit", "config")):
-    process: list[_Process] = Field(default_factory=list)
-
-
-class _AiToolkit(Section, known=known("ai_toolkit", "file"), unknown="info"):
-    config: _Job = _Job()
-
-
-def _engine(given: Given[_Process]) -> Engine:
+def _engine(given: Given) -> Engine:
     mode, world = given.raw.train.dist_mode or "none", given.spec.world_size
     if mode.startswith("fsdp"):
         return "fsdp2" if mode == "fsdp2" else "fsdp1"
     return "ddp" if mode == "ddp" or (world is not None and world > 1) else "none"
 
 
-def _axes(given: Given[_Process]) -> dict[str, int]:
+def _axes(given: Given) -> dict[str, int]:
     if given.spec.engine == "none":
         return {}
     if given.spec.engine == "ddp":
@@ -96,30 +44,26 @@ def _axes(given: Given[_Process]) -> dict[str, int]:
     return {"dp_replicate": -1, "dp_shard": -1} if given.raw.train.fsdp_sharding == "hybrid" else {"dp_shard": -1}
 
 
-def _compute(given: Given[_Process]) -> str | None:
+def _compute(given: Given) -> str | None:
     train = given.raw.train
     mixed = train.fsdp_mixed_precision if given.is_fsdp else None
     return dtype_name(mixed or train.dtype or "fp32")
 
 
-def _master(given: Given[_Process]) -> str | None:
-    return "f32" if _network(given) is not None else dtype_name(given.raw.train.dtype or "fp32")
-
-
-def _wrap_classes(given: Given[_Process]) -> tuple[str, ...]:
+def _wrap_classes(given: Given) -> tuple[str, ...]:
     is_flux2 = (given.raw.model.arch or "").lower().startswith("flux2")
     return _FLUX2_BLOCKS if is_flux2 and _wraps_blocks(given) else ()
 
 
-def _wraps_blocks(given: Given[_Process]) -> bool:
+def _wraps_blocks(given: Given) -> bool:
     return given.raw.train.fsdp_auto_wrap is not False
 
 
-def _network(given: Given[_Process]) -> _Network | None:
+def _network(given: Given) -> Any:  # noqa: ANN401 - a section
     return given.raw.network if "network" in given.raw.model_fields_set else None
 
 
-def _adapter(given: Given[_Process]) -> AdapterSpec | None:
+def _adapter(given: Given) -> AdapterSpec | None:
     """Return the adapter. A LoKr of full rank, the default, has no rank and no scale of its own."""
     network = _network(given)
     if network is None:
@@ -135,13 +79,13 @@ def _adapter(given: Given[_Process]) -> AdapterSpec | None:
     return AdapterSpec(kind=kind, rank=rank, alpha=alpha, targets=targets)
 
 
-def _quantize(given: Given[_Process]) -> str | None:
+def _quantize(given: Given) -> str | None:
     model = given.raw.model
     return (model.qtype or "qfloat8").partition("|")[0] if model.quantize else None
 
 
 _DTYPES = ("train.fsdp_mixed_precision", "train.dtype")
-_TABLE: Table[_Process] = {
+_TABLE: Table = {
     "engine": row("train.dist_mode", value=_engine),
     "axes.dp_shard": named_by("train.fsdp_sharding"),
     "axes": row(value=_axes),
@@ -152,7 +96,9 @@ _TABLE: Table[_Process] = {
     "reshard_after_forward": row(default=True, engines=FSDP),
     "param_dtype": row(*_DTYPES, value=_compute),
     "reduce_dtype": row(*_DTYPES, value=_compute, engines=FSDP),
-    "master_dtype": row(value=_master),
+    "master_dtype": row(
+        value=lambda given: "f32" if _network(given) is not None else dtype_name(given.raw.train.dtype or "fp32")
+    ),
     "offload_params": row("train.fsdp_cpu_offload", default=False, engines=FSDP),
     "activation_checkpointing": row("train.gradient_checkpointing", default=True),
     "wrap_classes": row("train.fsdp_auto_wrap", value=_wrap_classes, engines=FSDP),
@@ -167,11 +113,7 @@ _TABLE: Table[_Process] = {
 }
 
 
-def _first_process(raw: _AiToolkit) -> _Process:
-    return raw.config.process[0] if raw.config.process else _Process()
-
-
-def _check(given: Given[_Process]) -> None:
+def _check(given: Given) -> None:
     processes = find_value(given.document.values, "config.process")
     count = len(processes) if isinstance(processes, list) else 0
     if _is_process(given.document):
@@ -214,13 +156,13 @@ def _is_process(document: Document) -> bool:
     return "config" not in values and isinstance(train, Mapping) and "dist_mode" in train
 
 
-def _prepare(document: Document) -> Source:
+def _prepare(document: Document) -> ReaderInput:
     """Make a file ready; the first process is the one that counts."""
-    source = Source(
-        model=_AiToolkit,
+    source = ReaderInput(
+        model=_OPTIONS,
         table=_TABLE,
         values=document.keyed(),
-        part=_first_process,
+        part=lambda raw: raw.config.process[0] if raw.config.process else _PROCESS(),
         root="config.process[0]",
         check=_check,
     )
@@ -230,4 +172,4 @@ def _prepare(document: Document) -> Source:
     return replace(source, options=options, spell=lambda path: path.removeprefix("config.process[0]").lstrip("."))
 
 
-READER = Reader(name="ai-toolkit", looks_like=_looks_like, prepare=_prepare)
+READER = TrainerReader(name="ai-toolkit", looks_like=_looks_like, prepare=_prepare)

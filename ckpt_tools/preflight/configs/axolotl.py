@@ -9,71 +9,27 @@ _get_parallel_config_kwargs`, `utils/trainer.py:setup_fsdp_envs` and `prepare_op
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
-from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
-    FsdpOptions,
-    Version,
     plugin_rows,
     resumed_from,
     without_prefix,
 )
-from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
-from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, row
+from ckpt_tools.preflight.configs.schema import section
+from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, mesh_row, named_by, row
 from ckpt_tools.preflight.configs.trainer import DEFAULTS
 from ckpt_tools.preflight.plain_values import as_truth, find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
+_QUANTIZED = {"load_in_4bit": "nf4", "load_in_8bit": "int8", "gptq": "gptq"}
 ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")
 """Rank order."""
+_OPTIONS = section("axolotl")
 
 
-class _AxolotlFsdp(FsdpOptions, known=known("axolotl", "fsdp_config"), instead={"cpu_offload": "offload_params"}):
-    """`fsdp_config`; keys with `fsdp_` are taken too."""
-
-    offload_params: Truth | None = None
-
-
-class _Axolotl(Section, known=known("axolotl", "config")):
-    base_model: Word | None = None
-    adapter: Word | None = None
-    lora_r: Count | None = None
-    lora_alpha: Number | None = None
-    lora_target_modules: Names | None = None
-    lora_target_linear: Truth | None = None
-    load_in_4bit: Truth | None = None
-    load_in_8bit: Truth | None = None
-    gptq: Truth | None = None
-    # auto, full, true
-    bf16: Word | None = None
-    fp16: Truth | None = None
-    fp8: Truth | None = None
-    bfloat16: Truth | None = None
-    float16: Truth | None = None
-    fsdp: Any = None
-    fsdp_version: Version | None = None
-    fsdp_config: _AxolotlFsdp = _AxolotlFsdp()
-    deepspeed: Any = None
-    dp_shard_size: Count | None = None
-    dp_replicate_size: Count | None = None
-    tensor_parallel_size: Count | None = None
-    context_parallel_size: Count | None = None
-    sequence_parallel_degree: Count | None = None
-    expert_parallel_size: Count | None = None
-    optimizer: Word | None = None
-    sequence_len: Positive | None = None
-    micro_batch_size: Positive | None = None
-    # true, offload, offload_disk, unsloth
-    gradient_checkpointing: Word | None = None
-    activation_checkpointing: Word | None = None
-    resume_from_checkpoint: Word | None = None
-
-
-def _engine(given: Given[_Axolotl]) -> Engine:
+def _engine(given: Given) -> Engine:
     raw = given.raw
     if raw.fsdp or find_value(given.values, SECTION):
         # Releases that take the list `fsdp` mean FSDP1 by a missing version; 0.20 and later have none but FSDP2.
@@ -84,7 +40,7 @@ def _engine(given: Given[_Axolotl]) -> Engine:
     return "none" if given.spec.world_size == 1 else "ddp"
 
 
-def _axes(given: Given[_Axolotl]) -> dict[str, int]:
+def _axes(given: Given) -> dict[str, int]:
     """Return the axes, with what axolotl fills in: all ranks that are left, to shard over or to replicate over."""
     sizes, engine = {axis: size for axis, size in given.spec.axes.items() if size > 1}, given.spec.engine
     if engine == "none":
@@ -98,15 +54,16 @@ def _axes(given: Given[_Axolotl]) -> dict[str, int]:
     return sizes
 
 
-def _dtypes(given: Given[_Axolotl]) -> tuple[str, str | None, str]:
+def _dtypes(given: Given) -> tuple[str, str | None, str]:
     """Return the dtypes of computation, averaging, and what is trained, which axolotl's own FSDP2 does not widen."""
-    compute, stored, is_mixed = _precision(given.raw)
+    compute, stored, is_mixed = _precision(given)
     is_widened = given.spec.engine == "fsdp1" and is_mixed
     return compute, compute if given.is_fsdp else None, "f32" if is_widened else stored
 
 
-def _precision(raw: _Axolotl) -> tuple[str, str, bool]:
+def _precision(given: Given) -> tuple[str, str, bool]:
     """Return the dtypes of computation and loading, and whether accelerate mixes; bf16: auto gives way to fp16."""
+    raw = given.raw
     word = "auto" if raw.bf16 is None else raw.bf16.lower()
     if as_truth(word) is True or (word == "auto" and not raw.fp16):
         return "bf16", "bf16", True
@@ -119,12 +76,12 @@ def _precision(raw: _Axolotl) -> tuple[str, str, bool]:
     return ("bf16", "f32", True) if raw.fp8 else ("f32", "f32", False)
 
 
-def _recomputes(given: Given[_Axolotl]) -> bool:
+def _recomputes(given: Given) -> bool:
     words = (given.raw.gradient_checkpointing, given.raw.activation_checkpointing)
     return any(word is not None and as_truth(word) is not False for word in words)
 
 
-def _adapter(given: Given[_Axolotl]) -> AdapterSpec | None:
+def _adapter(given: Given) -> AdapterSpec | None:
     raw = given.raw
     if raw.adapter is None or as_truth(raw.adapter) is False:
         return None
@@ -133,12 +90,7 @@ def _adapter(given: Given[_Axolotl]) -> AdapterSpec | None:
     return AdapterSpec(kind=kind, rank=raw.lora_r, alpha=raw.lora_alpha, targets=targets)
 
 
-def _quantize(given: Given[_Axolotl]) -> str | None:
-    raw = given.raw
-    return "nf4" if raw.load_in_4bit else "int8" if raw.load_in_8bit else "gptq" if raw.gptq else None
-
-
-_TABLE: Table[_Axolotl] = {
+_TABLE: Table = {
     "engine": row("fsdp_config", "fsdp", "deepspeed", value=_engine),
     "axes.ep": row("expert_parallel_size"),
     "axes.cp": row(
@@ -156,7 +108,10 @@ _TABLE: Table[_Axolotl] = {
     "param_dtype reduce_dtype master_dtype": row("bf16", "bfloat16", "fp16", "float16", "fp8", value=_dtypes),
     "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
     "adapter": row("lora_r", "adapter", value=_adapter),
-    "quantize": row("load_in_4bit", "load_in_8bit", "gptq", value=_quantize),
+    "quantize": row(
+        *_QUANTIZED,
+        value=lambda given: next((kind for name, kind in _QUANTIZED.items() if getattr(given.raw, name)), None),
+    ),
     "optimizer": row("optimizer", default="adamw_torch_fused"),
     "seq_len": row("sequence_len", default=512),
     "batch_size": row("micro_batch_size", default=1),
@@ -164,18 +119,16 @@ _TABLE: Table[_Axolotl] = {
     "resume_from": row("resume_from_checkpoint", value=resumed_from),
 }
 # axolotl hands its options on to TrainingArguments, whose defaults count.
-_BY_ENGINE: Mapping[Engine, Table[_Axolotl]] = {
+_BY_ENGINE: Mapping[Engine, Table] = {
     "deepspeed": deepspeed_rows(),
     **plugin_rows(DEFAULTS, offload=row("fsdp_config.offload_params", default=False)),
 }
 
 
-def _looks_like(document: Document) -> bool:
-    return "base_model" in (document.values or {})
-
-
-def _prepare(document: Document) -> Source:
-    return without_prefix(Source(model=_Axolotl, table=_TABLE, by_engine=_BY_ENGINE, values=document.keyed()))
-
-
-READER = Reader(name="axolotl", looks_like=_looks_like, prepare=_prepare)
+READER = TrainerReader(
+    name="axolotl",
+    looks_like=lambda document: "base_model" in (document.values or {}),
+    prepare=lambda document: without_prefix(
+        ReaderInput(model=_OPTIONS, table=_TABLE, by_engine=_BY_ENGINE, values=document.keyed())
+    ),
+)

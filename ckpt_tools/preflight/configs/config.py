@@ -89,7 +89,7 @@ class Config:
     absent: tuple[str, ...] = ()
     """Scripts that would say a part of it, and are not here."""
     place: Callable[[str], Place | None] = lambda _: None
-    beside: tuple[Config, ...] = ()
+    companions: tuple[Config, ...] = ()
     """Other configs of the same run, which all say together what `spec` has: the arguments below a launcher's."""
 
     @property

@@ -10,15 +10,22 @@ Source: DeepSpeed 0.19.8: `runtime/config.py` (the batch sizes; other keys of th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
-from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Positive, Section, Truth, Word, choice
-from ckpt_tools.preflight.configs.table import Given, Reader, Row, Source, Table, mesh_row, row, value_at
+from ckpt_tools.preflight.configs.schema import section
+from ckpt_tools.preflight.configs.table import (
+    FieldRow,
+    Given,
+    ReaderInput,
+    Table,
+    TrainerReader,
+    mesh_row,
+    row,
+    value_at,
+)
 from ckpt_tools.preflight.spec import Engine
 
 # DeepSpeed's own JSON, as Trainer, axolotl and accelerate are told of it: a path, or its content.
@@ -36,10 +43,15 @@ Stage = tuple[str | None, bool, bool]
 """The stage in FSDP's words, and whether parameters and optimizer state lie elsewhere."""
 
 
-def read_deepspeed(given: Given[Any], option: str, value: object) -> Stage:
+def read_deepspeed(given: Given, option: str, value: object) -> Stage:
     """Read what an option says of sharding, content or a path; a file that cannot be read here is noted as unread."""
     if isinstance(value, str):
-        value = _content(value, _folders(given.document.path))
+        folder = os.path.dirname(os.path.abspath(given.document.path))
+        place = find_file(value, ("", *(os.path.join(folder, *[os.pardir] * up) for up in range(_MAX_PARENTS))))
+        try:
+            value = None if place is None else read_document(place).values
+        except CkptError:
+            value = None
         given.contents |= {} if value is None else {option: value}
     zero = value.get("zero_optimization") if isinstance(value, Mapping) else None
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
@@ -51,27 +63,10 @@ def read_deepspeed(given: Given[Any], option: str, value: object) -> Stage:
     return strategy, _offloads(zero.get("offload_param")), _offloads(zero.get("offload_optimizer"))
 
 
-def deepspeed_rows(option: str = "deepspeed") -> Table[Any]:
+def deepspeed_rows(option: str = "deepspeed") -> Table:
     """Return the rows of what an option says."""
-    read: Row[Any] = row(value=lambda given: read_deepspeed(given, option, value_at(given.raw, option)))
+    read: FieldRow = row(value=lambda given: read_deepspeed(given, option, value_at(given.raw, option)))
     return {"strategy offload_params offload_optimizer": read}
-
-
-def _folders(config: str) -> Iterator[str]:
-    """Yield where a relative path may begin."""
-    yield ""
-    folder = os.path.dirname(os.path.abspath(config))
-    for _ in range(_MAX_PARENTS):
-        yield folder
-        folder = os.path.dirname(folder)
-
-
-def _content(name: str, folders: Iterable[str]) -> Mapping[str, object] | None:
-    place = find_file(name, folders)
-    try:
-        return None if place is None else read_document(place).values
-    except CkptError:
-        return None
 
 
 def _offloads(value: object) -> bool:
@@ -88,42 +83,14 @@ _TELLING = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_u
 _MAX_DEPTH = 8
 
 
-class _Offload(Section, known=known("deepspeed", "offload"), unknown="error"):
-    device: Annotated[str, choice("none", *OFFLOAD_DEVICES)] | None = None
+_OPTIONS = section("deepspeed")
 
 
-class _Zero(Section, known=known("deepspeed", "zero"), unknown="error"):
-    stage: Annotated[str, choice("0", "1", "2", "3")] | None = None
-    offload_param: _Offload = _Offload()
-    offload_optimizer: _Offload = _Offload()
-
-
-class _Precision(Section, known=known("deepspeed", "precision"), unknown="error"):
-    enabled: Truth | None = None
-
-
-class _TensorParallel(Section, unknown=None):
-    autotp_size: Count | None = None
-
-
-class _Optimizer(Section, unknown=None):
-    type: Word | None = None
-
-
-class _DeepSpeed(Section, known=known("deepspeed", "config")):
-    zero_optimization: _Zero = _Zero()
-    train_micro_batch_size_per_gpu: Positive | None = None
-    bf16: _Precision = _Precision()
-    fp16: _Precision = _Precision()
-    tensor_parallel: _TensorParallel = _TensorParallel()
-    optimizer: _Optimizer = _Optimizer()
-
-
-def _stage(given: Given[_DeepSpeed]) -> int:
+def _stage(given: Given) -> int:
     return int(given.raw.zero_optimization.stage or 0)
 
 
-def _dtypes(given: Given[_DeepSpeed]) -> tuple[str | None, str | None, str]:
+def _dtypes(given: Given) -> tuple[str | None, str | None, str]:
     sections = (given.document.values or {}).get("bf16"), (given.document.values or {}).get("fp16")
     if any(isinstance(one, Mapping) and one.get("enabled") == _AUTO for one in sections):
         return None, None, "f32"
@@ -131,27 +98,25 @@ def _dtypes(given: Given[_DeepSpeed]) -> tuple[str | None, str | None, str]:
     return compute, compute, "f32"
 
 
-def _mesh_axes(given: Given[_DeepSpeed]) -> dict[str, int]:
+def _mesh_axes(given: Given) -> dict[str, int]:
     """Return the axes: ZeRO shards over the ranks of one tensor-parallel place; stage 0 replicates over them."""
     width = given.raw.tensor_parallel.autotp_size or 0
     return {"dp_shard" if _stage(given) else "dp_replicate": -1, **({"tp": width} if width > 1 else {})}
 
 
-_AT = "zero_optimization"
+def _offload_row(option: str) -> FieldRow:
+    path = f"zero_optimization.{option}.device"
+    return row(path, value=lambda given: value_at(given.raw, path) in OFFLOAD_DEVICES)
+
+
 _ENGINE: Engine = "deepspeed"
-_TABLE: Table[_DeepSpeed] = {
+_TABLE: Table = {
     "engine": row(default=_ENGINE),
     "axes": row("tensor_parallel.autotp_size", value=_mesh_axes),
     "mesh": mesh_row(),
-    "strategy": row(f"{_AT}.stage", value=lambda given: zero_strategy(_stage(given))),
-    "offload_params": row(
-        f"{_AT}.offload_param.device",
-        value=lambda given: given.raw.zero_optimization.offload_param.device in OFFLOAD_DEVICES,
-    ),
-    "offload_optimizer": row(
-        f"{_AT}.offload_optimizer.device",
-        value=lambda given: given.raw.zero_optimization.offload_optimizer.device in OFFLOAD_DEVICES,
-    ),
+    "strategy": row("zero_optimization.stage", value=lambda given: zero_strategy(_stage(given))),
+    "offload_params": _offload_row("offload_param"),
+    "offload_optimizer": _offload_row("offload_optimizer"),
     "param_dtype reduce_dtype master_dtype": row("bf16.enabled", "fp16.enabled", value=_dtypes),
     "optimizer": row("optimizer.type", default="adamw"),
     "batch_size": row("train_micro_batch_size_per_gpu"),
@@ -173,26 +138,19 @@ def _without_auto(values: Mapping[str, object], found: list[str], path: str = ""
 
 def _looks_like(document: Document) -> bool:
     values = document.values or {}
-    return any(name in values for name in _TELLING) or "type" in _section(values, "optimizer", "train_batch_size")
+    optimizer = values.get("optimizer") if "train_batch_size" in values else None
+    return any(name in values for name in _TELLING) or (isinstance(optimizer, Mapping) and "type" in optimizer)
 
 
-def _section(values: Mapping[str, object], name: str, beside: str) -> Mapping[object, object]:
-    found = values.get(name)
-    return found if beside in values and isinstance(found, Mapping) else {}
-
-
-def _prepare(document: Document) -> Source:
+def _prepare(document: Document) -> ReaderInput:
     """Make a file ready; what is left to the trainer counts as not given."""
     values = document.keyed()
     auto: list[str] = []
     options = _without_auto(values, auto)
-    findings: tuple[Finding, ...] = ()
-    if auto:
-        what = f"{len(auto)} options are auto: the trainer that names this file fills them in, and they are not checked"
-        findings = (
-            Finding.info("unknown-value", auto[0], what, "check the trainer's own config, which names this one"),
-        )
-    return Source(model=_DeepSpeed, table=_TABLE, values=values, options=options, findings=findings)
+    what = f"{len(auto)} options are auto: the trainer that names this file fills them in, and they are not checked"
+    hint = "check the trainer's own config, which names this one"
+    findings = tuple(Finding.info("unknown-value", path, what, hint) for path in auto[:1])
+    return ReaderInput(model=_OPTIONS, table=_TABLE, values=values, options=options, findings=findings)
 
 
-READER = Reader(name="deepspeed", looks_like=_looks_like, prepare=_prepare)
+READER = TrainerReader(name="deepspeed", looks_like=_looks_like, prepare=_prepare)

@@ -7,63 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, Any
-
-from pydantic import PlainValidator
 
 from ckpt_tools.checkpoint.layout import Mesh
-from ckpt_tools.preflight.configs.schema import Count, Names, Section, Truth, Word
-from ckpt_tools.preflight.configs.table import FSDP, Given, Row, Source, Table, row
+from ckpt_tools.preflight.configs.schema import STATE_DICTS, STRATEGIES
+from ckpt_tools.preflight.configs.table import FSDP, FieldRow, Given, ReaderInput, Table, row
 from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import Engine, build_mesh, sharding_strategy
 
 SECTION = "fsdp_config"
 _PREFIX = "fsdp_"
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""Strategies of FSDP1 by their numbers, from 1."""
-STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
-"""Kinds of state dicts by their numbers, from 1."""
 TRANSFORMER_WRAP = "TRANSFORMER_BASED_WRAP"
 SIZE_WRAP = "SIZE_BASED_WRAP"
-
-
-def _version(value: object) -> int:
-    if str(value).strip() in ("1", "2") and not isinstance(value, bool):
-        return int(str(value))
-    raise ValueError("1 or 2")
-
-
-def _one_of(names: tuple[str, ...], value: object) -> str:
-    text = str(value).strip().upper()
-    if text in names:
-        return text
-    if text.isdecimal() and len(text) == 1 and 1 <= int(text) <= len(names):
-        return names[int(text) - 1]
-    raise ValueError(f"one of {', '.join(names)}")
-
-
-Version = Annotated[int, PlainValidator(_version)]
-Strategy = Annotated[str, PlainValidator(partial(_one_of, STRATEGIES))]
-"""A strategy of FSDP1, for its name or number."""
-StateDict = Annotated[str, PlainValidator(partial(_one_of, STATE_DICTS))]
-"""A kind of state dict, for its name or number."""
-
-
-class FsdpOptions(Section):
-    """Options that all three take, each without its prefix."""
-
-    version: Version | None = None
-    # Its type depends on the version; the rules look at it.
-    reshard_after_forward: Any = None
-    auto_wrap_policy: Word | None = None
-    transformer_layer_cls_to_wrap: Names | None = None
-    min_num_params: Count | None = None
-    state_dict_type: StateDict | None = None
-    cpu_ram_efficient_loading: Truth | None = None
-    activation_checkpointing: Truth | None = None
-    use_orig_params: Truth | None = None
-    sync_module_states: Truth | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +30,7 @@ class PluginDefaults:
     cpu_ram_efficient_loading: bool
 
 
-def without_prefix(source: Source) -> Source:
+def without_prefix(source: ReaderInput) -> ReaderInput:
     """Return a source whose `fsdp_config` has keys without prefix; of a key in both spellings the later one wins."""
     section = source.values.get(SECTION)
     if not isinstance(section, Mapping):
@@ -95,26 +49,26 @@ def without_prefix(source: Source) -> Source:
 
 
 def plugin_rows(
-    defaults: PluginDefaults, *, offload: Row[Any], v1: Row[Any] | None = None, v2: Row[Any] | None = None
-) -> Mapping[Engine, Table[Any]]:
+    defaults: PluginDefaults, *, offload: FieldRow, v1: FieldRow | None = None, v2: FieldRow | None = None
+) -> Mapping[Engine, Table]:
     """Return the rows of the plugin for both versions of FSDP; `v1` and `v2` replace those of the strategy."""
 
-    def classes(given: Given[Any]) -> tuple[str, ...]:
+    def classes(given: Given) -> tuple[str, ...]:
         return given.raw.fsdp_config.transformer_layer_cls_to_wrap or () if policy(given) == TRANSFORMER_WRAP else ()
 
-    def min_num_params(given: Given[Any]) -> int | None:
+    def min_num_params(given: Given) -> int | None:
         size = given.raw.fsdp_config.min_num_params
         # 0 wraps nothing.
         return ((defaults.min_num_params if size is None else size) or None) if policy(given) == SIZE_WRAP else None
 
-    def policy(given: Given[Any]) -> str:
+    def policy(given: Given) -> str:
         return (given.raw.fsdp_config.auto_wrap_policy or defaults.auto_wrap_policy or "").upper()
 
-    def recomputes(given: Given[Any]) -> bool:
+    def recomputes(given: Given) -> bool:
         return given.spec.activation_checkpointing or bool(given.raw.fsdp_config.activation_checkpointing)
 
     loading = "cpu_ram_efficient_loading"
-    both: Table[Any] = {
+    both: Table = {
         "offload_params": offload,
         "activation_checkpointing": row(f"{SECTION}.activation_checkpointing", value=recomputes),
         "wrap_classes": row(f"{SECTION}.transformer_layer_cls_to_wrap", value=classes),
@@ -136,10 +90,10 @@ def plugin_rows(
     }
 
 
-def plugin_mesh_row() -> Row[Any]:
+def plugin_mesh_row() -> FieldRow:
     """Make the row of the mesh; DeepSpeed makes the groups of its own sequence parallelism."""
 
-    def mesh(given: Given[Any]) -> Mesh | None:
+    def mesh(given: Given) -> Mesh | None:
         spec = given.spec
         is_other = spec.engine == "other" or spec.axes.get("sp", 1) > 1
         return None if is_other else build_mesh(spec.axes, spec.world_size)
@@ -153,14 +107,14 @@ def v1_strategy(name: str) -> tuple[str, bool | None]:
     return "hybrid_shard" if name == "HYBRID_SHARD_ZERO2" else name.lower(), after
 
 
-def v2_strategy(given: Given[Any], *, default: bool = True) -> tuple[str, bool | None]:
+def v2_strategy(given: Given, *, default: bool = True) -> tuple[str, bool | None]:
     """Return the same of FSDP2, whose mesh says the rest; `default` is what a missing option means."""
     reshard = given.raw.fsdp_config.reshard_after_forward
     after = default if reshard is None else as_truth(reshard)
     return sharding_strategy(given.spec, reshards=after is not False), after
 
 
-def resumed_from(given: Given[Any]) -> str | None:
+def resumed_from(given: Given) -> str | None:
     """Return the checkpoint to go on from; a bare `true` means the last one, which has no name yet."""
     text: str | None = given.raw.resume_from_checkpoint
     return None if as_truth(text) is not None else text

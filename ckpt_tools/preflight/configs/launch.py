@@ -44,8 +44,8 @@ _KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "
 """Switch of `accelerate launch` → the `distributed_type` that it means."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+@dataclass(frozen=True, slots=True)
+class LaunchLine:
     """A command that starts a program, with a launcher or without."""
 
     command: tuple[str, ...]
@@ -54,7 +54,7 @@ class Launch:
     arguments: tuple[str, ...]
 
 
-def find_launches(commands: Iterable[Sequence[str]]) -> tuple[Launch, ...]:
+def find_launches(commands: Iterable[Sequence[str]]) -> tuple[LaunchLine, ...]:
     """Return the commands that start a program which may train."""
     found = []
     for command in commands:
@@ -65,14 +65,7 @@ def find_launches(commands: Iterable[Sequence[str]]) -> tuple[Launch, ...]:
         launcher = next((_LAUNCHERS[name] for name in _LAUNCHERS if name in names[:at]), "")
         begin = next((at + 1 for at, name in enumerate(names[:at]) if _LAUNCHERS.get(name) == launcher), 0)
         first = at + (2 if names[at] in _CLIS else 1)
-        found.append(
-            Launch(
-                command=tuple(command),
-                launcher=launcher,
-                options=tuple(command[begin:at]),
-                arguments=tuple(command[first:]),
-            )
-        )
+        found.append(LaunchLine(tuple(command), launcher, tuple(command[begin:at]), tuple(command[first:])))
     return tuple(found)
 
 
@@ -100,7 +93,7 @@ def launched_documents(document: Document) -> tuple[Document, ...]:
     return tuple(found)
 
 
-def _trainer(base: Document, launch: Launch) -> Document:
+def _trainer(base: Document, launch: LaunchLine) -> Document:
     """Return the config of the program: a file with what overrides it, or options alone."""
     found = _config_of(launch.arguments)
     if found is None:
@@ -111,7 +104,7 @@ def _trainer(base: Document, launch: Launch) -> Document:
     return overridden(replace(_named(base, name), **of_script), rest)
 
 
-def _accelerate(base: Document, launch: Launch) -> Document:
+def _accelerate(base: Document, launch: LaunchLine) -> Document:
     """Return the config of `accelerate launch`: its file, with what its options override."""
     options, _ = read_flags([word for word in launch.options if word not in ("-m", "--module")])
     options = {name: True if name in _KINDS else value for name, value in options.items()}

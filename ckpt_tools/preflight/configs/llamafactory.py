@@ -13,28 +13,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
 
 from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.fsdp_plugin import resumed_from, without_prefix
+from ckpt_tools.preflight.configs.fsdp_plugin import resumed_from
 from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word, choice
-from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, named_by, reshard_row, row
+from ckpt_tools.preflight.configs.schema import section
+from ckpt_tools.preflight.configs.table import (
+    Given,
+    ReaderInput,
+    Table,
+    TrainerReader,
+    mesh_row,
+    named_by,
+    reshard_row,
+    row,
+)
 from ckpt_tools.preflight.configs.trainer import (
     ARGUMENT_ROWS,
-    ROWS_BY_ENGINE,
-    Arguments,
     arguments_of,
     check_fsdp,
     has_llamafactory_options,
+    prepared,
     trainer_engine,
-    with_fsdp_file,
 )
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
-_STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto")
 _PROGRAMS = ("llamafactory-cli", "lmf")
 _OTHER_ENGINES = ("use_mca", "use_hyper_parallel", "use_kt")
 """Switches of engines that are not Trainer's: Megatron's adapter, HyperParallel, KTransformers."""
@@ -44,47 +49,23 @@ _OPTIMIZERS = {"use_galore": "galore", "use_apollo": "apollo", "use_badam": "bad
 _ALL = (("all",), ())
 
 
-class _LlamaFactory(
-    Arguments, known=known("llamafactory", "arguments") | known("trainer", "arguments") | _MEGATRON, unknown="error"
-):
-    stage: Annotated[str, choice(*_STAGES, exact=True)] | None = None
-    finetuning_type: Annotated[str, choice("lora", "oft", "freeze", "full", exact=True)] | None = None
-    lora_rank: Count | None = None
-    lora_alpha: Number | None = None
-    lora_target: Names | None = None
-    oft_rank: Count | None = None
-    oft_target: Names | None = None
-    adapter_name_or_path: Any = None
-    quantization_bit: Count | None = None
-    quantization_method: Word | None = None
-    quantization_type: Annotated[str, choice("fp4", "nf4", exact=True)] | None = None
-    pure_bf16: Truth | None = None
-    cutoff_len: Positive | None = None
-    disable_gradient_checkpointing: Truth | None = None
-    use_galore: Truth | None = None
-    use_apollo: Truth | None = None
-    use_badam: Truth | None = None
-    use_adam_mini: Truth | None = None
-    use_muon: Truth | None = None
-    use_mca: Truth | None = None
-    use_hyper_parallel: Truth | None = None
-    use_kt: Truth | None = None
+_OPTIONS = section("llamafactory")
 
 
-def _engine(given: Given[_LlamaFactory]) -> Engine:
+def _engine(given: Given) -> Engine:
     asks_for_megatron = isinstance(given.values, Mapping) and _MEGATRON & given.values.keys()
     is_other = asks_for_megatron or any(getattr(given.raw, name) for name in _OTHER_ENGINES)
     return "other" if is_other else trainer_engine(given)
 
 
-def _dtypes(given: Given[_LlamaFactory]) -> tuple[str | None, str | None, str | None]:
+def _dtypes(given: Given) -> tuple[str | None, str | None, str | None]:
     raw = given.raw
     compute = "bf16" if raw.bf16 or raw.pure_bf16 else "f16" if raw.fp16 else None
     trained = compute if raw.pure_bf16 or raw.use_badam else "f32"
     return compute, compute if given.is_fsdp else None, trained
 
 
-def _adapter(given: Given[_LlamaFactory]) -> AdapterSpec | None:
+def _adapter(given: Given) -> AdapterSpec | None:
     raw = given.raw
     kind = raw.finetuning_type or "lora"
     if kind == "lora":
@@ -97,7 +78,7 @@ def _targets(named: tuple[str, ...] | None) -> tuple[str, ...]:
     return ("all-linear",) if named is None or named in _ALL else named
 
 
-def _quantize(given: Given[_LlamaFactory]) -> str | None:
+def _quantize(given: Given) -> str | None:
     raw = given.raw
     if raw.quantization_bit is None:
         return None
@@ -106,12 +87,12 @@ def _quantize(given: Given[_LlamaFactory]) -> str | None:
     return f"{raw.quantization_method}-{raw.quantization_bit}bit"
 
 
-def _optimizer(given: Given[_LlamaFactory]) -> str:
+def _optimizer(given: Given) -> str:
     chosen = (name for option, name in {**_OPTIMIZERS, "use_muon": "muon"}.items() if getattr(given.raw, option))
     return next(chosen, given.raw.optim or "adamw_torch_fused")
 
 
-_TABLE: Table[_LlamaFactory] = {
+_TABLE: Table = {
     **ARGUMENT_ROWS,
     "engine": row("fsdp", "deepspeed", *_OTHER_ENGINES, value=_engine),
     "param_dtype reduce_dtype master_dtype": row("bf16", "pure_bf16", "fp16", value=_dtypes),
@@ -125,48 +106,17 @@ _TABLE: Table[_LlamaFactory] = {
 }
 
 
-class _Peft(Section, known=known("llamafactory", "v1_peft"), unknown=None):
-    name: Annotated[str, choice("lora", "freeze", exact=True)] | None = None
-    r: Count | None = None
-    lora_alpha: Number | None = None
-    target_modules: Names | None = None
+_V1_OPTIONS = section("llamafactory.v1")
 
 
-class _Quantization(Section, known=known("llamafactory", "v1_quant"), unknown=None):
-    quantization_bit: Count | None = None
-    quantization_type: Word | None = None
-
-
-class _Distribution(Section, known=known("llamafactory", "v1_dist"), unknown="warning"):
-    name: Word | None = None
-    config_file: Word | None = None
-    mp_replicate_size: Count | None = None
-    mp_shard_size: Count | None = None
-    cp_size: Count | None = None
-    reshard_after_forward: Truth | None = None
-    offload_params: Truth | None = None
-
-
-class _V1(Section, known=known("llamafactory", "v1"), unknown="error"):
-    model: Word | None = None
-    micro_batch_size: Positive | None = None
-    cutoff_len: Positive | None = None
-    bf16: Truth | None = None
-    enable_activation_checkpointing: Truth | None = None
-    resume_from_checkpoint: Word | None = None
-    peft_config: _Peft = _Peft()
-    quant_config: _Quantization = _Quantization()
-    dist_config: _Distribution = _Distribution()
-
-
-def _v1_engine(given: Given[_V1]) -> Engine:
+def _v1_engine(given: Given) -> Engine:
     name = given.raw.dist_config.name
     if name is None:
         return "none" if given.spec.world_size == 1 else "ddp"
     return {"fsdp2": "fsdp2", "deepspeed": "deepspeed"}.get(name, "other")  # type: ignore[return-value]
 
 
-def _v1_axes(given: Given[_V1]) -> dict[str, int]:
+def _v1_axes(given: Given) -> dict[str, int]:
     """Return the axes that shard and replicate the model; context parallelism shares their ranks."""
     sizes = given.raw.dist_config
     if given.spec.engine == "ddp":
@@ -175,7 +125,7 @@ def _v1_axes(given: Given[_V1]) -> dict[str, int]:
     return axes if given.spec.engine == "fsdp2" else {"dp_shard": -1}
 
 
-def _v1_adapter(given: Given[_V1]) -> AdapterSpec | None:
+def _v1_adapter(given: Given) -> AdapterSpec | None:
     peft = given.raw.peft_config
     if peft.name != "lora":
         return None
@@ -183,13 +133,13 @@ def _v1_adapter(given: Given[_V1]) -> AdapterSpec | None:
     return AdapterSpec(rank=rank, alpha=alpha, targets=_targets(peft.target_modules))
 
 
-def _v1_quantize(given: Given[_V1]) -> str | None:
+def _v1_quantize(given: Given) -> str | None:
     quant = given.raw.quant_config
     bits = {4: quant.quantization_type or "nf4", 8: "int8", None: None}
     return bits.get(quant.quantization_bit, f"{quant.quantization_bit}bit")
 
 
-_V1_TABLE: Table[_V1] = {
+_V1_TABLE: Table = {
     "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
     "engine": row("dist_config.name", value=_v1_engine),
     "axes.dp_replicate": named_by("dist_config.mp_replicate_size"),
@@ -228,23 +178,12 @@ def _looks_like(document: Document) -> bool:
     return has_llamafactory_options(values)
 
 
-def _prepare(document: Document) -> Source:
+def _prepare(document: Document) -> ReaderInput:
     arguments, words = arguments_of(document, _program)
     if "model" in arguments and "model_name_or_path" not in arguments:
-        by_engine: Mapping[Engine, Table[Any]] = {"deepspeed": deepspeed_rows("dist_config.config_file")}
-        return Source(model=_V1, table=_V1_TABLE, by_engine=by_engine, values=arguments, words=words)
-    values, missing = with_fsdp_file(arguments, document.path)
-    return without_prefix(
-        Source(
-            model=_LlamaFactory,
-            table=_TABLE,
-            by_engine=ROWS_BY_ENGINE,
-            values=values,
-            words=words,
-            findings=missing,
-            check=check_fsdp,
-        )
-    )
+        by_engine: Mapping[Engine, Table] = {"deepspeed": deepspeed_rows("dist_config.config_file")}
+        return ReaderInput(model=_V1_OPTIONS, table=_V1_TABLE, by_engine=by_engine, values=arguments, words=words)
+    return prepared(arguments, document, model=_OPTIONS, table=_TABLE, words=words, check=check_fsdp)
 
 
-READER = Reader(name="llamafactory", looks_like=_looks_like, prepare=_prepare)
+READER = TrainerReader(name="llamafactory", looks_like=_looks_like, prepare=_prepare)

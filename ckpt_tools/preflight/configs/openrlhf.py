@@ -12,9 +12,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from typing import Annotated, Any
-
-from pydantic import AliasChoices, Field
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.layout import Mesh
@@ -23,8 +20,8 @@ from ckpt_tools.preflight.configs.deepspeed import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
 from ckpt_tools.preflight.configs.names import known, newest_release
-from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
-from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, reshard_row, row
+from ckpt_tools.preflight.configs.schema import section
+from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, named_by, reshard_row, row
 from ckpt_tools.preflight.plain_values import find_value, is_variable
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh
 
@@ -35,7 +32,7 @@ _PLAN = known("openrlhf", "plan_switches", "plan_values")
 """Options that the notes of the FSDP2 plan add; no release has them."""
 _NAMES = _SWITCHES | known("openrlhf", "values", "plan_values", *_SCRIPTS)
 _ENTRY = re.compile(rf"(.*[./])?train_(?P<script>{'|'.join(_SCRIPTS)})(\.py)?")
-_OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
+_OPTION = re.compile(r"--[A-Za-z][\w.-]*")
 _FSDP2 = (
     *("fsdp2_tp_size", "fsdp2_cp_size", "fsdp2_cpu_offload"),
     *("fsdp2_reshard_after_forward", "fsdp_tensor_parallel_size"),
@@ -110,12 +107,12 @@ def _parse_options(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, 
         word = words[at]
         at += 1
         name, equals, value = word.partition("=")
-        if not word.startswith("--") or _OPTION.fullmatch(name) is None:
+        if _OPTION.fullmatch(name) is None:
             unread += [word] if is_variable(word) else []
             continue
         name = name.removeprefix("--")
         taken = [value] if equals else []
-        while not equals and at < len(words) and not _is_option(words[at]):
+        while not equals and at < len(words) and _OPTION.fullmatch(words[at].partition("=")[0]) is None:
             taken.append(words[at])
             at += 1
         most = 0 if name in _SWITCHES else len(taken) if name in _LISTS else 1
@@ -138,10 +135,6 @@ def _parse_options(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, 
     return values, tuple(unread), tuple(findings)
 
 
-def _is_option(word: str) -> bool:
-    return word.startswith("--") and _OPTION.fullmatch(word.partition("=")[0]) is not None
-
-
 def _bad_words(name: str, expected: str, taken: Sequence[str]) -> Finding:
     found = " ".join(taken[:4]) or "none"
     return Finding.error("wrong-type", f"--{name}", f"expected {expected}, found {found}", f"--{name} takes {expected}")
@@ -161,45 +154,8 @@ def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Findin
         yield Finding.error("unknown-key", f"--{name}", what, f"write --{same}" if same is not None else "remove it")
 
 
-def _named(*names: str) -> Any:  # noqa: ANN401 - what pydantic's Field returns
-    return Field(default=None, validation_alias=AliasChoices(*names))
-
-
-class _OpenRlhf(Section, known=_NAMES, unknown="error"):  # argparse stops at it
-    """The options, each under its names of all versions."""
-
-    backend: Annotated[str, choice("deepspeed", "fsdp2")] | None = None
-    tp: Count | None = _named(
-        "fsdp_tensor_parallel_size", "fsdp2_tp_size", "ds.tensor_parallel_size", "ds_tensor_parallel_size"
-    )
-    cp: Count | None = _named("fsdp2_cp_size")
-    ring: Count | None = _named("ds.ring_attn_size", "ring_attn_size")
-    zero_stage: Count | None = _named("ds.zero_stage", "zero_stage")
-    param_dtype: Dtype | None = _named("ds.param_dtype", "param_dtype")
-    adam_offload: Truth | None = _named("ds.adam_offload", "adam_offload")
-    cpu_offload: Truth | None = _named("fsdp2_cpu_offload")
-    reshard: Truth | None = _named("fsdp2_reshard_after_forward")
-    checkpointing: Truth | None = _named(
-        "model.gradient_checkpointing_enable", "actor.gradient_checkpointing_enable", "gradient_checkpointing"
-    )
-    load_in_4bit: Truth | None = _named("ds.load_in_4bit", "load_in_4bit")
-    lora_rank: Count | None = _named("ds.lora.rank", "lora_rank")
-    lora_alpha: Number | None = _named("ds.lora.alpha", "lora_alpha")
-    lora_targets: Names | None = _named("ds.lora.target_modules", "target_modules")
-    optim: Word | None = _named("optim", "actor.optim")
-    max_len: Positive | None = _named("data.max_len", "max_len")
-    prompt_max_len: Positive | None = None
-    generate_max_len: Positive | None = None
-    micro_batch_size: Positive | None = _named("train.micro_batch_size", "micro_train_batch_size")
-    model: Word | None = _named(
-        "model.model_name_or_path", "actor.model_name_or_path", "model_name_or_path", "pretrain"
-    )
-    load_checkpoint: Truth | None = _named("ckpt.load_enable", "load_checkpoint", "resume_training")
-    ckpt_path: Word | None = _named("ckpt.path", "ckpt_path", "dcp_checkpoint_from_path", "ckpt_save_path")
-    actor_num_nodes: Positive | None = _named("actor.num_nodes", "actor_num_nodes")
-    actor_num_gpus: Positive | None = _named("actor.num_gpus_per_node", "actor_num_gpus_per_node")
-
-
+_OPTIONS = section("openrlhf")
+"""The options, each under its names of all versions."""
 _DEFAULTS: Mapping[str, tuple[int | None, int]] = {
     "sft": (8, 2048), "dpo": (8, 512), "rm": (1, 512), "kto": (8, 2048), "kd": (8, 2048), "prm": (1, 2048),
     "ppo_ray": (None, 2048),
@@ -216,7 +172,7 @@ def _looks_like(document: Document) -> bool:
     return bool(names & _TELLING)
 
 
-def _prepare(document: Document) -> Source:
+def _prepare(document: Document) -> ReaderInput:
     """Make a command line ready: a script, or a list of options."""
     if document.values is not None:
         raise UsageError("expected a command line, found a file with keys", where=document.path)
@@ -224,8 +180,8 @@ def _prepare(document: Document) -> Source:
     values, unread, more = _parse_options(words)
     if not script:  # options alone, or those of a program that trains nothing
         unread += tuple(chain.from_iterable(map(programs, document.commands)))
-    return Source(
-        model=_OpenRlhf,
+    return ReaderInput(
+        model=_OPTIONS,
         table=_TABLE,
         by_engine=_BY_ENGINE,
         values=values,
@@ -233,22 +189,23 @@ def _prepare(document: Document) -> Source:
         words=unread,
         noun="option",
         findings=(*findings, *more, *_wrong_options(values, script)),
-        check=_check,
+        # Nothing is loaded from the path unless that is asked for.
+        check=lambda given: given.moot.extend(() if given.raw.load_checkpoint else ("ckpt_path",)),
     )
 
 
-def _script(given: Given[_OpenRlhf]) -> str:
+def _script(given: Given) -> str:
     found = _find_entry(given.document.commands)
     return "" if found is None else found[2]
 
 
-def _engine(given: Given[_OpenRlhf]) -> Engine:
+def _engine(given: Given) -> Engine:
     if given.raw.backend is not None:
         return "fsdp2" if given.raw.backend == "fsdp2" else "deepspeed"
     return "fsdp2" if any(find_value(given.values, option) is not None for option in _FSDP2) else "deepspeed"
 
 
-def _world_size(given: Given[_OpenRlhf]) -> int | None:
+def _world_size(given: Given) -> int | None:
     if _script(given) != "ppo_ray":
         return launched_ranks(given.document.commands)
     if not (given.has_value("actor_num_nodes") and given.has_value("actor_num_gpus")):
@@ -256,13 +213,13 @@ def _world_size(given: Given[_OpenRlhf]) -> int | None:
     return (given.raw.actor_num_nodes or 1) * (given.raw.actor_num_gpus or 8)
 
 
-def _axes(given: Given[_OpenRlhf]) -> dict[str, int]:
+def _axes(given: Given) -> dict[str, int]:
     raw = given.raw
     axes = {"dp_shard": -1, "cp": raw.cp or 1, "sp": raw.ring or 1, "tp": 1 if raw.tp is None else raw.tp}
     return {axis: size for axis, size in axes.items() if axis in ("dp_shard", "tp") or size != 1}
 
 
-def _mesh(given: Given[_OpenRlhf]) -> Mesh | None:
+def _mesh(given: Given) -> Mesh | None:
     """Return the mesh; the ranks of a ring hold shards of their own, as those of cp do."""
     axes = given.spec.axes
     is_known = all(given.has_value(option) for option in ("tp", "cp", "ring"))
@@ -270,7 +227,7 @@ def _mesh(given: Given[_OpenRlhf]) -> Mesh | None:
     return build_mesh({**axes, "cp": sharing}, given.spec.world_size) if is_known else None
 
 
-def _adapter(given: Given[_OpenRlhf]) -> AdapterSpec | None:
+def _adapter(given: Given) -> AdapterSpec | None:
     raw = given.raw
     if not raw.lora_rank:
         return None
@@ -278,7 +235,7 @@ def _adapter(given: Given[_OpenRlhf]) -> AdapterSpec | None:
     return AdapterSpec(kind="lora", rank=raw.lora_rank, alpha=alpha, targets=raw.lora_targets or ("all-linear",))
 
 
-def _seq_len(given: Given[_OpenRlhf]) -> int | None:
+def _seq_len(given: Given) -> object:
     raw, script, values = given.raw, _script(given), given.values
     if raw.max_len is not None:
         return raw.max_len
@@ -287,11 +244,7 @@ def _seq_len(given: Given[_OpenRlhf]) -> int | None:
     return _DEFAULTS.get(script, (None, None))[1]
 
 
-def _batch_size(given: Given[_OpenRlhf]) -> int | None:
-    return given.raw.micro_batch_size or _DEFAULTS.get(_script(given), (None, None))[0]
-
-
-_TABLE: Table[_OpenRlhf] = {
+_TABLE: Table = {
     "engine": row("backend", value=_engine),
     "world_size": row("actor_num_gpus", "actor_num_nodes", value=_world_size),
     "axes.tp": named_by("tp"),
@@ -313,13 +266,16 @@ _TABLE: Table[_OpenRlhf] = {
     "quantize": row("load_in_4bit", value=lambda given: "nf4" if given.raw.load_in_4bit else None),
     "optimizer": row("optim", default="adam"),
     "seq_len": row("max_len", "prompt_max_len", "generate_max_len", value=_seq_len),
-    "batch_size": row("micro_batch_size", value=_batch_size),
+    "batch_size": row(
+        "micro_batch_size",
+        value=lambda given: given.raw.micro_batch_size or _DEFAULTS.get(_script(given), (None, None))[0],
+    ),
     "model": row("model"),
     "resume_from": row(
         "load_checkpoint", "ckpt_path", value=lambda given: given.raw.ckpt_path if given.raw.load_checkpoint else None
     ),
 }
-_BY_ENGINE: Mapping[Engine, Table[_OpenRlhf]] = {
+_BY_ENGINE: Mapping[Engine, Table] = {
     "deepspeed": {
         "strategy": row(value=lambda given: zero_strategy(2 if given.raw.zero_stage is None else given.raw.zero_stage))
     },
@@ -330,9 +286,4 @@ _BY_ENGINE: Mapping[Engine, Table[_OpenRlhf]] = {
 }
 
 
-def _check(given: Given[_OpenRlhf]) -> None:
-    if not given.raw.load_checkpoint:
-        given.moot.append("ckpt_path")  # nothing is loaded from it
-
-
-READER = Reader(name="openrlhf", looks_like=_looks_like, prepare=_prepare)
+READER = TrainerReader(name="openrlhf", looks_like=_looks_like, prepare=_prepare)

@@ -11,7 +11,7 @@ from itertools import count
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.plain_values import is_variable
+from ckpt_tools.preflight.plain_values import find_value, is_variable
 from ckpt_tools.transfer.placement.plain_yaml import MAX_NODES, load_yaml
 
 # Options of a command line as argparse splits them: `--name value`, `--name=value`, `--name`, `--name a b`.
@@ -45,7 +45,9 @@ def read_flags(words: Sequence[str]) -> tuple[dict[str, object], tuple[str, ...]
         if is_variable(word) and (not name or before is not True or _MANY.search(word)):
             unread.append(word)
         elif name:
-            values[name] = _plain_word(word) if before is True else [*_listed(before), word]
+            values[name] = (
+                _plain_word(word) if before is True else [*(before if isinstance(before, list) else [before]), word]
+            )
     return values, tuple(unread)
 
 
@@ -67,10 +69,6 @@ def _plain_word(word: str) -> object:
         except ValueError:
             return word
     return word
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
 
 
 # Hydra's way of saying a config: overrides `a.b=c` on a command line, and values that point at others, `${a.b}`.
@@ -212,32 +210,14 @@ def _follow(values: Mapping[str, object], text: str, path: tuple[str | int, ...]
         match = _WHOLE.fullmatch(value) or _SELECT.fullmatch(value)
         if match is None:
             return _UNKNOWN
-        target = _target(match["path"], here)
-        found, value = _at(values, target)
-        here = target
-        if not found:
+        name = match["path"].lstrip(".")
+        ups = len(match["path"]) - len(name)  # leading dots begin at its own mapping, and above it
+        here = (*(here[: len(here) - ups] if ups else ()), *name.split("."))
+        value = find_value(values, ".".join(map(str, here)), _UNKNOWN)
+        if value is _UNKNOWN:
             default = match.groupdict().get("default")
-            if default is None:
-                return _UNKNOWN
-            return plain_value(default.strip())
+            return _UNKNOWN if default is None else plain_value(default.strip())
     return _UNKNOWN
-
-
-def _target(path: str, here: tuple[str | int, ...]) -> tuple[str | int, ...]:
-    """Return where `${path}` points: from the root, or with leading dots from its own mapping."""
-    name = path.lstrip(".")
-    ups = len(path) - len(name)
-    base = here[: len(here) - ups] if ups else ()
-    return (*base, *name.split("."))
-
-
-def _at(values: object, path: tuple[str | int, ...]) -> tuple[bool, object]:
-    for part in path:
-        if isinstance(values, Mapping) and part in values:
-            values = values[str(part)]
-        else:
-            return False, None
-    return True, values
 
 
 # Options on a command line that override those of a file, read as the trainer reads them.

@@ -20,8 +20,8 @@ from ckpt_tools.preflight.configs.launch import (
     unread_ranks,
 )
 from ckpt_tools.preflight.configs.overrides import overridden
-from ckpt_tools.preflight.configs.schema import Section, check_variables, option_names
-from ckpt_tools.preflight.configs.table import Reader, read_source
+from ckpt_tools.preflight.configs.schema import OptionSection, check_variables, option_names
+from ckpt_tools.preflight.configs.table import TrainerReader, read_source
 from ckpt_tools.preflight.places import OVERRIDES, Place, PlacedText
 from ckpt_tools.preflight.plain_values import as_truth, find_value, read_rows
 from ckpt_tools.preflight.spec import ParallelSpec
@@ -136,7 +136,7 @@ def join(launcher: Config, run: Config) -> Config:
         world_keys=(*launcher.world_keys, *run.world_keys),
         options=run.options.added_to(launcher.options),
         findings=run.findings + findings,
-        beside=(replace(launcher, spec=whole),),
+        companions=(replace(launcher, spec=whole),),
     )
 
 
@@ -208,7 +208,7 @@ def with_deepspeed(documents: Sequence[Document]) -> list[Document]:
     return [replace(others[0], values=values, files=(*others[0].files, files[0].path))]
 
 
-READERS: Mapping[Framework, Reader] = {
+READERS: Mapping[Framework, TrainerReader] = {
     name: import_module(f"{__package__}.{name.replace('-', '_')}").READER for name in get_args(Framework)
 }
 """The trainers, each in a file of its own."""
@@ -341,20 +341,19 @@ def _without_given(config: Config, given: Collection[str]) -> Options:
     return config.options.without_unread(paths)
 
 
-def _check_named(document: Document, values: Mapping[str, object], framework: Framework, model: type[Section]) -> None:
+def _check_named(
+    document: Document, values: Mapping[str, object], framework: Framework, model: type[OptionSection]
+) -> None:
     """Refuse a config of another framework: nearly all of it would be passed over, and the rest be found right."""
     known = option_names(model).intersection(values)
     others = [name for name, one in READERS.items() if one.looks_like(document)]
     if framework in others or (known and not others) or 2 * len(known) >= len(values):
         return
-    read = f"reads {len(known)}" if known else "reads none"
-    raise UsageError(
-        f"{framework} {read} of the {len(values)} keys of this file",
-        where=document.path,
-        hint=f"this looks like a config of {' or of '.join(others)}: --framework {others[0]}"
-        if others
-        else f"give the config that {framework} reads",
-    )
+    hint = f"give the config that {framework} reads"
+    if others:
+        hint = f"this looks like a config of {' or of '.join(others)}: --framework {others[0]}"
+    what = f"{framework} reads {len(known) or 'none'} of the {len(values)} keys of this file"
+    raise UsageError(what, where=document.path, hint=hint)
 
 
 def detect(document: Document) -> Framework:
@@ -362,8 +361,7 @@ def detect(document: Document) -> Framework:
     found = [name for name, one in READERS.items() if one.looks_like(document)]
     if len(found) == 1:
         return found[0]
+    what = f"looks like a config of {' and of '.join(found)}" if found else "is not a config of a known trainer"
     raise UsageError(
-        f"this looks like a config of {' and of '.join(found)}" if found else "this is not a config of a known trainer",
-        where=document.path,
-        hint=f"name the trainer: --framework {'|'.join(found or READERS)}",
+        f"this {what}", where=document.path, hint=f"name the trainer: --framework {'|'.join(found or READERS)}"
     )

@@ -14,15 +14,35 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from ckpt_tools.checkpoint.entries import Finding, Severity
 from ckpt_tools.preflight.configs.config import Options
-from ckpt_tools.preflight.configs.names import inside
-from ckpt_tools.preflight.plain_values import as_truth, dtype_name, find_value, is_typo, is_variable, join_path, nearest
+from ckpt_tools.preflight.configs.names import inside, known
+from ckpt_tools.preflight.plain_values import (
+    as_truth,
+    dtype_name,
+    find_value,
+    is_typo,
+    is_variable,
+    join_path,
+    nearest,
+    read_rows,
+)
 from ckpt_tools.text import first_few
 
 # What becomes of every option of a config: read, known, passed over, not known, or not to be read here.
@@ -32,7 +52,7 @@ _DECIDES = re.compile(
     r"|n_gpus|num_gpus|dtype|precision|(^|_)(bf16|fp16|fp8)|bfloat16|float16|(gradient|activation)_checkpoint|recompute"
     r"|batch_size|seq_len|sequence_len|max_len|max_length|optim|quant|(4|8)bit|lora|adapter|zero_stage|wrap"
 )
-_MAX_FOLDED = 12
+_MAX_GROUPED = 12
 MAX_GUESSES = 200
 """Unknown names of one file that are compared with the known ones."""
 
@@ -44,7 +64,7 @@ lies in a part of the config that is not looked at. misspelt: it is none, and on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class ConfigOption:
     """One option of a config; a mapping that nothing looks into is one, of several values."""
 
     path: tuple[str | int, ...]
@@ -72,7 +92,7 @@ def _without(value: object) -> object:
     return [_without(item) for item in value] if isinstance(value, list) else value
 
 
-def names_of(model: type[Section]) -> dict[str, str]:
+def names_of(model: type[OptionSection]) -> dict[str, str]:
     """Return option → field, for all options that a section reads."""
     names: dict[str, str] = {}
     for field, info in model.model_fields.items():
@@ -84,18 +104,18 @@ def names_of(model: type[Section]) -> dict[str, str]:
     return names
 
 
-def option_names(model: type[Section]) -> frozenset[str]:
+def option_names(model: type[OptionSection]) -> frozenset[str]:
     """Return the options of a section, read here or not."""
     return model.known | names_of(model).keys()
 
 
 def options_of(
-    model: type[Section],
+    model: type[OptionSection],
     values: Mapping[str, object],
     path: tuple[str | int, ...] = (),
     *,
     guesses: Iterator[int] | None = None,
-) -> Iterator[Option]:
+) -> Iterator[ConfigOption]:
     """Yield every option of a config, or of its part at `path`; `guesses` limits comparisons with known names."""
     guesses = iter(range(MAX_GUESSES)) if guesses is None else guesses
     sections, fields = dict(_sections(model)), names_of(model)
@@ -109,9 +129,9 @@ def options_of(
                 if isinstance(item, Mapping):
                     yield from options_of(inner, item, at, guesses=guesses)
                 elif item is not None:
-                    yield Option(path=at, value=item, status="read")
+                    yield ConfigOption(path=at, value=item, status="read")
         elif key in fields:
-            yield Option(path=here, value=value, status="read")
+            yield ConfigOption(path=here, value=value, status="read")
         elif key in model.known:
             yield from _known(inside(model.known, key), here, value, guesses)
         else:
@@ -121,7 +141,7 @@ def options_of(
 
 def _known(
     names: frozenset[str], path: tuple[str | int, ...], value: object, guesses: Iterator[int]
-) -> Iterator[Option]:
+) -> Iterator[ConfigOption]:
     """Yield an option that the framework has and no field reads; `names` are those inside it, where they are known."""
     if names and isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         for index, item in enumerate(value):
@@ -129,22 +149,24 @@ def _known(
         return
     if not isinstance(value, Mapping) or not value or not names:
         status: Status = "passed over" if isinstance(value, Mapping) and value else "known"
-        yield Option(path=path, value=value, status=status, num_values=_count(value))
+        yield ConfigOption(path=path, value=value, status=status, num_values=_count(value))
         return
     for key, inner in value.items():
         here = (*path, key)
         if key in names:
             yield from _known(inside(names, str(key)), here, inner, guesses)
             continue
-        beside = frozenset(name for name in names if "/" not in name)
-        near = nearest(str(key), beside) if next(guesses, None) is not None else None
+        siblings = frozenset(name for name in names if "/" not in name)
+        near = nearest(str(key), siblings) if next(guesses, None) is not None else None
         if near is not None and is_typo(str(key), near):
-            yield Option(path=here, value=inner, status="misspelt", near=near, severity="warning")
+            yield ConfigOption(path=here, value=inner, status="misspelt", near=near, severity="warning")
         else:
-            yield Option(path=here, value=inner, status="passed over", num_values=_count(inner))
+            yield ConfigOption(path=here, value=inner, status="passed over", num_values=_count(inner))
 
 
-def _unknown(model: type[Section], path: tuple[str | int, ...], value: object, names: frozenset[str]) -> Option:
+def _unknown(
+    model: type[OptionSection], path: tuple[str | int, ...], value: object, names: frozenset[str]
+) -> ConfigOption:
     """Return an option that is none of `names`: an error only if it is misspelt; newer releases may have others."""
     key = str(path[-1])
     near = model.instead.get(key) or (nearest(key, names) if names else None)
@@ -157,23 +179,23 @@ def _unknown(model: type[Section], path: tuple[str | int, ...], value: object, n
     elif not is_misspelt and severity == "error":
         severity = "warning"
     status: Status = "misspelt" if is_misspelt else "passed over" if severity is None else "unknown"
-    return Option(path=path, value=value, status=status, num_values=_count(value), near=near, severity=severity)
+    return ConfigOption(path=path, value=value, status=status, num_values=_count(value), near=near, severity=severity)
 
 
-def _sections(model: type[Section]) -> Iterator[tuple[str, tuple[type[Section], bool]]]:
+def _sections(model: type[OptionSection]) -> Iterator[tuple[str, tuple[type[OptionSection], bool]]]:
     """Yield the fields that are sections themselves, and whether there is a list of them."""
     for name, field in model.model_fields.items():
         is_list = get_origin(field.annotation) is list
         inner = get_args(field.annotation)[0] if is_list else field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield field.alias or name, (cast("type[Section]", inner), is_list)
+        if isinstance(inner, type) and issubclass(inner, OptionSection):
+            yield name, (inner, is_list)
 
 
 def _count(value: object) -> int:
     return sum(_count(item) for item in value.values()) if isinstance(value, Mapping) and value else 1
 
 
-def account(options: Iterable[Option], *, spell: Spell = str, words: Iterable[str] = ()) -> Options:
+def account(options: Iterable[ConfigOption], *, spell: Spell = str, words: Iterable[str] = ()) -> Options:
     """Return how much of a config is understood; `words` of a command line may stand for any number of options."""
     counts: dict[Status, int] = {"read": 0, "known": 0, "passed over": 0, "misspelt": 0, "unknown": 0}
     unknown: list[str] = []
@@ -202,7 +224,7 @@ def account(options: Iterable[Option], *, spell: Spell = str, words: Iterable[st
     )
 
 
-def check_names(options: Iterable[Option], *, spell: Spell = str, what: str = "key") -> tuple[Finding, ...]:
+def check_names(options: Iterable[ConfigOption], *, spell: Spell = str, what: str = "key") -> tuple[Finding, ...]:
     """Return the findings on options that are not known: errors each on its own, what is less in one."""
     findings: list[Finding] = []
     others: list[Finding] = []
@@ -211,10 +233,10 @@ def check_names(options: Iterable[Option], *, spell: Spell = str, what: str = "k
             continue
         found = _unknown_key(option, spell, what)
         (findings if option.severity == "error" else others).append(found)
-    return (*findings, *_folded(others, what))
+    return (*findings, *_grouped(others, what))
 
 
-def _unknown_key(option: Option, spell: Spell, what: str) -> Finding:
+def _unknown_key(option: ConfigOption, spell: Spell, what: str) -> Finding:
     where = spell(join_path(*option.path))
     near = None
     if option.near is not None:
@@ -225,15 +247,15 @@ def _unknown_key(option: Option, spell: Spell, what: str) -> Finding:
     return Finding(code="unknown-key", severity=option.severity or "info", where=where, what=problem, hint=hint)
 
 
-def _folded(findings: list[Finding], what: str) -> tuple[Finding, ...]:
+def _grouped(findings: list[Finding], what: str) -> tuple[Finding, ...]:
     if len(findings) < 2:
         return tuple(findings)
     severity: Severity = "warning" if any(one.severity == "warning" for one in findings) else "info"
     shown = ", ".join(
         one.where + (f" ({hint.removeprefix('write ')}?)" if (hint := one.hint or "").startswith("write ") else "")
-        for one in findings[:_MAX_FOLDED]
+        for one in findings[:_MAX_GROUPED]
     )
-    problem = f"{len(findings)} {what}s are not known: {shown}" + (", …" if len(findings) > _MAX_FOLDED else "")
+    problem = f"{len(findings)} {what}s are not known: {shown}" + (", …" if len(findings) > _MAX_GROUPED else "")
     advice = f"remove what is misspelt, or check which version of the framework has these {what}s"
     return (Finding(code="unknown-key", severity=severity, where=findings[0].where, what=problem, hint=advice),)
 
@@ -243,7 +265,7 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
     findings: list[Finding] = []
     words = dict.fromkeys(options.words)
     if words:
-        shown = first_few(words, _MAX_FOLDED)
+        shown = first_few(words, _MAX_GROUPED)
         what = f"options that are not in the file were not checked: whatever {shown} may stand for"
         findings.append(Finding.warning("unread-options", next(iter(words)), what, "write them in its place"))
     findings += [
@@ -253,7 +275,7 @@ def check_variables(options: Options, values: Mapping[str, object]) -> tuple[Fin
             f"{_shown(values, path)}is not in the file: its value is not checked",
             "write the value itself",
         )
-        for path in options.unread[:_MAX_FOLDED]  # the report lists them all
+        for path in options.unread[:_MAX_GROUPED]  # the report lists them all
     ]
     if options.variables:
         shown = first_few(options.variables, 6)
@@ -335,21 +357,22 @@ def _names(value: object) -> tuple[str, ...]:
     raise ValueError("names, in a list or with commas between them")
 
 
-def choice(*known: str, exact: bool = False) -> PlainValidator:
-    """Return a validator of text that is one of some words; their case counts with `exact` only."""
+def _choice(written: str) -> Callable[[object], str]:
+    """Return what checks text that is one of some words, `a|b`; their case counts in `=a|b` only."""
+    known = written.removeprefix("=").split("|")
 
     def check(value: object) -> str:
         try:
             word = _word(value)
         except ValueError:
             word = ""
-        if not exact:
+        if not written.startswith("="):
             word = {name.lower(): name for name in known}.get(word.lower(), word)
         if word in known:
             return word
         raise ValueError(f"one of {', '.join(known)}")
 
-    return PlainValidator(check)
+    return check
 
 
 def _dtype(value: object) -> str:
@@ -359,23 +382,58 @@ def _dtype(value: object) -> str:
     return name
 
 
-Count = Annotated[int, PlainValidator(_whole_number)]
-"""A whole number, or its digits as text."""
-Positive = Annotated[int, PlainValidator(_positive)]
-"""A count of what no run can be without: processes, samples, tokens."""
-Number = Annotated[float, PlainValidator(_number)]
-"""A finite number."""
-Truth = Annotated[bool, PlainValidator(_truth)]
-"""true, false, or a word for it."""
-Word = Annotated[str, PlainValidator(_word)]
-"""Text; a number or a truth becomes the text that was written."""
-Dtype = Annotated[str, PlainValidator(_dtype)]
-"""bf16, f16 or f32, for any of their names."""
-Names = Annotated[tuple[str, ...], PlainValidator(_names)]
-"""Names, in a list or joined by commas."""
+def _version(value: object) -> int:
+    if str(value).strip() in ("1", "2") and not isinstance(value, bool):
+        return int(str(value))
+    raise ValueError("1 or 2")
 
 
-class Section(BaseModel):
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Strategies of FSDP1 by their numbers, from 1."""
+STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+"""Kinds of state dicts by their numbers, from 1."""
+
+
+def _one_of(names: tuple[str, ...], value: object) -> str:
+    text = str(value).strip().upper()
+    if text in names:
+        return text
+    if text.isdecimal() and len(text) == 1 and 1 <= int(text) <= len(names):
+        return names[int(text) - 1]
+    raise ValueError(f"one of {', '.join(names)}")
+
+
+_DEVICES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
+_TYPES = {"NO", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU", *(f"MULTI_{device}" for device in _DEVICES)}
+"""Source: `accelerate/utils/dataclasses.py:DistributedType`."""
+
+
+def _distributed_type(value: object) -> str:
+    if value is False:
+        return "NO"  # a bare NO in YAML
+    if isinstance(value, str) and value in _TYPES:
+        return value
+    raise ValueError(f"one of {', '.join(sorted(_TYPES))}, in capitals")
+
+
+_FORMS: Mapping[str, Callable[[object], object]] = {
+    "any": lambda value: value,
+    "count": _whole_number,
+    "positive": _positive,
+    "number": _number,
+    "truth": _truth,
+    "word": _word,
+    "dtype": _dtype,
+    "names": _names,
+    "version": _version,
+    "strategy": partial(_one_of, STRATEGIES),
+    "state_dict": partial(_one_of, STATE_DICTS),
+    "distributed_type": _distributed_type,
+}
+"""Form of an option in `options.tsv` → what makes its value of what is written, or raises ValueError."""
+
+
+class OptionSection(BaseModel):
     """One mapping of a config. Options that no field reads are kept as they are; null counts as not given."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), frozen=True)
@@ -388,21 +446,6 @@ class Section(BaseModel):
     """Do scripts add options of their own? Then one that resembles none of these is worth a mention only."""
     instead: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
-    def __init_subclass__(
-        cls,
-        *,
-        known: frozenset[str] | None = None,
-        unknown: Severity | Literal["as above"] | None = "as above",
-        extensible: bool | None = None,
-        instead: Mapping[str, str] | None = None,
-    ) -> None:
-        """Take what differs from the class above."""
-        super().__init_subclass__()
-        cls.known = cls.known if known is None else known
-        cls.unknown = cls.unknown if unknown == "as above" else unknown
-        cls.extensible = cls.extensible if extensible is None else extensible
-        cls.instead = cls.instead if instead is None else instead
-
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: object) -> object:
@@ -411,19 +454,56 @@ class Section(BaseModel):
         return {key: value for key, value in values.items() if value is not None}
 
 
-SectionType = TypeVar("SectionType", bound=Section)
+@cache
+def section(name: str) -> type[OptionSection]:
+    """Make the section of a name in `sections.tsv` of its options in `options.tsv`."""
+    own = next(row for row in read_rows(__package__, "sections.tsv") if row["section"] == name)
+    above = OptionSection if own["above"] == "-" else section(own["above"])
+    fields: dict[str, Any] = {}
+    instead = dict(above.instead)
+    for row in read_rows(__package__, "options.tsv"):
+        if (row["section"], row["form"]) == (name, "instead"):
+            instead[row["option"]] = row["names"]
+        elif row["section"] == name:
+            fields[row["option"]] = _field(row["form"], row["names"].split())
+    made = create_model(name, __base__=above, **fields)
+    lists = [] if own["known"] == "-" else own["known"].split()
+    made.known = frozenset(chain.from_iterable(map(_names_in, lists))) if lists else above.known
+    severities: dict[str, Severity | None] = {"error": "error", "info": "info", "any": None}
+    made.unknown = severities.get(own["unknown"], above.unknown)
+    made.extensible, made.instead = own["unknown"] == "extended" or above.extensible, instead
+    return made
+
+
+def _names_in(written: str) -> Iterable[str]:
+    """Return the names of a list, or a part of them, as `sections.tsv` has it."""
+    path, sign, text = re.split(r"([:=]|$)", written, maxsplit=1)
+    if "/" not in path:
+        return (path,)
+    names = (name for name in known(*path.split("/")) if name.startswith(text))
+    return (name.removeprefix(text) for name in names) if sign == ":" else names
+
+
+def _field(form: str, names: list[str]) -> tuple[Any, Any]:
+    if form.startswith("["):
+        return list[section(form[1:-1])], Field(default_factory=list)  # type: ignore[misc]
+    if form.startswith("{"):
+        return section(form[1:-1]), section(form[1:-1])()
+    alias = None if names == ["-"] else AliasChoices(*names)
+    check = _FORMS.get(form) or _choice(form)
+    return Annotated[Any, PlainValidator(check)], Field(default=None, validation_alias=alias)
 
 
 def validate(
-    model: type[SectionType],
+    model: type[OptionSection],
     values: Mapping[str, object],
     *,
     spell: Spell = str,
     added: Collection[str] = (),
     words: Iterable[str] = (),
     what: str = "key",
-) -> tuple[SectionType, tuple[Finding, ...], Options]:
-    """Return a config as its model, findings on types and names, and how much is understood; see `table.Source`."""
+) -> tuple[OptionSection, tuple[Finding, ...], Options]:
+    """Return a config as its model, findings on types and names, and how much is understood."""
     findings: list[Finding] = []
     options = [
         replace(one, status="passed over", severity=None)

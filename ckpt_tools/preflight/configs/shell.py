@@ -19,11 +19,17 @@ _OPERATORS = re.compile(r"\d*(<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)|&>>|&>|;;&|;;|;&|&
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ARRAY = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<plus>\+?)=")
 _PLAIN = re.compile(r"[^\s\\'\"$`;&|()<>#]+")
+_BLANK = re.compile(r"[ \t\r\f\v]+|\\\n|#[^\n]*")
+"""Blanks, a continued line, a comment."""
+_IN_QUOTES = re.compile(r"(?:[^\\$`\"]+|\\(?:.|\Z))+", re.DOTALL)
+_OUTSIDE = re.compile(r"(?:[^\\$`]+|\\(?:.|\Z))+", re.DOTALL)
+_ESCAPED = re.compile(r"\\(.?)", re.DOTALL)
+_ANSI_QUOTED = re.compile(r"\$'((?:[^'\\]++|\\.)*+)'", re.DOTALL)
 _ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class WordPiece:
     """A part of a word."""
 
     text: str
@@ -33,7 +39,7 @@ class Piece:
     line: int = 0
 
 
-Word = tuple[Piece, ...]
+Word = tuple[WordPiece, ...]
 """One word; empty quotes are one empty piece."""
 
 
@@ -60,7 +66,7 @@ def tokenize(text: str, line: int = 1) -> Iterator[Token]:
 
 def pieces_of(text: str) -> Word:
     """Return the pieces of text as if it stood between double quotes."""
-    return _Lexer(text).quoted(len(text))
+    return _Lexer(text).quoted()
 
 
 class _Lexer:
@@ -97,18 +103,9 @@ class _Lexer:
         yield Token(kind="newline")
 
     def _skip_blank(self) -> bool:
-        """Pass over blanks, a continued line, a comment."""
-        char = self._text[self._at]
-        if char in " \t\r\f\v":
-            self._at += 1
-        elif self._text.startswith("\\\n", self._at):
-            self._at += 2
-        elif char == "#":
-            end = self._text.find("\n", self._at)
-            self._at = len(self._text) if end < 0 else end
-        else:
-            return False
-        return True
+        found = _BLANK.match(self._text, self._at)
+        self._at = self._at if found is None else found.end()
+        return found is not None
 
     @property
     def _line(self) -> int:
@@ -125,19 +122,14 @@ class _Lexer:
 
     def _heredocs(self) -> Iterator[Token]:
         for delimiter, is_literal, strips in self._waiting:
-            lines, first = [], self._line
-            while True:
-                if self._at >= len(self._text):
-                    raise ValueError(f"the here-document {delimiter!r} has no end")
-                end = self._text.find("\n", self._at)
-                end = len(self._text) if end < 0 else end
-                line = self._text[self._at : end]
-                self._at = end + 1
-                if (line.lstrip("\t") if strips else line) == delimiter:
-                    break
-                lines.append(line.lstrip("\t") if strips else line)
-            body = "\n".join(lines)
-            word = (Piece(text=body, line=first),) if is_literal else _Lexer(body, first).quoted(len(body))
+            tabs, first = "\t*" if strips else "", self._line
+            found = re.compile(f"^{tabs}{re.escape(delimiter)}$", re.MULTILINE).search(self._text, self._at)
+            if found is None or found.start() == len(self._text):
+                raise ValueError(f"the here-document {delimiter!r} has no end")
+            body = self._text[self._at : max(found.start() - 1, self._at)]
+            body = re.sub(r"^\t+", "", body, flags=re.MULTILINE) if strips else body
+            self._at = found.end() + 1
+            word = (WordPiece(text=body, line=first),) if is_literal else _Lexer(body, first).quoted()
             yield Token(kind="heredoc", word=word)
         self._waiting = []
 
@@ -171,98 +163,75 @@ class _Lexer:
             char = text[self._at]
             plain = _PLAIN.match(text, self._at)
             if plain is not None:
-                pieces.append(Piece(text=plain[0]))
+                pieces.append(WordPiece(text=plain[0]))
                 self._at = plain.end()
             elif char == "\\":
                 if text[self._at + 1 : self._at + 2] != "\n":
-                    pieces.append(Piece(text=text[self._at + 1 : self._at + 2], is_quoted=True))
+                    pieces.append(WordPiece(text=text[self._at + 1 : self._at + 2], is_quoted=True))
                 self._at += 2
             elif char == "'":
                 end = self._find("'", self._at + 1)
-                pieces.append(Piece(text=text[self._at + 1 : end], is_quoted=True))
+                pieces.append(WordPiece(text=text[self._at + 1 : end], is_quoted=True))
                 self._at = end + 1
             elif char == '"' or text.startswith('$"', self._at):
                 self._at += 1 if char == '"' else 2
-                pieces += self.quoted(len(text), stops_at='"') or (Piece(text="", is_quoted=True),)
+                pieces += self.quoted(stops_at='"') or (WordPiece(text="", is_quoted=True),)
             elif text.startswith("$'", self._at):
                 pieces.append(self._ansi())
             elif char in "$`" or text.startswith(("<(", ">("), self._at):
                 pieces.append(self._expansion(is_quoted=False))
             elif char == "#":
-                pieces.append(Piece(text=char))
+                pieces.append(WordPiece(text=char))
                 self._at += 1
             else:
                 break  # a blank or an operator
         return (replace(pieces[0], line=line), *pieces[1:]) if pieces else ()
 
-    def quoted(self, end: int, stops_at: str = "") -> Word:
-        """Return the pieces up to `end`, or up to and with the closing quote, as double quotes treat them."""
-        pieces: list[Piece] = []
-        kept: list[str] = []
-
-        def flush() -> None:
-            if kept:
-                pieces.append(Piece(text="".join(kept), is_quoted=True))
-                kept.clear()
-
-        while self._at < end:
-            char = self._text[self._at]
-            if stops_at and char == stops_at:
+    def quoted(self, stops_at: str = "") -> Word:
+        """Return the pieces up to the end, or up to and with the closing quote, as double quotes treat them."""
+        pieces: list[WordPiece] = []
+        while self._at < len(self._text):
+            if self._text[self._at] == stops_at:
                 self._at += 1
-                flush()
                 return tuple(pieces)
-            if char == "\\":
-                after = self._text[self._at + 1 : self._at + 2]
-                kept.append("" if after == "\n" else after if after in '$`"\\' else char + after)
-                self._at += 2
-            elif char in "$`":
-                flush()
+            found = (_IN_QUOTES if stops_at else _OUTSIDE).match(self._text, self._at)
+            if found is None:
                 pieces.append(self._expansion(is_quoted=True))
             else:
-                kept.append(char)
-                self._at += 1
+                pieces.append(WordPiece(text=_ESCAPED.sub(_unescaped, found[0]), is_quoted=True))
+                self._at = found.end()
         if stops_at:
             raise ValueError("no closing quotation")
-        flush()
         return tuple(pieces)
 
-    def _ansi(self) -> Piece:
-        kept: list[str] = []
-        at = self._at + 2
-        while at < len(self._text):
-            char = self._text[at]
-            if char == "'":
-                self._at = at + 1
-                return Piece(text="".join(kept), is_quoted=True)
-            if char == "\\":
-                after = self._text[at + 1 : at + 2]
-                kept.append(_ANSI.get(after, char + after))
-                at += 2
-            else:
-                kept.append(char)
-                at += 1
-        raise ValueError("no closing quotation")
+    def _ansi(self) -> WordPiece:
+        found = _ANSI_QUOTED.match(self._text, self._at)
+        if found is None:
+            raise ValueError("no closing quotation")
+        self._at = found.end()
+        return WordPiece(text=_ESCAPED.sub(lambda one: _ANSI.get(one[1], one[0]), found[1]), is_quoted=True)
 
-    def _expansion(self, *, is_quoted: bool) -> Piece:
+    def _expansion(self, *, is_quoted: bool) -> WordPiece:
         begin = self._at
         self._at = self._end_of_expansion(begin)
         text = self._text[begin : self._at]
-        return Piece(text=text, is_expansion=len(text) > 1, is_quoted=is_quoted)
+        return WordPiece(text=text, is_expansion=len(text) > 1, is_quoted=is_quoted)
 
     def _end_of_expansion(self, at: int) -> int:
         if self._text[at] == "`":
             return self._find("`", at + 1) + 1
         after = self._text[at + 1 : at + 2]
         if after == "(":
-            return self._balanced(at + 2, "(", ")")
+            return self._closed(at + 2, ")", "(")
         if after == "{":
-            return self._balanced(at + 2, "{", "}")
+            return self._closed(at + 2, "}", "{")
         name = _NAME.match(self._text, at + 1)
         if name is not None:
             return name.end()
         return at + 2 if after and after in "@*#?$!-0123456789" else at + 1
 
-    def _balanced(self, at: int, opening: str, closing: str) -> int:
+    def _closed(self, at: int, closing: str, opening: str = "") -> int:
+        """Return where what was opened before `at` is closed: braces, brackets, double quotes."""
         depth = 1
         while at < len(self._text):
             char = self._text[at]
@@ -270,8 +239,8 @@ class _Lexer:
                 at += 2
             elif char == "'" and closing == ")":
                 at = self._find("'", at + 1) + 1
-            elif char == '"':
-                at = self._end_of_quotes(at + 1)
+            elif char == '"' and closing != '"':
+                at = self._closed(at + 1, '"')
             elif char in "$`":
                 at = self._end_of_expansion(at)
             else:
@@ -279,21 +248,18 @@ class _Lexer:
                 at += 1
                 if depth == 0:
                     return at
-        raise ValueError(f"no closing {closing!r}")
-
-    def _end_of_quotes(self, at: int) -> int:
-        while at < len(self._text):
-            char = self._text[at]
-            if char == '"':
-                return at + 1
-            at = at + 2 if char == "\\" else self._end_of_expansion(at) if char in "$`" else at + 1
-        raise ValueError("no closing quotation")
+        raise ValueError("no closing quotation" if closing == '"' else f"no closing {closing!r}")
 
     def _find(self, char: str, at: int) -> int:
         found = self._text.find(char, at)
         if found < 0:
             raise ValueError("no closing quotation")
         return found
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """Return what a backslash and the character after it are between double quotes."""
+    return "" if found[1] == "\n" else found[1] if found[1] in '$`"\\' else found[0]
 
 
 # Functions of a shell script: their bodies as tokens, to be taken when they are called.
@@ -347,7 +313,7 @@ def assigned_in(functions: Iterable[Function]) -> set[str]:
     for token in chain.from_iterable(one.tokens for one in functions):
         if token.kind == "array":
             names.add(token.text)
-        elif is_assignment(token) and (found := ASSIGNMENT.match(token.word[0].text)) is not None:
+        elif (found := _assignment(token)) is not None:
             names.add(found["name"])
     return names
 
@@ -361,12 +327,10 @@ def literal(token: Token) -> str | None:
 
 def is_assignment(token: Token) -> bool:
     """Does a token assign something: `name=…`, `name=( … )`?"""
-    if token.kind == "array":
-        return True
+    return token.kind == "array" or _assignment(token) is not None
+
+
+def _assignment(token: Token) -> re.Match[str] | None:
     first = token.word[0] if token.word else None
-    return (
-        first is not None
-        and not first.is_quoted
-        and not first.is_expansion
-        and ASSIGNMENT.match(first.text) is not None
-    )
+    is_plain = first is not None and not first.is_quoted and not first.is_expansion
+    return ASSIGNMENT.match(first.text) if first is not None and is_plain else None

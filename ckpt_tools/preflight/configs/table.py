@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic
+from typing import Any
 
 from pydantic import AliasChoices
 
@@ -17,7 +17,7 @@ from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.names import gone, installed_and_listed
-from ckpt_tools.preflight.configs.schema import Section, SectionType, Spell, validate
+from ckpt_tools.preflight.configs.schema import OptionSection, Spell, validate
 from ckpt_tools.preflight.plain_values import find_value, is_variable
 from ckpt_tools.preflight.spec import ORDER, Engine, ParallelSpec, build_mesh, sharding_strategy
 from ckpt_tools.text import first_few
@@ -26,10 +26,10 @@ FSDP: tuple[Engine, ...] = ("fsdp1", "fsdp2")
 
 
 @dataclass(slots=True, kw_only=True)
-class Given(Generic[SectionType]):
-    """What the function of a row looks at, and adds to: findings beside those on names and types."""
+class Given:
+    """What the function of a row looks at, and adds to: findings other than those on names and types."""
 
-    raw: SectionType
+    raw: Any
     """The options in their types; one of a wrong type, or whose value is not in the file, counts as not given."""
     values: object
     document: Document
@@ -58,59 +58,59 @@ class Given(Generic[SectionType]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row(Generic[SectionType]):
+class FieldRow:
     """Where one field of the spec comes from, or several that are said together."""
 
     options: tuple[str, ...] = ()
     """Options that say it; the first that is given counts, and is named in messages."""
     default: object = None
-    value: Callable[[Given[SectionType]], object] | None = None
+    value: Callable[[Given], object] | None = None
     """Its value, where that is not the first option's; of several fields, one for each."""
     engines: tuple[Engine, ...] = ()
     has_value: bool = True
     """False: the options say something of the field, and its value comes from elsewhere."""
 
-    def evaluate(self, given: Given[SectionType]) -> object:
+    def evaluate(self, given: Given) -> object:
         """Return the field's value."""
         if self.value is not None:
             return self.value(given)
         found = (value_at(given.raw, option) for option in self.options)
         return next((value for value in found if value not in (None, "")), self.default)
 
-    def find_key(self, given: Given[SectionType]) -> str | None:
+    def find_key(self, given: Given) -> str | None:
         """Return the key path that says it, in the user's spelling."""
         keys = (key for option in self.options for key in given.keys(option))
         return next((given.spell(key) for key in keys if find_value(given.values, key) is not None), None)
 
 
-Table = Mapping[str, Row[SectionType]]
+Table = Mapping[str, FieldRow]
 """Field of the spec (`axes.tp` for one axis; several with blanks between) → its row; a row may look at those above."""
 
 
 def row(
     *options: str,
     default: object = None,
-    value: Callable[[Given[SectionType]], object] | None = None,
+    value: Callable[[Given], object] | None = None,
     engines: tuple[Engine, ...] = (),
-) -> Row[SectionType]:
-    """Make a row; see `Row`."""
-    return Row(options=options, default=default, value=value, engines=engines)
+) -> FieldRow:
+    """Make a row; see `FieldRow`."""
+    return FieldRow(options=options, default=default, value=value, engines=engines)
 
 
-def named_by(*options: str) -> Row[Any]:
+def named_by(*options: str) -> FieldRow:
     """Make a row of a field whose value comes from elsewhere."""
-    return Row(options=options, has_value=False)
+    return FieldRow(options=options, has_value=False)
 
 
-def mesh_row(order: tuple[str, ...] = ORDER) -> Row[Any]:
+def mesh_row(order: tuple[str, ...] = ORDER) -> FieldRow:
     """Make the row of the mesh: `axes` over all ranks, in rank order."""
     return row(value=lambda given: build_mesh(given.spec.axes, given.spec.world_size, order=order))
 
 
-def reshard_row(option: str) -> Row[Any]:
+def reshard_row(option: str) -> FieldRow:
     """Make the row of an FSDP2 strategy, where a missing option means that parameters are given back."""
 
-    def strategy(given: Given[Any]) -> tuple[str, bool]:
+    def strategy(given: Given) -> tuple[str, bool]:
         reshards = value_at(given.raw, option) is not False
         return sharding_strategy(given.spec, reshards=reshards), reshards
 
@@ -118,42 +118,42 @@ def reshard_row(option: str) -> Row[Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ReaderInput:
     """A document, made ready for one table; `noun` is what an option is called, `check` adds what else is wrong."""
 
-    model: type[Section]
-    table: Table[Any]
-    by_engine: Mapping[Engine, Table[Any]] = field(default_factory=dict)
+    model: type[OptionSection]
+    table: Table
+    by_engine: Mapping[Engine, Table] = field(default_factory=dict)
     values: Mapping[str, object]
     options: Mapping[str, object] | None = None
     """The same in the spelling of `model`, where that is another one."""
     spell: Spell = str
-    part: Callable[[Any], Section] = lambda raw: raw
+    part: Callable[[Any], OptionSection] = lambda raw: raw
     root: str = ""
     added: Collection[str] = ()
     """Paths of options that the user adds on purpose, whatever the framework has."""
     words: tuple[str, ...] = ()
     noun: str = "key"
     findings: tuple[Finding, ...] = ()
-    check: Callable[[Given[Any]], None] = lambda _: None
+    check: Callable[[Given], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
+class TrainerReader:
     """One trainer: how its configs are told, and made ready for its table."""
 
     name: Framework
     looks_like: Callable[[Document], bool]
-    prepare: Callable[[Document], Source]
+    prepare: Callable[[Document], ReaderInput]
 
 
-def read_source(name: Framework, source: Source, document: Document, *, world_size: int | None) -> Config:
+def read_source(name: Framework, source: ReaderInput, document: Document, *, world_size: int | None) -> Config:
     """Read a document by its trainer's table."""
     options = source.values if source.options is None else source.options
     raw, findings, counted = validate(
         source.model, options, spell=source.spell, added=source.added, words=source.words, what=source.noun
     )
-    given: Given[Any] = Given(
+    given: Given = Given(
         raw=source.part(raw),
         values=find_value(options, source.root) if source.root else options,
         document=document,
@@ -164,7 +164,7 @@ def read_source(name: Framework, source: Source, document: Document, *, world_si
     _fill(given, source.by_engine.get(given.spec.engine, {}))
     source.check(given)
     given.findings += _release_notes(name, options, source.spell)
-    world = source.table.get("world_size", Row())
+    world = source.table.get("world_size", FieldRow())
     return Config(
         framework=name,
         path=document.path,
@@ -194,7 +194,7 @@ def _release_notes(name: Framework, options: Mapping[str, object], spell: Spell)
         yield Finding.info("newer-release", "", what, "a newer ckpt-tools may know its options")
 
 
-def _fill(given: Given[Any], table: Table[Any]) -> None:
+def _fill(given: Given, table: Table) -> None:
     """Give the spec what the rows of a table say; the first row of a field that finds a key names it."""
     for name, one in table.items():
         fields, key = name.split(), one.find_key(given)
@@ -212,7 +212,7 @@ def _fill(given: Given[Any], table: Table[Any]) -> None:
         given.spec = replace(given.spec, **changes)
 
 
-def _recounted(options: Options, given: Given[Any]) -> Options:
+def _recounted(options: Options, given: Given) -> Options:
     """Return the account with the files that could not be read as unread, and without what matters to nothing."""
     options = options.without_unread({given.spell(key) for option in given.moot for key in given.keys(option)})
     files = [path for path in map(given.spell, given.unread) if path not in options.unread]
@@ -222,5 +222,5 @@ def _recounted(options: Options, given: Given[Any]) -> Options:
 def value_at(raw: object, path: str) -> object:
     """Return a field of a section, or of one inside it; None where there is no such section."""
     for part in path.split("."):
-        raw = getattr(raw, part) if isinstance(raw, Section) and part in type(raw).model_fields else None
+        raw = getattr(raw, part) if isinstance(raw, OptionSection) and part in type(raw).model_fields else None
     return raw

@@ -11,114 +11,24 @@ import ast
 import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Annotated, Any
-
-from pydantic import Field
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.document import MAX_BYTES, Document
 from ckpt_tools.preflight.configs.launch import launched_ranks
-from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.overrides import put, read_flags, started
-from ckpt_tools.preflight.configs.schema import Count, Dtype, Names, Number, Positive, Section, Truth, Word, choice
-from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, mesh_row, row
+from ckpt_tools.preflight.configs.schema import section
+from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, mesh_row, row
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, resolved, sharding_strategy
 from ckpt_tools.storage.named_file import read_named_file
 
 _SEQ_LEN = 2048
 
 
-class _Parallelism(Section, known=known("torchtitan", "parallelism")):
-    data_parallel_replicate_degree: Count | None = None
-    data_parallel_shard_degree: Count | None = None
-    fsdp_reshard_after_forward: Annotated[str, choice("default", "always", "never")] | None = None
-    tensor_parallel_degree: Count | None = None
-    context_parallel_degree: Count | None = None
-    pipeline_parallel_degree: Count | None = None
-    expert_parallel_degree: Count | None = None
-    enable_sequence_parallel: Truth | None = None
-    disable_loss_parallel: Truth | None = None
-    pipeline_parallel_schedule: Word | None = None
-    pipeline_parallel_microbatch_size: Positive | None = None
+_OPTIONS = section("torchtitan")
 
 
-class _Training(Section, known=known("torchtitan", "training")):
-    dtype: Dtype | None = None
-    mixed_precision_param: Dtype | None = None
-    mixed_precision_reduce: Dtype | None = None
-    enable_cpu_offload: Truth | None = None
-    seq_len: Positive | None = None
-    max_context_length: Positive | None = None
-    local_batch_size: Positive | None = None
-    batch_size: Positive | None = None
-    num_tokens_per_microbatch_per_dp_rank: Positive | None = None
-
-
-class _Checkpoint(Section, known=known("torchtitan", "checkpoint")):
-    enable: Truth | None = None
-    enable_checkpoint: Truth | None = None
-    initial_load_path: Word | None = None
-
-
-class _ActivationCheckpoint(Section, unknown=None):
-    """[activation_checkpoint]; its other options depend on the mode, and since 0.3 say which it is."""
-
-    kind: Word | None = Field(default=None, alias="class")  # of a function of the registry
-    # Fields of `SelectiveAC.Config` and `MemoryBudgetAC.Config`; `FullAC.Config` has none of its own.
-    force_recompute_mm_shapes_by_fqns: Any = None
-    memory_budget: Any = None
-    preserve_rng_state: Truth | None = None
-    mode: Annotated[str, choice("none", "full", "selective", "memory_budget")] | None = None
-    selective_ac_option: Word | None = None
-
-
-class _ParamGroup(Section, known=known("torchtitan", "param_group"), unknown=None):
-    """One of `optimizer.param_groups`, since 0.3."""
-
-    optimizer_name: Word | None = None
-
-
-class _Optimizer(Section, unknown=None):
-    """[optimizer]; its other options depend on the optimizer."""
-
-    name: Word | None = None
-    param_groups: list[_ParamGroup] = Field(default_factory=list)
-
-
-class _Converter(Section, known=known("torchtitan", "converter"), unknown=None):
-    """One of `model_spec.converters`, as a function of the registry gives it."""
-
-    rank: Count | None = None
-    alpha: Number | None = None
-    target_modules: Names | None = None
-
-
-class _ModelSpec(Section, known=known("torchtitan", "model_spec"), unknown=None):
-    """What `model_registry` makes; `flavor` is one of the model's sizes."""
-
-    flavor: Word | None = None
-    converters: list[_Converter] = Field(default_factory=list)
-
-
-class _Model(Section, unknown=None):
-    """[model]; whole configs of models lie here in some versions."""
-
-    hf_assets_path: Word | None = None
-
-
-class _TorchTitan(Section, known=known("torchtitan", "job")):
-    hf_assets_path: Word | None = None
-    parallelism: _Parallelism = _Parallelism()
-    training: _Training = _Training()
-    checkpoint: _Checkpoint = _Checkpoint()
-    activation_checkpoint: _ActivationCheckpoint = _ActivationCheckpoint()
-    optimizer: _Optimizer = _Optimizer()
-    model: _Model = _Model()
-    model_spec: _ModelSpec = _ModelSpec()
-
-
-def _adapter(given: Given[_TorchTitan]) -> AdapterSpec | None:
+def _adapter(given: Given) -> AdapterSpec | None:
     """Return the adapter: `LoRAConverter` alone of the converters has a rank."""
     for one in given.raw.model_spec.converters:
         if one.rank is not None:
@@ -126,7 +36,7 @@ def _adapter(given: Given[_TorchTitan]) -> AdapterSpec | None:
     return None
 
 
-def _engine(given: Given[_TorchTitan]) -> Engine:
+def _engine(given: Given) -> Engine:
     """Return the engine: `fully_shard` even over one rank, for its dtypes, except under plain replicas."""
     spec = given.spec
     if spec.world_size == 1:
@@ -135,7 +45,7 @@ def _engine(given: Given[_TorchTitan]) -> Engine:
     return "ddp" if only_replicas and spec.axes["dp_replicate"] > 1 else "fsdp2"
 
 
-def _strategy(given: Given[_TorchTitan]) -> tuple[str, bool]:
+def _strategy(given: Given) -> tuple[str, bool]:
     policy, spec = given.raw.parallelism.fsdp_reshard_after_forward or "default", given.spec
     # A pipeline's microbatches would gather the parameters again and again: "default" keeps them then.
     reshards = {"always": True, "never": False}.get(policy, spec.axes["pp"] == 1)
@@ -145,7 +55,7 @@ def _strategy(given: Given[_TorchTitan]) -> tuple[str, bool]:
 _SELECTIONS = {"SelectiveAC": "op", "MemoryBudgetAC": "memory_budget"}
 
 
-def _checkpointing(given: Given[_TorchTitan]) -> tuple[bool, str | None]:
+def _checkpointing(given: Given) -> tuple[bool, str | None]:
     """Return whether blocks run again whole, or which selection does: of operations since 0.3, else every second."""
     section = given.raw.activation_checkpoint
     is_default = "activation_checkpoint" not in given.raw.model_fields_set
@@ -162,14 +72,14 @@ def _checkpointing(given: Given[_TorchTitan]) -> tuple[bool, str | None]:
     return section.mode == "full", "memory_budget" if section.mode == "memory_budget" else None
 
 
-def _optimizer(given: Given[_TorchTitan]) -> str:
+def _optimizer(given: Given) -> str:
     """Return the optimizer; where groups have several, that of the last, which takes what the others leave."""
     section = given.raw.optimizer
     names = [group.optimizer_name for group in section.param_groups if group.optimizer_name is not None]
     return section.name or (names[-1] if names else "") or "AdamW"
 
 
-def _batch_size(given: Given[_TorchTitan]) -> int:
+def _batch_size(given: Given) -> object:
     """Return the samples of a step; newer versions count tokens, and a sample is as long as the context."""
     training = given.raw.training
     tokens = training.num_tokens_per_microbatch_per_dp_rank
@@ -178,7 +88,7 @@ def _batch_size(given: Given[_TorchTitan]) -> int:
     return training.local_batch_size or training.batch_size or 8
 
 
-_TABLE: Table[_TorchTitan] = {
+_TABLE: Table = {
     "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
     "axes.pp": row("parallelism.pipeline_parallel_degree", default=1),
     "axes.dp_replicate": row("parallelism.data_parallel_replicate_degree", default=1),
@@ -229,14 +139,16 @@ def _looks_like(document: Document) -> bool:
     degrees = values.get("parallelism")
     if isinstance(degrees, Mapping) and any(str(key).endswith("_degree") for key in degrees):
         return True
-    beside = ("job", "parallelism", "metrics", "lr_scheduler", "activation_checkpoint", "comm")
-    return isinstance(values.get("training"), Mapping) and any(isinstance(values.get(name), Mapping) for name in beside)
+    telling = ("job", "parallelism", "metrics", "lr_scheduler", "activation_checkpoint", "comm")
+    return isinstance(values.get("training"), Mapping) and any(
+        isinstance(values.get(name), Mapping) for name in telling
+    )
 
 
-def _prepare(document: Document) -> Source:
+def _prepare(document: Document) -> ReaderInput:
     words = started(document.commands, _program)
     if words is None or document.values is not None:
-        return Source(model=_TorchTitan, table=_TABLE, values=document.keyed())
+        return ReaderInput(model=_OPTIONS, table=_TABLE, values=document.keyed())
     options, unread = read_flags(words)
     values, named, findings = _registered(options, document)
     for path, value in options.items():
@@ -244,7 +156,7 @@ def _prepare(document: Document) -> Source:
         is_off = last.startswith("no_") and value is True
         put(values, [*parents, last.removeprefix("no_") if is_off else last], False if is_off else value)
     words = (*unread, *named)
-    return Source(model=_TorchTitan, table=_TABLE, values=values, words=words, findings=findings, spell="--{}".format)
+    return ReaderInput(model=_OPTIONS, table=_TABLE, values=values, words=words, findings=findings, spell="--{}".format)
 
 
 def _registered(
@@ -262,7 +174,7 @@ def _registered(
         return {}, (f"--module {module} --config {name}",), (found,)
 
 
-READER = Reader(name="torchtitan", looks_like=_looks_like, prepare=_prepare)
+READER = TrainerReader(name="torchtitan", looks_like=_looks_like, prepare=_prepare)
 
 
 # A function of torchtitan's `config_registry.py` → the tree that it returns, read and never run

@@ -16,8 +16,6 @@ from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
-    STRATEGIES,
-    FsdpOptions,
     PluginDefaults,
     plugin_mesh_row,
     plugin_rows,
@@ -28,8 +26,8 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
 from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.overrides import Program, read_flags, started
-from ckpt_tools.preflight.configs.schema import Count, Names, Number, Positive, Section, Truth, Word
-from ckpt_tools.preflight.configs.table import Given, Reader, Source, Table, named_by, row
+from ckpt_tools.preflight.configs.schema import STRATEGIES, section
+from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, named_by, row
 from ckpt_tools.preflight.plain_values import as_truth, dtype_name
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
@@ -62,66 +60,7 @@ _LLAMAFACTORY = (
     *("model dist_config", "model kernel_config", "model model_class", "model init_config"),
 )
 """Options that LLaMA-Factory adds to Trainer's, with blanks between those that count together."""
-_INSTEAD = {
-    "offload_params": "cpu_offload",
-    "sharding_strategy": "reshard_after_forward",
-    "cpu_offload_params": "cpu_offload",
-}
-"""Option of another's `fsdp_config` → what Trainer calls it."""
-
-
-class _TrainerFsdp(FsdpOptions, known=known("trainer", "fsdp_config"), instead=_INSTEAD):
-    """`fsdp_config`; each key with or without `fsdp_`."""
-
-    cpu_offload: Truth | None = None
-    xla: Truth | None = None
-
-
-class _Sizes(Section, known=known("trainer", "parallelism_config")):
-    """`parallelism_config`, which a script makes a ParallelismConfig of."""
-
-    dp_replicate_size: Count | None = None
-    dp_shard_size: Count | None = None
-    tp_size: Count | None = None
-    cp_size: Count | None = None
-    sp_size: Count | None = None
-
-
-class Arguments(Section, known=known("trainer", "arguments")):
-    """What TrainingArguments has."""
-
-    per_device_train_batch_size: Positive | None = None
-    bf16: Truth | None = None
-    fp16: Truth | None = None
-    optim: Word | None = None
-    gradient_checkpointing: Truth | None = None
-    # true, words, a list of words
-    fsdp: Any = None
-    fsdp_config: _TrainerFsdp = _TrainerFsdp()
-    parallelism_config: _Sizes = _Sizes()
-    # a path or DeepSpeed's own config
-    deepspeed: Any = None
-    resume_from_checkpoint: Word | None = None
-    model_name_or_path: Word | None = None
-
-
-class _Trainer(Arguments, known=known("trainer", "arguments", "trl"), extensible=True):
-    activation_checkpointing: Truth | None = None
-    torch_dtype: Word | None = None
-    dtype: Word | None = None
-    max_length: Positive | None = None
-    max_seq_length: Positive | None = None
-    max_prompt_length: Positive | None = None
-    max_completion_length: Positive | None = None
-    model_max_length: Count | None = None
-    block_size: Count | None = None
-    use_peft: Truth | None = None
-    lora_r: Count | None = None
-    lora_alpha: Number | None = None
-    lora_target_modules: Names | None = None
-    load_in_4bit: Truth | None = None
-    load_in_8bit: Truth | None = None
-    bnb_4bit_quant_type: Word | None = None
+OPTIONS = section("trainer")
 
 
 def with_fsdp_file(values: Mapping[str, object], path: str) -> tuple[Mapping[str, object], tuple[Finding, ...]]:
@@ -167,11 +106,7 @@ def _fsdp_words(value: object) -> tuple[tuple[str, ...] | None, tuple[Finding, .
     return tuple(item.lower() for item in items), findings
 
 
-def _words_of_fsdp(raw: Arguments) -> tuple[str, ...]:
-    return _fsdp_words(raw.fsdp)[0] or ()
-
-
-def trainer_engine(given: Given[Any]) -> Engine:
+def trainer_engine(given: Given) -> Engine:
     """Return the engine that TrainingArguments ask for."""
     raw = given.raw
     if _fsdp_words(raw.fsdp)[0] is not None:
@@ -183,7 +118,7 @@ def trainer_engine(given: Given[Any]) -> Engine:
     return "none" if given.spec.world_size == 1 else "ddp"
 
 
-def _axes(given: Given[Arguments]) -> dict[str, int]:
+def _axes(given: Given) -> dict[str, int]:
     if given.spec.axes:
         return {axis: given.spec.axes.get(axis, 1) for axis in _AXES}
     if given.spec.engine in ("none", "other"):
@@ -191,17 +126,17 @@ def _axes(given: Given[Arguments]) -> dict[str, int]:
     return {"dp_replicate": -1} if given.spec.engine == "ddp" else {"dp_shard": -1}
 
 
-def _v2_strategy(given: Given[Arguments]) -> tuple[str, bool | None]:
-    items = _words_of_fsdp(given.raw)
+def _v2_strategy(given: Given) -> tuple[str, bool | None]:
+    items = _fsdp_words(given.raw.fsdp)[0] or ()
     return v2_strategy(given, default="shard_grad_op" not in items or "full_shard" in items)
 
 
-def _offloads(given: Given[Arguments]) -> bool:
+def _offloads(given: Given) -> bool:
     asked = given.raw.fsdp_config.cpu_offload
-    return "offload" in _words_of_fsdp(given.raw) if asked is None else asked
+    return "offload" in (_fsdp_words(given.raw.fsdp)[0] or ()) if asked is None else asked
 
 
-def _trl_script(given: Given[_Trainer]) -> str | None:
+def _trl_script(given: Given) -> str | None:
     """Return the trainer of TRL's that runs; '' where only some option shows that it is one of them."""
     for command in given.document.commands:
         for at, word in enumerate(command):
@@ -213,14 +148,14 @@ def _trl_script(given: Given[_Trainer]) -> str | None:
     return "" if isinstance(given.values, Mapping) and names & given.values.keys() else None
 
 
-def _mixed(given: Given[_Trainer]) -> str | None:
+def _mixed(given: Given) -> str | None:
     """Return the precision that is asked for; TRL's configs mix in bf16 unless told otherwise."""
     raw = given.raw
     is_default = raw.bf16 is None and not raw.fp16 and _trl_script(given) is not None
     return "bf16" if raw.bf16 or is_default else "f16" if raw.fp16 else None
 
 
-def _dtypes(given: Given[_Trainer]) -> tuple[str | None, str | None, str | None]:
+def _dtypes(given: Given) -> tuple[str | None, str | None, str | None]:
     raw, mixed = given.raw, _mixed(given)
     stored = dtype_name(raw.torch_dtype or raw.dtype)
     # accelerate widens what is trained, unless nothing is mixed.
@@ -228,12 +163,12 @@ def _dtypes(given: Given[_Trainer]) -> tuple[str | None, str | None, str | None]
     return mixed or stored, (mixed or stored) if given.is_fsdp else None, "f32" if is_widened else stored
 
 
-def _recomputes(given: Given[_Trainer]) -> bool:
+def _recomputes(given: Given) -> bool:
     asked = given.raw.gradient_checkpointing
     return bool((_trl_script(given) is not None if asked is None else asked) or given.raw.activation_checkpointing)
 
 
-def _seq_len(given: Given[_Trainer]) -> int | None:
+def _seq_len(given: Given) -> int | None:
     raw = given.raw
     found = raw.max_length or raw.max_seq_length or raw.model_max_length or raw.block_size
     if found or (raw.max_prompt_length and raw.max_completion_length):
@@ -241,26 +176,22 @@ def _seq_len(given: Given[_Trainer]) -> int | None:
     return _TRL_LENGTH if _trl_script(given) in ("sft", "dpo", "kto", "reward") else None
 
 
-def _adapter(given: Given[_Trainer]) -> AdapterSpec | None:
+def _adapter(given: Given) -> AdapterSpec | None:
     """Return the adapter of TRL's options. Source: `trl/trainer/model_config.py:ModelConfig` (r 16, alpha 32)."""
     raw = given.raw
     if not raw.use_peft:
         return None
-    return AdapterSpec(
-        kind="lora",
-        rank=16 if raw.lora_r is None else raw.lora_r,
-        alpha=32.0 if raw.lora_alpha is None else raw.lora_alpha,
-        targets=raw.lora_target_modules or (),
-    )
+    rank, alpha = 16 if raw.lora_r is None else raw.lora_r, 32.0 if raw.lora_alpha is None else raw.lora_alpha
+    return AdapterSpec(rank=rank, alpha=alpha, targets=raw.lora_target_modules or ())
 
 
-def _quantize(given: Given[_Trainer]) -> str | None:
+def _quantize(given: Given) -> str | None:
     if given.raw.load_in_4bit:
         return given.raw.bnb_4bit_quant_type or "nf4"
     return "int8" if given.raw.load_in_8bit else None
 
 
-ARGUMENT_ROWS: Table[Any] = {
+ARGUMENT_ROWS: Table = {
     # Of a command line: a file does not say how many ranks are started.
     "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
     "engine": row("fsdp", "deepspeed", value=trainer_engine),
@@ -275,7 +206,7 @@ ARGUMENT_ROWS: Table[Any] = {
     "resume_from": row("resume_from_checkpoint", value=resumed_from),
 }
 """What TrainingArguments say, whoever adds to them."""
-_TABLE: Table[_Trainer] = {
+_TABLE: Table = {
     **ARGUMENT_ROWS,
     "param_dtype reduce_dtype master_dtype": row("bf16", "fp16", "torch_dtype", "dtype", value=_dtypes),
     "activation_checkpointing": row("gradient_checkpointing", "activation_checkpointing", value=_recomputes),
@@ -285,18 +216,18 @@ _TABLE: Table[_Trainer] = {
         "max_length", "max_seq_length", "model_max_length", "block_size", "max_completion_length", value=_seq_len
     ),
 }
-ROWS_BY_ENGINE: Mapping[Engine, Table[Any]] = {
+ROWS_BY_ENGINE: Mapping[Engine, Table] = {
     "deepspeed": deepspeed_rows(),
     **plugin_rows(DEFAULTS, offload=row(value=_offloads), v2=row(value=_v2_strategy)),
 }
 
 
-def check_fsdp(given: Given[Any]) -> None:
+def check_fsdp(given: Given) -> None:
     """Add what `fsdp` says that Trainer does not know."""
     given.findings += _fsdp_words(given.raw.fsdp)[1]
 
 
-def _check(given: Given[_Trainer]) -> None:
+def _check(given: Given) -> None:
     check_fsdp(given)
     left = [name for name in ("bf16", "gradient_checkpointing") if getattr(given.raw, name) is None]
     if left and not given.raw.fp16 and _trl_script(given) is not None:
@@ -338,20 +269,15 @@ def arguments_of(document: Document, program: Program) -> tuple[Mapping[str, obj
     return read_flags(document.words if words is None else words)
 
 
-def _prepare(document: Document) -> Source:
-    arguments, words = arguments_of(document, _program)
+def prepared(arguments: Mapping[str, object], document: Document, **own: Any) -> ReaderInput:  # noqa: ANN401 - fields of it
+    """Make arguments ready that have TrainingArguments among them; `own` is what the trainer has of its own."""
     values, missing = with_fsdp_file(arguments, document.path)
-    return without_prefix(
-        Source(
-            model=_Trainer,
-            table=_TABLE,
-            by_engine=ROWS_BY_ENGINE,
-            values=values,
-            words=words,
-            findings=missing,
-            check=_check,
-        )
-    )
+    return without_prefix(ReaderInput(by_engine=ROWS_BY_ENGINE, values=values, findings=missing, **own))
 
 
-READER = Reader(name="trainer", looks_like=_looks_like, prepare=_prepare)
+def _prepare(document: Document) -> ReaderInput:
+    arguments, words = arguments_of(document, _program)
+    return prepared(arguments, document, model=OPTIONS, table=_TABLE, words=words, check=_check)
+
+
+READER = TrainerReader(name="trainer", looks_like=_looks_like, prepare=_prepare)

@@ -215,7 +215,7 @@ def _splits_oddly(value: str, written: str, num_pieces: int) -> bool:
 
 Value = str | tuple[str, ...] | None
 """Of a variable; a tuple is an array, None what nobody knows here."""
-Look = Callable[[str], Value]
+ValueOf = Callable[[str], Value]
 """Name of a variable → its value."""
 
 _GROUP_NAME = r"(?P<name>[A-Za-z_]\w*)"
@@ -238,30 +238,29 @@ _HERE = re.compile(
 )
 
 
-def expanded(text: str, look: Look) -> Value:
+def expanded(text: str, value_of: ValueOf) -> Value:
     """Return what an expansion that is written as `text` stands for, or None where nobody knows."""
     if (found := _SIMPLE.fullmatch(text)) is not None:
-        return _text(look(found["bare"] or found["name"]))
+        value = value_of(found["bare"] or found["name"])
+        return value if isinstance(value, str) else None
     if (found := _ALL.fullmatch(text)) is not None:
-        return _items(look(found["name"]), found) if found["all"] == "@" else None
+        value = value_of(found["name"])
+        return _part(value, found) if found["all"] == "@" and isinstance(value, tuple) else None
     if (found := _ITEM.fullmatch(text)) is not None:
-        value = look(found["name"])
+        value = value_of(found["name"])
         index = int(found["index"][:6])
         return value[index] if isinstance(value, tuple) and index < len(value) else None
     if (found := _COUNT.fullmatch(text)) is not None:
-        value = look(found["name"])
+        value = value_of(found["name"])
         is_known = isinstance(value, tuple) if found["all"] else isinstance(value, str) and "$" not in value
         return str(len(value)) if is_known and value is not None else None
     if (found := _ARITHMETIC.fullmatch(text)) is not None:
-        return _arithmetic(found["text"], look)
+        return _arithmetic(found["text"], value_of)
     found = _PART.fullmatch(text) or _CHANGE.fullmatch(text)
-    value = None if found is None else look(found["name"])
+    value = None if found is None else value_of(found["name"])
     if found is None or not isinstance(value, str) or "$" in value or "`" in value:
         return None
-    if found.re is _PART:
-        start = int(found["start"][:9])
-        return value[start:][: int(found["count"][:9])] if found["count"] else value[start:]
-    return _changed(value, found["how"], found["rest"])
+    return _part(value, found) if found.re is _PART else _changed(value, found["how"], found["rest"])
 
 
 def place_of_script(text: str, path: str | None) -> str | None:
@@ -276,14 +275,9 @@ def place_of_script(text: str, path: str | None) -> str | None:
     return (os.path.dirname(path) or ".") if "dirname" in text else path
 
 
-def _text(value: Value) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _items(value: Value, found: re.Match[str]) -> Value:
-    if not isinstance(value, tuple) or found["start"] is None:
-        return value if isinstance(value, tuple) else None
-    start = int(found["start"][:9])
+def _part(value: str | tuple[str, ...], found: re.Match[str]) -> Value:
+    """Return a part of a value, or some items of an array."""
+    start = int((found["start"] or "0")[:9])
     return value[start:][: int(found["count"][:9])] if found["count"] else value[start:]
 
 
@@ -307,9 +301,9 @@ def _changed(value: str, how: str, rest: str) -> str | None:
     return next((value[at:] for at in longest if pattern.fullmatch(value[:at])), value)
 
 
-def _arithmetic(text: str, look: Look) -> str | None:
+def _arithmetic(text: str, value_of: ValueOf) -> str | None:
     def number(found: re.Match[str]) -> str:
-        value = look(found[1])
+        value = value_of(found[1])
         return value if isinstance(value, str) and value.isdecimal() and len(value) < 16 else "?"
 
     plain = _NUMBER_NAME.sub(number, text)

@@ -13,34 +13,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.document import Document
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
-from ckpt_tools.preflight.configs.names import inside, known
+from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.overrides import is_override, read_overrides, resolve
-from ckpt_tools.preflight.configs.schema import (
-    Count,
-    Dtype,
-    Names,
-    Number,
-    Positive,
-    Section,
-    Truth,
-    Word,
-    choice,
-    option_names,
-)
+from ckpt_tools.preflight.configs.schema import OptionSection, option_names, section
 from ckpt_tools.preflight.configs.table import (
     FSDP,
+    FieldRow,
     Given,
-    Reader,
-    Row,
-    Source,
+    ReaderInput,
     Table,
+    TrainerReader,
     mesh_row,
     named_by,
     reshard_row,
@@ -165,170 +154,48 @@ def _own_programs(document: Document) -> tuple[str, ...]:
 
 
 _ACTOR = "actor_rollout_ref.actor"
-_PATH = "actor_rollout_ref"
-_TREE, _SFT_TREE = known("verl", "tree"), known("verl", "sft_tree")
-"""Paths of all options, in the trees that verl itself generates."""
-_KNOWN_FSDP = known("verl", "fsdp") | inside(_TREE, f"{_PATH}/actor/fsdp_config")
-STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni", "torchtitan", "automodel", "mindspeed")
-"""Engines. Source: `workers/engine/`."""
-Strategy = Annotated[str, choice(*STRATEGIES)]
+_FSDP, _PPO_OPTIONS = section("verl.fsdp"), section("verl.ppo")
+_SFT_OTHER, _SFT_MEGATRON, _SFT_OPTIONS = (section(f"verl.sft{engine}") for engine in ("", ".megatron", ".fsdp"))
+"""Files for the SFT trainer, whose engine's options are passed over, or are those of Megatron or FSDP."""
 
 
-class _WrapPolicy(Section, known=known("verl", "wrap_policy")):
-    min_num_params: Count | None = None
-    transformer_layer_cls_to_wrap: Names | None = None
-
-
-class _MixedPrecision(Section):
-    param_dtype: Dtype | None = None
-    reduce_dtype: Dtype | None = None
-    buffer_dtype: Dtype | None = None
-
-
-class _Fsdp(Section, known=_KNOWN_FSDP, unknown="error"):  # a dataclass is made of it
-    strategy: Strategy | None = None
-    fsdp_size: Count | None = None
-    reshard_after_forward: Truth | None = None
-    offload_policy: Truth | None = None
-    param_offload: Truth | None = None
-    optimizer_offload: Truth | None = None
-    model_dtype: Dtype | None = None
-    dtype: Dtype | None = None
-    mixed_precision: _MixedPrecision = _MixedPrecision()
-    wrap_policy: _WrapPolicy = _WrapPolicy()
-    ulysses_sequence_parallel_size: Count | None = None
-
-
-class _Optimizer(Section, known=known("verl", "optim"), unknown="error"):
-    """`optim`; its other options depend on the engine."""
-
-    optimizer: Word | None = None
-
-
-class _Megatron(Section, known=known("verl", "megatron") | inside(_TREE, f"{_PATH}/actor/megatron"), unknown=None):
-    """`megatron`, or `engine` of the SFT trainer where a group chooses Megatron."""
-
-    tensor_model_parallel_size: Count | None = None
-    pipeline_model_parallel_size: Count | None = None
-    context_parallel_size: Count | None = None
-    expert_model_parallel_size: Count | None = None
-
-
-class _Actor(Section, known=known("verl", "actor") | inside(_TREE, f"{_PATH}/actor"), unknown="error"):
-    strategy: Strategy | None = None
-    ppo_micro_batch_size_per_gpu: Positive | None = None
-    ulysses_sequence_parallel_size: Count | None = None
-    fsdp_config: _Fsdp = _Fsdp()
-    megatron: _Megatron = _Megatron()
-    optim: _Optimizer = _Optimizer()
-
-
-class _Model(Section, known=known("verl", "model") | inside(_TREE, f"{_PATH}/model"), unknown="error"):
-    path: Word | None = None
-    enable_gradient_checkpointing: Truth | None = None
-    lora_rank: Count | None = None
-    lora_alpha: Number | None = None
-    lora_adapter_path: Word | None = None
-    target_modules: Names | None = None
-
-
-class _ActorRolloutRef(Section, known=known("verl", "actor_rollout_ref") | inside(_TREE, _PATH)):
-    model: _Model = _Model()
-    actor: _Actor = _Actor()
-
-
-class _Data(Section, known=inside(_TREE | _SFT_TREE, "data"), unknown=None):
-    """`data`, which scripts extend."""
-
-    max_prompt_length: Positive | None = None
-    max_response_length: Positive | None = None
-    max_length: Positive | None = None
-    micro_batch_size_per_gpu: Positive | None = None
-
-
-class _Runner(Section, known=known("verl", "trainer") | inside(_TREE | _SFT_TREE, "trainer")):
-    nnodes: Positive | None = None
-    n_gpus_per_node: Positive | None = None
-    resume_from_path: Word | None = None
-
-
-class _Ppo(Section, known=known("verl", "ppo") | _TREE):
-    """A file for PPO, GRPO and the like."""
-
-    actor_rollout_ref: _ActorRolloutRef = _ActorRolloutRef()
-    data: _Data = _Data()
-    trainer: _Runner = _Runner()
-
-
-class _SftFsdp(_Fsdp, known=known("verl", "fsdp", "sft_fsdp")):
-    offload_params: Truth | None = None
-
-
-class _SftModel(_Model):
-    partial_pretrain: Word | None = None
-    strategy: Strategy | None = None
-    fsdp_config: _SftFsdp = _SftFsdp()
-
-
-class _SftOther(Section, known=known("verl", "sft") | _SFT_TREE | {"engine", "optim"}):
-    """A file for the SFT trainer with an engine that is not FSDP: the engine's options are passed over."""
-
-    model: _SftModel = _SftModel()
-    data: _Data = _Data()
-    trainer: _Runner = _Runner()
-    ulysses_sequence_parallel_size: Count | None = None
-
-
-class _SftMegatron(_SftOther):
-    """A file for the SFT trainer with Megatron."""
-
-    engine: _Megatron = _Megatron()
-
-
-class _Sft(_SftOther):
-    """A file for the SFT trainer."""
-
-    engine: _Fsdp = _Fsdp()
-    optim: _Optimizer = _Optimizer()
-
-
-def _engine_row(option: str, default: str) -> Row[Any]:
+def _engine_row(option: str, default: str) -> FieldRow:
     """Make the row of the engine; the options of others than FSDP are not read."""
 
-    def engine(given: Given[Any]) -> Engine:
+    def engine(given: Given) -> Engine:
         strategy = value_at(given.raw, option) or default
         return "fsdp1" if strategy == "fsdp" else "fsdp2" if strategy == "fsdp2" else "other"
 
     return row(option, value=engine)
 
 
-def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
+def _fsdp_rows(at: str, *, model: str) -> Table:
     """Return the rows of what FSDP is told below `at`, of a model whose options lie at `model`."""
 
-    def options(given: Given[Any]) -> _Fsdp:
+    def options(given: Given) -> Any:  # noqa: ANN401 - a section
         found = value_at(given.raw, at)
-        return found if isinstance(found, _Fsdp) else _Fsdp()
+        return found if isinstance(found, _FSDP) else _FSDP()
 
-    def axes(given: Given[Any]) -> dict[str, int]:
+    def axes(given: Given) -> dict[str, int]:
         """Return `create_device_mesh`'s axes: groups of `fsdp_size` ranks shard, and replicate each other."""
         size, world = options(given).fsdp_size, given.spec.world_size
         if size is None or size < 0 or (world is not None and size >= world):
             return {"dp_shard": -1}
         return {"dp_replicate": -1, "dp_shard": size}
 
-    def mesh(given: Given[Any]) -> Mesh | None:
+    def mesh(given: Given) -> Mesh | None:
         is_known = given.has_value(f"{at}.fsdp_size")
         return build_mesh(given.spec.axes, given.spec.world_size) if is_known else None
 
-    def compute(given: Given[Any]) -> str:
+    def compute(given: Given) -> str:
         fsdp = options(given)
         is_mixed = "mixed_precision" in fsdp.model_fields_set  # it wins over `dtype`
         return (fsdp.mixed_precision.param_dtype if is_mixed else fsdp.dtype) or "bf16"
 
-    def adapter(given: Given[Any]) -> AdapterSpec | None:
-        trained = value_at(given.raw, model)
-        rank = trained.lora_rank or 0 if isinstance(trained, _Model) else 0
-        if not isinstance(trained, _Model) or (rank <= 0 and trained.lora_adapter_path is None):
+    def adapter(given: Given) -> AdapterSpec | None:
+        trained: Any = value_at(given.raw, model)
+        rank = trained.lora_rank or 0
+        if rank <= 0 and trained.lora_adapter_path is None:
             return None
         alpha = 16.0 if trained.lora_alpha is None else trained.lora_alpha
         return AdapterSpec(kind="lora", rank=rank or None, alpha=alpha, targets=trained.target_modules or _ALL_LINEAR)
@@ -356,10 +223,10 @@ def _fsdp_rows(at: str, *, model: str) -> Table[Any]:
     }
 
 
-def _on_megatron(table: Table[Any], at: str) -> Table[Any]:
+def _on_megatron(table: Table, at: str) -> Table:
     """Return a table with the mesh of Megatron, told below `at`; data-parallel ranks are the rest."""
     names = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
-    sizes: Table[Any] = {f"axes.{axis}": row(f"{at}.{name}_parallel_size", default=1) for axis, name in names.items()}
+    sizes: Table = {f"axes.{axis}": row(f"{at}.{name}_parallel_size", default=1) for axis, name in names.items()}
     rest = {name: one for name, one in table.items() if name not in ("axes", "mesh")}
     return {**rest, **sizes, "axes.dp_replicate": row(default=-1), "mesh": mesh_row()}
 
@@ -367,23 +234,19 @@ def _on_megatron(table: Table[Any], at: str) -> Table[Any]:
 _ALL_LINEAR = ("all-linear",)
 
 
-def _world_size(given: Given[_Ppo]) -> int | None:
+def _world_size(given: Given) -> int | None:
     """Return the ranks that verl starts; its own defaults are one node of 8."""
     is_known = given.has_value("trainer.nnodes") and given.has_value("trainer.n_gpus_per_node")
     return (given.raw.trainer.nnodes or 1) * (given.raw.trainer.n_gpus_per_node or 8) if is_known else None
 
 
-def _ulysses(given: Given[_Ppo]) -> int:
+def _ulysses(given: Given) -> int:
     actor = given.raw.actor_rollout_ref.actor
     asked = actor.ulysses_sequence_parallel_size or 1
     return asked if asked > 1 else actor.fsdp_config.ulysses_sequence_parallel_size or 1
 
 
-def _prompt_and_response(given: Given[_Ppo]) -> int:
-    return (given.raw.data.max_prompt_length or 512) + (given.raw.data.max_response_length or 512)
-
-
-_PPO: Table[_Ppo] = {
+_PPO: Table = {
     "world_size": row("trainer.n_gpus_per_node", "trainer.nnodes", value=_world_size),
     **_fsdp_rows(f"{_ACTOR}.fsdp_config", model="actor_rollout_ref.model"),
     "axes.sp": row(
@@ -393,25 +256,29 @@ _PPO: Table[_Ppo] = {
         engines=FSDP,
     ),
     "optimizer": row(f"{_ACTOR}.optim.optimizer", default="AdamW"),
-    "seq_len": row("data.max_prompt_length", "data.max_response_length", value=_prompt_and_response),
+    "seq_len": row(
+        "data.max_prompt_length",
+        "data.max_response_length",
+        value=lambda given: (given.raw.data.max_prompt_length or 512) + (given.raw.data.max_response_length or 512),
+    ),
     "batch_size": row(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
     "model": row("actor_rollout_ref.model.path"),
 }
-_SFT: Table[Any] = {
+_SFT: Table = {
     # torchrun starts it, whatever `trainer` says.
     "world_size": row(value=lambda given: launched_ranks(given.document.commands)),
     "optimizer": row("optim.optimizer", default="AdamW"),
     "seq_len": row("data.max_length", default=1024),
     "batch_size": row("data.micro_batch_size_per_gpu", default=4),
 }
-_ENGINE_SFT: Table[_SftOther] = {
+_ENGINE_SFT: Table = {
     **_SFT,
     **_fsdp_rows("engine", model="model"),
     "axes.sp": row("engine.ulysses_sequence_parallel_size", default=1, engines=FSDP),
     "model": row("model.path"),
 }
 """`sft_trainer.py`, whose `engine` is FSDP's unless a group says otherwise."""
-_FSDP_SFT: Table[_Sft] = {
+_FSDP_SFT: Table = {
     **_SFT,
     **_fsdp_rows("model.fsdp_config", model="model"),
     "axes": row(value=lambda _: {"dp_shard": -1}),
@@ -427,10 +294,10 @@ _FSDP_SFT: Table[_Sft] = {
 """`fsdp_sft_trainer.py`: one mesh of all ranks, and bf16 computation, always."""
 
 
-def _prepare(document: Document) -> Source:
+def _prepare(document: Document) -> ReaderInput:
     tree = read_tree(document)
     model, table = _chosen(tree, document)
-    source = Source(model=model, table=table, values=tree.values, findings=tree.findings, words=tree.words)
+    source = ReaderInput(model=model, table=table, values=tree.values, findings=tree.findings, words=tree.words)
     if not tree.is_command:
         return source
     names = option_names(model)
@@ -439,7 +306,7 @@ def _prepare(document: Document) -> Source:
     return replace(source, options=options, added=tree.added, words=(*tree.words, *groups))
 
 
-def _chosen(tree: Tree, document: Document) -> tuple[type[Section], Table[Any]]:
+def _chosen(tree: Tree, document: Document) -> tuple[type[OptionSection], Table]:
     """Return the options and the table of the trainer that is started."""
     starts_sft = any("sft_trainer" in word for word in document.words if word.startswith(("verl.", "verl/")))
     if not is_sft(tree.values) and not starts_sft:
@@ -448,13 +315,14 @@ def _chosen(tree: Tree, document: Document) -> tuple[type[Section], Table[Any]]:
         default = "megatron" if is_megatron else tree.engine("model_engine")
         strategy = find_value(tree.values, f"{_ACTOR}.strategy") or default
         table = _on_megatron(_PPO, f"{_ACTOR}.megatron") if strategy == "megatron" else _PPO
-        return _Ppo, {"engine": _engine_row(f"{_ACTOR}.strategy", default), **table}
+        return _PPO_OPTIONS, {"engine": _engine_row(f"{_ACTOR}.strategy", default), **table}
     if is_fsdp_sft(tree.values):
-        return _Sft, {"engine": _engine_row("model.strategy", "fsdp2"), **_FSDP_SFT}
+        return _SFT_OPTIONS, {"engine": _engine_row("model.strategy", "fsdp2"), **_FSDP_SFT}
     chosen = tree.engine("engine")
     if chosen == "megatron":
-        return _SftMegatron, {"engine": row(value=lambda _: "other"), **_on_megatron(_ENGINE_SFT, "engine")}
-    return _Sft if chosen == "fsdp" else _SftOther, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
+        return _SFT_MEGATRON, {"engine": row(value=lambda _: "other"), **_on_megatron(_ENGINE_SFT, "engine")}
+    model = _SFT_OPTIONS if chosen == "fsdp" else _SFT_OTHER
+    return model, {"engine": _engine_row("engine.strategy", chosen), **_ENGINE_SFT}
 
 
-READER = Reader(name="verl", looks_like=looks_like, prepare=_prepare)
+READER = TrainerReader(name="verl", looks_like=looks_like, prepare=_prepare)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.rules import batches, fsdp, mesh, model, precision, words
-from ckpt_tools.preflight.rules.rule import ALL, Case, Rule, apply
+from ckpt_tools.preflight.rules.rule import ALL, ConfigRule, Subject, apply
 
 if TYPE_CHECKING:
     from ckpt_tools.preflight.configs.config import Config
@@ -28,13 +28,15 @@ _HEADINGS = (
 )  # fmt: skip
 """The tens of an id are its heading."""
 _ALL = chain(words.TABLE_RULES, *(vars(module).values() for module in (batches, fsdp, mesh, model, precision, words)))
-RULES: tuple[Rule, ...] = tuple(sorted((one for one in _ALL if isinstance(one, Rule)), key=lambda one: one.id))
-CATALOGUE: Mapping[str, Rule] = MappingProxyType({one.id: one for one in RULES})
+RULES: tuple[ConfigRule, ...] = tuple(
+    sorted((one for one in _ALL if isinstance(one, ConfigRule)), key=lambda one: one.id)
+)
+CATALOGUE: Mapping[str, ConfigRule] = MappingProxyType({one.id: one for one in RULES})
 
 
 def check_rules(config: Config, facts: ModelFacts | None = None) -> tuple[Finding, ...]:
     """Return what is wrong with a config, by rule id; without facts, the rules on the model are silent."""
-    return apply(RULES, Case(config=config, facts=facts or ModelFacts(where="")))
+    return apply(RULES, Subject(config=config, facts=facts or ModelFacts(where="")))
 
 
 def render_rules() -> str:

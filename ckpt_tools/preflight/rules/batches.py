@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ckpt_tools.options.preflight import Framework
-from ckpt_tools.preflight.rules.rule import Case, Setting, Violation, enabled, error_rule, shown
+from ckpt_tools.preflight.rules.rule import Stated, Subject, Violation, enabled, error_rule, shown
 from ckpt_tools.preflight.rules.words import below_limits, frameworks_of
 
 # CKPT11x: batches, which are products of sizes that stand far apart in a config, and the lengths of samples.
@@ -32,7 +32,7 @@ def largest_divisor(of: int, *, at_most: int) -> int:
     return next(one for one in range(min(at_most, of), 0, -1) if of % one == 0)
 
 
-def _multiple_of(case: Case, found: Setting | None, unit: int, of: str) -> Iterator[Violation]:
+def _multiple_of(case: Subject, found: Stated | None, unit: int, of: str) -> Iterator[Violation]:
     """Yield that an option is no multiple of `unit`, which is `of` in words."""
     if found is not None and found.count is not None and unit > 0 and found.count % unit:
         fix = case.written(found.key, next_multiple(found.count, unit))
@@ -40,12 +40,11 @@ def _multiple_of(case: Case, found: Setting | None, unit: int, of: str) -> Itera
 
 
 @error_rule(
-    "CKPT110: rollouts that do not spread evenly over the ranks",
+    "CKPT110 (verl): rollouts that do not spread evenly over the ranks",
     why="verl compares prompts × samples with what the ranks take at a time before it loads anything, and stops",
     fix="a data.train_batch_size whose product with rollout.n the ranks divide",
-    frameworks=("verl",),
 )
-def rollouts_spread(case: Case) -> Iterator[Violation]:
+def rollouts_spread(case: Subject) -> Iterator[Violation]:
     """Source: verl 0.9.1 `utils/config.py:98-119` (`minimal_bsz`)."""
     batch, ranks = case.whole(_TRAIN_BATCH), case.spec.world_size
     if batch is None or ranks is None or case.is_on(_DYNAMIC):
@@ -69,13 +68,12 @@ def rollouts_spread(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT111: mini-batches and micro-batches that do not fit together",
+    "CKPT111 (verl): mini-batches and micro-batches that do not fit together",
     why="verl cuts the batch into mini-batches over the ranks, and those into micro-batches: where that leaves a rest,"
     " the run stops at its first update",
     fix="train_batch_size ≥ ppo_mini_batch_size, and micro-batches that divide what a rank gets of a mini-batch",
-    frameworks=("verl",),
 )
-def mini_batches_fit(case: Case) -> Iterator[Violation]:
+def mini_batches_fit(case: Subject) -> Iterator[Violation]:
     """Source: verl 0.9.1 `workers/config/{actor,critic}.py`, `engine_workers.py:267`, `engine/utils.py:125`."""
     ranks = case.spec.world_size
     for role in (_ACTOR, "critic") if _has_critic(case) else (_ACTOR,):
@@ -92,12 +90,12 @@ def mini_batches_fit(case: Case) -> Iterator[Violation]:
             yield from _mini_of_a_rank(case, mini, ranks)
 
 
-def _has_critic(case: Case) -> bool:
+def _has_critic(case: Subject) -> bool:
     kind = case.get("algorithm.adv_estimator")
     return case.is_on("critic.enable") or (kind is not None and kind.text == "gae")
 
 
-def _micro_of_all(case: Case, role: str, mini: Setting, ranks: int) -> Iterator[Violation]:
+def _micro_of_all(case: Subject, role: str, mini: Stated, ranks: int) -> Iterator[Violation]:
     """Check the old option, which counts the samples of all ranks."""
     micro = case.option(f"{role}.ppo_micro_batch_size")
     if micro is None or micro.count is None or micro.count < 1 or mini.count is None:
@@ -111,7 +109,7 @@ def _micro_of_all(case: Case, role: str, mini: Setting, ranks: int) -> Iterator[
         yield Violation(micro.key, f"{micro} is for all {ranks} ranks together, and some would get none", remedy)
 
 
-def _mini_of_a_rank(case: Case, mini: Setting, ranks: int) -> Iterator[Violation]:
+def _mini_of_a_rank(case: Subject, mini: Stated, ranks: int) -> Iterator[Violation]:
     samples, data_ranks = max(case.count(_SAMPLES), 1), ranks // max(case.axis("sp"), 1)
     if mini.count is None or mini.count < 1 or data_ranks < 1:
         return
@@ -129,13 +127,12 @@ def _mini_of_a_rank(case: Case, mini: Setting, ranks: int) -> Iterator[Violation
 
 
 @error_rule(
-    "CKPT112: a global batch that is no multiple of what the ranks take at a time",
+    "CKPT112 (torchtitan): a global batch that is no multiple of what the ranks take at a time",
     why="torchtitan accumulates gradients over global_batch_size ÷ (local_batch_size × data-parallel ranks) passes, and"
     " asserts that this is a whole number",
     fix="a multiple of local_batch_size × dp_replicate × dp_shard",
-    frameworks=("torchtitan",),
 )
-def global_batch(case: Case) -> Iterator[Violation]:
+def global_batch(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan 0.3.0 `trainer.py:414-424`; 0.2.2 `train.py:202`."""
     found, local = case.option("training.global_batch_size"), case.count("training.local_batch_size", 8)
     ranks = case.axis("dp_replicate") * case.axis("dp_shard")
@@ -144,13 +141,12 @@ def global_batch(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT113: a training batch that micro-batches and ranks do not divide",
+    "CKPT113 (openrlhf): a training batch that micro-batches and ranks do not divide",
     why="DeepSpeed accumulates gradients over train_batch_size ÷ (micro_train_batch_size × ranks) passes, and asserts"
     " that this is a whole number of at least 1",
     fix="a multiple of micro_train_batch_size × data-parallel ranks",
-    frameworks=("openrlhf",),
 )
-def train_batch(case: Case) -> Iterator[Violation]:
+def train_batch(case: Subject) -> Iterator[Violation]:
     """Source: OpenRLHF 0.11.2 `utils/deepspeed/deepspeed.py:110-116,455`, DeepSpeed `_batch_assertion`."""
     micro, ranks = case.whole("train.micro_batch_size", "micro_train_batch_size") or 0, _data_ranks(case)
     if case.spec.engine == "deepspeed" and not case.is_on("train.dynamic_batch_enable", "use_dynamic_batch"):
@@ -158,18 +154,17 @@ def train_batch(case: Case) -> Iterator[Violation]:
         yield from _multiple_of(case, batch, micro * ranks, f"micro-batches of {micro} on {ranks} data-parallel ranks")
 
 
-def _data_ranks(case: Case) -> int:
+def _data_ranks(case: Subject) -> int:
     """Return the ranks that see different samples; 0 where nobody knows."""
     return (case.spec.world_size or 0) // max(case.axis("sp") * case.axis("tp"), 1)
 
 
 @error_rule(
-    "CKPT114: fewer batches of rollouts than ranks",
+    "CKPT114 (openrlhf): fewer batches of rollouts than ranks",
     why="OpenRLHF hands batches of samples to the ranks of the actor, and asserts that each gets one",
     fix="a larger rollout batch, or smaller micro-batches of it",
-    frameworks=("openrlhf",),
 )
-def rollouts_for_all(case: Case) -> Iterator[Violation]:
+def rollouts_for_all(case: Subject) -> Iterator[Violation]:
     """Source: OpenRLHF 0.11.2 `cli/train_ppo_ray.py:757-763`."""
     batch, ranks = case.option("rollout.batch_size", "rollout_batch_size"), _data_ranks(case)
     micro = case.whole("rollout.micro_batch_size", "micro_rollout_batch_size")
@@ -183,13 +178,12 @@ def rollouts_for_all(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT115: groups of generations that do not fill the batch",
+    "CKPT115 (trainer, axolotl): groups of generations that do not fill the batch",
     why="GRPO compares the generations of one prompt: TRL and axolotl refuse a batch that holds parts of groups, and"
     " groups of one",
     fix="a num_generations that divides samples per rank × ranks × gradient_accumulation_steps",
-    frameworks=("trainer", "axolotl"),
 )
-def groups_fill_batch(case: Case) -> Iterator[Violation]:
+def groups_fill_batch(case: Subject) -> Iterator[Violation]:
     """Source: TRL 1.16.0 `trainer/grpo_config.py:1096-1141`, axolotl 0.21.0 `utils/schemas/validation.py:1077-1133`."""
     at = "trl." if case.framework == "axolotl" else ""
     group = case.option(f"{at}num_generations")
@@ -235,7 +229,7 @@ _SIZES = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     fix="auto in DeepSpeed's config",
     frameworks=tuple(_ARGUMENTS),
 )
-def deepspeed_sizes(case: Case) -> Iterator[Violation]:
+def deepspeed_sizes(case: Subject) -> Iterator[Violation]:
     """Source: transformers 5.23.0 `integrations/deepspeed.py:fill_match`, DeepSpeed `_batch_assertion`."""
     if case.spec.engine != "deepspeed":
         return
@@ -262,7 +256,7 @@ def deepspeed_sizes(case: Case) -> Iterator[Violation]:
             yield Violation(asked.key, f"{asked}, and the arguments have no {word}", f"{asked.key}: auto")
 
 
-def _differs(case: Case, option: str, expected: float, other: str) -> Iterator[Violation]:
+def _differs(case: Subject, option: str, expected: float, other: str) -> Iterator[Violation]:
     found = case.get(option)
     if found is not None and found.text != "auto" and found.value != expected:
         value = f"the text {found.text}" if isinstance(found.value, str) else shown(found.value)
@@ -270,13 +264,12 @@ def _differs(case: Case, option: str, expected: float, other: str) -> Iterator[V
 
 
 @error_rule(
-    "CKPT117: a sequence that its parallel ranks cannot cut evenly",
+    "CKPT117 (torchtitan): a sequence that its parallel ranks cannot cut evenly",
     why="torchtitan stops: sequence parallelism cuts a sample over the TP ranks, context parallelism into two parts per"
     " rank",
     fix="a multiple of tp × 2 · cp",
-    frameworks=("torchtitan",),
 )
-def sequence_divides(case: Case) -> Iterator[Violation]:
+def sequence_divides(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan 0.3.0 `trainer.py:306-315`; 0.2.2 `models/llama3/infra/parallelize.py`."""
     keeps, ring = case.get("parallelism.enable_sequence_parallel"), max(case.axis("cp"), 1)
     width = 1 if keeps is not None and keeps.is_off else max(case.axis("tp"), 1)
@@ -286,12 +279,11 @@ def sequence_divides(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT118: a budget of tokens below the longest sample",
+    "CKPT118 (verl): a budget of tokens below the longest sample",
     why="verl fills batches by tokens, and stops at a sample that is longer than the budget of a rank",
     fix="at least max_prompt_length + max_response_length",
-    frameworks=("verl",),
 )
-def tokens_suffice(case: Case) -> Iterator[Violation]:
+def tokens_suffice(case: Subject) -> Iterator[Violation]:
     """Source: verl 0.9.1 `utils/seqlen_balancing.py:384`."""
     if not case.is_fsdp:
         return  # the sequence parallelism of other engines is not read
@@ -322,7 +314,7 @@ MAX_LORA_RANK = 65_536
     why="A digit too many, or the wrong unit: no cluster has these ranks, and no device holds such a sample",
     fix="the intended size",
 )
-def absurd_sizes(case: Case) -> Iterator[Violation]:
+def absurd_sizes(case: Subject) -> Iterator[Violation]:
     """Compare sizes with bounds that lie far beyond the largest runs."""
     sizes = [
         (case.key("world_size"), case.spec.world_size, MAX_RANKS, "ranks"),
@@ -344,7 +336,7 @@ def absurd_sizes(case: Case) -> Iterator[Violation]:
     fix="a whole number that is large enough, or leave the option out",
     frameworks=frameworks_of("limits.tsv", "CKPT101"),
 )
-def least_sizes(case: Case) -> Iterator[Violation]:
+def least_sizes(case: Subject) -> Iterator[Violation]:
     """Look at sizes that one of the trainers' own checks, or a division, would stop at: `limits.tsv`."""
     for found, least in below_limits(case, "CKPT101"):
         what = f"{found.key} must be at least {least}, got {shown(found.value)}"
@@ -357,7 +349,7 @@ def least_sizes(case: Case) -> Iterator[Violation]:
     fix="a learning rate above zero",
     frameworks=frameworks_of("limits.tsv", "CKPT102"),
 )
-def learning_rate(case: Case) -> Iterator[Violation]:
+def learning_rate(case: Subject) -> Iterator[Violation]:
     """Source: `torch/optim/adamw.py:AdamW.__init__`."""
     for found, _ in below_limits(case, "CKPT102"):
         yield Violation(found.key, f"a learning rate of {shown(found.value)}", f"{found.key}: above zero")
@@ -373,12 +365,11 @@ _TENSOR: Mapping[Framework, tuple[str, ...]] = {
 
 
 @error_rule(
-    "CKPT120: devices that the processes of a machine do not have",
+    "CKPT120 (accelerate): devices that the processes of a machine do not have",
     why="Only the devices of gpu_ids are visible: a process beyond them stops with an invalid device ordinal",
     fix="one id per process of a machine, or gpu_ids: all",
-    frameworks=("accelerate",),
 )
-def device_ids(case: Case) -> Iterator[Violation]:
+def device_ids(case: Subject) -> Iterator[Violation]:
     """Source: accelerate 1.15.0 `utils/launch.py:264-277`, `commands/launch.py:_validate_launch_command`."""
     found, processes = case.option("gpu_ids"), case.count("num_processes", 0)
     if found is None or found.text.lower() in ("all", "") or case.is_on("use_cpu"):
@@ -396,12 +387,11 @@ def device_ids(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT121: inference engines that do not fill the devices of training",
+    "CKPT121 (verl, openrlhf): inference engines that do not fill the devices of training",
     why="Engines that share the devices of the actor take all of them in equal parts: verl and OpenRLHF assert it",
     fix="engines × tensor parallel size = ranks of the actor",
-    frameworks=("verl", "openrlhf"),
 )
-def engines_fill(case: Case) -> Iterator[Violation]:
+def engines_fill(case: Subject) -> Iterator[Violation]:
     """Source: verl 0.9.1 `workers/engine_workers.py:655-660`, OpenRLHF 0.11.2 `cli/train_ppo_ray.py:56-64`."""
     ranks, size = case.spec.world_size, case.option(*_TENSOR[case.framework])
     if ranks is None:
@@ -427,12 +417,11 @@ def engines_fill(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT122: an inference engine whose ranks do not divide the attention heads",
+    "CKPT122 (verl, openrlhf): an inference engine whose ranks do not divide the attention heads",
     why="vLLM and SGLang cut attention by heads, and refuse a tensor parallel size that does not divide them",
     fix="a divisor of the heads",
-    frameworks=("verl", "openrlhf"),
 )
-def engine_heads(case: Case) -> Iterator[Violation]:
+def engine_heads(case: Subject) -> Iterator[Violation]:
     """Source: vLLM `config/model.py:verify_with_parallel_config`."""
     size, heads, ranks = case.option(*_TENSOR[case.framework]), case.facts.num_heads, case.spec.world_size
     if size is None or size.count is None or size.count < 2 or heads is None or heads % size.count == 0:
@@ -446,19 +435,18 @@ def engine_heads(case: Case) -> Iterator[Violation]:
 _PARTS = 1_000_000  # ratios are compared as whole numbers, as Trainer does
 
 
-def _strategy(case: Case, default: str, *names: str) -> tuple[str, Setting | None]:
+def _strategy(case: Subject, default: str, *names: str) -> tuple[str, Stated | None]:
     """Return a strategy, which may be a bare `no` in YAML."""
     found = case.option(*names)
     return default if found is None else "no" if found.value is False else found.text, found
 
 
 @error_rule(
-    "CKPT130: the best model is asked for, and not every save follows an evaluation",
+    "CKPT130 (trainer): the best model is asked for, and not every save follows an evaluation",
     why="Trainer can only go back to a checkpoint that was evaluated: it refuses other schedules before it starts",
     fix="the same strategy for both, and save_steps a multiple of eval_steps",
-    frameworks=("trainer",),
 )
-def best_is_evaluated(case: Case) -> Iterator[Violation]:
+def best_is_evaluated(case: Subject) -> Iterator[Violation]:
     """Source: transformers 5.23.0 `training_args.py:1575-1583,1749-1774`."""
     wanted = enabled(case.get("load_best_model_at_end"))
     save, save_by = _strategy(case, "steps", "save_strategy")
@@ -477,7 +465,7 @@ def best_is_evaluated(case: Case) -> Iterator[Violation]:
         yield from _multiples(case)
 
 
-def _multiples(case: Case) -> Iterator[Violation]:
+def _multiples(case: Subject) -> Iterator[Violation]:
     saves, found = case.option("save_steps"), case.option("eval_steps")
     every = 500.0 if saves is None else saves.number
     step = None if found is None else found.number

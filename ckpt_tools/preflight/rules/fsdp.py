@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.plain_values import as_truth
-from ckpt_tools.preflight.rules.rule import HF, Case, Setting, Violation, enabled, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.rule import Stated, Subject, Violation, enabled, error_rule, shown, warning_rule
 
 # CKPT01x: what distributes the model, and what it excludes.
 
@@ -16,12 +16,12 @@ _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED", "megatron_l
 _STAGES = "distributed_config.pp_size"  # how arguments for transformers ask for pipeline stages
 
 
-def _has(found: Setting | None) -> bool:
+def _has(found: Stated | None) -> bool:
     """Does an option say anything? False, null and empty containers do not."""
     return found is not None and found.value not in (False, "", [], {}, ()) and not found.is_off
 
 
-def wants_fsdp(case: Case) -> Setting | None:
+def wants_fsdp(case: Subject) -> Stated | None:
     """Return what asks for FSDP in a Trainer or axolotl config."""
     for path in ("fsdp", "fsdp_config") if case.framework == "axolotl" else ("fsdp",):
         found = case.get(path)
@@ -31,12 +31,11 @@ def wants_fsdp(case: Case) -> Setting | None:
 
 
 @error_rule(
-    "CKPT010: more than one of DDP, FSDP and DeepSpeed",
+    "CKPT010 (trainer, axolotl, ai-toolkit): more than one of DDP, FSDP and DeepSpeed",
     why="Each of them owns the gradients and the optimizer step; the trainer refuses the pair or silently drops one",
     fix="keep one of them",
-    frameworks=("trainer", "axolotl", "ai-toolkit"),
 )
-def one_engine(case: Case) -> Iterator[Violation]:
+def one_engine(case: Subject) -> Iterator[Violation]:
     """Source: transformers' `Trainer.__init__`, axolotl `check_fsdp_deepspeed`, ai-toolkit's FSDP plan."""
     if case.framework == "ai-toolkit":
         yield from _ai_engines(case)
@@ -47,7 +46,7 @@ def one_engine(case: Case) -> Iterator[Violation]:
         yield Violation("deepspeed", f"both {sharded.key} and deepspeed are set; only one engine can be used", fix)
 
 
-def _ai_engines(case: Case) -> Iterator[Violation]:
+def _ai_engines(case: Subject) -> Iterator[Violation]:
     mode = case.ai_option("train.dist_mode")
     if case.wants_ai_fsdp:
         for name in ("ddp", "use_ddp"):
@@ -63,12 +62,11 @@ def _ai_engines(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT011: the options of an engine that is not used",
+    "CKPT011 (accelerate, trainer, openrlhf): the options of an engine that is not used",
     why="Nothing reads them: the run starts as if they were not there",
     fix="remove them, or choose that engine",
-    frameworks=("accelerate", "trainer", "openrlhf"),
 )
-def unused_engine(case: Case) -> Iterator[Violation]:
+def unused_engine(case: Subject) -> Iterator[Violation]:
     """Source: accelerate `_validate_launch_command` (distributed_type chooses), transformers `_process_fsdp_args`."""
     if case.framework == "accelerate":
         kind = case.get("distributed_type")
@@ -92,12 +90,11 @@ def unused_engine(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT012: FSDP with pipeline parallelism",
+    "CKPT012 (accelerate, trainer, axolotl): FSDP with pipeline parallelism",
     why="Transformers has no pipeline of FSDP stages: it refuses the pair",
     fix="pp_size 1, and shard over those ranks; or TP with PP and without FSDP",
-    frameworks=("accelerate", "trainer", "axolotl"),
 )
-def no_pipeline(case: Case) -> Iterator[Violation]:
+def no_pipeline(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/distributed/configuration_utils.py:_validate_mesh_config`."""
     if not case.is_fsdp:
         return
@@ -124,7 +121,7 @@ _OBSOLETE: Mapping[str, str] = {
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 
 
-def _uses_fsdp_section(case: Case) -> bool:
+def _uses_fsdp_section(case: Subject) -> bool:
     """Is `fsdp_config` read at all?"""
     if case.framework == "accelerate":
         kind = case.get("distributed_type")
@@ -138,12 +135,11 @@ def default_version(framework: Framework) -> int:
 
 
 @error_rule(
-    "CKPT020: reshard_after_forward is not a bool under FSDP2",
+    "CKPT020 (accelerate, trainer, axolotl): reshard_after_forward is not a bool under FSDP2",
     why="FSDP1's strategy names cannot be read as one: the trainer stops while it parses its options",
     fix="true for FULL_SHARD, false for SHARD_GRAD_OP; a replicated axis for HYBRID_SHARD",
-    frameworks=HF,
 )
-def reshard_is_bool(case: Case) -> Iterator[Violation]:
+def reshard_is_bool(case: Subject) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__` and the two `str_to_bool`."""
     found = case.fsdp_option("reshard_after_forward")
     if found is None or not case.is_fsdp2 or as_truth(found.text) is not None:
@@ -155,12 +151,11 @@ def reshard_is_bool(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT021: a word in `fsdp` that Trainer does not accept, or accepts only under FSDP1",
+    "CKPT021 (trainer): a word in `fsdp` that Trainer does not accept, or accepts only under FSDP1",
     why='Trainer stops while it parses its arguments; the text "true" is an unknown word to it',
     fix="fsdp: true, and the strategy in fsdp_config",
-    frameworks=("trainer",),
 )
-def v1_strategy(case: Case) -> Iterator[Violation]:
+def v1_strategy(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`, to which truths are words."""
     found = case.get("fsdp")
     if found is None or not isinstance(found.value, (str, list)):
@@ -177,12 +172,11 @@ def v1_strategy(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT022: an option of FSDP1 under FSDP2",
+    "CKPT022 (accelerate, trainer, axolotl, verl): an option of FSDP1 under FSDP2",
     why="It is ignored (accelerate's plugin even refuses forward_prefetch when it is passed directly)",
     fix="remove it",
-    frameworks=(*HF, "verl"),
 )
-def obsolete_options(case: Case) -> Iterator[Violation]:
+def obsolete_options(case: Subject) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__`; verl `fsdp_workers.py`, whose fsdp2 branch reads none."""
     if not case.is_fsdp2:
         return
@@ -203,13 +197,12 @@ def obsolete_options(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT023: the config does not state its FSDP version",
+    "CKPT023 (accelerate, trainer, axolotl): the config does not state its FSDP version",
     why="A missing version is FSDP1 in accelerate and in axolotl before 0.20, and FSDP2 in Trainer and newer axolotl: "
     "the same options, other meanings",
     fix="write the version",
-    frameworks=HF,
 )
-def version_missing(case: Case) -> Iterator[Violation]:
+def version_missing(case: Subject) -> Iterator[Violation]:
     """Look for FSDP without a version."""
     if not _uses_fsdp_section(case) or case.fsdp_option("version") is not None:
         return
@@ -222,12 +215,11 @@ def version_missing(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT024: reshard_after_forward under FSDP1",
+    "CKPT024 (accelerate): reshard_after_forward under FSDP1",
     why="FSDP1 takes its strategy from sharding_strategy, whose default is FULL_SHARD: this option is not read",
     fix="fsdp_sharding_strategy, or FSDP2",
-    frameworks=("accelerate",),
 )
-def reshard_under_v1(case: Case) -> Iterator[Violation]:
+def reshard_under_v1(case: Subject) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__`: `sharding_strategy` is never None under FSDP1."""
     found = case.fsdp_option("reshard_after_forward")
     if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in ("FULL_SHARD", "TRUE", "1"):
@@ -237,12 +229,11 @@ def reshard_under_v1(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT025: FSDP1",
+    "CKPT025 (trainer, axolotl): FSDP1",
     why="Axolotl 0.20 and later refuse it, transformers will soon remove it; its checkpoints and options differ",
     fix="move to FSDP2",
-    frameworks=("trainer", "axolotl"),
 )
-def deprecated_version(case: Case) -> Iterator[Violation]:
+def deprecated_version(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_process_fsdp_args`, axolotl `check_fsdp_version`."""
     found = case.first("fsdp_version", "fsdp_config.fsdp_version", "fsdp_config.version")
     if case.spec.engine != "fsdp1":
@@ -255,12 +246,11 @@ def deprecated_version(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT026: an auto_wrap_policy that does not exist",
+    "CKPT026 (accelerate, trainer, axolotl): an auto_wrap_policy that does not exist",
     why="The trainer stops while it parses its options",
     fix="TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP",
-    frameworks=HF,
 )
-def known_policy(case: Case) -> Iterator[Violation]:
+def known_policy(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/utils/constants.py:FSDP_AUTO_WRAP_POLICY`; Trainer and axolotl compare case and all."""
     found = case.fsdp_option("auto_wrap_policy")
     if found is None or not _uses_fsdp_section(case):
@@ -272,7 +262,7 @@ def known_policy(case: Case) -> Iterator[Violation]:
         yield Violation(found.key, f"{found}; it is one of {', '.join(known)}", f"{found.key}: {near}")
 
 
-def _policy(case: Case) -> str | None:
+def _policy(case: Subject) -> str | None:
     """Return the policy in force; None for none."""
     found = case.fsdp_option("auto_wrap_policy")
     if found is not None:
@@ -282,12 +272,11 @@ def _policy(case: Case) -> str | None:
 
 
 @warning_rule(
-    "CKPT027: an option of another wrap policy",
+    "CKPT027 (accelerate, trainer, axolotl): an option of another wrap policy",
     why="Classes are read under TRANSFORMER_BASED_WRAP only, min_num_params under SIZE_BASED_WRAP only",
     fix="remove it, or change auto_wrap_policy",
-    frameworks=HF,
 )
-def matching_policy(case: Case) -> Iterator[Violation]:
+def matching_policy(case: Subject) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__`."""
     policy = _policy(case)
     if not case.is_fsdp or policy is None or policy not in _POLICIES:
@@ -301,12 +290,11 @@ def matching_policy(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT028: nothing wraps the blocks of the model",
+    "CKPT028 (accelerate, trainer, axolotl): nothing wraps the blocks of the model",
     why="All blocks are one group: every rank gathers the whole model in forward, and keeps it until backward",
     fix="auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-    frameworks=HF,
 )
-def blocks_are_wrapped(case: Case) -> Iterator[Violation]:
+def blocks_are_wrapped(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_auto_wrap_policy`, which then returns None."""
     if not case.is_fsdp:
         return
@@ -322,7 +310,7 @@ def blocks_are_wrapped(case: Case) -> Iterator[Violation]:
         yield Violation(key, what, f"{case.fsdp_key('min_num_params')}: 100000000")
 
 
-def _stops_launch(case: Case) -> bool:
+def _stops_launch(case: Subject) -> bool:
     """Does `accelerate launch` refuse the two loading options? Missing ones count as true there."""
     loading, sync = case.fsdp_option("cpu_ram_efficient_loading"), case.fsdp_option("sync_module_states")
     if case.framework != "accelerate" or sync is None or not isinstance(sync.value, bool) or sync.value:
@@ -332,12 +320,11 @@ def _stops_launch(case: Case) -> bool:
 
 
 @error_rule(
-    "CKPT029: cpu_ram_efficient_loading without sync_module_states",
+    "CKPT029 (accelerate): cpu_ram_efficient_loading without sync_module_states",
     why="Only rank 0 would read the weights, and the others never get them: the launcher refuses it, in FSDP2 too",
     fix="sync_module_states: true, or remove it; it defaults to true",
-    frameworks=("accelerate",),
 )
-def loading_needs_sync(case: Case) -> Iterator[Violation]:
+def loading_needs_sync(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/utils/launch.py:prepare_multi_gpu_env`; both options default to true on its command line."""
     sync = case.fsdp_option("sync_module_states")
     if sync is None or not _uses_fsdp_section(case) or not _stops_launch(case):
@@ -353,12 +340,11 @@ _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRI
 
 
 @error_rule(
-    "CKPT090: reshard_after_forward is not a strategy's name under FSDP1",
+    "CKPT090 (trainer, axolotl): reshard_after_forward is not a strategy's name under FSDP1",
     why="Trainer hands it to FSDP1 as the name of a sharding strategy, and true is not one: a KeyError",
     fix="full_shard or shard_grad_op, or FSDP2",
-    frameworks=("trainer", "axolotl"),
 )
-def strategy_name(case: Case) -> Iterator[Violation]:
+def strategy_name(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_process_fsdp_args`, `FullyShardedDataParallelPlugin.__post_init__`."""
     found = case.fsdp_option("reshard_after_forward")
     if found is not None and case.spec.engine == "fsdp1" and found.text.upper() not in _STRATEGIES:
@@ -368,12 +354,11 @@ def strategy_name(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT091: `fsdp` as text",
+    "CKPT091 (trainer): `fsdp` as text",
     why="Trainer will soon accept only true; the words belong in fsdp_config",
     fix="fsdp: true",
-    frameworks=("trainer",),
 )
-def fsdp_words(case: Case) -> Iterator[Violation]:
+def fsdp_words(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_apply_legacy_fsdp_to_config`."""
     found = case.get("fsdp")
     if found is None or not case.is_fsdp or not isinstance(found.value, (str, list)) or found.is_on:
@@ -389,12 +374,11 @@ def fsdp_words(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT092: keys of fsdp_config with the prefix `fsdp_`",
+    "CKPT092 (axolotl): keys of fsdp_config with the prefix `fsdp_`",
     why="axolotl accepts them without it and will soon refuse the prefix",
     fix="remove the prefix (fsdp_version keeps it)",
-    frameworks=("axolotl",),
 )
-def prefixed_keys(case: Case) -> Iterator[Violation]:
+def prefixed_keys(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_fsdp_config_kwargs_prefix`."""
     section = case.get("fsdp_config")
     if section is None or not isinstance(section.value, Mapping):
@@ -406,12 +390,11 @@ def prefixed_keys(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT094: Ulysses ranks that do not divide the world",
+    "CKPT094 (verl): Ulysses ranks that do not divide the world",
     why="verl puts all ranks on a mesh of dp × sp",
     fix="a size that divides the world size",
-    frameworks=("verl",),
 )
-def ulysses_world(case: Case) -> Iterator[Violation]:
+def ulysses_world(case: Subject) -> Iterator[Violation]:
     """Source: verl `workers/fsdp_workers.py:ActorRolloutRefWorker.__init__`."""
     size, world = case.axis("sp"), case.spec.world_size
     if size > 1 and world is not None and world % size:
@@ -419,12 +402,11 @@ def ulysses_world(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT095: sequence parallelism without tensor parallelism",
+    "CKPT095 (openrlhf): sequence parallelism without tensor parallelism",
     why="OpenRLHF's --sequence_parallel spreads activations over the TP ranks; with one rank it does nothing",
     fix="--fsdp_tensor_parallel_size 2, or remove it",
-    frameworks=("openrlhf",),
 )
-def sequence_without_tp(case: Case) -> Iterator[Violation]:
+def sequence_without_tp(case: Subject) -> Iterator[Violation]:
     """Source: OpenRLHF's FSDP2 strategy."""
     found = enabled(case.flag("sequence_parallel"))
     if found is not None and case.axis("tp") == 1:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ckpt_tools.preflight.plain_values import words_of
-from ckpt_tools.preflight.rules.rule import ALL, Case, Violation, enabled, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.rule import Subject, Violation, enabled, error_rule, shown, warning_rule
 from ckpt_tools.preflight.rules.words import below_limits
 
 # CKPT00x: ranks, and the mesh that they are meant to form.
 
 
-def parallelism_sizes(case: Case) -> Mapping[str, object] | None:
+def parallelism_sizes(case: Subject) -> Mapping[str, object] | None:
     """Return accelerate's `parallelism_config`, or None where it is missing or empty, which switches it off."""
     found = case.get("parallelism_config")
     return found.value if found is not None and isinstance(found.value, Mapping) and found.value else None
@@ -23,7 +23,7 @@ def parallelism_sizes(case: Case) -> Mapping[str, object] | None:
     why="Every rank has one place in the mesh: building it fails on all ranks, after the job was scheduled",
     fix="change one axis, or the number of processes, so that the product is the world size",
 )
-def axis_product(case: Case) -> Iterator[Violation]:
+def axis_product(case: Subject) -> Iterator[Violation]:
     """Source: accelerate `_validate_accelerator`, torchtitan `ParallelDims._validate`, verl `create_device_mesh`."""
     world, axes = case.spec.world_size, case.spec.axes
     if world is None:
@@ -40,25 +40,24 @@ def axis_product(case: Case) -> Iterator[Violation]:
     if case.framework in ("accelerate", "trainer") and fixed == 1:
         return  # accelerate then makes dp_replicate of all ranks
     product = " × ".join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "1"
-    folded = ""
+    note = ""
     if case.framework == "torchtitan" and case.axis("ep") > 1:
-        folded = f"; {case.axis_key('ep')} takes no ranks of its own"
+        note = f"; {case.axis_key('ep')} takes no ranks of its own"
     relation = f"does not divide {world}" if rest else f"is {fixed}"
     named = [name for name, size in sizes.items() if size > 0] or rest
     largest = max(named, key=lambda name: sizes[name])
     others = fixed // max(sizes[largest], 1)
     change = f"{case.axis_key(largest)}: {world // others}" if world % others == 0 else "sizes that divide the world"
     fix = f"set {change}, or start {fixed if not rest else math.lcm(fixed, world)} ranks"
-    yield Violation(case.axis_key(largest), f"the mesh {product} {relation}, the world has {world} ranks{folded}", fix)
+    yield Violation(case.axis_key(largest), f"the mesh {product} {relation}, the world has {world} ranks{note}", fix)
 
 
 @error_rule(
-    "CKPT002: a parallel size is not a positive number",
+    "CKPT002 (accelerate, trainer, torchtitan, verl): a parallel size is not a positive number",
     why="The trainer refuses it when it builds the mesh",
     fix="write 1 to switch an axis off; only torchtitan's data_parallel_shard_degree and verl's fsdp_size may be -1",
-    frameworks=("accelerate", "trainer", "torchtitan", "verl"),
 )
-def positive_sizes(case: Case) -> Iterator[Violation]:
+def positive_sizes(case: Subject) -> Iterator[Violation]:
     """Look for sizes below 1."""
     for one, _ in below_limits(case, "CKPT002"):
         what = f"{one.key} must be at least 1, got {shown(one.value)}"
@@ -74,12 +73,11 @@ def positive_sizes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT003: `parallelism_config` without FSDP2",
+    "CKPT003 (accelerate, trainer): `parallelism_config` without FSDP2",
     why="accelerate builds the mesh and then refuses it, or, under DDP, shards nothing on the axes that ask for it",
     fix="distributed_type: FSDP and fsdp_config.fsdp_version: 2, or remove parallelism_config",
-    frameworks=("accelerate", "trainer"),
 )
-def needs_fsdp2(case: Case) -> Iterator[Violation]:
+def needs_fsdp2(case: Subject) -> Iterator[Violation]:
     """Source: accelerate `_validate_accelerator` (FSDP1 is no multi-device), `state.py` (cp without an fsdp_plugin)."""
     if parallelism_sizes(case) is None or case.is_fsdp2 or case.spec.world_size == 1:
         return
@@ -98,12 +96,11 @@ def needs_fsdp2(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT004: FSDP2 has no axis to shard over",
+    "CKPT004 (accelerate, trainer): FSDP2 has no axis to shard over",
     why="Parameters are sharded over dp_shard and cp; with both at 1 accelerate refuses to prepare the model",
     fix="dp_shard_size greater than 1, or no parallelism_config at all: then FSDP shards over all ranks",
-    frameworks=("accelerate", "trainer"),
 )
-def something_to_shard_over(case: Case) -> Iterator[Violation]:
+def something_to_shard_over(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/parallelism_config.py:_validate_accelerator`."""
     if parallelism_sizes(case) is None or not case.is_fsdp2 or case.spec.world_size == 1 or _is_ddp_with_model(case):
         return
@@ -115,29 +112,27 @@ def something_to_shard_over(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT005: context parallelism and sequence parallelism together",
+    "CKPT005 (accelerate, trainer): context parallelism and sequence parallelism together",
     why="Both cut the sequence, one through FSDP2 and one through DeepSpeed; accelerate refuses the pair",
     fix="set one of the two to 1",
-    frameworks=("accelerate", "trainer"),
 )
-def cp_or_sp(case: Case) -> Iterator[Violation]:
+def cp_or_sp(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/parallelism_config.py:ParallelismConfig.__post_init__`."""
     if case.axis("cp") > 1 and case.axis("sp") > 1:
         what = f"cp={case.axis('cp')} and sp={case.axis('sp')} exclude each other"
         yield case.on_axis("sp", what, f"1 (or {case.axis_key('cp')}: 1)")
 
 
-def _is_ddp_with_model(case: Case) -> bool:
+def _is_ddp_with_model(case: Subject) -> bool:
     return (case.axis("tp") > 1 or case.axis("cp") > 1) and case.axis("dp_replicate") > 1 and case.axis("dp_shard") == 1
 
 
 @error_rule(
-    "CKPT006: tensor or context parallelism over replicas that are not sharded",
+    "CKPT006 (accelerate, trainer, axolotl): tensor or context parallelism over replicas that are not sharded",
     why="accelerate has no DDP with TP or CP: dp_replicate > 1 needs dp_shard > 1 beside tp or cp",
     fix="shard instead of replicating (dp_replicate 1, dp_shard > 1), or do both",
-    frameworks=("accelerate", "trainer", "axolotl"),
 )
-def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
+def ddp_with_model_axes(case: Subject) -> Iterator[Violation]:
     """Source: accelerate `ParallelismConfig.__post_init__`, axolotl `_get_parallel_config_kwargs`."""
     if case.framework == "axolotl" and case.count("dp_replicate_size") <= 1:
         return
@@ -149,24 +144,22 @@ def ddp_with_model_axes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT007: FSDP in a run of one process",
+    "CKPT007 (trainer): FSDP in a run of one process",
     why="Trainer refuses `fsdp` outside of distributed training",
     fix="start more ranks, or remove fsdp",
-    frameworks=("trainer",),
 )
-def needs_ranks(case: Case) -> Iterator[Violation]:
+def needs_ranks(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/trainer.py:Trainer.__init__`."""
     if case.is_fsdp and case.spec.world_size == 1:
         yield Violation("fsdp", "FSDP with 1 rank", "start 2 ranks or more, or remove fsdp")
 
 
 @warning_rule(
-    "CKPT008: the processes do not spread evenly over the machines",
+    "CKPT008 (accelerate): the processes do not spread evenly over the machines",
     why="`accelerate launch` starts num_processes // num_machines on each machine: fewer ranks than the config says",
     fix="make num_processes (of all machines together) a multiple of num_machines",
-    frameworks=("accelerate",),
 )
-def even_machines(case: Case) -> Iterator[Violation]:
+def even_machines(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/utils/launch.py:prepare_multi_gpu_env`."""
     ranks, count = case.count("num_processes", 0), case.count("num_machines")
     if count > 0 and ranks > 0 and ranks % count:
@@ -175,12 +168,11 @@ def even_machines(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT009: --world-size is not the world size of the config",
+    "CKPT009 (accelerate, verl): --world-size is not the world size of the config",
     why="The config would start a different number of ranks from the one that was checked",
     fix="change the config, or pass its number of ranks to --world-size",
-    frameworks=("accelerate", "verl"),
 )
-def other_world(case: Case) -> Iterator[Violation]:
+def other_world(case: Subject) -> Iterator[Violation]:
     """Compare `--world-size` with what the file starts."""
     if case.framework == "accelerate":
         keys: tuple[str, ...] = ("num_processes",)
@@ -205,7 +197,7 @@ def _divisors(number: int, limit: int) -> str:
     why="Each rank computes whole heads; with a remainder, reshaping the projections fails in the first forward",
     fix="a tp that divides both the heads and the key and value heads",
 )
-def tp_divides_heads(case: Case) -> Iterator[Violation]:
+def tp_divides_heads(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`; transformers' attention views (…, -1, head_dim) of each shard."""
     tp = case.axis("tp")
     for what, heads in (("attention heads", case.facts.num_heads), ("key and value heads", case.facts.num_kv_heads)):
@@ -216,12 +208,11 @@ def tp_divides_heads(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT031: sequence parallelism does not divide the attention heads",
+    "CKPT031 (accelerate, verl): sequence parallelism does not divide the attention heads",
     why="Ulysses gives each rank some heads of the whole sequence; the trainer refuses a remainder",
     fix="a size that divides the heads, and divides the key and value heads or is a multiple of them",
-    frameworks=("accelerate", "verl"),
 )
-def sp_divides_heads(case: Case) -> Iterator[Violation]:
+def sp_divides_heads(case: Subject) -> Iterator[Violation]:
     """Source: verl `models/transformers/monkey_patch.py:apply_monkey_patch`; DeepSpeed's UlyssesSPAttentionHF."""
     size = case.axis("sp")
     if size <= 1:
@@ -240,7 +231,7 @@ def sp_divides_heads(case: Case) -> Iterator[Violation]:
     why="Each rank of the axis owns the same number of experts",
     fix="an ep that divides the number of experts",
 )
-def ep_divides_experts(case: Case) -> Iterator[Violation]:
+def ep_divides_experts(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`, transformers `integrations/tensor_parallel.py`."""
     ep, experts = case.axis("ep"), case.facts.num_experts
     if ep > 1 and experts is not None and experts % ep:
@@ -249,12 +240,11 @@ def ep_divides_experts(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT033: ep does not divide the ranks that it borrows",
+    "CKPT033 (torchtitan, trainer): ep does not divide the ranks that it borrows",
     why="Experts are spread over the ranks of dp_shard, cp and tp: ep must divide their product",
     fix="an ep that divides dp_shard × cp × tp",
-    frameworks=("torchtitan", "trainer"),
 )
-def ep_divides_ranks(case: Case) -> Iterator[Violation]:
+def ep_divides_ranks(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `ParallelDims._validate`, `transformers/distributed/configuration_utils.py`."""
     ep, shard = case.axis("ep"), case.axis("dp_shard")
     if ep <= 1 or shard < 1:
@@ -271,21 +261,20 @@ def ep_divides_ranks(case: Case) -> Iterator[Violation]:
     why="The axis does nothing for a dense model; in axolotl it still takes its ranks away",
     fix="set it to 1",
 )
-def ep_without_experts(case: Case) -> Iterator[Violation]:
+def ep_without_experts(case: Subject) -> Iterator[Violation]:
     """Look for an ep axis that no layer uses."""
     if case.axis("ep") > 1 and case.facts.num_layers and not case.facts.is_moe:
         yield case.on_axis("ep", f"ep={case.axis('ep')}, but {case.facts.where} has no experts", "1")
 
 
 @warning_rule(
-    "CKPT035: expert parallelism that takes ranks of its own",
+    "CKPT035 (axolotl): expert parallelism that takes ranks of its own",
     why="In axolotl ep is an axis of the mesh, and dp_shard_size counts the ranks beside it: an expert is sharded over"
     " dp_shard ranks, everything else over ep × dp_shard × cp (in older versions over dp_shard × cp, and kept ep"
     " times); torchtitan and transformers fold ep into dp_shard × cp × tp",
     fix="nothing if that is intended: ep × dp_shard_size × context_parallel_size is the world size",
-    frameworks=("axolotl",),
 )
-def ep_is_an_axis(case: Case) -> Iterator[Violation]:
+def ep_is_an_axis(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `_resolve_ep_group` and its `dp_shard_cp_dim_names`; torchtitan `ParallelismConfig`."""
     ep, world = case.axis("ep"), case.spec.world_size
     if ep > 1:
@@ -299,12 +288,11 @@ def ep_is_an_axis(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT036: expert parallelism beside axes that it cannot be combined with",
+    "CKPT036 (axolotl): expert parallelism beside axes that it cannot be combined with",
     why="axolotl's plugin has no EP with TP, and wants dp_shard_size or context_parallel_size to name the other ranks",
     fix="ep × cp × dp_shard = world size, and tensor_parallel_size 1",
-    frameworks=("axolotl",),
 )
-def ep_combination(case: Case) -> Iterator[Violation]:
+def ep_combination(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `expert_parallel/plugin.py:_resolve_ep_group`, which reads the options, not the filled mesh."""
     ep, world = case.axis("ep"), case.spec.world_size
     if ep <= 1 or world is None:
@@ -324,21 +312,19 @@ def ep_combination(case: Case) -> Iterator[Violation]:
     "CKPT037: tied embeddings with pipeline parallelism",
     why="Embeddings and head are one tensor, and would lie in the first and in the last stage",
     fix="pipeline_parallel_degree 1, or a model with its own head",
-    frameworks=ALL,
 )
-def tied_and_pipelined(case: Case) -> Iterator[Violation]:
+def tied_and_pipelined(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`."""
     if case.facts.tied_embeddings and case.axis("pp") > 1:
         yield case.on_axis("pp", f"pp={case.axis('pp')}, and {case.facts.where} ties its embeddings to its head", "1")
 
 
 @error_rule(
-    "CKPT038: the sequence is cut, but what that needs is off",
+    "CKPT038 (axolotl, verl, openrlhf): the sequence is cut, but what that needs is off",
     why="The trainer refuses it, or computes attention over pieces as if they were whole sequences",
     fix="switch on what the finding names",
-    frameworks=("axolotl", "verl", "openrlhf"),
 )
-def sequence_parts(case: Case) -> Iterator[Violation]:
+def sequence_parts(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_context_parallel_size`, verl `FSDPActorConfig.validate`, OpenRLHF `cli/train_sft.py`."""
     if case.framework == "axolotl":
         yield from _axolotl_sequence(case)
@@ -351,7 +337,7 @@ def sequence_parts(case: Case) -> Iterator[Violation]:
             yield Violation(ring.key, what, "--ds.packing_samples" if "." in ring.key else "--packing_samples")
 
 
-def _verl_sequence(case: Case) -> Iterator[Violation]:
+def _verl_sequence(case: Subject) -> Iterator[Violation]:
     is_sft = case.get("model.partial_pretrain") is not None
     path = "use_remove_padding" if is_sft else "actor_rollout_ref.model.use_remove_padding"
     padding, size = case.get(path), case.axis("sp")
@@ -363,7 +349,7 @@ def _verl_sequence(case: Case) -> Iterator[Violation]:
         )
 
 
-def _axolotl_sequence(case: Case) -> Iterator[Violation]:
+def _axolotl_sequence(case: Subject) -> Iterator[Violation]:
     size = case.first("context_parallel_size", "sequence_parallel_degree")
     if size is None or (size.count or 1) <= 1:
         return
@@ -380,12 +366,9 @@ def _axolotl_sequence(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT039: more pipeline stages than layers",
-    why="Some stage would be empty",
-    fix="fewer stages",
-    frameworks=("torchtitan",),
+    "CKPT039 (torchtitan): more pipeline stages than layers", why="Some stage would be empty", fix="fewer stages"
 )
-def stages_have_layers(case: Case) -> Iterator[Violation]:
+def stages_have_layers(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `distributed/pipeline_parallel.py`: the embedding and the head count as a layer each."""
     pp, layers = case.axis("pp"), case.facts.num_layers
     if pp <= 1 or layers is None:

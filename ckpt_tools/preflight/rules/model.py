@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.plain_values import dtype_name
 from ckpt_tools.preflight.rules.fsdp import wants_fsdp
-from ckpt_tools.preflight.rules.rule import HF, Case, Setting, Violation, enabled, error_rule, shown, warning_rule
+from ckpt_tools.preflight.rules.rule import Stated, Subject, Violation, enabled, error_rule, shown, warning_rule
 from ckpt_tools.units import format_size
 
 # CKPT04x: the config against the model: classes that are wrapped, tied weights, shards that do not come out even.
@@ -19,18 +19,17 @@ _IMBALANCE = 1.25  # how much more than the mean the fullest rank may hold. Padd
 _NAMED = 3  # tensors that a message names
 
 
-def _wrap_key(case: Case) -> str:
+def _wrap_key(case: Subject) -> str:
     found = case.fsdp_option("transformer_layer_cls_to_wrap")
     return found.key if found is not None else case.key("wrap_classes")
 
 
 @error_rule(
-    "CKPT040: a class to wrap that the model does not have",
+    "CKPT040 (accelerate, trainer, axolotl): a class to wrap that the model does not have",
     why="accelerate stops: it could not find the transformer layer class",
     fix="the class name as it is in the model",
-    frameworks=HF,
 )
-def wrap_classes_exist(case: Case) -> Iterator[Violation]:
+def wrap_classes_exist(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_auto_wrap_policy`."""
     known = case.facts.module_classes
     if not case.is_fsdp or known is None:
@@ -44,12 +43,11 @@ def wrap_classes_exist(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT041: the blocks of the model are not among the classes to wrap",
+    "CKPT041 (accelerate, trainer, axolotl): the blocks of the model are not among the classes to wrap",
     why="What is not wrapped belongs to the root: it is gathered at once and stays through forward and backward",
     fix="name the model's blocks",
-    frameworks=HF,
 )
-def blocks_are_named(case: Case) -> Iterator[Violation]:
+def blocks_are_named(case: Subject) -> Iterator[Violation]:
     """Compare with transformers' `_no_split_modules`; a block that holds a wrapped class counts as covered."""
     wrapped, classes = set(case.spec.wrap_classes), case.facts.module_classes
     if not case.is_fsdp or not wrapped or (classes is not None and not wrapped.issubset(classes)):
@@ -66,7 +64,7 @@ def blocks_are_named(case: Case) -> Iterator[Violation]:
     " the optimizer's parameters fails",
     fix="tie_word_embeddings: false in config.json if the head was trained, else remove it from the weights",
 )
-def tied_but_stored(case: Case) -> Iterator[Violation]:
+def tied_but_stored(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/accelerator.py:_prepare_fsdp2`, which names this cause when the mapping fails."""
     facts = case.facts
     if not facts.tied_embeddings or not case.is_fsdp:
@@ -80,13 +78,12 @@ def tied_but_stored(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT043: shards of very different size",
+    "CKPT043 (accelerate, trainer, axolotl, openrlhf): shards of very different size",
     why="FSDP cuts dim 0 into equal pieces of rows: a tensor with fewer rows than ranks lies on the first ranks only,"
     " which then need far more memory than the mean",
     fix="fewer shard ranks (replicate over the others), or expert parallelism for stacked experts",
-    frameworks=("accelerate", "trainer", "axolotl", "openrlhf"),
 )
-def even_shards(case: Case) -> Iterator[Violation]:
+def even_shards(case: Subject) -> Iterator[Violation]:
     """Source: PyTorch `FSDPParam._init_sharded_param`; torchtitan and verl choose another dim for too few rows."""
     ranks = case.shard_ranks
     if not case.is_fsdp2 or ranks <= 1:
@@ -122,7 +119,7 @@ def even_shards(case: Case) -> Iterator[Violation]:
     " loaded again",
     fix="a tp that divides the dim, or a vocabulary that is padded to a multiple of it",
 )
-def same_dim(case: Case) -> Iterator[Violation]:
+def same_dim(case: Subject) -> Iterator[Violation]:
     """Source: PyTorch's `_StridedShard`, which assumes even pieces; `ckpt shard` refuses the same."""
     tp, facts = case.axis("tp"), case.facts
     if tp <= 1 or not case.is_fsdp2 or case.shard_ranks <= 1:
@@ -140,13 +137,12 @@ def same_dim(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT045: tied embeddings keep every rank from starting empty",
+    "CKPT045 (verl): tied embeddings keep every rank from starting empty",
     why="verl builds a model with tied embeddings on the CPU of every rank instead of on meta: each process holds all"
     " weights in host memory while it loads",
     fix="host memory for ranks × model, or fewer ranks on a node",
-    frameworks=("verl",),
 )
-def tied_on_cpu(case: Case) -> Iterator[Violation]:
+def tied_on_cpu(case: Subject) -> Iterator[Violation]:
     """Source: verl `workers/fsdp_workers.py` (`use_meta_tensor=not tie_word_embeddings`)."""
     facts = case.facts
     if not facts.tied_embeddings or not case.is_fsdp or facts.num_params is None:
@@ -164,12 +160,11 @@ _HOST_BYTES = 256 * 10**9  # host memory of a node below which nothing is said
 
 
 @error_rule(
-    "CKPT046: a sequence longer than the model's positions",
+    "CKPT046 (torchtitan): a sequence longer than the model's positions",
     why="torchtitan refuses it: its table of rotary embeddings ends there",
     fix="a shorter sequence",
-    frameworks=("torchtitan",),
 )
-def sequence_fits(case: Case) -> Iterator[Violation]:
+def sequence_fits(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `models/common/decoder.py`."""
     length, limit = case.spec.seq_len, case.facts.max_positions
     if length is not None and limit is not None and length > limit:
@@ -178,13 +173,12 @@ def sequence_fits(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT047: samples longer than the model's table of positions",
+    "CKPT047 (trainer, axolotl, verl, openrlhf): samples longer than the model's table of positions",
     why="The model looks every position up in a table that it has learned: the first sample that is longer than the"
     " table ends the run with an index out of range",
     fix="samples as long as the table at most, or a model with rotary positions",
-    frameworks=("trainer", "axolotl", "verl", "openrlhf"),
 )
-def positions_are_in_the_table(case: Case) -> Iterator[Violation]:
+def positions_are_in_the_table(case: Subject) -> Iterator[Violation]:
     """Look for a table as long as the config says: GPT-2, BERT, OPT; rotary and relative positions have none."""
     length, facts = case.spec.seq_len, case.facts
     if length is None or facts.max_positions is None or length <= facts.max_positions:
@@ -215,13 +209,12 @@ _STORAGE: Mapping[Framework, str] = {
 
 
 @error_rule(
-    "CKPT070: 4-bit weights stored as another dtype than the one that computes",
+    "CKPT070 (accelerate, trainer, axolotl): 4-bit weights stored as another dtype than the one that computes",
     why="FSDP2 gathers a block's parameters in one original dtype: packed bytes stored as another float type"
     " cannot join them",
     fix="bnb_4bit_quant_storage equal to the compute dtype",
-    frameworks=HF,
 )
-def storage_dtype(case: Case) -> Iterator[Violation]:
+def storage_dtype(case: Subject) -> Iterator[Violation]:
     """Source: PyTorch `FSDPParamGroup`, the bitsandbytes guide on FSDP-QLoRA, axolotl `_set_quantization_config`."""
     found, packed = case.get(_STORAGE[case.framework]), case.get("load_in_4bit")
     if found is not None:
@@ -239,12 +232,11 @@ def storage_dtype(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT071: 4-bit weights stored as bytes",
+    "CKPT071 (accelerate, trainer, axolotl): 4-bit weights stored as bytes",
     why="accelerate leaves parameters that are not floating out of FSDP2: every rank keeps the whole base model",
     fix="bnb_4bit_quant_storage: bfloat16",
-    frameworks=HF,
 )
-def storage_bytes(case: Case) -> Iterator[Violation]:
+def storage_bytes(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/utils/fsdp_utils.py:fsdp2_prepare_model`; bitsandbytes stores uint8 unless told otherwise."""
     if not case.is_fsdp:
         return
@@ -262,12 +254,11 @@ def storage_bytes(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT073: quantised weights, and no adapter to train",
+    "CKPT073 (trainer, axolotl, openrlhf): quantised weights, and no adapter to train",
     why="Integers have no gradient: there is nothing that the optimizer could change",
     fix="add an adapter, or load the weights unquantised",
-    frameworks=("trainer", "axolotl", "openrlhf"),
 )
-def nothing_to_train(case: Case) -> Iterator[Violation]:
+def nothing_to_train(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `schemas/peft.py`, `transformers/trainer_utils.py:validate_quantization_for_training`."""
     if case.spec.adapter is not None:
         return
@@ -286,7 +277,7 @@ def nothing_to_train(case: Case) -> Iterator[Violation]:
     why="A rank below 1 has no weights to train",
     fix="the rank that the adapter should have",
 )
-def adapter_rank(case: Case) -> Iterator[Violation]:
+def adapter_rank(case: Subject) -> Iterator[Violation]:
     """Look at the rank of the adapter."""
     adapter = case.spec.adapter
     if adapter is not None and adapter.rank is not None and adapter.rank < 1:
@@ -295,12 +286,11 @@ def adapter_rank(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT079: an adapter for modules that the model does not have",
+    "CKPT079 (trainer, axolotl, verl, openrlhf): an adapter for modules that the model does not have",
     why="PEFT stops when it finds none of the modules that are to be adapted",
     fix="names of the model's own linear modules, or all-linear",
-    frameworks=("trainer", "axolotl", "verl", "openrlhf"),
 )
-def targets_exist(case: Case) -> Iterator[Violation]:
+def targets_exist(case: Subject) -> Iterator[Violation]:
     """Source: `peft/tuners/tuners_utils.py:BaseTuner.inject_adapter`; patterns are not looked at."""
     adapter, facts = case.spec.adapter, case.facts
     if adapter is None or facts.module_classes is None or not adapter.targets:
@@ -339,17 +329,16 @@ _BNB = (
 """Names of transformers' `OptimizerNames` that bitsandbytes implements."""
 
 
-def _optimizer(case: Case) -> Setting | None:
+def _optimizer(case: Subject) -> Stated | None:
     return case.get("optimizer") if case.framework == "axolotl" else case.get("optim")
 
 
 @error_rule(
-    "CKPT080: an optimizer of bitsandbytes under FSDP2",
+    "CKPT080 (axolotl, trainer): an optimizer of bitsandbytes under FSDP2",
     why="Its kernels refuse DTensors in the first step: they have no sharding rule",
     fix="adamw_torch_fused, or torchao's adamw_torch_8bit",
-    frameworks=("axolotl", "trainer"),
 )
-def bitsandbytes_fsdp2(case: Case) -> Iterator[Violation]:
+def bitsandbytes_fsdp2(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_fsdp2_w_8bit_optimizer` (of which Trainer builds the same); bitsandbytes 0.50 itself."""
     found = _optimizer(case)
     if found is not None and case.is_fsdp2 and found.text in _BNB:
@@ -358,12 +347,11 @@ def bitsandbytes_fsdp2(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT081: an 8-bit optimizer on offloaded parameters",
+    "CKPT081 (axolotl): an 8-bit optimizer on offloaded parameters",
     why="Its kernels run only on the GPU, and FSDP1 keeps the parameters on the host",
     fix="offload_params: false, or another optimizer",
-    frameworks=("axolotl",),
 )
-def eight_bit_offload(case: Case) -> Iterator[Violation]:
+def eight_bit_offload(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_fsdp_offload_w_8bit_optimizer`."""
     found, offload = _optimizer(case), case.fsdp_option("offload_params")
     if found is None or case.spec.engine != "fsdp1" or offload is None or not offload.is_on:
@@ -373,12 +361,11 @@ def eight_bit_offload(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT082: bitsandbytes' 8-bit AdamW with tensor parallelism",
+    "CKPT082 (axolotl): bitsandbytes' 8-bit AdamW with tensor parallelism",
     why="axolotl refuses it",
     fix="adamw_torch_fused",
-    frameworks=("axolotl",),
 )
-def eight_bit_tp(case: Case) -> Iterator[Violation]:
+def eight_bit_tp(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_tensor_parallel_optimizer`."""
     found, tp = _optimizer(case), case.get("tensor_parallel_size")
     if found is None or tp is None or case.count(tp.key) <= 1 or found.text not in _BNB_TP:
@@ -388,12 +375,11 @@ def eight_bit_tp(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT083: an optimizer that this engine does not have",
+    "CKPT083 (axolotl): an optimizer that this engine does not have",
     why="axolotl refuses Muon, GaLore and the flash optimizers under DeepSpeed and FSDP1",
     fix="fsdp_version: 2, or another optimizer",
-    frameworks=("axolotl",),
 )
-def engine_has_optimizer(case: Case) -> Iterator[Violation]:
+def engine_has_optimizer(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_muon_deepspeed_fsdp`, `check_flashoptim_deepspeed_fsdp`, `check_qgalore`."""
     found, speed = _optimizer(case), case.get("deepspeed")
     if found is None or not (found.text in ("muon", "q_galore_adamw8bit") or found.text.startswith("flash_")):
@@ -405,12 +391,11 @@ def engine_has_optimizer(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT084: GaLore with what it cannot be combined with",
+    "CKPT084 (axolotl): GaLore with what it cannot be combined with",
     why="axolotl refuses it: it projects whole parameters",
     fix="no adapter, and fsdp_config.use_orig_params: true",
-    frameworks=("axolotl",),
 )
-def galore(case: Case) -> Iterator[Violation]:
+def galore(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_qgalore`."""
     found, adapter = _optimizer(case), case.get("adapter")
     if found is None or found.text != "q_galore_adamw8bit":

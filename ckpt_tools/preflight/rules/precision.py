@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckpt_tools.preflight.plain_values import dtype_name
-from ckpt_tools.preflight.rules.rule import AI_PROCESS, HF, Case, Setting, Violation, enabled, error_rule, warning_rule
+from ckpt_tools.preflight.rules.rule import AI_PROCESS, Stated, Subject, Violation, enabled, error_rule, warning_rule
 from ckpt_tools.units import format_size
 
 # CKPT05x: dtypes that contradict each other, or lose what they should keep.
@@ -16,12 +16,11 @@ _VERL = "actor_rollout_ref.actor.fsdp_config"
 
 
 @error_rule(
-    "CKPT050: fp16 and bf16 at once",
+    "CKPT050 (trainer, axolotl): fp16 and bf16 at once",
     why="One dtype computes; the trainer refuses two",
     fix="keep bf16 where the GPUs have it",
-    frameworks=("trainer", "axolotl"),
 )
-def one_half(case: Case) -> Iterator[Violation]:
+def one_half(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_validate_args`; axolotl hands both on to it."""
     half = [case.first("fp16", "float16"), case.first("bf16", "bfloat16")]
     if all(map(enabled, half)):
@@ -29,12 +28,11 @@ def one_half(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT051: fp16 without loss scaling",
+    "CKPT051 (openrlhf, ai-toolkit): fp16 without loss scaling",
     why="Small gradients become zero in fp16: FSDP's mixed precision scales nothing, and this trainer has no scaler",
     fix="bf16",
-    frameworks=("openrlhf", "ai-toolkit"),
 )
-def needs_scaler(case: Case) -> Iterator[Violation]:
+def needs_scaler(case: Subject) -> Iterator[Violation]:
     """Source: OpenRLHF's FSDP2 notes, ai-toolkit's FSDP plan; accelerate, verl and DeepSpeed bring a scaler."""
     if case.framework == "openrlhf":
         found = case.flag("param_dtype")
@@ -50,7 +48,7 @@ def needs_scaler(case: Case) -> Iterator[Violation]:
     why="The sum over ranks loses what the single rank kept",
     fix="reduce in the compute dtype, or in f32",
 )
-def reduce_width(case: Case) -> Iterator[Violation]:
+def reduce_width(case: Subject) -> Iterator[Violation]:
     """Compare reduce_dtype with param_dtype."""
     compute, reduce = case.spec.param_dtype, case.spec.reduce_dtype
     if not case.is_fsdp or compute is None or reduce is None:
@@ -61,12 +59,11 @@ def reduce_width(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT053: no f32 copy of the weights that are trained",
+    "CKPT053 (torchtitan, verl): no f32 copy of the weights that are trained",
     why="An update smaller than the spacing of 16-bit numbers is rounded away: training stalls at small learning rates",
     fix="f32 weights with bf16 computation",
-    frameworks=("torchtitan", "verl"),
 )
-def master_weights(case: Case) -> Iterator[Violation]:
+def master_weights(case: Subject) -> Iterator[Violation]:
     """Source: torchtitan `config/configs.py:TrainingConfig.dtype`, verl `FSDPEngineConfig.model_dtype`."""
     if case.spec.master_dtype in ("bf16", "f16") and case.spec.adapter is None:
         key = case.key("master_dtype")
@@ -75,12 +72,11 @@ def master_weights(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT054: two options name different dtypes for the same thing",
+    "CKPT054 (axolotl, ai-toolkit, verl, torchtitan): two options name different dtypes for the same thing",
     why="One of them wins, and it may not be the intended one",
     fix="the same dtype in both",
-    frameworks=("axolotl", "ai-toolkit", "verl", "torchtitan"),
 )
-def same_dtype(case: Case) -> Iterator[Violation]:
+def same_dtype(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `mixed_precision_policy`, verl `fsdp_workers.py`, torchtitan `TrainingConfig`."""
     if case.framework == "axolotl":
         policy = case.fsdp_option("mixed_precision_policy")
@@ -114,12 +110,11 @@ def same_dtype(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT055: torchao's fp8 with cpu_ram_efficient_loading",
+    "CKPT055 (accelerate): torchao's fp8 with cpu_ram_efficient_loading",
     why="accelerate refuses it",
     fix="fsdp_cpu_ram_efficient_loading: false",
-    frameworks=("accelerate",),
 )
-def fp8_loading(case: Case) -> Iterator[Violation]:
+def fp8_loading(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/accelerator.py:Accelerator.__init__`."""
     mixed, backend = case.get("mixed_precision"), case.first("fp8_config.backend", "fp8_config.fp8_backend")
     loading = case.fsdp_option("cpu_ram_efficient_loading")
@@ -132,12 +127,9 @@ def fp8_loading(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT056: a mixed_precision that does not exist",
-    why="The launcher stops",
-    fix="no, fp16, bf16 or fp8",
-    frameworks=("accelerate",),
+    "CKPT056 (accelerate): a mixed_precision that does not exist", why="The launcher stops", fix="no, fp16, bf16 or fp8"
 )
-def known_precision(case: Case) -> Iterator[Violation]:
+def known_precision(case: Subject) -> Iterator[Violation]:
     """Source: `accelerate/utils/launch.py` (`PrecisionType`), which compares in lower case."""
     mixed = case.get("mixed_precision")
     if mixed is None or mixed.is_off or mixed.text.lower() in _MIXES:  # a bare `no` in YAML is False
@@ -147,12 +139,11 @@ def known_precision(case: Case) -> Iterator[Violation]:
 
 
 @error_rule(
-    "CKPT057: fp8 all-gather without FSDP2",
+    "CKPT057 (axolotl): fp8 all-gather without FSDP2",
     why="axolotl refuses it: FSDP1's flat parameters cannot be gathered in fp8",
     fix="fsdp_version: 2",
-    frameworks=("axolotl",),
 )
-def fp8_gather(case: Case) -> Iterator[Violation]:
+def fp8_gather(case: Subject) -> Iterator[Violation]:
     """Source: axolotl `check_fp8_config`, which reads the top-level fsdp_version alone."""
     found, version = enabled(case.get("fp8_enable_fsdp_float8_all_gather")), case.get("fsdp_version")
     if found is not None and (version is None or version.text != "2"):
@@ -165,20 +156,19 @@ _MANY_BYTES = 64 * 10**9  # what rank 0 may gather on its host before it is wort
 _VERL_SAVES = "actor_rollout_ref.actor.checkpoint"
 
 
-def _gathered(case: Case) -> int | None:
+def _gathered(case: Subject) -> int | None:
     """Return the bytes that rank 0 holds when it gathers parameters and Adam's two moments in f32."""
     params = case.facts.num_params
     return None if params is None else params * (4 if case.spec.adapter is not None else 12)
 
 
 @warning_rule(
-    "CKPT060: FULL_STATE_DICT, because nothing else is set",
+    "CKPT060 (accelerate, trainer, axolotl): FULL_STATE_DICT, because nothing else is set",
     why="Every save gathers all parameters and the optimizer's state in the host memory of rank 0, while others wait;"
     " resuming needs the same again",
     fix="state_dict_type: SHARDED_STATE_DICT; ckpt gather turns it into one model afterwards",
-    frameworks=HF,
 )
-def full_by_default(case: Case) -> Iterator[Violation]:
+def full_by_default(case: Subject) -> Iterator[Violation]:
     """Source: accelerate `set_state_dict_type` (FULL under FSDP1, SHARDED under FSDP2), transformers (FULL)."""
     if not case.is_fsdp or case.fsdp_option("state_dict_type") is not None:
         return
@@ -192,12 +182,11 @@ def full_by_default(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT061: FULL_STATE_DICT of a large model",
+    "CKPT061 (accelerate, trainer, axolotl): FULL_STATE_DICT of a large model",
     why="Rank 0 gathers all parameters and the optimizer's state in its host memory at every save",
     fix="SHARDED_STATE_DICT; ckpt gather turns it into one model afterwards",
-    frameworks=HF,
 )
-def full_and_large(case: Case) -> Iterator[Violation]:
+def full_and_large(case: Subject) -> Iterator[Violation]:
     """Compare what is gathered with what a host can be expected to spare."""
     found, nbytes = case.fsdp_option("state_dict_type"), _gathered(case)
     if found is None or not case.is_fsdp or found.text.upper() not in ("FULL_STATE_DICT", "1") or nbytes is None:
@@ -208,13 +197,13 @@ def full_and_large(case: Case) -> Iterator[Violation]:
 
 
 @warning_rule(
-    "CKPT065: a run that resumes from checkpoints without optimizer state",
+    "CKPT065 (trainer, axolotl, torchtitan, verl, openrlhf): "
+    "a run that resumes from checkpoints without optimizer state",
     why="Moments and step count start from zero: the loss jumps, and no message explains it",
     fix="save the optimizer too",
-    frameworks=("trainer", "axolotl", "torchtitan", "verl", "openrlhf"),
 )
-def resumes_without_optimizer(case: Case) -> Iterator[Violation]:
-    """Look for saves that leave the optimizer out beside an option that loads them again."""
+def resumes_without_optimizer(case: Subject) -> Iterator[Violation]:
+    """Look for saves that leave the optimizer out, where an option loads them again."""
     found, resume = _leaves_out(case), _resumes(case)
     if found is not None and resume is not None:
         yield Violation(
@@ -222,7 +211,7 @@ def resumes_without_optimizer(case: Case) -> Iterator[Violation]:
         )
 
 
-def _leaves_out(case: Case) -> Setting | None:
+def _leaves_out(case: Subject) -> Stated | None:
     if case.framework in ("trainer", "axolotl"):
         return enabled(case.get("save_only_model"))
     if case.framework == "torchtitan":
@@ -237,7 +226,7 @@ def _leaves_out(case: Case) -> Setting | None:
     return enabled(case.flag("disable_ds_ckpt"))
 
 
-def _resumes(case: Case) -> Setting | None:
+def _resumes(case: Subject) -> Stated | None:
     if case.framework in ("trainer", "axolotl"):
         found = case.first("resume_from_checkpoint", "auto_resume_from_checkpoints")
         return found if found is not None and not found.is_off else None
@@ -249,7 +238,7 @@ def _resumes(case: Case) -> Setting | None:
     return enabled(case.flag("load_checkpoint"))
 
 
-def _with_optimizer(found: Setting) -> str:
+def _with_optimizer(found: Stated) -> str:
     if found.key.endswith("_contents"):
         return f"{found.key}: [model, optimizer, extra]"
     if found.key.endswith("exclude_from_loading"):
@@ -258,12 +247,11 @@ def _with_optimizer(found: Setting) -> str:
 
 
 @error_rule(
-    "CKPT066: offloading of activations that are not recomputed",
+    "CKPT066 (accelerate, axolotl): offloading of activations that are not recomputed",
     why="accelerate and axolotl refuse it: what is offloaded is the input of a checkpointed block",
     fix="switch activation checkpointing on",
-    frameworks=("accelerate", "axolotl"),
 )
-def offloaded_activations(case: Case) -> Iterator[Violation]:
+def offloaded_activations(case: Subject) -> Iterator[Violation]:
     """Source: `FullyShardedDataParallelPlugin.__post_init__`, axolotl `check_activation_offloading_wo_gc`."""
     if case.framework == "axolotl":
         found, needed = case.get("activation_offloading"), case.get("gradient_checkpointing")
@@ -281,20 +269,19 @@ def offloaded_activations(case: Case) -> Iterator[Violation]:
         yield Violation(found.key, f"{found} needs FSDP2", "fsdp_config.fsdp_version: 2")
 
 
-def _own_checkpointing(case: Case) -> Setting | None:
+def _own_checkpointing(case: Subject) -> Stated | None:
     """Return Trainer's or axolotl's own checkpointing option if it is on (its old name too)."""
     found = case.first("activation_checkpointing", "gradient_checkpointing")
     return found if found is not None and not found.is_off else None
 
 
 @warning_rule(
-    "CKPT068: gradient checkpointing where FSDP does it better, or makes it unnecessary",
+    "CKPT068 (trainer, axolotl, ai-toolkit): gradient checkpointing where FSDP does it better, or makes it unnecessary",
     why="Trainer's own gathers the parameters of every block once more in backward; ai-toolkit's costs a third of the"
     " speed for memory that sharding has freed",
     fix="FSDP's own activation_checkpointing, or none",
-    frameworks=("trainer", "axolotl", "ai-toolkit"),
 )
-def redundant_checkpointing(case: Case) -> Iterator[Violation]:
+def redundant_checkpointing(case: Subject) -> Iterator[Violation]:
     """Source: `transformers/training_args.py:_process_fsdp_args`; ai-toolkit's FSDP plan."""
     if case.framework == "ai-toolkit":
         found = enabled(case.ai_option("train.gradient_checkpointing"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,10 +21,6 @@ if TYPE_CHECKING:
     from ckpt_tools.preflight.configs.config import Config
 
 ALL: tuple[Framework, ...] = get_args(Framework)
-HF: tuple[Framework, ...] = ("accelerate", "trainer", "axolotl")
-"""Those that end in accelerate's `FullyShardedDataParallelPlugin`."""
-
-
 AI_PROCESS = "config.process[0]"
 """ai-toolkit's first process, the one that is checked."""
 _NEW_NAMES = {
@@ -56,7 +53,7 @@ _MAX_DIGITS = 18  # digits of a number that is written as text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Stated:
     """One option as the file says it, under its key path in the user's spelling."""
 
     key: str
@@ -113,7 +110,7 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class Subject:
     """What a check looks at: a config, and what is known of the model."""
 
     config: Config
@@ -171,31 +168,31 @@ class Case:
         shard = self.axis("dp_shard")
         return max(shard, 1) * max(self.axis("cp"), 1)
 
-    def get(self, path: str) -> Setting | None:
+    def get(self, path: str) -> Stated | None:
         """Return the option at a dotted path, or None (absent, null); raise NotKnownError if its value is elsewhere."""
-        found = look_up(self.config.values, path) or self._beside(path)
+        found = look_up(self.config.values, path) or self._in_named_file(path)
         is_hidden = self.config.hides_options if found is None else is_variable(found.value)
         if path in self.config.unread or is_hidden:
             raise NotKnownError(path)
         return found
 
-    def _beside(self, path: str) -> Setting | None:
+    def _in_named_file(self, path: str) -> Stated | None:
         """Return an option of a file that the config names: of `deepspeed.x` the x in the file of `deepspeed`."""
         for option, content in self.config.contents.items():
             inner = look_up(content, path.removeprefix(f"{option}.")) if path.startswith(f"{option}.") else None
             if inner is not None:
-                return Setting(key=path, value=inner.value)
+                return Stated(key=path, value=inner.value)
         return None
 
-    def first(self, *paths: str) -> Setting | None:
+    def first(self, *paths: str) -> Stated | None:
         """Return the first of `paths` that the file has."""
         return next((found for path in paths if (found := self.get(path)) is not None), None)
 
-    def option(self, *names: str) -> Setting | None:
+    def option(self, *names: str) -> Stated | None:
         """Return an option by its names of all releases, under the key that the user sees."""
         found = self.first(*names)
         dashes = "--" if self.framework == "openrlhf" else ""
-        return None if found is None else Setting(key=dashes + found.key, value=found.value)
+        return None if found is None else Stated(key=dashes + found.key, value=found.value)
 
     def written(self, key: str, value: object) -> str:
         """Return an option as it is to be written, with a value."""
@@ -210,7 +207,7 @@ class Case:
         """Does the file switch an option on?"""
         return enabled(self.first(*names)) is not None
 
-    def fsdp_option(self, name: str) -> Setting | None:
+    def fsdp_option(self, name: str) -> Stated | None:
         """Return an option of `fsdp_config`, whose keys are taken with and without `fsdp_`."""
         return self.first(f"fsdp_config.fsdp_{name}", f"fsdp_config.{name}")
 
@@ -221,11 +218,11 @@ class Case:
         prefixed = any(str(one).startswith("fsdp_") for one in names) or (self.framework == "accelerate" and not names)
         return f"fsdp_config.{'fsdp_' if prefixed else ''}{name}"
 
-    def flag(self, name: str) -> Setting | None:
+    def flag(self, name: str) -> Stated | None:
         """Return an option of an OpenRLHF command line by its old name, in whichever spelling the line has."""
         return self.option(name, _NEW_NAMES.get(name, name))
 
-    def ai_option(self, path: str) -> Setting | None:
+    def ai_option(self, path: str) -> Stated | None:
         """Return an option of ai-toolkit's first process (`train.dist_mode`)."""
         return self.get(f"{AI_PROCESS}.{path}")
 
@@ -236,7 +233,7 @@ class Case:
         return mode is not None and mode.text.lower() in ("fsdp", "fsdp2", "fsdp1")
 
 
-def enabled(found: Setting | None) -> Setting | None:
+def enabled(found: Stated | None) -> Stated | None:
     """Return an option if it switches something on."""
     return found if found is not None and found.is_on else None
 
@@ -247,11 +244,11 @@ def _options_of(config: Config) -> Framework:
     return "trainer" if is_trainers else config.framework
 
 
-Check = Callable[[Case], Iterator[Violation]]
+Check = Callable[[Subject], Iterator[Violation]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class ConfigRule:
     """One thing that can be wrong with configs of some frameworks, what would happen, and what to change."""
 
     id: str
@@ -268,14 +265,20 @@ class Rule:
         return config.framework in self.frameworks or _options_of(config) in self.frameworks
 
 
+_HEADING = re.compile(r"(?P<id>CKPT\d{3})(?: \((?P<frameworks>.+?)\))?: (?P<title>.+)")
+
+
 def _rule(
     severity: Severity, heading: str, *, why: str, fix: str, frameworks: tuple[Framework, ...] = ALL
-) -> Callable[[Check], Rule]:
-    """Make a rule of the check below it; its heading is `ID: title`, as in the reference."""
-    id_, _, title = heading.partition(": ")
-    return lambda check: Rule(
-        id=id_, severity=severity, title=title, why=why, fix=fix, frameworks=frameworks, check=check
-    )
+) -> Callable[[Check], ConfigRule]:
+    """Make a rule of the check below it; its heading is `ID (trainers): title`, or `ID: title` of a rule for all."""
+    match = _HEADING.fullmatch(heading)
+    if match is None:
+        raise ValueError(f"not a heading: {heading}")  # the rules are our own, and importing them reads all
+    if match["frameworks"]:
+        frameworks = cast("tuple[Framework, ...]", tuple(match["frameworks"].split(", ")))
+    made = partial(ConfigRule, id=match["id"], severity=severity, title=match["title"], why=why, fix=fix)
+    return lambda check: made(frameworks=frameworks, check=check)
 
 
 error_rule = partial(_rule, "error")
@@ -284,7 +287,7 @@ warning_rule = partial(_rule, "warning")
 """Decorator: it runs, but differently from what one may think."""
 
 
-def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
+def apply(rules: tuple[ConfigRule, ...], case: Subject) -> tuple[Finding, ...]:
     """Return what `case` breaks, in the order of the rules, each place once; what is not known breaks none."""
     findings: dict[tuple[str, str, str], Finding] = {}
     for one in rules:
@@ -295,10 +298,10 @@ def apply(rules: tuple[Rule, ...], case: Case) -> tuple[Finding, ...]:
     return tuple(findings.values())
 
 
-def look_up(values: Mapping[str, object], path: str) -> Setting | None:
+def look_up(values: Mapping[str, object], path: str) -> Stated | None:
     """Return the option at a key path, or None where there is none or null."""
     found = find_value(values, path)
-    return None if found is None else Setting(key=path, value=found)
+    return None if found is None else Stated(key=path, value=found)
 
 
 def shown(value: object) -> str:

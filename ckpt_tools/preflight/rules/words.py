@@ -30,11 +30,11 @@ from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.plain_values import is_typo, read_rows
 from ckpt_tools.preflight.rules.rule import (
     ALL,
-    Case,
     Check,
+    ConfigRule,
     NotKnownError,
-    Rule,
-    Setting,
+    Stated,
+    Subject,
     Violation,
     error_rule,
     shown,
@@ -42,17 +42,17 @@ from ckpt_tools.preflight.rules.rule import (
 )
 from ckpt_tools.text import first_few
 
-# Conditions on the options of a config, as the tables beside this file write them.
+# Conditions on the options of a config, as the tables of this folder write them.
 
 _CONDITION = re.compile(r"(?P<names>[@\w./\[\]-]+?)(?P<sign>!=|>=|[=<>%!?]|)(?P<words>(?<=[=<>%]).+)?")
 
 
-def holds(case: Case, conditions: str) -> bool:
+def holds(case: Subject, conditions: str) -> bool:
     """Return True if all conditions hold; raise NotKnownError for an option whose value is not in the file."""
     return all(_holds(case, one) for one in conditions.split())
 
 
-def _holds(case: Case, condition: str) -> bool:
+def _holds(case: Subject, condition: str) -> bool:
     names, sign, words = _parsed(condition)
     found = option_in(case, names)
     if sign in ("", "!"):
@@ -65,7 +65,7 @@ def _holds(case: Case, condition: str) -> bool:
     return (found is not None and bool(_words(found).intersection(words.split("|")))) == (sign == "=")
 
 
-def _number(case: Case, text: str) -> float | None:
+def _number(case: Subject, text: str) -> float | None:
     """Return a number, or that of an option."""
     with suppress(ValueError):
         return float(text)
@@ -82,11 +82,11 @@ _PARTS = 1_000_000
 _COMPARED = {"<": operator.lt, ">": operator.gt, ">=": operator.ge, "%": _leaves_rest}
 
 
-def option_in(case: Case, names: tuple[str, ...]) -> Setting | None:
+def option_in(case: Subject, names: tuple[str, ...]) -> Stated | None:
     """Return what a condition is about; what the run comes to (`@engine`) has no key."""
     if names[0] == "@engine":
-        return Setting(key="", value=case.spec.engine)
-    return Setting(key="", value=case.axis(names[0][1:])) if names[0].startswith("@") else case.option(*names)
+        return Stated(key="", value=case.spec.engine)
+    return Stated(key="", value=case.axis(names[0][1:])) if names[0].startswith("@") else case.option(*names)
 
 
 def options_of(condition: str) -> tuple[str, ...]:
@@ -102,13 +102,13 @@ def _parsed(condition: str) -> tuple[tuple[str, ...], str, str]:
     return tuple(match["names"].split("/")), match["sign"], match["words"] or ""
 
 
-def _is_given(found: Setting | None) -> bool:
+def _is_given(found: Stated | None) -> bool:
     if found is None or found.is_off or found.value in ("", [], {}, 0.0):
         return False
     return not isinstance(found.value, str) or found.value.lower() not in ("none", "null")
 
 
-def _words(found: Setting) -> frozenset[str]:
+def _words(found: Stated) -> frozenset[str]:
     values = found.value if isinstance(found.value, (list, tuple)) else (found.value,)
     texts = frozenset(str(value).lower() if isinstance(value, bool) else str(value).strip() for value in values)
     return texts | {"no"} if found.value is False else texts
@@ -123,7 +123,7 @@ def frameworks_of(table: str, rule: str) -> tuple[Framework, ...]:
     return tuple(name for name in ALL if name in names)
 
 
-def below_limits(case: Case, rule: str) -> Iterator[tuple[Setting, str]]:
+def below_limits(case: Subject, rule: str) -> Iterator[tuple[Stated, str]]:
     """Yield the options that are less than a rule's rows of `limits.tsv` allow, and the least that they can be."""
     for row in rows_of("limits.tsv"):
         if (row["rule"], row["framework"]) == (rule, case.framework):
@@ -142,7 +142,7 @@ _LIKE = 0.85  # how alike two words are, from 0 to 1, of which one is taken for 
     " it looks the word up",
     fix="the word that was meant",
 )
-def misspelt(case: Case) -> Iterator[Violation]:
+def misspelt(case: Subject) -> Iterator[Violation]:
     """Words and the releases that take them: `words.tsv`."""
     for found, words, near in _strange(case):
         if near is not None:
@@ -156,7 +156,7 @@ def misspelt(case: Case) -> Iterator[Violation]:
     " it, unless its release is newer",
     fix="one of the words that the option takes",
 )
-def unknown_word(case: Case) -> Iterator[Violation]:
+def unknown_word(case: Subject) -> Iterator[Violation]:
     """Words and the releases that take them: `words.tsv`."""
     for found, words, near in _strange(case):
         if near is None:
@@ -164,7 +164,7 @@ def unknown_word(case: Case) -> Iterator[Violation]:
             yield Violation(found.key, what, case.written(found.key, first_few(words, 30)))
 
 
-def _strange(case: Case) -> Iterator[tuple[Setting, Collection[str], str | None]]:
+def _strange(case: Subject) -> Iterator[tuple[Stated, Collection[str], str | None]]:
     """Yield the options whose words no release takes, what they take, and what was meant where that can be told."""
     for row in rows_of("words.tsv"):
         if row["framework"] not in (case.framework, case.config.framework):
@@ -178,39 +178,33 @@ def _strange(case: Case) -> Iterator[tuple[Setting, Collection[str], str | None]
                     word, words = str(item).strip(), row["words"].split()
                     if row["case"] == "any":
                         word, words = word.lower(), [one.lower() for one in words]
-                    if isinstance(item, str) and word and "/" not in word and not _is_among(word, words):
-                        near = difflib.get_close_matches(word, words, n=5)
-                        yield Setting(key=found.key, value=item), [*dict.fromkeys((*near, *words))], _meant(word, words)
-
-
-def _is_among(word: str, words: Collection[str]) -> bool:
-    return any(fnmatchcase(word, one) for one in words)
+                    is_among = any(fnmatchcase(word, one) for one in words)
+                    if isinstance(item, str) and word and "/" not in word and not is_among:
+                        near = [*dict.fromkeys((*difflib.get_close_matches(word, words, n=5), *words))]
+                        yield Stated(key=found.key, value=item), near, _meant(word, words)
 
 
 def _meant(word: str, words: Collection[str]) -> str | None:
-    folded = {_folded(one): one for one in words}
-    if _folded(word) in folded:
-        return folded[_folded(word)]
+    by_letters = {_letters(one): one for one in words}
+    if _letters(word) in by_letters:
+        return by_letters[_letters(word)]
     for near in difflib.get_close_matches(word, words, n=1, cutoff=0.6):
         if is_typo(word, near):
             return near
-        if [c for c in word if c.isdigit()] == [c for c in near if c.isdigit()] and _ratio(word, near) >= _LIKE:
+        is_like = difflib.SequenceMatcher(None, word, near).ratio() >= _LIKE
+        if is_like and [c for c in word if c.isdigit()] == [c for c in near if c.isdigit()]:
             return near
     return next((one for one in words if len(word) > 3 and one.startswith(word + "_")), None)
 
 
-def _folded(word: str) -> str:
+def _letters(word: str) -> str:
     return word.lower().replace("-", "").replace("_", "")
-
-
-def _ratio(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _check_of(rule: str) -> Check:
     """Return the check of a rule whose violations are rows of `pairs.tsv`."""
 
-    def check(case: Case) -> Iterator[Violation]:
+    def check(case: Subject) -> Iterator[Violation]:
         for row in rows_of("pairs.tsv"):
             if row["rule"] == rule and row["framework"] in (case.framework, case.config.framework):
                 with suppress(NotKnownError):
@@ -221,7 +215,7 @@ def _check_of(rule: str) -> Check:
 
 
 TABLE_RULES = tuple(
-    Rule(
+    ConfigRule(
         id=row["rule"],
         severity="error" if row["severity"] == "error" else "warning",
         title=row["title"],
@@ -235,7 +229,7 @@ TABLE_RULES = tuple(
 """Rules whose violations are rows of a table; by their ids they belong to the other rules' headings."""
 
 
-def _violation(case: Case, row: Mapping[str, str]) -> Violation:
+def _violation(case: Subject, row: Mapping[str, str]) -> Violation:
     """Make the violation of a row: its first option that is there is named, and shown with its value."""
     names = [options_of(one) for one in row["conditions"].split()]
     there = [found for found in (option_in(case, one) for one in names) if found is not None and found.key]
@@ -244,5 +238,5 @@ def _violation(case: Case, row: Mapping[str, str]) -> Violation:
     return Violation(key, f"{row['what']} ({values})" if values else row["what"], row["fix"].replace("{key}", key))
 
 
-def _brief(found: Setting) -> str:
+def _brief(found: Stated) -> str:
     return "…" if isinstance(found.value, (list, dict)) else shown(found.value)

@@ -1,6 +1,6 @@
-"""A cluster's run folded down to this machine: a small mesh of the same kind, and what of the spec a smoke run tries.
+"""A cluster's run collapsed to this machine: a small mesh of the same kind, and what of the spec a smoke run tries.
 
-Whatever is folded, replaced or left out becomes a sentence: a green smoke run proves no more than what it ran.
+Whatever is collapsed, replaced or left out becomes a sentence: a green smoke run proves no more than what it ran.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ _NOT_TRIED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
+class Collapsed:
     """What a smoke run of a spec will be, and what of the spec it does not try; or why there is none."""
 
     options: SmokeOptions | None
@@ -256,7 +256,7 @@ class Fold:
     why_not: str = ""
 
 
-def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[str, ...]]:
+def collapse_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[str, ...]]:
     """Return a mesh of the same kinds of axes on at most `max_ranks` ranks, and what became of every changed axis."""
     sizes = dict(mesh.axes)
     shard = sizes.get(FSDP_AXIS, 1)
@@ -275,9 +275,9 @@ def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[st
         if wanted[axis] > 1 and ranks * _KEPT <= max_ranks:
             kept[axis] = _KEPT
             ranks *= _KEPT
-    folded = [f"{axis}={sizes[axis]} to {_KEPT}" for axis in kept if sizes.get(axis, 1) > _KEPT]
-    if folded:
-        notes.append(f"the mesh {mesh} is folded: {', '.join(folded)}")
+    collapsed = [f"{axis}={sizes[axis]} to {_KEPT}" for axis in kept if sizes.get(axis, 1) > _KEPT]
+    if collapsed:
+        notes.append(f"the mesh {mesh} is folded: {', '.join(collapsed)}")
     dropped = [axis for axis in _IMPORTANCE if wanted[axis] > 1 and axis not in kept]
     if dropped:
         left = ", ".join(f"{axis}={sizes[axis]}" for axis in dropped)
@@ -289,10 +289,10 @@ def fold_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tuple[st
     return Mesh(tuple((axis, kept[axis]) for axis in order) or ((FSDP_AXIS, 1),)), tuple(notes)
 
 
-def fold_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Sequence[str] = ()) -> Fold:
+def collapse_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Sequence[str] = ()) -> Collapsed:
     """Return the smoke run that comes nearest to a spec on this machine; without a `source` weights are random."""
     if spec.engine in _NOT_TRIED:
-        return Fold(options=None, notes=(), why_not=_NOT_TRIED[spec.engine])
+        return Collapsed(options=None, notes=(), why_not=_NOT_TRIED[spec.engine])
     notes: list[str] = []
     if spec.engine == "fsdp1":
         notes.append("FSDP1 is tried as its equivalent in FSDP2")
@@ -302,8 +302,8 @@ def fold_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Seq
         notes.append(f"the mesh is not known; one like {whole} is tried")
     if spec.engine == "ddp" and whole.size("dp_replicate") == 1 and whole.size(FSDP_AXIS) > 1:
         whole = Mesh(tuple(("dp_replicate" if name == FSDP_AXIS else name, size) for name, size in whole.axes))
-    mesh, folded = fold_mesh(whole)
-    notes += folded
+    mesh, collapsed = collapse_mesh(whole)
+    notes += collapsed
     strategy = strategy_on(spec, mesh)
     if spec.strategy is not None and strategy.removesuffix("_zero2") != spec.strategy:
         notes.append(f"{spec.strategy} becomes {strategy} on {mesh}")
@@ -330,7 +330,7 @@ def fold_spec(spec: ParallelSpec, *, model: str, source: str | None, blocks: Seq
         quantize=_quantize(spec, lora, notes),
         timeout_s=60.0,
     )
-    return Fold(options=options, notes=tuple(notes))
+    return Collapsed(options=options, notes=tuple(notes))
 
 
 def _likely_mesh(spec: ParallelSpec) -> Mesh:

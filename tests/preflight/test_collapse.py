@@ -9,16 +9,19 @@ import pytest
 
 from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.preflight.fold import (
+from ckpt_tools.preflight.collapse import (
+    collapse_mesh,
+    collapse_spec,
     cut_depth,
     describe_chosen,
     describe_cut,
-    fold_mesh,
-    fold_spec,
     shrink_config,
     write_cuts,
 )
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec
+
+HYBRID = {"mesh": "dp_replicate=4,dp_shard=8", "strategy": "hybrid_shard"}
+ZERO2 = HYBRID | {"reshard_after_forward": False}
 
 
 def spec(mesh="dp_shard=8", engine="fsdp2", framework="accelerate", **fields):
@@ -43,7 +46,7 @@ def spec(mesh="dp_shard=8", engine="fsdp2", framework="accelerate", **fields):
     ],
 )
 def test_fold_mesh_keeps_the_kinds_of_axes_that_the_ranks_allow(mesh, ranks, folded):
-    assert str(fold_mesh(parse_mesh(mesh), max_ranks=ranks)[0]) == folded
+    assert str(collapse_mesh(parse_mesh(mesh), max_ranks=ranks)[0]) == folded
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def test_fold_mesh_keeps_the_kinds_of_axes_that_the_ranks_allow(mesh, ranks, fol
     ],
 )
 def test_fold_mesh_says_what_became_of_every_axis(mesh, words):
-    notes = fold_mesh(parse_mesh(mesh))[1]
+    notes = collapse_mesh(parse_mesh(mesh))[1]
     assert len(notes) == len(words)
     assert all(word in note for word, note in zip(words, notes, strict=True))
 
@@ -66,17 +69,9 @@ def test_fold_mesh_says_what_became_of_every_axis(mesh, words):
     [
         ({}, "full_shard", "dp_shard=2"),
         ({"strategy": "shard_grad_op"}, "shard_grad_op", "dp_shard=2"),
-        (
-            {"strategy": "hybrid_shard", "reshard_after_forward": False, "mesh": "dp_replicate=2,dp_shard=4"},
-            "hybrid_shard_zero2",
-            "dp_replicate=2,dp_shard=2",
-        ),
+        (ZERO2, "hybrid_shard_zero2", "dp_replicate=2,dp_shard=2"),
         ({"reshard_after_forward": False}, "shard_grad_op", "dp_shard=2"),
-        (
-            {"mesh": "dp_replicate=4,dp_shard=8", "strategy": "hybrid_shard"},
-            "hybrid_shard",
-            "dp_replicate=2,dp_shard=2",
-        ),
+        (HYBRID, "hybrid_shard", "dp_replicate=2,dp_shard=2"),
         ({"mesh": "dp_replicate=4,dp_shard=8,tp=2", "strategy": "hybrid_shard"}, "full_shard", "dp_shard=2,tp=2"),
         ({"engine": "ddp", "mesh": "dp_replicate=8"}, "no_shard", "dp_replicate=2"),
         ({"engine": "fsdp1"}, "full_shard", "dp_shard=2"),
@@ -86,7 +81,7 @@ def test_fold_mesh_says_what_became_of_every_axis(mesh, words):
     ],
 )
 def test_fold_spec_takes_the_strategy_that_the_mesh_allows(fields, strategy, mesh):
-    options = fold_spec(spec(**fields), model="model", source=None).options
+    options = collapse_spec(spec(**fields), model="model", source=None).options
     assert (options.strategy, options.mesh) == (strategy, mesh)
 
 
@@ -95,20 +90,22 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
     wanted = spec(
         param_dtype="bf16", reduce_dtype="f32", adapter=AdapterSpec(rank=8), quantize="nf4", optimizer="adamw_torch"
     )
-    fold = fold_spec(wanted, model="model", source="weights")
-    options = fold.options
+    collapse = collapse_spec(wanted, model="model", source="weights")
+    options = collapse.options
     assert (options.param_dtype, options.reduce_dtype, options.lora, options.quantize) == ("bf16", "f32", True, "nf4")
     assert (options.model, options.source) == ("model", "weights")
-    assert fold.notes == ("the mesh dp_shard=8 is folded: dp_shard=8 to 2",)
+    assert collapse.notes == ("the mesh dp_shard=8 is folded: dp_shard=8 to 2",)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft", "boft"])
 def test_fold_spec_tries_the_adapter_on_the_chosen_layers(kind):
     pytest.importorskip("peft", reason="needs the extra hf")
-    fold = fold_spec(spec(adapter=AdapterSpec(kind=kind, targets=("q_proj", "attn.out"))), model="model", source=None)
-    assert (fold.options.lora, fold.options.adapter) == (True, kind)
-    assert fold.options.target == ("q_proj", "**.q_proj", "attn.out", "**.attn.out")
-    assert fold.notes == ("the mesh dp_shard=8 is folded: dp_shard=8 to 2",)
+    collapse = collapse_spec(
+        spec(adapter=AdapterSpec(kind=kind, targets=("q_proj", "attn.out"))), model="model", source=None
+    )
+    assert (collapse.options.lora, collapse.options.adapter) == (True, kind)
+    assert collapse.options.target == ("q_proj", "**.q_proj", "attn.out", "**.attn.out")
+    assert collapse.notes == ("the mesh dp_shard=8 is folded: dp_shard=8 to 2",)
 
 
 @pytest.mark.parametrize(
@@ -134,15 +131,15 @@ def test_fold_spec_tries_the_adapter_on_the_chosen_layers(kind):
     ],
 )
 def test_fold_spec_says_what_the_smoke_run_does_not_try(fields, word):
-    notes = fold_spec(spec(**fields), model="model", source=None, blocks=("LlamaDecoderLayer",)).notes
+    notes = collapse_spec(spec(**fields), model="model", source=None, blocks=("LlamaDecoderLayer",)).notes
     assert sum(word in note for note in notes) == 1
 
 
 @pytest.mark.parametrize(("engine", "word"), [("deepspeed", "DeepSpeed"), ("none", "one process")])
 def test_fold_spec_of_what_no_smoke_run_tries_says_why(engine, word):
-    fold = fold_spec(spec(engine=engine), model="model", source=None)
-    assert fold.options is None
-    assert word in fold.why_not
+    collapse = collapse_spec(spec(engine=engine), model="model", source=None)
+    assert collapse.options is None
+    assert word in collapse.why_not
 
 
 def llama(**values):
@@ -207,40 +204,38 @@ def test_describe_cut_names_every_size_that_changed():
     assert "token_id" not in described
 
 
+_LLAMA = {key: value for key, value in llama().items() if key not in ("architectures", "model_type")}
 CONFIGS = {
-    "llama": lambda t: t.LlamaConfig(**{k: v for k, v in llama().items() if k not in ("architectures", "model_type")}),
-    "llama2": lambda t: t.LlamaConfig(hidden_size=4096, intermediate_size=11008, num_attention_heads=32),
-    "qwen3_moe": lambda t: t.Qwen3MoeConfig(num_hidden_layers=48, num_experts=128, num_experts_per_tok=8),
-    "deepseek_v3": lambda t: t.DeepseekV3Config(),
-    "gemma3": lambda t: t.Gemma3TextConfig(num_hidden_layers=34, hidden_size=2560, intermediate_size=10240),
-    "gpt2": lambda t: t.GPT2Config(n_embd=1600, n_layer=48, n_head=25),
-    "falcon": lambda t: t.FalconConfig(),
-    "t5": lambda t: t.T5Config(d_model=1024, d_ff=4096, num_layers=24, num_heads=16, decoder_start_token_id=0),
-    "opt": lambda t: t.OPTConfig(hidden_size=4096, ffn_dim=16384, word_embed_proj_dim=4096),
-    "llava": lambda t: t.LlavaConfig(),
-    "qwen2_5_vl": lambda t: t.Qwen2_5_VLConfig(
-        text_config={
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "LlamaForCausalLM": ("LlamaConfig", _LLAMA),
+    "LlamaForCausalLM 2": ("LlamaConfig", {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}),
+    "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", {"num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8}),
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", {}),
+    "Gemma3ForCausalLM": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240},
+    ),
+    "GPT2LMHeadModel": ("GPT2Config", {"n_embd": 1600, "n_layer": 48, "n_head": 25}),
+    "FalconForCausalLM": ("FalconConfig", {}),
+    "T5ForConditionalGeneration": (
+        "T5Config",
+        {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16, "decoder_start_token_id": 0},
+    ),
+    "OPTForCausalLM": ("OPTConfig", {"hidden_size": 4096, "ffn_dim": 16384, "word_embed_proj_dim": 4096}),
+    "LlavaForConditionalGeneration": ("LlavaConfig", {}),
+    "Qwen2_5_VLForConditionalGeneration": (
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": {
+                "hidden_size": 3584,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+            },
+            "vision_config": {"out_hidden_size": 3584, "hidden_size": 1280, "intermediate_size": 3420},
         },
-        vision_config={"out_hidden_size": 3584, "hidden_size": 1280, "intermediate_size": 3420},
     ),
 }
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "llama2": "LlamaForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "falcon": "FalconForCausalLM",
-    "t5": "T5ForConditionalGeneration",
-    "opt": "OPTForCausalLM",
-    "llava": "LlavaForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-}
+"""Class of a model → its config."""
 
 
 def try_cuts(paths, scratch):
@@ -259,8 +254,9 @@ def try_cuts(paths, scratch):
 def test_cut_of_a_real_architecture_runs_by_itself(tmp_path, kind):
     import transformers
 
-    config = CONFIGS[kind](transformers)
-    config.architectures = [CLASSES[kind]]
+    name, values = CONFIGS[kind]
+    config = getattr(transformers, name)(**values)
+    config.architectures = [kind.partition(" ")[0]]
     config.save_pretrained(tmp_path / "model")
     trial = try_cuts(write_cuts(str(tmp_path / "model"), str(tmp_path / "cuts")), tmp_path)
     assert trial.path is not None, trial.why
@@ -271,7 +267,7 @@ def test_cut_of_a_real_architecture_runs_by_itself(tmp_path, kind):
     heads = heads.get("text_config", heads)
     kv = heads.get("num_key_value_heads")
     full = config.get_text_config()
-    if kv is not None and kind != "deepseek_v3":
+    if kv is not None and kind != "DeepseekV3ForCausalLM":
         assert heads["num_attention_heads"] / kv == min(8, full.num_attention_heads / full.num_key_value_heads)
 
 
@@ -297,5 +293,5 @@ def test_a_mesh_never_grows():
     for mesh in ("dp_shard=2", "dp_replicate=2,dp_shard=2,tp=2", "tp=2", "dp_shard=3,tp=5"):
         for ranks in (1, 2, 3, 4, 8):
             parsed = parse_mesh(mesh)
-            folded, _ = fold_mesh(parsed, max_ranks=ranks)
+            folded, _ = collapse_mesh(parsed, max_ranks=ranks)
             assert folded.world_size <= min(ranks, math.prod(size for _, size in parsed.axes))
