@@ -87,6 +87,11 @@ class AdapterModule(Generic[F]):
         return "magnitude" in self.factors
 
     @property
+    def is_linear(self) -> bool:
+        """Has it factors that PEFT has for transposed weights and for parameters of stacked experts as well?"""
+        return "A" in self.factors
+
+    @property
     def target(self) -> str:
         """The name by which PEFT's patterns know it: its path, and the parameter's where that is not the weight."""
         return self.path if self.parameter == "weight" else f"{self.path}.{self.parameter}"

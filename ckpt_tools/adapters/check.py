@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import MappingProxyType
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Shapes, Sourced
@@ -18,10 +17,8 @@ from ckpt_tools.adapters.architectures.choose import choose_families, family_nam
 from ckpt_tools.adapters.architectures.names import Place, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
-from ckpt_tools.adapters.ecosystems import vllm
-from ckpt_tools.adapters.ecosystems.comfyui import loader as comfyui
-from ckpt_tools.adapters.ecosystems.diffusers import loader as diffusers
-from ckpt_tools.adapters.ecosystems.kohya import loader as kohya
+from ckpt_tools.adapters.ecosystems import diffusers
+from ckpt_tools.adapters.ecosystems.loaders import load_in_comfyui, load_in_kohya, load_in_vllm
 from ckpt_tools.adapters.ecosystems.peft import loader as peft
 from ckpt_tools.adapters.ecosystems.simulation import (
     NEEDS_BASE,
@@ -32,23 +29,9 @@ from ckpt_tools.adapters.ecosystems.simulation import (
     RejectedError,
 )
 from ckpt_tools.adapters.families import family_of
-from ckpt_tools.adapters.integrity import (
-    NUMBER,
-    check_base,
-    check_structure,
-    check_suspicions,
-    check_values,
-    look_at,
-)
+from ckpt_tools.adapters.integrity import NUMBER, check_base, check_structure, check_suspicions, check_values, look_at
+from ckpt_tools.adapters.read import sidecars
 from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader, UnknownTypeError, read_adapter
-from ckpt_tools.adapters.read.sidecars import (
-    ADAPTER_CONFIG,
-    DIFFUSERS_FILE,
-    DIFFUSERS_KEY,
-    is_there,
-    list_directory,
-    read_json,
-)
 from ckpt_tools.adapters.settings import assumed_before
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.identity import Identity
@@ -138,7 +121,9 @@ def check_lora(options: CheckOptions) -> LoraCheck:
         with read_adapter(path, adapter_name=options.adapter, format=options.format, as_part=True) as read:
             read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
             facts = None if options.base is None else _base_for(read.adapter, read_base(options.base))
-            return _check(read, path, facts, _families(read.adapter, architecture, facts), wanted)
+            family = None if facts is None else facts.family
+            found = (architecture,) if architecture else choose_families(read.adapter, base=family)
+            return _check(read, path, facts, found, wanted)
     except UnknownTypeError as error:
         nothing = (f"anything: {error.what}",)
         return LoraCheck(path=path, kind="not known", judges=wanted, needs_all=True, not_checked=nothing)
@@ -158,15 +143,6 @@ def _base_for(adapter: Adapter[TensorEntry], base: BaseModel) -> BaseModel:
     if layers is not None and layers.value:
         base = replace(base, shapes=replicated(base.shapes, layers.value))
     return base
-
-
-def _families(
-    adapter: Adapter[TensorEntry], said: ModelFamily | None, base: BaseModel | None
-) -> tuple[ModelFamily, ...]:
-    """The base tells the family, and names do only where there is none, and where the family explains them all."""
-    if said is not None:
-        return (said,)
-    return choose_families(adapter, base=None if base is None else base.family)
 
 
 @dataclass(slots=True)
@@ -281,7 +257,7 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
     if opened.format.is_training or len(files) != 1:
         return None
     directory = opened.source.root
-    names = set[str]().union(*list_directory(directory)) if is_directory(path) else ()
+    names = set[str]().union(*sidecars.list_directory(directory)) if is_directory(path) else ()
     return AdapterFile(
         file=os.path.basename(files[0]),
         tensors={entry.fqn: entry for entry in opened.checkpoint.tensors},
@@ -304,16 +280,16 @@ def _own_loaders(convention: Convention, file: AdapterFile) -> tuple[Loader, ...
     """Return the loaders of an adapter's own format, by what stands beside its tensors and by their names."""
     if file.config is not None:
         return ("peft",)
-    if file.file == DIFFUSERS_FILE or DIFFUSERS_KEY in file.metadata:
+    if file.file == sidecars.DIFFUSERS_FILE or sidecars.DIFFUSERS_KEY in file.metadata:
         return ("diffusers",)
     return _OWN[convention]
 
 
 def _config(directory: str) -> Mapping[str, object] | None:
-    if not is_there(os.path.join(directory, ADAPTER_CONFIG)):
+    if not sidecars.is_there(os.path.join(directory, sidecars.ADAPTER_CONFIG)):
         return None
     with open_source(directory) as source:
-        return read_json(source, ADAPTER_CONFIG)
+        return sidecars.read_json(source, sidecars.ADAPTER_CONFIG)
 
 
 def fold(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -441,12 +417,9 @@ def _by_tables(adapter: Adapter[TensorEntry], architecture: Architecture, base: 
         else:
             yield from _shape_of(module, {shape for each in found for shape in _shapes_of(each, base)})
     if missing:
-        yield Finding.error(
-            code="adapter-unmatched",
-            where=missing[0],
-            what=f"the base model has no module of this name ({len(missing)} of {len(adapter.modules)} are not in it)",
-            hint="is it the base that the adapter was trained on?",
-        )
+        what = f"the base model has no module of this name ({len(missing)} of {len(adapter.modules)} are not in it)"
+        hint = "is it the base that the adapter was trained on?"
+        yield Finding.error(code="adapter-unmatched", where=missing[0], what=what, hint=hint)
 
 
 def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) -> Iterator[Finding]:
@@ -455,13 +428,12 @@ def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) 
     have = family.matrix(shapes) if family.is_matrix_sure(shapes) else None
     if have is None or not wanted or have in wanted:
         return
-    yield Finding.error(
-        code="adapter-shape",
-        where=module.path,
-        what=f"factors for {list(have)}, and the base model's weight is "
-        f"{' or '.join(str(list(each)) for each in sorted(wanted))}",
-        hint="is it the base that the adapter was trained on?",
+    what = (
+        f"factors for {list(have)}, and the base model's weight is "
+        f"{' or '.join(str(list(each)) for each in sorted(wanted))}"
     )
+    hint = "is it the base that the adapter was trained on?"
+    yield Finding.error(code="adapter-shape", where=module.path, what=what, hint=hint)
 
 
 def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
@@ -478,15 +450,13 @@ def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
 
 # Loaders of adapters, simulated by their key rules: what they map, leave out silently, or refuse.
 
-LOADERS: Mapping[Loader, Callable[[AdapterFile, Loading], None]] = MappingProxyType(
-    {
-        "peft": peft.load,
-        "diffusers": diffusers.load,
-        "comfyui": comfyui.load,
-        "kohya": kohya.load,
-        "vllm": vllm.load,
-    }
-)
+LOADERS: Mapping[Loader, Callable[[AdapterFile, Loading], None]] = {
+    "peft": peft.load,
+    "diffusers": diffusers.load,
+    "comfyui": load_in_comfyui,
+    "kohya": load_in_kohya,
+    "vllm": load_in_vllm,
+}
 """Loader → its rules: they fill in a `Loading`, and raise `RejectedError` where the loader raises."""
 
 
@@ -519,22 +489,12 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
     if any(finding.code == "loader-unchecked" for finding in loading.findings):
         loads = None
     elif loads and not loading.used:
-        loading.say(
-            "loader-no-op",
-            "error",
-            file.file,
-            f"{loader} loads none of the {len(file.tensors)} tensors (a warning at most): nothing changes",
-            hint,
-        )
+        what = f"{loader} loads none of the {len(file.tensors)} tensors (a warning at most): nothing changes"
+        loading.say("loader-no-op", "error", file.file, what, hint)
     elif loads and unmatched:
         reasons = {loading.ignored.get(name, "no module has that name") for name in unmatched}
-        loading.say(
-            "loader-ignores",
-            "error",
-            unmatched[0],
-            f"{loader} skips {len(unmatched)} of {len(file.tensors)} tensors: {'; '.join(sorted(reasons))}",
-            hint,
-        )
+        what = f"{loader} skips {len(unmatched)} of {len(file.tensors)} tensors: {'; '.join(sorted(reasons))}"
+        loading.say("loader-ignores", "error", unmatched[0], what, hint)
     return LoaderReport(
         loader=loader,
         loads=loads,

@@ -10,44 +10,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_tools.adapters import settings
 from ckpt_tools.adapters.adapter import Adapter, Fields, Sourced, Target
 from ckpt_tools.adapters.architectures import candidates
 from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import family_named, is_native
 from ckpt_tools.adapters.base.model import BaseModel, refuse_trainers_names
 from ckpt_tools.adapters.base.reading import base_of, on_base
-from ckpt_tools.adapters.ecosystems.forms import (
-    as_loras,
-    error_notes,
-    summary,
-    target_of,
-    through_diffusers,
-    under_base_names,
-    write_names,
-)
+from ckpt_tools.adapters.ecosystems import forms
 from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, with_training, write
+from ckpt_tools.adapters.ecosystems.peft import config_rules as rules
 from ckpt_tools.adapters.ecosystems.peft.config import infer_config, live_settings, parse_overrides
-from ckpt_tools.adapters.ecosystems.peft.config_rules import (
-    doubt_about,
-    refuse_carried,
-    refuse_foreign_shapes,
-    refuse_variants,
-)
 from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
 from ckpt_tools.adapters.integrity import Values, check_adapter, check_structure, check_values, look_at
 from ckpt_tools.adapters.read.opening import OpenedAdapter, TensorReader, load, read_adapter
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
-from ckpt_tools.adapters.settings import (
-    Assumption,
-    assumptions,
-    findings_of,
-    header_of,
-    settle_parameters,
-    sourced,
-    with_alpha,
-)
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.formats.opening import open_path
@@ -101,8 +80,8 @@ class _Run:
     model: BaseModel | None
     """The base model, when it was given or is in the source."""
     start: float
-    notes: list[str]
-    assumed: tuple[Assumption, ...]
+    notes: list[str] = field(default_factory=list)
+    assumed: tuple[settings.Assumption, ...]
     """What nothing says of the adapter."""
     seen: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Name of an item → the module and the role that its bytes are of, where they still are to be looked at."""
@@ -126,7 +105,7 @@ def export_lora(options: ExportOptions) -> Export:
         DestinationExistsError: The destination exists.
     """
     start = time.monotonic()
-    ecosystem = target_of(options.to)
+    ecosystem = forms.target_of(options.to)
     architecture = family_named(options.architecture)
     if options.dtype not in DTYPES:
         raise UsageError(f"{options.dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
@@ -145,7 +124,7 @@ def export_lora(options: ExportOptions) -> Export:
         check_destination(target, overwrite=options.overwrite)
         if options.overwrite:
             check_replaceable(target)
-        refuse_foreign_shapes(read.adapter)
+        rules.refuse_foreign_shapes(read.adapter)
         read = on_base(read, options.base)  # noqa: PLW2901 - the same adapter
         placed, component = read.adapter, None
         if options.to == "peft":
@@ -153,8 +132,8 @@ def export_lora(options: ExportOptions) -> Export:
             placed, component = from_one_model(placed, is_diffusion=is_diffusion)
         read = read._replace(adapter=placed)  # noqa: PLW2901
         model, is_base_proven = base_of(read, options.base)
-        whole = read.adapter if model is None else settle_parameters(read.adapter, model.shapes)
-        whole = with_alpha(renested(whole) if whole.omitted else whole, options.alpha)
+        whole = read.adapter if model is None else settings.settle_parameters(read.adapter, model.shapes)
+        whole = settings.with_alpha(renested(whole) if whole.omitted else whole, options.alpha)
         run = _Run(
             options=options,
             architecture=architecture,
@@ -162,19 +141,16 @@ def export_lora(options: ExportOptions) -> Export:
             reader=TensorReader(read.opened),
             model=model,
             start=start,
-            assumed=assumptions(whole, is_base_proven=is_base_proven),
-            notes=[
-                *([] if read.opened.step is None else [note_reading(read.opened.step)]),
-                *(["left out: " + ", ".join(whole.left_out)] if whole.left_out else []),
-                *(
-                    [f"the modules are those of {component!r} in a pipeline: load the adapter there"]
-                    if component
-                    else []
-                ),
-            ],
+            assumed=settings.assumptions(whole, is_base_proven=is_base_proven),
         )
-        run.findings += findings_of(run.assumed, strict=options.strict)
-        if (doubt := doubt_about(whole)) is not None:
+        if read.opened.step is not None:
+            run.notes.append(note_reading(read.opened.step))
+        if whole.left_out:
+            run.notes.append("left out: " + ", ".join(whole.left_out))
+        if component:
+            run.notes.append(f"the modules are those of {component!r} in a pipeline: load the adapter there")
+        run.findings += settings.findings_of(run.assumed, strict=options.strict)
+        if (doubt := rules.doubt_about(whole)) is not None:
             run.notes.append(doubt)
         if options.to == "peft":
             whole = _on_its_model(run, whole)
@@ -184,8 +160,8 @@ def export_lora(options: ExportOptions) -> Export:
         if run.has_error:
             return _export(run, _NOTHING, {})
         output, known = _for_peft(run, whole) if options.to == "peft" else _for_others(run, whole, ecosystem)
-        output = replace(output, metadata={**output.metadata, **header_of(run.assumed)})
-        known = {**known, **sourced(run.assumed)}
+        output = replace(output, metadata={**output.metadata, **settings.header_of(run.assumed)})
+        known = {**known, **settings.sourced(run.assumed)}
         if run.has_error or options.dry_run:
             return _export(run, output, known)
         return _publish(run, whole, output, known)
@@ -199,20 +175,18 @@ def _on_its_model(run: _Run, adapter: Adapter[TensorEntry]) -> Adapter[Factor]:
     base = run.model
     refuse_trainers_names(adapter, is_proven=run.options.base is not None)
     if adapter.convention in ("kohya", "comfyui") or is_native(adapter):
-        if base is not None and (named := under_base_names(adapter, base.shapes)) is not None:
+        if base is not None and (named := forms.under_base_names(adapter, base.shapes)) is not None:
             return named
         if run.architecture is None and not candidates([module.path for module in adapter.modules]):
-            raise UsageError(
-                "the names are neither the model's own nor those of a diffusion model that ckpt has tables for",
-                where=adapter.modules[0].path,
-                hint="give the base model, whose names they are made from: --base DIR",
-            )
+            what = "the names are neither the model's own nor those of a diffusion model that ckpt has tables for"
+            hint = "give the base model, whose names they are made from: --base DIR"
+            raise UsageError(what, where=adapter.modules[0].path, hint=hint)
         loaded = load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded, repairs=True)
         if run.has_error:
             return loaded
         family = base.family if base else None
-        return through_diffusers(loaded, run.notes, run.architecture, run.options.svd_rank, family)
+        return forms.through_diffusers(loaded, run.notes, run.architecture, run.options.svd_rank, family)
     return adapter
 
 
@@ -221,13 +195,13 @@ def _for_peft(run: _Run, adapter: Adapter[Factor]) -> tuple[Output, Fields]:
     try:
         config = infer_config(adapter, base=base, base_model=base_model)
     except InexpressibleError:
-        refuse_variants(adapter)
+        rules.refuse_variants(adapter)
         # Not as it is; perhaps as a LoRA.
         loaded = adapter if _is_loaded(adapter) else load(adapter, run.read.opened, run.reader)
         run.findings += check_adapter(loaded)
         if run.has_error:
             return _NOTHING, {}
-        adapter = as_loras(loaded, run.notes, run.options.svd_rank, base.shapes if base else {})
+        adapter = forms.as_loras(loaded, run.notes, run.options.svd_rank, base.shapes if base else {})
         config = infer_config(adapter, base=base, base_model=base_model)
     items = []
     for name, number, role in peft_names(adapter):
@@ -260,14 +234,14 @@ def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
 
 
 def _for_others(run: _Run, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
-    refuse_variants(adapter)
-    refuse_carried(adapter, "written for other libraries than PEFT", "--to peft")
+    rules.refuse_variants(adapter)
+    rules.refuse_carried(adapter, "written for other libraries than PEFT", "--to peft")
     loaded = load(adapter, run.read.opened, run.reader)
     run.findings += check_adapter(loaded, repairs=True)
-    known = summary(adapter, run.options.base_model)
+    known = forms.summary(adapter, run.options.base_model)
     if run.has_error:
         return _NOTHING, known
-    written = write_names(
+    written = forms.write_names(
         loaded,
         to,
         base=run.model,
@@ -277,7 +251,7 @@ def _for_others(run: _Run, adapter: Adapter[TensorEntry], to: Target) -> tuple[O
         notes=run.notes,
     )
     run.notes += written.notes
-    run.notes += error_notes(written.errors)
+    run.notes += forms.error_notes(written.errors)
     items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
     output = Output(file=written.file, items=items, metadata=written.metadata, documents={})
     return output if to == "diffusers" else with_training(output, run.read.opened.metadata), known

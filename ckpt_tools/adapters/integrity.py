@@ -93,9 +93,9 @@ _TRUNCATED_HINT = (
 )
 
 
-def check_adapter(adapter: Adapter[F], *, base: Shapes | None = None, repairs: bool = False) -> Iterator[Finding]:
+def check_adapter(adapter: Adapter[F], *, repairs: bool = False) -> Iterator[Finding]:
     """Yield everything that is wrong with an adapter; with `repairs`, wrong names alone are only warnings."""
-    yield from check_structure(adapter, base=base, repairs=repairs)
+    yield from check_structure(adapter, repairs=repairs)
     table = {
         (number, role): _look(factor)
         for number, module in enumerate(adapter.modules)
@@ -109,12 +109,8 @@ def check_adapter(adapter: Adapter[F], *, base: Shapes | None = None, repairs: b
 def check_structure(adapter: Adapter[F], *, base: Shapes | None = None, repairs: bool = False) -> Iterator[Finding]:
     """Yield what headers tell; arguments as for `check_adapter`."""
     for name in adapter.unknown:
-        yield _finding(
-            "adapter-unknown-key",
-            name,
-            "is not part of any kind of adapter that ckpt knows",
-            "leave it out with --exclude if it does not belong to the adapter",
-        )
+        hint = "leave it out with --exclude if it does not belong to the adapter"
+        yield _finding("adapter-unknown-key", name, "is not part of any kind of adapter that ckpt knows", hint)
     yield from _wrapper_keys(adapter, is_error=not repairs and not adapter.is_training_state)
     for module in adapter.modules:
         findings = list(_check_module(module))
@@ -133,15 +129,12 @@ def _finding(code: str, where: str, what: str, hint: str | None = None, severity
 
 def _check_config(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
     found = config_rank(module, adapter.settings)
-    if found is None or module.rank is None or not family_of(module).is_scaled or found == module.rank.value:
+    if found is None or module.rank is None or not family_of(module).is_scaled or found.value == module.rank.value:
         return
-    yield _finding(
-        "adapter-config",
-        module.path,
-        f"rank {found} by {adapter.settings['r'].source if 'r' in adapter.settings else 'rank_pattern'}, and "
-        f"{module.rank.source}",
-        "is it the configuration of another run? Its alpha would be wrong as well",
-    )
+    by = adapter.settings["r"].source if "r" in adapter.settings else "rank_pattern"
+    what = f"rank {found.value} by {by}, and {module.rank.source}"
+    hint = "is it the configuration of another run? Its alpha would be wrong as well"
+    yield _finding("adapter-config", module.path, what, hint)
 
 
 def _check_settings(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[Finding]:
@@ -152,12 +145,9 @@ def _check_settings(module: AdapterModule[F], adapter: Adapter[F]) -> Iterator[F
     for setting, role, _ in family_of(module).peft_switches:
         found = adapter.settings.get(setting)
         if found is not None and found.value is True and role not in module.factors:
-            yield _finding(
-                "adapter-missing-factor",
-                module.path,
-                f"factor {role} is missing: {setting} is true ({found.source}), and PEFT would initialise it",
-                "was the adapter saved completely? If it was trained without, set that in adapter_config.json",
-            )
+            what = f"factor {role} is missing: {setting} is true ({found.source}), and PEFT would initialise it"
+            hint = "was the adapter saved completely? If it was trained without, set that in adapter_config.json"
+            yield _finding("adapter-missing-factor", module.path, what, hint)
 
 
 def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:
@@ -165,14 +155,12 @@ def _wrapper_keys(adapter: Adapter[F], *, is_error: bool) -> Iterator[Finding]:
     names = [factor.fqn for factor in factors if isinstance(factor, TensorEntry)]
     wrapped = [name for name in names if strip_wrappers(name) != name]
     if wrapped:
-        yield _finding(
-            "adapter-wrapper-key",
-            wrapped[0],
+        what = (
             f"{len(wrapped)} of {len(names)} names contain a wrapper's prefix (_orig_mod, …): a loader finds no such "
-            "modules, and the adapter does nothing",
-            "ckpt export-lora strips them",
-            "error" if is_error else "warning",
+            "modules, and the adapter does nothing"
         )
+        hint = "ckpt export-lora strips them"
+        yield _finding("adapter-wrapper-key", wrapped[0], what, hint, "error" if is_error else "warning")
 
 
 def _check_module(module: AdapterModule[F]) -> Iterator[Finding]:
@@ -234,12 +222,8 @@ def check_base(adapter: Adapter[F], base: Shapes) -> Iterator[Finding]:
     modules, holders = parents_of(base), {name.rpartition(".")[0] for name in base}
     unmatched = [m for m in adapter.modules if m.path and not m.is_saved and base_path(m.path) not in modules]
     for module in unmatched:
-        yield _finding(
-            "adapter-unmatched",
-            module.path,
-            f"the base model has no such module ({len(unmatched)} of {len(adapter.modules)} are not in it)",
-            "is it the base that the adapter was trained on?",
-        )
+        what = f"the base model has no such module ({len(unmatched)} of {len(adapter.modules)} are not in it)"
+        yield _finding("adapter-unmatched", module.path, what, "is it the base that the adapter was trained on?")
     for module in adapter.modules:
         path = base_path(module.path)
         if module.is_saved or not path:
@@ -278,12 +262,9 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
         seen = {role: table.get((number, role)) for role in module.factors}
         for role, values in seen.items():
             if values is not None and not values.is_finite:
-                yield _finding(
-                    "adapter-non-finite",
-                    f"{module.path} {role}",
-                    f"factor {role} of {module.path!r} has elements that are infinite or not a number",
-                    "the training run has diverged: use a checkpoint from before",
-                )
+                what = f"factor {role} of {module.path!r} has elements that are infinite or not a number"
+                hint = "the training run has diverged: use a checkpoint from before"
+                yield _finding("adapter-non-finite", f"{module.path} {role}", what, hint)
         if module.is_saved:
             changing += module.path not in adapted  # else an embedding that PEFT saves along with its factors
             continue
@@ -299,9 +280,8 @@ def check_values(adapter: Adapter[F], table: ValueTable) -> Iterator[Finding]:
         yield _finding("adapter-zero", where, what, "they were not trained, or not saved", "warning")
     else:
         what = f"the adapter changes nothing: the factors of all {len(idle)} modules multiply to 0 ({shown})"
-        yield _finding(
-            "adapter-zero", where, what, "it is as it was before training, or its trained values were not saved"
-        )
+        hint = "it is as it was before training, or its trained values were not saved"
+        yield _finding("adapter-zero", where, what, hint)
 
 
 def is_idle(module: AdapterModule[F], seen: Mapping[str, Values]) -> bool:
@@ -346,12 +326,9 @@ def _scale(module: AdapterModule[F]) -> Iterator[Finding]:
     if scale == 0 or _SMALLEST <= scale <= _LARGEST:
         return
     what = "is negative: it subtracts what was trained" if scale < 0 else "is implausible"
-    yield Finding.error(
-        code="adapter-alpha",
-        where=module.path,
-        what=f"the scale {scale:g} (alpha {module.alpha.value:g}, {module.alpha.source}) {what}",
-        hint="give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE",
-    )
+    what = f"the scale {scale:g} (alpha {module.alpha.value:g}, {module.alpha.source}) {what}"
+    hint = "give the alpha of the training run: ckpt export-lora SRC DST --alpha VALUE"
+    yield Finding.error(code="adapter-alpha", where=module.path, what=what, hint=hint)
 
 
 def _dtype(factor: object) -> DType | None:

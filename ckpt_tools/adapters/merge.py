@@ -17,9 +17,8 @@ from ckpt_tools.adapters.adapter import TOKENS, Adapter
 from ckpt_tools.adapters.base.matching import BaseMatch, ChangedRows, match_any_spelling
 from ckpt_tools.adapters.base.model import live_tensors
 from ckpt_tools.adapters.base.reading import in_hub_names, refuse_changed
-from ckpt_tools.adapters.base.share import Part, Share
 from ckpt_tools.adapters.base.slots import find_slots, some
-from ckpt_tools.adapters.base.tensor_edit import TensorEdit
+from ckpt_tools.adapters.base.tensor_edit import Part, Share, TensorEdit
 from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied, with_tied_heads
 from ckpt_tools.adapters.ecosystems.peft.config_rules import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
@@ -41,9 +40,7 @@ from ckpt_tools.transfer.quantised.decoded import dequantised, is_quantised
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
-    from ckpt_tools.options.adapters import MergeOptions
     from ckpt_tools.transfer.arrays import Array
-
 
 _NUMPY_BYTES = 64 << 20
 """Of numpy and its linear algebra, once imported."""
@@ -119,11 +116,8 @@ def _share(job: Job, path: str, read: OpenedAdapter, weight: float, options: Mer
         adapter = settle_parameters(adapter, {name: slot.shape for name, slot in slots.items()})
     adapter = with_alpha(adapter, options.alpha)
     refuse_variants(adapter)
-    refuse_carried(
-        adapter,
-        "merged by ckpt",
-        "PEFT does it: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), then save_pretrained",
-    )
+    hint = "PEFT does it: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload(), then save_pretrained"
+    refuse_carried(adapter, "merged by ckpt", hint)
     _refuse_broken(adapter)
     _check_scale(adapter, weight)
     frozen = live_tensors(plain_names(base.checkpoint), base_config(base))
@@ -233,9 +227,8 @@ def _refuse_broken(adapter: Adapter[TensorEntry]) -> None:
     errors = [finding for finding in check_structure(adapter, repairs=True) if finding.severity == "error"]
     if errors:
         shown = some([f"{finding.code}: {finding.where}: {finding.what}" for finding in errors])
-        raise AdapterRefusedError(
-            f"the adapter has {len(errors)} error{'s' if len(errors) > 1 else ''}: {shown}", hint=errors[0].hint
-        )
+        what = f"the adapter has {len(errors)} error{'s' if len(errors) > 1 else ''}: {shown}"
+        raise AdapterRefusedError(what, hint=errors[0].hint)
 
 
 def _check_scale(adapter: Adapter[TensorEntry], scale: float) -> None:
@@ -306,10 +299,9 @@ def _judge(edits: Mapping[str, TensorEdit]) -> list[str]:
             + "if they should be larger, is --alpha right?",
         )
     if len(idle) == total:
-        raise MergeUnchangedError(
-            "the result equals the base: the adapter's factors are zero, or multiply to zero",
-            hint="`ckpt check-lora ADAPTER` shows more; was the adapter saved before it was trained?",
-        )
+        what = "the result equals the base: the adapter's factors are zero, or multiply to zero"
+        hint = "`ckpt check-lora ADAPTER` shows more; was the adapter saved before it was trained?"
+        raise MergeUnchangedError(what, hint=hint)
     return [f"{len(idle)} of {total} tensors get no change: the adapter's factors for them are zero"] if idle else []
 
 

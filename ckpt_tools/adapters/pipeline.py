@@ -93,9 +93,7 @@ def _components(
         component = trained if options.component else component
         found[component].add(module.path)
     if missing := sorted(found.keys() - components):
-        raise UsageError(
-            f"the pipeline has no component {missing[0]!r}: {first_few(sorted(components), 9)}",
-            where=os.fspath(options.base),
-            hint="--component NAME chooses one for the whole adapter; --exclude GLOB leaves tensors out",
-        )
+        what = f"the pipeline has no component {missing[0]!r}: {first_few(sorted(components), 9)}"
+        hint = "--component NAME chooses one for the whole adapter; --exclude GLOB leaves tensors out"
+        raise UsageError(what, where=os.fspath(options.base), hint=hint)
     return found

@@ -85,7 +85,7 @@ def _parameters(adapter: Adapter[TensorEntry], settings: Settings) -> Iterator[t
         children[parent].append(leaf)
     nested = {module.path for module in adapter.modules if module.nesting}
     for module in adapter.modules:
-        if not family_of(module).is_linear(module.factors):
+        if not module.is_linear:
             yield module, "weight"
             continue
         found = [leaf for parent, _, leaf in targets if parent and f".{module.path}".endswith(f".{parent}")]
@@ -112,17 +112,17 @@ def _with_rank(
     """The factors of stacked experts have rank × experts rows: the base or the configuration tells."""
     if module.parameter == "weight":
         if module.rank is None and family_of(module).is_unranked(module.factors):
-            return replace(module, rank=_config_rank(module, settings))
+            return replace(module, rank=config_rank(module, settings))
         return module
     shape = adapter.base_shapes.get(f"{module.path}.{module.parameter}")
     if shape is not None and family_of(module).fits_parameter(module.shapes, shape):
         rank = module.factors["A"].shape[0] // (shape[0] if len(shape) == 3 else 1)
         return replace(module, rank=Sourced(rank, f"A has {module.factors['A'].shape[0]} rows for {shape[0]} experts"))
-    return replace(module, rank=_config_rank(module, settings))
+    return replace(module, rank=config_rank(module, settings))
 
 
-def _config_rank(module: AdapterModule[F], settings: Settings) -> Sourced[int] | None:
-    """Return the rank that PEFT's configuration gives a module."""
+def config_rank(module: AdapterModule[F], settings: Settings) -> Sourced[int] | None:
+    """Return the rank that PEFT's configuration gives a module, whatever its tensors have; None where it says none."""
     path = module.target
     patterns = settings.get("rank_pattern")
     if patterns is not None:
@@ -133,12 +133,6 @@ def _config_rank(module: AdapterModule[F], settings: Settings) -> Sourced[int] |
             return Sourced(_whole(value, "rank_pattern"), f"rank_pattern of {patterns.source}")
     rank = settings.get("r")
     return None if rank is None or not rank.value else Sourced(_whole(rank.value, "r"), rank.source)
-
-
-def config_rank(module: AdapterModule[F], settings: Settings) -> int | None:
-    """Return the rank that the settings give a module, whatever its tensors have; None where they do not say."""
-    found = _config_rank(module, settings)
-    return None if found is None else found.value
 
 
 def _whole(value: object, name: str) -> int:
@@ -165,9 +159,8 @@ def _with_alpha(
     if entry is not None:
         value = read_scalar(entry)
         if value is None:
-            raise UnreadableError(
-                f"alpha {entry.fqn!r} is {entry.dtype.name} of shape {list(entry.shape)}, not one number"
-            )
+            what = f"alpha {entry.fqn!r} is {entry.dtype.name} of shape {list(entry.shape)}, not one number"
+            raise UnreadableError(what)
         return replace(module, alpha=Sourced(value, "tensor alpha"))
     if not family.is_scaled:
         return module
@@ -212,18 +205,14 @@ def with_alpha(adapter: Adapter[F], alpha: float | None) -> Adapter[F]:
         why = "it is in no tensor, header or file beside it"
         if zero is not None:
             why = f"it is 0 in {zero}, which changes nothing"
-        raise UsageError(
-            f"alpha of {some_modules(missing)} is not known: {why}",
-            where="--alpha",
-            hint="give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
-            "changes every output",
+        hint = (
+            "give the lora_alpha of the training run: --alpha VALUE. A wrong one loads without a warning and "
+            "changes every output"
         )
+        raise UsageError(f"alpha of {some_modules(missing)} is not known: {why}", where="--alpha", hint=hint)
     if alpha is not None and not 0 < alpha <= _MAX_ALPHA:
-        raise UsageError(
-            f"--alpha must be above 0 and at most {_MAX_ALPHA}, got {alpha:g}",
-            where="--alpha",
-            hint="give the lora_alpha of the training run",
-        )
+        what = f"--alpha must be above 0 and at most {_MAX_ALPHA}, got {alpha:g}"
+        raise UsageError(what, where="--alpha", hint="give the lora_alpha of the training run")
 
     def settled(module: AdapterModule[F]) -> AdapterModule[F]:
         if _is_unscaled(module, adapter):

@@ -33,141 +33,61 @@ class Case:
 
 
 OFT = ("use_cayley_neumann=true", "num_cayley_neumann_terms=5", "coft=false", "peft_version=0.21.0")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def _case(kind="LORA", *, model="llama", save="model", sidecar=False, trained=(), config=(), **fields) -> Case:
+    """An adapter whose alpha the user says, unless PEFT's configuration lies beside it."""
+    fields = {"peft_type": kind, **({"r": 4, "lora_alpha": 8} if kind == "LORA" else {}), **LLAMA, **fields}
+    alpha = None if sidecar else fields.get("lora_alpha", fields.get("alpha"))
+    options = ({} if alpha is None else {"alpha": alpha}) | ({"config": config} if config else {})
+    return Case(fields, model, save, sidecar, options, trained)
+
 
 CASES = {
-    "lora": Case({"peft_type": "LORA", "r": 3, "lora_alpha": 12, **LLAMA}, options={"alpha": 12}),
-    "lora-trainable-only": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **LLAMA}, save="trainable", options={"alpha": 8}
+    "lora": _case(r=3, lora_alpha=12),
+    "lora-trainable-only": _case(save="trainable"),
+    "lora-optim": _case(save="optim"),
+    "lora-flat": _case(save="flat"),
+    "accelerate": _case(save="accelerate", modules_to_save=["lm_head"], trained=("modules_to_save",)),
+    "rslora": _case(use_rslora=True, config=("use_rslora=true",)),
+    "rank-pattern": _case(rank_pattern={"layers.1.self_attn.q_proj": 7}),
+    "alpha-pattern": _case(alpha_pattern={r"layers\.\d\.mlp\.down_proj": 3}, sidecar=True),
+    "dora": _case(use_dora=True),
+    "dora-embedding": _case(use_dora=True, target_modules=["embed_tokens", "k_proj"]),
+    "embedding": _case(target_modules=["embed_tokens", "lm_head"]),
+    "modules-to-save": _case(modules_to_save=["lm_head", "norm"], trained=("modules_to_save",)),
+    "bias-own": _case(bias="lora_only", save="trainable", trained=("base_layer.bias",)),
+    "bias-all": _case(bias="all", save="optim", trained=(".bias",)),
+    "bias-of-the-config": _case(bias="all", sidecar=True, trained=(".bias",)),
+    "lora-bias": _case(lora_bias=True, target_modules=["q_proj"]),
+    "loha": _case("LOHA", r=4, alpha=6),
+    "lokr": _case("LOKR", r=2, alpha=6),
+    "lokr-both": _case("LOKR", r=1, alpha=2, decompose_both=True, decompose_factor=4),
+    "lokr-full": _case("LOKR", r=32, alpha=16, config=("r=32",)),
+    "oft": _case("OFT", oft_block_size=8, config=OFT),
+    "oft-by-number": _case(
+        "OFT", r=4, oft_block_size=0, use_cayley_neumann=False, config=("use_cayley_neumann=false", "coft=false"),
     ),
-    "lora-optim": Case({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **LLAMA}, save="optim", options={"alpha": 8}),
-    "lora-flat": Case({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **LLAMA}, save="flat", options={"alpha": 8}),
-    "accelerate": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "modules_to_save": ["lm_head"], **LLAMA},
-        save="accelerate",
-        options={"alpha": 8},
-        trained=("modules_to_save",),
+    "oft-shared": _case("OFT", oft_block_size=8, block_share=True, coft=True, eps=0.5, sidecar=True),
+    "boft": _case("BOFT", boft_block_size=4),
+    "boft-by-number": _case("BOFT", boft_block_size=0, boft_block_num=4),
+    "conv-lora": _case(model="vit", target_modules=["projection", "query"]),
+    "conv-dora": _case(model="vit", use_dora=True, target_modules=["projection", "query"]),
+    "conv-loha": _case("LOHA", model="vit", r=4, alpha=8, use_effective_conv2d=True, target_modules=["projection"]),
+    "conv-lokr": _case("LOKR", model="vit", r=2, alpha=8, target_modules=["projection", "value"]),
+    "conv-lokr-tucker": _case(
+        "LOKR", model="vit", r=2, alpha=8, use_effective_conv2d=True, target_modules=["projection"],
     ),
-    "rslora": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True, **LLAMA},
-        options={"alpha": 8, "config": ("use_rslora=true",)},
+    "conv-oft": _case("OFT", model="vit", oft_block_size=8, target_modules=["projection", "query"], config=OFT),
+    "conv-boft": _case("BOFT", model="vit", boft_block_size=4, target_modules=["projection", "query"]),
+    "conv1d-transposed": _case(
+        model="gpt2", target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, config=("fan_in_fan_out=true",),
     ),
-    "rank-pattern": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"layers.1.self_attn.q_proj": 7}, **LLAMA},
-        options={"alpha": 8},
-    ),
-    "alpha-pattern": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {r"layers\.\d\.mlp\.down_proj": 3}, **LLAMA},
-        sidecar=True,
-    ),
-    "dora": Case({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True, **LLAMA}, options={"alpha": 8}),
-    "dora-embedding": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["embed_tokens", "k_proj"]},
-        options={"alpha": 8},
-    ),
-    "embedding": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["embed_tokens", "lm_head"]},
-        options={"alpha": 8},
-    ),
-    "modules-to-save": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "modules_to_save": ["lm_head", "norm"], **LLAMA},
-        options={"alpha": 8},
-        trained=("modules_to_save",),
-    ),
-    "bias-own": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "lora_only", **LLAMA},
-        save="trainable",
-        options={"alpha": 8},
-        trained=("base_layer.bias",),
-    ),
-    "bias-all": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "all", **LLAMA},
-        save="optim",
-        options={"alpha": 8},
-        trained=(".bias",),
-    ),
-    "bias-of-the-config": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "all", **LLAMA}, sidecar=True, trained=(".bias",)
-    ),
-    "lora-bias": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_bias": True, "target_modules": ["q_proj"]},
-        options={"alpha": 8},
-    ),
-    "loha": Case({"peft_type": "LOHA", "r": 4, "alpha": 6, **LLAMA}, options={"alpha": 6}),
-    "lokr": Case({"peft_type": "LOKR", "r": 2, "alpha": 6, **LLAMA}, options={"alpha": 6}),
-    "lokr-both": Case(
-        {"peft_type": "LOKR", "r": 1, "alpha": 2, "decompose_both": True, "decompose_factor": 4, **LLAMA},
-        options={"alpha": 2},
-    ),
-    "lokr-full": Case(
-        {"peft_type": "LOKR", "r": 32, "alpha": 16, **LLAMA}, options={"alpha": 16, "config": ("r=32",)}
-    ),
-    "oft": Case({"peft_type": "OFT", "oft_block_size": 8, **LLAMA}, options={"config": OFT}),
-    "oft-by-number": Case(
-        {"peft_type": "OFT", "r": 4, "oft_block_size": 0, "use_cayley_neumann": False, **LLAMA},
-        options={"config": ("use_cayley_neumann=false", "coft=false")},
-    ),
-    "oft-shared": Case(
-        {"peft_type": "OFT", "oft_block_size": 8, "block_share": True, "coft": True, "eps": 0.5, **LLAMA}, sidecar=True
-    ),
-    "boft": Case({"peft_type": "BOFT", "boft_block_size": 4, **LLAMA}),
-    "boft-by-number": Case({"peft_type": "BOFT", "boft_block_size": 0, "boft_block_num": 4, **LLAMA}),
-    "conv-lora": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["projection", "query"]},
-        model="vit",
-        options={"alpha": 8},
-    ),
-    "conv-dora": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": ["projection", "query"]},
-        model="vit",
-        options={"alpha": 8},
-    ),
-    "conv-loha": Case(
-        {"peft_type": "LOHA", "r": 4, "alpha": 8, "use_effective_conv2d": True, "target_modules": ["projection"]},
-        model="vit",
-        options={"alpha": 8},
-    ),
-    "conv-lokr": Case(
-        {"peft_type": "LOKR", "r": 2, "alpha": 8, "target_modules": ["projection", "value"]},
-        model="vit",
-        options={"alpha": 8},
-    ),
-    "conv-lokr-tucker": Case(
-        {"peft_type": "LOKR", "r": 2, "alpha": 8, "use_effective_conv2d": True, "target_modules": ["projection"]},
-        model="vit",
-        options={"alpha": 8},
-    ),
-    "conv-oft": Case(
-        {"peft_type": "OFT", "oft_block_size": 8, "target_modules": ["projection", "query"]},
-        model="vit",
-        options={"config": OFT},
-    ),
-    "conv-boft": Case(
-        {"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["projection", "query"]}, model="vit"
-    ),
-    "conv1d-transposed": Case(
-        {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
-        model="gpt2",
-        options={"alpha": 8, "config": ("fan_in_fan_out=true",)},
-    ),
-    "experts": Case(
-        {
-            "peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        },
-        model="moe",
-        options={"alpha": 8},
-    ),
-    "experts-trainable-only": Case(
-        {
-            "peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": [],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        },
-        model="moe",
-        save="trainable",
-        options={
-            "alpha": 8,
-            "config": ("r=2", 'target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]'),
-        },
+    "experts": _case(model="moe", r=2, target_modules=["q_proj"], target_parameters=EXPERTS),
+    "experts-trainable-only": _case(
+        model="moe", save="trainable", r=2, target_modules=[], target_parameters=EXPERTS,
+        config=("r=2", f"target_parameters={json.dumps(EXPERTS)}"),
     ),
 }  # fmt: skip
 
@@ -230,11 +150,7 @@ def save_all(rank: int, world_size: int, directory: str, names: Iterable[str]) -
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

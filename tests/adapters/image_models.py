@@ -104,19 +104,12 @@ def lora(
 ) -> AdapterModule[torch.Tensor]:
     """A random lora of a weight of `shape`, all of whose rows it changes."""
     out, columns, *kernel = shape
-    factors = {
-        "A": torch.randn(rank, columns, *kernel) / 4,
-        "B": torch.randn(out, rank, *[1] * len(kernel)) / 4,
-    }
+    factors = {"A": torch.randn(rank, columns, *kernel) / 4, "B": torch.randn(out, rank, *[1] * len(kernel)) / 4}
     if dora:
         factors["magnitude"] = torch.rand(out) + 0.5
     return AdapterModule(
-        path=path,
-        family="lora",
-        factors=factors,
-        rank=Sourced(rank, "test"),
-        alpha=Sourced(alpha, "test"),
-    )
+        path=path, family="lora", factors=factors, rank=Sourced(rank, "test"), alpha=Sourced(alpha, "test"),
+    )  # fmt: skip
 
 
 def linears(model: nn.Module) -> dict[str, tuple[int, ...]]:

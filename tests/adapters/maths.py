@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from arrays import to_array, to_tensor
 
-from ckpt_tools.adapters.families import changes as ours, family_of, rotation
+from ckpt_tools.adapters.families import changes as ours, family_of
 from ckpt_tools.adapters.families.family import PLAIN
 
 
@@ -46,8 +46,8 @@ def scale_of(module):
 
 
 def cayley(skew):
-    return to_tensor(rotation.cayley(to_array(skew)))
+    return to_tensor(ours.cayley(to_array(skew)))
 
 
 def rotate_inputs_by_butterfly(weight, stored):
-    return to_tensor(rotation.rotate_inputs_by_butterfly(to_array(weight), to_array(stored)))
+    return to_tensor(ours.rotate_inputs_by_butterfly(to_array(weight), to_array(stored)))

@@ -12,16 +12,9 @@ from torch import Tensor, nn
 from ckpt_tools.adapters.adapter import AdapterModule, FamilyName, Sourced
 
 ROLES = {
-    "lora_A": "A",
-    "lora_B": "B",
-    "lora_embedding_A": "A_embedding",
-    "lora_embedding_B": "B_embedding",
-    "lora_magnitude_vector": "magnitude",
-    "oft_R": "R",
-    "oft_embedding_R": "R_embedding",
-    "boft_R": "R",
-    "boft_s": "s",
-}
+    "lora_A": "A", "lora_B": "B", "lora_embedding_A": "A_embedding", "lora_embedding_B": "B_embedding",
+    "lora_magnitude_vector": "magnitude", "oft_R": "R", "oft_embedding_R": "R_embedding", "boft_R": "R", "boft_s": "s",
+}  # fmt: skip
 
 
 class Zoo(nn.Module):

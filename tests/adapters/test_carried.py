@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.ecosystems.peft import asked
+from ckpt_tools.adapters.ecosystems.peft import loader as asked
 from ckpt_tools.api import export_lora, merge_lora
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
@@ -74,10 +74,6 @@ OF_ANY_SIZE = frozenset({"FourierFT", "WaveFT", "MiSS, mini", "PSOFT"})
 NOT_IN_A_STATE_DICT = {"SHiRA": "shira_indices", "P-tuning": "computes when it saves", "prefix, projected": "computes"}
 OTHERS = ("vllm", "diffusers", "kohya", "comfyui")
 QUICK = ("AdaLoRA", "IA3", "VeRA", "prompt")
-
-
-def cases(names: object) -> list[object]:
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def outputs(model: nn.Module) -> Tensor:
@@ -171,7 +167,8 @@ def test_without_peft_or_a_base_nothing_is_proven(bench, monkeypatch):
     assert (result.verdict, "pip install 'ckpt-tools[hf]'" in " ".join(result.not_checked)) == ("unknown", True)
 
 
-@pytest.mark.parametrize("name", cases(CASES))
+@pytest.mark.full(but=QUICK)
+@pytest.mark.parametrize("name", CASES)
 def test_peft_directory_is_checked_as_peft_loads_it(bench, name):
     directory, _, meant = bench.trained(name)
     torch.testing.assert_close(outputs(bench.loaded(directory)), meant, rtol=0, atol=1e-6 if "largest" in name else 0)
@@ -180,7 +177,8 @@ def test_peft_directory_is_checked_as_peft_loads_it(bench, name):
     assert not [each for each in result.findings if each.severity == "error"]
 
 
-@pytest.mark.parametrize("name", cases(CASES))
+@pytest.mark.full(but=QUICK)
+@pytest.mark.parametrize("name", CASES)
 def test_export_from_a_live_models_dcp_keeps_every_byte(bench, name, tmp_path):
     directory, source, meant = bench.trained(name)
     if name in NOT_IN_A_STATE_DICT:
@@ -232,7 +230,8 @@ def damaged(name: str, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor
     return kinds
 
 
-@pytest.mark.parametrize("name", cases(sorted(CASES)))
+@pytest.mark.full(but=QUICK)
+@pytest.mark.parametrize("name", sorted(CASES))
 def test_damaged_adapter_never_loads(bench, name, tmp_path):
     directory, _, _ = bench.trained(name)
     for kind, tensors in damaged(name, load_file(directory / FILE)).items():
@@ -250,7 +249,8 @@ def test_damaged_adapter_never_loads(bench, name, tmp_path):
         assert result.verdict in wanted, kind
 
 
-@pytest.mark.parametrize("name", cases(sorted(CASES.keys() - UNPROVEN - OF_ANY_SIZE)))
+@pytest.mark.full(but=QUICK)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - UNPROVEN - OF_ANY_SIZE))
 def test_adapter_of_another_base_fails(bench, name):
     directory, _, _ = bench.trained(name)
     assert check_lora(directory, base=bench.base("other", hidden=24)).verdict == "fails"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters.image_models import COMPONENT, MODELS, adapter, linears, lora, to_target
+from adapters.test_check_peft import Toy
 from adapters.test_diffusers import load as load_in_diffusers
 from safetensors.torch import save_file
 from torch import nn
@@ -157,13 +158,9 @@ def really(name: str, tensors: Tensors, tmp_path: Path) -> set[str] | None:
 
 
 QUICK = [
-    "flux1: kohya's names",
-    "flux2: DoRA",
-    "sd3: ComfyUI's names, all",
-    "sdxl: dora_scale",
-    "flux2: LoKr",
+    "flux1: kohya's names", "flux2: DoRA", "sd3: ComfyUI's names, all", "sdxl: dora_scale", "flux2: LoKr",
     "flux1: LoHa",
-]
+]  # fmt: skip
 
 
 @pytest.mark.full(but=QUICK)
@@ -184,19 +181,6 @@ def test_simulated_diffusers_is_the_real_one(case: str, tmp_path: Path) -> None:
 
 
 # PEFT: simulated against itself
-
-
-class Toy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"q": nn.Linear(8, 8), "v": nn.Linear(8, 8)}) for _ in range(2))
-        self.head = nn.Linear(8, 4)
-        self.config = {"model_type": "toy", "tie_word_embeddings": False}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer["q"](x) + layer["v"](x)
-        return self.head(x)
 
 
 def peft_directory(directory: Path, **config: object) -> Path:
@@ -265,7 +249,6 @@ def test_comfyui_leaves_out_peft_names_of_a_unet_and_peft_magnitudes() -> None:
 @pytest.mark.parametrize(
     ("config", "names", "problem"),
     [
-        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
         ({"use_dora": True}, {}, "DoRA"),
         ({"peft_type": "LOHA"}, {}, "LOHA"),
         ({"lora_alpha": "REMOVED"}, {}, "lacks lora_alpha"),
@@ -458,7 +441,7 @@ def test_command_prints_one_document_and_exits_3_for_findings(
     base = base_directory(tmp_path / "base")
     assert main(["check-lora", str(directory), "--base", str(base), "--for", "peft", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["loaders"][0]["matched_modules"] == 2
+    assert document["loaders"][0]["matched_modules"] == 3
     assert document["loaders"][0]["unmatched_tensors"] == 0
 
 

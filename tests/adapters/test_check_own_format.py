@@ -19,7 +19,7 @@ from adapters.test_check import (
     with_dora_scale,
     written as written_for,
 )
-from adapters.world_image import IMAGE
+from adapters.world_models import IMAGE
 from safetensors.torch import load_file, save_file
 
 from ckpt_tools.adapters.base.model import replicated
@@ -202,7 +202,7 @@ def test_alpha_that_nobody_meant_is_an_error(alpha: float, found: list[str], tmp
     [
         (("layers.0.q.lora_B",), "adapter-dead-module", "error"),
         (("layers.0.q.lora_A",), "adapter-dead-module", "error"),
-        (("layers.0.q.lora_B", "layers.1.q.lora_B"), "adapter-zero", "warning"),
+        ((".q.lora_B",), "adapter-zero", "warning"),
     ],
 )
 def test_module_that_died_is_told_from_a_kind_that_was_not_trained(

@@ -5,15 +5,20 @@ Adapters of 33 kinds of models, healthy and damaged. The bulk is `full`; a few o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from adapters import world_adapters, world_pipelines
-from adapters.world_oracle import Worlds, does_what_was_trained
+from adapters.families import save_dcp
+from adapters.world_models import LANGUAGE
+from adapters.world_oracle import TOLERANCE, Worlds, does_what_was_trained
+from safetensors.torch import load_file
 
+from ckpt_tools import api
 from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UsageError
 
 HARMLESS = frozenset({"mistral: names twice", "mistral: a module too many", "qwen-image: other targets"})
 """Damages behind which the library still finds the whole adapter: ckpt says them all the same."""
@@ -29,16 +34,13 @@ QUICK = frozenset(
 )  # fmt: skip
 
 
-def cases(names: Iterable[str]) -> list[object]:
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in names]
-
-
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
     return Worlds(tmp_path_factory.mktemp("worlds"))
 
 
-@pytest.mark.parametrize("name", cases([*world_adapters.HEALTHY, *world_pipelines.HEALTHY]))
+@pytest.mark.full(but=QUICK)
+@pytest.mark.parametrize("name", [*world_adapters.HEALTHY, *world_pipelines.HEALTHY])
 def test_healthy_adapter_is_ok(name: str, worlds: Worlds) -> None:
     trained = worlds.trained(name)
     assert does_what_was_trained(trained, trained.directory)
@@ -47,7 +49,8 @@ def test_healthy_adapter_is_ok(name: str, worlds: Worlds) -> None:
     assert not [finding for finding in result.findings if finding.severity != "info"]
 
 
-@pytest.mark.parametrize("name", cases([*world_adapters.DAMAGED, *world_pipelines.DAMAGED]))
+@pytest.mark.full(but=QUICK)
+@pytest.mark.parametrize("name", [*world_adapters.DAMAGED, *world_pipelines.DAMAGED])
 def test_damaged_adapter_is_never_ok(name: str, worlds: Worlds, tmp_path: Path) -> None:
     trained = worlds.damaged(name, tmp_path)
     assert does_what_was_trained(trained, tmp_path) is (name in HARMLESS)
@@ -58,3 +61,76 @@ def test_damaged_adapter_is_never_ok(name: str, worlds: Worlds, tmp_path: Path) 
         return
     wanted = "unknown" if name in NOT_JUDGED else "fails"
     assert result.verdict == wanted, (result.findings, result.not_checked)
+
+
+# Bases whose tensors have other names on disk than in the live model that the adapter was trained on
+
+BASES = (
+    "llava", "llava, head and projector", "llava, language model alone", "paligemma", "gemma3-images, DoRA",
+    "mistral3", "internvl", "mllama", "qwen2.5-vl", "qwen3-vl", "dinov2", "vit", "mixtral, experts",
+    "gpt2, published without its head", "bert, published without its head", "t5, an embedding", "bart, embeddings",
+)  # fmt: skip
+QUICK_BASES = {
+    "llava", "llava, head and projector", "qwen2.5-vl", "gpt2, published without its head", "t5, an embedding",
+}  # fmt: skip
+NOT_MERGED = {
+    "t5, an embedding", "bart, embeddings",  # one of the names of a shared tensor
+    "bert, published without its head",  # its trained head is not in the base
+}  # fmt: skip
+
+
+def save_training(adapter: Path, path: Path) -> None:
+    """Save what was trained as `dcp.save` has it, under the names of the wrapped model."""
+    state = {}
+    for name, tensor in load_file(adapter / "adapter_model.safetensors").items():
+        parent, _, leaf = name.rpartition(".")
+        if ".base_layer." in name:
+            continue  # PEFT saves a head that it adapts, and does not train its weight
+        if "lora_" not in name:
+            state[f"{parent}.modules_to_save.default.{leaf}"] = tensor
+        elif "lora_embedding" in name:
+            state[f"{name}.default"] = tensor
+        else:
+            state[f"{parent}.default.{leaf}"] = tensor
+    save_dcp({"model": state}, path)
+
+
+@pytest.mark.full(but=QUICK_BASES)
+@pytest.mark.parametrize("name", BASES)
+def test_exported_against_a_base_with_other_names_it_does_what_was_trained(name, worlds, tmp_path):
+    trained = worlds.trained(name)
+    assert api.export_lora(trained.directory, tmp_path / "peft", base=trained.base).ok
+    assert does_what_was_trained(trained, tmp_path / "peft")
+    assert check_lora(tmp_path / "peft", base=trained.base).ok
+    if "experts" in name or "DoRA" in name:
+        return
+    save_training(trained.directory, tmp_path / "dcp")
+    assert api.export_lora(tmp_path / "dcp", tmp_path / "from_dcp", base=trained.base, alpha=4).ok
+    assert does_what_was_trained(trained, tmp_path / "from_dcp")
+
+
+@pytest.mark.full(but=QUICK_BASES)
+@pytest.mark.parametrize("name", [name for name in BASES if name not in NOT_MERGED])
+def test_merged_into_a_base_with_other_names_it_does_what_was_trained(name, worlds, tmp_path):
+    trained = worlds.trained(name)
+    api.merge_lora(trained.base, trained.directory, tmp_path / "merged")
+    world = LANGUAGE[name.partition(",")[0] if "published" not in name else "gpt2-published"]
+    with warnings.catch_warnings(action="ignore"):
+        model = type(world.build()).from_pretrained(tmp_path / "merged")
+    assert torch.allclose(world.outputs(model), trained.meant, atol=10 * TOLERANCE)
+
+
+def test_an_adapter_of_the_language_model_alone_is_not_one_of_the_model_around_it(worlds, tmp_path):
+    # PEFT would find none of `model.layers…` in LLaVA, whose language model is `model.language_model`.
+    alone, around = worlds.trained("mistral"), worlds.trained("llava")
+    result = api.export_lora(alone.directory, tmp_path / "out", base=around.base)
+    assert {finding.code for finding in result.findings} == {"adapter-unmatched"}
+    assert check_lora(alone.directory, base=around.base).verdict == "fails"
+
+
+def test_a_base_of_another_size_is_refused_under_its_live_names(worlds, tmp_path):
+    narrow, wide = worlds.trained("llava"), worlds.trained("qwen2.5-vl")
+    result = api.export_lora(wide.directory, tmp_path / "out", base=narrow.base)
+    assert "adapter-unmatched" in {finding.code for finding in result.findings}
+    with pytest.raises(UsageError):
+        api.merge_lora(narrow.base, wide.directory, tmp_path / "merged")

@@ -11,8 +11,8 @@ from adapters.peft_world import Zoo, adapt, modules_of, settings_of
 from torch import nn
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
+from ckpt_tools.adapters.families.changes import butterfly_order
 from ckpt_tools.adapters.families.family import Setting
-from ckpt_tools.adapters.families.rotation import butterfly_order
 from ckpt_tools.errors import UnreadableError, UsageError
 
 TOLERANCE = 1e-6
@@ -23,6 +23,12 @@ ALL = [*LINEAR, "embed", "conv", "point", "line"]
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.shape == expected.shape and float((found - expected).abs().max()) <= TOLERANCE
+
+
+def config_of(kind, **options):
+    import peft
+
+    return getattr(peft, f"{kind}Config")(**options)
 
 
 def check(config, family, *, alpha, rank, model=None, setting=None, use_rslora=False):
@@ -59,19 +65,15 @@ def check_by_rows(module, weight, setting):
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_lora_of_every_kind_of_module_merges_as_in_peft(use_rslora, use_dora):
-    from peft import LoraConfig
-
-    config = LoraConfig(r=4, lora_alpha=6, target_modules=ALL, use_rslora=use_rslora, use_dora=use_dora)
+    config = config_of("Lora", r=4, lora_alpha=6, target_modules=ALL, use_rslora=use_rslora, use_dora=use_dora)
     modules = check(config, "lora", alpha=6, rank=4, use_rslora=use_rslora)
     assert len(modules) == len(ALL)
     assert all(module.is_dora == use_dora for module in modules)
 
 
 def test_dora_of_a_square_convolution_takes_the_axis_of_its_convention():
-    from peft import LoraConfig
-
     model = nn.Sequential(nn.Conv2d(6, 6, 3))
-    config = LoraConfig(r=2, lora_alpha=2, target_modules=["0"], use_dora=True)
+    config = config_of("Lora", r=2, lora_alpha=2, target_modules=["0"], use_dora=True)
     (module,) = check(config, "lora", alpha=2, rank=2, model=model)
     weight = model[0].weight.detach()
     with pytest.raises(UsageError, match="fits both inputs and outputs"):
@@ -81,29 +83,24 @@ def test_dora_of_a_square_convolution_takes_the_axis_of_its_convention():
 
 
 def test_lora_bias_merges_as_in_peft():
-    from peft import LoraConfig
-
-    config = LoraConfig(r=4, lora_alpha=3, target_modules=["linear"], lora_bias=True)
+    config = config_of("Lora", r=4, lora_alpha=3, target_modules=["linear"], lora_bias=True)
     (module,) = check(config, "lora", alpha=3, rank=4)
     assert "B_bias" in module.factors
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
 def test_lora_of_a_transposed_weight_merges_as_in_peft(use_dora):
-    from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
     model = nn.Sequential(Conv1D(8, 8))
-    config = LoraConfig(r=2, lora_alpha=3, target_modules=["0"], fan_in_fan_out=True, use_dora=use_dora)
+    config = config_of("Lora", r=2, lora_alpha=3, target_modules=["0"], fan_in_fan_out=True, use_dora=use_dora)
     check(config, "lora", alpha=3, rank=2, model=model, setting=Setting(transposed=True, convention="peft"))
 
 
 @pytest.mark.parametrize("effective", [False, True])
 def test_loha_merges_as_in_peft(effective):
-    from peft import LoHaConfig
-
     targets = [*LINEAR, "conv", "point", "line"]
-    config = LoHaConfig(r=3, alpha=5, target_modules=targets, use_effective_conv2d=effective, init_weights=False)
+    config = config_of("LoHa", r=3, alpha=5, target_modules=targets, use_effective_conv2d=effective, init_weights=False)
     modules = check(config, "loha", alpha=5, rank=3)
     assert any("t1" in module.factors for module in modules) == effective
 
@@ -111,18 +108,11 @@ def test_loha_merges_as_in_peft(effective):
 @pytest.mark.parametrize(("both", "rank"), list(itertools.product([False, True], [1, 16])))
 @pytest.mark.parametrize("effective", [False, True])
 def test_lokr_with_full_and_factored_halves_merges_as_in_peft(both, rank, effective):
-    from peft import LoKrConfig
-
     # PEFT cannot merge a Conv1d with a core: torch.kron stumbles over the strides that einsum gives it.
     line = [] if effective and rank == 1 else ["line"]
-    config = LoKrConfig(
-        r=rank,
-        alpha=5,
-        target_modules=[*LINEAR, "conv", "point", *line],
-        decompose_both=both,
-        use_effective_conv2d=effective,
-        init_weights=False,
-    )
+    targets = [*LINEAR, "conv", "point", *line]
+    options = {"decompose_both": both, "use_effective_conv2d": effective, "init_weights": False}
+    config = config_of("LoKr", r=rank, alpha=5, target_modules=targets, **options)
     modules = check(config, "lokr", alpha=5, rank=rank)
     square = next(module for module in modules if module.path == "square")
     assert ("w2" in square.factors) == (rank == 16)
@@ -142,10 +132,8 @@ def test_lokr_with_full_and_factored_halves_merges_as_in_peft(both, rank, effect
     ids=str,
 )
 def test_oft_merges_as_in_peft(options):
-    from peft import OFTConfig
-
     terms = options.get("num_cayley_neumann_terms")
-    config = OFTConfig(r=0, oft_block_size=4, target_modules=[*LINEAR, "embed", "conv"], **options)
+    config = config_of("OFT", r=0, oft_block_size=4, target_modules=[*LINEAR, "embed", "conv"], **options)
     setting = Setting(settings=settings_of({"coft": False} | options), convention="peft")
     if terms == 1:  # the identity: nothing changes, so there is nothing to compare with
         peft_model, merged = adapt(Zoo(), config)
@@ -163,9 +151,7 @@ def test_oft_without_its_series_known_is_refused():
 
 
 def test_boft_merges_as_in_peft():
-    from peft import BOFTConfig
-
-    config = BOFTConfig(boft_block_size=4, target_modules=[*LINEAR, "conv"], init_weights=False)
+    config = config_of("BOFT", boft_block_size=4, target_modules=[*LINEAR, "conv"], init_weights=False)
     check(config, "boft", alpha=None, rank=None)
 
 
@@ -195,12 +181,9 @@ def lycoris_module(kind, base, **options):
     import lycoris.modules as kinds
 
     classes = {
-        "locon": kinds.locon.LoConModule,
-        "loha": kinds.loha.LohaModule,
-        "lokr": kinds.lokr.LokrModule,
-        "diag-oft": kinds.diag_oft.DiagOFTModule,
-        "boft": kinds.boft.ButterflyOFTModule,
-    }
+        "locon": kinds.locon.LoConModule, "loha": kinds.loha.LohaModule, "lokr": kinds.lokr.LokrModule,
+        "diag-oft": kinds.diag_oft.DiagOFTModule, "boft": kinds.boft.ButterflyOFTModule,
+    }  # fmt: skip
     module = classes[kind]("x", base, **options)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -295,8 +278,6 @@ def test_full_difference_and_bias_are_added():
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_stacked_experts_merge_as_peft_merges_target_parameters(is_transposed):
-    from peft import LoraConfig
-
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -308,7 +289,7 @@ def test_stacked_experts_merge_as_peft_merges_target_parameters(is_transposed):
             return x
 
     model = nn.ModuleDict({"experts": Stack()})
-    config = LoraConfig(r=2, lora_alpha=3, target_modules=[], target_parameters=["experts.up"])
+    config = config_of("Lora", r=2, lora_alpha=3, target_modules=[], target_parameters=["experts.up"])
     peft_model, merged = adapt(model, config)
     (module,) = modules_of(peft_model, "lora", alpha=3, rank=2)
     weight = model["experts"].up.detach()

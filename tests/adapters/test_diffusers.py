@@ -13,15 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters.image_models import (
-    COMPONENT,
-    MODELS,
-    adapter,
-    apply_to_model,
-    linears,
-    lora,
-    to_target,
-)
+from adapters.image_models import COMPONENT, MODELS, adapter, apply_to_model, linears, lora, to_target
 from safetensors.torch import save_file
 from torch import nn
 
@@ -139,13 +131,9 @@ def read_back(written: Written, convention: str) -> Adapter[torch.Tensor]:
 
     grouped: dict[str, dict[str, torch.Tensor]] = {}
     roles = {
-        "lora_down.weight": "A",
-        "lora_up.weight": "B",
-        "lora_A.weight": "A",
-        "lora_B.weight": "B",
-        "dora_scale": "magnitude",
-        "alpha": "alpha",
-    }
+        "lora_down.weight": "A", "lora_up.weight": "B", "lora_A.weight": "A", "lora_B.weight": "B",
+        "dora_scale": "magnitude", "alpha": "alpha",
+    }  # fmt: skip
     for key, tensor in written.tensors.items():
         suffix = next(each for each in roles if key.endswith("." + each))
         grouped.setdefault(key[: -len(suffix) - 1], {})[roles[suffix]] = tensor
@@ -155,11 +143,7 @@ def read_back(written: Written, convention: str) -> Adapter[torch.Tensor]:
         alpha = factors.pop("alpha", torch.tensor(float(rank)))
         modules.append(
             AdapterModule(
-                path=path,
-                family="lora",
-                factors=factors,
-                rank=Sourced(rank, "A"),
-                alpha=Sourced(float(alpha), "alpha"),
+                path=path, family="lora", factors=factors, rank=Sourced(rank, "A"), alpha=Sourced(float(alpha), "alpha")
             )
         )
     return adapter(modules, convention)
@@ -169,16 +153,9 @@ def clip(*, with_projection: bool) -> nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
-        vocab_size=20,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        projection_dim=32,
-        max_position_embeddings=8,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+        vocab_size=20, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        projection_dim=32, max_position_embeddings=8, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
     return (CLIPTextModelWithProjection if with_projection else CLIPTextModel)(config).eval()
 
 

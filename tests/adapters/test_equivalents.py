@@ -74,12 +74,9 @@ def test_loha_with_cores_becomes_lora():
 LOKRS = {
     "w1 full, w2 factored": ({"w1": normal(2, 3), "w2_a": normal(10, 2), "w2_b": normal(2, 5)}, 4),
     "w1 tall": ({"w1": normal(4, 2), "w2_a": normal(10, 2), "w2_b": normal(2, 10)}, 4),
-    "both factored": (
-        {"w1_a": normal(5, 2), "w1_b": normal(2, 6), "w2_a": normal(10, 2), "w2_b": normal(2, 9)},
-        4,
-    ),
+    "both factored": ({"w1_a": normal(5, 2), "w1_b": normal(2, 6), "w2_a": normal(10, 2), "w2_b": normal(2, 9)}, 4),
     "both full, w2 thin": ({"w1": normal(2, 10), "w2": normal(10, 2)}, 4),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOKRS)

@@ -20,6 +20,7 @@ from adapters.comfyui_keys import patched
 from adapters.image_models import COMPONENT, MODELS, adapter, apply_to_model, linears, lora, to_target
 from adapters.test_diffusers import TOLERANCE, load as load_in_diffusers
 from adapters.test_names import native_weights
+from adapters.world_models import LANGUAGE
 from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
@@ -239,16 +240,26 @@ def test_verl_5325_alpha_of_the_training_run_is_found_beside_it(tmp_path, capsys
     assert torch.equal(answers(loaded), trained)
 
 
-def flux1_change(model, before):
-    with torch.no_grad():
-        torch.manual_seed(1)
-        return model(**MODELS["flux1"][1]())[0] - before
+def image_model(name, file=None):
+    """The model as it is at first, with an adapter that diffusers has loaded."""
+    torch.manual_seed(0)
+    model = MODELS[name][0]()
+    if file is not None:
+        load_in_diffusers(name, file, **{COMPONENT[name]: model})
+    return model
 
 
-def flux1_output(model):
+def drawn(model, name):
+    torch.manual_seed(1)
     with torch.no_grad():
-        torch.manual_seed(1)
-        return model(**MODELS["flux1"][1]())[0]
+        return model(**MODELS[name][1]())[0]
+
+
+def image_file(directory, tensors):
+    file = directory / "pytorch_lora_weights.safetensors"
+    directory.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    return file
 
 
 def test_diffusers_14409_alpha_that_the_file_does_not_hold_changes_the_scale(tmp_path, capsys):
@@ -257,21 +268,13 @@ def test_diffusers_14409_alpha_that_the_file_does_not_hold_changes_the_scale(tmp
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
-    torch.manual_seed(0)
-    model = MODELS["flux1"][0]()
-    before = flux1_output(model)
+    model = image_model("flux1")
+    before = drawn(model, "flux1")
     model.add_adapter(LoraConfig(r=4, lora_alpha=1, target_modules=["to_q", "to_v"], init_lora_weights=False))
-    meant = flux1_output(model) - before
+    meant = drawn(model, "flux1") - before
     FluxPipeline.save_lora_weights(tmp_path / "lora", transformer_lora_layers=get_peft_model_state_dict(model))
     file = tmp_path / "lora" / "pytorch_lora_weights.safetensors"
-
-    def loaded(file):
-        torch.manual_seed(0)
-        fresh = MODELS["flux1"][0]()
-        load_in_diffusers("flux1", file, **{COMPONENT["flux1"]: fresh})
-        return flux1_output(fresh) - before
-
-    wrong = loaded(file)
+    wrong = drawn(image_model("flux1", file), "flux1") - before
     assert (wrong - meant).abs().max() > 0.5 * meant.abs().max()
     # That no alpha was there is said; that of the training run comes into the file for good.
     code, document = command(capsys, "check-lora", file)
@@ -280,7 +283,7 @@ def test_diffusers_14409_alpha_that_the_file_does_not_hold_changes_the_scale(tmp
         capsys, "export-lora", file, tmp_path / "out", "--to", "diffusers", "--alpha", "1", "--architecture", "flux1"
     )
     assert code == 0, document
-    right = loaded(tmp_path / "out" / file.name)
+    right = drawn(image_model("flux1", tmp_path / "out" / file.name), "flux1") - before
     assert (right - meant).abs().max() <= TOLERANCE * meant.abs().max()
 
 
@@ -304,32 +307,18 @@ def test_alpha_that_no_file_holds_is_never_guessed(tmp_path, capsys, untouched):
 
 def test_vllm_34186_prefix_of_another_model_class_is_a_no_op_that_is_said(tmp_path, capsys):
     """vllm#34186: trained on the text model's class, served on the one with vision: no module matches, no error."""
-    from transformers import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Gemma3TextConfig
+    from peft import LoraConfig, get_peft_model
 
-    text = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8,
-        "num_key_value_heads": 2, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "image_size": 28, "patch_size": 14,
-    }  # fmt: skip
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False)
     with warnings.catch_warnings(action="ignore"):
-        from peft import LoraConfig, get_peft_model
-
-        trained_on = Gemma3ForCausalLM(Gemma3TextConfig(**text))
-        config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], init_lora_weights=False)
-        get_peft_model(trained_on, config).save_pretrained(tmp_path / "adapter")
-        served = Gemma3ForConditionalGeneration(
-            Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
-        )
-        served.save_pretrained(tmp_path / "served")
+        get_peft_model(LANGUAGE["gemma3"].build(), config).save_pretrained(tmp_path / "adapter")
+        LANGUAGE["gemma3-images"].save(tmp_path / "served")
     code, document = command(capsys, "check-lora", tmp_path / "adapter", "--for", "vllm")
     assert (code, document["verdict"]) == (3, "unknown")  # the names alone are as they should be
     code, document = command(capsys, "check-lora", tmp_path / "adapter", "--base", tmp_path / "served", "--for", "vllm")
     assert (code, errors(document)) == (3, {"adapter-unmatched", "loader-no-op"})
     (report,) = document["loaders"]
-    assert (report["matched_modules"], report["unmatched_tensors"]) == (0, 2)
+    assert (report["matched_modules"], report["unmatched_tensors"]) == (0, 4)
     code, document = command(
         capsys, "export-lora", tmp_path / "adapter", tmp_path / "out", "--base", tmp_path / "served"
     )
@@ -348,16 +337,17 @@ def test_comfyui_9753_names_that_it_does_not_know_patch_nothing(tmp_path, capsys
     modules = image_layers("flux1", ("attn.to_q", "attn.to_k", "attn.to_v"))
     source = tmp_path / "adapter"
     source.mkdir()
-    tensors = {}
-    for module in modules:
-        for role in "AB":
-            tensors[f"base_model.model.{module.path}.lora_{role}.weight"] = module.factors[role].contiguous()
+    named = (
+        (f"base_model.model.{module.path}.lora_{role}.weight", module.factors[role])
+        for module in modules
+        for role in "AB"
+    )
+    tensors = {name: factor.contiguous() for name, factor in named}
     save_file(tensors, source / PEFT_FILE)
     (source / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 2, "target_modules": ["to_q", "to_k", "to_v"]})
     )
-    torch.manual_seed(0)
-    native = native_weights("flux1", MODELS["flux1"][0]())
+    native = native_weights("flux1", image_model("flux1"))
     after, unused = patched("flux1", native, tensors)
     assert unused == set(tensors)
     assert all(torch.equal(after[name], native[name]) for name in native)
@@ -388,23 +378,9 @@ def test_diffusers_9291_names_that_it_drops_are_a_no_op_that_is_said(name, targe
         tensors = {k.replace("lora_down", "lora_A").replace("lora_up", "lora_B"): v for k, v in tensors.items()}
         assert {float(v) for k, v in tensors.items() if k.endswith(".alpha")} == {6.0}  # q, k and v are one module
         tensors = {k: v for k, v in tensors.items() if not k.endswith(".alpha")}
-    file = tmp_path / "adapter" / "pytorch_lora_weights.safetensors"
-    file.parent.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-
-    def output(file=None, change=False):
-        torch.manual_seed(0)
-        model = MODELS[name][0]()
-        if file is not None:
-            load_in_diffusers(name, file, **{COMPONENT[name]: model})
-        if change:
-            apply_to_model(model, modules)
-        torch.manual_seed(1)
-        with torch.no_grad():
-            return model(**MODELS[name][1]())[0]
-
-    before = output()
-    assert torch.equal(output(file), before)
+    file = image_file(tmp_path / "adapter", tensors)
+    before = drawn(image_model(name), name)
+    assert torch.equal(drawn(image_model(name, file), name), before)
     code, document = command(capsys, "check-lora", file, "--for", "diffusers", "--architecture", name)
     assert (code, errors(document)) == (3, {"loader-no-op"})
     assert "--to diffusers" in hints(document)
@@ -413,8 +389,10 @@ def test_diffusers_9291_names_that_it_drops_are_a_no_op_that_is_said(name, targe
         capsys, "export-lora", file, tmp_path / "out", "--to", "diffusers", "--architecture", name, *alpha
     )
     assert code == 0, document
-    change = output(change=True) - before
-    found = output(tmp_path / "out" / file.name) - before
+    changed = image_model(name)
+    apply_to_model(changed, modules)
+    change = drawn(changed, name) - before
+    found = drawn(image_model(name, tmp_path / "out" / file.name), name) - before
     assert (found - change).abs().max() <= TOLERANCE * change.abs().max()
 
 
@@ -423,15 +401,9 @@ def test_diffusers_9291_kohya_names_of_flux1_load_today(tmp_path, capsys):
     modules = image_layers("flux1", ("attn.to_q", "attn.to_k", "attn.to_v", "ff.net.2"))
     # Of fused single blocks diffusers knows the real sizes alone.
     modules = [module for module in modules if not module.path.startswith("single")]
-    tensors = to_target(adapter(modules), "kohya", architecture="flux1").tensors
-    file = tmp_path / "adapter" / "pytorch_lora_weights.safetensors"
-    file.parent.mkdir()
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-    torch.manual_seed(0)
-    model = MODELS["flux1"][0]()
-    before = flux1_output(model)
-    load_in_diffusers("flux1", file, transformer=model)
-    assert not torch.equal(flux1_output(model), before)
+    file = image_file(tmp_path / "adapter", to_target(adapter(modules), "kohya", architecture="flux1").tensors)
+    before = drawn(image_model("flux1"), "flux1")
+    assert not torch.equal(drawn(image_model("flux1", file), "flux1"), before)
     assert command(capsys, "check-lora", file, "--for", "diffusers")[0] == 0
 
 
@@ -442,25 +414,13 @@ def test_diffusers_14088_alphas_under_flux2_own_names_are_refused_there_and_bake
     names = {name.rpartition(".lora_")[0] for name in written if ".lora_" in name}
     tensors = {name: tensor.contiguous() for name, tensor in written.items() if not name.endswith(".alpha")}
     half = {f"{name}.alpha": torch.tensor(tensors[f"{name}.lora_A.weight"].shape[0] / 2) for name in names}
-    file = tmp_path / "adapter" / "pytorch_lora_weights.safetensors"
-    file.parent.mkdir()
-
-    def output(file=None):
-        torch.manual_seed(0)
-        model = MODELS["flux2"][0]()
-        if file is not None:
-            load_in_diffusers("flux2", file, transformer=model)
-        torch.manual_seed(1)
-        with torch.no_grad():
-            return model(**MODELS["flux2"][1]())[0]
-
-    before = output()
-    save_file(tensors, file)
+    file = image_file(tmp_path / "adapter", tensors)
+    before = drawn(image_model("flux2"), "flux2")
     assert command(capsys, "check-lora", file, "--for", "diffusers", "--architecture", "flux2")[0] == 0
-    assert not torch.equal(output(file), before)
+    assert not torch.equal(drawn(image_model("flux2", file), "flux2"), before)
     save_file(tensors | half, file)
     with pytest.raises(ValueError, match=r"alpha"):
-        output(file)
+        image_model("flux2", file)
     code, document = command(capsys, "check-lora", file, "--for", "diffusers", "--architecture", "flux2")
     assert (code, errors(document)) == (3, {"loader-rejects"})
     assert ".alpha" in document["findings"][-1]["what"]
@@ -468,9 +428,7 @@ def test_diffusers_14088_alphas_under_flux2_own_names_are_refused_there_and_bake
     code, document = command(capsys, *argv)
     assert code == 0, document
     # The same change at half of the scale: what the alphas mean, by ComfyUI's own patching.
-    torch.manual_seed(0)
-    model = MODELS["flux2"][0]()
-    native = native_weights("flux2", model)
+    native = native_weights("flux2", image_model("flux2"))
     after, unused = patched("flux2", native, tensors | half)
     assert not unused
     full = load_file(tmp_path / "out" / file.name)

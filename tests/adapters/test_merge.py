@@ -94,19 +94,8 @@ def configs():
 
 
 FAMILIES = (
-    "lora",
-    "rslora",
-    "dora",
-    "patterns",
-    "saved",
-    "loha",
-    "lokr",
-    "lokr full",
-    "oft",
-    "oft neumann",
-    "coft",
-    "boft",
-)
+    "lora", "rslora", "dora", "patterns", "saved", "loha", "lokr", "lokr full", "oft", "oft neumann", "coft", "boft",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -446,7 +435,7 @@ def test_scale_multiplies_what_is_added(tmp_path):
 # What is refused
 
 
-def simple(tmp_path, weight=None, **config):
+def simple(tmp_path, weight=None):
     weight = torch.randn(8, 6) if weight is None else weight
     base = write_base(tmp_path / "base", {"x.weight": weight, "y.weight": torch.randn(8, 6)})
     (a, b), (ya, yb) = pair(8, 6), pair(8, 6, 5)
@@ -462,23 +451,68 @@ def refused(kind, code, match, *args, **options):
     return caught.value
 
 
-def test_change_that_bf16_rounds_away_is_refused(tmp_path):
-    base, factors = simple(tmp_path, torch.full((8, 6), 100.0).to(torch.bfloat16))
-    factors["x.lora_B.weight"] = factors["x.lora_B.weight"] * 1e-3
-    adapter = write_adapter(tmp_path / "adapter", factors)
-    error = refused(
-        CkptError, 3, "1 of 2 adapted tensors come out unchanged.*x.weight", base, adapter, tmp_path / "out"
-    )
-    assert error.code == "merge-unchanged"
-    api.merge_lora(base, adapter, tmp_path / "out", dtype="f32")
+def broken_at_one_element(factor, value):
+    factor = factor.clone()
+    factor[3, 1] = value
+    return factor
 
 
-def test_adapter_of_zeros_is_refused(tmp_path):
-    base, factors = simple(tmp_path)
-    factors = {name: torch.zeros_like(t) if "lora_B" in name else t for name, t in factors.items()}
-    adapter = write_adapter(tmp_path / "adapter", factors)
-    error = refused(CkptError, 3, "the result equals the base", base, adapter, tmp_path / "out")
-    assert error.code == "merge-unchanged"
+UP = "x.lora_B.weight"
+REFUSED = {
+    "rounded away": (
+        torch.full((8, 6), 100.0).bfloat16(), lambda f: {UP: f[UP] * 1e-3}, {}, {},
+        (CkptError, 3, "1 of 2 adapted tensors come out unchanged.*x.weight"),
+    ),
+    "zeros": (
+        None, lambda f: {name: torch.zeros_like(t) for name, t in f.items() if "lora_B" in name}, {}, {},
+        (CkptError, 3, "the result equals the base"),
+    ),
+    "not a number": (
+        None, lambda f: {UP: broken_at_one_element(f[UP], float("nan"))}, {}, {},
+        (CkptError, 1, "values that are not finite"),
+    ),
+    "infinite": (
+        None, lambda f: {UP: broken_at_one_element(f[UP], float("inf"))}, {}, {},
+        (CkptError, 1, "values that are not finite"),
+    ),
+    "too large": (
+        torch.full((8, 6), 6e4), lambda f: {UP: f[UP] * 1e5}, {}, {"dtype": "f16"},
+        (CkptError, 1, "too large for float16"),
+    ),
+    "a module more": (
+        None, lambda _: dict(zip(("z.q.lora_A.weight", "z.q.lora_B.weight"), pair(8, 6), strict=True)), {}, {},
+        (UsageError, 2, "1 of 3 adapted tensors are not in the base: z.q.weight"),
+    ),
+    "another shape": (
+        None, lambda _: {"x.lora_A.weight": torch.randn(2, 7)}, {}, {},
+        (UsageError, 2, r"x: it changes 8 × 7 elements, the base's weight is \[8, 6\]"),
+    ),
+    "quantised": (
+        torch.randint(0, 9, (8, 6), dtype=torch.uint8), lambda _: {}, {}, {},
+        (UsageError, 2, "the base's weight is U8: quantised"),
+    ),
+    "no alpha": (None, lambda _: {}, {"lora_alpha": None}, {}, (UsageError, 2, "alpha")),
+    "truncated": (None, lambda _: {UP: torch.zeros(0)}, {}, {}, (CkptError, 3, "adapter-truncated")),
+    "multiple of DoRA": (
+        None, lambda _: {f"{name}.lora_magnitude_vector": torch.ones(8) for name in "xy"}, {"use_dora": True},
+        {"scale": 0.5}, (UsageError, 2, "DoRA cannot be scaled"),
+    ),
+}  # fmt: skip
+"""What is wrong → the base's weight, other factors, PEFT's configuration, options, and the error."""
+TAKEN = {"rounded away": {"dtype": "f32"}, "no alpha": {"alpha": 3}}
+"""With which of these options it is merged."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_merge_that_would_give_something_else_is_refused(tmp_path, case):
+    weight, change, config, options, (kind, code, match) = REFUSED[case]
+    base, factors = simple(tmp_path, weight)
+    adapter = write_adapter(tmp_path / "adapter", factors | change(factors), **config)
+    error = refused(kind, code, match, base, adapter, tmp_path / "out", **options)
+    assert (error.code == "merge-unchanged") is (case in ("rounded away", "zeros"))
+    assert case != "no alpha" or "--alpha" in error.hint
+    if case in TAKEN:
+        api.merge_lora(base, adapter, tmp_path / "out", **TAKEN[case])
 
 
 def test_modules_with_zero_factors_beside_others_are_said(tmp_path):
@@ -489,71 +523,12 @@ def test_modules_with_zero_factors_beside_others_are_said(tmp_path):
     assert any("1 of 2 tensors get no change" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_factors_that_are_not_finite_are_refused(tmp_path, bad):
-    base, factors = simple(tmp_path)
-    factors["x.lora_B.weight"][3, 1] = bad
-    adapter = write_adapter(tmp_path / "adapter", factors)
-    refused(CkptError, 1, "values that are not finite", base, adapter, tmp_path / "out")
-
-
-def test_values_too_large_for_f16_are_refused(tmp_path):
-    base, factors = simple(tmp_path, torch.full((8, 6), 6e4))
-    factors["x.lora_B.weight"] *= 1e5
-    adapter = write_adapter(tmp_path / "adapter", factors)
-    refused(CkptError, 1, "too large for float16", base, adapter, tmp_path / "out", dtype="f16")
-
-
-def test_modules_that_the_base_lacks_are_named(tmp_path):
-    base, factors = simple(tmp_path)
-    a, b = pair(8, 6)
-    adapter = write_adapter(tmp_path / "adapter", factors | {"z.q.lora_A.weight": a, "z.q.lora_B.weight": b})
-    refused(UsageError, 2, "1 of 3 adapted tensors are not in the base: z.q.weight", base, adapter, tmp_path / "out")
-
-
 def test_tied_head_is_explained(tmp_path):
     base = write_base(tmp_path / "base", {"model.embed_tokens.weight": torch.randn(8, 6)})
     a, b = pair(8, 6)
     adapter = write_adapter(tmp_path / "adapter", {"lm_head.lora_A.weight": a, "lm_head.lora_B.weight": b})
     error = refused(UsageError, 2, "lm_head.weight", base, adapter, tmp_path / "out")
     assert "ties lm_head" in error.hint
-
-
-def test_module_of_another_shape_is_refused(tmp_path):
-    base, factors = simple(tmp_path)
-    factors["x.lora_A.weight"] = torch.randn(2, 7)
-    adapter = write_adapter(tmp_path / "adapter", factors)
-    refused(
-        UsageError, 2, r"x: it changes 8 × 7 elements, the base's weight is \[8, 6\]", base, adapter, tmp_path / "out"
-    )
-
-
-def test_quantised_base_is_refused(tmp_path):
-    base, factors = simple(tmp_path, torch.randint(0, 9, (8, 6), dtype=torch.uint8))
-    adapter = write_adapter(tmp_path / "adapter", factors)
-    refused(UsageError, 2, "the base's weight is U8: quantised", base, adapter, tmp_path / "out")
-
-
-def test_unknown_alpha_is_asked_for(tmp_path):
-    base, factors = simple(tmp_path)
-    adapter = write_adapter(tmp_path / "adapter", factors, lora_alpha=None)
-    error = refused(UsageError, 2, "alpha", base, adapter, tmp_path / "out")
-    assert "--alpha" in error.hint
-    api.merge_lora(base, adapter, tmp_path / "out", alpha=3)
-
-
-def test_truncated_factor_is_refused(tmp_path):
-    base, factors = simple(tmp_path)
-    factors["x.lora_B.weight"] = torch.zeros(0)
-    adapter = write_adapter(tmp_path / "adapter", factors)
-    refused(CkptError, 3, "adapter-truncated", base, adapter, tmp_path / "out")
-
-
-def test_multiple_of_dora_is_refused(tmp_path):
-    base, factors = simple(tmp_path)
-    factors |= {f"{name}.lora_magnitude_vector": torch.ones(8) for name in ("x", "y")}
-    adapter = write_adapter(tmp_path / "adapter", factors, use_dora=True)
-    refused(UsageError, 2, "DoRA cannot be scaled", base, adapter, tmp_path / "out", scale=0.5)
 
 
 def test_destination_around_the_adapter_is_refused(tmp_path):
@@ -573,20 +548,14 @@ def test_damage_of_the_base_is_found_in_adapted_tensors_too(tmp_path):
     at = content.index(model.model.layers[0].mlp.up_proj.weight.detach().numpy().tobytes())
     content[at + 4] ^= 1
     file.write_bytes(content)
-    refused(
-        UnreadableError,
-        4,
-        "up_proj.*not what the manifest recorded",
-        tmp_path / "hf",
-        tmp_path / "adapter",
-        tmp_path / "out",
-    )
+    what, given = "up_proj.*not what the manifest recorded", (tmp_path / "adapter", tmp_path / "out")
+    refused(UnreadableError, 4, what, tmp_path / "hf", *given)
     chunk = tmp_path / "dcp" / "__1_0.distcp"
     content = bytearray(chunk.read_bytes())
     rows = model.model.layers[0].mlp.up_proj.weight.detach()[24:].numpy().tobytes()
     content[content.index(rows)] ^= 1
     chunk.write_bytes(content)
-    refused(UnreadableError, 4, "CRC-32", tmp_path / "dcp", tmp_path / "adapter", tmp_path / "out")
+    refused(UnreadableError, 4, "CRC-32", tmp_path / "dcp", *given)
 
 
 # Interruptions

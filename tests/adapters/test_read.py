@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
+import tempfile
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from adapters import families, lycoris_worlds
 from arrays import to_tensor
 from formats.saved import save_ranks
+from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import load_file, save_file
+from samples import examples, safetensors_bytes
 from torch.distributed.tensor import Shard
 
 from ckpt_tools import api
 from ckpt_tools.adapters.read.opening import load, read_adapter
+from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 
 ROOT = "base_model.model."
@@ -30,6 +36,15 @@ def save(tensors, path, metadata=None):
 
 def pair(path, rank=4, width=8, height=6, a="lora_A.weight", b="lora_B.weight"):
     return {f"{path}.{a}": torch.ones(rank, width), f"{path}.{b}": torch.ones(height, rank)}
+
+
+def peft_directory(path, config, tensors=None):
+    """An adapter as PEFT lays it down, of one module unless told, with a configuration, which may be none."""
+    rooted = {ROOT + key: tensor for key, tensor in (tensors or pair("q")).items()}
+    save(rooted, path / "adapter_model.safetensors")
+    config = config if isinstance(config, bytes) else json.dumps({"peft_type": "LORA", "r": 4} | config).encode()
+    (path / "adapter_config.json").write_bytes(config)
+    return path
 
 
 def read(path, **options):
@@ -252,17 +267,15 @@ def test_read_of_several_adapters_asks_which(tmp_path):
 
 def test_read_of_a_directory_of_adapters_asks_which(tmp_path):
     for name in ("one", "two"):
-        save({ROOT + key: tensor for key, tensor in pair("q").items()}, tmp_path / name / "adapter_model.safetensors")
-        (tmp_path / name / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
+        peft_directory(tmp_path / name, {"lora_alpha": 8})
     with pytest.raises(UsageError, match="a directory of adapters: one, two"):
         read(tmp_path)
     assert only(read(tmp_path, adapter_name="two")).alpha.value == 8
 
 
-@pytest.mark.parametrize("value", [{"r": 4}, {"r": 4, "lora_alpha": 0}], ids=["missing", "zero"])
+@pytest.mark.parametrize("value", [{}, {"lora_alpha": 0}], ids=["missing", "zero"])
 def test_alpha_that_a_configuration_does_not_say_is_not_known(tmp_path, value):
-    save({ROOT + key: tensor for key, tensor in pair("q").items()}, tmp_path / "a" / "adapter_model.safetensors")
-    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **value}))
+    peft_directory(tmp_path / "a", value)
     assert only(read(tmp_path / "a")).alpha is None
     (tmp_path / "lora_train_meta.json").write_text('{"r": 4, "lora_alpha": 32, "task_type": "CAUSAL_LM"}')
     adapter = read(tmp_path / "a")
@@ -273,11 +286,9 @@ def test_alpha_that_a_configuration_does_not_say_is_not_known(tmp_path, value):
 def test_alpha_patterns_are_those_that_peft_would_match(tmp_path):
     tensors = {}
     for path in ("model.layers.0.q", "model.layers.1.q", "model.layers.11.q", "model.xq"):
-        tensors |= {ROOT + key: tensor for key, tensor in pair(path).items()}
-    save(tensors, tmp_path / "adapter_model.safetensors")
+        tensors |= pair(path)
     pattern = {r"layers\.1\.q": 2, "^model.layers.0.q": 3, "q": 5}
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": pattern}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    peft_directory(tmp_path, {"lora_alpha": 8, "alpha_pattern": pattern}, tensors)
     found = {module.path: module.alpha.value for module in read(tmp_path).modules}
     assert found == {"model.layers.0.q": 3, "model.layers.1.q": 2, "model.layers.11.q": 5, "model.xq": 8}
 
@@ -307,10 +318,9 @@ def test_every_other_type_of_peft_is_refused_by_its_configuration(tmp_path):
 
     from ckpt_tools.adapters.families import PEFT_TYPES
 
-    save({ROOT + key: tensor for key, tensor in pair("q").items()}, tmp_path / "adapter_model.safetensors")
     assert set(PEFT_TYPES) <= {kind.value for kind in PeftType}
     for kind in PeftType:
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": kind.value, "r": 4, "lora_alpha": 8}))
+        peft_directory(tmp_path, {"peft_type": kind.value, "lora_alpha": 8})
         if kind.value in PEFT_TYPES:
             read(tmp_path)
             continue
@@ -403,8 +413,7 @@ def test_adapter_that_contradicts_itself_is_refused(tmp_path, tensors, what):
     ],
 )
 def test_configuration_that_is_none_is_refused(tmp_path, config, what):
-    save({ROOT + key: tensor for key, tensor in pair("q").items()}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_bytes(config)
+    peft_directory(tmp_path, config)
     if what is None:
         assert only(read(tmp_path)).alpha.value == 4
         return
@@ -415,9 +424,7 @@ def test_configuration_that_is_none_is_refused(tmp_path, config, what):
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(", "x" * 5000, "(.*)*(.*)*q"])
 def test_pattern_that_is_none_or_takes_for_ever_is_refused(tmp_path, pattern):
-    save({ROOT + key: tensor for key, tensor in pair("q" * 64).items()}, tmp_path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "alpha_pattern": {pattern: 2}}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    peft_directory(tmp_path, {"lora_alpha": 8, "alpha_pattern": {pattern: 2}}, pair("q" * 64))
     with pytest.raises(UsageError):
         read(tmp_path)
 
@@ -457,3 +464,82 @@ def test_a_trainer_s_own_module_names_are_refused_by_name(tmp_path, trainer):
     with pytest.raises(CkptError, match=re.escape(trainer)):
         api.export_lora(tmp_path / "dcp", tmp_path / "out", alpha=8)
     assert not (tmp_path / "out").exists()
+
+
+# Whatever names, shapes and settings a source has: an export, findings, or an error in three parts; no traceback
+
+PARTS = st.sampled_from(
+    [
+        "base_model.model", "model", "layers.0", "q", "k", "experts", "base_layer", "original_module",
+        "modules_to_save.default", "lora_A", "lora_B", "default", "other", "weight", "bias", "lora_embedding_A",
+        "lora_embedding_B", "lora_magnitude_vector", "hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1",
+        "lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "oft_R", "boft_R", "boft_s", "oft_blocks", "rescale",
+        "alpha", "dora_scale", "diff", "diff_b", "lora_down", "lora_up", "lora_mid", "lora_unet_q", "lora_a",
+        "magnitude", "lora_E", "_orig_mod", "transformer", "diffusion_model",
+    ],
+)  # fmt: skip
+NAMES = st.lists(PARTS, min_size=1, max_size=6).map(".".join)
+SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+DTYPES = st.sampled_from(["F32", "BF16", "F16", "F64", "I64", "U8", "BOOL", "F8_E4M3", "C64"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 40) | st.floats() | st.just(10**400) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | st.text(max_size=4), inner, max_size=3),
+    max_leaves=4,
+)
+FIELDS = st.sampled_from(
+    [
+        "peft_type", "r", "lora_alpha", "alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
+        "target_parameters", "modules_to_save", "bias", "oft_block_size", "block_share", "use_cayley_neumann", "coft",
+        "eps", "num_cayley_neumann_terms", "decompose_factor", "use_effective_conv2d", "init_lora_weights",
+        "base_model_name_or_path", "task_type", "layers_to_transform",
+    ],
+)  # fmt: skip
+CONFIGS = st.dictionaries(FIELDS, VALUES, max_size=6) | st.fixed_dictionaries(
+    {"r": st.integers(1, 4), "lora_alpha": st.integers(1, 9), "alpha": st.integers(1, 9)},
+    optional={"target_parameters": st.lists(NAMES, max_size=2), "use_rslora": st.booleans()},
+)
+TENSORS = st.dictionaries(NAMES, st.tuples(DTYPES, SHAPES), min_size=1, max_size=6)
+
+
+@st.composite
+def likely(draw):
+    """Factors that belong together, so that more than the reader is reached."""
+    rank, width, height = (draw(st.integers(1, 5)) for _ in range(3))
+    tensors = {}
+    for path in draw(st.lists(st.sampled_from(["model.layers.0.q", "model.layers.1.q", "mlp.experts"]), min_size=1)):
+        root = draw(st.sampled_from(["", "base_model.model.", "_orig_mod.base_model.model."]))
+        name = draw(st.sampled_from(["", ".default"]))
+        tensors[f"{root}{path}.lora_A{name}.weight"] = ("F32", (rank, width))
+        tensors[f"{root}{path}.lora_B{name}.weight"] = ("F32", (height, rank))
+    return tensors | draw(st.dictionaries(NAMES, st.tuples(DTYPES, SHAPES), max_size=2))
+
+
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.too_slow])
+@given(
+    TENSORS | likely(), CONFIGS, st.none() | st.integers(0, 4), st.sampled_from(["adapter_model", "x"]),
+    st.sampled_from(["peft", "peft", "peft", "diffusers", "kohya", "comfyui"]),
+    st.dictionaries(
+        st.sampled_from(["ss_network_alpha", "ss_network_args", "lora_adapter_metadata", "software"]),
+        st.text(max_size=5) | VALUES.map(json.dumps), max_size=3,
+    ),
+)  # fmt: skip
+def test_export_of_anything_ends_in_a_result_or_an_error_in_three_parts(tensors, config, alpha, stem, target, metadata):
+    metadata = {key: value.encode("utf-8", "replace").decode() for key, value in metadata.items()}
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        (root / "a").mkdir()
+        stored = {
+            name: (dtype, shape, bytes(range(1, 8)) * (BY_NAME[dtype].num_bytes(math.prod(shape)) // 7 + 1))
+            for name, (dtype, shape) in tensors.items()
+        }
+        stored = {name: (d, s, raw[: BY_NAME[d].num_bytes(math.prod(s))]) for name, (d, s, raw) in stored.items()}
+        (root / "a" / f"{stem}.safetensors").write_bytes(safetensors_bytes(stored, metadata=metadata))
+        (root / "a" / "adapter_config.json").write_text(json.dumps(config))
+        try:
+            result = api.export_lora(root / "a", root / "out", to=target, alpha=alpha)
+        except CkptError:
+            assert not (root / "out").exists()
+            return
+        assert (root / "out").exists() == result.ok
+        if result.ok and target == "peft":
+            json.loads((root / "out" / "adapter_config.json").read_text())

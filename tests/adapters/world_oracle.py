@@ -12,8 +12,7 @@ import torch
 from adapters import world_adapters, world_pipelines
 from adapters.test_diffusers import Pipeline
 from adapters.world_adapters import Config, Tensors
-from adapters.world_image import IMAGE
-from adapters.world_models import LANGUAGE, World
+from adapters.world_models import IMAGE, LANGUAGE, World
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn

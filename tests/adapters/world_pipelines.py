@@ -1,4 +1,4 @@
-"""LoRAs that diffusers wrote for the models of `world_image`, and what can happen to them on the way."""
+"""LoRAs that diffusers wrote for the models of `world_models`, and what can happen to them on the way."""
 
 from __future__ import annotations
 

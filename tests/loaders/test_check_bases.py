@@ -30,13 +30,8 @@ MODELS = tuple(name for name in yaml.safe_load((LIB / "toys.yaml").read_text(enc
 """All but SD 2, whose names are those of SD 1."""
 FAMILIES = ("LoRA", "DoRA", "LoHa", "LoKr")
 QUICK = {
-    ("sd15", "LoRA"),
-    ("sdxl", "LoKr"),
-    ("flux1", "DoRA"),
-    ("qwen-image", "LoRA"),
-    ("wan", "LoHa"),
-    ("ltx", "LoRA"),
-}
+    ("sd15", "LoRA"), ("sdxl", "LoKr"), ("flux1", "DoRA"), ("qwen-image", "LoRA"), ("wan", "LoHa"), ("ltx", "LoRA"),
+}  # fmt: skip
 EXACT = 1e-5
 OTHER = dict(zip(MODELS, (*MODELS[1:], MODELS[0]), strict=True)) | {"sd15": "sdxl"}
 """Model → one of another family."""

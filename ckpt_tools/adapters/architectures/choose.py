@@ -89,10 +89,7 @@ def _possible(paths: Sequence[str], base: BaseFamily | None) -> tuple[str, ...]:
 
 
 def choose_architectures(
-    adapter: Adapter[F],
-    *,
-    architecture: ModelFamily | None,
-    base: BaseFamily | None,
+    adapter: Adapter[F], *, architecture: ModelFamily | None, base: BaseFamily | None
 ) -> tuple[str, ...]:
     """Return the families that the adapter can be for; several only where nothing tells them apart.
 
@@ -110,11 +107,8 @@ def choose_architectures(
                 "the file that ComfyUI loads",
             )
     if architecture == "llm":
-        raise UsageError(
-            "diffusers, kohya and ComfyUI have no names for the modules of a language model",
-            where=where,
-            hint="use --to peft, which transformers, vLLM and PEFT read",
-        )
+        what = "diffusers, kohya and ComfyUI have no names for the modules of a language model"
+        raise UsageError(what, where=where, hint="use --to peft, which transformers, vLLM and PEFT read")
     if architecture is not None:
         return (architecture,)
     found = _possible(paths, base)

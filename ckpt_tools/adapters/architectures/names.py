@@ -190,11 +190,8 @@ def place(path: str, architecture: Architecture) -> Place:
     if len(found) == 1:
         return found[0]
     if not found:
-        raise UsageError(
-            f"{path!r} is not a known module of {architecture.title}",
-            where=path,
-            hint="is it an adapter of another model? --architecture names the right one",
-        )
+        what = f"{path!r} is not a known module of {architecture.title}"
+        raise UsageError(what, where=path, hint="is it an adapter of another model? --architecture names the right one")
     shown = " or ".join(f"{each.part.component}.{each.native}" for each in found)
     raise UsageError(f"{path!r} can mean {shown}", where=path)
 

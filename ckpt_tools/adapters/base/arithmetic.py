@@ -88,11 +88,8 @@ class Arithmetic:
         what = "values that are not finite"
         if is_finite(weight):
             what = f"values too large for {self._after.torch_name}"
-        return CkptError(
-            f"tensor {self._name!r} would get {what}",
-            where=self._name,
-            hint="`ckpt check-lora ADAPTER` looks for broken factors; --dtype bf16 or f32 has the range of float32",
-        )
+        hint = "`ckpt check-lora ADAPTER` looks for broken factors; --dtype bf16 or f32 has the range of float32"
+        return CkptError(f"tensor {self._name!r} would get {what}", where=self._name, hint=hint)
 
     def _look(self, row: int, before: Array, weight: Array) -> None:
         """Has anything changed, and should it have?"""

@@ -81,10 +81,8 @@ def match_modules(
         except _MismatchError as error:
             problems.append(f"{module.path}: {error}")
     if problems:
-        raise UsageError(
-            f"{len(problems)} of {len(adapter.modules)} modules do not fit the base: {some(problems)}",
-            hint="is it the base that the adapter was trained on?",
-        )
+        what = f"{len(problems)} of {len(adapter.modules)} modules do not fit the base: {some(problems)}"
+        raise UsageError(what, hint="is it the base that the adapter was trained on?")
     return BaseMatch(parts=parts, notes=tuple(notes))
 
 
@@ -128,11 +126,8 @@ def _matrix(module: Module) -> Matrix:
     """Return (rows, columns) of what a module changes, of one expert when there are several; None where any will do."""
     found = family_of(module).matrix(module.shapes)
     if found is None:
-        raise UsageError(
-            f"the factors of {module.path} are incomplete: {', '.join(module.factors)}",
-            where=module.path,
-            hint="save the adapter again",
-        )
+        what = f"the factors of {module.path} are incomplete: {', '.join(module.factors)}"
+        raise UsageError(what, where=module.path, hint="save the adapter again")
     return found
 
 
@@ -147,7 +142,7 @@ class _Orientation:
         self._seen: set[bool] = set()
         for module in adapter.modules:
             entry = tensors.get(f"{module.path}.{module.parameter}")
-            if entry is None or len(entry.shape) != 2 or not family_of(module).is_linear(module.factors):
+            if entry is None or len(entry.shape) != 2 or not module.is_linear:
                 continue
             shape = _matrix(module)
             if shape in (entry.shape, entry.shape[::-1]) and shape[0] != shape[1]:
@@ -155,7 +150,7 @@ class _Orientation:
 
     def __call__(self, module: Module, shape: tuple[int, ...], made: Matrix) -> bool:
         """Is this weight stored as (in, out)?"""
-        if not family_of(module).is_linear(module.factors):
+        if not module.is_linear:
             return False
         if len(shape) == 3 and module.parameter != "weight":
             if made == shape[1:] and made[0] == made[1]:
@@ -169,13 +164,7 @@ class _Orientation:
 
 
 def _parts(
-    index: int,
-    module: Module,
-    role: str,
-    slot: Slot,
-    name: str,
-    given: Mapping[str, Module],
-    orientation: _Orientation,
+    index: int, module: Module, role: str, slot: Slot, name: str, given: Mapping[str, Module], orientation: _Orientation
 ) -> Iterable[tuple[str, ChangedRows]]:
     for rows in slot.rows:
         if not rows.entry.dtype.is_float:
@@ -205,16 +194,9 @@ def _parts(
     _same(made[::-1] if transposed else made, target, entry.shape)
     if stacked and module.factors["A"].shape[0] % max(num_experts, 1):
         raise _MismatchError(f"A has {module.factors['A'].shape[0]} rows, which {num_experts} experts cannot share")
-    yield (
-        entry.fqn,
-        ChangedRows(
-            module=index,
-            shape=entry.shape,
-            count=num_rows(entry.shape, 2 if num_experts > 1 else 1),
-            transposed=transposed,
-            num_experts=num_experts,
-        ),
-    )
+    count = num_rows(entry.shape, 2 if num_experts > 1 else 1)
+    whole = ChangedRows(module=index, shape=entry.shape, count=count, transposed=transposed, num_experts=num_experts)
+    yield entry.fqn, whole
 
 
 def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple[str, ChangedRows]]:
@@ -309,8 +291,7 @@ def _respellings(
 ) -> Iterator[tuple[Adapter[Array], str, tuple[str, ...]]]:
     from ckpt_tools.adapters.architectures import ARCHITECTURES
     from ckpt_tools.adapters.architectures.choose import choose_architectures, model_family_of
-    from ckpt_tools.adapters.ecosystems.fit import Fitting
-    from ckpt_tools.adapters.ecosystems.placing import in_diffusers, in_native, place_all
+    from ckpt_tools.adapters.ecosystems.fit import Fitting, in_diffusers, in_native, place_all
 
     try:
         base = model_family_of({name: known_shape(entry) for name, entry in tensors.items()}, config)

@@ -88,12 +88,9 @@ def refuse_trainers_names(adapter: Adapter[F], *, is_proven: bool) -> None:
     for module in () if is_proven or "peft_type" in adapter.settings else adapter.modules:
         found = next((origin for origin in origins_of([f"{module.path}.weight"]) if origin.code in CONVENTIONS), None)
         if found is not None:
-            raise UsageError(
-                f"the adapter's module names are {found.what}, which no model of transformers has",
-                where=module.path,
-                hint=f"let {found.code} export it in transformers' names; for a model that has these, name it: --base "
-                "DIR",
-            )
+            what = f"the adapter's module names are {found.what}, which no model of transformers has"
+            hint = f"let {found.code} export it in transformers' names; for a model that has these, name it: --base DIR"
+            raise UsageError(what, where=module.path, hint=hint)
 
 
 _VISION = (

@@ -78,11 +78,8 @@ def base_of(read: OpenedAdapter, base: str | os.PathLike[str] | None) -> tuple[B
         return _base_in(read.adapter), False
     replicated = read.adapter.settings.get("layer_replication")
     if replicated is not None and replicated.value:
-        raise UsageError(
-            "layer_replication repeats layers of the base: the names of the adapter's modules are not the base's",
-            where="--base",
-            hint="leave it out",
-        )
+        what = "layer_replication repeats layers of the base: the names of the adapter's modules are not the base's"
+        raise UsageError(what, where="--base", hint="leave it out")
     is_proven = False
     if read.adapter.base_tensors:
         with open_path(os.fspath(base)) as opened:
@@ -228,11 +225,9 @@ def in_hub_names(read: OpenedAdapter, config: _Config) -> OpenedAdapter:
     known = conventions_of(weights, name, config)
     if not known:
         kind = config.get("model_type") or name
-        raise UsageError(
-            f"the names are a trainer's own, and ckpt has no map from them to a base of the type {kind}",
-            where=adapter.modules[0].path,
-            hint="give the model that was trained, with its config.json; or let the trainer export the adapter",
-        )
+        what = f"the names are a trainer's own, and ckpt has no map from them to a base of the type {kind}"
+        hint = "give the model that was trained, with its config.json; or let the trainer export the adapter"
+        raise UsageError(what, where=adapter.modules[0].path, hint=hint)
     check_settings(read.opened.settings, config)
     settled = {field: Sourced(value, f"{known[0].name} has no other") for field, value in _SETTLED.items()}
     made = adapter.with_modules(sorted(_converted(read, known, config), key=lambda module: module.path))

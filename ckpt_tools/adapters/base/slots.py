@@ -64,10 +64,8 @@ class Slot:
         first = self.rows[0].entry.shape
         if len(self.rows) == 1:
             return first
-        total = sum(rows.count for rows in self.rows)
-        return (
-            (self.num_experts, total // self.num_experts, *first[1:]) if self.num_experts > 1 else (total, *first[1:])
-        )
+        total, experts = sum(rows.count for rows in self.rows), self.num_experts
+        return (experts, total // experts, *first[1:]) if experts > 1 else (total, *first[1:])
 
 
 def find_slots(tensors: Mapping[str, TensorEntry], config: Mapping[str, object]) -> dict[str, Slot]:

@@ -38,12 +38,11 @@ def suspects(base: Opened, tensors: Mapping[str, TensorEntry], changed: Collecti
     if is_tied and not heads:
         for entry in embeddings:
             if entry.fqn in changed:
-                raise UsageError(
+                what = (
                     f"the base ties its head to {entry.fqn}: merged, the adapter of the embedding would "
-                    "change the head too, which it did not in training",
-                    where=entry.fqn,
-                    hint=UNTIE,
+                    "change the head too, which it did not in training"
                 )
+                raise UsageError(what, where=entry.fqn, hint=UNTIE)
     pairs = (pair for both in product(embeddings, heads) for pair in (both, both[::-1]))
     return tuple(
         (one, other)
@@ -64,9 +63,8 @@ def untied(base: Opened) -> tuple[Opened, Mapping[str, object]]:
     elif _says_tied(base) is False or (not heads and len(embeddings) != 1):
         what = "is for a base that ties its head to an embedding, and this one has them not tied"
     if what:
-        raise UsageError(
-            f"--untie {what}", where=base.source.root, hint="leave it out, or what needs it: --exclude GLOB"
-        )
+        hint = "leave it out, or what needs it: --exclude GLOB"
+        raise UsageError(f"--untie {what}", where=base.source.root, hint=hint)
     said: dict[str, object] = {**config, "tie_word_embeddings": False}
     if isinstance(nested := config.get("text_config"), dict):
         said["text_config"] = {**nested, "tie_word_embeddings": False}

@@ -68,16 +68,10 @@ def through_diffusers(
     described = assemble(
         named, convention="diffusers", is_training=False, trained=None, bias=None, path="the converted adapter"
     )
-    described = add_settings(
-        described, read_sidecars((), written.metadata), lambda entry: _scalar(written.tensors, entry)
-    )
+    sidecars = read_sidecars((), written.metadata)
+    described = add_settings(described, sidecars, lambda entry: float(written.tensors[entry.fqn].item()))
     placed, _ = from_one_model(described)
     return placed.with_factors(lambda module, role: written.tensors[module.factors[role].fqn])
-
-
-def _scalar(tensors: Mapping[str, Array], entry: TensorEntry) -> float | None:
-    tensor = tensors[entry.fqn]
-    return float(tensor.item()) if tensor.size == 1 else None
 
 
 def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, base: Shapes) -> Adapter[Array]:
@@ -93,12 +87,11 @@ def as_loras(loaded: Adapter[Array], notes: list[str], svd_rank: int | None, bas
             continue
         shape = base.get(f"{module.path}.weight")
         if shape is None and family_of(module).hides_kernel(module.factors):
-            raise UsageError(
+            what = (
                 f"{module.path!r} may be a convolution, and its factors do not show a kernel; PEFT has "
-                f"no form for this {module.family} as it is",
-                where=module.path,
-                hint="give the base model, whose weights tell: --base DIR",
+                f"no form for this {module.family} as it is"
             )
+            raise UsageError(what, where=module.path, hint="give the base model, whose weights tell: --base DIR")
         result = as_lora(module, shape, svd_rank=svd_rank)
         hows[result.how] += 1
         errors[module.path] = result.error
@@ -174,11 +167,8 @@ def write_names(
 def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:
     """Hold what the user says against the base: a family with tables goes before it, an unknown one is for the user."""
     if base.name is not None:
-        raise UsageError(
-            f"--architecture is {architecture}, but the base is {base.title} ({base.source})",
-            where="--architecture",
-            hint="leave it out: the base decides",
-        )
+        what = f"--architecture is {architecture}, but the base is {base.title} ({base.source})"
+        raise UsageError(what, where="--architecture", hint="leave it out: the base decides")
     if not base.possible:
         notes.append(f"names by --architecture {architecture}, although the base is {base.title}: not proven")
 
@@ -188,11 +178,8 @@ def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Ada
     title = base.family.title
     named = under_base_names(loaded, base.shapes)
     if named is None:
-        raise UsageError(
-            f"ckpt has no tables for {title}, and the adapter's modules do not have the base's names",
-            where=loaded.modules[0].path,
-            hint="is it the base of the training run?",
-        )
+        what = f"ckpt has no tables for {title}, and the adapter's modules do not have the base's names"
+        raise UsageError(what, where=loaded.modules[0].path, hint="is it the base of the training run?")
     errors = [each for each in check_structure(named, base=base.shapes, repairs=True) if each.severity == "error"]
     if errors:
         raise UsageError(errors[0].what, where=errors[0].where, hint=errors[0].hint)
@@ -204,7 +191,7 @@ def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Ada
 
 def _with_base_norms(loaded: Adapter[Array], base: BaseModel, weights: Weights, notes: list[str]) -> Adapter[Array]:
     """Return a DoRA with the magnitudes that ComfyUI must be given."""
-    from ckpt_tools.adapters.ecosystems.comfyui.writer import with_base_norms
+    from ckpt_tools.adapters.ecosystems.writers import with_base_norms
 
     with weights() as (tensors, reader):
         folded = with_base_norms(under_base_names(loaded, base.shapes) or loaded, tensors, reader, base.source)
@@ -231,35 +218,35 @@ def to_target(
     fuses projections of FLUX.2 when it meets a LoKr of fused ones: with `may_fuse` False the module paths are those of
     the model as it is.
     """
-    from ckpt_tools.adapters.ecosystems.comfyui.writer import to_comfyui, to_comfyui_unchanged
-    from ckpt_tools.adapters.ecosystems.diffusers.writer import to_diffusers, to_diffusers_unchanged
+    from ckpt_tools.adapters.ecosystems import writers
     from ckpt_tools.adapters.ecosystems.fit import Fitting
-    from ckpt_tools.adapters.ecosystems.kohya.writer import to_kohya
 
-    writers = {"diffusers": to_diffusers, "kohya": to_kohya, "comfyui": to_comfyui}
+    write = {"diffusers": writers.to_diffusers, "kohya": writers.to_kohya, "comfyui": writers.to_comfyui}[target]
     if architecture is None and base is not None and passes_unchanged(base, target):
         fitting = Fitting(svd_rank=svd_rank, convention=adapter.convention, may_fuse=may_fuse)
-        unchanged = to_diffusers_unchanged if target == "diffusers" else to_comfyui_unchanged
-        return unchanged(adapter, base, fitting)
+        write_unchanged = writers.to_diffusers_unchanged if target == "diffusers" else writers.to_comfyui_unchanged
+        return write_unchanged(adapter, base, fitting)
     found = choose_architectures(adapter, architecture=architecture, base=base)
     results: list[Written] = []
     for name in found:
         try:
             fitting = Fitting(svd_rank=svd_rank, convention=adapter.convention, may_fuse=may_fuse)
-            results.append(writers[target](adapter, ARCHITECTURES[name], fitting))
+            results.append(write(adapter, ARCHITECTURES[name], fitting))
         except UsageError:
             if len(found) == 1:
                 raise
             break
     if len(results) < len(found) or not all(_is_same(results[0], other) for other in results[1:]):
-        raise UsageError(
-            f"the adapter's modules could be those of {' or '.join(ARCHITECTURES[name].title for name in found)}",
-            where=adapter.modules[0].path,
-            hint="choose one with --architecture, or give the base model with --base",
-        )
+        what = f"the adapter's modules could be those of {' or '.join(ARCHITECTURES[name].title for name in found)}"
+        hint = "choose one with --architecture, or give the base model with --base"
+        raise UsageError(what, where=adapter.modules[0].path, hint=hint)
     if architecture is None and base is None and target != "diffusers":
         _refuse_rivals(adapter, found)
-    return results[0] if len(found) == 1 else _without_family(results[0])
+    if len(found) == 1:
+        return results[0]
+    of_family = ("ss_base_model_version", "modelspec.")
+    kept = {key: value for key, value in results[0].metadata.items() if not key.startswith(of_family)}
+    return replace(results[0], metadata=kept)
 
 
 def passes_unchanged(base: BaseFamily, target: Target) -> bool:
@@ -296,8 +283,3 @@ def _is_same(one: Written, other: Written) -> bool:
         and bytes_of(tensor) == bytes_of(other.tensors[name])
         for name, tensor in one.tensors.items()
     )
-
-
-def _without_family(written: Written) -> Written:
-    said = [key for key in written.metadata if key != "ss_base_model_version" and not key.startswith("modelspec.")]
-    return replace(written, metadata={key: written.metadata[key] for key in said})

@@ -162,11 +162,8 @@ def _read_back(output: Output, directory: str, digests: Mapping[str, bytes]) -> 
                 or span is None
                 or digests[item.name] != digest_block(source.read(output.file, span.offset, span.nbytes))
             ):
-                raise StorageError(
-                    f"tensor {item.name!r} does not read back as it was written",
-                    where=output.file,
-                    hint="nothing was published; check the storage",
-                )
+                what = f"tensor {item.name!r} does not read back as it was written"
+                raise StorageError(what, where=output.file, hint="nothing was published; check the storage")
         for name, document in output.documents.items():
             if source.read(name, 0, source.size(name)) != document:
                 raise StorageError("a file does not read back as it was written", where=name)
@@ -189,7 +186,7 @@ _LEGACY = slice(0x100000, 0x110000)
 """Bytes of a file by which sd-webui-additional-networks once knew it."""
 
 
-def header_of(modules: Sequence[Module], architecture: Architecture | None, *, title: str) -> dict[str, str]:
+def header_of(file: str, modules: Sequence[Module], architecture: Architecture | None) -> dict[str, str]:
     """Return what the modules and the model family tell; tensors have the last word with all readers."""
     algorithms = Counter(family_of(module).lycoris_algorithm for module in modules)
     is_plain = algorithms.keys() == {"locon"} and not any(module.is_dora for module in modules)
@@ -215,7 +212,7 @@ def header_of(modules: Sequence[Module], architecture: Architecture | None, *, t
             "modelspec.sai_model_spec": _MODEL_SPEC,
             "modelspec.architecture": architecture.model_spec,
             "modelspec.implementation": architecture.implementation,
-            "modelspec.title": title,
+            "modelspec.title": file.removesuffix(".safetensors"),
             "modelspec.resolution": architecture.resolution,
         }
     return metadata

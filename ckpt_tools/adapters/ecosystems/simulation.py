@@ -66,13 +66,9 @@ class Loading:
     def say_scale(self, alpha: str, value: object) -> None:
         """Say that a configuration's alpha of 0 makes a loader's every change 0 (verl#5325)."""
         if isinstance(value, int | float) and value == 0:
-            self.say(
-                "loader-no-op",
-                "error",
-                ADAPTER_CONFIG,
-                f"{alpha} is 0, and every change is multiplied by it: nothing changes",
-                "ckpt export-lora SRC DST --alpha VALUE writes the one of the training run",
-            )
+            what = f"{alpha} is 0, and every change is multiplied by it: nothing changes"
+            hint = "ckpt export-lora SRC DST --alpha VALUE writes the one of the training run"
+            self.say("loader-no-op", "error", ADAPTER_CONFIG, what, hint)
 
     @property
     def modules(self) -> tuple[str, ...]:

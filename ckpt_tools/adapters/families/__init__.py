@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, FamilyName, Shape
-from ckpt_tools.adapters.families.boft import Boft
 from ckpt_tools.adapters.families.carried import CARRIED
 from ckpt_tools.adapters.families.family import Family
 from ckpt_tools.adapters.families.full import Full, Saved
@@ -17,7 +16,7 @@ from ckpt_tools.adapters.families.glora import Glora
 from ckpt_tools.adapters.families.loha import Loha
 from ckpt_tools.adapters.families.lokr import Lokr
 from ckpt_tools.adapters.families.lora import Lora
-from ckpt_tools.adapters.families.oft import Oft
+from ckpt_tools.adapters.families.oft import Boft, Oft
 from ckpt_tools.adapters.families.tokens import Tokens
 
 __all__ = ["FAMILIES", "PEFT_TYPES", "Family", "columns_of", "family_of", "rows_of", "shape_of"]

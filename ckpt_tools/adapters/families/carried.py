@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Collection
 from typing import ClassVar
 
 from ckpt_tools.adapters.families.family import PEFT_COMMON, Family
@@ -26,8 +25,6 @@ class Carried(Family):
     """(pattern before the adapter's own name, pattern behind it) of every tensor in a module."""
     weak: ClassVar[frozenset[str]] = frozenset()
     """Of these patterns those that prove no such type: others have them as well."""
-    required: ClassVar[tuple[str, ...]] = ()
-    """Roles that every module has."""
     root: ClassVar[str] = "base_model."
     """What stands in front of tensors that all modules share."""
     shared: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -42,10 +39,6 @@ class Carried(Family):
         """Return the whole name of a tensor that all modules share; None for one of a module."""
         is_shared = any(re.fullmatch(head + (rf"\.{rest}" if rest else ""), role) for head, rest in self.shared)
         return self.root + role if is_shared else None
-
-    def missing(self, roles: Collection[str]) -> list[str]:
-        """What every module has."""
-        return [role for role in self.required if role not in roles]
 
     def may_be_flat(self, role: str) -> bool:
         """Many are vectors."""

@@ -65,9 +65,6 @@ def peft_shape(path: str, magnitude: Shape) -> Shape:
         raise UsageError(f"the magnitude has the shape {list(magnitude)}", where=path)
     kernel = len(magnitude) - 2
     if magnitude[0] == 1 and magnitude[1] != 1 and kernel == 0:
-        raise UsageError(
-            "its magnitudes are norms over the columns of the weight, and PEFT's over the rows",
-            where=path,
-            hint=MERGE_HINT,
-        )
+        what = "its magnitudes are norms over the columns of the weight, and PEFT's over the rows"
+        raise UsageError(what, where=path, hint=MERGE_HINT)
     return (1, length, *(1,) * kernel) if kernel else (length,)

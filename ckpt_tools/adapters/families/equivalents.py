@@ -53,9 +53,9 @@ def as_lora(module: Module, shape: Shape | None = None, *, svd_rank: int | None 
     if svd_rank is not None and (pair is None or pair[0].shape[1] > svd_rank):
         return by_svd(module, svd_rank, shape)
     if pair is None:
-        why = family.why_not_low_rank(shape)
+        why = family.why_not_low_rank.format(list(shape))
         raise _refuse(module, why, hint="--svd-rank R approximates it, and reports the error")
-    return _from_pair(module, pair, shape, family.how_as_lora(pair[0].shape[1]))
+    return _from_pair(module, pair, shape, family.how_as_lora.format(family, pair[0].shape[1]))
 
 
 def by_svd(module: Module, rank: int, shape: Shape | None = None) -> Equivalent:
@@ -133,8 +133,5 @@ def _own_shape(module: Module) -> Shape:
 
 
 def _refuse(module: Module, why: str, hint: str | None = None) -> UsageError:
-    return UsageError(
-        f"{module.path} ({module.family}) cannot be written as asked: {why}",
-        where=module.path,
-        hint=hint or "ckpt merge-lora applies every family to the base itself",
-    )
+    what = f"{module.path} ({module.family}) cannot be written as asked: {why}"
+    return UsageError(what, where=module.path, hint=hint or "ckpt merge-lora applies every family to the base itself")

@@ -115,9 +115,8 @@ def refuse_roles(modules: Iterable[AdapterModule[F]], roles: Sequence[str], reas
     for module in modules:
         for role in roles:
             if role in module.factors:
-                raise InexpressibleError(
-                    f"PEFT cannot express the factor {role} of {module.path!r}: {reason}", hint=MERGE_HINT
-                )
+                what = f"PEFT cannot express the factor {role} of {module.path!r}: {reason}"
+                raise InexpressibleError(what, hint=MERGE_HINT)
 
 
 def missing_halves(pairs: Iterable[tuple[str, str]], roles: Collection[str]) -> list[str]:
@@ -180,8 +179,16 @@ class Family:
     """Must it be the only one in a module?"""
     why_not_a_sum: ClassVar[str | None] = None
     """Why what it adds to a weight depends on the weight; None where it does not."""
+    how_as_lora: ClassVar[str] = "{0.title} as LoRA of rank {1}"
+    """What is done to say a module exactly as a LoRA."""
+    why_not_low_rank: ClassVar[str] = "its factors are full: an exact LoRA would be as large as the weight of shape {}"
+    """Why there is no exact LoRA, where `low_rank` has none."""
     joins: ClassVar[bool] = False
     """Can modules be put together into one of the same family?"""
+    required: ClassVar[tuple[str, ...]] = ()
+    """Roles that every module has."""
+    core: ClassVar[str | None] = None
+    """The role of a Tucker core, without which the shapes tell the weight's."""
     row_roles: ClassVar[tuple[str, ...]] = ()
     """Factors whose first dim is the weight's rows."""
 
@@ -193,17 +200,9 @@ class Family:
         """Return what notes call a module: loha, DoRA of loha."""
         return f"DoRA of {self.name}" if module.is_dora else self.name
 
-    def how_as_lora(self, rank: int) -> str:
-        """Return what is done to say a module exactly as a LoRA."""
-        return f"{self.title} as LoRA of rank {rank}"
-
     def why_no_lora(self, shapes: Shapes) -> str | None:
         """Return why the factors change more than a LoRA can; None where they do not."""
         return None
-
-    def why_not_low_rank(self, weight: Shape) -> str:
-        """Return why there is no exact LoRA, where `low_rank` has none."""
-        return f"its factors are full: an exact LoRA would be as large as the weight of shape {list(weight)}"
 
     # What the shapes of the factors tell
 
@@ -218,11 +217,7 @@ class Family:
 
     def is_matrix_sure(self, shapes: Shapes) -> bool:
         """Is `matrix` held against the base's weight wherever an adapter is checked, and not by a merge alone?"""
-        return False
-
-    def is_linear(self, roles: Collection[str]) -> bool:
-        """Are these factors that PEFT has for transposed weights and for parameters of stacked experts as well?"""
-        return False
+        return self.core is not None and self.core not in shapes
 
     def may_be_flat(self, role: str) -> bool:
         """May this factor have one dim?"""
@@ -250,7 +245,7 @@ class Family:
 
     def missing(self, roles: Collection[str]) -> list[str]:
         """Return the roles that lack."""
-        return []
+        return [role for role in self.required if role not in roles]
 
     def rank_dims(self, roles: Collection[str]) -> Mapping[str, int]:
         """Return role → the dim of the factor that is the rank, the surest first."""
@@ -356,10 +351,8 @@ class ScaledFamily(Family):
         if rank is None:
             return 1.0
         if module.alpha is None:
-            raise UsageError(
-                f"alpha of {module.path} is not known, and the result depends on it",
-                hint="give it with --alpha; the trainer's configuration has it",
-            )
+            what = f"alpha of {module.path} is not known, and the result depends on it"
+            raise UsageError(what, hint="give it with --alpha; the trainer's configuration has it")
         return module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
 
     def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:

@@ -28,6 +28,7 @@ class Full(Family):
     lycoris_algorithm = "full"
     lycoris_names: ClassVar = {"diff": "diff", "diff_b": "diff_b"}
     is_own = False
+    why_not_low_rank = "it is a full difference, which no LoRA smaller than the weight can reliably express"
     joins = True
     row_roles = ("diff", "diff_b")
 
@@ -36,10 +37,6 @@ class Full(Family):
         if len(shapes.get("diff", ())) < 2:
             return "it changes a bias or a norm, which no LoRA does"
         return "it changes the bias as well, which no LoRA does" if "diff_b" in shapes else None
-
-    def why_not_low_rank(self, weight: Shape) -> str:
-        """Its rank is anything."""
-        return "it is a full difference, which no LoRA smaller than the weight can reliably express"
 
     def shape(self, shapes: Shapes) -> Shape | None:
         """Return that of the difference; of a bias alone the rows."""

@@ -32,15 +32,12 @@ class Glora(ScaledFamily):
     lycoris_names: ClassVar = {role: f"{role}.weight" for role in _ROLES}
     needs_own_paths = True
     why_not_a_sum = "it adds a multiple of the base's weight"
+    required = _ROLES
     row_roles = ("b1",)
 
     def shape(self, shapes: Shapes) -> Shape | None:
         """Return (out, in[, k, k])."""
         return (shapes["b1"][0], *shapes["b2"][1:]) if {"b1", "b2"} <= shapes.keys() and shapes["b1"] else None
-
-    def missing(self, roles: Collection[str]) -> list[str]:
-        """What lacks of the four."""
-        return [role for role in _ROLES if role not in roles]
 
     def rank_dims(self, roles: Collection[str]) -> Mapping[str, int]:
         """Inside of both products."""

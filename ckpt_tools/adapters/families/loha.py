@@ -44,6 +44,7 @@ class Loha(ScaledFamily):
     lycoris_names: ClassVar = {**_NAMES, "magnitude": "dora_scale"}
     peft_type = "LOHA"
     peft_fields = frozenset(PEFT_LYCORIS.split())
+    core = "t1"
     row_roles = ("w1_a", "w2_a", "magnitude")
 
     def shape(self, shapes: Shapes) -> Shape | None:
@@ -52,10 +53,6 @@ class Loha(ScaledFamily):
         if len(left) < 2 or len(right) < 2:
             return None
         return (left[1], right[1], *shapes["t1"][2:]) if "t1" in shapes else (left[0], *right[1:])
-
-    def is_matrix_sure(self, shapes: Shapes) -> bool:
-        """Without a core."""
-        return "t1" not in shapes
 
     def hides_kernel(self, roles: Collection[str]) -> bool:
         """Without a core."""

@@ -61,6 +61,7 @@ class Lokr(ScaledFamily):
     lycoris_names: ClassVar = {**_NAMES, "magnitude": "dora_scale"}
     peft_type = "LOKR"
     peft_fields = frozenset(f"{PEFT_LYCORIS} decompose_both decompose_factor rank_dropout_scale".split())
+    core = "t2"
 
     def shape(self, shapes: Shapes) -> Shape | None:
         """Return (out, in[, k, k]); the kernel shows in a whole second half, and in a core."""
@@ -70,13 +71,9 @@ class Lokr(ScaledFamily):
         kernel = shapes["t2"][2:] if "t2" in shapes else shapes.get("w2", ())[2:]
         return (first[0] * second[0], first[1] * second[1], *kernel)
 
-    def is_matrix_sure(self, shapes: Shapes) -> bool:
-        """Without a core."""
-        return "t2" not in shapes
-
     def hides_kernel(self, roles: Collection[str]) -> bool:
         """With a factored second half, and no core."""
-        return _hides_kernel(roles)
+        return "w2_b" in roles and "t2" not in roles
 
     def is_unranked(self, roles: Collection[str]) -> bool:
         """With both halves whole."""
@@ -126,10 +123,8 @@ class Lokr(ScaledFamily):
     def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
         """Return the product; LyCORIS does not scale that of two whole factors, and PEFT does."""
         if setting.convention == "peft" and self.rank(module) is None:
-            raise UsageError(
-                f"the rank of {module.path} is not known: PEFT scales full factors by alpha/r as well",
-                hint="put PEFT's adapter_config.json beside the adapter",
-            )
+            what = f"the rank of {module.path} is not known: PEFT scales full factors by alpha/r as well"
+            raise UsageError(what, hint="put PEFT's adapter_config.json beside the adapter")
         return super().change(module, factors, shape, setting, role)
 
     def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
@@ -182,10 +177,6 @@ class Lokr(ScaledFamily):
 def first_role(roles: Collection[str]) -> str:
     """Return the factor that has the rows of w1."""
     return "w1" if "w1" in roles else "w1_a"
-
-
-def _hides_kernel(roles: Collection[str]) -> bool:
-    return "w2_b" in roles and "t2" not in roles
 
 
 def factorization(dimension: int, factor: int) -> tuple[int, int]:
@@ -247,7 +238,7 @@ def halves_of(module: AdapterModule[F], weight: Shape | None = None) -> Halves:
     first, second = _first(shapes), _second(shapes)
     if first is None or second is None:
         raise UsageError(f"{module.path!r} has no whole {'w1' if first is None else 'w2'}")
-    if _hides_kernel(shapes) and "w2" not in shapes and weight is not None and len(weight) > 2 and first[1]:
+    if Lokr().hides_kernel(shapes) and "w2" not in shapes and weight is not None and len(weight) > 2 and first[1]:
         second = second[0], weight[1] // first[1]
     return Halves(first, second)
 
@@ -256,7 +247,7 @@ def _division(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Sh
     """Return the decompose_factor and decompose_both that give every module its shapes."""
     halves = [halves_of(module, base.get(f"{module.path}.weight")) for module in modules]
     known = adapter.settings.get(_DECOMPOSE_FACTOR)
-    hides_kernel = any(_hides_kernel(module.factors) for module in modules)
+    hides_kernel = any(Lokr().hides_kernel(module.factors) for module in modules)
     if known is not None and "peft_type" in adapter.settings and not base and hides_kernel:
         # PEFT's own file: it has the shapes that PEFT gave it, which those of a convolution do not show.
         settled = adapter.settings.get(_DECOMPOSE_BOTH, Sourced(False, known.source))
@@ -265,11 +256,9 @@ def _division(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Sh
     candidates = dict.fromkeys([*asked, -1, *(size for each in halves for size in each.first)])
     factor = next((n for n in candidates if 0 < abs(n) <= _MAX_FACTOR and is_rebuilt(halves, n)), None)
     if factor is None:
-        raise InexpressibleError(
-            "no decompose_factor of PEFT gives these factors their shapes",
-            where=modules[0].path,
-            hint=("" if base else "for convolutions give --base DIR; else ") + MERGE_HINT,
-        )
+        what = "no decompose_factor of PEFT gives these factors their shapes"
+        hint = ("" if base else "for convolutions give --base DIR; else ") + MERGE_HINT
+        raise InexpressibleError(what, where=modules[0].path, hint=hint)
     both = any("w1_a" in module.factors for module in modules)
     for module, each in zip(modules, halves, strict=True):
         if module.rank is None:

@@ -85,7 +85,9 @@ class Lora(ScaledFamily):
     peft_checks_layers = True
     peft_checks_rank = True
     peft_switches = (("use_dora", "magnitude", "magnitudes"), ("lora_bias", "B_bias", "biases of B"))
+    how_as_lora = "Tucker core multiplied into A"
     joins = True
+    core = "mid"
     row_roles = ("B", "B_bias", "magnitude")
 
     def kind(self, module: AdapterModule[F]) -> str:
@@ -95,10 +97,6 @@ class Lora(ScaledFamily):
     def label(self, module: AdapterModule[F]) -> str:
         """Return lora, rsLoRA or DoRA."""
         return "DoRA" if module.is_dora else "rsLoRA" if module.use_rslora else self.name
-
-    def how_as_lora(self, rank: int) -> str:
-        """Of one with a core."""
-        return "Tucker core multiplied into A"
 
     def shape(self, shapes: Shapes) -> Shape | None:
         """Return (out, in[, k, k]); an embedding's factors have no such weight."""
@@ -111,14 +109,6 @@ class Lora(ScaledFamily):
         """Return (out, in × kernel), or (num_embeddings, dim)."""
         one, other = shapes.get("A_embedding", ()), shapes.get("B_embedding", ())
         return (one[1], other[0]) if len(one) > 1 and other else super().matrix(shapes)
-
-    def is_matrix_sure(self, shapes: Shapes) -> bool:
-        """Without a core."""
-        return "mid" not in shapes
-
-    def is_linear(self, roles: Collection[str]) -> bool:
-        """Not those of an embedding."""
-        return "A" in roles
 
     def is_low_rank_pair(self, roles: Collection[str]) -> bool:
         """Without a core."""
@@ -159,11 +149,9 @@ class Lora(ScaledFamily):
             having = [module for module in modules if role in module.factors]
             if having and len(having) != len(modules):
                 without = next(module for module in modules if role not in module.factors)
-                raise UsageError(
-                    f"{len(having)} of {len(modules)} modules have {what}, and PEFT has one setting for all ({name})",
-                    where=without.path,
-                    hint="export the two kinds separately, with --include and --exclude",
-                )
+                said = f"{len(having)} of {len(modules)} modules have {what}, and PEFT has one setting for all ({name})"
+                hint = "export the two kinds separately, with --include and --exclude"
+                raise UsageError(said, where=without.path, hint=hint)
             config[name] = Sourced(bool(having), f"{what} in every module" if having else f"no {what}")
         known = adapter.settings.get(self.init_field)
         config[self.init_field] = known or Sourced(True, "no sign that the base was changed before training (PiSSA, …)")

@@ -1,9 +1,11 @@
-"""OFT: the weight times rotations, PEFT's of the inputs or LyCORIS' (diag-oft) of the outputs.
+"""OFT: the weight times rotations, PEFT's of the inputs or LyCORIS' of the outputs (diag-oft); and BOFT, their product.
 
-Roles: R (n, b(b-1)/2) as PEFT has it, R_embedding for an embedding; blocks (n, b, b) and rescale (out, …) as LyCORIS
-has it, whose alpha is a constraint. Letters: n blocks of size b, out the rows of the weight.
+Roles of OFT: R (n, b(b-1)/2) as PEFT has it, R_embedding for an embedding; blocks (n, b, b) and rescale (out, …) as
+LyCORIS has it, whose alpha is a constraint. Of BOFT, butterfly rotations: R (m, n, b, b) and s (out, 1) as PEFT has it;
+blocks (m, n, b, b) and rescale as LyCORIS has it. Letters: m butterfly factors, n blocks of size b, out the rows of the
+weight.
 
-Source: peft 0.21 `tuners/oft/{config,layer}.py`; lycoris-lora 4.1 `modules/diag_oft.py`.
+Source: peft 0.21 `tuners/{oft,boft}/{config,layer}.py`; lycoris-lora 4.1 `modules/{diag_oft,boft}.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ckpt_tools.errors import UsageError
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.adapters.integrity import Values
+    from ckpt_tools.transfer.arrays import Array
 
 
 class RotatingFamily(Family):
@@ -55,15 +58,22 @@ class RotatingFamily(Family):
         rows, columns = geometry(shape, setting.num_experts)
         if "blocks" not in factors:
             return self.inputs_rotated(module, factors, rows, columns, setting)
-        from ckpt_tools.adapters.families import rotation
-        from ckpt_tools.adapters.families.changes import OutputRotation
+        from ckpt_tools.adapters.families import changes
 
         constraint = 0.0 if module.alpha is None else module.alpha.value
-        rotations = rotation.lycoris_rotation(factors["blocks"], constraint * rows)
+        rotations = changes.lycoris_rotation(factors["blocks"], constraint * rows)
         if math.prod(rotations.shape[-3:-1]) != rows:
             raise ValueError("the blocks do not cover the outputs")
         rescale = factors["rescale"].reshape(-1) if "rescale" in factors else None
-        return OutputRotation(rows, columns, rotations, rescale)
+
+        def turn(weight: Array, _: int) -> Array:
+            mix = changes.rotate_outputs if rotations.ndim == 3 else changes.rotate_outputs_by_butterfly
+            new = mix(weight, rotations)
+            if rescale is not None:
+                new *= rescale[:, None]
+            return new
+
+        return changes.Turned(rows, columns, turn, is_rowwise=False)
 
     def inputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting) -> Change:
         """Return PEFT's rotation of the inputs."""
@@ -140,12 +150,11 @@ class Oft(RotatingFamily):
             elif when in config and config[when].value is True:
                 asked.append(f"{name}=VALUE")
         if asked:
-            raise UsageError(
-                "the tensors of OFT do not show all settings that its rotations depend on: "
-                + ", ".join(each.partition("=")[0] for each in asked),
-                where=modules[0].path,
-                hint="give those of the training run: " + " ".join(f"--config {each}" for each in asked),
+            what = "the tensors of OFT do not show all settings that its rotations depend on: " + ", ".join(
+                each.partition("=")[0] for each in asked
             )
+            hint = "give those of the training run: " + " ".join(f"--config {each}" for each in asked)
+            raise UsageError(what, where=modules[0].path, hint=hint)
         return config | _oft_size(adapter, blocks, is_shared=config["block_share"].value is True)
 
     def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
@@ -165,12 +174,11 @@ class Oft(RotatingFamily):
         """Return the rotation by R."""
         import numpy as np
 
-        from ckpt_tools.adapters.families import rotation
-        from ckpt_tools.adapters.families.changes import InputRotation
+        from ckpt_tools.adapters.families.changes import Turned, peft_rotation, rotate_columns
 
         name = "R" if "R" in factors else "R_embedding"
         neumann, coft = setting.bool_of("use_cayley_neumann"), setting.bool_of("coft", default=False)
-        rotations = rotation.peft_rotation(
+        rotations = peft_rotation(
             factors[name],
             use_cayley_neumann=neumann,
             num_terms=int(setting.number_of("num_cayley_neumann_terms", 5)) if neumann else 0,
@@ -183,7 +191,8 @@ class Oft(RotatingFamily):
             raise ValueError("the blocks do not cover the inputs")
         if name == "R":  # PEFT multiplies an embedding by R, other weights by its transpose
             rotations = rotations.swapaxes(1, 2)
-        return InputRotation(rows, columns, np.ascontiguousarray(rotations))
+        blocks = np.ascontiguousarray(rotations)
+        return Turned(rows, columns, lambda weight, _: rotate_columns(weight, blocks))
 
 
 LYCORIS_ROLES = ("blocks", "rescale")
@@ -252,12 +261,92 @@ def _oft_size(adapter: Adapter[F], blocks: Sequence[tuple[int, int]], *, is_shar
 
 def no_common_blocks() -> UsageError:
     """Return the error that one configuration cannot say the blocks of all modules."""
-    return UsageError(
-        "neither one block size nor one number of blocks gives all modules the shapes that they have",
-        hint="export them one by one, with --include and --exclude",
-    )
+    what = "neither one block size nor one number of blocks gives all modules the shapes that they have"
+    return UsageError(what, hint="export them one by one, with --include and --exclude")
 
 
 def _by_size(wanted: int, known: Sourced[object] | None) -> Fields:
     source = known.source if known is not None and known.value == wanted else "columns of R"
     return {"oft_block_size": Sourced(wanted, source), "r": Sourced(0, "the size of the blocks is set")}
+
+
+class Boft(RotatingFamily):
+    """A product of rotations."""
+
+    name = "boft"
+    title = "BOFT"
+    lycoris_algorithm = "boft"
+    marker = "boft_"
+    peft_names: ClassVar = {"R": "boft_R", "s": "boft_s"}
+    peft_type = "BOFT"
+    peft_fields = frozenset(
+        f"{PEFT_COMMON} boft_block_size boft_block_num boft_n_butterfly_factor boft_dropout fan_in_fan_out bias "
+        "init_weights".split()
+    )
+    peft_either = ("boft_block_num", "boft_block_size", 4)
+
+    def matrix(self, shapes: Shapes) -> Matrix | None:
+        """Return what the blocks cover."""
+        if "blocks" in shapes:
+            return super().matrix(shapes)
+        if "R" not in shapes:
+            return None
+        return (math.prod(shapes["s"]) if "s" in shapes else None), math.prod(shapes["R"][1:3])
+
+    def missing(self, roles: Collection[str]) -> list[str]:
+        """The rotations, and PEFT's scale."""
+        return [] if "blocks" in roles else [role for role in ("R", "s") if role not in roles]
+
+    # PEFT
+
+    def peft_config(self, adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base: Shapes) -> Fields:
+        """Return the number of factors, and the size or the number of the blocks."""
+        refuse_roles(modules, LYCORIS_ROLES, WHY_NOT_PEFT)
+        rotations = {module.shapes.get("R", ()) for module in modules}
+        if any(len(shape) != 4 or shape[2] != shape[3] for shape in rotations):
+            raise UsageError("R of BOFT must have four dims, the last two equal")
+        factors, sizes, counts = ({shape[dim] for shape in rotations} for dim in (0, 2, 1))
+        if len(factors) > 1 or (len(sizes) > 1 and len(counts) > 1):
+            raise no_common_blocks()
+        by_size = len(sizes) == 1
+        return {
+            "boft_n_butterfly_factor": Sourced(factors.pop(), "first dim of R"),
+            "boft_block_size": Sourced(
+                sizes.pop() if by_size else 0, "last dim of R" if by_size else "the number is set"
+            ),
+            "boft_block_num": Sourced(
+                0 if by_size else counts.pop(), "the size is set" if by_size else "second dim of R"
+            ),
+        }
+
+    def peft_shapes(self, config: Mapping[str, object], rank: int, weight: Shape) -> Ways:
+        """Source: peft 0.21 `tuners/boft/layer.py`, `update_layer`."""
+        inputs = peft_inputs(weight)
+        size = peft_block_size(inputs, config.get("boft_block_size", 4), config.get("boft_block_num", 0))
+        if size is None:
+            return ()
+        factor = config.get("boft_n_butterfly_factor", 1)
+        scale = (1, weight[0]) if len(weight) > 2 else (weight[0], 1)
+        numbers = {1, factor} if isinstance(factor, int) else {1}  # without its CUDA extension PEFT takes 1
+        return tuple({"R": (number, inputs // size, size, size), "s": scale} for number in sorted(numbers))
+
+    # Arithmetic
+
+    def inputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting) -> Change:
+        """Return the rotation, and PEFT's scale of the rows."""
+        from ckpt_tools.adapters.families.changes import Turned, rotate_inputs_by_butterfly
+
+        stored = factors["R"]
+        if stored.shape[1] * stored.shape[2] != columns:
+            raise ValueError("the blocks do not cover the inputs")
+        row_scale = factors["s"].reshape(-1) if "s" in factors else None
+        if row_scale is not None and len(row_scale) != rows:
+            raise ValueError("boft_s has the wrong length")
+
+        def turn(weight: Array, start: int) -> Array:
+            new = rotate_inputs_by_butterfly(weight, stored)
+            if row_scale is not None:
+                new *= row_scale[start : start + len(new), None]
+            return new
+
+        return Turned(rows, columns, turn)

@@ -121,11 +121,9 @@ def fields_of(adapter: Adapter[F], known: frozenset[str]) -> Fields:
         fields[field] = adapter.settings[field]
     for field in known & adapter.settings.keys() & set(_FIELDS.values()) - fields.keys():
         if adapter.settings[field].value and not adapter.omitted:
-            raise UsageError(
-                f"{field} names trained tokens, and their rows are not here: PEFT would not load the adapter",
-                where=adapter.settings[field].source,
-                hint=f"was the adapter saved completely? To go on without them: --config {field}=null",
-            )
+            what = f"{field} names trained tokens, and their rows are not here: PEFT would not load the adapter"
+            hint = f"was the adapter saved completely? To go on without them: --config {field}=null"
+            raise UsageError(what, where=adapter.settings[field].source, hint=hint)
     return fields
 
 

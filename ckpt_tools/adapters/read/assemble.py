@@ -57,15 +57,16 @@ def assemble(
         if item.key is None or (item.key.is_weak and not _counts(item.key, strong, is_live, is_training)):
             plain.append(item)
             continue
-        key = _with_shape(item.key, item.entry)
+        key = item.key
+        if key.role == "blocks" and len(item.entry.shape) == 4:  # which LyCORIS names alike for OFT and BOFT
+            key = replace(key, family="boft")
         group = groups[(key.path, -1 if key.family == SAVED else key.nesting)]
         if key.role in group:
-            raise UnreadableError(
+            what = (
                 f"two tensors would be the factor {key.role} of {key.path!r}: "
-                f"{group[key.role][1].fqn!r} and {item.entry.fqn!r}",
-                where=path,
-                hint="leave one of them out: --exclude GLOB",
+                f"{group[key.role][1].fqn!r} and {item.entry.fqn!r}"
             )
+            raise UnreadableError(what, where=path, hint="leave one of them out: --exclude GLOB")
         group[key.role] = (key, item.entry)
     _spread(groups)
     modules: list[AdapterModule[TensorEntry]] = []
@@ -124,13 +125,6 @@ def _spread(groups: dict[tuple[str, int], dict[str, tuple[Key, TensorEntry]]]) -
         del groups[("", 0)]
 
 
-def _with_shape(key: Key, entry: TensorEntry) -> Key:
-    """LyCORIS names the blocks of OFT and BOFT alike: the number of dims tells."""
-    if key.role != "blocks" or len(entry.shape) != 4:
-        return key
-    return replace(key, family="boft")
-
-
 def _modules(
     path: str, nesting: int, group: Mapping[str, tuple[Key, TensorEntry]], unknown: list[str], source: str
 ) -> list[AdapterModule[TensorEntry]]:
@@ -139,11 +133,8 @@ def _modules(
     families = sorted({key.family for role, (key, _) in group.items() if role not in _GENERIC})
     own = [family for family in families if FAMILIES[family].is_own]
     if len(own) > 1:
-        raise UnreadableError(
-            f"{path!r} has factors of {' and '.join(own)}",
-            where=source,
-            hint="these are two adapters: choose one with --include and --exclude",
-        )
+        hint = "these are two adapters: choose one with --include and --exclude"
+        raise UnreadableError(f"{path!r} has factors of {' and '.join(own)}", where=source, hint=hint)
     factors: dict[FamilyName, dict[str, TensorEntry]] = defaultdict(dict)
     for role, (key, entry) in group.items():
         if role not in _GENERIC:
@@ -344,8 +335,6 @@ _REFUSED = (
     (r"(?:.+\.)?shadow_\w+(?:\..+)?", "Shadow"),
 )
 """Names that a base model may have as well: they count only where no supported adapter is found."""
-_SURE = [(re.compile(pattern), name) for pattern, name in _SURELY_REFUSED]
-_UNSURE = [(re.compile(pattern), name) for pattern, name in _REFUSED]
 _QUICK = re.compile(
     r"lora|hada_|lokr_|oft_|dora_scale|trainable_tokens_delta|\.adapter|\.(?:alpha|rescale|magnitude|diff|w_norm|diff_b|b_norm)$|modules_to_save|"
     r"\.[ab][12]\.weight$|"
@@ -404,5 +393,5 @@ def refused_kind(name: str, *, sure: bool) -> str | None:
     """Return the kind of a recognised, unsupported adapter; with `sure` only by names that no base model has."""
     if sure and not _QUICK_SURE.search(name):
         return None
-    table = _SURE if sure else _SURE + _UNSURE
-    return next((kind for pattern, kind in table if pattern.fullmatch(name)), None)
+    table = _SURELY_REFUSED if sure else _SURELY_REFUSED + _REFUSED
+    return next((kind for pattern, kind in table if re.fullmatch(pattern, name)), None)

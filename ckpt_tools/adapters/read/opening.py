@@ -128,12 +128,11 @@ def _refuse_type(sidecars: Sidecars, path: str) -> None:
 
 
 def _refusal(kind: str, path: str) -> UnknownTypeError:
-    return UnknownTypeError(
-        f"an adapter of the type {kind}, which ckpt does not convert",
-        where=path,
-        hint="supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT, trained tokens, full differences, and "
-        "most types of PEFT in its own format; the library that wrote this one can merge it",
+    hint = (
+        "supported are LoRA (rsLoRA, DoRA, LoCon), LoHa, LoKr, OFT, BOFT, trained tokens, full differences, and "
+        "most types of PEFT in its own format; the library that wrote this one can merge it"
     )
+    return UnknownTypeError(f"an adapter of the type {kind}, which ckpt does not convert", where=path, hint=hint)
 
 
 def _name(opened: Opened, path: str) -> list[Named]:
@@ -153,11 +152,8 @@ def _name(opened: Opened, path: str) -> list[Named]:
         named.append(Named(name, parse_key(name), entry))
     if len(roots) > 1 and not is_pipeline:
         shown = ", ".join(sorted(roots))
-        raise UsageError(
-            f"adapters of {len(roots)} models: {shown}",
-            where=path,
-            hint=f"choose one: --include {shlex.quote(min(roots) + '.**')}",
-        )
+        what = f"adapters of {len(roots)} models: {shown}"
+        raise UsageError(what, where=path, hint=f"choose one: --include {shlex.quote(min(roots) + '.**')}")
     has_any = any(item.key is not None and not item.key.is_weak for item in named)
     for sure in (True,) if has_any else (True, False):
         for item in named:
@@ -166,11 +162,8 @@ def _name(opened: Opened, path: str) -> list[Named]:
             ) is not None:
                 raise _refusal(kind, path)
     if not any(item.key is not None for item in named):
-        raise UnreadableError(
-            f"no adapter here: none of {len(named)} tensors has a name that adapters use",
-            where=path,
-            hint="`ckpt inspect SRC --tensors` lists the names",
-        )
+        what = f"no adapter here: none of {len(named)} tensors has a name that adapters use"
+        raise UnreadableError(what, where=path, hint="`ckpt inspect SRC --tensors` lists the names")
     return named
 
 
@@ -203,11 +196,8 @@ def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[li
     shown = ", ".join(names)
     if adapter_name is not None and adapter_name not in names:
         what = f"it holds {shown}" if names else "its tensors' names carry no adapter's name"
-        raise UsageError(
-            f"no adapter {adapter_name!r} here: {what}",
-            where=path,
-            hint=f"--adapter {names[0]}" if names else "leave --adapter out",
-        )
+        what = f"no adapter {adapter_name!r} here: {what}"
+        raise UsageError(what, where=path, hint=f"--adapter {names[0]}" if names else "leave --adapter out")
     if adapter_name is None and len(names) > 1:
         raise UsageError(f"{len(names)} adapters here: {shown}", where=path, hint=f"choose one: --adapter {names[0]}")
     chosen = adapter_name if adapter_name is not None else names[0] if names else None
@@ -338,10 +328,13 @@ class LazyAdapter:
 
     def get(self) -> Adapter[Array]:
         """Return the loaded adapter."""
+        from threadpoolctl import threadpool_limits
+
         with self._lock:
             if self._loaded is None:
                 self._loaded = load(self._adapter, self._opened, self.reader)
-                self._leave_threads_to_workers()
+                # The executor's workers compute side by side: threads of each one's own would wait for each other.
+                self._settings.enter_context(threadpool_limits(1, user_api="blas"))
             return self._loaded
 
     def replace(self, adapter: Adapter[Array]) -> None:
@@ -351,9 +344,3 @@ class LazyAdapter:
     def close(self) -> None:
         """Give numpy its threads back."""
         self._settings.close()
-
-    def _leave_threads_to_workers(self) -> None:
-        """The executor's workers compute side by side: threads of each one's own would wait for each other."""
-        from threadpoolctl import threadpool_limits
-
-        self._settings.enter_context(threadpool_limits(1, user_api="blas"))

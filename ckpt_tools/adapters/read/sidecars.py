@@ -157,10 +157,8 @@ def _take(fields: dict[str, Sourced[object]], name: str, found: Sourced[object],
 
 
 def _contradiction(name: str, one: Sourced[object], other: Sourced[float] | Sourced[object]) -> UnreadableError:
-    return UnreadableError(
-        f"{name} is {one.value!s} in {one.source}, and {other.value!s} in {other.source}",
-        hint="remove the file that is of another run",
-    )
+    what = f"{name} is {one.value!s} in {one.source}, and {other.value!s} in {other.source}"
+    return UnreadableError(what, hint="remove the file that is of another run")
 
 
 def _found(value: object, source: str) -> Sourced[float] | None:
@@ -295,34 +293,24 @@ def locate(path: str, adapter_name: str | None) -> Location:
         return Location(path=path, sidecars=_around_dcp(os.path.join(path, models[0])))
     if any(_VERL_RANK.fullmatch(name) for name in files):
         if held:
-            raise UsageError(
-                "files of verl's ranks, and the adapter by itself beside them",
-                where=path,
-                hint=f"take what verl wrote for that: {os.path.join(path, held[0])}",
-            )
+            what = "files of verl's ranks, and the adapter by itself beside them"
+            raise UsageError(what, where=path, hint=f"take what verl wrote for that: {os.path.join(path, held[0])}")
         return Location(path=path, sidecars=_around_dcp(path))
     roles = [role for role in ROLES if role in directories]
     if roles and not files & {PEFT_FILE, ADAPTER_CONFIG}:
         return Location(path=path, sidecars=_around_dcp(os.path.join(path, roles[0])))
     if held and not any(name.endswith(".safetensors") for name in files):
         shown = first_few(held, 6)
-        raise UsageError(
-            f"a directory of adapters: {shown}",
-            where=path,
-            hint=f"choose one: --adapter {held[0]}",
-        )
+        what = f"a directory of adapters: {shown}"
+        raise UsageError(what, where=path, hint=f"choose one: --adapter {held[0]}")
     if "adapter_model.bin" in files:
-        raise UnreadableError(
-            "a pickled adapter (adapter_model.bin), which ckpt does not execute",
-            where=path,
-            hint="save it again with a PEFT that writes safetensors, in a trusted environment",
-        )
+        what = "a pickled adapter (adapter_model.bin), which ckpt does not execute"
+        hint = "save it again with a PEFT that writes safetensors, in a trusted environment"
+        raise UnreadableError(what, where=path, hint=hint)
     if ADAPTER_CONFIG in files and not any(name.endswith(".safetensors") for name in files):
-        raise UnreadableError(
-            f"{ADAPTER_CONFIG} without {PEFT_FILE}: the adapter's tensors were not saved",
-            where=path,
-            hint="use the trainer's sharded checkpoint (pytorch_model_fsdp_0, or its DCP directory)",
-        )
+        what = f"{ADAPTER_CONFIG} without {PEFT_FILE}: the adapter's tensors were not saved"
+        hint = "use the trainer's sharded checkpoint (pytorch_model_fsdp_0, or its DCP directory)"
+        raise UnreadableError(what, where=path, hint=hint)
     return Location(path=path, sidecars=_beside(path, ""))
 
 

@@ -63,18 +63,14 @@ def _only_family(adapter: Adapter[F]) -> Family:
     if len(counts) > 1:
         counts.pop(TOKENS, None)
     if not counts:
-        raise UsageError(
-            "there are trained modules here, but no factors of an adapter",
-            hint="`ckpt gather` extracts tensors from a checkpoint",
-        )
+        what = "there are trained modules here, but no factors of an adapter"
+        raise UsageError(what, hint="`ckpt gather` extracts tensors from a checkpoint")
     for family in map(FAMILIES.__getitem__, counts):
         if family.peft_type is None:
             raise UsageError(f"PEFT has no form for {family.title}s ({counts[family.name]} modules)", hint=MERGE_HINT)
     if len(counts) > 1:
-        raise UsageError(
-            f"an adapter of PEFT has one type, but here are {' and '.join(sorted(counts))}",
-            hint="export them one by one, with --include and --exclude",
-        )
+        what = f"an adapter of PEFT has one type, but here are {' and '.join(sorted(counts))}"
+        raise UsageError(what, hint="export them one by one, with --include and --exclude")
     return FAMILIES[next(iter(counts))]
 
 
@@ -82,10 +78,8 @@ def _as_written(adapter: Adapter[F], family: Family, base_model: str | None) -> 
     """Return the configuration of a type that ckpt carries as PEFT wrote it."""
     settings = {name: found for name, found in adapter.settings.items() if not name.startswith("ckpt_")}
     if "peft_type" not in settings:
-        raise UsageError(
-            f"the tensors of {family.title} do not show its configuration",
-            hint="put the adapter_config.json of the training run beside the source",
-        )
+        what = f"the tensors of {family.title} do not show its configuration"
+        raise UsageError(what, hint="put the adapter_config.json of the training run beside the source")
     if adapter.omitted:
         what = f"of an adapter of {family.title} ckpt writes all modules: its configuration is copied as it is"
         raise UsageError(what, hint="leave out --include and --exclude")
@@ -143,10 +137,8 @@ def _ranks_and_alphas(adapter: Adapter[F], family: Family, modules: Sequence[Ada
         if not module.parameter and "target_parameters" not in adapter.settings:
             raise refuse_parameters(module.path)
         if module.rank is None:
-            raise UsageError(
-                f"the rank of {module.path!r} is not known: its factors do not show it",
-                hint="give the one of the training run: --config r=VALUE",
-            )
+            what = f"the rank of {module.path!r} is not known: its factors do not show it"
+            raise UsageError(what, hint="give the one of the training run: --config r=VALUE")
         ranks[path] = module.rank
         if module.alpha is not None:
             alphas[path] = module.alpha
@@ -269,11 +261,9 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
     settled = adapter.settings.get("target_modules")
     if settled is not None and settled.source == "--config" and not _covers(settled.value, adapted):
         absent = next(path for path in adapted if not _covers(settled.value, [path]))
-        raise UsageError(
-            f"target_modules does not match {absent}, whose factors are here: PEFT would not load them",
-            where="--config",
-            hint="leave target_modules out (ckpt derives it), or leave the factors out: --exclude",
-        )
+        what = f"target_modules does not match {absent}, whose factors are here: PEFT would not load them"
+        hint = "leave target_modules out (ckpt derives it), or leave the factors out: --exclude"
+        raise UsageError(what, where="--config", hint=hint)
     omitted = adapter.omitted - set(adapted)
     if base is not None:
         suffixes = minimal_suffixes(adapted, parents_of(base.shapes) | omitted)
@@ -292,11 +282,8 @@ def target_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base
             if name in adapter.settings:
                 config[name] = adapter.settings[name]
     elif settled is not None and settled.source == "--config":
-        raise UsageError(
-            "target_modules may match modules that --include and --exclude leave out: PEFT would initialise them",
-            where="--config",
-            hint="leave target_modules out: ckpt derives it",
-        )
+        what = "target_modules may match modules that --include and --exclude leave out: PEFT would initialise them"
+        raise UsageError(what, where="--config", hint="leave target_modules out: ckpt derives it")
     elif _covers_any(list(adapted), omitted):
         config["target_modules"] = Sourced(exact_pattern(adapted), "no list of names matches only these modules")
     else:
@@ -356,11 +343,8 @@ def saved_fields(adapter: Adapter[F], modules: Sequence[AdapterModule[F]], base:
     _check_tied(adapter, paths)
     if settled is not None and settled.source == "--config" and (not whole or not _saves(settled.names, paths)):
         shown = some_modules(whole) if whole else "none"
-        raise UsageError(
-            f"modules_to_save does not name the modules whose tensors are whole: {shown}",
-            where="--config",
-            hint="leave it out: ckpt derives it from the tensors",
-        )
+        what = f"modules_to_save does not name the modules whose tensors are whole: {shown}"
+        raise UsageError(what, where="--config", hint="leave it out: ckpt derives it from the tensors")
     if not whole:
         config["modules_to_save"] = Sourced(None, "no modules are trained whole")
     elif settled is not None and adapter.omitted and isinstance(settled.value, list):
@@ -433,12 +417,11 @@ def _check_whole(whole: Sequence[AdapterModule[F]], base: BaseModel | None) -> N
         own = [name for name in (base.shapes if base else ()) if name.startswith(f"{module.path}.")]
         absent = [name for name in own if name[len(module.path) + 1 :] not in module.factors]
         if absent and base is not None:
-            raise UsageError(
+            what = (
                 f"{module.path!r} was trained in part: {absent[0]!r} is not among what was "
-                "trained, and PEFT saves modules whole",
-                where=base.source,
-                hint="if its tensors are not needed, leave them out: --exclude",
+                "trained, and PEFT saves modules whole"
             )
+            raise UsageError(what, where=base.source, hint="if its tensors are not needed, leave them out: --exclude")
 
 
 def _saves(names: Collection[str], whole: Collection[str]) -> bool:

@@ -81,11 +81,9 @@ def check_task(config: Config, model_type: str | None, loading: Loading) -> None
     if task not in _TASKS:
         raise RejectedError(f"task_type is {task!r}, which is not one of {', '.join(_TASKS)}")
     if model_type is not None and model_type in _WITHOUT_IDS.split():
-        loading.misreads(
-            ADAPTER_CONFIG,
-            f"task_type is {task}: PEFT calls the model with input_ids, which a {model_type} model does not take",
-            "set task_type to null: PEFT then passes on the arguments that it receives",
-        )
+        what = f"task_type is {task}: PEFT calls the model with input_ids, which a {model_type} model does not take"
+        hint = "set task_type to null: PEFT then passes on the arguments that it receives"
+        loading.misreads(ADAPTER_CONFIG, what, hint)
 
 
 def has_targets(config: Config) -> bool:
@@ -225,10 +223,7 @@ def _ways(r: int, weight: Shape) -> tuple[Mapping[str, Shape], ...]:
     if len(weight) != 3:
         raise RejectedError(f"a parameter of {len(weight)} dims, where PEFT wraps those of 2 and 3")
     e, one, other = weight
-    return (
-        {"A": (r * e, one), "B": (other, r * e)},
-        {"A": (r * e, other), "B": (one, r * e)},
-    )
+    return ({"A": (r * e, one), "B": (other, r * e)}, {"A": (r * e, other), "B": (one, r * e)})
 
 
 def _agrees(factors: Mapping[str, Shape], ways: Sequence[Mapping[str, Shape]]) -> bool:

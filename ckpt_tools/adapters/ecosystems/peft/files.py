@@ -63,10 +63,8 @@ def from_one_model(adapter: Adapter[F], *, is_diffusion: bool = False) -> tuple[
         return adapter, None
     if len(prefixes) > 1:
         shown = ", ".join(prefix.rstrip(".") or "others" for prefix in sorted(prefixes))
-        raise UsageError(
-            f"an adapter for {len(prefixes)} models ({shown}), but an adapter of PEFT is for one",
-            hint=f"export them one by one: --include '{max(prefixes)}**'",
-        )
+        what = f"an adapter for {len(prefixes)} models ({shown}), but an adapter of PEFT is for one"
+        raise UsageError(what, hint=f"export them one by one: --include '{max(prefixes)}**'")
     prefix = prefixes.pop()
     modules = tuple(replace(module, path=module.path[len(prefix) :]) for module in adapter.modules)
     omitted = frozenset(path.removeprefix(prefix) for path in adapter.omitted)

@@ -5,38 +5,35 @@ Source: peft 0.21, peft_model.py, utils/save_and_load.py, tuners/tuners_utils.py
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import json
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.adapters.adapter import SAVED, TOKENS, AdapterModule, Shape, Sourced
 from ckpt_tools.adapters.base.model import base_path, parents_of
 from ckpt_tools.adapters.base.tied import HEADS
-from ckpt_tools.adapters.ecosystems.peft import asked
-from ckpt_tools.adapters.ecosystems.peft.config_rules import (
-    Config,
-    check_config,
-    check_parameters,
-    check_task,
-    expected,
-    expected_biases,
-    has_targets,
-    is_target,
-    matched,
-    rank_of,
-    saved_names,
-    starts_idle,
-    wrapped_parameters,
-)
+from ckpt_tools.adapters.ecosystems.peft import config_rules as rules
+from ckpt_tools.adapters.ecosystems.peft.config_rules import Config
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.families.tokens import beyond, indices_of, why_wrong
-from ckpt_tools.adapters.read.assemble import Key, parse_key
+from ckpt_tools.adapters.read.assemble import Key, is_for_training, parse_key
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
 from ckpt_tools.checkpoint.entries import TensorEntry
-from ckpt_tools.text import first_few
+from ckpt_tools.errors import CkptError
+from ckpt_tools.sandbox import check_config as check_model_config
+from ckpt_tools.sandbox.child import Child, Here, build_behind_walls
+from ckpt_tools.text import escape_name, first_few
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _WRAPPED = ".base_layer"
 """Ends the path of what PEFT wraps."""
@@ -57,43 +54,36 @@ def load(file: AdapterFile, loading: Loading) -> None:
     family = PEFT_TYPES.get(str(kind))
     if family is None:
         raise RejectedError(f"peft_type is {kind!r}")
-    check_task(config, file.base_type, loading)
+    rules.check_task(config, file.base_type, loading)
     if family.is_carried:
-        asked.load(file, config, loading)
+        ask(file, config, loading)
         return
-    check_config(config, family)
-    if not has_targets(config):
-        loading.misreads(
-            ADAPTER_CONFIG,
-            "target_modules is not set: PEFT uses a table of its own, or refuses a model that is not in it",
-            "ckpt export-lora SRC DST --to peft writes them",
-        )
+    rules.check_config(config, family)
+    if not rules.has_targets(config):
+        what = "target_modules is not set: PEFT uses a table of its own, or refuses a model that is not in it"
+        loading.misreads(ADAPTER_CONFIG, what, "ckpt export-lora SRC DST --to peft writes them")
     if family.is_scaled:
         alpha = family.alpha_field
         if alpha not in config:
-            loading.misreads(
-                ADAPTER_CONFIG,
-                f"{alpha} is missing, and PEFT silently uses 8",
-                "ckpt export-lora SRC DST --alpha VALUE writes it",
-            )
+            what = f"{alpha} is missing, and PEFT silently uses 8"
+            loading.misreads(ADAPTER_CONFIG, what, "ckpt export-lora SRC DST --alpha VALUE writes it")
         loading.say_scale(alpha, config.get(alpha))
     if file.base is not None and file.base_class is None and _is_converted(config, file.base):
         what = "PEFT rewrites adapters of experts for the stacked ones of transformers 5, which is not simulated"
         loading.unchecked(ADAPTER_CONFIG, what)
         return
     config = _with_tied(config, file)
-    wrapped = wrapped_parameters(config, file.base or {})
+    wrapped = rules.wrapped_parameters(config, file.base or {})
     found, levels = _match(file, config, family, wrapped, loading)
     _check_saved(file, config)
     if "trainable_token_indices" in family.peft_fields:
         _check_tokens(file, config)
     if file.base is None:
-        loading.needs_base(
-            file.file, "without --base the modules' paths and target_modules are not checked against the model"
-        )
+        what = "without --base the modules' paths and target_modules are not checked against the model"
+        loading.needs_base(file.file, what)
         return
     for path, parameters in wrapped.items():
-        check_parameters(path, parameters, levels.get(path, {}), config, file.base, loading)
+        rules.check_parameters(path, parameters, levels.get(path, {}), config, file.base, loading)
     for path, factors in found.items():
         _check_shapes(path, factors, family, config, file.base, loading)
     _say_missing(file.base, found, family, config, loading)
@@ -163,7 +153,7 @@ def _match_plain(name: str, shape: Shape, file: AdapterFile, config: Config, loa
         loading.use(name, twin.rpartition(".")[0])  # bias="all" writes a saved bias under three names
         return
     module = inner.rpartition(".")[0]
-    if any(module.endswith(each) for each in saved_names(config)):
+    if any(module.endswith(each) for each in rules.saved_names(config)):
         _check_resized(inner, shape, file, loading)
         loading.use(name, module)
     elif (reason := _why_not_plain(inner, shape, file, config)) is not None:
@@ -183,7 +173,7 @@ def _why_not(key: Key, family: Family, config: Config, *, is_wrapped: bool) -> s
     switch = next((field for field, role, _ in family.peft_switches if role == key.role), None)
     if switch is not None and config.get(switch) is not True:
         return f"{switch} is not set" + (": a DoRA loses its magnitude" if key.role == "magnitude" else "")
-    if not has_targets(config) or is_target(config, key.path) is not False:
+    if not rules.has_targets(config) or rules.is_target(config, key.path) is not False:
         return None
     if is_wrapped and config.get("target_parameters"):
         return None
@@ -198,7 +188,8 @@ def _why_not_plain(inner: str, shape: Shape, file: AdapterFile, config: Config) 
     """
     holder, _, parameter = inner.rpartition(".")
     module = holder.removesuffix(_WRAPPED)
-    is_wrapped = None if config.get("target_parameters") or not has_targets(config) else is_target(config, module)
+    is_sure = rules.has_targets(config) and not config.get("target_parameters")
+    is_wrapped = rules.is_target(config, module) if is_sure else None
     if is_wrapped is not None and is_wrapped != holder.endswith(_WRAPPED):
         if is_wrapped:
             return "its module is a target, whose own tensors PEFT keeps under base_layer"
@@ -218,7 +209,7 @@ def _check_rank(name: str, key: Key, shape: Shape, config: Config) -> None:
         return
     if len(shape) < 2 or 0 in shape:
         raise RejectedError(f"size mismatch: {name} is {list(shape)}, which is not the shape of a factor")
-    rank = rank_of(config, base_path(key.path))
+    rank = rules.rank_of(config, base_path(key.path))
     if shape[dim] != rank and len(shape) == 2:
         raise RejectedError(f"size mismatch: {name} is {list(shape)}, the configuration's rank is {rank}")
 
@@ -230,15 +221,13 @@ def _check_resized(inner: str, shape: Shape, file: AdapterFile, loading: Loading
         return
     if len(there) != len(shape) or there[1:] != shape[1:]:
         raise RejectedError(f"size mismatch: {inner} is {list(shape)}, the base model's is {list(there)}")
-    loading.needs(
-        inner,
-        f"it has {shape[0]} rows, the base model's {there[0]}: PEFT refuses it unless the model is resized before",
-    )
+    what = f"it has {shape[0]} rows, the base model's {there[0]}: PEFT refuses it unless the model is resized before"
+    loading.needs(inner, what)
 
 
 def _check_saved(file: AdapterFile, config: Config) -> None:
     """PEFT looks up every tensor of a saved module, and raises KeyError when one is not there."""
-    names = saved_names(config)
+    names = rules.saved_names(config)
     plain = {name.removeprefix(ROOT) for name in file.tensors}
     for name in file.base or {}:
         path = name.rpartition(".")[0]
@@ -258,7 +247,7 @@ def _check_tokens(file: AdapterFile, config: Config) -> None:
         raise RejectedError(f"trainable_token_indices is set, but the file has no {tokens}")
     parameters = config.get("target_parameters")
     for name in (file.base or {}) if isinstance(parameters, list) else ():
-        if matched(parameters, name) and is_target(config, name.rpartition(".")[0]):
+        if rules.matched(parameters, name) and rules.is_target(config, name.rpartition(".")[0]):
             raise RejectedError(f"{name} is in target_parameters, and its module in target_modules")
 
 
@@ -269,7 +258,7 @@ def _check_shapes(
     weight = base.get(f"{base_path(path)}.weight")
     if weight is None:
         return
-    ways = expected(family, config, path, weight)
+    ways = rules.expected(family, config, path, weight)
     if not ways or any(_agrees(factors, way, is_whole=True) for way in ways):
         return
     way = max(ways, key=lambda way: (len(way.keys() & factors.keys()), _agrees(factors, way, is_whole=False)))
@@ -279,13 +268,12 @@ def _check_shapes(
             raise RejectedError(f"size mismatch: {role} of {path} is {list(shape)}, PEFT makes {list(right)}")
     for problem, roles in (("lacks", way.keys() - factors.keys()), ("has", factors.keys() - way.keys())):
         if roles:
-            loading.incomplete(
-                path,
+            what = (
                 f"the file {problem} {', '.join(sorted(roles))} of a module under this configuration: PEFT "
                 + ("initialises it" if problem == "lacks" else "ignores it")
-                + " (a warning at most)",
-                "is it the configuration of this adapter, and was it saved completely?",
+                + " (a warning at most)"
             )
+            loading.incomplete(path, what, "is it the configuration of this adapter, and was it saved completely?")
 
 
 def _agrees(factors: Mapping[str, Shape], way: Mapping[str, Shape | None], *, is_whole: bool) -> bool:
@@ -298,15 +286,15 @@ def _say_missing(
     base: Mapping[str, Shape], found: Mapping[str, object], family: Family, config: Config, loading: Loading
 ) -> None:
     """Name targets that the file has nothing for, which PEFT gives adapters of their own."""
-    if not has_targets(config):
+    if not rules.has_targets(config):
         return
     modules = parents_of(base)
     parents = {module.rpartition(".")[0] for module in modules}
     used = {base_path(path) for path in found}
-    idle = sorted(m for m in modules if m not in used and m not in parents and is_target(config, m))
+    idle = sorted(m for m in modules if m not in used and m not in parents and rules.is_target(config, m))
     if not idle:
         return
-    is_idle = starts_idle(config, family)
+    is_idle = rules.starts_idle(config, family)
     lost = _lost(idle, used)
     shown = first_few(lost or idle)
     if not is_idle or lost:
@@ -337,17 +325,16 @@ def _lost(idle: Sequence[str], used: Collection[str]) -> list[str]:
 
 
 def _say_biases(file: AdapterFile, base: Mapping[str, Shape], family: Family, config: Config, loading: Loading) -> None:
-    if not has_targets(config):
+    if not rules.has_targets(config):
         return
     there = {name.removeprefix(ROOT).replace(f"{_WRAPPED}.", ".") for name in file.tensors}
-    missing = sorted(name for name in expected_biases(config, family, base) if name not in there)
+    missing = sorted(name for name in rules.expected_biases(config, family, base) if name not in there)
     if missing:
-        loading.incomplete(
-            missing[0],
+        what = (
             f"bias is {config.get('bias')!r}, and the file lacks {len(missing)} of the base model's biases: PEFT "
-            "silently keeps the base's",
-            "was the adapter saved completely?",
+            "silently keeps the base's"
         )
+        loading.incomplete(missing[0], what, "was the adapter saved completely?")
 
 
 # What PEFT does with the rows of trained tokens.
@@ -384,3 +371,131 @@ def why_no_tokens(
     if problem := beyond(module, indices.value, weight):
         loading.needs(key.path, f"{problem}. PEFT refuses it unless the model is resized before")
     return None
+
+
+# Of a type that ckpt carries the installed PEFT says it: asked in a sandboxed child, without data.
+#
+# PEFT gives the base model its adapters on the meta device, and takes the names and shapes of the file.
+
+_SETTLED: Config = {"inference_mode": True, "prompt_tuning_init": "RANDOM"}
+"""With other values PEFT reads what the configuration names: tokenizers, other adapters."""
+_TRAINED = re.compile(r"\.default(?:\.|$)|\.modules_to_save\.")
+_NAMED = re.compile(r"\.default(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftQuestion:
+    """What the child is asked."""
+
+    base: str
+    """Text of the base's config.json."""
+    config: str
+    """Text of adapter_config.json."""
+    shapes: Mapping[str, Shape]
+    """Name in PEFT's file → shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftAnswer:
+    """What PEFT says."""
+
+    refused: str = ""
+    """On what it raises."""
+    unknown: str = ""
+    """What it does not tell without data."""
+    missing: tuple[str, ...] = ()
+    """Names in the model that the file has nothing for, and which PEFT begins anew."""
+    ignored: tuple[str, ...] = ()
+    """Names in the file that PEFT has no place for."""
+
+
+def ask(file: AdapterFile, config: Config, loading: Loading) -> None:
+    """Ask PEFT; raise RejectedError where it raises."""
+    for name in file.tensors:
+        key = parse_key(name.removeprefix("base_model.model."))
+        loading.use(name, (key.path if key is not None else "") or name.rpartition(".")[0] or "prompt_encoder")
+    if file.base is None:
+        loading.needs_base(file.file, "without --base PEFT cannot be asked what it loads")
+        return
+    if any(importlib.util.find_spec(name) is None for name in ("peft", "transformers", "torch")):
+        loading.unchecked(file.file, "PEFT is not installed, which judges this type: pip install 'ckpt-tools[hf]'")
+        return
+    shapes = {name: entry.shape for name, entry in file.tensors.items()}
+    plain = {key: value for key, value in file.base_config.items() if key != "quantization_config"}
+    try:
+        check_model_config(plain, "the base's config.json")
+        job = PeftQuestion(base=json.dumps(plain), config=json.dumps({**config}), shapes=shapes)
+        with Child(f"{__name__}:answer", job, PeftAnswer, does="asks PEFT", walled=True) as child:
+            found = child.result()
+    except CkptError as error:
+        loading.unchecked(file.file, f"PEFT could not be asked: {error.what}")
+        return
+    if found.refused:
+        raise RejectedError(found.refused)
+    if found.unknown:
+        loading.unchecked(file.file, f"not known: {found.unknown}")
+    for name in found.ignored:
+        del loading.used[name]
+        loading.ignored[name] = "PEFT has no place for it"
+    if found.missing:
+        loading.incomplete(
+            ADAPTER_CONFIG,
+            f"the file lacks {len(found.missing)} tensors that PEFT makes for this configuration "
+            f"({first_few(found.missing)}): PEFT initialises them (a warning at most)",
+            "is it the configuration of this adapter, and was it saved completely?",
+        )
+
+
+def answer(job: PeftQuestion, here: Here) -> PeftAnswer:
+    """Build the model on meta, and have PEFT load the names; what `load` calls in a child."""
+    import peft  # noqa: F401 - before the sandbox closes
+    import torch
+
+    from ckpt_tools.models.recipe_of import recipe_of
+
+    recipe = recipe_of(json.loads(job.base), "the base's config.json")
+    build_behind_walls(here, subject=recipe.title, where="the base's config.json", foreign=())
+    with torch.device("meta"):
+        model = recipe.build()
+    return judge(model, json.loads(job.config), job.shapes)
+
+
+def judge(model: nn.Module, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> PeftAnswer:
+    """Return what PEFT says of an adapter for a model on the meta device, which it wraps."""
+    import torch
+
+    peft: Any = importlib.import_module("peft")
+    settled = {name: value for name, value in _SETTLED.items() if name in config or name == "inference_mode"}
+    try:
+        with torch.device("meta"):
+            own = peft.PeftConfig.from_peft_type(**{**config, **settled})
+            wrapped = peft.get_peft_model(model, own)
+            given = {name: torch.empty(tuple(shape)) for name, shape in shapes.items()}
+        result = peft.set_peft_model_state_dict(wrapped, given)
+    except NotImplementedError:
+        return PeftAnswer(unknown="what PEFT makes of this adapter without the values of the weights")
+    except Exception as error:  # noqa: BLE001 - whatever PEFT raises, it raises for the user, too
+        return PeftAnswer(refused=f"{type(error).__name__}: {_first_line(error)}")
+    if own.is_prompt_learning:
+        return _judge_prompt(model, own, set(shapes))
+    state = wrapped.state_dict(keep_vars=True)
+    lacking = {name for name in result.missing_keys if not is_for_training(name)}
+    there = {id(state[name]) for name in state if name not in lacking}  # what modules share has several names
+    missing = [name for name in lacking if _TRAINED.search(name) and id(state.get(name)) not in there]
+    ignored = {form for name in result.unexpected_keys for form in (name, _NAMED.sub("", name))}
+    return PeftAnswer(missing=tuple(sorted(missing)), ignored=tuple(name for name in shapes if name in ignored))
+
+
+def _judge_prompt(model: Any, own: Any, names: set[str]) -> PeftAnswer:  # noqa: ANN401 - PEFT's configuration
+    """PEFT has loaded the embeddings; whether they are as wide as the model's shows when it runs."""
+    if own.peft_type not in ("PROMPT_TUNING", "P_TUNING", "CPT"):
+        return PeftAnswer(unknown=f"whether the tensors of {own.peft_type.value} fit the base's attention and tasks")
+    width = model.get_input_embeddings().weight.shape[1]
+    if own.token_dim != width:
+        return PeftAnswer(refused=f"token_dim is {own.token_dim}, the base's embeddings have {width}")
+    return PeftAnswer(ignored=tuple(sorted(names - {"prompt_embeddings"})))
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    return escape_name(lines[-1 if isinstance(error, RuntimeError) else 0])

@@ -38,7 +38,7 @@ def load(file: AdapterFile, loading: Loading) -> None:
     """Apply diffusers' rules; raise RejectedError where it raises."""
     _check_file(file)
     if file.architecture is None:
-        load_for_any(file, loading)
+        _load_for_any(file, loading)
         return
     if file.architecture == "llm":
         raise RejectedError("it has no loader for language models")
@@ -167,11 +167,8 @@ def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
         if place is None or suffix not in ("lora_A.weight", "lora_B.weight"):
             raise RejectedError(f"it does not know {key}")
         if place.is_swapped:
-            loading.misreads(
-                name,
-                f"diffusers copies {key} without swapping its halves: scale and shift are exchanged",
-                "ckpt export-lora SRC DST --to diffusers swaps them",
-            )
+            what = f"diffusers copies {key} without swapping its halves: scale and shift are exchanged"
+            loading.misreads(name, what, "ckpt export-lora SRC DST --to diffusers swaps them")
         found |= _spread(place, suffix, name)
     return found
 
@@ -211,8 +208,8 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
     )
     if conversion is not None:
         keys = _convert(conversion, keys, architecture.main)
-    elif file.base_class in architecture.classes and applies_to_any(file):
-        load_for_any(file, loading)
+    elif file.base_class in architecture.classes and _applies_to_any(file):
+        _load_for_any(file, loading)
         return
     _all_lora([key for key in keys if not key.startswith("\0")])
     _inject(keys, architecture, file, loading)
@@ -344,7 +341,10 @@ def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: 
     for part in architecture.parts:
         if inside := by_component.get(part.component):
             _inject_one(inside, part, loading)
-            _check_metadata(part, file)
+            document = _metadata(file)
+            if document and not any(key.startswith(f"{part.component}.") for key in document):
+                what = f"its header has no configuration of {part.component}: PEFT's defaults (rank 8) are used"
+                raise RejectedError(what)
     modules = set(loading.modules)
     loading.used |= {
         name: (module,) for key, name in alphas.items() if (module := key.removesuffix(".alpha")) in modules
@@ -387,14 +387,8 @@ def _encoder_names(keys: Keys, part: Part) -> Keys:
 
 
 def _metadata(file: AdapterFile) -> Mapping[str, object]:
-    document = metadata_of(file)
+    document = _metadata_of(file)
     return document if isinstance(document, dict) else {}
-
-
-def _check_metadata(part: Part, file: AdapterFile) -> None:
-    document = _metadata(file)
-    if document and not any(key.startswith(f"{part.component}.") for key in document):
-        raise RejectedError(f"its header has no configuration of {part.component}: PEFT's defaults (rank 8) are used")
 
 
 _READERS: Mapping[str | None, Callable[[Keys, AdapterFile, Architecture, Loading], None]] = {
@@ -418,16 +412,15 @@ _KEY = re.compile(
 )
 
 
-def applies_to_any(file: AdapterFile) -> bool:
+def _applies_to_any(file: AdapterFile) -> bool:
     """Are the base's modules known, and the names such as no pipeline converts?"""
-    return file.base is not None and not any(
-        name.startswith(_FOREIGN) or name.endswith(".alpha") for name in file.tensors
-    )
+    is_foreign = any(name.startswith(_FOREIGN) or name.endswith(".alpha") for name in file.tensors)
+    return file.base is not None and not is_foreign
 
 
-def load_for_any(file: AdapterFile, loading: Loading) -> None:
+def _load_for_any(file: AdapterFile, loading: Loading) -> None:
     """Apply the rules that all models share; raise RejectedError where diffusers raises."""
-    if not applies_to_any(file):
+    if not _applies_to_any(file):
         what = "diffusers' conversions differ by model family, and ckpt has no tables for this one"
         loading.unchecked(file.file, what, "give the base model with --base")
         return
@@ -455,14 +448,13 @@ def _component(file: AdapterFile) -> str:
 def _own_metadata(file: AdapterFile, component: str) -> Config | None:
     if DIFFUSERS_KEY not in file.metadata:
         return None
-    document = metadata_of(file)
+    document = _metadata_of(file)
     if not isinstance(document, dict):
         raise RejectedError("its lora_adapter_metadata is not a JSON object")
     return {key.removeprefix(component): value for key, value in document.items() if key.startswith(component)}
 
 
-def metadata_of(file: AdapterFile) -> object:
-    """Return what diffusers' own header holds, or None; raise RejectedError if it is not JSON."""
+def _metadata_of(file: AdapterFile) -> object:
     try:
         return json.loads(file.metadata.get(DIFFUSERS_KEY, "null"))
     except (ValueError, RecursionError):
@@ -495,11 +487,8 @@ def _load_inside(keys: Mapping[str, str], file: AdapterFile, config: Config | No
         loading.say_scale("lora_alpha", config.get("lora_alpha"))
         missing = sorted(m for m in modules if f"{m}.weight" in base and m not in found and is_target(config, m))
         if missing and found:
-            loading.incomplete(
-                missing[0],
-                f"the header's target_modules name {len(missing)} modules that the file has no tensors for",
-                "was the adapter saved completely?",
-            )
+            what = f"the header's target_modules name {len(missing)} modules that the file has no tensors for"
+            loading.incomplete(missing[0], what, "was the adapter saved completely?")
 
 
 def _check(

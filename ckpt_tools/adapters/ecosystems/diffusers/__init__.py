@@ -1,1 +1,0 @@
-"""diffusers: what is written for it, and what `load_lora_weights` does."""

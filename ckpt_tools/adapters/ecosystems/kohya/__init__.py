@@ -1,1 +1,0 @@
-"""kohya's sd-scripts, and LyCORIS beside them."""
