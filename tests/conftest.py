@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,8 @@ def _has_cuda() -> bool:
 _LEFT, _FILES = pytest.StashKey[int](), pytest.StashKey[int]()
 """What the quick tier leaves out: tests, and whole files."""
 
+_ALL_FULL = re.compile(r"^pytestmark = (\[[^]]*)?pytest\.mark\.full\b(?!\()", re.MULTILINE)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -58,7 +61,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Import no file of which the quick tier runs nothing: its imports and its cases cost more than they are worth."""
     if not config.getoption("quick") or not collection_path.name.startswith("test_"):
         return None
-    is_full = "\npytestmark = pytest.mark.full\n" in collection_path.read_text()
+    is_full = bool(_ALL_FULL.search(collection_path.read_text()))
     if is_full:
         config.stash[_FILES] = config.stash.get(_FILES, 0) + 1
     return is_full or None
@@ -66,7 +69,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def _leave_out_full(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what is marked `full`, but for what the nearest mark names: a test, `test[case]` or a case."""
-    stay, left, named, met = [], [], set(), set()
+    stay: list[pytest.Item] = []
+    left: list[pytest.Item] = []
+    named: set[tuple[str, str]] = set()
+    met: set[tuple[str, str]] = set()
     for item in items:
         mark, case = item.get_closest_marker("full"), getattr(item, "callspec", None)
         names = {item.name, getattr(item, "originalname", item.name), case.id if case else item.name}

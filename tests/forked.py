@@ -65,7 +65,7 @@ class _Forked:
 @contextmanager
 def forked_children() -> Iterator[None]:
     """Fork them; for processes that nobody else uses, and before anything runs backward there."""
-    with patch.object(child.subprocess, "Popen", _Forked):
+    with patch(f"{child.__name__}.subprocess.Popen", _Forked):
         yield
 
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _main(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, str]:
+def _main(rank: int, world_size: int, argv: list[str]) -> tuple[int, str, str]:
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err, forked_children():
         code = cli.main(argv)
     return code, out.getvalue(), err.getvalue()

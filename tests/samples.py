@@ -10,7 +10,7 @@ import os
 import random
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,9 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...], bytes]]
 
 def examples(most: int) -> int:
     """How many examples hypothesis tries: all, or the quick tier's share (its profile in conftest.py)."""
-    return max(10, most * settings.default.max_examples // 100)
+    profile = settings.default
+    assert profile is not None
+    return max(10, most * profile.max_examples // 100)
 
 
 def content(nbytes: int, seed: int = 0) -> bytes:
@@ -77,7 +79,7 @@ def write_model(
     if num_files == 1:
         (directory / "model.safetensors").write_bytes(safetensors_bytes(tensors, metadata=metadata))
     else:
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i in range(num_files):
             part = dict(list(tensors.items())[i::num_files])
             name = f"model-{i + 1:05d}-of-{num_files:05d}.safetensors"
@@ -98,6 +100,23 @@ def shard_model(tmp_path: Path, mesh: str = "dp_shard=2", tensors: Tensors = MOD
     source = write_model(tmp_path / "model", tensors)
     api.shard(source, tmp_path / "run", mesh=mesh, num_workers=2, **options)
     return tmp_path / "run"
+
+
+def stop_after(limit: int) -> Callable[[int], Callable[[int], None]]:
+    """A progress receiver that presses Ctrl-C once more than `limit` bytes are done."""
+
+    def start(total: int) -> Callable[[int], None]:
+        done = 0
+
+        def advance(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if done > limit:
+                raise KeyboardInterrupt
+
+        return advance
+
+    return start
 
 
 def files_of(directory: Path, *, manifest: bool = False) -> dict[str, str]:

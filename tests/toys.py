@@ -5,29 +5,20 @@ A test that needs other sizes says which: `toys.build("llama", num_hidden_layers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import torch
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
-_IMAGE = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 8,
-    "patch_size": 4,
-}
+TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_IMAGE = TEXT | {"image_size": 8, "patch_size": 4}
+TEXT |= {"vocab_size": 64, "max_position_embeddings": 64}
 _LLAMA = TEXT | {"num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
 _CLIP = _IMAGE | {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "projection_dim": 16}
-KINDS: dict[str, tuple[str, str, dict[str, object]]] = {
+KINDS: dict[str, tuple[str, str, Mapping[str, object]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
     "llama-bare": ("LlamaModel", "LlamaConfig", _LLAMA),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA),
@@ -53,15 +44,15 @@ KINDS: dict[str, tuple[str, str, dict[str, object]]] = {
 """Class, class of its configuration, sizes."""
 
 
-def config_of(kind: str, **settings: object):
+def config_of(kind: str, **settings: object) -> Any:
     """The configuration of a kind of model, with what `settings` changes."""
     import transformers
 
     _, name, sizes = KINDS[kind]
-    return getattr(transformers, name)(**sizes | settings)
+    return getattr(transformers, name)(**{**sizes, **settings})
 
 
-def build(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: object):
+def build(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: object) -> Any:
     """A model of transformers, in evaluation."""
     import transformers
 
@@ -69,7 +60,7 @@ def build(kind: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **set
     return getattr(transformers, KINDS[kind][0])(config_of(kind, **settings)).to(dtype).eval()
 
 
-def save(kind: str, directory, **settings: object):
+def save(kind: str, directory: Path, **settings: Any) -> Path:
     """Write a model as `save_pretrained` does; return the directory."""
     build(kind, **settings).save_pretrained(directory)
     return directory

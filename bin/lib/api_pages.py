@@ -95,8 +95,9 @@ def docs_below(body: list[ast.stmt]) -> dict[str, str]:
     """The string under each assignment, by name."""
     docs = {}
     for statement, following in itertools.pairwise(body):
-        is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-        if is_text and (name := assigned_name(statement)):
+        if not isinstance(following, ast.Expr) or not isinstance(following.value, ast.Constant):
+            continue
+        if name := assigned_name(statement):
             docs[name] = inspect.cleandoc(str(following.value.value)).replace("\n", " ")
     return docs
 

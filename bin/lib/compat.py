@@ -85,13 +85,14 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> subprocess.C
 def find_python(version: str) -> str | None:
     """Return an interpreter of that version: on PATH, or one of pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
-    for candidate in (f"python{version}", *sorted(pyenv.glob(f"{version}.*/bin/python{version}"), reverse=True)):
+    found = sorted(pyenv.glob(f"{version}.*/bin/python{version}"), reverse=True)
+    for candidate in (f"python{version}", *map(str, found)):
         try:
             done = run(candidate, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])")
         except OSError:
             continue
         if done.returncode == 0 and done.stdout.strip() == version:
-            return str(candidate)
+            return candidate
     return None
 
 

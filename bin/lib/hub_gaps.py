@@ -31,7 +31,7 @@ def read_gaps() -> tuple[str, int, dict[str, str]]:
     head, *lines = GAPS.read_text(encoding="utf-8").splitlines()
     found = re.fullmatch(r"# (\d+) classes of transformers (\S+); written by bin/names", head)
     assert found is not None, head
-    return found[2], int(found[1]), dict(line.split("\t", 1) for line in lines)  # type: ignore[misc]
+    return found[2], int(found[1]), dict(line.split("\t", 1) for line in lines)
 
 
 def reason_of(error: Exception) -> str:

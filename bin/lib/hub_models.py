@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
@@ -22,7 +23,7 @@ from transformers.utils import logging
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.preflight.collapse import cut_depth
 
-AUTO = {
+AUTO: dict[str, Any] = {
     "base": modeling_auto.MODEL_MAPPING_NAMES,
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "backbone": modeling_auto.MODEL_FOR_BACKBONE_MAPPING_NAMES,
@@ -134,6 +135,7 @@ def architectures() -> list[str]:
 
 def build(kind: type[PreTrainedModel], values: dict | None) -> PreTrainedModel:
     """Build on the meta device."""
+    assert kind.config_class is not None
     config = kind.config_class() if values is None else kind.config_class.from_dict(copy.deepcopy(values))
     with torch.device("meta"), transformers.initialization.no_init_weights():
         return kind(config)
@@ -185,7 +187,7 @@ def observe(name: str) -> Architecture:
 def _first_build(kind: type[PreTrainedModel]) -> tuple[dict, PreTrainedModel]:
     candidates: list[dict] = []
     try:
-        values = _plain(kind.config_class())
+        values = _plain(kind.config_class())  # type: ignore[misc]
     except Exception:
         values = {}
     candidates.append(cut_depth(values))
@@ -205,8 +207,10 @@ def _first_build(kind: type[PreTrainedModel]) -> tuple[dict, PreTrainedModel]:
     raise error
 
 
-def _plain(config: object) -> dict:
-    return parse_json(config.to_json_string(use_diff=False).encode(), what="the config", where=None, infinite=True)
+def _plain(config: PreTrainedConfig) -> dict:
+    found = parse_json(config.to_json_string(use_diff=False).encode(), what="the config", where=None, infinite=True)
+    assert isinstance(found, dict)
+    return found
 
 
 def _filled(values: dict, needed: dict) -> dict:
@@ -225,7 +229,7 @@ def _dicts(values: dict) -> Iterator[dict]:
             yield from _dicts(value)
 
 
-def _leaves(values: dict, path: str = "") -> Iterator[tuple[str, object]]:
+def _leaves(values: dict, path: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         here = f"{path}{key}"
         if isinstance(value, dict) and key.endswith("config"):
@@ -292,7 +296,7 @@ def _lengthen(target: dict, depth: int) -> None:
 
 def _observe(model: nn.Module) -> Observed:
     names = tuple(sorted(model.state_dict()))
-    lists = set()
+    lists: set[str] = set()
     for path, module in model.named_modules(remove_duplicate=False):
         children = [child for _, child in module.named_children()]
         if not children or not all(key.isdecimal() for key, _ in module.named_children()):
@@ -365,9 +369,11 @@ def _own_models(model: PreTrainedModel, parts: list[Part]) -> Iterator[tuple[str
             yield path, module
 
 
-def _ties(model: PreTrainedModel, parts: list[Part], config: object) -> Iterator[tuple[str, str, bool, str, str]]:
+def _ties(
+    model: PreTrainedModel, parts: list[Part], config: PreTrainedConfig
+) -> Iterator[tuple[str, str, bool, str, str]]:
     for path, module in _own_models(model, parts):
-        keys = module._tied_weights_keys  # noqa: SLF001
+        keys: object = module._tied_weights_keys  # noqa: SLF001
         if not isinstance(keys, dict):
             continue
         where = _config_path(config, module.config, type(config)) or ""

@@ -182,7 +182,7 @@ def _bundles(
             by_occurrence[key].append(pattern)
     bundles: list[list[str]] = []
     numbers: dict[tuple[str, _Places, _Places], int] = {}
-    pairs = []
+    pairs: list[tuple[int, ...]] = []
     for (head, where, module), names in by_occurrence.items():
         everywhere = {
             (index, path) for index, paths in enumerate(instances) for path in (paths[head] if head else [""])
@@ -286,7 +286,9 @@ def _counts(one: Architecture, lists: frozenset[str], parts: list[str]) -> Itera
         variant = next(seen for other, seen in one.observed if other == label)
         grown = _lengths(variant, lists).get(group, frozenset())
         is_default = any(
-            _lengths(s, lists).get(group) == {one.defaults.get(key)} for other, s in one.observed if not other
+            _lengths(s, lists).get(group, frozenset()) == {one.defaults.get(key)}
+            for other, s in one.observed
+            if not other
         )
         if label.endswith("+") and is_default and {n + 1 for n in base[group]} == set(grown):
             name = key.rpartition(".")[2]

@@ -16,13 +16,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
 MAX_BYTES = 150_000
-SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 LLAMA_8B = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "vocab_size": 128256,
 "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}"""
 ACCELERATE = """distributed_type: FSDP
@@ -58,7 +64,7 @@ def make_inputs() -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     config = transformers.LlamaConfig(num_hidden_layers=8, vocab_size=4096, **SIZES)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]
     model.save_pretrained("tiny-llama")
     with torch.no_grad():
         for number, (name, weight) in enumerate(model.named_parameters()):

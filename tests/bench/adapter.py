@@ -41,15 +41,8 @@ def write_adapter(hf: Path, directory: Path) -> None:
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
     leaves = sorted({name.split(".")[-2] for name in shapes_of(hf) if is_adapted(name)})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "bench/base",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "target_modules": leaves,
-        "bias": "none",
-    }
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "bench/base"}
+    config |= {"r": RANK, "lora_alpha": ALPHA, "target_modules": leaves, "bias": "none"}
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 

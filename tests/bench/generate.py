@@ -53,18 +53,11 @@ def model_shapes(total_bytes: int, hidden: int) -> Shapes:
 
 def config(shapes: Shapes, hidden: int) -> dict[str, object]:
     """The config.json that goes with `shapes`: heads of 16, a quarter as many for keys and values."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": hidden,
-        "intermediate_size": hidden * 11 // 4,
-        "num_hidden_layers": sum(name.endswith("q_proj.weight") for name in shapes),
-        "num_attention_heads": hidden // 16,
-        "num_key_value_heads": hidden // 64,
-        "vocab_size": 16 * hidden,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "vocab_size": 16 * hidden}
+    sizes |= {"num_attention_heads": hidden // 16, "num_key_value_heads": hidden // 64}
+    layers = sum(name.endswith("q_proj.weight") for name in shapes)
+    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16"}
+    return kind | sizes | {"num_hidden_layers": layers, "tie_word_embeddings": False}
 
 
 def split(shapes: Shapes, num_files: int) -> list[Shapes]:

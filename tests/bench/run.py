@@ -35,18 +35,8 @@ from ckpt_tools.units import parse_size
 
 HERE = Path(__file__).resolve().parent
 CKPT = str(Path(sys.prefix, "bin", "ckpt"))
-SOURCES = {
-    "shard": "hf",
-    "gather": "dcp",
-    "reshard": "dcp",
-    "verify": "dcp",
-    "merge": "hf",
-    "export": "trained",
-    "gather-bin": "bin",
-    "gather-ranks": "ranks",
-    "dequantize": "fp8",
-    "gather-zero": "zero",
-}
+SOURCES = {"shard": "hf", "gather": "dcp", "reshard": "dcp", "verify": "dcp", "merge": "hf", "export": "trained"}
+SOURCES |= {"gather-bin": "bin", "gather-ranks": "ranks", "dequantize": "fp8", "gather-zero": "zero"}
 """Job → the directory that it reads. gather-zero needs deepspeed, which is no dependency."""
 JOBS = tuple(name for name in SOURCES if name != "gather-zero" or importlib.util.find_spec("deepspeed"))
 WIDER = {"gather-zero": 2}
@@ -339,14 +329,8 @@ def main(arguments: list[str]) -> int:
         machine = describe_machine(work)
     if options.json:
         settings = {name: getattr(options, name) for name in ("size", "files", "hidden", "ranks", "repeats")}
-        document = {
-            "schema_version": 1,
-            "machine": machine,
-            "settings": settings,
-            "num_bytes": num_bytes,
-            "floor_rss_bytes": floor_rss_bytes(),
-            "results": to_json(rows, num_bytes),
-        }
+        document = {"schema_version": 1, "machine": machine, "settings": settings, "num_bytes": num_bytes}
+        document |= {"floor_rss_bytes": floor_rss_bytes(), "results": to_json(rows, num_bytes)}
         print(json.dumps(document, indent=2))
     else:
         print(to_markdown(rows, num_bytes))

@@ -60,23 +60,14 @@ def test_report_table_shows_a_failed_peer_as_failed() -> None:
 def test_measure_child_reports_time_and_the_peak_of_the_largest_process(tmp_path: Path) -> None:
     # The grandchild is the large one; measured from a small process, as bin/bench is.
     grow = "import time; x = bytearray(150_000_000); time.sleep(0.2)"
-    command = [
-        sys.executable,
-        "-c",
-        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grow!r}])",
-    ]
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grow!r}])"]
     script = (
         "import json, sys; from pathlib import Path; from measure import measure; "
         "sample = measure(json.loads(sys.argv[1]), Path(sys.argv[2])); "
         "print(sample.seconds, sample.peak_rss_bytes)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, json.dumps(command), str(tmp_path / "log")],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    outer = [sys.executable, "-c", script, json.dumps(command), str(tmp_path / "log")]
+    done = subprocess.run(outer, cwd=HERE, capture_output=True, text=True, check=True)
     seconds, peak = done.stdout.split()
     assert float(seconds) >= 0.2
     assert 150_000_000 < int(peak) < 200_000_000
@@ -104,12 +95,8 @@ def test_generate_directory_is_an_indexed_safetensors_checkpoint_of_about_the_si
 @pytest.mark.full
 def test_bench_small_run_prints_every_job_and_leaves_nothing(tmp_path: Path) -> None:
     options = "--size 2MB --hidden 64 --files 2 --ranks 4 --repeats 1 --no-peers --json"
-    done = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), *options.split(), "--workdir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, str(HERE / "run.py"), *options.split(), "--workdir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)["results"]
     jobs = ["shard", "gather", "reshard", "verify", "merge", "export", "gather-bin", "gather-ranks", "dequantize"]

@@ -1,37 +1,10 @@
-"""What the tests against the world share: real ranks, and PyTorch's own readers."""
+"""What the tests against the world share: PyTorch's own readers."""
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
-
-WORLD = Path(__file__).parent / "world"
-
-
-@pytest.fixture(scope="session")
-def run_world():
-    """Run one of the scripts that start real gloo ranks; fail with what it said."""
-
-    def run(script, *arguments):
-        command = [sys.executable, str(WORLD / script), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-6000:]
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def models():
-    """The module that those scripts take their models from."""
-    spec = importlib.util.spec_from_file_location("world_models", WORLD / "models.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")

@@ -125,33 +125,23 @@ rules:
 
 
 @pytest.mark.full
-def test_save_with_dtensor_hsdp_loads_and_has_the_predicted_table(model, tmp_path):
+@pytest.mark.parametrize(
+    ("axes", "rules", "prefix", "save"),
+    [
+        ({"dp_replicate": 2, "dp_shard": 2}, ("experts=dp_shard:S(1)", "layers.0.o.bias=fsdp:R"), "", save_forked),
+        ({"dp_shard": 2, "tp": 2}, RULES, "", save_with_dtensor),
+        ({"ep": 2}, ("model.experts=ep:S(0)",), "model.", save_forked),  # found by their bytes
+    ],
+    ids=["hsdp", "fsdp and tp", "renamed, without fsdp"],
+)
+def test_save_with_dtensor_loads_and_has_the_predicted_table(model, tmp_path, axes, rules, prefix, save):
     source, expected = model
-    mesh = Mesh((("dp_replicate", 2), ("dp_shard", 2)))
-    rules = (parse_set("experts=dp_shard:S(1)"), parse_set("layers.0.o.bias=fsdp:R"))
+    source = replace(source, tensors=tuple(replace(entry, fqn=prefix + entry.fqn) for entry in source.tensors))
+    mesh = Mesh(tuple(axes.items()))
+    rules = parse_rules(rules, where="r").rules if rules is RULES else tuple(map(parse_set, rules))
     placements = place_tensors(source.tensors, mesh, rules).placements
-    save_forked(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
-    assert_saved(source, tmp_path / "out", mesh, placements, expected)
-
-
-@pytest.mark.full
-def test_save_with_dtensor_fsdp_tp_loads_and_has_the_predicted_table(model, tmp_path):
-    source, expected = model
-    mesh = Mesh((("dp_shard", 2), ("tp", 2)))
-    placements = place_tensors(source.tensors, mesh, parse_rules(RULES, where="r").rules).placements
-    save_with_dtensor(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
-    assert_saved(source, tmp_path / "out", mesh, placements, expected)
-
-
-@pytest.mark.full
-def test_save_with_dtensor_renamed_tensors_without_fsdp_are_found_by_their_bytes(model, tmp_path):
-    source, expected = model
-    renamed = replace(source, tensors=tuple(replace(entry, fqn=f"model.{entry.fqn}") for entry in source.tensors))
-    mesh = Mesh((("ep", 2),))
-    placements = place_tensors(renamed.tensors, mesh, (parse_set("model.experts=ep:S(0)"),)).placements
-    save_forked(renamed, str(tmp_path / "out"), mesh, placements, timeout_s=60)
-    expected = {f"model.{fqn}": tensor for fqn, tensor in expected.items()}
-    assert_saved(renamed, tmp_path / "out", mesh, placements, expected)
+    save(source, str(tmp_path / "out"), mesh, placements, timeout_s=60)
+    assert_saved(source, tmp_path / "out", mesh, placements, {prefix + fqn: each for fqn, each in expected.items()})
 
 
 @pytest.mark.full
@@ -301,17 +291,10 @@ def test_save_with_dtensor_under_torchrun_is_one_rank(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNDER_TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command += [str(Path(__file__).parent), str(tmp_path)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(Path(__file__).parent), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    source = describe(tmp_path, "m.safetensors")
-    mesh = Mesh((("dp_shard", 2),))
-    assert_saved(
-        source, tmp_path / "out", mesh, place_tensors(source.tensors, mesh, ()).placements, {"a": numbers(5, 2)}
-    )
+    source, mesh = describe(tmp_path, "m.safetensors"), Mesh((("dp_shard", 2),))
+    placements = place_tensors(source.tensors, mesh, ()).placements
+    assert_saved(source, tmp_path / "out", mesh, placements, {"a": numbers(5, 2)})

@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 import toys
 import transformers
+from compat.world.models import LLAMA as SMALL, LLAMA_TP
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard as TorchShard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
@@ -32,25 +33,6 @@ from ckpt_tools.transfer.placement.parse import parse_rules
 from ckpt_tools.transfer.placement.place import cut_entry, place_tensors
 from ckpt_tools.transfer.placement.tp_plan import tp_plan_rules
 
-SMALL = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "vocab_size": 33,
-    "tie_word_embeddings": False,
-}
-LLAMA_TP = {
-    "self_attn.q_proj": ColwiseParallel,
-    "self_attn.k_proj": ColwiseParallel,
-    "self_attn.v_proj": ColwiseParallel,
-    "self_attn.o_proj": RowwiseParallel,
-    "mlp.gate_proj": ColwiseParallel,
-    "mlp.up_proj": ColwiseParallel,
-    "mlp.down_proj": RowwiseParallel,
-}
 LLAMA_RULES = """
 version: 1
 rules:
@@ -175,44 +157,30 @@ def mesh_of(**axes):
         pytest.param(t5, mesh_of(dp_shard=5), id="t5-fsdp5-uneven"),
         pytest.param(convnext, mesh_of(dp_shard=4), id="convnext-fsdp4"),
         pytest.param(convnext, mesh_of(dp_replicate=3, dp_shard=2), id="convnext-hsdp3x2"),
-    ],
-)
-def test_fully_shard_model_has_the_planned_chunks(build, mesh):
-    metadata, owners = plan_of(build, mesh)
-    assert_same_table(metadata, owners, mesh, ())
-
-
-@pytest.mark.parametrize(
-    ("build", "mesh"),
-    [
         pytest.param(llama, mesh_of(dp_shard=2, tp=2), id="llama-2x2"),
         pytest.param(llama, mesh_of(dp_shard=3, tp=2), id="llama-3x2-uneven"),
         pytest.param(llama, mesh_of(dp_replicate=2, dp_shard=2, tp=2), id="llama-hsdp-tp"),
         pytest.param(qwen2, mesh_of(dp_shard=8, tp=2), id="qwen2-8x2-biases-empty-ranks"),
     ],
 )
-def test_fully_shard_and_tensor_parallel_model_has_the_planned_chunks(build, mesh):
-    metadata, owners = plan_of(build, mesh, plan=LLAMA_TP)
-    rules = parse_rules(LLAMA_RULES, where="rules.yaml").rules
-    placed = assert_same_table(metadata, owners, mesh, rules)
-    assert {str(axes.get("tp")) for axes in placed.values()} == {"S(0)", "S(1)", "None"}
+def test_fully_shard_model_has_the_planned_chunks(build, mesh):
+    is_tp = mesh.size("tp") > 1
+    metadata, owners = plan_of(build, mesh, plan=LLAMA_TP if is_tp else None)
+    placed = assert_same_table(metadata, owners, mesh, parse_rules(LLAMA_RULES, where="r").rules if is_tp else ())
+    assert {str(axes.get("tp")) for axes in placed.values()} == ({"S(0)", "S(1)", "None"} if is_tp else {"None"})
 
 
 @pytest.mark.full
 def test_fully_shard_with_the_automatic_plan_has_the_planned_chunks():
     mesh = mesh_of(dp_shard=2, tp=2)
     metadata, owners = plan_of(llama, mesh, plan=LLAMA_TP)
-    config = llama_config_dict()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL}
     rules = tp_plan_rules(config, list(metadata.state_dict_metadata), auto_plan(config, os.getcwd()))
     # This model keeps the embedding and the head off the tp axis; both have an odd number of rows.
     outside = parse_rules(
         'version: 1\nrules: [{match: "{model.embed_tokens,lm_head}.weight", place: {}}]', where="rules.yaml"
     )
     assert_same_table(metadata, owners, mesh, (*outside.rules, *rules))
-
-
-def llama_config_dict():
-    return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SMALL}
 
 
 def test_fully_shard_custom_placement_has_the_planned_chunks():

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import toys
 import transformers
+from compat.world import models
+from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file
 from samples import without_ranks
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
@@ -25,13 +34,7 @@ CHECKPOINTS = {  # name → root of the state dict
     "reshard-dp8-to-columns": "",
     "hf-dp2-tp2": "",
 }
-MESHES = (
-    {"dp_shard": 1},
-    {"dp_shard": 2},
-    {"dp_shard": 4},
-    {"dp_shard": 2, "tp": 2},
-    {"dp_replicate": 2, "dp_shard": 2},
-)
+MESHES = (*({"dp_shard": n} for n in (1, 2, 4)), {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
 
 
 def name_of(axes):
@@ -61,7 +64,7 @@ def parse_safetensors(path):
 
 
 @pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory, models):
+def llama_dir(tmp_path_factory):
     directory = tmp_path_factory.mktemp("llama")
     save_model(models.llama(), directory)
     return directory
@@ -89,17 +92,48 @@ def written(llama_dir, tmp_path_factory):
     return out
 
 
+def load_case(case):
+    """Return what is wrong after stock `dcp.load` into a spread model."""
+    model = models.spread(models.llama(seed=1), **case["axes"])
+    expected = load_file(case["reference"])
+    state = model.state_dict()
+    items = Path(case["checkpoint"], ".metadata").exists()
+    reader = None if items else dcp.HuggingFaceStorageReader(case["checkpoint"])
+    where = {"checkpoint_id": case["checkpoint"]} if items else {"storage_reader": reader}
+    dcp.load({case["root"]: state} if case["root"] else state, **where)
+    if "save" in case:
+        writer = dcp.HuggingFaceStorageWriter(case["save"], save_distributed=True)
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        dcp.save(state, storage_writer=writer, planner=planner)
+    wrong = sorted(state.keys() ^ expected.keys())
+    for fqn, tensor in state.items():
+        assert isinstance(tensor, DTensor), fqn
+        part = distribute_tensor(expected[fqn], tensor.device_mesh, tensor.placements, src_data_rank=None)
+        ours, theirs = tensor.to_local().contiguous(), part.to_local().contiguous()
+        if ours.dtype != theirs.dtype or ours.numpy().tobytes() != theirs.numpy().tobytes():
+            wrong.append(fqn)
+    return wrong
+
+
+def load_cases(rank, world_size, cases):
+    """Return what this rank found wrong, by name; a case is what `loaded` makes of it."""
+    found = {}
+    for case in cases:
+        dist.barrier()
+        try:
+            found[case["name"]] = load_case(case)
+        except BaseException:  # dcp's CheckpointException is one
+            found[case["name"]] = [traceback.format_exc()]
+    return found
+
+
 @pytest.fixture(scope="module")
-def loaded(written, llama_dir, tmp_path_factory, run_world, models):
+def loaded(written, llama_dir, tmp_path_factory):
     """Per checkpoint and mesh, what real ranks found wrong after `dcp.load`."""
+    reference = str(llama_dir / "model.safetensors")
     cases = [
-        {
-            "name": f"{name}@{name_of(axes)}",
-            "checkpoint": str(written / name),
-            "reference": str(llama_dir / "model.safetensors"),
-            "root": root,
-            "axes": axes,
-        }
+        {"name": f"{name}@{name_of(axes)}", "checkpoint": str(written / name), "reference": reference}
+        | {"root": root, "axes": axes}
         for name, root in CHECKPOINTS.items()
         for axes in MESHES
     ]
@@ -110,9 +144,13 @@ def loaded(written, llama_dir, tmp_path_factory, run_world, models):
     # The control: the comparison must notice when it is held against another model.
     save_model(models.llama(seed=5), directory / "other")
     cases.append(cases[1] | {"name": "control", "reference": str(directory / "other" / "model.safetensors")})
-    (directory / "cases.json").write_text(json.dumps(cases))
-    run_world("load.py", directory / "cases.json", directory / "out.json")
-    return json.loads((directory / "out.json").read_text())
+    found = {}
+    for size in {math.prod(case["axes"].values()) for case in cases}:
+        group = [case for case in cases if math.prod(case["axes"].values()) == size]
+        for result in run_ranks(size, load_cases, group, timeout=200):
+            for name, wrong in result.items():
+                found[name] = found.get(name, []) + wrong
+    return found
 
 
 @pytest.mark.full
@@ -162,7 +200,7 @@ def test_dcp_to_torch_save_gives_the_original_tensors(written, llama_dir, tmp_pa
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["shard-dp2-tp2", "reshard-dp8-to-columns"])
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}], ids=["as-it-was", "many-files"])
-def test_from_pretrained_after_gather_gives_equal_logits(written, llama_dir, tmp_path, models, name, options):
+def test_from_pretrained_after_gather_gives_equal_logits(written, llama_dir, tmp_path, name, options):
     api.gather(written / name, tmp_path / "back", **options)
     files = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors"))
     assert (len(files) > 1) == bool(options)
@@ -171,7 +209,7 @@ def test_from_pretrained_after_gather_gives_equal_logits(written, llama_dir, tmp
 
 
 @pytest.mark.full
-def test_from_pretrained_after_gather_as_bf16_equals_torch_cast(written, llama_dir, tmp_path, models):
+def test_from_pretrained_after_gather_as_bf16_equals_torch_cast(written, llama_dir, tmp_path):
     api.gather(written / "shard-dp8", tmp_path / "back", dtype="bf16")
     original = transformers.LlamaForCausalLM.from_pretrained(llama_dir).to(torch.bfloat16)
     back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
@@ -179,8 +217,8 @@ def test_from_pretrained_after_gather_as_bf16_equals_torch_cast(written, llama_d
 
 
 @pytest.mark.parametrize("max_shard_size", [None, "2KB"], ids=["as-it-was", "many-files"])
-def test_from_pretrained_of_tied_bert_gives_equal_logits(tmp_path, models, max_shard_size):
-    save_model(models.bert(), tmp_path / "bert")
+def test_from_pretrained_of_tied_bert_gives_equal_logits(tmp_path, max_shard_size):
+    save_model(toys.build("bert", **models.BERT), tmp_path / "bert")
     api.shard(tmp_path / "bert", tmp_path / "dcp", mesh="dp_shard=3")
     api.reshard(tmp_path / "dcp", tmp_path / "dcp2", mesh="dp_replicate=2,dp_shard=2")
     api.gather(tmp_path / "dcp2", tmp_path / "back", max_shard_size=max_shard_size)

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from compat.world import models
+from compat.world.train import save_all, save_uneven
+from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -60,10 +63,11 @@ STRIPPED = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory, run_world):
-    """One launch of four ranks writes all of them."""
+def saved(tmp_path_factory):
+    """One launch of four ranks writes all of them, and one of eight."""
     directory = tmp_path_factory.mktemp("saved")
-    run_world("train.py", directory)
+    run_ranks(4, save_all, directory, timeout=200)
+    run_ranks(8, save_uneven, directory, timeout=200)
     return directory
 
 
@@ -164,7 +168,7 @@ def test_gather_after_reshard_is_still_the_model(saved, tmp_path, assert_same, n
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), reference)
 
 
-def test_gather_trainer_checkpoint_with_assets_loads_with_equal_logits(saved, tmp_path, models):
+def test_gather_trainer_checkpoint_with_assets_loads_with_equal_logits(saved, tmp_path):
     trained = models.llama()
     trained.load_state_dict(load_file(saved / "fsdp-tp.safetensors"))
     trained.config.save_pretrained(tmp_path / "config")
@@ -173,7 +177,7 @@ def test_gather_trainer_checkpoint_with_assets_loads_with_equal_logits(saved, tm
     assert torch.equal(models.logits(back), models.logits(trained))
 
 
-def test_gather_trainer_checkpoint_like_reference_has_its_names_and_dtypes(saved, tmp_path, models, assert_same):
+def test_gather_trainer_checkpoint_like_reference_has_its_names_and_dtypes(saved, tmp_path, assert_same):
     transformers.utils.logging.disable_progress_bar()
     models.llama().to(torch.bfloat16).save_pretrained(tmp_path / "base", max_shard_size="15KB")
     api.gather(saved / "nested", tmp_path / "out", like=tmp_path / "base")

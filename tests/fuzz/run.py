@@ -92,14 +92,8 @@ def fuzz_with_atheris(name: str, seconds: float, seed: int) -> int:
         quoted = ("".join(f"\\x{byte:02x}" for byte in token) for token in target.tokens if token)
         words.write_text("".join(f'"{word}"\n' for word in quoted if len(word) <= 4 * 64))
         arguments = ["fuzz", str(corpus), f"-dict={words}", f"-max_total_time={max(1, int(seconds))}", f"-seed={seed}"]
-        arguments += [
-            "-max_len=16384",
-            "-timeout=20",
-            "-rss_limit_mb=4096",
-            f"-artifact_prefix={work}/",
-            "-verbosity=0",
-        ]
-        arguments += ["-print_final_stats=1"]
+        arguments += ["-max_len=16384", "-timeout=20", "-rss_limit_mb=4096", f"-artifact_prefix={work}/"]
+        arguments += ["-verbosity=0", "-print_final_stats=1"]
         atheris.Setup(arguments, one_input, custom_mutator=mutator)
         atheris.Fuzz()
     return 0

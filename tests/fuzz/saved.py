@@ -14,16 +14,8 @@ from samples import memory_directory
 from ckpt_tools.errors import CkptError
 
 TOKENS = (
-    *(
-        b"PK\3\4",
-        b"PK\1\2",
-        b"PK\5\6",
-        b"\xff\xff\xff\xff",
-        b"\0\0\0\0",
-        b"archive/data/0",
-        b"archive/data.pkl",
-        b"big",
-    ),
+    *(b"PK\3\4", b"PK\1\2", b"PK\5\6", b"\xff\xff\xff\xff", b"\0\0\0\0"),
+    *b"archive/data/0 archive/data.pkl big".split(),
     *(b"_rebuild_tensor_v2", b"_rebuild_tensor", b"_rebuild_parameter", b"FloatStorage", b"UntypedStorage", b"torch"),
     *(b"storage", b"cpu", b"OrderedDict", b"\x88", b"\x89", b"K\x00", b"K\xff", b"J\xff\xff\xff\x7f", b"Q", b"h\x00"),
     *(b"(", b")", b"t", b"\x85", b"\x86", b"R", b"b", b"}", b"]", b"s", b"u", b"e", b".", b"0", b"U\x01w", b"\x81"),

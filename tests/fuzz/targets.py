@@ -81,12 +81,8 @@ _JSON_TOKENS = (
 
 
 def _safetensors_seeds() -> tuple[bytes, ...]:
-    plain = {
-        "a.w": tensor("F32", 4, 2, seed=1),
-        "b": tensor("BF16", 3, seed=2),
-        "c": tensor("F8_E4M3"),
-        "e": tensor("I8", 0, 4),
-    }
+    plain = {"a.w": tensor("F32", 4, 2, seed=1), "b": tensor("BF16", 3, seed=2)}
+    plain |= {"c": tensor("F8_E4M3"), "e": tensor("I8", 0, 4)}
     half = {"w": tensor("F32", 2, 3, seed=3), "s": tensor("F4", 4, seed=4)}
     info = {"w": {"saved_offsets": [2, 0]}, "s": {"saved_offsets": [0]}}
     return (
@@ -154,22 +150,13 @@ def _metadata_seeds() -> tuple[bytes, ...]:
     def span(rank: int, offset: int) -> ByteSpan:
         return ByteSpan(file=f"__{rank}_0.distcp", offset=offset, nbytes=1 << 12)
 
+    def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...], rank: int, at: int) -> Chunk:
+        return Chunk(box=Box(offsets, sizes), span=span(rank, at), encoding="torch_zip")
+
+    rows = tuple(chunk((3 * rank, 0), (3, 4), rank, 0) for rank in range(2))
     tensors = [
-        TensorEntry(
-            fqn="model.w",
-            dtype=BY_NAME["F32"],
-            shape=(6, 4),
-            chunks=tuple(
-                Chunk(box=Box((3 * rank, 0), (3, 4)), span=span(rank, 0), encoding="torch_zip") for rank in range(2)
-            ),
-            path=("model", "w"),
-        ),
-        TensorEntry(
-            fqn="s",
-            dtype=BY_NAME["F4"],
-            shape=(4,),
-            chunks=(Chunk(box=Box((0,), (4,)), span=span(0, 1 << 33), encoding="torch_zip"),),
-        ),
+        TensorEntry(fqn="model.w", dtype=BY_NAME["F32"], shape=(6, 4), chunks=rows, path=("model", "w")),
+        TensorEntry(fqn="s", dtype=BY_NAME["F4"], shape=(4,), chunks=(chunk((0,), (4,), 0, 1 << 33),)),
     ]
     ours = build_metadata(tensors, [BlobEntry(fqn="step", span=span(1, 1 << 13), path=("step",))])
     with memory_directory() as root:
@@ -186,17 +173,8 @@ _METADATA_TOKENS = (
     *(op.code.encode("latin-1") for op in pickletools.opcodes),
     *(name.rpartition(".")[2].encode() for name in sorted(ALLOWED_GLOBALS)),
     *(b"builtins", b"os", b"system", b"K\x00", b"\x8a\x08" + b"\xff" * 8, b"h\x00", b"j\x00\x00\x00\x00", b"q\x00"),
-    *(
-        b"\x8c\x02..",
-        b"../x",
-        b"/etc/passwd",
-        b"\x00",
-        b"\x80\x04",
-        b"\x80\x05",
-        b")\x81}",
-        b"\x85\x86\x87",
-        b"(K\x01t",
-    ),
+    *b"../x /etc/passwd".split(),
+    *b"\x8c\x02.. \x00 \x80\x04 \x80\x05 )\x81} \x85\x86\x87 (K\x01t".split(),
 )
 
 
@@ -282,31 +260,9 @@ def _item_seeds() -> tuple[bytes, ...]:
 _ITEM_TOKENS = (
     *(b"PK\3\4", b"PK\1\2", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\7\x08", b"\xff\xff\xff\xff", b"\x00\x00\x00\x00"),
     *(b"archive/data/0", b"archive/data/1", b"archive/data.pkl", b"archive/version", b"archive/byteorder", b"big"),
-    *(
-        b"_rebuild_tensor_v2",
-        b"_rebuild_tensor_v3",
-        b"_rebuild_parameter",
-        b"FloatStorage",
-        b"UntypedStorage",
-        b"torch",
-    ),
+    *b"_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter FloatStorage UntypedStorage torch".split(),
     *(b"storage", b"cpu", b"cuda:0", b"OrderedDict", b"\x88", b"\x89", b"K\x00", b"K\xff", b"J\xff\xff\xff\x7f", b"Q"),
-    *(
-        b"(",
-        b")",
-        b"t",
-        b"\x85",
-        b"\x86",
-        b"\x87",
-        b"R",
-        b"b",
-        b"}",
-        b".",
-        b"\x08\x00",
-        b"\x00\x08",
-        b"FB",
-        b"\x01\x00\x10\x00",
-    ),
+    *b"( ) t \x85 \x86 \x87 R b } . \x08\x00 \x00\x08 FB \x01\x00\x10\x00".split(),
 )
 
 
@@ -345,15 +301,11 @@ def _compare_item_with_torch(data: bytes, head: ItemHead, payload: bytes) -> Non
     if not loaded.numel():
         return
     itemsize = loaded.element_size()
-    if head.strides is None:
-        stored = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        found = loaded.contiguous().reshape(-1).view(torch.uint8)
-    else:
-        stored = torch.frombuffer(bytearray(payload), dtype=torch.uint8).reshape(-1, itemsize)
+    stored = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    if head.strides is not None:
         steps = (*(step // head.dtype.pack for step in head.strides[:-1]), head.strides[-1])
-        stored = torch.as_strided(stored, (*shape, itemsize), (*(s * itemsize for s in steps), 1)).reshape(-1)
-        found = loaded.contiguous().reshape(-1).view(torch.uint8)
-    assert torch.equal(stored.reshape(-1), found)
+        stored = torch.as_strided(stored, (*shape, itemsize), (*(s * itemsize for s in steps), 1))
+    assert torch.equal(stored.reshape(-1), loaded.contiguous().reshape(-1).view(torch.uint8))
 
 
 # Manifest
@@ -473,47 +425,9 @@ def _rules_seeds() -> tuple[bytes, ...]:
 
 
 _RULES_TOKENS = (
-    *(
-        b"version",
-        b"mesh",
-        b"rules",
-        b"match",
-        b"place",
-        b"style",
-        b"colwise",
-        b"dp_shard",
-        b"tp",
-        b"S(0)",
-        b"R",
-        b"**",
-    ),
-    *(
-        b"&a",
-        b"*a",
-        b"<<",
-        b"<<: *p",
-        b"[*a,*a,*a]",
-        b"- ",
-        b"? ",
-        b": ",
-        b"|",
-        b">",
-        b"%YAML 1.1\n---\n",
-        b"---",
-        b"...",
-    ),
-    *(
-        b"!!timestamp",
-        b"!!int",
-        b"!!float",
-        b"!!bool",
-        b"!!binary",
-        b"!!set",
-        b"!!omap",
-        b"!!pairs",
-        b"!!null",
-        b"!!str",
-    ),
+    *b"version mesh rules match place style colwise dp_shard tp S(0) R ** &a *a << [*a,*a,*a] | > --- ...".split(),
+    *(b"<<: *p", b"- ", b"? ", b": ", b"%YAML 1.1\n---\n"),
+    *b"!!timestamp !!int !!float !!bool !!binary !!set !!omap !!pairs !!null !!str".split(),
     *(b"!!python/object/apply:os.system", b"!", b"0x" + b"f" * 900, b"1:59:59", b"2001-02-30", b"1e999", b".nan", b"~"),
     *(b"{", b"}", b"[", b"]", b"{a,b}", b"{" * 40, b"{a,b}" * 40, b"*" * 40, b"\t", b"\x00", b"\x85", b"\xef\xbb\xbf"),
 )
@@ -524,25 +438,14 @@ def _check_rules(data: bytes) -> bool:
         rules = parse_rules(data.decode("utf-8"), where="rules.yaml", world_size=16)
         names = {"model.layers.0.self_attn.q_proj.weight": ("layers.0.self_attn.q_proj.weight",)}
         assert not any(replace(rule, optional=True).find(names) - names.keys() for rule in rules.rules)
-    except UnicodeDecodeError:
-        return False
-    except UsageError:
+    except (UnicodeDecodeError, UsageError):
         return False
     assert rules.mesh is None or rules.mesh.world_size == 16
     return True
 
 
 _SAFETENSORS_TOKENS = (
-    *(
-        b"dtype",
-        b"shape",
-        b"data_offsets",
-        b"__metadata__",
-        b"format",
-        b"saved_offsets",
-        b"DCP_SHARDING_INFO",
-        b"\\ud834",
-    ),
+    *b"dtype shape data_offsets __metadata__ format saved_offsets DCP_SHARDING_INFO \\ud834".split(),
     *(f'"{name}"'.encode() for name in BY_NAME),
 )
 

@@ -87,18 +87,9 @@ def _moe(num_experts: int = 8) -> Rules:
 @pytest.mark.parametrize(
     ("text", "rules"),
     [
-        ("dp_shard=2", _llama("dp_shard", None)),
-        ("dp_shard=3", _llama("dp_shard", None)),
-        ("dp_shard=8", _llama("dp_shard", None)),
-        ("dp_shard=24", _llama("dp_shard", None)),
-        ("dp_shard=64", _llama("dp_shard", None)),
-        ("tp=2", _llama(None, "tp")),
-        ("tp=8", _llama(None, "tp")),
-        ("dp_shard=2,tp=2", _llama("dp_shard", "tp")),
-        ("dp_shard=4,tp=2", _llama("dp_shard", "tp")),
-        ("dp_shard=3,tp=4", _llama("dp_shard", "tp")),
-        ("dp_shard=5,tp=2", _llama("dp_shard", "tp")),
-        ("dp_shard=2,tp=8", _llama("dp_shard", "tp")),
+        *((f"dp_shard={size}", _llama("dp_shard", None)) for size in (2, 3, 8, 24, 64)),
+        *((f"tp={size}", _llama(None, "tp")) for size in (2, 8)),
+        *((f"dp_shard={d},tp={t}", _llama("dp_shard", "tp")) for d, t in ((2, 2), (4, 2), (3, 4), (5, 2), (2, 8))),
         ("dp_shard=2,ep=4", _moe()),
         ("dp_shard=4,ep=2", _moe()),
     ],
@@ -118,14 +109,8 @@ def test_infer_mesh_standard_layout_finds_the_true_mesh(text: str, rules: Rules)
 @pytest.mark.parametrize(
     "text",
     [
-        "dp_replicate=2,dp_shard=2",
-        "dp_replicate=2,dp_shard=4",
-        "dp_replicate=3,dp_shard=4",
-        "dp_replicate=4,dp_shard=5",
-        "dp_replicate=2,dp_shard=2,tp=2",
-        "dp_replicate=2,dp_shard=3,tp=4",
-        "dp_shard=4,tp=2",
-        "dp_replicate=2,tp=4",
+        *(f"dp_replicate={replicas},dp_shard={size}" for replicas, size in ((2, 2), (2, 4), (3, 4), (4, 5))),
+        *("dp_replicate=2,dp_shard=2,tp=2", "dp_replicate=2,dp_shard=3,tp=4", "dp_shard=4,tp=2", "dp_replicate=2,tp=4"),
     ],
 )
 def test_infer_mesh_replicas_spread_by_size_finds_the_true_mesh(text: str) -> None:
@@ -177,10 +162,7 @@ def test_infer_mesh_any_layout_explains_every_chunk_or_says_nothing(case, anywhe
 
 
 @settings(deadline=None, max_examples=examples(150))
-@given(
-    st.integers(1, 40),
-    st.lists(st.lists(st.integers(0, 50), max_size=3).map(tuple), min_size=1, max_size=6),
-)
+@given(st.integers(1, 40), st.lists(st.lists(st.integers(0, 50), max_size=3).map(tuple), min_size=1, max_size=6))
 def test_infer_mesh_uneven_fsdp_is_never_longer_than_the_truth(num_ranks: int, shapes) -> None:
     mesh = Mesh((("dp_shard", num_ranks),))
     rules: Rules = {f"p{i}": (shape, {"dp_shard": S0} if shape else {}) for i, shape in enumerate(shapes)}
@@ -200,14 +182,13 @@ def test_infer_mesh_one_chunk_off_says_nothing(damage: str) -> None:
     tensor = checkpoint.tensors[1]
     first, second, *rest = tensor.chunks
     span = second.span
-    if damage == "box":
-        chunks = (first, Chunk(box=first.box, span=span), *rest)
-    elif damage == "rank":
-        chunks = (first, Chunk(box=second.box, span=ByteSpan(file="__7_0.distcp", offset=0, nbytes=1)), *rest)
-    elif damage == "name":
-        chunks = (first, Chunk(box=second.box, span=ByteSpan(file="x.distcp", offset=0, nbytes=1)), *rest)
-    else:
-        chunks = (first, *rest)
+    second = {
+        "box": (Chunk(box=first.box, span=span),),
+        "rank": (Chunk(box=second.box, span=ByteSpan(file="__7_0.distcp", offset=0, nbytes=1)),),
+        "name": (Chunk(box=second.box, span=ByteSpan(file="x.distcp", offset=0, nbytes=1)),),
+        "missing": (),
+    }[damage]
+    chunks = (first, *second, *rest)
     broken = TensorEntry(fqn=tensor.fqn, dtype=tensor.dtype, shape=tensor.shape, chunks=chunks)
     tensors = (checkpoint.tensors[0], broken, *checkpoint.tensors[2:])
     assert infer_mesh(Checkpoint(root="run", format="dcp", tensors=tensors)) is None

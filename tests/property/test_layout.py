@@ -61,6 +61,9 @@ def mesh_of(**axes):
     return Mesh(tuple(axes.items()))
 
 
+EP_TP = mesh_of(dp_shard=2, ep=2, tp=3)
+
+
 @pytest.mark.parametrize(
     ("shape", "mesh", "placements"),
     [
@@ -79,13 +82,8 @@ def mesh_of(**axes):
         pytest.param((8, 6), mesh_of(dp_replicate=2, dp_shard=2, tp=2), {"dp_shard": S0, "tp": S0}, id="hsdp-tp"),
         pytest.param((8, 3, 5), mesh_of(dp_shard=2, ep=4), {"dp_shard": S0, "ep": S0}, id="ep-same-dim"),
         pytest.param((8, 3, 5), mesh_of(dp_shard=2, ep=4), {"dp_shard": S1, "ep": S0}, id="ep-fsdp-dim-1"),
-        pytest.param(
-            (8, 6, 4),
-            mesh_of(dp_shard=2, ep=2, tp=3),
-            {"dp_shard": S0, "ep": S0, "tp": S1},
-            id="ep-tp",
-        ),
-        pytest.param((12,), mesh_of(dp_shard=2, ep=2, tp=3), dict.fromkeys(("dp_shard", "ep", "tp"), S0), id="three"),
+        pytest.param((8, 6, 4), EP_TP, {"dp_shard": S0, "ep": S0, "tp": S1}, id="ep-tp"),
+        pytest.param((12,), EP_TP, dict.fromkeys(("dp_shard", "ep", "tp"), S0), id="three"),
         pytest.param((8,), mesh_of(tp=2, dp_shard=3), {"dp_shard": S0, "tp": S0}, id="tp-outside"),
         pytest.param((), mesh_of(dp_shard=3), {}, id="0-d"),
         pytest.param((0, 4), mesh_of(dp_shard=3), {"dp_shard": S0}, id="zero-size"),
@@ -168,11 +166,7 @@ def is_contiguous(positions):
     return all(b == a + 1 for a, b in pairwise(positions))
 
 
-@given(
-    st.lists(st.integers(0, 7), max_size=4).map(tuple),
-    st.sampled_from([4, 6, 8, 16, 64]),
-    st.integers(1, 200),
-)
+@given(st.lists(st.integers(0, 7), max_size=4).map(tuple), st.sampled_from([4, 6, 8, 16, 64]), st.integers(1, 200))
 @settings(deadline=None, max_examples=examples(300))
 def test_split_blocks_tile_in_row_major_order_contiguously(shape, element_bits, block_bytes):
     granule = {4: 2, 6: 4}.get(element_bits, 1)

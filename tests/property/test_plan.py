@@ -66,6 +66,11 @@ def _raw_source(draw, shapes, mesh: Mesh) -> Checkpoint:
     return Checkpoint(root="", format="dcp", tensors=tuple(tensors), files=ends)
 
 
+def _cells(draw, tensors: Sequence[TensorEntry], mesh: Mesh):
+    cuts = ((entry, _placements(draw, mesh, entry.shape)) for entry in tensors)
+    return {entry.fqn: cut_tensor(entry.shape, mesh, cut, pack=entry.dtype.pack).cells for entry, cut in cuts}
+
+
 def _assert_tiles(ranges: list[tuple[int, int]], nbytes: int, *, slack: int = 0) -> None:
     """The ranges lie in [0, nbytes) in order, disjoint, with gaps smaller than `slack` at most."""
     filled = sorted(r for r in ranges if r[0] != r[1])
@@ -136,16 +141,9 @@ def _assert_whole(files: Sequence[FilePlan], source: Checkpoint) -> None:
 @given(data=st.data(), shapes=shapes(), before=meshes(), after=meshes(), blobs=st.lists(st.integers(0, 90), max_size=2))
 def test_plan_for_a_mesh_writes_every_byte_once_and_reads_inside_spans(data, shapes, before, after, blobs) -> None:
     source = _raw_source(data.draw, shapes, before)
-    source = replace(
-        source,
-        blobs=tuple(BlobEntry(fqn=f"b{i}", span=ByteSpan(file="r0", offset=i, nbytes=n)) for i, n in enumerate(blobs)),
-    )
-    cells = {
-        entry.fqn: cut_tensor(
-            entry.shape, after, _placements(data.draw, after, entry.shape), pack=entry.dtype.pack
-        ).cells
-        for entry in source.tensors
-    }
+    spans = [ByteSpan(file="r0", offset=i, nbytes=n) for i, n in enumerate(blobs)]
+    source = replace(source, blobs=tuple(BlobEntry(fqn=f"b{i}", span=span) for i, span in enumerate(spans)))
+    cells = _cells(data.draw, source.tensors, after)
     with small_blocks(data.draw(st.sampled_from((8, 24, 100, 4 << 20)))):
         plan = Plan(source, dcp_placing.place(source.tensors, cells, source.blobs), {})
         _assert_whole(plan.files, source)
@@ -173,7 +171,7 @@ def test_plan_for_hf_files_writes_every_byte_once_and_reads_inside_spans(data, s
 @given(data=st.data(), shapes=shapes(), mesh=meshes())
 def test_safetensors_of_ranks_say_where_every_chunk_is(data, shapes, mesh) -> None:
     tensors = [entry for entry in _entries(shapes) if entry.dtype.name != "F4"]
-    cells = {e.fqn: cut_tensor(e.shape, mesh, _placements(data.draw, mesh, e.shape)).cells for e in tensors}
+    cells = _cells(data.draw, tensors, mesh)
     placed, heads = place_sharded(tensors, cells)
     assert [(entry.fqn, tuple(chunk.box for chunk in entry.chunks)) for entry in placed.tensors] == [
         (entry.fqn, tuple(box for _, box in cells[entry.fqn])) for entry in tensors
@@ -191,12 +189,7 @@ def test_safetensors_of_ranks_say_where_every_chunk_is(data, shapes, mesh) -> No
 @given(data=st.data(), shapes=shapes(), before=meshes(), after=meshes())
 def test_plan_of_one_file_names_all_that_it_needs(data, shapes, before, after) -> None:
     source = _raw_source(data.draw, shapes, before)
-    cells = {
-        entry.fqn: cut_tensor(
-            entry.shape, after, _placements(data.draw, after, entry.shape), pack=entry.dtype.pack
-        ).cells
-        for entry in source.tensors
-    }
+    cells = _cells(data.draw, source.tensors, after)
     for file in plan_copies(source, dcp_placing.place(source.tensors, cells)):
         _assert_writes_tile([file])
         _assert_reads_stay_inside([file])

@@ -14,6 +14,7 @@ from samples import (
     shard_model,
     small_blocks,
     staging_left,
+    stop_after,
     tensor,
     write_model,
 )
@@ -28,23 +29,6 @@ TENSORS = {
     "e": tensor("C64", 4, 3, 5, seed=5),
 }
 TOTAL = sum(len(raw) for _, _, raw in TENSORS.values())
-
-
-def _stop_after(limit: int):
-    """A progress receiver that presses Ctrl-C once `limit` bytes are done."""
-
-    def start(total: int):
-        done = 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if done > limit:
-                raise KeyboardInterrupt
-
-        return advance
-
-    return start
 
 
 def _staged(root: Path) -> Path:
@@ -74,7 +58,7 @@ def test_interrupted_run_continues_and_gives_the_same_files(verb, stops, block_b
         expected = convert("expected")
         for stop in stops:
             with pytest.raises(KeyboardInterrupt):
-                convert("out", progress=_stop_after(stop))
+                convert("out", progress=stop_after(stop))
             assert not (root / "out").exists()
             if damaged and staging_left(root):
                 for file in sorted(_staged(root).iterdir()):
@@ -90,28 +74,21 @@ def test_interrupted_run_continues_and_gives_the_same_files(verb, stops, block_b
         assert api.verify(root / "out").ok
 
 
-def test_interrupted_run_is_not_continued_when_the_source_has_changed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changes", "mesh"), [(True, "dp_shard=2"), (False, "dp_shard=3")])
+def test_interrupted_run_of_another_source_or_with_other_arguments_is_not_continued(
+    tmp_path: Path, changes: bool, mesh: str
+) -> None:
     with small_blocks(64):
         source = write_model(tmp_path / "model", TENSORS)
         with pytest.raises(KeyboardInterrupt):
-            api.shard(source, tmp_path / "out", mesh="dp_shard=2", num_workers=1, progress=_stop_after(500))
+            api.shard(source, tmp_path / "out", mesh="dp_shard=2", num_workers=1, progress=stop_after(500))
         assert _staged(tmp_path).exists()
         path = source / "model.safetensors"
-        raw = path.read_bytes()
-        path.write_bytes(raw[:-40] + content(40, 9))
-        result = api.shard(source, tmp_path / "out", mesh="dp_shard=2")
+        if changes:
+            path.write_bytes(path.read_bytes()[:-40] + content(40, 9))
+        result = api.shard(source, tmp_path / "out", mesh=mesh)
         assert any("removed what an interrupted run" in note for note in result.notes)
-        assert api.verify(tmp_path / "out", against=source).ok
-        assert staging_left(tmp_path) == []
-
-
-def test_interrupted_run_is_not_continued_with_other_arguments(tmp_path: Path) -> None:
-    with small_blocks(64):
-        source = write_model(tmp_path / "model", TENSORS)
-        with pytest.raises(KeyboardInterrupt):
-            api.shard(source, tmp_path / "out", mesh="dp_shard=2", num_workers=1, progress=_stop_after(500))
-        api.shard(source, tmp_path / "out", mesh="dp_shard=3")
-        assert len(list((tmp_path / "out").glob("*.distcp"))) == 3
+        assert f"{len(list((tmp_path / 'out').glob('*.distcp')))}" == mesh[-1]
         assert api.verify(tmp_path / "out", against=source).ok
         assert staging_left(tmp_path) == []
 
@@ -122,7 +99,7 @@ def test_interrupted_overwrite_leaves_the_old_checkpoint(tmp_path: Path) -> None
         before = files_of(run, manifest=True)
         source = tmp_path / "model"
         with pytest.raises(KeyboardInterrupt):
-            api.shard(source, run, mesh="dp_shard=3", overwrite=True, num_workers=1, progress=_stop_after(500))
+            api.shard(source, run, mesh="dp_shard=3", overwrite=True, num_workers=1, progress=stop_after(500))
         assert files_of(run, manifest=True) == before
         result = api.shard(source, run, mesh="dp_shard=3", overwrite=True)
         assert any("continued an interrupted run" in note for note in result.notes)

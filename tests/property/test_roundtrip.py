@@ -14,16 +14,8 @@ from ckpt_tools.errors import UsageError
 
 DTYPES = ("F32", "BF16", "F64", "I64", "U8", "BOOL", "F16", "F8_E4M3", "C64", "F4", "I16", "U64")
 MESHES = (
-    "dp_shard=1",
-    "dp_shard=2",
-    "dp_shard=3",
-    "dp_shard=8",
-    "dp_replicate=2,dp_shard=2",
-    "dp_shard=2,tp=2",
-    "dp_shard=3,tp=2",
-    "tp=3",
-    "dp_shard=2,ep=2",
-    "dp_replicate=2,dp_shard=2,tp=2",
+    *("dp_shard=1", "dp_shard=2", "dp_shard=3", "dp_shard=8", "dp_replicate=2,dp_shard=2", "dp_shard=2,tp=2"),
+    *("dp_shard=3,tp=2", "tp=3", "dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,tp=2"),
 )
 
 

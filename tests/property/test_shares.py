@@ -11,16 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from samples import (
-    examples,
-    files_of,
-    memory_directory,
-    shard_model,
-    small_blocks,
-    staging_left,
-    tensor,
-    write_model,
-)
+from samples import examples, files_of, memory_directory, shard_model, small_blocks, staging_left, tensor, write_model
 
 from ckpt_tools import api
 from ckpt_tools.checkpoint.dtypes import BY_NAME
@@ -93,11 +84,7 @@ def test_parts_cast_rename_and_carry_models_with_assets(tmp_path: Path) -> None:
     assert files_of(tmp_path / "out") == files_of(tmp_path / "one")
 
 
-@given(
-    sizes=st.lists(st.integers(0, 1000), max_size=40),
-    count=st.integers(1, 70),
-    align=st.integers(1, 4),
-)
+@given(sizes=st.lists(st.integers(0, 1000), max_size=40), count=st.integers(1, 70), align=st.integers(1, 4))
 def test_split_covers_every_file_once_and_is_balanced(sizes: list[int], count: int, align: int) -> None:
     shares = split(sizes, count, align=align)
     assert len(shares) == count
@@ -154,11 +141,8 @@ def test_part_that_read_other_bytes_is_found(tmp_path: Path) -> None:
     record = parse_record(path.read_bytes(), where="")
     changed = {0: tuple((at, nbytes, crc32 ^ 1) for at, nbytes, crc32 in record.parts["a"].runs[0])}
     for kind, fields in {"runs": changed, "digests": {}}.items():
-        part = type(record.parts["a"])(
-            **{name: getattr(record.parts["a"], name) for name in record.parts["a"].__slots__} | {kind: fields}
-        )
-        values = {name: getattr(record, name) for name in record.__slots__} | {"parts": {"a": part}}
-        path.write_bytes(build_record(type(record)(**values)))
+        part = replace(record.parts["a"], **{kind: fields})
+        path.write_bytes(build_record(replace(record, parts={"a": part})))
         with pytest.raises(CkptError, match="have read different bytes" if fields else "no part has read"):
             api.shard(source, out, mesh="dp_shard=3", part="1/2")
         assert not out.exists()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from seeds import ditty_model as small
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.fsdp2 import adapter_state, add_lora, finish_adapters, load_base, quantise_linears, shard_model
+from ckpt_tools.fsdp2.tensor_parallel import find_styles
 
 TARGETS = ["a", "b"]
 
@@ -37,8 +39,6 @@ def base(tmp_path_factory):
     ids=["lora", "gaussian", "dora", "loha", "lokr"],
 )
 def test_adapter_on_meta_starts_as_the_one_on_the_cpu(base, config):
-    from ckpt_tools.fsdp2 import add_lora, load_base
-
     config = config | {"target_modules": TARGETS}
     real = add_lora(small.build(), config, seed=7)
     drawn = torch.random.get_rng_state()
@@ -54,8 +54,6 @@ def test_adapter_on_meta_starts_as_the_one_on_the_cpu(base, config):
 
 
 def test_adapter_with_modules_trained_whole_loads_both_copies(base):
-    from ckpt_tools.fsdp2 import add_lora, load_base
-
     config = {"peft_type": "LORA", "r": 4, "target_modules": TARGETS, "modules_to_save": ["bridge"]}
     model = add_lora(on_meta(), config)
     load_base(model, base)
@@ -68,10 +66,6 @@ def test_adapter_with_modules_trained_whole_loads_both_copies(base):
 
 
 def test_adapter_of_an_incomplete_base_is_refused_by_the_base_s_names(base, tmp_path):
-    from safetensors.torch import load_file
-
-    from ckpt_tools.fsdp2 import add_lora, load_base
-
     state = load_file(base)
     del state["encoder.0.a.weight"]
     save_file(state | {"extra": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -100,8 +94,6 @@ def config_of(**changes):
     ],
 )
 def test_add_lora_that_cannot_be_meant_is_refused(config, what):
-    from ckpt_tools.fsdp2 import add_lora
-
     with pytest.raises(UsageError) as caught:
         add_lora(on_meta(), config)
     assert what in caught.value.what
@@ -115,8 +107,6 @@ def one_rank(tmp_path):
 
 
 def test_adapter_in_the_wrong_order_is_refused(one_rank, base):
-    from ckpt_tools.fsdp2 import adapter_state, add_lora, finish_adapters, load_base, quantise_linears, shard_model
-
     model = on_meta()
     shard_model(model, one_rank, blocks="ResidualBlock")
     with pytest.raises(UsageError, match="the model is sharded already") as caught:
@@ -139,9 +129,6 @@ def test_adapter_in_the_wrong_order_is_refused(one_rank, base):
 def test_adapter_hides_the_model_s_own_tp_plan_and_that_is_said():
     from seeds import test_openrlhf
     from transformers import LlamaForCausalLM
-
-    from ckpt_tools.fsdp2 import add_lora
-    from ckpt_tools.fsdp2.tensor_parallel import find_styles
 
     with torch.device("meta"):
         model = LlamaForCausalLM(test_openrlhf.config())

@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from fsdp2.ranks import run_ranks
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from seeds import guide
 from torch import nn
+
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.fsdp2 import build_device_mesh, find_blocks, shard_model
+from ckpt_tools.fsdp2.audit import audit
+from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.lora import adapter_state, add_lora
 
 pytestmark = pytest.mark.full
 
@@ -118,8 +124,6 @@ def batch(step, rank=0):
 
 def whole(path):
     """The model on the CPU, with the weights of the base."""
-    from safetensors.torch import load_file
-
     model = Flux()
     model.load_state_dict(load_file(path))
     return model
@@ -130,21 +134,21 @@ def train_and_resume(rank, world_size, directory):
     return train(rank, world_size, directory), resume(rank, world_size, directory), convolutions
 
 
+def by_the_guide(kind, directory, world_size):
+    """The names of the guide's block that builds the model."""
+    names = {"Flux": Flux, "DoubleStreamBlock": DoubleStreamBlock, "SingleStreamBlock": SingleStreamBlock}
+    names |= {"config": CONFIGS[kind], "path": directory / "flux.safetensors", "checkpoint": directory / kind}
+    return guide.run("ai-toolkit", "build", names | {"world_size": world_size})
+
+
 def train(rank, world_size, directory):
     """Every kind: gradients of the first step beside the unsharded model's; two steps; saved after the first."""
-    from ckpt_tools.fsdp2.audit import audit
-    from ckpt_tools.fsdp2.compare import compare_ranks
-    from ckpt_tools.fsdp2.lora import adapter_state, add_lora
-
     results = {}
-    classes = {"Flux": Flux, "DoubleStreamBlock": DoubleStreamBlock, "SingleStreamBlock": SingleStreamBlock}
-    path = directory / "flux.safetensors"
     for kind, config in CONFIGS.items():
-        names = classes | {"config": config, "path": path, "world_size": world_size, "checkpoint": directory / kind}
-        guide.run("ai-toolkit", "build", names)
+        names = by_the_guide(kind, directory, world_size)
         model, optimizer = names["model"], names["optimizer"]
         findings = audit(model, phase="loaded", plan=names["plan"], optimizer=optimizer) + compare_ranks(model)
-        reference = add_lora(whole(path), config, seed=42)
+        reference = add_lora(whole(directory / "flux.safetensors"), config, seed=42)
         expected = [reference(*batch(0, each)) for each in range(world_size)]
         (sum(expected) / world_size).backward()
         losses = []
@@ -179,9 +183,6 @@ def train(rank, world_size, directory):
 
 def train_convolutions(rank, world_size):
     """The worst relative error of a gradient beside the unsharded model's, with adapters on convolutions."""
-    from ckpt_tools.fsdp2 import build_device_mesh, shard_model
-    from ckpt_tools.fsdp2.lora import add_lora
-
     torch.manual_seed(0)
     models = [UNet(), UNet()]
     models[1].load_state_dict(models[0].state_dict())
@@ -197,11 +198,8 @@ def train_convolutions(rank, world_size):
 def resume(rank, world_size, directory, data_rank=None):
     """Build anew, load base and adapters, and take the second step."""
     losses = {}
-    classes = {"Flux": Flux, "DoubleStreamBlock": DoubleStreamBlock, "SingleStreamBlock": SingleStreamBlock}
-    for kind, config in CONFIGS.items():
-        names = classes | {"config": config, "path": directory / "flux.safetensors", "world_size": world_size}
-        names["checkpoint"] = directory / kind
-        guide.run("ai-toolkit", "build", names)
+    for kind in CONFIGS:
+        names = by_the_guide(kind, directory, world_size)
         guide.run("ai-toolkit", "resume", names)
         steps = names["optimizer"].state_dict()["state"].values()
         loss = names["model"](*batch(1, rank if data_rank is None else data_rank))
@@ -251,9 +249,6 @@ def test_adapter_of_convolutions_trains_sharded_as_it_does_unsharded(ran):
 
 def test_adapter_on_flux2_of_diffusers_is_built_as_the_guide_says(tmp_path):
     diffusers = pytest.importorskip("diffusers", reason="FLUX.2 as diffusers has it")
-    from ckpt_tools.fsdp2 import find_blocks
-    from ckpt_tools.fsdp2.lora import add_lora
-
     sizes = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
     with torch.device("meta"):
         model = diffusers.Flux2Transformer2DModel(**sizes, joint_attention_dim=24, axes_dims_rope=(4, 4, 4, 4))
@@ -277,8 +272,6 @@ def test_adapter_resumes_in_shards_with_the_same_loss(trained, resumed, kind):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_adapter_checkpoint_holds_what_an_export_needs_and_nothing_else(trained, directory, kind):
-    from ckpt_tools.checkpoint.formats.opening import open_path
-
     with open_path(str(directory / kind)) as opened:
         tensors = {entry.fqn: entry.shape for entry in opened.checkpoint.tensors if entry.fqn.startswith("model.")}
     expected = {f"model.base_model.model.{module}.{part}" for module in MODULES for part in PARTS[kind]}

@@ -8,8 +8,16 @@ from __future__ import annotations
 import pytest
 import torch
 from fsdp2.ranks import run_ranks
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from seeds import bagel_model as small, guide
+
+from ckpt_tools.checkpoint.layout import parse_mesh
+from ckpt_tools.errors import UsageError
+from ckpt_tools.fsdp2 import build_device_mesh, load_checkpoint, shard_model
+from ckpt_tools.fsdp2.audit import audit
+from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.diagnose import diagnose
+from ckpt_tools.fsdp2.watch import watch
 
 pytestmark = pytest.mark.full
 
@@ -87,11 +95,6 @@ def picture(model):
 
 
 def train(rank, world_size, path):
-    from ckpt_tools.fsdp2 import load_checkpoint, shard_model
-    from ckpt_tools.fsdp2.audit import audit
-    from ckpt_tools.fsdp2.compare import compare_ranks
-    from ckpt_tools.fsdp2.watch import watch
-
     names = guide.run("bagel", "shard", {"Bagel": small.Bagel, "path": path, "world_size": world_size})
     model, plan, optimizer = names["model"], names["plan"], names["optimizer"]
     findings = audit(model, phase="loaded", plan=plan, optimizer=optimizer) + compare_ranks(model)
@@ -169,12 +172,6 @@ def test_bagel_healthy_model_has_no_findings_and_reads_its_half(trained, weights
 
 
 def break_it(rank, world_size, path):
-    from ckpt_tools.checkpoint.layout import parse_mesh
-    from ckpt_tools.errors import UsageError
-    from ckpt_tools.fsdp2 import build_device_mesh, load_checkpoint, shard_model
-    from ckpt_tools.fsdp2.diagnose import diagnose
-    from ckpt_tools.fsdp2.watch import watch
-
     mesh = build_device_mesh(parse_mesh(f"dp_shard={world_size}"))
     told = {}
 
@@ -207,8 +204,6 @@ def break_it(rank, world_size, path):
     shard_model(model, mesh, blocks=["DecoderLayer"])
 
     def plain(model):
-        from safetensors.torch import load_file
-
         model.load_state_dict(load_file(path), assign=True)
         backward(model)
 

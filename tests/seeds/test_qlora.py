@@ -9,8 +9,15 @@ import torch
 from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from seeds import ditty_model as small, guide
+from torch.distributed.tensor import DTensor
 
+from ckpt_tools.checkpoint.formats.opening import open_path
+from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UnreadableError, UsageError
+from ckpt_tools.fsdp2 import Policy, Precision, build_device_mesh, load_checkpoint, save_checkpoint, shard_model
+from ckpt_tools.fsdp2.audit import audit
+from ckpt_tools.fsdp2.lora import add_lora, base_name, load_adapters
+from ckpt_tools.fsdp2.qlora import Quantisation, load_quantised, quantise_linears
 
 pytestmark = pytest.mark.full
 
@@ -19,27 +26,23 @@ LORA = {"peft_type": "LORA", "r": 4, "target_modules": ["a", "b"], "init_lora_we
 KINDS = {"uint8": (torch.uint8, True), "bfloat16": (torch.bfloat16, True), "single": (torch.uint8, False)}
 
 
+def quantised(model, kind):
+    storage, double = KINDS[kind]
+    quantise_linears(model, Quantisation(storage=storage, double_quant=double), skip=["decoder.**"])
+    return model
+
+
 def unsharded(kind):
     """The quantised model on one rank, by bitsandbytes, and its own state dict."""
-    from ckpt_tools.fsdp2.lora import add_lora
-    from ckpt_tools.fsdp2.qlora import Quantisation, quantise_linears
-
-    storage, double = KINDS[kind]
-    model = small.build()
-    quantise_linears(model, Quantisation(storage=storage, double_quant=double), skip=["decoder.**"])
+    model = quantised(small.build(), kind)
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     return add_lora(model, LORA), state
 
 
 def sharded(mesh, kind, param_dtype=None, adapters=True):
-    from ckpt_tools.fsdp2 import Policy, Precision, shard_model
-    from ckpt_tools.fsdp2.lora import add_lora
-    from ckpt_tools.fsdp2.qlora import Quantisation, quantise_linears
-
-    storage, double = KINDS[kind]
     with torch.device("meta"):
         model = small.Ditty()
-    quantise_linears(model, Quantisation(storage=storage, double_quant=double), skip=["decoder.**"])
+    quantised(model, kind)
     if adapters:
         model = add_lora(model, LORA)
     shard_model(model, mesh, Policy(precision=Precision(param_dtype=param_dtype)), blocks=BLOCKS)
@@ -47,16 +50,12 @@ def sharded(mesh, kind, param_dtype=None, adapters=True):
 
 
 def as_bytes(tensor):
-    from torch.distributed.tensor import DTensor
-
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def plain(model):
     """The base's part of a state dict under its plain names, as bytes."""
-    from ckpt_tools.fsdp2.lora import base_name
-
     return {name: as_bytes(tensor) for key, tensor in model.state_dict().items() if (name := base_name(key))}
 
 
@@ -82,12 +81,6 @@ def evaluated(model):
 
 
 def train(rank, world_size, directory):
-    from ckpt_tools.checkpoint.layout import parse_mesh
-    from ckpt_tools.fsdp2 import build_device_mesh, save_checkpoint
-    from ckpt_tools.fsdp2.audit import audit
-    from ckpt_tools.fsdp2.lora import load_adapters
-    from ckpt_tools.fsdp2.qlora import load_quantised
-
     mesh = build_device_mesh(parse_mesh(f"dp_shard={world_size}"))
     results = {}
     for kind, (storage, _) in KINDS.items():
@@ -140,8 +133,6 @@ def train(rank, world_size, directory):
 
 def beside(mesh, kind, directory, rank, world_size):
     """Losses of three steps, sharded and not."""
-    from ckpt_tools.fsdp2.qlora import load_quantised
-
     model, (reference, _) = sharded(mesh, kind), unsharded(kind)
     load_quantised(model, directory / "model.safetensors")
     both = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in (model, reference)]
@@ -211,8 +202,6 @@ def test_qlora_packed_bytes_are_shared_out(trained):
 
 
 def test_qlora_checkpoint_has_scales_in_parts_and_the_rest_once(trained, directory):
-    from ckpt_tools.checkpoint.formats.opening import open_path
-
     with open_path(str(directory / "uint8")) as opened:
         chunks = {entry.fqn: len(entry.chunks) for entry in opened.checkpoint.tensors}
     name = "model.base_model.model.encoder.0.a.base_layer.weight"
@@ -222,8 +211,6 @@ def test_qlora_checkpoint_has_scales_in_parts_and_the_rest_once(trained, directo
 
 
 def test_qlora_adapters_resume_over_a_base_that_is_quantised_again(trained, directory):
-    from ckpt_tools.checkpoint.formats.opening import open_path
-
     for result in trained:
         after, again = result["uint8"]["resumed"]
         assert after == again
@@ -261,10 +248,6 @@ def test_qlora_with_the_real_model_on_rank_0_alone(ran):
 
 
 def refuse(rank, world_size, directory):
-    from ckpt_tools.checkpoint.layout import parse_mesh
-    from ckpt_tools.fsdp2 import build_device_mesh, load_checkpoint
-    from ckpt_tools.fsdp2.qlora import load_quantised
-
     mesh = build_device_mesh(parse_mesh(f"dp_shard={world_size}"))
     own = unsharded("uint8")[1]
     key = "encoder.0.a.weight.quant_state.bitsandbytes__nf4"
@@ -335,12 +318,9 @@ def test_qlora_checkpoint_that_cannot_be_right_is_refused(ran, name, kind, what)
 
 
 def test_quantise_linears_that_cannot_be_meant_is_refused():
-    from ckpt_tools.fsdp2.qlora import Quantisation, quantise_linears
-
-    with pytest.raises(UsageError, match="'head' matches no linear layer"):
-        quantise_linears(small.build(), skip=["head"])
-    with pytest.raises(UsageError, match="no linear layer to quantise"):
-        quantise_linears(small.build(), skip=["**"])
+    for skip, what in (("head", "'head' matches no linear layer"), ("**", "no linear layer to quantise")):
+        with pytest.raises(UsageError, match=what):
+            quantise_linears(small.build(), skip=[skip])
     with pytest.raises(UsageError, match="float64 cannot hold"):
         Quantisation(storage=torch.float64)
     with pytest.raises(UsageError, match="'int4' is not a 4-bit type"):

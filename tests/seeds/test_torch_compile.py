@@ -82,14 +82,7 @@ def build(kind, names):
             model.get_submodule(name).compile(backend=names["backend"], fullgraph="fullgraph" in kind)
 
 
-KINDS = (
-    "eager",
-    "in place",
-    "in place, recomputed",
-    "wrapped",
-    "wrapped, recomputed",
-    "checkpoint_wrapper, in place",
-)
+KINDS = ("eager", "in place", "in place, recomputed", "wrapped", "wrapped, recomputed", "checkpoint_wrapper, in place")
 
 
 def compiled_model():

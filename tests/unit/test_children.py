@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ckpt_tools import errors
-from ckpt_tools.errors import CkptError, LimitError, StorageError, UsageError
+from ckpt_tools.errors import CkptError, LimitError, StorageError
 from ckpt_tools.sandbox.child import Child, Here, describe_end, environment
 from ckpt_tools.sandbox.wire import error_from_json, error_to_json
 
@@ -210,50 +210,37 @@ def test_child_whose_library_crashes_says_where():
     assert "in crash" in caught.value.__notes__[0]
 
 
-@pytest.mark.full(but=["7"])
-@pytest.mark.parametrize("status", [0, 7])
-def test_child_that_leaves_without_an_answer_is_an_error(status):
-    with pytest.raises(CkptError, match=f"has failed: exit status {status}"):
-        result_of(leave, {"status": status})
+@pytest.mark.full(but=["leave with 7"])
+@pytest.mark.parametrize(
+    ("function", "job", "what"),
+    [
+        (leave, {"status": 0}, "has failed: exit status 0"),
+        (leave, {"status": 7}, "has failed: exit status 7"),
+        (cut_short, {}, "has left an answer that cannot be read"),
+    ],
+    ids=["leave with 0", "leave with 7", "an answer cut short"],
+)
+def test_child_that_leaves_without_a_whole_answer_is_an_error(function, job, what):
+    with pytest.raises(CkptError, match=what):
+        result_of(function, job)
 
 
 @pytest.mark.full
-def test_child_whose_answer_is_cut_short_is_an_error():
-    with pytest.raises(CkptError, match="has left an answer that cannot be read"):
-        result_of(cut_short)
-
-
-@pytest.mark.full
-def test_silent_child_past_its_deadline_is_ended():
-    start = time.monotonic()
-    with child(sleep) as started:
-        with pytest.raises(CkptError, match="took more than 1 s"):
-            started.result(timeout_s=1.0)
-        assert time.monotonic() - start < 3
+@pytest.mark.parametrize(("function", "timeout_s"), [(sleep, 1.0), (sleep_deaf, 0.1)], ids=["silent", "deaf"])
+def test_child_past_its_deadline_is_ended(function, timeout_s):
+    with child(function) as started:
+        wait_for(lambda: function is sleep or Path(started.directory, "ready").exists())
+        start = time.monotonic()
+        with pytest.raises(CkptError, match=f"took more than {timeout_s:.0f} s"):
+            started.result(timeout_s=timeout_s)
+        assert function is sleep_deaf or time.monotonic() - start < 3
         assert not is_alive(started._process.pid)
 
 
 @pytest.mark.full
-def test_deaf_child_past_its_deadline_is_killed():
-    with child(sleep_deaf) as started:
-        wait_for(Path(started.directory, "ready").exists)
-        with pytest.raises(CkptError, match="took more than 0 s"):
-            started.result(timeout_s=0.1)
-        assert not is_alive(started._process.pid)
-
-
-@pytest.mark.full
-def test_child_that_writes_rubbish_still_answers():
+def test_child_that_writes_much_or_rubbish_still_answers():
     assert result_of(print_rubbish) == {"fine": True}
-
-
-@pytest.mark.full
-def test_child_that_writes_much_still_answers_much():
     assert result_of(print_much) == {"text": "ä" * BIG}
-
-
-@pytest.mark.full
-def test_child_that_writes_much_and_fails_is_told_by_the_end_alone():
     with pytest.raises(CkptError, match="RuntimeError: at last") as caught:
         result_of(print_much_and_fail)
     assert len(caught.value.__notes__[0]) < 5000
@@ -343,29 +330,22 @@ with Child(f"test_children:{sys.argv[2]}", {"file": sys.argv[3], "wait": True}, 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_parent_that_is_ended_leaves_no_process_and_no_file(tmp_path, private, number):
-    command = [sys.executable, "-c", PARENT, os.path.dirname(__file__), "be_family", str(tmp_path / "pids")]
+@pytest.mark.parametrize(
+    ("does", "number", "seconds"),
+    [("be_family", signal.SIGKILL, 5), ("be_family", signal.SIGINT, 5), ("be_alone", signal.SIGKILL, 1)],
+)
+def test_parent_that_is_ended_leaves_no_process_and_no_file(tmp_path, private, does, number, seconds):
+    command = [sys.executable, "-c", PARENT, os.path.dirname(__file__), does, str(tmp_path / "pids")]
     with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(private)}, stderr=subprocess.DEVNULL) as process:
         try:
             pids = read_pids(tmp_path / "pids")
             assert list(private.iterdir())
             process.send_signal(number)
             process.wait(timeout=10)
-            wait_for(lambda: not any(map(is_alive, pids)), 5)
+            wait_for(lambda: not any(map(is_alive, pids)), seconds)
             wait_for(lambda: not list(private.iterdir()), 2)
         finally:
             process.kill()
-
-
-@pytest.mark.full
-def test_parent_that_is_killed_takes_a_plain_child_with_it_at_once(tmp_path, private):
-    command = [sys.executable, "-c", PARENT, os.path.dirname(__file__), "be_alone", str(tmp_path / "pids")]
-    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(private)}) as process:
-        (pid,) = read_pids(tmp_path / "pids")
-        process.kill()
-    wait_for(lambda: not is_alive(pid), 1)
-    wait_for(lambda: not list(private.iterdir()), 1)
 
 
 def test_interrupt_while_a_child_is_awaited_ends_it_at_once():
@@ -405,29 +385,26 @@ def test_waiting_caller_is_called_often_and_after_the_end():
     assert calls[-1] is True
 
 
-def test_child_that_cannot_be_started_is_an_error_of_the_system(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(StorageError, match="the process that is tried cannot be started: No such file"), child(echo):
+@pytest.mark.parametrize("lacks", ["the interpreter", "the temporary directory"])
+def test_child_that_cannot_be_started_is_an_error_of_the_system(monkeypatch, private, lacks):
+    what = "the process that is tried cannot be started: No such file"
+    if lacks == "the interpreter":
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    else:
+        monkeypatch.setattr(tempfile, "tempdir", str(private / "missing"))
+        what = "cannot be started"
+    with pytest.raises(StorageError, match=what), child(echo):
         pass
 
 
-def test_temporary_directory_that_is_not_there_is_an_error_of_the_system(monkeypatch, private):
-    monkeypatch.setattr(tempfile, "tempdir", str(private / "missing"))
-    with pytest.raises(StorageError, match="cannot be started"), child(echo):
-        pass
-
-
-@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+@pytest.mark.parametrize("kind", [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, CkptError)])
 def test_errors_survive_the_way_between_processes(kind):
-    if issubclass(kind, CkptError):
-        error = error_from_json(json.loads(json.dumps(error_to_json(kind("what", where="where", hint=None)))))
-        assert type(error) is kind
-        assert (error.what, error.where, error.hint) == ("what", "where", None)
+    error = error_from_json(json.loads(json.dumps(error_to_json(kind("what", where="where", hint=None)))))
+    assert type(error) is kind
+    assert (error.what, error.where, error.hint) == ("what", "where", None)
 
-
-def test_error_of_a_class_that_is_not_known_is_an_error():
-    class OtherError(UsageError):
-        pass
+    class OtherError(kind):
+        """Is not known where it arrives."""
 
     assert type(error_from_json(error_to_json(OtherError("what")))) is CkptError
 

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import zipfile
-import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Chunk, TensorEntr
 from ckpt_tools.checkpoint.formats import inert_pickle
 from ckpt_tools.checkpoint.formats.dcp_metadata import build_metadata, parse_metadata
 from ckpt_tools.checkpoint.formats.inert_pickle import PickleLimits
-from ckpt_tools.checkpoint.formats.torch_zip import item_frame, parse_item
+from ckpt_tools.checkpoint.formats.torch_zip import parse_item
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 
@@ -198,8 +197,7 @@ def test_parse_metadata_uses_the_fast_path_for_real_files(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stand_in"),
-    [("storage_meta", "storage_xxxx"), ("version", "xxxxxxx"), ("index", "xxxxx")],
+    ("name", "stand_in"), [("storage_meta", "storage_xxxx"), ("version", "xxxxxxx"), ("index", "xxxxx")]
 )
 def test_parse_metadata_without_newer_fields_is_read(name: str, stand_in: str) -> None:
     data = pickle.dumps(metadata_of(), 4)
@@ -228,16 +226,18 @@ def test_parse_metadata_of_torch_2_15_is_read() -> None:
     assert [blob.fqn for blob in parsed.blobs] == ["step"]
 
 
-class StridesPickler(pickle.Pickler):
-    """Writes `TensorProperties` with a sixth field, and perhaps more."""
+def pickled(metadata: Metadata, state_of) -> bytes:
+    """As another release of torch would: `TensorProperties` with the state that `state_of` makes of them."""
 
-    rest: tuple[object, ...] = ()
+    class Other(pickle.Pickler):
+        def reducer_override(self, value):
+            if isinstance(value, TensorProperties):
+                return copyreg.__newobj__, (TensorProperties,), state_of(value)
+            return NotImplemented
 
-    def reducer_override(self, value):
-        if isinstance(value, TensorProperties):
-            state = pickle.loads(pickle.dumps(value)).__getstate__()[:5]
-            return copyreg.__newobj__, (TensorProperties,), (*state, *self.rest)
-        return NotImplemented
+    stream = io.BytesIO()
+    Other(stream, 4).dump(metadata)
+    return stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -245,35 +245,23 @@ class StridesPickler(pickle.Pickler):
     [(((3, 1),), True), (((),), True), ((None,), True), ((3,), False), (((1.5,),), False), (((1,), None), False)],
 )
 def test_parse_metadata_with_strides_is_read_and_with_anything_else_refused(rest, is_read: bool) -> None:
-    stream = io.BytesIO()
-    pickler = StridesPickler(stream, 4)
-    pickler.rest = rest
-    pickler.dump(metadata_of())
+    data = pickled(metadata_of(), lambda value: (*pickle.loads(pickle.dumps(value)).__getstate__()[:5], *rest))
     if is_read:
-        assert parse_metadata(stream.getvalue()) == parse(metadata_of())
+        assert parse_metadata(data) == parse(metadata_of())
     else:
         with pytest.raises(UnreadableError, match="do not have the fields that torch reads"):
-            parse_metadata(stream.getvalue())
-
-
-class DictStatePickler(pickle.Pickler):
-    """Gives `TensorProperties` the state that pickle makes of a class without `__getstate__`."""
-
-    def reducer_override(self, value):
-        if isinstance(value, TensorProperties):
-            return copyreg.__newobj__, (TensorProperties,), {"dtype": value.dtype, "layout": value.layout}
-        return NotImplemented
+            parse_metadata(data)
 
 
 def test_parse_metadata_with_dict_properties_is_read() -> None:
-    for layout, is_read in [(torch.strided, True), (torch.sparse_csr, False)]:
-        stream = io.BytesIO()
-        DictStatePickler(stream, 4).dump(metadata_of(layout=layout))
-        if is_read:
-            assert parse_metadata(stream.getvalue()) == parse(metadata_of())
-        else:
-            with pytest.raises(UnreadableError, match=r"layout torch\.sparse_csr"):
-                parse_metadata(stream.getvalue())
+    """The state that pickle makes of a class without `__getstate__`."""
+
+    def state_of(value):
+        return {"dtype": value.dtype, "layout": value.layout}
+
+    assert parse_metadata(pickled(metadata_of(), state_of)) == parse(metadata_of())
+    with pytest.raises(UnreadableError, match=r"layout torch\.sparse_csr"):
+        parse_metadata(pickled(metadata_of(layout=torch.sparse_csr), state_of))
 
 
 @pytest.mark.parametrize("code", [b"K\x03\x85", b"K\x80\x85", b"NN\x86"])
@@ -289,13 +277,6 @@ def test_parse_metadata_of_an_unknown_memory_format_is_refused(code: bytes) -> N
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.preserve_format])
 def test_parse_metadata_of_any_memory_format_is_read(memory_format: torch.memory_format) -> None:
     assert parse(metadata_of(memory_format=memory_format)).tensors[0].dtype is BY_NAME["F32"]
-
-
-def test_parse_metadata_with_foreign_planner_data_has_no_paths() -> None:
-    metadata = metadata_of()
-    for planner_data in (None, [1, 2], {"w": "w"}, {"w": (1.5,)}, {3: ("w",)}):
-        metadata.planner_data = planner_data
-        assert parse(metadata).tensors[0].path == ()
 
 
 def test_parse_metadata_keeps_tied_items_apart_by_name() -> None:
@@ -339,13 +320,18 @@ def test_metadata_without_the_field_planner_data_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "planner_data",
-    [None, {}, "text", {"step": 3}, {"foo_w": ("w",)}, {"w": "w"}, {"w": ("w",), "gone.0": ("gone", 0)}],
-    ids=["none", "empty", "text", "numbers", "other names", "no paths", "more names"],
+    [
+        *(None, {}, "text", [1, 2], {"step": 3}, {"foo_w": ("w",)}, {"w": "w"}, {"w": (1.5,)}, {3: ("w",)}),
+        {"w": ("w",), "gone.0": ("gone", 0)},
+    ],
+    ids=str,
 )
 def test_planner_data_of_another_planner_is_no_damage(planner_data: object) -> None:
     metadata = metadata_of()
     metadata.planner_data = planner_data
-    assert [entry.fqn for entry in parse(metadata).tensors] == ["w"]
+    (entry,) = parse(metadata).tensors
+    has_path = isinstance(planner_data, dict) and "gone.0" in planner_data
+    assert (entry.fqn, entry.path) == ("w", ("w",) if has_path else ())
 
 
 def test_single_names_are_those_that_one_string_of_the_file_makes(tmp_path) -> None:
@@ -554,47 +540,6 @@ def test_build_metadata_loads_in_torch_as_equivalent_metadata(tmp_path) -> None:
             assert metadata.storage_data[key] == _StorageInfo(span.file, span.offset, span.nbytes)
     assert metadata.storage_data[MetadataIndex("step")] == _StorageInfo("__0_0.distcp", 0, 7)
     assert MetadataIndex("step").index is None
-
-
-def test_built_checkpoint_loads_with_stock_dcp(tmp_path) -> None:
-    tensors = {
-        "a": torch.arange(24, dtype=torch.float32).view(6, 4),
-        "b": torch.arange(8).to(torch.uint16),
-        "c": torch.tensor(-0.0, dtype=torch.float64),
-        "d": torch.zeros(0, 3),
-    }
-    names = {"a": "F32", "b": "U16", "c": "F64", "d": "F32"}
-    files = {"__0_0.distcp": bytearray(), "__1_0.distcp": bytearray(b"padding")}
-    entries = []
-    for fqn, tensor in tensors.items():
-        parts = list(tensor.chunk(2)) if tensor.dim() and len(tensor) else [tensor]
-        chunks = []
-        start = 0
-        for part, file in zip(parts, files, strict=False):
-            raw = bytes(part.reshape(-1).view(torch.uint8).tolist())
-            frame = item_frame(BY_NAME[names[fqn]], tuple(part.shape))
-            before, after = frame.before, frame.after(zlib.crc32(raw))
-            span = ByteSpan(file=file, offset=len(files[file]), nbytes=len(before + raw + after))
-            files[file] += before + raw + after
-            offsets = (start, *[0] * (part.dim() - 1)) if part.dim() else ()
-            chunks.append(Chunk(box=Box(offsets, tuple(part.shape)), span=span, encoding="torch_zip"))
-            start += len(part) if part.dim() else 0
-        entries.append(TensorEntry(fqn=fqn, dtype=BY_NAME[names[fqn]], shape=tuple(tensor.shape), chunks=tuple(chunks)))
-    stream = io.BytesIO()
-    torch.save({"lr": 0.5}, stream)
-    blob = BlobEntry(
-        fqn="extra",
-        span=ByteSpan(file="__1_0.distcp", offset=len(files["__1_0.distcp"]), nbytes=len(stream.getvalue())),
-    )
-    files["__1_0.distcp"] += stream.getvalue()
-    for file, content in files.items():
-        (tmp_path / file).write_bytes(content)
-    (tmp_path / ".metadata").write_bytes(build_metadata(entries, (blob,)))
-    loaded = {fqn: torch.full_like(tensor, 7) for fqn, tensor in tensors.items()} | {"extra": None}
-    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    for fqn, tensor in tensors.items():
-        assert torch.equal(loaded[fqn].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
-    assert loaded["extra"] == {"lr": 0.5}
 
 
 @pytest.mark.parametrize(

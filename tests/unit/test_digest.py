@@ -9,20 +9,12 @@ from ckpt_tools.checkpoint.formats.digest import digest_block, digest_bytes, dig
 from ckpt_tools.transfer.plan import blocks_of
 
 
-def test_digest_of_nothing_is_fixed() -> None:
-    assert digest_bytes(b"") == xxhash.xxh3_128_hexdigest(b"")
-    assert digest_bytes(b"") == "99aa06d3014798d86001c324468d497f"
-
-
-def test_digest_of_one_block_is_the_hash_of_its_hash() -> None:
-    raw = content(1000)
-    assert digest_bytes(raw) == xxhash.xxh3_128_hexdigest(xxhash.xxh3_128_digest(raw))
-
-
-def test_digest_of_two_blocks_hashes_both_in_order() -> None:
+def test_digest_is_the_hash_of_the_hashes_of_blocks_in_order() -> None:
+    assert digest_bytes(b"") == xxhash.xxh3_128_hexdigest(b"") == "99aa06d3014798d86001c324468d497f"
     raw = content((4 << 20) + 5)
-    parts = [raw[: 4 << 20], raw[4 << 20 :]]
-    assert digest_bytes(raw) == xxhash.xxh3_128_hexdigest(b"".join(map(xxhash.xxh3_128_digest, parts)))
+    for blocks in ([raw[:1000]], [raw[: 4 << 20], raw[4 << 20 :]]):
+        digests = b"".join(map(xxhash.xxh3_128_digest, blocks))
+        assert digest_bytes(b"".join(blocks)) == xxhash.xxh3_128_hexdigest(digests)
 
 
 def test_digest_changes_with_any_byte_and_with_order() -> None:

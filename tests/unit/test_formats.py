@@ -17,13 +17,9 @@ ALL = [find_format(name) for name in FORMATS]
 
 
 @pytest.mark.parametrize("found", ALL, ids=list(FORMATS))
-def test_format_has_the_name_of_its_line(found: Format) -> None:
+def test_format_has_the_name_of_its_line_and_a_counterpart_that_leads_back(found: Format) -> None:
     assert find_format(found.name) is found
     assert found.suffix.startswith(".")
-
-
-@pytest.mark.parametrize("found", ALL, ids=list(FORMATS))
-def test_counterpart_is_of_the_other_kind_and_leads_back(found: Format) -> None:
     if found.counterpart is not None:
         other = find_format(found.counterpart)
         assert other.is_file is not found.is_file

@@ -22,25 +22,21 @@ FSDP_TP = Mesh((("dp_shard", 2), ("tp", 2)))
 HSDP = Mesh((("dp_replicate", 2), ("dp_shard", 2)))
 
 
+def fsdp(num_ranks):
+    return Mesh((("dp_shard", num_ranks),))
+
+
 def test_mesh_rank_varies_fastest_along_the_last_axis():
     mesh = Mesh((("dp_replicate", 2), ("dp_shard", 3), ("tp", 2)))
-    assert mesh.world_size == 12
-    assert [mesh.coordinate(rank) for rank in (0, 1, 2, 6, 11)] == [
-        (0, 0, 0),
-        (0, 0, 1),
-        (0, 1, 0),
-        (1, 0, 0),
-        (1, 2, 1),
-    ]
+    assert (mesh.world_size, mesh.size("dp_shard"), mesh.size("ep")) == (12, 3, 1)  # an absent axis has size one
+    corners = {0: (0, 0, 0), 1: (0, 0, 1), 2: (0, 1, 0), 6: (1, 0, 0), 11: (1, 2, 1)}
+    assert {rank: mesh.coordinate(rank) for rank in corners} == corners
     assert [mesh.rank(mesh.coordinate(rank)) for rank in range(12)] == list(range(12))
 
 
-def test_mesh_size_of_an_absent_axis_is_one():
-    assert (FSDP_TP.size("tp"), FSDP_TP.size("ep")) == (2, 1)
-
-
-def test_mesh_prints_as_it_is_parsed():
+def test_meshes_and_placements_print_as_they_are_written():
     assert str(parse_mesh("dp_replicate=2, dp_shard=4,tp=2")) == "dp_replicate=2,dp_shard=4,tp=2"
+    assert (str(S1), str(R)) == ("S(1)", "R")
 
 
 @pytest.mark.parametrize(("alias", "axis"), [("fsdp", "dp_shard"), ("dp", "dp_shard"), ("ddp", "dp_replicate")])
@@ -92,10 +88,6 @@ def test_parse_placement_unknown_spelling_is_refused(text):
         parse_placement(text)
 
 
-def test_placements_print_as_they_are_written():
-    assert (str(S1), str(R)) == ("S(1)", "R")
-
-
 @pytest.mark.parametrize(
     ("length", "num_parts", "parts"),
     [
@@ -117,61 +109,39 @@ def test_box_intersect_touching_boxes_share_nothing():
     assert Box((0,), (0,)).intersect(Box((0,), (4,))) is None
 
 
-def test_cut_tensor_same_dim_cuts_tp_first_and_fsdp_inside():
-    grid = cut_tensor((8, 3), FSDP_TP, {"dp_shard": S0, "tp": S0})
-    # Ranks (dp, tp): TP halves are rows 0..4 and 4..8; FSDP halves each of them.
-    assert [grid.local_box(rank).offsets for rank in range(4)] == [(0, 0), (4, 0), (2, 0), (6, 0)]
-    assert {grid.local_box(rank).sizes for rank in range(4)} == {(2, 3)}
+@pytest.mark.parametrize(
+    ("shape", "mesh", "placements", "boxes"),
+    [
+        # Ranks (dp, tp): TP halves are rows 0..4 and 4..8; FSDP halves each of them.
+        ((8, 3), FSDP_TP, {"dp_shard": S0, "tp": S0}, [((at, 0), (2, 3)) for at in (0, 4, 2, 6)]),
+        # The cut does not depend on the order of the axes, but the ranks do.
+        ((8,), Mesh(FSDP_TP.axes[::-1]), {"dp_shard": S0, "tp": S0}, [((at,), (2,)) for at in (0, 2, 4, 6)]),
+        ((4, 6), FSDP_TP, {"dp_shard": S0, "tp": S1}, [((row, at), (2, 3)) for row in (0, 2) for at in (0, 3)]),
+    ],
+    ids=["same dim", "axes the other way round", "a grid"],
+)
+def test_cut_tensor_gives_every_rank_its_box(shape, mesh, placements, boxes):
+    grid = cut_tensor(shape, mesh, placements)
+    assert [grid.local_box(rank) for rank in range(4)] == [Box(*box) for box in boxes]
 
 
-def test_cut_tensor_same_dim_does_not_depend_on_the_order_of_the_axes_but_ranks_do():
-    grid = cut_tensor((8,), Mesh((("tp", 2), ("dp_shard", 2))), {"dp_shard": S0, "tp": S0})
-    assert [grid.local_box(rank).offsets for rank in range(4)] == [(0,), (2,), (4,), (6,)]
-
-
-def test_cut_tensor_different_dims_give_a_grid():
-    grid = cut_tensor((4, 6), FSDP_TP, {"dp_shard": S0, "tp": S1})
-    assert [grid.local_box(rank) for rank in range(4)] == [
-        Box((0, 0), (2, 3)),
-        Box((0, 3), (2, 3)),
-        Box((2, 0), (2, 3)),
-        Box((2, 3), (2, 3)),
-    ]
-
-
-def test_cells_replicas_belong_to_the_lowest_rank():
-    cells = cut_tensor((4,), HSDP, {"dp_shard": S0}).cells
-    assert cells == ((0, Box((0,), (2,))), (1, Box((2,), (2,))))
-
-
-def test_cells_tensor_off_the_tp_axis_belongs_to_tp_rank_zero():
-    cells = cut_tensor((4,), FSDP_TP, {"dp_shard": S0}).cells
-    assert [rank for rank, _ in cells] == [0, 2]
-
-
-def test_cells_empty_shards_share_one_box_at_the_end():
-    cells = cut_tensor((3, 2), Mesh((("dp_shard", 5),)), {"dp_shard": S0}).cells
-    assert cells[-1] == (3, Box((3, 0), (0, 2)))
-    assert len(cells) == 4
-
-
-def test_cells_zero_dim_tensor_is_one_box():
-    assert cut_tensor((), HSDP, {}).cells == ((0, Box((), ())),)
-
-
-def test_cells_zero_size_tensor_is_one_empty_box():
-    assert cut_tensor((0, 4), HSDP, {"dp_shard": S0}).cells == ((0, Box((0, 0), (0, 4))),)
-
-
-def test_cut_tensor_packed_dtype_is_cut_between_torch_elements():
-    # 6 logical F4 elements are 3 bytes in torch: chunks of 2 and 1 bytes, so 4 and 2 elements.
-    grid = cut_tensor((2, 6), Mesh((("dp_shard", 2),)), {"dp_shard": S1}, pack=2)
-    assert [box for _, box in grid.cells] == [Box((0, 0), (2, 4)), Box((0, 4), (2, 2))]
-
-
-def test_cut_tensor_packed_dtype_leaves_other_dims_alone():
-    grid = cut_tensor((3, 6), Mesh((("dp_shard", 2),)), {"dp_shard": S0}, pack=2)
-    assert [box for _, box in grid.cells] == [Box((0, 0), (2, 6)), Box((2, 0), (1, 6))]
+@pytest.mark.parametrize(
+    ("shape", "mesh", "placements", "pack", "cells"),
+    [
+        ((4,), HSDP, {"dp_shard": S0}, 1, {0: ((0,), (2,)), 1: ((2,), (2,))}),  # replicas: the lowest rank
+        ((4,), FSDP_TP, {"dp_shard": S0}, 1, {0: ((0,), (2,)), 2: ((2,), (2,))}),  # off the tp axis: its rank 0
+        # Empty shards share one box at the end.
+        ((3, 2), fsdp(5), {"dp_shard": S0}, 1, {n: ((n, 0), (int(n < 3), 2)) for n in range(4)}),
+        ((), HSDP, {}, 1, {0: ((), ())}),
+        ((0, 4), HSDP, {"dp_shard": S0}, 1, {0: ((0, 0), (0, 4))}),
+        # 6 logical F4 elements are 3 bytes in torch: chunks of 2 and 1 bytes, so 4 and 2 elements.
+        ((2, 6), fsdp(2), {"dp_shard": S1}, 2, {0: ((0, 0), (2, 4)), 1: ((0, 4), (2, 2))}),
+        ((3, 6), fsdp(2), {"dp_shard": S0}, 2, {0: ((0, 0), (2, 6)), 1: ((2, 0), (1, 6))}),
+    ],
+)
+def test_cells_belong_to_the_lowest_rank_that_has_them(shape, mesh, placements, pack, cells):
+    found = cut_tensor(shape, mesh, placements, pack=pack).cells
+    assert found == tuple((rank, Box(*box)) for rank, box in cells.items())
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (3,), ()])
@@ -202,16 +172,10 @@ def test_split_blocks_range_along_the_first_dim_that_does_not_fit():
     ]
 
 
-def test_split_blocks_small_tensor_is_one_block():
+def test_split_blocks_of_little_and_of_nothing_and_at_whole_bytes():
     assert list(split_blocks((3, 4), 32, block_bytes=48)) == [Box((0, 0), (3, 4))]
     assert list(split_blocks((), 64, block_bytes=1)) == [Box((), ())]
-
-
-def test_split_blocks_zero_size_tensor_has_none():
     assert list(split_blocks((4, 0), 32, block_bytes=64)) == []
-
-
-def test_split_blocks_last_dim_steps_by_whole_bytes():
     blocks = split_blocks((32,), 4, block_bytes=3, granule=2)
     assert [box.sizes for box in blocks] == [(6,)] * 5 + [(2,)]
 

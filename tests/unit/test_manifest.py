@@ -42,7 +42,8 @@ MANIFEST = Manifest(
 
 
 def test_manifest_is_read_back() -> None:
-    assert parse_manifest(build_manifest(MANIFEST)) == MANIFEST
+    for manifest in (MANIFEST, Manifest(writer="w", format="hf", mesh=None, tensors={})):
+        assert parse_manifest(build_manifest(manifest)) == manifest
 
 
 def test_manifest_is_json_with_a_line_per_key() -> None:
@@ -54,30 +55,22 @@ def test_manifest_is_json_with_a_line_per_key() -> None:
     assert list(document)[-1] == "checksum"
 
 
-def test_manifest_of_the_least_is_read_back() -> None:
-    least = Manifest(writer="w", format="hf", mesh=None, tensors={})
-    assert parse_manifest(build_manifest(least)) == least
-
-
 @pytest.mark.parametrize("cut", [0, 1, 10, 200, -1, -3, -40])
 def test_manifest_truncated_is_refused(cut: int) -> None:
     with pytest.raises(UnreadableError, match="checksum"):
         parse_manifest(build_manifest(MANIFEST)[:cut])
 
 
-def test_manifest_with_any_byte_changed_is_refused() -> None:
+def test_manifest_with_any_byte_changed_or_something_after_it_is_refused() -> None:
     text = build_manifest(MANIFEST)
     for offset in range(len(text)):
         changed = bytearray(text)
         changed[offset] ^= 2
         with pytest.raises(UnreadableError):
             parse_manifest(bytes(changed))
-
-
-@pytest.mark.parametrize("more", [b"\n", b" ", b"{}", b'"checksum": ""'])
-def test_manifest_with_something_after_it_is_refused(more: bytes) -> None:
-    with pytest.raises(UnreadableError):
-        parse_manifest(build_manifest(MANIFEST) + more)
+    for more in (b"\n", b" ", b"{}", b'"checksum": ""'):
+        with pytest.raises(UnreadableError):
+            parse_manifest(text + more)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

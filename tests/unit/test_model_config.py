@@ -36,8 +36,7 @@ def test_config_names_the_new_dtype_in_it_and_in_its_sub_configs_only() -> None:
     restated = restate_dtype(NESTED, BY_NAME["BF16"])
     assert restated is not None
     assert restated.text == NESTED.replace(
-        b'"torch_dtype":"float32", "dtype":   "torch.float16"',
-        b'"torch_dtype":"bfloat16", "dtype":   "torch.bfloat16"',
+        b'"torch_dtype":"float32", "dtype":   "torch.float16"', b'"torch_dtype":"bfloat16", "dtype":   "torch.bfloat16"'
     ).replace(b'"deep_config": {"dtype": "float32"}', b'"deep_config": {"dtype": "bfloat16"}').replace(
         b'{"dtype": "float16", "model_type": "t5"}', b'{"dtype": "bfloat16", "model_type": "t5"}'
     ).replace(b'"float64"', b'"bfloat16"')

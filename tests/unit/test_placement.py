@@ -169,11 +169,7 @@ def test_parse_rules_minus_one_takes_the_world_size():
         ("version: 1\nrules: [{match: a, place: {tp: S(x)}}]", "is not a placement", "write S"),
         ("version: 1\nrules: [{match: a, place: {tp: 0}}]", "is not a placement", "write S"),
         ("version: 1\nrules: [{match: a, place: {fsdp: R, dp_shard: R}}]", "placed twice", None),
-        (
-            "version: 1\nrules: [{match: a, style: colwize}]",
-            "unknown style 'colwize'",
-            "did you mean colwise",
-        ),
+        ("version: 1\nrules: [{match: a, style: colwize}]", "unknown style 'colwize'", "did you mean colwise"),
         ("version: 1\nrules: [{match: a, style: 1}]", "style must be a name", None),
         ("version: 1\nrules: [{match: '{a', place: {}}]", "without its counterpart", None),
         ("version: 1\nrules: [{match: a, match: b, place: {}}]", "written twice", None),
@@ -304,42 +300,48 @@ def test_styles_know_all_that_transformers_registers():
 # Placing
 
 
-def test_place_tensors_default_is_what_fully_shard_gives():
-    mesh = Mesh((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)))
-    tensors = [tensor("a", 4, 4), tensor("b", 3), tensor("scalar"), tensor("empty", 0, 4)]
-    assert place_tensors(tensors, mesh, ()).placements == {
-        "a": {"dp_shard": S0},
-        "b": {"dp_shard": S0},
-        "scalar": {},
-        "empty": {"dp_shard": S0},
-    }
+HSDP_TP = Mesh((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)))
+EP_TP = Mesh((("dp_shard", 2), ("ep", 2), ("tp", 2)))
+TP = Mesh((("tp", 2),))
+PACKED = (Rule(match="a.off", place={}), Rule(match="a.*", style="packed_colwise"))
 
 
-def test_place_tensors_mesh_without_fsdp_replicates():
-    assert place_tensors([tensor("a", 4)], Mesh((("tp", 2),)), ()).placements == {"a": {}}
-
-
-def test_place_tensors_first_match_wins():
-    rules = (parse_set("a.w="), parse_set("a.*=tp:S(1)"), parse_set("**=tp:S(0)"))
-    placed = place_tensors([tensor("a.w", 4, 4), tensor("a.v", 4, 4), tensor("b", 4, 4)], FSDP_TP, rules).placements
-    assert placed == {
-        "a.w": {"dp_shard": S0},
-        "a.v": {"dp_shard": S0, "tp": S1},
-        "b": {"dp_shard": S0, "tp": S0},
-    }
-
-
-def test_place_tensors_rule_that_is_overtaken_everywhere_still_matches():
-    rules = (parse_set("**="), parse_set("a=tp:S(0)"))
-    assert place_tensors([tensor("a", 4)], FSDP_TP, rules).placements == {"a": {"dp_shard": S0}}
-
-
-def test_place_tensors_rule_moves_or_lifts_fsdp():
-    rules = (parse_set("a=dp_shard:S(1)"), parse_set("b=dp_shard:R"))
-    assert place_tensors([tensor("a", 3, 8), tensor("b", 3)], FSDP, rules).placements == {
-        "a": {"dp_shard": S1},
-        "b": {},
-    }
+@pytest.mark.parametrize(
+    ("tensors", "mesh", "rules", "placements"),
+    [
+        # What fully_shard gives.
+        (
+            [tensor("a", 4, 4), tensor("b", 3), tensor("scalar"), tensor("empty", 0, 4)], HSDP_TP, (),
+            {"a": {"dp_shard": S0}, "b": {"dp_shard": S0}, "scalar": {}, "empty": {"dp_shard": S0}},
+        ),
+        ([tensor("a", 4)], TP, (), {"a": {}}),
+        # The first match wins, and a rule that is overtaken everywhere still matches.
+        (
+            [tensor(fqn, 4, 4) for fqn in ("a.w", "a.v", "b")], FSDP_TP, ("a.w=", "a.*=tp:S(1)", "**=tp:S(0)"),
+            {"a.w": {"dp_shard": S0}, "a.v": {"dp_shard": S0, "tp": S1}, "b": {"dp_shard": S0, "tp": S0}},
+        ),
+        ([tensor("a", 4)], FSDP_TP, ("**=", "a=tp:S(0)"), {"a": {"dp_shard": S0}}),
+        # FSDP is moved or lifted.
+        ([tensor("a", 3, 8)], FSDP, ("a=dp_shard:S(1)",), {"a": {"dp_shard": S1}}),
+        ([tensor("a", 3)], FSDP, ("a=dp_shard:R",), {"a": {}}),
+        # An optional rule may match nothing.
+        ([tensor("a", 4)], FSDP_TP, (Rule(match="h", style="colwise", optional=True),), {"a": {"dp_shard": S0}}),
+        ([tensor("a", 8)], EP_TP, ("a=ep:S(0),tp:S(0)",), {"a": {"dp_shard": S0, "ep": S0, "tp": S0}}),
+        # Uneven cuts that torch loads.
+        ([tensor("a", 7, 5)], TP, ("a=tp:S(0)",), {"a": {"tp": S0}}),
+        ([tensor("a", 7, 5)], Mesh((("dp_shard", 1), ("tp", 2))), ("a=tp:S(0)",), {"a": {"dp_shard": S0, "tp": S0}}),
+        ([tensor("a", 7, 5)], FSDP_TP, ("a=tp:S(0),dp_shard:R",), {"a": {"tp": S0}}),
+        ([tensor("a", 7, 5)], FSDP_TP, ("a=tp:S(1)",), {"a": {"dp_shard": S0, "tp": S1}}),
+        ([tensor("a", 6)], Mesh((("dp_shard", 4), ("tp", 2))), ("a=tp:S(0)",), {"a": {"dp_shard": S0, "tp": S0}}),
+        # Less than a byte.
+        ([tensor("a", 3, 16, dtype="F4")], FSDP, ("a=dp_shard:S(1)",), {"a": {"dp_shard": S1}}),
+        ([tensor("a", 4, 4, dtype="F6_E2M3")], FSDP, (), {"a": {"dp_shard": S0}}),
+        ([tensor("a", 8, dtype="F6_E2M3")], FSDP, ("a=dp_shard:R",), {"a": {}}),
+    ],
+)  # fmt: skip
+def test_place_tensors_gives_every_tensor_its_placements(tensors, mesh, rules, placements):
+    rules = [parse_set(rule) if isinstance(rule, str) else rule for rule in rules]
+    assert place_tensors(tensors, mesh, rules).placements == placements
 
 
 def test_place_tensors_rule_without_a_match_is_refused_with_the_nearest_names():
@@ -351,58 +353,43 @@ def test_place_tensors_rule_without_a_match_is_refused_with_the_nearest_names():
     assert "layers.1." not in caught.value.hint
 
 
-def test_place_tensors_optional_rule_may_match_nothing():
-    rule = Rule(match="lm_head", style="colwise", optional=True)
-    assert place_tensors([tensor("a", 4)], FSDP_TP, (rule,)).placements == {"a": {"dp_shard": S0}}
-
-
-@pytest.mark.parametrize("rule", [parse_set("a=tp:S(0)"), parse_set("a=tp:R"), Rule(match="a", style="rowwise")])
-def test_place_tensors_axis_that_the_mesh_lacks_is_refused(rule):
-    with pytest.raises(UsageError, match="needs the axis tp, and the mesh dp_shard=4 has none"):
-        place_tensors([tensor("a", 4, 4)], FSDP, (rule,))
-
-
-@pytest.mark.parametrize("shape", [(), (4,)])
-def test_place_tensors_dim_that_the_tensor_lacks_is_refused(shape):
-    with pytest.raises(UsageError, match=r"tp:S\(1\) cannot cut tensor 'a' .* has no dim 1"):
-        place_tensors([tensor("a", *shape)], FSDP_TP, (parse_set("a=tp:S(1)"),))
-
-
-@pytest.mark.parametrize("axis", ["tp", "ep"])
-def test_place_tensors_uneven_same_dim_is_refused_because_torch_cannot_load_it(axis):
-    mesh = Mesh((("dp_shard", 2), (axis, 2)))
-    with pytest.raises(UsageError, match=f"'a.w': {axis} and dp_shard both cut dim 0.*it cannot load") as caught:
-        place_tensors([tensor("a.w", 7, 4)], mesh, (parse_set(f"a.w={axis}:S(0)"),))
-    assert "--set 'a.w='" in caught.value.hint
-
-
-def test_place_tensors_uneven_same_dim_of_two_axes_counts_their_product():
-    mesh = Mesh((("dp_shard", 2), ("ep", 2), ("tp", 2)))
-    rules = (parse_set("a=ep:S(0),tp:S(0)"),)
-    assert place_tensors([tensor("a", 8)], mesh, rules).placements["a"] == {"dp_shard": S0, "ep": S0, "tp": S0}
-    with pytest.raises(UsageError, match="not divisible by ep×tp=4"):
-        place_tensors([tensor("a", 6)], mesh, rules)
-
-
 @pytest.mark.parametrize(
-    ("mesh", "text"),
+    ("entry", "mesh", "rules", "what", "hint"),
     [
-        (Mesh((("tp", 2),)), "a=tp:S(0)"),
-        (Mesh((("dp_shard", 1), ("tp", 2))), "a=tp:S(0)"),
-        (FSDP_TP, "a=tp:S(0),dp_shard:R"),
-        (FSDP_TP, "a=tp:S(1)"),
+        *(
+            ((4, 4), FSDP, (rule,), "needs the axis tp, and the mesh dp_shard=4 has none", "")
+            for rule in ("a=tp:S(0)", "a=tp:R", Rule(match="a", style="rowwise"))
+        ),
+        *((dims, FSDP_TP, ("a=tp:S(1)",), r"tp:S\(1\) cannot cut tensor 'a' .* no dim 1", "") for dims in ((), (4,))),
+        # Torch cannot load these.
+        *(
+            (
+                (7, 4), Mesh((("dp_shard", 2), (axis, 2))), (f"a={axis}:S(0)",),
+                f"'a': {axis} and dp_shard both cut dim 0.*it cannot load", "--set 'a='",
+            )
+            for axis in ("tp", "ep")
+        ),
+        ((6,), EP_TP, ("a=ep:S(0),tp:S(0)",), "not divisible by ep×tp=4", ""),
+        # Nor does fully_shard cut so.
+        ((4, 6), FSDP, ("a=dp_shard:S(1)",), r"dp_shard:S\(1\) needs the 6 elements of dim 1 to be divisible", ""),
+        ((4, 6), FSDP_TP, ("a=dp_shard:S(1),tp:S(1)",), r"needs the 3 elements of dim 1 left by tp=2", ""),
+        # F4 is counted in bytes, and a byte of F6 is whole.
+        (tensor("a", 3, 12, dtype="F4"), FSDP, ("a=dp_shard:S(1)",), "needs the 6 elements", ""),
+        (tensor("a", 4, 3, dtype="F4"), FSDP, (), "ends inside a byte", ""),
+        (tensor("a", 8, dtype="F6_E2M3"), FSDP, (), "inside a byte", "a=dp_shard:R"),
     ],
-)
-def test_place_tensors_uneven_cut_that_torch_loads_is_allowed(mesh, text):
-    placed = place_tensors([tensor("a", 7, 5)], mesh, (parse_set(text),)).placements
-    assert placed["a"]["tp"] in (S0, S1)
+)  # fmt: skip
+def test_place_tensors_cut_that_cannot_be_is_refused(entry, mesh, rules, what, hint):
+    rules = [parse_set(rule) if isinstance(rule, str) else rule for rule in rules]
+    with pytest.raises(UsageError, match=what) as caught:
+        place_tensors([tensor("a", *entry) if isinstance(entry, tuple) else entry], mesh, rules)
+    assert hint in (caught.value.hint or "")
 
 
 def test_place_tensors_packed_matrices_are_named_where_ranks_have_parts_of_them():
-    rules = (Rule(match="a.off", place={}), Rule(match="a.*", style="packed_colwise"))
     tensors = [tensor("a.off", 8, 4), tensor("a.w", 8, 4), tensor("a.bias", 8), tensor("b", 8, 4)]
-    assert place_tensors(tensors, FSDP_TP, rules).packed == ("a.w",)
-    assert place_tensors(tensors, Mesh((("tp", 1),)), rules).packed == ()
+    assert place_tensors(tensors, FSDP_TP, PACKED).packed == ("a.w",)
+    assert place_tensors(tensors, Mesh((("tp", 1),)), PACKED).packed == ()
 
 
 def test_place_tensors_uneven_cut_is_left_out_on_demand():
@@ -412,82 +399,37 @@ def test_place_tensors_uneven_cut_is_left_out_on_demand():
     assert placed.placements == {"a.odd": {"dp_shard": S0}, "a.even": {"dp_shard": S0, "tp": S0}, "a.scalar": {}}
     assert placed.kept_whole == {"a.odd": ("tp",)}
     # Without FSDP in the same dim, PyTorch and transformers cut unevenly.
-    assert place_tensors(tensors, Mesh((("tp", 2),)), rules, uneven="replicate").kept_whole == {}
+    assert place_tensors(tensors, TP, rules, uneven="replicate").kept_whole == {}
     with pytest.raises(UsageError, match="not divisible by tp=2") as caught:
         place_tensors(tensors, FSDP_TP, rules)
     assert "--tp-uneven replicate" in caught.value.hint
 
 
-def test_place_tensors_uneven_fsdp_inside_an_even_tp_cut_is_allowed():
-    assert place_tensors([tensor("a", 6)], Mesh((("dp_shard", 4), ("tp", 2))), (parse_set("a=tp:S(0)"),)).placements
-
-
-def test_place_tensors_uneven_fsdp_on_another_dim_is_refused_as_by_fully_shard():
-    with pytest.raises(UsageError, match=r"dp_shard:S\(1\) needs the 6 elements of dim 1 to be divisible"):
-        place_tensors([tensor("a", 4, 6)], FSDP, (parse_set("a=dp_shard:S(1)"),))
-    with pytest.raises(UsageError, match=r"needs the 3 elements of dim 1 left by tp=2"):
-        place_tensors([tensor("a", 4, 6)], FSDP_TP, (parse_set("a=dp_shard:S(1),tp:S(1)"),))
-
-
-def test_place_tensors_f4_is_counted_in_bytes():
-    rules = (parse_set("a=dp_shard:S(1)"),)
-    assert place_tensors([tensor("a", 3, 16, dtype="F4")], FSDP, rules).placements == {"a": {"dp_shard": S1}}
-    with pytest.raises(UsageError, match="needs the 6 elements"):
-        place_tensors([tensor("a", 3, 12, dtype="F4")], FSDP, rules)
-    with pytest.raises(UsageError, match="ends inside a byte"):
-        place_tensors([tensor("a", 4, 3, dtype="F4")], FSDP, ())
-
-
-def test_place_tensors_f6_cut_inside_a_byte_is_refused():
-    assert place_tensors([tensor("a", 4, 4, dtype="F6_E2M3")], FSDP, ()).placements == {"a": {"dp_shard": S0}}
-    with pytest.raises(UsageError, match="inside a byte") as caught:
-        place_tensors([tensor("a", 8, dtype="F6_E2M3")], FSDP, ())
-    assert "a=dp_shard:R" in caught.value.hint
-    assert place_tensors([tensor("a", 8, dtype="F6_E2M3")], FSDP, (parse_set("a=dp_shard:R"),)).placements == {"a": {}}
-
-
 def test_cut_entry_f4_gives_logical_elements_cut_at_bytes():
-    grid = cut_entry(tensor("a", 2, 10, dtype="F4"), Mesh((("tp", 2),)), {"tp": S1})
+    grid = cut_entry(tensor("a", 2, 10, dtype="F4"), TP, {"tp": S1})
     assert [box for _, box in grid.cells] == [Box((0, 0), (2, 6)), Box((0, 6), (2, 4))]
 
 
 # Plans
 
+PARTS = "input_layernorm post_attention_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj"
 LLAMA_NAMES = (
     "model.embed_tokens.weight",
     *(
         f"model.layers.{i}.{name}.weight"
         for i in range(2)
-        for name in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "self_attn.q_proj",
-            "self_attn.k_proj",
-            "self_attn.v_proj",
-            "self_attn.o_proj",
-            "mlp.gate_proj",
-            "mlp.up_proj",
-            "mlp.down_proj",
-        )
+        for name in (*PARTS.split(), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     ),
-    "model.norm.weight",
-    "lm_head.weight",
+    *("model.norm.weight", "lm_head.weight"),
 )
 
 
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32}
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
+
+
 def llama_config(**changes):
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-        "vocab_size": 32,
-    }
-    return (
-        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False} | sizes | changes
-    )
+    return LLAMA | SIZES | {"num_key_value_heads": 2, "head_dim": 4} | changes
 
 
 def plan_rules(config, names):
@@ -504,7 +446,7 @@ def found_plan(config):
 
 def placed_by_plan(config, names):
     tensors = [tensor(name, *(8,) if "norm" in name else (8, 8)) for name in names]
-    placed = place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(config, names)).placements
+    placed = place_tensors(tensors, TP, plan_rules(config, names)).placements
     return {name: str(placements["tp"]) for name, placements in placed.items() if placements}
 
 
@@ -541,27 +483,22 @@ def test_tp_plan_rules_tied_head_may_be_absent():
     assert placed_by_plan(llama_config(tie_word_embeddings=True), names) == expected_llama("model.")
 
 
-def test_tp_plan_rules_untied_head_that_is_absent_is_refused():
-    with pytest.raises(UsageError, match="'lm_head' matches no tensor"):
-        placed_by_plan(llama_config(), LLAMA_NAMES[:-1])
-
-
-def test_tp_plan_rules_missing_projection_is_refused():
-    names = [name for name in LLAMA_NAMES if "up_proj" not in name]
-    with pytest.raises(UsageError, match=r"mlp.up_proj' matches no tensor"):
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (LLAMA_NAMES[:-1], "'lm_head' matches no tensor"),
+        ([name for name in LLAMA_NAMES if "up_proj" not in name], r"mlp.up_proj' matches no tensor"),
+        (["transformer.h.0.attn.c_attn.weight"], "none of the names of the plan"),
+    ],
+    ids=["an untied head that is absent", "a missing projection", "foreign names"],
+)
+def test_tp_plan_rules_names_that_are_not_the_plan_s_are_refused(names, what):
+    with pytest.raises(UsageError, match=what):
         placed_by_plan(llama_config(), names)
 
 
-MOE = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-}
-
-
-KINDS = ("gate", "up", "down")
+MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+MOE |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 def moe_names():
@@ -575,17 +512,10 @@ def moe_names():
 def test_tp_plan_rules_experts_are_cut_inside_and_the_router_is_whole():
     names = moe_names()
     tensors = [tensor(name, *(4, 8, 8) if "experts" in name else (8, 8)) for name in names]
-    placed = place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(llama_config(**MOE), names))
+    placed = place_tensors(tensors, TP, plan_rules(llama_config(**MOE), names))
     experts = {name: cuts for name, cuts in placed.placements.items() if ".mlp." in name}
-    assert experts == {
-        f"model.layers.{i}.mlp.{name}": cuts
-        for i in range(2)
-        for name, cuts in {
-            "gate.weight": {},
-            "experts.gate_up_proj": {"tp": S1},
-            "experts.down_proj": {"tp": Shard(2)},
-        }.items()
-    }
+    cuts_of = {"gate.weight": {}, "experts.gate_up_proj": {"tp": S1}, "experts.down_proj": {"tp": Shard(2)}}
+    assert experts == {f"model.layers.{i}.mlp.{name}": cuts for i in range(2) for name, cuts in cuts_of.items()}
     assert placed.packed == tuple(f"model.layers.{i}.mlp.experts.gate_up_proj" for i in range(2))
 
 
@@ -597,7 +527,7 @@ def test_tp_plan_rules_names_of_the_files_are_refused_with_the_way_out():
     names = [*(name for name in moe_names() if "experts" not in name), *files]
     tensors = [tensor(name, 8, 8) for name in names]
     with pytest.raises(UsageError, match="matches no tensor") as caught:
-        place_tensors(tensors, Mesh((("tp", 2),)), plan_rules(llama_config(**MOE), names))
+        place_tensors(tensors, TP, plan_rules(llama_config(**MOE), names))
     assert "names of the live model" in caught.value.hint
     assert "--names" not in caught.value.hint
 
@@ -607,11 +537,11 @@ def test_tp_plan_rules_tensor_of_another_shape_is_refused():
     plan = found_plan(llama_config())
     shapes = {f"app.{name}": plan.shapes.get(name, (16,)) for name in LLAMA_NAMES}
     rules = tp_plan_rules(llama_config(), list(shapes), plan)
-    assert place_tensors([tensor(name, *shape) for name, shape in shapes.items()], Mesh((("tp", 2),)), rules)
+    assert place_tensors([tensor(name, *shape) for name, shape in shapes.items()], TP, rules)
     name = "app.model.layers.1.mlp.down_proj.weight"
     shapes[name] = shapes[name][::-1]
     with pytest.raises(UsageError, match=r"has shape \[32, 16\] here and \[16, 32\] in the live model") as caught:
-        place_tensors([tensor(name, *shape) for name, shape in shapes.items()], Mesh((("tp", 2),)), rules)
+        place_tensors([tensor(name, *shape) for name, shape in shapes.items()], TP, rules)
     assert f"--set '{name}=tp:S(d)'" in caught.value.hint
 
 
@@ -620,7 +550,7 @@ def test_tp_plan_rules_whole_parameter_of_a_module_that_is_cut_stays_whole():
     plan = TpPlan(title="a model", styles=styles, may_lack=frozenset(), base_prefix="")
     names = ["m.proj.weight", "m.proj.scale"]
     rules = tp_plan_rules({}, names, plan)
-    placed = place_tensors([tensor(name, 8, 8) for name in names], Mesh((("tp", 2),)), rules).placements
+    placed = place_tensors([tensor(name, 8, 8) for name in names], TP, rules).placements
     assert placed == {"m.proj.weight": {"tp": S0}, "m.proj.scale": {}}
 
 
@@ -646,11 +576,6 @@ def test_tp_plan_rules_model_without_a_plan_is_refused():
     with pytest.raises(UsageError, match="no tensor-parallel plan for BertModel") as caught:
         plan_rules(config, ["embeddings.word_embeddings.weight"])
     assert "--rules" in caught.value.hint
-
-
-def test_tp_plan_rules_foreign_names_are_refused():
-    with pytest.raises(UsageError, match="none of the names of the plan"):
-        plan_rules(llama_config(), ["transformer.h.0.attn.c_attn.weight"])
 
 
 @todays_plans

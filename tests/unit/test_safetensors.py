@@ -28,9 +28,6 @@ def test_header_gives_tensors_in_the_order_of_their_data() -> None:
     first, second = (entry.chunks[0].span for entry in header.tensors)
     assert second.offset - first.offset == first.nbytes == 24
     assert second.offset + 24 == header.nbytes
-
-
-def test_header_without_tensors_is_an_empty_file() -> None:
     assert _parse({}, nbytes=0).tensors == ()
 
 
@@ -107,18 +104,14 @@ def test_header_of_a_file_of_another_size_is_refused(nbytes: int, word: str) -> 
         _parse({"w": _tensor()}, nbytes=nbytes)
 
 
-def test_header_names_are_escaped_in_messages() -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("a\x1b[2J", "?"), ("a", "\x1b[2J"), ("a", ["\x1b[31m"]), ("a", {"\u202e": 1})]
+)
+def test_header_names_and_dtypes_are_escaped_in_messages(name: str, dtype) -> None:
     with pytest.raises(UnreadableError) as caught:
-        _parse({"a\x1b[2J": _tensor("?")})
-    assert "\x1b" not in str(caught.value)
-    assert "\\x1b" in str(caught.value)
-
-
-@pytest.mark.parametrize("dtype", ["\x1b[2J", ["\x1b[31m"], {"\u202e": 1}])
-def test_header_dtypes_are_escaped_in_messages(dtype) -> None:
-    with pytest.raises(UnreadableError) as caught:
-        _parse({"a": _tensor(dtype)})
+        _parse({name: _tensor(dtype)})
     assert str(caught.value).isprintable()
+    assert isinstance(dtype, str) == ("\\x1b" in str(caught.value))
 
 
 def test_length_is_little_endian_and_bounded() -> None:
@@ -154,28 +147,18 @@ def test_build_header_is_parsed_back() -> None:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["C128", "C32"])
-def test_build_header_of_a_dtype_that_it_cannot_hold_is_refused(dtype: str) -> None:
-    with pytest.raises(UsageError, match=dtype):
-        build_header(_entries(("w", dtype, (1,))))
-
-
-def test_build_header_of_the_name_of_its_metadata_is_refused() -> None:
-    with pytest.raises(UsageError):
-        build_header(_entries(("__metadata__", "U8", (1,))))
+@pytest.mark.parametrize(("name", "dtype"), [("w", "C128"), ("w", "C32"), ("__metadata__", "U8")])
+def test_build_header_of_what_it_cannot_hold_is_refused(name: str, dtype: str) -> None:
+    with pytest.raises(UsageError, match=dtype if name == "w" else name):
+        build_header(_entries((name, dtype, (1,))))
 
 
 def test_data_order_is_that_of_the_reference_implementation() -> None:
     import numpy as np
     from safetensors.numpy import save
 
-    arrays = {
-        "b": np.zeros(3, np.uint8),
-        "a": np.zeros(2, np.float32),
-        "z": np.zeros(1, np.int64),
-        "c": np.zeros(2, np.int32),
-    }
-    raw = save(arrays)
+    kinds = {"b": (3, np.uint8), "a": (2, np.float32), "z": (1, np.int64), "c": (2, np.int32)}
+    raw = save({name: np.zeros(*kind) for name, kind in kinds.items()})
     theirs = parse_header(raw[8 : 8 + int.from_bytes(raw[:8], "little")], file="x", file_nbytes=len(raw)).tensors
     assert [entry.fqn for entry in data_order(sorted(theirs, key=lambda e: e.fqn))] == [entry.fqn for entry in theirs]
 

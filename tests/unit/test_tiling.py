@@ -14,6 +14,9 @@ def _problem(shape, *boxes):
     return None if problem is None else (problem.kind, problem.describe(shape))
 
 
+PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+
+
 @pytest.mark.parametrize(
     ("shape", "boxes"),
     [
@@ -26,10 +29,7 @@ def _problem(shape, *boxes):
         ((4,), [((2,), (2,)), ((0,), (2,)), ((4,), (0,))]),
         ((4, 6), [((0, 0), (4, 3)), ((0, 3), (4, 3))]),
         ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))]),  # no grid
-        (
-            (3, 3),
-            [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))],
-        ),  # pinwheel
+        ((3, 3), PINWHEEL),
         ((4,), [((0,), (4,)), ((0,), (4,))]),  # replicas
         ((1 << 40, 1 << 20), [((0, 0), (1 << 39, 1 << 20)), ((1 << 39, 0), (1 << 39, 1 << 20))]),
     ],
@@ -65,10 +65,7 @@ def test_tiling_of_others_names_the_place(shape, boxes, kind: str, text: str) ->
     assert text in found[1]
 
 
-@given(
-    shape=st.lists(st.integers(0, 4), max_size=3),
-    data=st.data(),
-)
+@given(shape=st.lists(st.integers(0, 4), max_size=3), data=st.data())
 def test_tiling_equals_counting_elements(shape, data) -> None:
     """Random boxes against a count of every element, in both directions."""
     boxes = []

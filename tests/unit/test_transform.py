@@ -63,16 +63,6 @@ def test_select_keeps_what_the_globs_say(include, exclude, kept) -> None:
     assert _names(chosen) == kept
 
 
-def test_select_chooses_blobs_too() -> None:
-    chosen = select(_checkpoint("a", blobs=("x.lr", "y")), include=["a", "x.*"])
-    assert [blob.fqn for blob in chosen.blobs] == ["x.lr"]
-
-
-def test_select_without_globs_is_the_same_object() -> None:
-    checkpoint = _checkpoint("a")
-    assert select(checkpoint) is checkpoint
-
-
 @pytest.mark.parametrize(
     ("include", "exclude", "word"),
     [
@@ -89,18 +79,17 @@ def test_select_of_nothing_is_a_usage_error(include, exclude, word: str) -> None
         select(_checkpoint("a", "b"), include=include, exclude=exclude)
 
 
-def test_select_takes_any_name_that_is_shown() -> None:
+def test_select_takes_blobs_too_and_any_name_that_is_shown() -> None:
+    chosen = select(_checkpoint("a", blobs=("x.lr", "y")), include=["a", "x.*"])
+    assert [blob.fqn for blob in chosen.blobs] == ["x.lr"]
     one = _checkpoint("a", "b")
+    assert select(one) is one
     assert _names(select(one, include=["hub.a"], also={"a": ["hub.a"]})) == ["a"]
     assert _names(select(one, exclude=["hub.a"], also={"a": ["hub.a"]})) == ["b"]
 
 
-def test_rename_changes_names_alone() -> None:
-    renamed = rename(_checkpoint("a", "b"), lambda fqn: "x." + fqn)
-    assert _names(renamed) == ["x.a", "x.b"]
-
-
-def test_rename_to_one_name_is_a_usage_error() -> None:
+def test_rename_changes_names_alone_and_never_two_into_one() -> None:
+    assert _names(rename(_checkpoint("a", "b"), lambda fqn: "x." + fqn)) == ["x.a", "x.b"]
     with pytest.raises(UsageError, match="would both be named 'w'"):
         rename(_checkpoint("_orig_mod.w", "w"), strip_wrappers)
 
@@ -169,12 +158,9 @@ def test_find_model_finds_the_root(checkpoint: Checkpoint, names: int, prefix: s
     assert set(_names(model)) <= set(_names(checkpoint))
 
 
-def test_strip_prefix_removes_it_from_all() -> None:
+def test_strip_prefix_removes_it_from_all_or_is_a_usage_error() -> None:
     strip = strip_prefix(["m.a", "m.m.b"], "m.")
     assert (strip("m.a"), strip("m.m.b")) == ("a", "m.b")
-
-
-def test_strip_prefix_that_some_lack_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match=r"'b' does not begin with 'm\.'"):
         strip_prefix(["m.a", "b"], "m.")
 
@@ -185,8 +171,7 @@ def test_plain_names_are_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "fqns",
-    [("_orig_mod.w", "w"), ("w", "_orig_mod.w"), ("module.w", "module._orig_mod.w", "module.module.w")],
+    "fqns", [("_orig_mod.w", "w"), ("w", "_orig_mod.w"), ("module.w", "module._orig_mod.w", "module.module.w")]
 )
 def test_plain_names_that_coincide_lose_no_tensor(fqns) -> None:
     checkpoint = _checkpoint(*fqns)

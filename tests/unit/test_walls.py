@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import tempfile
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -13,36 +15,8 @@ from ckpt_tools.errors import RefusedConfigError
 from ckpt_tools.sandbox import Breach, Walls, aside, behind_walls, check_config, demand_walls
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16}
-ABSURD = {
-    "labels": {"num_labels": 3_000_000_000},
-    "vocabulary": {"vocab_size": 2_000_000_000_000},
-    "layers": {"num_hidden_layers": 3_000_000},
-    "negative-layers": {"num_hidden_layers": -5},
-    "negative-width": {"hidden_size": -16},
-    "negative-heads": {"num_attention_heads": -2},
-    "negative-labels": {"num_labels": -1},
-    "negative-words": {"vocab_size": -1},
-    "wide": {"hidden_size": 10**10},
-    "ffn": {"intermediate_size": 10**12},
-    "gpt2-layers": {"n_layer": 10**6},
-    "t5-decoder": {"num_decoder_layers": 10**6},
-    "bart-encoder": {"encoder_layers": 10**6},
-    "experts": {"num_experts": 10**6},
-    "routed-experts": {"n_routed_experts": 10**7},
-    "experts-in-layers": {"num_hidden_layers": 1500, "num_local_experts": 10_000},
-    "heads": {"num_attention_heads": 10**6},
-    "head-dim": {"head_dim": 10**9},
-    "positions": {"max_position_embeddings": 10**12},
-    "positions-n": {"n_positions": 10**13},
-    "image": {"vision_config": {"image_size": 10**7}},
-    "channels": {"num_channels": 10**9},
-    "codebooks": {"num_codebooks": 10**9},
-    "float": {"num_hidden_layers": 1e30},
-    "infinite": {"hidden_size": float("inf")},
-    "not-a-number": {"vocab_size": float("nan")},
-    "in-a-list": {"depths": [2, 2, 10**7, 2]},
-    "in-a-part": {"text_config": {"num_hidden_layers": 10**7}},
-    "in-a-list-of-parts": {"parts": [{"x": [{"hidden_size": 10**9}]}]},
+TABLES = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))
+ABSURD = TABLES["absurd"] | {
     "huge-digits": {"anything": 10**100},
     "long-list": {"layer_types": ["full"] * 1_000_001},
     "deep": None,
@@ -67,56 +41,10 @@ def test_absurd_number_is_refused_with_its_field_and_limit(name):
         assert any(character.isdigit() for character in caught.value.what)
 
 
-REAL = {
-    "llama-405b": {
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-    },
-    "deepseek-v3": {
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "n_routed_experts": 256,
-        "num_nextn_predict_layers": 1,
-        "first_k_dense_replace": 3,
-        "max_position_embeddings": 163840,
-        "vocab_size": 129280,
-        "routed_scaling_factor": 2.5,
-        "ep_size": 1,
-        "aux_loss_alpha": 0.001,
-    },
-    "kimi-k2": {"num_hidden_layers": 61, "n_routed_experts": 384, "vocab_size": 163840, "rope_theta": 50000.0},
-    "llama-4": {"max_position_embeddings": 10485760, "num_local_experts": 128, "attn_scale": 0.1},
-    "switch-c": {"num_experts": 2048, "num_layers": 15, "d_ff": 6144, "d_model": 2080, "num_heads": 64},
-    "t5-11b": {"d_ff": 65536, "num_heads": 128, "d_kv": 128, "n_positions": 512},
-    "gemma": {"vocab_size": 262208, "sliding_window": 1024, "eoi_token_index": 256000, "query_pre_attn_scalar": 168},
-    "xlm-v": {"vocab_size": 901629},
-    "canine": {"vocab_size": 1114112, "num_hash_buckets": 16384, "bos_token_id": 57344},
-    "llava": {
-        "image_token_index": -200,
-        "vision_feature_layer": -2,
-        "vision_config": {"image_size": 1344, "patch_size": 14},
-    },
-    "xlnet": {"max_position_embeddings": -1, "mem_len": None, "clamp_len": -1, "bi_data": False},
-    "bamba": {"time_step_limit": [0.0, float("inf")], "time_step_max": 0.1},
-    "old-tokenizer-limit": {"model_max_length": 1000000000000000019884624838656},
+REAL = TABLES["real"] | {  # TOML has no word for None
     "labels": {"num_labels": 21843, "id2label": {str(i): f"LABEL_{i}" for i in range(21843)}},
+    "xlnet": {"max_position_embeddings": -1, "mem_len": None, "clamp_len": -1, "bi_data": False},
     "no-layers": {"encoder_layers": 0, "num_local_experts": 0, "n_inner": None, "num_key_value_heads": None},
-    "retnet-1000": {"num_hidden_layers": 1000},
-    "hyena-1m": {"max_seqlen": 1000002, "max_position_embeddings": 1048576},
-    "esm-numbers": {"token_dropout": True, "pad_token_id": 1, "mask_token_id": 32, "emb_layer_norm_before": False},
-    "attention": {
-        "_attn_implementation": "sdpa",
-        "_attn_implementation_autoset": True,
-        "attn_implementation": "flash_attention_2",
-    },
-    "code-of-its-own": {"auto_map": {"AutoConfig": "configuration_x.X"}, "trust_remote_code": True},
-    "backbone-config": {"backbone": "resnet50", "backbone_config": {"model_type": "resnet", "depths": [3, 4, 6, 3]}},
     "gemma3n": {
         "vision_config": {"model_type": "gemma3n_vision", "architecture": "mobilenetv5_300m_enc", "model_args": None}
     },

@@ -85,7 +85,7 @@ class _Model:
 
 def _function_in(path: str) -> Callable[..., Any]:
     """Return ai-toolkit's own function from a file of a model that cannot be imported here."""
-    file = next(found for root in sys.path if (found := Path(root) / path).exists())
+    file = next(each for root in sys.path if (each := Path(root) / path).exists())
     tree = ast.parse(file.read_text(encoding="utf-8"))
     wanted = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == _CONVERSION)
     known: dict[str, Any] = {}

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -69,7 +70,7 @@ class World:
 
     def make(self) -> None:
         """Save diffusers' model, with the weights of the native one where there is one."""
-        model = self.toy.build()
+        model: Any = self.toy.build()
         if self.native_file.exists():
             self.native = load_file(self.native_file)
             own = model.state_dict()
@@ -184,8 +185,8 @@ def judge(
             place = runs.root / world.name / family.replace(" ", "-")
             try:
                 trained = train(world.toy, world.base, family, place / "trained", every=every)
-            except ValueError as failure:
-                cells += [Cell(world.name, family, target, "", f"PEFT: {failure}") for target in targets]
+            except ValueError as problem:
+                cells += [Cell(world.name, family, target, "", f"PEFT: {problem}") for target in targets]
                 continue
             save_file({name: each.contiguous() for name, each in trained.items()}, place / "meant.safetensors")
             for target in targets:
@@ -253,9 +254,9 @@ def judge_vllm(runs: Runs) -> list[Cell]:
         cell = Cell("", name, "peft", "vllm", verdict=verdict.verdict)
         cell.why = "; ".join(each.what for each in verdict.findings if each.severity == "error")
         file, model = directory / "adapter_model.safetensors", next(base.glob("*.safetensors"))
-        out = str(directory / "loaded.safetensors")
-        jobs.append({"id": cell.id, "architecture": "", "base": str(model), "file": str(file), "out": out})
-        meant[cell.id] = (cell, Path(out), weights, trained)
+        out = directory / "loaded.safetensors"
+        jobs.append({"id": cell.id, "architecture": "", "base": str(model), "file": str(file), "out": str(out)})
+        meant[cell.id] = (cell, out, weights, trained)
     for name, failure in runs.answers("vllm", runs.sources["vllm"], jobs).items():
         cell, out, weights, trained = meant[name]
         cell.answered(failure)

@@ -58,7 +58,7 @@ def anything(name: str) -> type:
 
 
 class _Module(ModuleType):
-    __path__: ClassVar[list[str]] = []
+    __path__: ClassVar[list[str]] = []  # type: ignore[misc]
     __version__ = "0"
 
     def __getattr__(self, name: str) -> Any:

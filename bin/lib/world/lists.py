@@ -46,9 +46,9 @@ def render(sources: list[list[str]], releases: list[Release]) -> str:
             for release in releases:
                 if release.project == project:
                     last |= {above + name: release.name for name in _names(release, kind, place, what)}
-        for release in sorted(set(last.values()), key=lambda name: _newest_first(name, order)):
-            lines += ["", f"[{section}] {release}"]
-            lines += _wrapped(sorted(name for name, found in last.items() if found == release))
+        for newest in sorted(set(last.values()), key=lambda name: _newest_first(name, order)):
+            lines += ["", f"[{section}] {newest}"]
+            lines += _wrapped(sorted(name for name, found in last.items() if found == newest))
     return "\n".join([*lines, ""])
 
 
@@ -161,9 +161,9 @@ def _options_in(node: ast.AST, loops: dict[str, tuple[str, ...]]) -> Iterator[tu
         words = tuple(item.value for item in node.iter.elts if isinstance(item, ast.Constant))
         loops = {**loops, node.target.id: tuple(str(word) for word in words)}
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-        words = {word.arg: ast.unparse(word.value) for word in node.keywords}
-        is_switch = words.get("action", "").strip("'\"") in ("store_true", "store_false", "store_const")
-        shape = "switch" if is_switch else "list" if "nargs" in words else "value"
+        given_as = {word.arg: ast.unparse(word.value) for word in node.keywords}
+        is_switch = given_as.get("action", "").strip("'\"") in ("store_true", "store_false", "store_const")
+        shape = "switch" if is_switch else "list" if "nargs" in given_as else "value"
         for given in node.args:
             yield from ((name[2:], shape) for name in _texts(given, loops) if name.startswith("--"))
     for inner in ast.iter_child_nodes(node):

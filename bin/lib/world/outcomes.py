@@ -67,7 +67,7 @@ def judge(path: Path, options: tuple[str, ...] = ()) -> Outcome:
             for one in document["findings"]
             if one["severity"] != "info"
         )
-        options = document["options"] or {}
+        read = document["options"] or {}
         failed = any(found.severity == "error" for found in findings)
         verdict = GREEN if code == 0 else ERROR if failed else NOT_CHECKED
         return Outcome(
@@ -75,9 +75,9 @@ def judge(path: Path, options: tuple[str, ...] = ()) -> Outcome:
             framework=document["framework"],
             findings=findings,
             why="; ".join(document["not_checked"]),
-            unread=tuple(options.get("unread", ())),
-            num_options=options.get("read", 0),
-            num_understood=options.get("understood", 0),
+            unread=tuple(read.get("unread", ())),
+            num_options=read.get("read", 0),
+            num_understood=read.get("understood", 0),
         )
     error = document.get("error", {})
     verdict = REFUSED if code in (2, 4) else CRASH

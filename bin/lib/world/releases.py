@@ -55,8 +55,7 @@ def rows(path: Path) -> list[list[str]]:
 
 def pinned() -> list[Release]:
     """Return releases.tsv."""
-    fields = ("project", "version", "file", "sha256")
-    return [Release(**dict(zip(fields, row, strict=True))) for row in rows(HERE / "releases.tsv")]
+    return [Release(project=p, version=v, file=f, sha256=s) for p, v, f, s in rows(HERE / "releases.tsv")]
 
 
 def cache_directory() -> Path:

@@ -16,7 +16,7 @@ from typing import get_args
 from outcomes import GREEN, REFUSED, Outcome
 from releases import HERE, rows
 
-from ckpt_tools.preflight.spec import Framework
+from ckpt_tools.options.preflight import Framework
 
 ROOT = HERE.parents[2]
 PAGE = ROOT / "docs" / "concepts" / "world.md"

@@ -1,46 +1,23 @@
 """Small real models, and how a trainer spreads them over a mesh."""
 
 import torch
-import transformers
+import toys
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 # Odd numbers on purpose: 33 rows over 4 ranks are uneven, 6 rows over 4 leave one short.
-LLAMA = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "vocab_size": 33,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": False,
-}
-BERT = {
-    "hidden_size": 20,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 30,
-    "max_position_embeddings": 16,
-    "tie_word_embeddings": True,
-}
+LLAMA = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA |= {"num_key_value_heads": 2, "head_dim": 6, "vocab_size": 33, "tie_word_embeddings": False}
+BERT = {"hidden_size": 20, "intermediate_size": 12, "vocab_size": 30, "tie_word_embeddings": True}
 COLWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
+LLAMA_TP = dict.fromkeys(COLWISE, ColwiseParallel)
+LLAMA_TP |= {"self_attn.o_proj": RowwiseParallel, "mlp.down_proj": RowwiseParallel}
 
 
 def llama(seed=0):
     """A Llama with random weights and an untied head."""
-    torch.manual_seed(seed)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).eval()
-
-
-def bert(seed=0):
-    """A BERT whose head is its embedding."""
-    torch.manual_seed(seed)
-    return transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).eval()
+    return toys.build("llama", seed=seed, **LLAMA)
 
 
 def logits(model):
@@ -54,8 +31,7 @@ def spread(model, **axes):
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     for layer in model.model.layers:
         if "tp" in axes:
-            plan = {name: ColwiseParallel() for name in COLWISE} | {name: RowwiseParallel() for name in ROWWISE}
-            parallelize_module(layer, mesh["tp"], plan)
+            parallelize_module(layer, mesh["tp"], {name: style() for name, style in LLAMA_TP.items()})
     dp_names = tuple(name for name in axes if name != "tp")
     dp = mesh[dp_names] if len(dp_names) > 1 else mesh[dp_names[0]]
     for layer in model.model.layers:

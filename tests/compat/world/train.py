@@ -1,9 +1,8 @@
-"""What trainers write: every kind of checkpoint, saved by four real ranks. usage: OUT"""
+"""What trainers write: every kind of checkpoint, saved by real ranks."""
 
-import sys
+import os
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -11,8 +10,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-from models import llama, spread
-from ranks import run_ranks
+from compat.world.models import llama, spread
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
@@ -151,7 +149,7 @@ def save_odd(rank, out):
         save_file({fqn: tensor.clone() for fqn, tensor in full.items()}, out / "hf-mapped.safetensors")
 
 
-def save_uneven(rank, out):
+def save_uneven(rank, world_size, out):
     """FSDP on top of tensor parallelism, on the same dim, with lengths that two ranks cannot share evenly."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
     for length in UNEVEN:
@@ -163,11 +161,8 @@ def save_uneven(rank, out):
         dcp.save({"w": tensor}, checkpoint_id=out / f"uneven-{length}")
 
 
-def save_all(rank, out):
+def save_all(rank, world_size, out):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # never dialled; accelerate wants them set
     for save in (save_fsdp, save_hsdp, save_fsdp_tp, save_odd):
         save(rank, out)
-
-
-if __name__ == "__main__":
-    run_ranks(4, save_all, Path(sys.argv[1]))
-    run_ranks(8, save_uneven, Path(sys.argv[1]))
