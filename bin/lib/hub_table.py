@@ -13,7 +13,7 @@ from transformers.core_model_loading import WeightTransform
 
 from ckpt_tools.checkpoint.names import patterns
 from ckpt_tools.checkpoint.names.patterns import Node, find, is_number, merge, prune
-from ckpt_tools.checkpoint.names.sections import add_names, parse_section, split
+from ckpt_tools.checkpoint.names.table import add_names, parse_section, split
 from ckpt_tools.models.asked import rule_of
 
 _WORTH_SHARING = 4
@@ -393,7 +393,7 @@ def render(observed: dict[str, Architecture]) -> str:
         sections[f"types {auto}"] = sorted(types)
     sections |= compiler.sections
     text = [
-        "# What the tensors of transformers' models are called. Written by bin/names; its form: maps/sections.py",
+        "# What the tensors of transformers' models are called. Written by bin/names; its form: maps/table.py",
         f"# of transformers {transformers.__version__}",
     ]
     for name in sorted(sections):

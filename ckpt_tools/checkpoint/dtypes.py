@@ -65,13 +65,7 @@ _TABLE = (
     DType(name="I64", torch_name="int64", bits=64, torch_storage="LongStorage"),
     DType(name="U64", torch_name="uint64", bits=64),
     DType(name="C32", torch_name="complex32", bits=32, in_safetensors=False),
-    DType(
-        name="C128",
-        torch_name="complex128",
-        bits=128,
-        torch_storage="ComplexDoubleStorage",
-        in_safetensors=False,
-    ),
+    DType(name="C128", torch_name="complex128", bits=128, torch_storage="ComplexDoubleStorage", in_safetensors=False),
 )
 
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _TABLE}

@@ -19,15 +19,11 @@ from ckpt_tools.units import format_size
 
 Encoding = Literal["raw", "torch_zip"]
 Severity = Literal["error", "warning", "info"]
-KeyPath = tuple[str | int, ...]
-"""Keys that lead to an entry in a nested state dict; an int is an index into a list."""
+KeyPath = tuple[str | int, ...]  # Keys that lead to an entry in a nested state dict; an int is an index into a list
 
-MAX_DIMS = 64
-"""Dims of a tensor: PyTorch's own limit."""
-MAX_ELEMS = 1 << 62
-"""Elements of a tensor, or bytes of a span: beyond it the 64-bit arithmetic of other readers overflows."""
-MAX_FQN_CHARS = 4096
-"""Characters of an FQN. Real ones have some hundred; names are split, joined and shown many times."""
+MAX_DIMS = 64  # Dims of a tensor: PyTorch's own limit
+MAX_ELEMS = 1 << 62  # Elements of a tensor, or bytes of a span: beyond it other readers' 64 bits overflow
+MAX_FQN_CHARS = 4096  # Characters of an FQN. Real ones have some hundred; names are split, joined and shown many times.
 
 
 def is_possible_shape(shape: Sequence[int]) -> bool:
@@ -139,8 +135,7 @@ class Asset:
 
     file: str
     nbytes: int
-    stored_as: str = ""
-    """What it is called where it is copied from; "" when the same."""
+    stored_as: str = ""  # What it is called where it is copied from; "" when the same
 
     @property
     def source_file(self) -> str:

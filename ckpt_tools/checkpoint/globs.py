@@ -14,21 +14,17 @@ from functools import lru_cache
 
 from ckpt_tools.errors import UsageError
 
-MAX_ALTERNATIVES = 4096
-"""Patterns that one pattern with braces may stand for."""
+MAX_ALTERNATIVES = 4096  # Patterns that one pattern with braces may stand for
 
-Names = Mapping[str, Collection[str]]
-"""Tensor → every name that it is shown under: as written and in the source, or on either side of a comparison."""
+Names = Mapping[str, Collection[str]]  # Tensor → every name that it is shown under, on either side
 _ANY_PATH = re.compile(r"\*{2,}")
 
 
 @lru_cache(maxsize=1024)
 def compile_glob(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression that `pattern` stands for; use its `fullmatch` on FQNs.
-
-    Matching takes at most O(n²) steps per alternative for an FQN of n characters, however many stars the
-    pattern has: FQNs come from files that nobody vouches for.
-    """
+    """Return the regular expression that `pattern` stands for; use its `fullmatch` on FQNs."""
+    # Matching takes at most O(n²) steps per alternative for an FQN of n characters, however many stars the pattern has:
+    # FQNs come from files that nobody vouches for.
     alternatives = dict.fromkeys(_expand_braces(pattern))
     return re.compile("|".join(map(_translate, alternatives)), re.DOTALL)
 
@@ -36,11 +32,7 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
 def find_named(
     what: str, pattern: str, names: Names, where: str | None = None, hint: str = "", kind: str = "tensor"
 ) -> set[str]:
-    """Return the keys of what `pattern` matches by any name; `what` is the option, or the rule, that brought it.
-
-    Raises:
-        UsageError: It matches nothing.
-    """
+    """Return the keys of what `pattern` matches by any name; `what` is the option, or the rule, that brought it."""
     matcher = compile_glob(pattern)
     if found := {key for key, own in names.items() if any(map(matcher.fullmatch, own))}:
         return found
@@ -49,19 +41,13 @@ def find_named(
 
 
 def choose_names(names: Names, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> set[str]:
-    """Return the keys of what some `include` glob matches (all, without one), and no `exclude`.
-
-    Raises:
-        UsageError: A pattern matches nothing, or nothing is left.
-    """
+    """Return the keys of what some `include` glob matches (all, without one), and no `exclude`: at least one."""
     kept = set().union(*(find_named(f"--include {glob}", glob, names) for glob in include)) if include else {*names}
     kept -= set().union(*(find_named(f"--exclude {glob}", glob, names) for glob in exclude))
     if (include or exclude) and not kept:
         given = " and ".join(["--include"] * bool(include) + ["--exclude"] * bool(exclude))
-        raise UsageError(
-            f"{given} leave{'' if ' ' in given else 's'} nothing",
-            hint="* stays inside one dotted component, ** crosses dots",
-        )
+        what = f"{given} leave{'' if ' ' in given else 's'} nothing"
+        raise UsageError(what, hint="* stays inside one dotted component, ** crosses dots")
     return kept
 
 
@@ -98,10 +84,8 @@ def _expand_braces(pattern: str) -> list[str]:
             finished, prefixes = frames[-1]
             inner = done + running
             if len(prefixes) * len(inner) > MAX_ALTERNATIVES:
-                raise UsageError(
-                    f"the braces of {pattern!r} stand for more than {MAX_ALTERNATIVES} patterns",
-                    hint="use * or several rules",
-                )
+                what = f"the braces of {pattern!r} stand for more than {MAX_ALTERNATIVES} patterns"
+                raise UsageError(what, hint="use * or several rules")
             frames[-1] = (finished, [prefix + part for prefix in prefixes for part in inner])
         else:
             frames[-1] = (done, [text + char for text in running])
@@ -111,19 +95,15 @@ def _expand_braces(pattern: str) -> list[str]:
 
 
 def _unbalanced(pattern: str, brace: str) -> UsageError:
-    return UsageError(
-        f"the pattern {pattern!r} has a {brace!r} without its counterpart",
-        hint="write {a,b} for alternatives, and quote the pattern in the shell",
-    )
+    what = f"the pattern {pattern!r} has a {brace!r} without its counterpart"
+    return UsageError(what, hint="write {a,b} for alternatives, and quote the pattern in the shell")
 
 
 def _translate(pattern: str) -> str:
-    """Return the regular expression of a pattern without braces.
-
-    Between two `**` only the earliest end of what stands there matters, since the second `**` takes anything
-    that follows. A lazy match finds it first, so the group can be atomic and is never tried again. Without
-    that, k stars take O(n^k) steps on a name that almost matches.
-    """
+    """Return the regular expression of a pattern without braces."""
+    # Between two `**` only the earliest end of what stands there matters, since the second `**` takes anything that
+    # follows. A lazy match finds it first, so the group can be atomic and is never tried again. Without that, k stars
+    # take O(n^k) steps on a name that almost matches.
     *before, last = _ANY_PATH.split(pattern)
     if not before:
         return _translate_path(last, open_end=False)

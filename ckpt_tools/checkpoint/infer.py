@@ -20,17 +20,14 @@ from itertools import product
 from ckpt_tools.checkpoint.entries import Checkpoint
 from ckpt_tools.checkpoint.layout import Box, Fsdp, Interval, Layout, Mesh, Placement, Replicate, Shard, cut_tensor
 
-_MAX_CANDIDATES = 1000
-"""Meshes tried before giving up: enough for any real one, a bound on what a hostile file can ask for."""
-_MAX_RANKS = 1 << 16
-"""Highest world size considered: a grid takes memory for every rank."""
+_MAX_CANDIDATES = 1000  # Meshes tried before giving up: more than any real one needs, a bound for hostile files
+_MAX_RANKS = 1 << 16  # Highest world size considered: a grid takes memory for every rank
 _RANKED_FILE = re.compile(
     r"(?:.*/)?(?:(?:__(\d{1,9})_\d+\.distcp|model_world_size_\d+_rank_(\d{1,9})\.pt|"
     r"pytorch_model_fsdp(?:_\d+)?_rank(\d{1,9})\.bin)|shard-(\d{1,9})-model-\d+-of-\d+\.safetensors)",
     re.ASCII | re.DOTALL,
 )
-_EXPERTS = {"expert", "experts", "inner_experts"}
-"""Names of modules whose parameters are those of experts."""
+_EXPERTS = {"expert", "experts", "inner_experts"}  # Names of modules whose parameters are those of experts
 _BLOCK = re.compile(r"(?:.*?\.)??(\d+)(?=\.|\Z)", re.ASCII | re.DOTALL)
 
 Sizes = tuple[int, ...]
@@ -56,16 +53,14 @@ def block_of(fqn: str) -> tuple[str, int] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pattern:
+class _Stored:
     """One way in which tensors are stored; most tensors of a model share a few."""
 
     shape: Sizes
     pack: int
-    boxes: tuple[tuple[Sizes, Sizes], ...]
-    """(offsets, sizes) per chunk."""
+    boxes: tuple[tuple[Sizes, Sizes], ...]  # (offsets, sizes) per chunk
     ranks: tuple[int, ...]
-    intervals: tuple[frozenset[Interval], ...]
-    """The distinct parts along every dim."""
+    intervals: tuple[frozenset[Interval], ...]  # The distinct parts along every dim
     fqns: tuple[str, ...]
 
     @property
@@ -77,7 +72,7 @@ class _Pattern:
         return sum(not _EXPERTS.isdisjoint(fqn.split(".")) for fqn in self.fqns)
 
 
-def _find_patterns(checkpoint: Checkpoint) -> tuple[_Pattern, ...] | None:
+def _find_patterns(checkpoint: Checkpoint) -> tuple[_Stored, ...] | None:
     """Group tensors by how they are stored; None when that is no grid, or some file has no rank."""
     rank_of = {chunk.span.file: -1 for tensor in checkpoint.tensors for chunk in tensor.chunks}
     for file in rank_of:
@@ -98,7 +93,7 @@ def _find_patterns(checkpoint: Checkpoint) -> tuple[_Pattern, ...] | None:
             return None
         if pack > 1 and (not shape or shape[-1] % pack):
             return None
-        pattern = _Pattern(
+        pattern = _Stored(
             shape=shape,
             pack=pack,
             boxes=tuple(zip(all_offsets, all_sizes, strict=True)),
@@ -121,7 +116,7 @@ def _divide_up(count: int, divisor: int) -> int:
     return -(-count // divisor)
 
 
-def _axis_sizes(patterns: tuple[_Pattern, ...], num_ranks: int) -> list[int]:
+def _axis_sizes(patterns: tuple[_Stored, ...], num_ranks: int) -> list[int]:
     """Return the sizes that an axis can have, given how many parts dims are cut into."""
     counts = {len(parts) for pattern in patterns for parts in pattern.intervals}
     sizes = set()
@@ -133,7 +128,7 @@ def _axis_sizes(patterns: tuple[_Pattern, ...], num_ranks: int) -> list[int]:
     return sorted(size for size in sizes | counts if 1 < size <= num_ranks)
 
 
-def _candidates(patterns: tuple[_Pattern, ...], num_ranks: int) -> Iterator[Mesh]:
+def _candidates(patterns: tuple[_Stored, ...], num_ranks: int) -> Iterator[Mesh]:
     """Yield meshes worth trying, those with fewer axes first."""
     # The outermost cutting axis is only as long as the highest rank demands: the further parts of a longer one would
     # be empty, so that it would explain the same chunks.
@@ -164,7 +159,7 @@ def _candidates(patterns: tuple[_Pattern, ...], num_ranks: int) -> Iterator[Mesh
             yield Mesh((("dp_shard", shard), ("tp", outer), ("ep", inner)))
 
 
-def _options(pattern: _Pattern, axis: str, size: int, has_tp: bool) -> tuple[Placement, ...]:
+def _options(pattern: _Stored, axis: str, size: int, has_tp: bool) -> tuple[Placement, ...]:
     """Return the placements that `axis` can have, the likeliest first."""
     if axis == "dp_replicate":
         return (Replicate(),)
@@ -178,7 +173,7 @@ def _options(pattern: _Pattern, axis: str, size: int, has_tp: bool) -> tuple[Pla
     return (Shard(0), *cuts, Replicate()) if traceless else (*cuts, Replicate())
 
 
-def _may_fit(pattern: _Pattern, mesh: Mesh, placements: tuple[Placement, ...]) -> bool:
+def _may_fit(pattern: _Stored, mesh: Mesh, placements: tuple[Placement, ...]) -> bool:
     """Tell, without building the grid, whether the number of parts along every dim can be right."""
     fsdp = [cut for (axis, _), cut in zip(mesh.axes, placements, strict=True) if axis == "dp_shard"]
     for dim, parts in enumerate(pattern.intervals):
@@ -195,7 +190,7 @@ def _may_fit(pattern: _Pattern, mesh: Mesh, placements: tuple[Placement, ...]) -
     return True
 
 
-def _explain(pattern: _Pattern, mesh: Mesh) -> tuple[Placement, ...] | None:
+def _explain(pattern: _Stored, mesh: Mesh) -> tuple[Placement, ...] | None:
     """Return the placements per axis under which `mesh` gives exactly the pattern's boxes and ranks."""
     for placements in product(*(_options(pattern, axis, size, mesh.size("tp") > 1) for axis, size in mesh.axes)):
         if not _may_fit(pattern, mesh, placements):
@@ -210,7 +205,7 @@ def _explain(pattern: _Pattern, mesh: Mesh) -> tuple[Placement, ...] | None:
     return None
 
 
-def _explain_all(patterns: tuple[_Pattern, ...], mesh: Mesh) -> list[tuple[Placement, ...]] | None:
+def _explain_all(patterns: tuple[_Stored, ...], mesh: Mesh) -> list[tuple[Placement, ...]] | None:
     explained = []
     for pattern in patterns:
         placements = _explain(pattern, mesh)
@@ -224,7 +219,7 @@ def _explain_all(patterns: tuple[_Pattern, ...], mesh: Mesh) -> list[tuple[Place
     return explained
 
 
-def _looks_like_stages(patterns: tuple[_Pattern, ...], mesh: Mesh) -> bool:
+def _looks_like_stages(patterns: tuple[_Stored, ...], mesh: Mesh) -> bool:
     """Tell whether the replicas hold different layers: pipeline stages, not copies."""
     num_inner = mesh.world_size // mesh.size("dp_replicate")
     groups: dict[tuple[str, int], set[int]] = {}
@@ -244,7 +239,7 @@ def _looks_like_stages(patterns: tuple[_Pattern, ...], mesh: Mesh) -> bool:
     )
 
 
-def _name_axes(patterns: tuple[_Pattern, ...], mesh: Mesh, explained: list[tuple[Placement, ...]]) -> tuple[str, ...]:
+def _name_axes(patterns: tuple[_Stored, ...], mesh: Mesh, explained: list[tuple[Placement, ...]]) -> tuple[str, ...]:
     """Name the axes by what each cuts; grids alone do not tell tp, ep and dp_shard apart."""
     names = [axis for axis, _ in mesh.axes]
     cutting = [position for position, axis in enumerate(names) if axis != "dp_replicate"]
@@ -270,13 +265,11 @@ def _name_axes(patterns: tuple[_Pattern, ...], mesh: Mesh, explained: list[tuple
 
 
 def infer_mesh(checkpoint: Checkpoint) -> Layout | None:
-    """Return the smallest mesh that explains every chunk of `checkpoint`, every axis placed, or None.
-
-    Works on chunk boxes and the ranks in file names alone, so what leaves no trace is not seen: replicas that
-    wrote nothing, and ranks whose every part is empty. Axis names follow from what an axis cuts; a mesh whose
-    axes are ordered unlike (dp_replicate, dp_shard, tp, ep) is explained only where it cannot be told apart.
-    A checkpoint of one rank is a mesh of one rank.
-    """
+    """Return the smallest mesh that explains every chunk of `checkpoint`, every axis placed, or None."""
+    # Works on chunk boxes and the ranks in file names alone, so what leaves no trace is not seen: replicas that wrote
+    # nothing, and ranks whose every part is empty. Axis names follow from what an axis cuts; a mesh whose axes are
+    # ordered unlike (dp_replicate, dp_shard, tp, ep) is explained only where it cannot be told apart. A checkpoint of
+    # one rank is a mesh of one rank.
     patterns = _find_patterns(checkpoint)
     if not patterns:
         return None

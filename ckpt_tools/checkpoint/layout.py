@@ -20,15 +20,11 @@ from typing import Generic, TypeVar
 
 from ckpt_tools.errors import UsageError
 
-AXES = ("dp_replicate", "dp_shard", "tp", "ep", "cp", "pp")
-"""Mesh axis names, as PyTorch trainers spell them."""
-AXIS_ALIASES = {"fsdp": "dp_shard", "dp": "dp_shard", "ddp": "dp_replicate"}
-"""Other spellings that are understood."""
-FSDP_AXIS = "dp_shard"
-"""The axis along which `fully_shard` cuts: inside whatever other axes cut on the same dim."""
+AXES = ("dp_replicate", "dp_shard", "tp", "ep", "cp", "pp")  # Mesh axis names, as PyTorch trainers spell them
+AXIS_ALIASES = {"fsdp": "dp_shard", "dp": "dp_shard", "ddp": "dp_replicate"}  # Other spellings that are understood
+FSDP_AXIS = "dp_shard"  # The axis along which `fully_shard` cuts: inside whatever other axes cut on the same dim
 
-Interval = tuple[int, int]
-"""(offset, size) along one dim, in elements."""
+Interval = tuple[int, int]  # (offset, size) along one dim, in elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +129,7 @@ class Layout:
 
     mesh: Mesh
     placements: Mapping[str, Mapping[str, Placement]]
-    packed: tuple[str, ...] = ()
-    """Tensors of several matrices side by side, of each of which a rank of the live model has a part; one run here."""
+    packed: tuple[str, ...] = ()  # Several matrices side by side, of each of which a rank has a part; one run here
     kept_whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """FQN → axes that a rule names and that do not cut it, since they would cut unevenly."""
 
@@ -155,9 +150,8 @@ def parse_mesh(text: str, *, world_size: int | None = None) -> Mesh:
             equals = ""
             size = 0
         if not equals:
-            raise UsageError(
-                f"{part.strip()!r} is not an axis of a mesh", hint="write for example --mesh dp_shard=8,tp=2"
-            )
+            what = f"{part.strip()!r} is not an axis of a mesh"
+            raise UsageError(what, hint="write for example --mesh dp_shard=8,tp=2")
         axes.append((AXIS_ALIASES.get(name, name), size))
     unknown = [name for name, size in axes if size == -1]
     if len(unknown) > 1:
@@ -171,10 +165,8 @@ def parse_mesh(text: str, *, world_size: int | None = None) -> Mesh:
         axes = [(name, world_size // known if size == -1 else size) for name, size in axes]
     mesh = Mesh(tuple(axes))
     if world_size is not None and mesh.world_size != world_size:
-        raise UsageError(
-            f"the mesh {mesh} has {mesh.world_size} ranks, --world-size says {world_size}",
-            hint="drop --world-size or write -1 for one axis",
-        )
+        what = f"the mesh {mesh} has {mesh.world_size} ranks, --world-size says {world_size}"
+        raise UsageError(what, hint="drop --world-size or write -1 for one axis")
     return mesh
 
 
@@ -210,10 +202,8 @@ class Grid:
 
     shape: tuple[int, ...]
     mesh: Mesh
-    cutters: tuple[tuple[int, ...], ...]
-    """Per dim, the positions of the mesh axes that cut it, outermost cut first."""
-    intervals: tuple[tuple[Interval, ...], ...]
-    """Per dim, the parts in the order of the cutters' combined index."""
+    cutters: tuple[tuple[int, ...], ...]  # Per dim, the positions of the mesh axes that cut it, outermost cut first
+    intervals: tuple[tuple[Interval, ...], ...]  # Per dim, the parts in the order of the cutters' combined index
 
     def local_box(self, rank: int) -> Box:
         """Return the box that `rank` holds; empty parts have size 0 and the offset where they would start."""
@@ -228,10 +218,8 @@ class Grid:
 
     @cached_property
     def cells(self) -> tuple[tuple[int, Box], ...]:
-        """(rank, box) of every distinct box by the lowest rank that holds it, in rank order.
-
-        Boxes at the same offsets are one, as in DCP's planner (`dedup_save_to_lowest_rank`).
-        """
+        """(rank, box) of every distinct box by the lowest rank that holds it, in rank order."""
+        # Boxes at the same offsets are one, as in DCP's planner (`dedup_save_to_lowest_rank`).
         strides = [math.prod(size for _, size in self.mesh.axes[i + 1 :]) for i in range(len(self.mesh.axes))]
         per_dim = []
         for positions, intervals in zip(self.cutters, self.intervals, strict=True):
@@ -282,12 +270,10 @@ def _grid(shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...],
 
 
 def cut_tensor(shape: tuple[int, ...], mesh: Mesh, placements: Mapping[str, Placement], *, pack: int = 1) -> Grid:
-    """Return how `mesh` cuts a tensor of `shape` under `placements` (axis name → placement).
-
-    Axes that `placements` does not name replicate. Grids are cached: tensors of one shape share one.
-    The shape counts logical elements, of which torch keeps `pack` in one of its own along the last dim (`DType.pack`):
-    that dim is a multiple of it, and is cut at multiples of it.
-    """
+    """Return how `mesh` cuts a tensor of `shape` under `placements` (axis name → placement)."""
+    # Axes that `placements` does not name replicate. Grids are cached: tensors of one shape share one. The shape counts
+    # logical elements, of which torch keeps `pack` in one of its own along the last dim (`DType.pack`): that dim is a
+    # multiple of it, and is cut at multiples of it.
     for axis, placement in placements.items():
         if isinstance(placement, Shard) and not 0 <= placement.dim < len(shape):
             raise UsageError(f"{axis}={placement} cuts a dim that a tensor of shape {shape} does not have")
@@ -326,18 +312,15 @@ class BoxIndex(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The canonical partition of a tensor into contiguous row-major blocks of at most `block_bytes`.
+    """The canonical partition of a tensor into contiguous row-major blocks of at most `block_bytes`."""
 
-    A block fixes the leading dims, takes a range along one dim and everything after it, so its part of any
-    row-major chunk is one contiguous run. Blocks are the unit of work and of digests: they depend on
-    shape and element width alone, so every format yields the same ones.
-    """
+    # A block fixes the leading dims, takes a range along one dim and everything after it, so its part of any row-major
+    # chunk is one contiguous run. Blocks are the unit of work and of digests: they depend on shape and element width
+    # alone, so every format yields the same ones.
 
     shape: tuple[int, ...]
-    dim: int
-    """The dim along which blocks take a range; -1 when one block holds everything."""
-    step: int
-    """Elements of `dim` per block; the last range of each run may be shorter."""
+    dim: int  # The dim along which blocks take a range; -1 when one block holds everything
+    step: int  # Elements of `dim` per block; the last range of each run may be shorter
 
     def __len__(self) -> int:
         if 0 in self.shape:
@@ -374,10 +357,8 @@ class Blocks:
 
 
 def split_blocks(shape: tuple[int, ...], element_bits: int, *, block_bytes: int, granule: int = 1) -> Blocks:
-    """Return the canonical blocks of a tensor: of at most `block_bytes`, which one granule of elements may exceed.
-
-    A granule is the elements along the last dim that fill whole bytes (sub-byte types).
-    """
+    """Return the canonical blocks of a tensor: of at most `block_bytes`, which one granule of elements may exceed."""
+    # A granule is the elements along the last dim that fill whole bytes (sub-byte types).
     inner_bits = element_bits
     for dim in reversed(range(len(shape))):
         if inner_bits * shape[dim] > block_bytes * 8:
@@ -387,3 +368,32 @@ def split_blocks(shape: tuple[int, ...], element_bits: int, *, block_bytes: int,
             return Blocks(shape, dim, step)
         inner_bits *= shape[dim]
     return Blocks(shape, -1, 0)
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that elements [start, stop) of a row-major tensor are, in order."""
+    # Every box is contiguous too: it follows the one before it in the run. A tensor of n dims has at most 2n - 1 of
+    # them; none for an empty run.
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, begin = divmod(start, row)
+    last, end = divmod(stop, row)
+    if begin and first == last:  # within one row
+        yield from _within(first, shape[1:], begin, end)
+        return
+    if begin:
+        yield from _within(first, shape[1:], begin, row)
+        first += 1
+    if first < last:
+        yield Box((first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:]))
+    if end:
+        yield from _within(last, shape[1:], 0, end)
+
+
+def _within(index: int, shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of a run inside of one row."""
+    return (Box((index, *box.offsets), (1, *box.sizes)) for box in flat_boxes(shape, start, stop))

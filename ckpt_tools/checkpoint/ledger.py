@@ -16,8 +16,7 @@ class Ledger:
     """Counts witnesses by kind; one that fails is an error."""
 
     held: Counter[str] = field(default_factory=Counter)
-    missed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(kind, why) → how many were not held."""
+    missed: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kind, why) → how many were not held
 
     def compare(self, kind: str, name: str, found: object, recorded: object, root: str) -> None:
         """Enter what a manifest records, or raise UnreadableError; `found` is None where not all was read."""
@@ -26,11 +25,9 @@ class Ledger:
         elif found == recorded:
             self.held[kind] += 1
         else:
-            raise UnreadableError(
-                f"{name} is not what the manifest recorded: its {KINDS[kind]} is {found}, recorded was {recorded}",
-                where=root,
-                hint="`ckpt verify` lists all that is wrong; restore it, or remove a manifest that was saved over",
-            )
+            what = f"{name} is not what the manifest recorded: its {KINDS[kind]} is {found}, recorded was {recorded}"
+            hint = "`ckpt verify` lists all that is wrong; restore it, or remove a manifest that was saved over"
+            raise UnreadableError(what, where=root, hint=hint)
 
     def count_crcs(self, held: int, recorded: int) -> None:
         """Enter CRC-32s of chunks."""

@@ -19,19 +19,14 @@ from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.infer import block_of, infer_mesh, rank_of_file
 from ckpt_tools.checkpoint.layout import Layout, Mesh, Placement, Replicate, cut_tensor
 
-MAX_PREFIXES = 12
-"""Rows that the FQN tree is folded to."""
-MAX_BLOCKS = 2000
-"""Rows of the rank × layer map; what is beyond goes into one row, `OTHER`."""
-OTHER = "(other)"
-"""Name of the row that takes what has no row of its own."""
-_MAX_DEPTH = 8
-"""Components of an FQN that the folded tree looks at."""
+MAX_PREFIXES = 12  # Rows that the FQN tree is folded to
+MAX_BLOCKS = 2000  # Rows of the rank × layer map; what is beyond goes into one row, `OTHER`
+OTHER = "(other)"  # Name of the row that takes what has no row of its own
+_MAX_DEPTH = 8  # Components of an FQN that the folded tree looks at
 _DIGITS = re.compile(r"(\d{1,18})", re.ASCII)
 
 
-MeshSource = Literal["manifest", "inferred", "overlay"]
-"""Who says what the mesh is: a manifest in the checkpoint, its chunks, or the user who asks "what if"."""
+MeshSource = Literal["manifest", "inferred", "overlay"]  # Who says it; "overlay" is the user who asks "what if"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +34,7 @@ class FileSummary:
     """One file that holds chunks or blobs, and the logical bytes of its chunks."""
 
     file: str
-    file_bytes: int | None
-    """Size on disk; None when the file is missing or not yet written."""
+    file_bytes: int | None  # Size on disk; None when the file is missing or not yet written
     num_chunks: int
     num_bytes: int
 
@@ -69,10 +63,8 @@ class PrefixSummary:
 class BlockSummary:
     """A row of the rank × layer map: one repeated block, or one top-level branch outside of blocks."""
 
-    name: str
-    """For example "model.layers.3" or "model.norm"."""
-    bytes_by_rank: tuple[int, ...]
-    """Logical bytes, in the order of `Summary.ranks`."""
+    name: str  # For example "model.layers.3" or "model.norm"
+    bytes_by_rank: tuple[int, ...]  # Logical bytes, in the order of `Summary.ranks`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +73,7 @@ class ContentSummary:
 
     name: str
     num_bytes: int
-    what: str
-    """What a trainer keeps there; "" where that is not known."""
+    what: str  # What a trainer keeps there; "" where that is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,11 +223,9 @@ def _summarise_dtypes(tensors: Sequence[TensorEntry]) -> dict[str, int]:
 
 
 def _count(tensors: Sequence[TensorEntry]) -> tuple[dict[str, int], dict[str, int], dict[str, dict[str, int]]]:
-    """Return chunks by file, bytes by file, and bytes by row of the map and file.
-
-    Tensors of an overlay that are cut alike share the chunks themselves, and layers of such tensors share a row:
-    thousands of ranks are counted once per kind of layer.
-    """
+    """Return chunks by file, bytes by file, and bytes by row of the map and file."""
+    # Tensors of an overlay that are cut alike share the chunks themselves, and layers of such tensors share a row:
+    # thousands of ranks are counted once per kind of layer.
     alike: dict[tuple[int, DType], Sequence[Chunk]] = {}
     held: dict[str, Counter[tuple[int, DType]]] = {}
     for tensor in tensors:
@@ -265,11 +254,9 @@ def _count(tensors: Sequence[TensorEntry]) -> tuple[dict[str, int], dict[str, in
 
 
 def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: MeshSource | None = None) -> Summary:
-    """Return what `ckpt inspect` tells about `checkpoint`, calling it by its root unless `path` is given.
-
-    The mesh is the recorded one ("manifest", unless `mesh_source` says otherwise; "overlay" marks the files as not
-    written); where none is, the one that explains the chunks (`infer_mesh`).
-    """
+    """Return what `ckpt inspect` tells about `checkpoint`, calling it by its root unless `path` is given."""
+    # The mesh is the recorded one ("manifest", unless `mesh_source` says otherwise; "overlay" marks the files as not
+    # written); where none is, the one that explains the chunks (`infer_mesh`).
     tensors = checkpoint.tensors
     num_chunks, num_bytes, rows = _count(tensors)
     names = num_chunks.keys() | {blob.span.file for blob in checkpoint.blobs} | checkpoint.files.keys()
@@ -340,11 +327,9 @@ def _summarise_ranks(files: Sequence[FileSummary]) -> tuple[RankSummary, ...]:
 
 
 def overlay(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Return what `checkpoint` would look like sharded for a mesh: virtual files, one per rank that writes.
-
-    Tensors that the layout does not name are replicated. Spans tell the file and the length alone (their
-    offset is 0), and tensors that are cut alike share their chunks: 1000 tensors × 4096 ranks stay small.
-    """
+    """Return what `checkpoint` would look like sharded for a mesh: virtual files, one per rank that writes."""
+    # Tensors that the layout does not name are replicated. Spans tell the file and the length alone (their offset is
+    # 0), and tensors that are cut alike share their chunks: 1000 tensors × 4096 ranks stay small.
     files: dict[str, int] = {}
     shared: dict[tuple[object, ...], tuple[Chunk, ...]] = {}
     uses: Counter[tuple[object, ...]] = Counter()

@@ -18,8 +18,7 @@ _Ranges = tuple[_Range, ...]
 class TilingProblem:
     """The first place where boxes fail to tile a shape."""
 
-    kind: Literal["missing", "overlap", "outside", "num-dims"]
-    """A part without a box, with two boxes, outside of the shape, or a box of another number of dims."""
+    kind: Literal["missing", "overlap", "outside", "num-dims"]  # No box, two boxes, outside, another number of dims
     box: Box
 
     def describe(self, shape: Sequence[int]) -> str:
@@ -40,11 +39,9 @@ class TilingProblem:
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Iterable[Box]) -> TilingProblem | None:
-    """Return what keeps `boxes` from tiling `shape`, or None when every element is in exactly one.
-
-    Equal boxes count once: they are replicas. Empty boxes hold nothing but must lie inside. Takes time linear in the
-    number of boxes, and to find the place of a problem a logarithm more, however the boxes lie.
-    """
+    """Return what keeps `boxes` from tiling `shape`, or None when every element is in exactly one."""
+    # Equal boxes count once: they are replicas. Empty boxes hold nothing but must lie inside. Takes time linear in the
+    # number of boxes, and to find the place of a problem a logarithm more, however the boxes lie.
     filled = []
     for box in dict.fromkeys(boxes):
         if len(box.sizes) != len(shape) or len(box.offsets) != len(shape):
@@ -90,16 +87,13 @@ class _Weights(dict[int, int]):
 
 
 def _tiles(whole: _Ranges, filled: Iterable[_Ranges]) -> bool:
-    """Do the boxes tile the whole exactly? Boxes must be distinct, lie inside and hold something.
-
-    How often each element is held is a sum of boxes, and determined by the signed corners of these boxes: it is 1
-    everywhere exactly when all corners but those of the whole cancel. With a variable for every coordinate, the
-    corners of a box are the product over the dims of (x_end - x_start), so that they cancel exactly when a
-    polynomial is zero. It is evaluated at random: a polynomial of degree d that is not zero comes out as zero with
-    a chance below d / 2^127 (Schwartz and Zippel), and a file cannot know the numbers.
-
-    A sweep would compare intervals instead, but takes n^d steps for n boxes that are cut along d different dims.
-    """
+    """Do the boxes tile the whole exactly? Boxes must be distinct, lie inside and hold something."""
+    # How often each element is held is a sum of boxes, and determined by the signed corners of these boxes: it is 1
+    # everywhere exactly when all corners but those of the whole cancel. With a variable for every coordinate, the
+    # corners of a box are the product over the dims of (x_end - x_start), so that they cancel exactly when a polynomial
+    # is zero. It is evaluated at random: a polynomial of degree d that is not zero comes out as zero with a chance
+    # below d / 2^127 (Schwartz and Zippel), and a file cannot know the numbers.
+    # A sweep would compare intervals instead, but takes n^d steps for n boxes that are cut along d different dims.
     weights = [_Weights() for _ in whole]
 
     def corners(ranges: _Ranges) -> int:

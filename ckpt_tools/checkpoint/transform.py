@@ -29,11 +29,7 @@ _BESIDE = re.compile(
 
 
 def select(
-    checkpoint: Checkpoint,
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    also: Names | None = None,
+    checkpoint: Checkpoint, *, include: Sequence[str] = (), exclude: Sequence[str] = (), also: Names | None = None
 ) -> Checkpoint:
     """Keep what of it has an FQN, or another name that `also` has for it, that the globs choose."""
     if not include and not exclude:
@@ -58,10 +54,8 @@ def rename(checkpoint: Checkpoint, new_name: Callable[[str], str]) -> Checkpoint
     seen: dict[str, str] = {}
     for old, new in zip(checkpoint.tensors, tensors, strict=True):
         if new.fqn in seen:
-            raise UsageError(
-                f"{old.fqn!r} and {seen[new.fqn]!r} would both be named {new.fqn!r}",
-                hint="say what to strip: `ckpt gather SRC DST --strip-prefix none|PREFIX`, or --exclude one of them",
-            )
+            hint = "say what to strip: `ckpt gather SRC DST --strip-prefix none|PREFIX`, or --exclude one of them"
+            raise UsageError(f"{old.fqn!r} and {seen[new.fqn]!r} would both be named {new.fqn!r}", hint=hint)
         seen[new.fqn] = old.fqn
     return replace(checkpoint, tensors=tensors)
 
@@ -94,12 +88,11 @@ def in_model(name: str, prefix: str) -> bool:
 
 
 def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
-    """Find the model in what a trainer saved; everything else is left out (optimizer, train state, a second copy).
-
-    Return its tensors, with their names unchanged, and the root that their names lie under once `strip_wrappers` is
-    done with them ("", "model.", "app.model.", …). The nesting that DCP records (`TensorEntry.path`) decides; where it
-    is flat or unknown, a root is only a root when every key has it and what remains still looks like a model's keys.
-    """
+    """Find the model in what a trainer saved; everything else is left out (optimizer, train state, a second copy)."""
+    # Return its tensors, with their names unchanged, and the root that their names lie under once `strip_wrappers` is
+    # done with them ("", "model.", "app.model.", …). The nesting that DCP records (`TensorEntry.path`) decides; where
+    # it is flat or unknown, a root is only a root when every key has it and what remains still looks like a model's
+    # keys.
     candidates = tuple(entry for entry in checkpoint.tensors if not is_optimizer(entry))
     tensors, root = _descend(candidates)
     prefix = "".join(f"{key}." for key in root)
@@ -158,18 +151,14 @@ def strip_prefix(fqns: Iterable[str], prefix: str) -> Callable[[str], str]:
     """Return the function that removes `prefix` from an FQN."""
     without = next((fqn for fqn in fqns if not fqn.startswith(prefix)), None)
     if without is not None:
-        raise UsageError(
-            f"tensor {without!r} does not begin with {prefix!r}",
-            hint="`ckpt gather SRC DST --strip-prefix auto` finds the prefix; --include and --exclude choose tensors",
-        )
+        hint = "`ckpt gather SRC DST --strip-prefix auto` finds the prefix; --include and --exclude choose tensors"
+        raise UsageError(f"tensor {without!r} does not begin with {prefix!r}", hint=hint)
     return lambda fqn: fqn[len(prefix) :]
 
 
 def plain_names(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """Index the model's tensors by the names that a plain model gives them.
-
-    Root and wrappers are stripped; tensors whose plain names would be the same keep their own.
-    """
+    """Index the model's tensors by the names that a plain model gives them."""
+    # Root and wrappers are stripped; tensors whose plain names would be the same keep their own.
     model, prefix = find_model(checkpoint)
     plain = [strip_wrappers(entry.fqn)[len(prefix) :] for entry in model.tensors]
     counts = Counter(plain)

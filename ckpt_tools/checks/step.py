@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checkpoint.formats.candidates import may_be_one_of_several
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.formats.repositories import may_be_one_of_several
 from ckpt_tools.checkpoint.formats.step import OpenedStep
 from ckpt_tools.checkpoint.formats.steps import HERE
 from ckpt_tools.checkpoint.identity import Identity

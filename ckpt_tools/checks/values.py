@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ckpt_tools.checkpoint.entries import Checkpoint, Finding, TensorEntry
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.infer import rank_of_file
-from ckpt_tools.checkpoint.names.adapters import is_factor
+from ckpt_tools.checkpoint.names.foreign import is_factor
 from ckpt_tools.checkpoint.transform import find_model, strip_wrappers
 from ckpt_tools.checks.siblings import gathered
 from ckpt_tools.errors import CkptError, UnreadableError

@@ -19,7 +19,7 @@ from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.checkpoint.formats.inside import check_sealed, revealed
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.layout import Box
-from ckpt_tools.checkpoint.names.adapters import is_factor
+from ckpt_tools.checkpoint.names.foreign import is_factor
 from ckpt_tools.checks.diff import match_names
 from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.convert.job import STATE, Job, check_separate, kept_by

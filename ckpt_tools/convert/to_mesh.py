@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.dcp_placing import place
-from ckpt_tools.checkpoint.formats.hf_sharded_placing import notes_on_loading, place_sharded
+from ckpt_tools.checkpoint.formats.hf_sharded import notes_on_loading, place_sharded
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.globs import Names
 from ckpt_tools.checkpoint.layout import Layout, Placement, Shard, parse_mesh

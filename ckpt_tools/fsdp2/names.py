@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.table import format_of
 from ckpt_tools.checkpoint.names import Expected, load_table
-from ckpt_tools.checkpoint.names.contract import Contract, settle
 from ckpt_tools.checkpoint.names.convert import convert
+from ckpt_tools.checkpoint.names.match import Contract, settle
 from ckpt_tools.checkpoint.names.mosaic import whole
 from ckpt_tools.checkpoint.names.operations import UnknownOperationError
-from ckpt_tools.checkpoint.names.renames import Rule
+from ckpt_tools.checkpoint.names.renames import RenameRule
 from ckpt_tools.checkpoint.transform import find_model, is_optimizer, strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import installed_release
@@ -248,7 +248,7 @@ def architecture_of(model: nn.Module) -> LiveArchitecture | None:
     )
 
 
-def _installed_rules(model: nn.Module) -> list[Rule] | None:
+def _installed_rules(model: nn.Module) -> list[RenameRule] | None:
     """Return what loading does by the installed transformers; None where it has a kind of rule that ckpt has not."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 

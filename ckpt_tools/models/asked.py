@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tools.checkpoint.names.match import hold
 from ckpt_tools.checkpoint.names.patterns import add
-from ckpt_tools.checkpoint.names.renames import Rule
+from ckpt_tools.checkpoint.names.renames import RenameRule
 from ckpt_tools.checkpoint.names.table import Expected, Tie, load_table
 from ckpt_tools.errors import CkptError
 from ckpt_tools.floors import installed_release
@@ -29,21 +29,21 @@ _KINDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class NamesQuestion:
     """What the child is asked: the text of a config."""
 
     config: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class NamesAnswer:
     """What it says; see `Expected`."""
 
     base: str
     names: tuple[str, ...]
     ties: tuple[tuple[str, str], ...]
-    rules: tuple[Rule, ...]
-    save_rules: tuple[Rule, ...]
+    rules: tuple[RenameRule, ...]
+    save_rules: tuple[RenameRule, ...]
     ignored: tuple[str, ...]
     may_miss: tuple[str, ...]
 
@@ -77,8 +77,8 @@ def _ask(architecture: str, config: str) -> tuple[Expected | None, tuple[str, ..
     """Return what the installed transformers says, with the live names; None where it does not know the model."""
     try:
         check_config(json.loads(config), "config.json")
-        job = Question(config=config)
-        with Child("ckpt_tools.models.asked:answer", job, Answer, does="asks transformers", walled=True) as child:
+        job = NamesQuestion(config=config)
+        with Child("ckpt_tools.models.asked:answer", job, NamesAnswer, does="asks transformers", walled=True) as child:
             found = child.result()
     except CkptError:
         return None, ()
@@ -98,7 +98,7 @@ def _ask(architecture: str, config: str) -> tuple[Expected | None, tuple[str, ..
     return expected, found.names
 
 
-def answer(job: Question, here: Here) -> Answer:
+def answer(job: NamesQuestion, here: Here) -> NamesAnswer:
     """Build the model on meta, and say what it is made of; what `_ask` calls in a child."""
     import torch
     from transformers import conversion_mapping
@@ -117,7 +117,7 @@ def answer(job: Question, here: Here) -> Answer:
     save_rules = [rule_of(one.reverse_transform()) for one in reversed(saved)]
     if None in rules or None in save_rules:
         raise CkptError("transformers has a kind of renaming that ckpt does not know")
-    return Answer(
+    return NamesAnswer(
         base=model.base_model_prefix or "",
         names=tuple(model.state_dict()),
         ties=tuple((model.all_tied_weights_keys or {}).items()),
@@ -128,13 +128,13 @@ def answer(job: Question, here: Here) -> Answer:
     )
 
 
-def rule_of(transform: Any) -> Rule | None:  # noqa: ANN401 - transformers' own WeightTransform
+def rule_of(transform: Any) -> RenameRule | None:  # noqa: ANN401 - transformers' own WeightTransform
     """Return one of transformers' renamings or conversions as the table has it; None for a kind that it has not."""
     name = type(transform).__name__
     kind = f"shift{transform.offset:+d}" if name == "Inkling2IndexOffsetWeightRename" else _KINDS.get(name)
     if kind is None:
         return None
-    return Rule(
+    return RenameRule(
         kind=kind,
         operations=",".join(map(_operation, getattr(transform, "operations", ()))),
         sources=tuple(transform.source_patterns),

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-VOCABULARY = 256
-"""Tokens that the built-in model knows."""
+VOCABULARY = 256  # Tokens that the built-in model knows
 _WIDTH = 64
 _HEADS = 4
 _LAYERS = 3

@@ -10,10 +10,8 @@ from torch import nn
 
 
 def adopt_computed(model: nn.Module, build: Callable[[], nn.Module]) -> tuple[str, ...]:
-    """Take non-persistent buffers and plain tensors from a second build of the model; return their names.
-
-    `model` was built on meta; of the second build only the parameters go to meta.
-    """
+    """Take non-persistent buffers and plain tensors from a second build of the model; return their names."""
+    # `model` was built on meta; of the second build only the parameters go to meta.
     wanted = [(fqn, module, key) for fqn, module in model.named_modules() for key in _computed_keys(module)]
     if not wanted:
         return ()

@@ -20,8 +20,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
 CONFIG_NAME = "config.json"
-MAX_CONFIG_BYTES = 16 << 20
-"""Longer ones are no configs of models: real ones have some kilobytes, a megabyte with many labels."""
+MAX_CONFIG_BYTES = 16 << 20  # Real ones have some kilobytes, a megabyte with many labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +28,7 @@ class ModelConfig:
     """A config.json."""
 
     values: Mapping[str, Any]
-    where: str
-    """Its path, for messages."""
+    where: str  # Its path, for messages
 
     @property
     def architecture(self) -> str | None:
@@ -46,10 +44,8 @@ def config_path(model: str) -> str:
 
 
 def component_of(path: str) -> tuple[str, str]:
-    """Return the directory of the component that is trained, for that of a diffusers pipeline, and which it is.
-
-    Any other path is returned as it is, with nothing to say.
-    """
+    """Return the directory of the component that is trained, for that of a diffusers pipeline, and which it is."""
+    # Any other path is returned as it is, with nothing to say.
     if not is_file(os.path.join(path, PIPELINE_NAME)):
         return path, ""
     with open_source(path) as source:
@@ -58,11 +54,8 @@ def component_of(path: str) -> tuple[str, str]:
     found = next((name for name in TRAINED if name in components), None)
     if found is None:
         listed = ", ".join(escape_name(name) for name in components) or "no component with a config.json"
-        raise UsageError(
-            f"a diffusers pipeline without a transformer or unet: it has {listed}",
-            where=path,
-            hint=f"name one of its directories: {os.path.join(path, components[0])}" if components else None,
-        )
+        hint = f"name one of its directories: {os.path.join(path, components[0])}" if components else None
+        raise UsageError(f"a diffusers pipeline without a transformer or unet: it has {listed}", where=path, hint=hint)
     others = ", ".join(escape_name(name) for name in components if name != found) or "none"
     return os.path.join(path, found), f"the {found} of the diffusers pipeline (other components: {others})"
 

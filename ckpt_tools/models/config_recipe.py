@@ -17,27 +17,15 @@ from ckpt_tools.sandbox.audit import HINT
 from ckpt_tools.sandbox.config import without_code_keys
 
 USE_FACTORY = "use --factory pkg.mod:callable"
-FEEDS_ITSELF = f"{USE_FACTORY}, whose model has example_batch(batch_size, seq_len)"
-"""Hint: what to do with a model that ckpt cannot feed."""
-LAYERDROP = re.compile(r".*layer_?drop(_rate|_prob)?")
-"""Keys of a config that drop whole layers."""
+FEEDS_ITSELF = f"{USE_FACTORY}, whose model has example_batch(batch_size, seq_len)"  # For a model that ckpt cannot feed
+LAYERDROP = re.compile(r".*layer_?drop(_rate|_prob)?")  # Keys of a config that drop whole layers
 _DROPOUT = re.compile(r".*(dropout|drop_rate|drop_path|pdrop|layerdrop|drop_path_rate)(_rate|_prob)?")
 
 
 class ConfigRecipe(Recipe):
-    """The model of a config.json.
+    """The model of a config.json; `otherwise` says in hints what to do instead, where there is no `--factory`."""
 
-    Args:
-        config: The content of config.json.
-        where: Where it came from, for messages.
-        otherwise: What to do instead, for hints, where there is no `--factory`.
-
-    Raises:
-        UsageError: Its library is not there, or has no such model; or the config is refused.
-    """
-
-    depth_keys: re.Pattern[str]
-    """Keys of a config that say how many layers a stack has."""
+    depth_keys: re.Pattern[str]  # Keys of a config that say how many layers a stack has
 
     def __init__(self, config: Mapping[str, Any], where: str, *, otherwise: str | None = None) -> None:
         check_config(config, where)
@@ -45,11 +33,8 @@ class ConfigRecipe(Recipe):
         self._values: dict[str, Any] = copy.deepcopy(without_code_keys(config))
         self.where = where
         if self._values.get("quantization_config") is not None:
-            raise UsageError(
-                "the checkpoint is quantised, and its weights cannot be trained as they are",
-                where=self.where,
-                hint="start from the checkpoint that it was made of",
-            )
+            what = "the checkpoint is quantised, and its weights cannot be trained as they are"
+            raise UsageError(what, where=self.where, hint="start from the checkpoint that it was made of")
         self.title = self._find_class(otherwise or USE_FACTORY)
 
     @abstractmethod
@@ -107,11 +92,8 @@ class ConfigRecipe(Recipe):
             raise
         except Exception as error:  # configs may say anything of sizes and tokens
             text = str(error).partition("\n")[0]
-            raise UsageError(
-                f"ckpt cannot make a batch for a {self.title}: {type(error).__name__}: {text}",
-                where=self.where,
-                hint=self._otherwise or FEEDS_ITSELF,
-            ) from error
+            what = f"ckpt cannot make a batch for a {self.title}: {type(error).__name__}: {text}"
+            raise UsageError(what, where=self.where, hint=self._otherwise or FEEDS_ITSELF) from error
 
     @property
     def num_layers(self) -> int | None:
@@ -150,9 +132,8 @@ def stopped(error: Exception, title: str, where: str) -> UsageError | None:
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text:
         return UsageError(f"building a {title} takes more memory than it may: {text or 'MemoryError'}", where=where)
     if isinstance(error, OSError) or "Permission denied" in text:
-        return RefusedConfigError(
-            f"building a {title} as the config says reaches for files or hosts: {text}: refused", where=where, hint=HINT
-        )
+        what = f"building a {title} as the config says reaches for files or hosts: {text}: refused"
+        return RefusedConfigError(what, where=where, hint=HINT)
     return None
 
 

@@ -17,8 +17,7 @@ from ckpt_tools.checkpoint.names.table import load_table
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import first_few
 
-CONVENTIONS = ("torchtitan", "megatron", "meta", "torchtune")
-"""Each is a file of `maps`; see `maps.keymap`."""
+CONVENTIONS = ("torchtitan", "megatron", "meta", "torchtune")  # Each is a file of `maps`; see `maps.keymap`
 _Config = Mapping[str, object]
 
 
@@ -34,8 +33,7 @@ class Convention:
 
     name: str
     key_map: KeyMap
-    is_of_class: bool
-    """Is the map of the model's class itself, rather than of its `model_type`?"""
+    is_of_class: bool  # Is the map of the model's class itself, rather than of its `model_type`?
 
 
 def map_of(maps: Mapping[str, KeyMap], architecture: str, config: _Config) -> KeyMap | None:
@@ -59,10 +57,8 @@ def agreed(known: Sequence[Convention], tensors: Mapping[str, Mosaic], config: _
     first, *others = (convention.key_map.backward(tensors, config) for convention in known)
     if any(other.mosaics != first.mosaics or other.aliases != first.aliases for other in others):
         names = [convention.name for convention in known]
-        raise UnclearNamesError(
-            f"these are names of {' and of '.join(names)}, which mean different tensors by them",
-            hint=f"say whose they are: --names {' or --names '.join(names)}",
-        )
+        what = f"these are names of {' and of '.join(names)}, which mean different tensors by them"
+        raise UnclearNamesError(what, hint=f"say whose they are: --names {' or --names '.join(names)}")
     return first
 
 
@@ -70,11 +66,8 @@ def refuse_lost(lost: Sequence[str], *, where: str) -> None:
     """Refuse what the hub has no place for: without it, the model may compute something else."""
     if lost:
         glob = shlex.quote("**" + re.sub(r"\d+", "*", lost[0]))
-        raise UnclearNamesError(
-            f"the hub has no place for {first_few(lost)}: without, the model may not compute what was trained",
-            where=where,
-            hint=f"leave it out where it does not matter: --exclude {glob}",
-        )
+        what = f"the hub has no place for {first_few(lost)}: without, the model may not compute what was trained"
+        raise UnclearNamesError(what, where=where, hint=f"leave it out where it does not matter: --exclude {glob}")
 
 
 _OTHERWISE = {
@@ -90,10 +83,7 @@ _CUTS = {
     "kv_channels": "head_dim",
 }
 """Megatron's settings → keys of config.json, by which fused rows are taken apart."""
-_OTHERS = {
-    "rotary_base": ("rope_parameters.rope_theta", "rope_theta"),
-    "norm_epsilon": ("rms_norm_eps",),
-}
+_OTHERS = {"rotary_base": ("rope_parameters.rope_theta", "rope_theta"), "norm_epsilon": ("rms_norm_eps",)}
 """Megatron's settings → keys of config.json that no tensor shows."""
 
 
@@ -101,10 +91,8 @@ def check_settings(settings: _Config, config: _Config) -> tuple[str, ...]:
     """Compare config.json with what Megatron noted of the model; return where the result would compute otherwise."""
     for name, what in _OTHERWISE.items():
         if settings.get(name) is True:
-            raise UsageError(
-                f"the model was trained with {name}: {what}, which ckpt does not undo",
-                hint="use Megatron-Bridge (AutoBridge.export_ckpt), or keep the names: --names live",
-            )
+            hint = "use Megatron-Bridge (AutoBridge.export_ckpt), or keep the names: --names live"
+            raise UsageError(f"the model was trained with {name}: {what}, which ckpt does not undo", hint=hint)
     cuts = {} if settings.get("multi_latent_attention") is True else _CUTS
     for name, key in cuts.items():
         own, said = settings.get(name), look_up(key, config)
@@ -112,10 +100,8 @@ def check_settings(settings: _Config, config: _Config) -> tuple[str, ...]:
             has_none = settings.get("group_query_attention") is False  # then its 1 is a default that means nothing
             own = settings.get("num_attention_heads") if has_none else None
         if type(own) is int and type(said) is int and own != said:
-            raise UsageError(
-                f"{key} is {said} in config.json, and the model was trained with {name} {own}",
-                hint="pass the config of this model: --assets DIR",
-            )
+            what = f"{key} is {said} in config.json, and the model was trained with {name} {own}"
+            raise UsageError(what, hint="pass the config of this model: --assets DIR")
     found = []
     for name, keys in _OTHERS.items():
         own, said = settings.get(name), next((v for key in keys if (v := look_up(key, config)) is not None), None)
@@ -125,12 +111,10 @@ def check_settings(settings: _Config, config: _Config) -> tuple[str, ...]:
 
 
 def named_by(key_map: KeyMap, hub: Mapping[str, Mosaic], architecture: str, config: _Config) -> tuple[Converted, str]:
-    """Return what a convention's map makes of the hub's tensors, and the digest of all rules by which it does.
-
-    transformers saves experts one by one where its modules hold all of a layer in one tensor, or as the modules hold
-    them (`save_original_format=False`). A map reads one of these forms; the other is brought into it first.
-    Refuse a file in which tensors are lacking, where the architecture is known: a library's model lacks them too.
-    """
+    """Return what a convention's map makes of the hub's tensors, and the digest of all rules by which it does."""
+    # transformers saves experts one by one where its modules hold all of a layer in one tensor, or as the modules hold
+    # them (`save_original_format=False`). A map reads one of these forms; the other is brought into it first. Refuse a
+    # file in which tensors are lacking, where the architecture is known: a library's model lacks them too.
     expected = load_table().expected(architecture, config)
     form, digest = hub, key_map.digest
     if expected is not None and not key_map.reads(hub):

@@ -58,11 +58,8 @@ class HfRecipe(ConfigRecipe):
             batch["pixel_values"] = _draw_pixels(config, self.where, otherwise)
         else:
             takes = ", ".join(list(names)[1:4])
-            raise UsageError(
-                f"no batch is known for a {self.title}, whose forward takes {takes}, …",
-                where=self.where,
-                hint=self._otherwise or FEEDS_ITSELF,
-            )
+            what = f"no batch is known for a {self.title}, whose forward takes {takes}, …"
+            raise UsageError(what, where=self.where, hint=self._otherwise or FEEDS_ITSELF)
         if "labels" in names and (labels := _draw_labels(self.title, config, batch)) is not None:
             batch["labels"] = labels
         elif {"start_positions", "end_positions"} <= set(names):
@@ -103,20 +100,14 @@ def _find_classes(config: Mapping[str, Any], where: str, otherwise: str) -> tupl
     try:
         import transformers
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"building a {names[0]} needs transformers",
-            where=where,
-            hint=f"pip install 'ckpt-tools[hf]', or {otherwise}",
-        ) from error
+        what = f"building a {names[0]} needs transformers"
+        raise UsageError(what, where=where, hint=f"pip install 'ckpt-tools[hf]', or {otherwise}") from error
     found = getattr(transformers, names[0], None)
     # The name comes from a file: only a model class may be called.
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)) or found.config_class is None:
         custom = " (it brings code of its own, which is not run)" if "auto_map" in config else ""
-        raise UsageError(
-            f"transformers {transformers.__version__} has no model class {names[0]}{custom}",
-            where=where,
-            hint=otherwise,
-        )
+        what = f"transformers {transformers.__version__} has no model class {names[0]}{custom}"
+        raise UsageError(what, where=where, hint=otherwise)
     return found, found.config_class
 
 

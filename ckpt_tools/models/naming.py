@@ -30,10 +30,8 @@ from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name, first_few
 
-AssetList = Sequence[tuple[Source, Asset]]
-"""Files that belong to a model and hold no weights, and where from."""
-Resolve = Callable[[TensorEntry], TensorEntry]
-"""Returns a tensor with its chunks on their raw bytes."""
+AssetList = Sequence[tuple[Source, Asset]]  # Files that belong to a model and hold no weights, and where from
+Resolve = Callable[[TensorEntry], TensorEntry]  # Returns a tensor with its chunks on their raw bytes
 _LIBRARIES = (*CONVENTIONS, CONVENTION)
 _MAX_MAP_BYTES = 1 << 20
 _WHOLE_MAP = "the map needs a line for every tensor; `drop NAME` keeps a name, and ** at its end is anything"
@@ -46,8 +44,7 @@ class Claim:
 
     architecture: str
     config: Mapping[str, object]
-    source: Source
-    """Where that file lies."""
+    source: Source  # Where that file lies
 
 
 def claim_of(assets: AssetList) -> Claim | None:
@@ -65,24 +62,16 @@ def claim_of(assets: AssetList) -> Claim | None:
 class Named:
     """A checkpoint by the names that are to be written."""
 
-    checkpoint: Checkpoint
-    """Chunks are raw where tensors were taken apart or joined."""
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """Name → name in the source, of what is one tensor of the source as it is."""
+    checkpoint: Checkpoint  # Chunks are raw where tensors were taken apart or joined
+    sources: Mapping[str, str] = field(default_factory=dict)  # Name → name in the source, of one whole tensor of it
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further name of a tensor → its name in the checkpoint; of `name_hub`, those that are left out, in the source."""
-    copies: tuple[tuple[TensorEntry, TensorEntry], ...] = ()
-    """What must be equal: of several copies, one stays. Named as the tensor that the first is of."""
-    map: TensorMap | None = None
-    """What brought the names about; None where none changed."""
-    apart: tuple[TensorEntry, ...] = ()
-    """Tensors of the source that are joined or split; what is recorded of them holds for none that is written."""
-    lost: tuple[str, ...] = ()
-    """What the hub has no place for; it keeps its name."""
-    left_out: tuple[str, ...] = ()
-    """What has no place among these names and was left out, for people."""
-    note: str = ""
-    """What was done, for people; empty for nothing."""
+    copies: tuple[tuple[TensorEntry, TensorEntry], ...] = ()  # What must be equal, named as the tensor of the first
+    map: TensorMap | None = None  # What brought the names about; None where none changed
+    apart: tuple[TensorEntry, ...] = ()  # Tensors of the source that are joined or split; their records hold for none
+    lost: tuple[str, ...] = ()  # What the hub has no place for; it keeps its name
+    left_out: tuple[str, ...] = ()  # What has no place among these names and was left out, for people
+    note: str = ""  # What was done, for people; empty for nothing
 
     @classmethod
     def as_it_is(cls, checkpoint: Checkpoint) -> Self:
@@ -95,8 +84,7 @@ class Naming:
     """Which names are asked for."""
 
     names: str = "auto"
-    own: Mapping[str, KeyMap] = field(default_factory=dict)
-    """The user's own map: `model_type` (or "*") → map."""
+    own: Mapping[str, KeyMap] = field(default_factory=dict)  # The user's own map: `model_type` (or "*") → map
 
     @classmethod
     def of(cls, names: str, path: str | os.PathLike[str] | None) -> Self:
@@ -112,9 +100,8 @@ class Naming:
         except UnicodeDecodeError as error:
             raise UsageError(f"the map is not UTF-8 text: {error}", where=where) from None
         if not own:
-            raise UsageError(
-                "the map is empty", where=where, hint="begin with [*], then a line NEW = OLD for each tensor"
-            )
+            what = "the map is empty"
+            raise UsageError(what, where=where, hint="begin with [*], then a line NEW = OLD for each tensor")
         return cls(names="map", own=own)
 
 
@@ -129,11 +116,9 @@ def name_live(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve
         known, found = _forward(checkpoint.tensors, assets, naming)
     except (UsageError, UnreadableError) as error:
         if names != "auto":
-            raise UsageError(
-                error.what if naming.own else f"--names {names}: {error.what}",
-                where=error.where or checkpoint.root,
-                hint=(error.hint or _WHOLE_MAP) if naming.own else "leave out --names to keep names that are not known",
-            ) from error
+            what = error.what if naming.own else f"--names {names}: {error.what}"
+            hint = (error.hint or _WHOLE_MAP) if naming.own else "leave out --names to keep names that are not known"
+            raise UsageError(what, where=error.where or checkpoint.root, hint=hint) from error
         return plain if error.what == _NO_CONFIG else replace(plain, note=f"names of the file: {error.what}")
     whose = f"{names}'s {known.architecture}" if names in _LIBRARIES else f"the live {known.architecture}"
     whose = known.architecture if naming.own else whose
@@ -160,11 +145,9 @@ def name_hub(checkpoint: Checkpoint, assets: AssetList, naming: Naming, resolve:
             what = f"--names {naming.names}: {error.what}"
             raise UsageError(what, where=error.where or checkpoint.root, hint=hint) from error
         if naming.own or (naming.names == "hub" and not _is_hub(checkpoint, assets)):
-            raise UsageError(
-                error.what if naming.own else f"--names hub: {error.what}",
-                where=error.where or checkpoint.root,
-                hint=_WHOLE_MAP if naming.own else "--names live writes the names that are there",
-            ) from error
+            what = error.what if naming.own else f"--names hub: {error.what}"
+            hint = _WHOLE_MAP if naming.own else "--names live writes the names that are there"
+            raise UsageError(what, where=error.where or checkpoint.root, hint=hint) from error
         return plain
     if checkpoint.mesh is None and not format_of(checkpoint).keeps_order:
         _refuse_packed(checkpoint, found)
@@ -194,11 +177,9 @@ def name_known(checkpoint: Checkpoint, assets: AssetList, names: str, resolve: R
 
 
 def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
-    """Refuse matrices that lie side by side in one tensor, cut along that dim by nobody knows whom.
-
-    A tensor-parallel rank has a part of each of them (PyTorch's `_StridedShard`), which PyTorch 2.13 describes as one
-    run. What a trainer made of that the chunks do not show: rows of one matrix may stand in the place of another's.
-    """
+    """Refuse matrices that lie side by side in one tensor, cut along that dim by nobody knows whom."""
+    # A tensor-parallel rank has a part of each of them (PyTorch's `_StridedShard`), which PyTorch 2.13 describes as one
+    # run. What a trainer made of that the chunks do not show: rows of one matrix may stand in the place of another's.
     entries = {entry.fqn: entry for entry in checkpoint.tensors}
     cut = []
     for mosaic in found.mosaics.values():
@@ -238,10 +219,8 @@ def name_back(
     naming: Naming,
     resolve: Resolve,
 ) -> Named:
-    """Return live tensors as those of the files that they came from: the same map, turned around.
-
-    `headers` are what the files hold; `recorded` is what the manifest says of the map, None for a reference.
-    """
+    """Return live tensors as those of the files that they came from: the same map, turned around."""
+    # `headers` are what the files hold; `recorded` is what the manifest says of the map, None for a reference.
     if recorded is not None and recorded.names == "map" and not naming.own:
         raise UsageError("the names were made by a map of your own", hint="name it again: --map FILE")
     there = {entry.fqn: entry for entry in checkpoint.tensors}
@@ -354,9 +333,8 @@ def _expected(claim: Claim, fits: Callable[[Expected], bool]) -> Expected:
 
     expected = expected_for(claim.architecture, claim.config, fits)
     if expected is None:
-        raise UsageError(
-            f"{claim.architecture} is not known to ckpt, nor to the transformers that is installed, if any"
-        )
+        what = f"{claim.architecture} is not known to ckpt, nor to the transformers that is installed, if any"
+        raise UsageError(what)
     return expected
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,24 +18,18 @@ from ckpt_tools.models.builtin import SmallTransformer
 from ckpt_tools.models.computed import adopt_computed
 from ckpt_tools.text import first_few
 
-BATCH_SIZE = 2
-"""Samples per data-parallel rank."""
-SEQ_LEN = 16
-"""Tokens per sample."""
+BATCH_SIZE = 2  # Samples per data-parallel rank
+SEQ_LEN = 16  # Tokens per sample
 
-Batch = dict[str, Any]
-"""What forward takes, by name: tensors, lists and dicts of tensors, numbers."""
+Batch = dict[str, Any]  # What forward takes, by name: tensors, lists and dicts of tensors, numbers
 
 
 class Recipe(ABC):
     """A way to build a model. Made once; every rank, and the reference, build from it."""
 
-    title: str = ""
-    """Class of the model and where it comes from."""
-    is_cut: bool = False
-    """The model has fewer layers than it should."""
-    keeps_dropout: bool = False
-    """Models are built with the dropout that they have."""
+    title: str = ""  # Class of the model and where it comes from
+    is_cut: bool = False  # The model has fewer layers than it should
+    keeps_dropout: bool = False  # Models are built with the dropout that they have
 
     @abstractmethod
     def build(self) -> nn.Module:
@@ -82,11 +76,7 @@ class Recipe(ABC):
 
 
 class ModuleRecipe(Recipe):
-    """The built-in model, or one from a factory.
-
-    Args:
-        factory: "pkg.mod:callable"; None for the built-in model.
-    """
+    """The built-in model, or one from a factory ("pkg.mod:callable")."""
 
     def __init__(self, factory: str | None = None) -> None:
         self._factory = factory
@@ -108,10 +98,7 @@ class ModuleRecipe(Recipe):
     def _call(self, factory: str) -> nn.Module:
         model = find_callable(factory)()
         if not isinstance(model, nn.Module):
-            raise UsageError(
-                f"the factory returned a {type(model).__name__}, not a torch.nn.Module",
-                where=factory,
-            )
+            raise UsageError(f"the factory returned a {type(model).__name__}, not a torch.nn.Module", where=factory)
         return model
 
     def notes_on(self, batch: Batch) -> tuple[str, ...]:  # noqa: ARG002 - of the model
@@ -127,17 +114,13 @@ class ModuleRecipe(Recipe):
         if callable(example):
             batch = example(BATCH_SIZE, SEQ_LEN)
             if not isinstance(batch, Mapping):
-                raise UsageError(
-                    f"example_batch returned a {type(batch).__name__}, not a dict of tensors", where=self.title
-                )
+                what = f"example_batch returned a {type(batch).__name__}, not a dict of tensors"
+                raise UsageError(what, where=self.title)
             return dict(batch)
         vocabulary = _vocabulary(model)
         if vocabulary is None:
-            raise UsageError(
-                "nothing says what the model's forward takes",
-                where=self.title,
-                hint="give the model a method example_batch(batch_size, seq_len) that returns a dict of tensors",
-            )
+            hint = "give the model a method example_batch(batch_size, seq_len) that returns a dict of tensors"
+            raise UsageError("nothing says what the model's forward takes", where=self.title, hint=hint)
         tokens = torch.randint(0, vocabulary, (BATCH_SIZE, SEQ_LEN))
         takes_labels = "labels" in inspect.signature(model.forward).parameters
         return {"input_ids": tokens} | ({"labels": tokens.clone()} if takes_labels else {})
@@ -152,11 +135,8 @@ def find_callable(spec: str) -> Any:  # noqa: ANN401 - anything callable
         found: Any = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise UsageError(
-                f"no module named {error.name!r}",
-                where=f"--factory {spec}",
-                hint="run from the directory that holds it, or set PYTHONPATH",
-            ) from error
+            hint = "run from the directory that holds it, or set PYTHONPATH"
+            raise UsageError(f"no module named {error.name!r}", where=f"--factory {spec}", hint=hint) from error
         raise
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -193,24 +173,25 @@ def call(model: nn.Module, batch: Batch) -> object:
 
 
 def find_loss(output: object, named: str | None = None) -> str | None:
-    """Return where the loss is in what forward returned: a dotted name, "" for all of it, None when there is none.
-
-    A field `loss` is the loss, and so is the only scalar that has a gradient. `named` is where the user says it is
-    ("1", "losses.total"). Several scalars of which nothing says which one it is are an `UnclearLossError`.
-    """
+    """Return where the loss is in what forward returned: a dotted name, "" for all of it, None when there is none."""
+    # A field `loss` is the loss, and so is the only scalar that has a gradient. `named` is where the user says it is
+    # ("1", "losses.total"). Several scalars of which nothing says which one it is are an `UnclearLossError`.
     if named is not None:
         found = _part(output, named)
         if not isinstance(found, torch.Tensor) or not found.requires_grad:
             what = "a tensor without gradient" if isinstance(found, torch.Tensor) else f"a {type(found).__name__}"
-            raise UnclearLossError(
-                f"what forward returns at {named!r} cannot be the loss: it is {what}", hint=_SAY_WHICH
-            )
+            what = f"what forward returns at {named!r} cannot be the loss: it is {what}"
+            raise UnclearLossError(what, hint=_SAY_WHICH)
         return named
     if isinstance(output, torch.Tensor):
         return "" if output.numel() == 1 else None
     if isinstance(_part(output, "loss"), torch.Tensor):
         return "loss"
-    items = output.items() if isinstance(output, Mapping) else enumerate(output if _is_sequence(output) else ())
+    items = (
+        output.items()
+        if isinstance(output, Mapping)
+        else enumerate(output if isinstance(output, (list, tuple)) else ())
+    )
     scalars = {
         str(name): item
         for name, item in items
@@ -251,15 +232,9 @@ def loss_of(output: object, at: str | None) -> torch.Tensor:
     if torch.is_grad_enabled():
         parts = [tensor for tensor in parts if tensor.requires_grad]
     if not parts:
-        raise UsageError(
-            f"forward returned no loss, and no tensor that has a gradient, but a {type(output).__name__}",
-            hint="return a loss, or an object with .loss",
-        )
+        what = f"forward returned no loss, and no tensor that has a gradient, but a {type(output).__name__}"
+        raise UsageError(what, hint="return a loss, or an object with .loss")
     return torch.stack([part.float().square().mean() for part in parts]).sum()
-
-
-def _is_sequence(value: object) -> TypeGuard[list[object] | tuple[object, ...]]:
-    return isinstance(value, (list, tuple))
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

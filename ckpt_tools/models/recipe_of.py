@@ -31,8 +31,7 @@ def recipe_of(config: Mapping[str, Any], where: str, *, otherwise: str | None = 
 
 # Models that a config.json of diffusers describes (`_class_name`). No code from a checkpoint is run. Imports torch.
 
-_LATENT = 8
-"""Pixels of a latent's side, for what takes pictures."""
+_LATENT = 8  # Pixels of a latent's side, for what takes pictures
 _STEPS = 1000
 
 
@@ -58,18 +57,14 @@ class Wanted:
     """How large a batch is to be, roughly: pictures are square, and their sides even."""
 
     samples: int
-    latents: int
-    """Tokens that the latents of a sample make."""
-    text: int
-    """Tokens of its text."""
+    latents: int  # Tokens that the latents of a sample make
+    text: int  # Tokens of its text
 
 
 def draw(kind: type[nn.Module], model: nn.Module, wanted: Wanted) -> dict[str, Any] | str:
-    """Return what forward takes, from torch's random state; or the parameter of which nothing is known.
-
-    `kind` is the model's class, which a sharded model is a subclass of.
-    """
-    drawing = _Drawing(kind.__name__, model, wanted)
+    """Return what forward takes, from torch's random state; or the parameter of which nothing is known."""
+    # `kind` is the model's class, which a sharded model is a subclass of.
+    drawing = _BatchDrawing(kind.__name__, model, wanted)
     batch: dict[str, Any] = {}
     for name, parameter in inspect.signature(kind.forward).parameters.items():
         if name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -82,7 +77,7 @@ def draw(kind: type[nn.Module], model: nn.Module, wanted: Wanted) -> dict[str, A
     return batch
 
 
-class _Drawing:
+class _BatchDrawing:
     """The sizes of one batch, and what makes tensors of them."""
 
     def __init__(self, title: str, model: nn.Module, wanted: Wanted) -> None:
@@ -170,8 +165,7 @@ class _Drawing:
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_OWN = ("grid", "shapes", "conditions", "pixels")
-"""Kinds that are methods of a drawing."""
+_OWN = ("grid", "shapes", "conditions", "pixels")  # Kinds that are methods of a drawing
 _PLAIN: Mapping[str, Callable[[tuple[int, ...]], Any]] = {
     "normal": torch.randn,
     "list": lambda dims: list(torch.randn(dims).unbind()),
@@ -204,19 +198,16 @@ def _last(value: object) -> int | None:
 
 
 _SMALL = Wanted(samples=BATCH_SIZE, latents=16, text=8)
-_MAX_TEXT = 512
-"""Tokens of text: what FLUX's and most pipelines cut at, beside 4096 for a picture of 1024 × 1024 pixels."""
-_ZERO_STD = 0.02
-"""Of what a class sets to zero: the output of a fresh model would be zero, and so would nearly every gradient."""
+_MAX_TEXT = 512  # Tokens: what FLUX's and most pipelines cut at, beside 4096 for 1024 × 1024 pixels
+_ZERO_STD = 0.02  # Of what a class sets to zero: a fresh model's output and gradients would be zero
 _TARGET_SEED = 20
 
 
 class DiffusersRecipe(ConfigRecipe):
-    """A diffusers model with the config of a checkpoint; its forward returns the loss of a training step.
+    """A diffusers model with the config of a checkpoint; its forward returns the loss of a training step."""
 
-    Parameters are made on the default device. What a class computes of nothing is made on the CPU even if that is
-    meta: tables of frequencies are plain attributes in many models (Qwen-Image), and no load brings them back.
-    """
+    # Parameters are made on the default device. What a class computes of nothing is made on the CPU even if that is
+    # meta: tables of frequencies are plain attributes in many models (Qwen-Image), and no load brings them back.
 
     depth_keys = re.compile(r"(num_(\w+_)?layers|depth|n_layers|num_(text|visual)_blocks)")
 
@@ -252,11 +243,8 @@ class DiffusersRecipe(ConfigRecipe):
         """Draw what forward takes, on the default device."""
         found = draw(self._class, model, wanted)
         if isinstance(found, str):
-            raise UsageError(
-                f"no batch is known for a {self.title}: its forward needs {found}",
-                where=self.where,
-                hint=self._otherwise or FEEDS_ITSELF,
-            )
+            what = f"no batch is known for a {self.title}: its forward needs {found}"
+            raise UsageError(what, where=self.where, hint=self._otherwise or FEEDS_ITSELF)
         return found
 
     def notes_on(self, batch: Batch) -> tuple[str, ...]:  # noqa: ARG002 - the same for all
@@ -270,21 +258,14 @@ def _find_class(name: object, where: str, otherwise: str) -> Any:  # noqa: ANN40
     try:
         import diffusers
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"building a {name} needs diffusers",
-            where=where,
-            hint=f"pip install 'ckpt-tools[diffusers]', or {otherwise}",
-        ) from error
+        what = f"building a {name} needs diffusers"
+        raise UsageError(what, where=where, hint=f"pip install 'ckpt-tools[diffusers]', or {otherwise}") from error
     diffusers.utils.logging.set_verbosity_error()
     found = getattr(diffusers, name, None)
     # The name comes from a file: only a model class may be called.
     kinds = (diffusers.ModelMixin, diffusers.configuration_utils.ConfigMixin)
     if not (isinstance(found, type) and all(issubclass(found, kind) for kind in kinds)):
-        raise UsageError(
-            f"diffusers {diffusers.__version__} has no model class {name}",
-            where=where,
-            hint=otherwise,
-        )
+        raise UsageError(f"diffusers {diffusers.__version__} has no model class {name}", where=where, hint=otherwise)
     return found
 
 

@@ -15,11 +15,9 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.models.config import CONFIG_NAME
 
 _KEYS = ("dtype", "torch_dtype")
-_FLOATS = ("bfloat16", "float16", "half", "float32", "float", "float64", "double")
-"""What a config may call the dtypes that `--dtype` casts; others ("auto", float8) are about something else."""
+_FLOATS = ("bfloat16", "float16", "half", "float32", "float", "float64", "double")  # Those that `--dtype` casts
 _PREFIX = "torch."
-_OTHER_CONFIG = "quantization_config"
-"""Says how weights are packed; its dtypes are not theirs."""
+_OTHER_CONFIG = "quantization_config"  # Says how weights are packed; its dtypes are not theirs
 _TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]:,]')
 
 
@@ -28,8 +26,7 @@ class Restated:
     """A config that names another dtype."""
 
     text: bytes
-    before: tuple[str, ...]
-    """What it said, each once."""
+    before: tuple[str, ...]  # What it said, each once
 
 
 @dataclass(slots=True)
@@ -37,15 +34,11 @@ class _Container:
     """An object or array that is being passed."""
 
     is_object: bool
-    name: str
-    """The key under which it lies; empty in an array."""
-    key: str | None = None
-    """The key that was read, once there is one."""
+    name: str  # The key under which it lies; empty in an array
+    key: str | None = None  # The key that was read, once there is one
     has_colon: bool = False
-    is_model: bool = False
-    """It has a `model_type`."""
-    found: list[tuple[int, int, str]] = field(default_factory=list)
-    """(start, end, value) of what names a dtype in it and in its sub-configs."""
+    is_model: bool = False  # It has a `model_type`
+    found: list[tuple[int, int, str]] = field(default_factory=list)  # (start, end, value) of what names a dtype in it
 
     @property
     def is_config(self) -> bool:
@@ -54,10 +47,8 @@ class _Container:
 
 
 def restate_dtype(text: bytes, dtype: DType) -> Restated | None:
-    """Return a config with `dtype` wherever it and its sub-configs name that of the weights; None when it says so.
-
-    Everything else stays as it is, order and white space included, and so do values that name no type of `--dtype`.
-    """
+    """Return a config with `dtype` wherever it and its sub-configs name that of the weights; None when it says so."""
+    # Everything else stays as it is, order and white space included, and so do values that name no type of `--dtype`.
     try:
         document = text.decode()
         json.loads(document)  # as leniently as transformers: Infinity, and the last of equal keys

@@ -11,9 +11,8 @@ from isal import isal_zlib
 
 from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import Chunk, TensorEntry
-from ckpt_tools.checkpoint.flat import flat_boxes
 from ckpt_tools.checkpoint.formats.digest import digest_tensor
-from ckpt_tools.checkpoint.layout import Blocks, Box, BoxIndex
+from ckpt_tools.checkpoint.layout import Blocks, Box, BoxIndex, flat_boxes
 from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.source import Source
 from ckpt_tools.transfer.counts import Counts, count_values

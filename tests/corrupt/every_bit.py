@@ -29,10 +29,7 @@ from ckpt_tools.errors import UnreadableError
 
 NAMES = "names that nothing repeats"
 """The one thing that can change unnoticed; `verify` says so in `not_checked`."""
-_MARKS = (
-    "<!-- every bit: written by tests/corrupt/every_bit.py -->",
-    "<!-- every bit: end -->",
-)
+_MARKS = ("<!-- every bit: written by tests/corrupt/every_bit.py -->", "<!-- every bit: end -->")
 
 
 def flat(directory: Path) -> None:

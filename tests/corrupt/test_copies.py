@@ -76,10 +76,7 @@ HEALTHY: dict[str, tuple[str, Tensors]] = {
     "norms of one": ("dp_shard=4", {f"layers.{i}.norm.weight": ones(8) for i in range(3)}),
     "lora_B beside lora_A": ("dp_shard=2", {"a.lora_A": tensor("F32", 8, 4, seed=3), "a.lora_B": zeros(8, 4)}),
     "replicas": ("dp_replicate=2,dp_shard=2", {"w": tensor("F32", 8, 4, seed=4), "scale": tensor("F32", seed=5)}),
-    "copied experts": (
-        "dp_shard=2",
-        {"experts": ("U8", (2, 64), block * 2), "attention": tensor("F32", 8, 4, seed=6)},
-    ),
+    "copied experts": ("dp_shard=2", {"experts": ("U8", (2, 64), block * 2), "attention": tensor("F32", 8, 4, seed=6)}),
     "frequencies in every layer": (
         "dp_shard=2",
         {f"{i}.inv_freq": ("U8", (64,), block) for i in range(3)} | {"w": tensor("F32", 4, 4, seed=7)},

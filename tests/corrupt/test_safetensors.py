@@ -96,9 +96,14 @@ def _with_header(path: Path, text: bytes) -> None:
         b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}',
         b'{"__metadata__": 3}',
         b'{"__metadata__": {"a": 1}}',
+        b'{"w": {"dtypo": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"\\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[3,7]}}',
+        b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[5,9]}}',
     ],
-    ids=["empty", "text", "list", "not-utf8", "deep", "deeper", "open", "metadata-number", "metadata-not-text"],
-)
+    ids=["empty", "text", "list", "not-utf8", "deep", "deeper", "open", "metadata-number", "metadata-not-text",
+         "no-dtype", "surrogate", "overlap", "hole"],
+)  # fmt: skip
 def test_header_replaced_is_unreadable(model: Path, refuses_hf, text: bytes) -> None:
     _with_header(model / "model.safetensors", text)
     refuses_hf(model)

@@ -84,10 +84,7 @@ def test_ranks_files_that_changed_places_are_found_with_a_manifest(tmp_path: Pat
         damage.swap(run / one, run / other)
 
 
-STRANGE = {
-    "dcp": ["__7_0.distcp", "__0_1.distcp"],
-    "hf": ["model-00003-of-00003.safetensors", "other.safetensors"],
-}
+STRANGE = {"dcp": ["__7_0.distcp", "__0_1.distcp"], "hf": ["model-00003-of-00003.safetensors", "other.safetensors"]}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from formats.saved import Flat, read, save_ranks
 from oracle.seeds import MODEL, SEEDS, load
-from samples import memory_directory
+from samples import content, memory_directory
 from steps import toy_steps
 from torch.distributed.tensor import Replicate, Shard
 
@@ -137,7 +137,7 @@ def test_whole_checkpoint_goes_there_and_back(world: World) -> None:
     assert world.gather(second) == world.whole
 
 
-@pytest.mark.parametrize("damage", ["missing", "empty", "short", "long", "link"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "short", "long", "noise", "link"])
 def test_file_that_is_not_as_it_was_is_red_or_harmless(world: World, damage: str) -> None:
     red = []
     for file in world.files:
@@ -147,7 +147,8 @@ def test_file_that_is_not_as_it_was_is_red_or_harmless(world: World, damage: str
             (world.root / "outside").write_bytes(raw)
             file.symlink_to(world.root / "outside")
         elif damage != "missing":
-            file.write_bytes({"empty": b"", "short": raw[:-1], "long": raw + b"\0"}[damage])
+            noise = content(len(raw), 7)
+            file.write_bytes({"empty": b"", "short": raw[:-1], "long": raw + b"\0", "noise": noise}[damage])
         red.append(world.judge((damage, file.name)))
         file.unlink(missing_ok=True)
         file.write_bytes(raw)

@@ -138,7 +138,7 @@ def test_torch_loads_the_optimizer_that_deepspeed_had(samples: Path, tmp_path: P
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     assert [(g["lr"], g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
-        *((0.01, 0.0, (0.9, 0.999)), (0.01, 0.1, (0.9, 0.999))),
+        *((0.01, 0.0, (0.9, 0.999)), (0.01, 0.1, (0.9, 0.999)))
     ]
     kinds = digests(tensors(samples / case, FP32))
     for name, parameter in model.named_parameters():
@@ -238,7 +238,7 @@ def test_step_of_the_trainers_has_it_inside(sample, tmp_path: Path, capsys) -> N
         in capsys.readouterr().err
     )
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [
-        *("ckpt_manifest.json", "config.json", "model.safetensors"),
+        *("ckpt_manifest.json", "config.json", "model.safetensors")
     ]
     assert api.verify(step).findings == ()
     with pytest.raises(UnreadableError, match="a directory of checkpoints"):
@@ -330,93 +330,48 @@ EDITS = {
     "shorter vector": ("zero2-bf16", OPTIMIZER.format(1), lambda c: lean(c, 20), "the ranks' vectors"),
     "shorter vector of stage 3": ("zero3-bf16", OPTIMIZER.format(2), lambda c: lean(c, 1), "its vectors have"),
     "shifted slices": ("zero2-bf16", OPTIMIZER.format(1), shift, "its stretch of group 0 is not"),
-    "slice of no number": (
-        *("zero2-bf16", OPTIMIZER.format(0)),
-        lambda c: optimizer(c)["param_slice_mappings"][0].update({"up.weight": 7}),
-        "where parameters lie is not said",
-    ),
-    "other world": (
-        *("zero2-bf16", OPTIMIZER.format(0)),
-        lambda c: optimizer(c).update(partition_count=[3, 3]),
-        "on 3 ranks; here are files of 2 ranks",
-    ),
+    "slice of no number": (*("zero2-bf16", OPTIMIZER.format(0)),
+        lambda c: optimizer(c)["param_slice_mappings"][0].update({"up.weight": 7}), "where parameters lie is not said"),
+    "other world": (*("zero2-bf16", OPTIMIZER.format(0)), lambda c: optimizer(c).update(partition_count=[3, 3]),
+        "on 3 ranks; here are files of 2 ranks"),
     "two worlds": ("zero2-bf16", OPTIMIZER.format(0), lambda c: optimizer(c).update(partition_count=[2, 1]), "1, 2 r"),
     "no world": ("zero2-bf16", OPTIMIZER.format(0), lambda c: optimizer(c).update(partition_count={}), "-1 ranks"),
     "other stage": ("zero2-bf16", OPTIMIZER.format(1), lambda c: optimizer(c).update(zero_stage=1), "stage 1 of ZeRO"),
     "no stage": ("zero2-bf16", OPTIMIZER.format(1), lambda c: optimizer(c).update(zero_stage=[]), "no fp32 groups"),
     "one group less": ("zero2-bf16", OPTIMIZER.format(1), lambda c: masters(c).pop(), "1 groups, and the model's"),
-    "another step": (
-        "zero2-bf16",
-        OPTIMIZER.format(1),
-        lambda c: of_step(c, 3.0),
-        "is 2.0 and 3.0",
-    ),
+    "another step": ("zero2-bf16", OPTIMIZER.format(1), lambda c: of_step(c, 3.0), "is 2.0 and 3.0"),
     "another step of stage 3": ("zero3-bf16", OPTIMIZER.format(1), lambda c: of_step(c, 9.0), "is 2.0 and 9.0"),
-    "state of one rank less": (
-        *("zero3-bf16", OPTIMIZER.format(1)),
+    "state of one rank less": (*("zero3-bf16", OPTIMIZER.format(1)),
         lambda c: optimizer(c)["optimizer_state_dict"]["state"][0].pop("exp_avg"),
-        "rank 1 does not have its part of 'optimizer.state.embed.weight.exp_avg'",
-    ),
-    "more than its storage": (
-        *("zero2-bf16", OPTIMIZER.format(0)),
+        "rank 1 does not have its part of 'optimizer.state.embed.weight.exp_avg'"),
+    "more than its storage": (*("zero2-bf16", OPTIMIZER.format(0)),
         lambda c: masters(c).__setitem__(0, Claims(masters(c)[0], (1 << 40,))),
-        "the fp32 weights of group 0 are not one vector",
-    ),
-    "half precision": (
-        *("zero3-bf16", OPTIMIZER.format(1)),
-        lambda c: masters(c).__setitem__(0, masters(c)[0].half()),
-        "rank 1 has 'model.embed.weight' as F16, rank 0 as F32",
-    ),
-    "negative padding": (
-        *("zero2-bf16", OPTIMIZER.format(0)),
-        lambda c: optimizer(c).update(param_alignment_paddings=[[-1, 1, 0], [0, 0]]),
-        "the paddings of group 0",
-    ),
-    "larger shape": (
-        *("zero2-bf16", MODEL),
-        lambda c: c["param_shapes"][0].update({"up.bias": torch.Size([10**6])}),
-        "the parameters of group 0 have",
-    ),
-    "impossible shape": (
-        *("zero2-bf16", MODEL),
+        "the fp32 weights of group 0 are not one vector"),
+    "half precision": (*("zero3-bf16", OPTIMIZER.format(1)), lambda c: masters(c).__setitem__(0, masters(c)[0].half()),
+        "rank 1 has 'model.embed.weight' as F16, rank 0 as F32"),
+    "negative padding": (*("zero2-bf16", OPTIMIZER.format(0)),
+        lambda c: optimizer(c).update(param_alignment_paddings=[[-1, 1, 0], [0, 0]]), "the paddings of group 0"),
+    "larger shape": (*("zero2-bf16", MODEL), lambda c: c["param_shapes"][0].update({"up.bias": torch.Size([10**6])}),
+        "the parameters of group 0 have"),
+    "impossible shape": (*("zero2-bf16", MODEL),
         lambda c: c["param_shapes"][0].update({"up.bias": torch.Size([1 << 40, 1 << 40])}),
-        "the shape of parameter 1 is not one",
-    ),
-    "a shape twice": (
-        *("zero2-bf16", MODEL),
-        lambda c: c["param_shapes"][1].update({"up.bias": torch.Size([9])}),
-        "a parameter is in two groups",
-    ),
+        "the shape of parameter 1 is not one"),
+    "a shape twice": (*("zero2-bf16", MODEL), lambda c: c["param_shapes"][1].update({"up.bias": torch.Size([9])}),
+        "a parameter is in two groups"),
     "no shapes": ("zero2-bf16", MODEL, lambda c: c.update(param_shapes=None), "no param_shapes"),
     "model of another world": ("zero2-bf16", MODEL, lambda c: c.update(dp_world_size=[]), "dp_world_size is -1"),
     "tensor parallel": ("zero2-bf16", MODEL, lambda c: c.update(mp_world_size=2), "mp_world_size is 2"),
-    "model of another step": (
-        "zero3-bf16",
-        PARTS.format(1),
-        lambda c: c.update(global_steps=5),
-        "global_steps is 5",
-    ),
-    "model with another order": (
-        *("zero3-bf16", PARTS.format(2)),
-        lambda c: c["param_shapes"][0].move_to_end("up.weight"),
-        "parameters are not those of rank 0",
-    ),
-    "frozen part less": (
-        *("zero3-bf16", PARTS.format(2)),
-        lambda c: c["frozen_param_fragments"].clear(),
-        "no part of the frozen parameter 'frozen.weight'",
-    ),
-    "shorter frozen part": (
-        *("zero3-bf16", PARTS.format(1)),
+    "model of another step": ("zero3-bf16", PARTS.format(1), lambda c: c.update(global_steps=5), "global_steps is 5"),
+    "model with another order": (*("zero3-bf16", PARTS.format(2)),
+        lambda c: c["param_shapes"][0].move_to_end("up.weight"), "parameters are not those of rank 0"),
+    "frozen part less": (*("zero3-bf16", PARTS.format(2)), lambda c: c["frozen_param_fragments"].clear(),
+        "no part of the frozen parameter 'frozen.weight'"),
+    "shorter frozen part": (*("zero3-bf16", PARTS.format(1)),
         lambda c: c["frozen_param_fragments"].update({"frozen.weight": torch.ones(3, dtype=torch.bfloat16)}),
-        "its vectors have 3 elements, its parts of the parameters 27",
-    ),
-    "parameter of nobody": (
-        *("zero3-bf16", PARTS.format(0)),
-        lambda c: c["module"].update({"lost": torch.ones(0)}),
-        "'lost' is in the file of no rank",
-    ),
-}
+        "its vectors have 3 elements, its parts of the parameters 27"),
+    "parameter of nobody": (*("zero3-bf16", PARTS.format(0)), lambda c: c["module"].update({"lost": torch.ones(0)}),
+        "'lost' is in the file of no rank"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", EDITS)

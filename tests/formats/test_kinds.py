@@ -69,11 +69,7 @@ VALUES = torch.arange(300.0).view(3, 100)
 
 @pytest.mark.parametrize("file", ["dcp", "pt"])
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: VALUES.clone().as_subclass(Plain),
-        lambda: torch.nn.Parameter(VALUES.clone()),
-    ],
+    "make", [lambda: VALUES.clone().as_subclass(Plain), lambda: torch.nn.Parameter(VALUES.clone())]
 )
 def test_tensor_by_another_name_is_what_stock_torch_copies(make, file: str, tmp_path: Path) -> None:
     stock = {"w": torch.zeros(3, 100)}

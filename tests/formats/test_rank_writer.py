@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckpt_tools import api
 from ckpt_tools.checkpoint.formats._pickle_objects import parse_exactly
-from ckpt_tools.checkpoint.formats._pickle_writer import build_pickle
+from ckpt_tools.checkpoint.formats._pickle_values import build_pickle
 from ckpt_tools.checkpoint.formats.rank_writer import plan_rank_file
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError, UsageError
@@ -329,11 +329,7 @@ def test_pickles_read_exactly_are_written_the_same_again(tmp_path: Path) -> None
 OLDER = ROOT / "samples" / "ranks-of-older-torch.tar.xz"
 """What `save` above leaves of the model below with PyTorch 2.8.0 and 2.10.0, whose meshes have other attributes: on two
 ranks, and on a mesh of two times two."""
-OLDER_STATE = {
-    "w": torch.arange(15.0).reshape(5, 3),
-    "n": torch.arange(4).to(torch.bfloat16),
-    "b": torch.arange(3),
-}
+OLDER_STATE = {"w": torch.arange(15.0).reshape(5, 3), "n": torch.arange(4).to(torch.bfloat16), "b": torch.arange(3)}
 
 
 @pytest.mark.parametrize("release", ["2.8.0", "2.10.0"])

@@ -20,28 +20,17 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 State = dict[str, torch.Tensor]
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 2,
-    "vocab_size": 8,
-    "tie_word_embeddings": False,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8,
+    "intermediate_size": 8, "num_attention_heads": 2, "vocab_size": 8, "tie_word_embeddings": False,
+}  # fmt: skip
 MATRICES = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
 MATRICES += [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")] + ["model.embed_tokens", "lm_head"]
 NORMS = ["model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"]
 NORM = "model.norm.weight"
 ROOTS: dict[str, tuple[str, ...]] = {
-    "plain": (),
-    "model": ("model",),
-    "state": ("state", "model"),
-    "module": ("module",),
-    "app": ("app", "model"),
-    "model_state": ("model_state",),
-    "state_dict": ("state_dict",),
-}
+    "plain": (), "model": ("model",), "state": ("state", "model"), "module": ("module",), "app": ("app", "model"),
+    "model_state": ("model_state",), "state_dict": ("state_dict",),
+}  # fmt: skip
 
 
 def under(root: tuple[str, ...], state: State) -> dict[str, Any]:

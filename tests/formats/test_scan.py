@@ -393,13 +393,8 @@ def test_inspect_and_verify_carry_the_verdict(tmp_path, capsys):
 
 
 BESIDE = (
-    "random_states_0.pkl",
-    "custom_checkpoint_0.pkl",
-    "scheduler.bin",
-    "optimizer.bin",
-    "sampler.bin",
-    "scaler.pt",
-)
+    "random_states_0.pkl", "custom_checkpoint_0.pkl", "scheduler.bin", "optimizer.bin", "sampler.bin", "scaler.pt",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("write", [saved, legacy])

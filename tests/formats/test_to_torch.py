@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from ckpt_tools import api
 from ckpt_tools.checkpoint.formats._pickle_objects import parse_objects
-from ckpt_tools.checkpoint.formats._pickle_writer import build_pickle
-from ckpt_tools.checkpoint.formats._torch_zip_writer import ArchiveFrame, archive_frame
+from ckpt_tools.checkpoint.formats._pickle_values import build_pickle
+from ckpt_tools.checkpoint.formats.torch_zip import ArchiveFrame, archive_frame
+from ckpt_tools.cli import main
 from ckpt_tools.errors import StorageError, UsageError
 
 DTYPES = [
@@ -171,3 +172,17 @@ def test_pickles_are_those_of_pythons_own_pickler(value: object) -> None:
     content = build_pickle(value)
     assert pickle.loads(content) == value
     assert parse_objects(content).value == value
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+def test_one_file_is_held_to_the_manifest_beside_it(tmp_path: Path, to: str) -> None:
+    (tmp_path / "a").mkdir()
+    save_file({"w": torch.arange(64.0), "b": torch.zeros(3)}, tmp_path / "a" / "model.safetensors")
+    assert main(["gather", str(tmp_path / "a"), str(tmp_path / "b"), "--to", to, "-q"]) == 0
+    (file,) = (path for path in (tmp_path / "b").iterdir() if "model" in path.name and path.suffix != ".json")
+    assert main(["verify", str(file), "-q"]) == 0
+    content = file.read_bytes()
+    at = content.index(torch.arange(64.0).numpy().tobytes())
+    file.write_bytes(content[: at + 9] + bytes([content[at + 9] ^ 1]) + content[at + 10 :])
+    assert main(["verify", str(file), "-q"]) == 3
+    assert main(["gather", str(file), str(tmp_path / "c"), "--dtype", "bf16", "-q"]) == 4

@@ -30,6 +30,7 @@ from samples import memory_directory, safetensors_bytes, tensor, without_ranks
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.checkpoint.formats import hf, hf_sharded
+from ckpt_tools.checkpoint.formats._torch_tensor import ItemHead
 from ckpt_tools.checkpoint.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
 from ckpt_tools.checkpoint.formats.manifest import (
     FileRecord,
@@ -39,8 +40,8 @@ from ckpt_tools.checkpoint.formats.manifest import (
     build_manifest,
     parse_manifest,
 )
-from ckpt_tools.checkpoint.formats.safetensors import LENGTH_BYTES, File, parse_header, parse_length
-from ckpt_tools.checkpoint.formats.torch_zip import ItemHead, check_archive, item_frame, parse_item
+from ckpt_tools.checkpoint.formats.safetensors import LENGTH_BYTES, HeaderFile, parse_header, parse_length
+from ckpt_tools.checkpoint.formats.torch_zip import check_archive, item_frame, parse_item
 from ckpt_tools.checkpoint.layout import Box, Mesh, Shard
 from ckpt_tools.checkpoint.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UsageError
@@ -112,7 +113,7 @@ def _check_safetensors(data: bytes) -> bool:
         assert data[span.offset : span.offset + span.nbytes] == bytes(theirs[fqn]["data"])
     if hf_sharded.SHARDING_KEY in header.metadata:
         with contextlib.suppress(CkptError):
-            described = hf_sharded.describe_sharded("r", [File(name="f", header_text=text, header=header)])
+            described = hf_sharded.describe_sharded("r", [HeaderFile(name="f", header_text=text, header=header)])
             for entry in described.tensors:
                 check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
     return True

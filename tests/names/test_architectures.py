@@ -12,24 +12,11 @@ from ckpt_tools.errors import UsageError
 
 QUICK = ["Qwen3MoeForCausalLM", "ViTForImageClassification", "LlavaForConditionalGeneration"]
 FULL = [
-    "BartForConditionalGeneration",
-    "BertForMaskedLM",
-    "CLIPModel",
-    "DeepseekV3ForCausalLM",
-    "FalconForCausalLM",
-    "Gemma3ForConditionalGeneration",
-    "GPT2LMHeadModel",
-    "GptOssForCausalLM",
-    "MambaForCausalLM",
-    "MixtralForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3NextForCausalLM",
-    "RobertaForSequenceClassification",
-    "T5ForConditionalGeneration",
-    "Wav2Vec2ForCTC",
-    "WhisperForConditionalGeneration",
-]
+    "BartForConditionalGeneration", "BertForMaskedLM", "CLIPModel", "DeepseekV3ForCausalLM", "FalconForCausalLM",
+    "Gemma3ForConditionalGeneration", "GPT2LMHeadModel", "GptOssForCausalLM", "MambaForCausalLM", "MixtralForCausalLM",
+    "Phi3ForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen3NextForCausalLM", "RobertaForSequenceClassification",
+    "T5ForConditionalGeneration", "Wav2Vec2ForCTC", "WhisperForConditionalGeneration",
+]  # fmt: skip
 """Of every kind of conversion one: `test_zoo` walks all of them."""
 
 

@@ -58,13 +58,9 @@ def state_of(path: str) -> dict[str, torch.Tensor]:
 
 
 WALKS = [
-    ("gpt_oss", "torchtitan"),
-    ("llama4", "torchtitan"),
-    ("deepseek", "torchtitan"),
-    ("deepseek-whole-queries", "torchtitan"),
-    ("deepseek", "megatron"),
-    ("deepseek-whole-queries", "megatron"),
-]
+    ("gpt_oss", "torchtitan"), ("llama4", "torchtitan"), ("deepseek", "torchtitan"),
+    ("deepseek-whole-queries", "torchtitan"), ("deepseek", "megatron"), ("deepseek-whole-queries", "megatron"),
+]  # fmt: skip
 
 
 @pytest.mark.full(but=["gpt_oss-torchtitan", "deepseek-megatron"])

@@ -20,30 +20,17 @@ from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
 
 TITAN = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "lm_head": "output",
-    "model.layers": "layers",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output", "model.layers": "layers",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
 MEGATRON = {
-    "model.embed_tokens": "embedding.word_embeddings",
-    "model.norm": "decoder.final_layernorm",
-    "lm_head": "output_layer",
-    "model.layers": "decoder.layers",
-    "self_attn.q_proj": "self_attention.linear_qkv",
-    "self_attn.o_proj": "self_attention.linear_proj",
-    "mlp.gate_proj": "mlp.linear_fc1",
+    "model.embed_tokens": "embedding.word_embeddings", "model.norm": "decoder.final_layernorm",
+    "lm_head": "output_layer", "model.layers": "decoder.layers", "self_attn.q_proj": "self_attention.linear_qkv",
+    "self_attn.o_proj": "self_attention.linear_proj", "mlp.gate_proj": "mlp.linear_fc1",
     "mlp.down_proj": "mlp.linear_fc2",
-}
+}  # fmt: skip
 GGUF = {
     "model.embed_tokens": "token_embd",
     "model.layers": "blk",

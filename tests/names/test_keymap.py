@@ -34,10 +34,8 @@ CASES = {
     "a, b = c, d": ({"a": A, "b": B}, {"c": A, "d": B}),
     "c = a, d, b : cut 0 n rest rest": ({"c": torch.cat([A, A])}, {"a": A[:2], "d": A[[2, 3, 0]], "b": A[1:]}),
     "same a.*.{b,c}": ({"a.3.b": A, "a.0.c": B}, {"a.3.b": A, "a.0.c": B}),
-    "{a,b}.x{1,2} = y{2,1}.{b.c,a}": (
-        {"a.x1": A, "a.x2": B, "b.x1": A + 1, "b.x2": B + 1},
-        {"y2.b.c": A, "y2.a": B, "y1.b.c": A + 1, "y1.a": B + 1},
-    ),
+    "{a,b}.x{1,2} = y{2,1}.{b.c,a}": ({"a.x1": A, "a.x2": B, "b.x1": A + 1, "b.x2": B + 1},
+        {"y2.b.c": A, "y2.a": B, "y1.b.c": A + 1, "y1.a": B + 1}),
     "{a,c} = {b,d} : swap 0 n": ({"a": A, "c": B[:2]}, {"b": A, "d": B[[1, 0]]}),
     "a = b : swap 1": ({"a": A}, {"b": torch.cat([A[:, 3:], A[:, :3]], 1)}),
     "a = b : transpose": ({"a": EXPERTS["l.0.e.1.w"][None]}, {"b": EXPERTS["l.0.e.1.w"].T[None]}),
@@ -57,20 +55,14 @@ CASES = {
     "l.*.e.+.w = x.+.w": (EXPERTS, {f"x.{e}.w": STACKED[:, e] for e in range(3)}),
     "l.*.e.+.w = w": (EXPERTS, {"w": STACKED}),
     "l.*.e.+.w = w : transpose": (EXPERTS, {"w": STACKED.transpose(2, 3)}),
-    "l.*.a = m.*.b\nl.{*+n}.a = more.*.b": (
-        {f"l.{at}.a": A + at for at in range(4)},
-        {**{f"m.{at}.b": A + at for at in range(2)}, **{f"more.{at}.b": A + at + 2 for at in range(2)}},
-    ),
-    "l.*.a = m.*.b\nagain l.* = m.* as l.{*+n} = more.*": (
-        {f"l.{at}.a": A + at for at in range(3)},
-        {**{f"m.{at}.b": A + at for at in range(2)}, "more.0.b": A + 2},
-    ),
-    "l.*.a = m.*.b if l.*.c | m.*.d\nl.*.c = m.*.c": (
-        {"l.0.a": A, "l.1.a": B, "l.1.c": A},
-        {"m.0.d": A, "m.1.b": B, "m.1.c": A},
-    ),
+    "l.*.a = m.*.b\nl.{*+n}.a = more.*.b": ({f"l.{at}.a": A + at for at in range(4)},
+        {**{f"m.{at}.b": A + at for at in range(2)}, **{f"more.{at}.b": A + at + 2 for at in range(2)}}),
+    "l.*.a = m.*.b\nagain l.* = m.* as l.{*+n} = more.*": ({f"l.{at}.a": A + at for at in range(3)},
+        {**{f"m.{at}.b": A + at for at in range(2)}, "more.0.b": A + 2}),
+    "l.*.a = m.*.b if l.*.c | m.*.d\nl.*.c = m.*.c": ({"l.0.a": A, "l.1.a": B, "l.1.c": A},
+        {"m.0.d": A, "m.1.b": B, "m.1.c": A}),
     "a = b\ndrop c.**": ({"a": A, "c.d.e": B}, {"b": A, "c.d.e": B}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", list(CASES))

@@ -27,30 +27,16 @@ from ckpt_tools.errors import UsageError
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 MAPS = load_key_maps("megatron")
 CONFIG = {
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 32,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-}
+    "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
+    "num_experts": 4, "n_routed_experts": 4,
+}  # fmt: skip
 DENSE = {
-    "input_layernorm.weight": (16,),
-    "post_attention_layernorm.weight": (16,),
-    "self_attn.q_proj.weight": (16, 16),
-    "self_attn.k_proj.weight": (8, 16),
-    "self_attn.v_proj.weight": (8, 16),
-    "self_attn.q_proj.bias": (16,),
-    "self_attn.k_proj.bias": (8,),
-    "self_attn.v_proj.bias": (8,),
-    "self_attn.q_norm.weight": (4,),
-    "self_attn.k_norm.weight": (4,),
-    "self_attn.o_proj.weight": (16, 16),
-    "mlp.gate_proj.weight": (24, 16),
-    "mlp.up_proj.weight": (24, 16),
-    "mlp.down_proj.weight": (16, 24),
-}
+    "input_layernorm.weight": (16,), "post_attention_layernorm.weight": (16,), "self_attn.q_proj.weight": (16, 16),
+    "self_attn.k_proj.weight": (8, 16), "self_attn.v_proj.weight": (8, 16), "self_attn.q_proj.bias": (16,),
+    "self_attn.k_proj.bias": (8,), "self_attn.v_proj.bias": (8,), "self_attn.q_norm.weight": (4,),
+    "self_attn.k_norm.weight": (4,), "self_attn.o_proj.weight": (16, 16), "mlp.gate_proj.weight": (24, 16),
+    "mlp.up_proj.weight": (24, 16), "mlp.down_proj.weight": (16, 24),
+}  # fmt: skip
 MIXED = {
     **{name: shape for name, shape in DENSE.items() if not name.startswith("mlp")},
     "mlp.gate.weight": (4, 16),

@@ -15,12 +15,9 @@ from ckpt_tools.checkpoint.names import config_misfits
 from ckpt_tools.preflight.collapse import cut_depth
 
 LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 32000,
-    "hidden_size": 64,
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 64,
     "intermediate_size": 96,
-}
+}  # fmt: skip
 SHAPES = {
     "model.embed_tokens.weight": (32000, 64),
     "model.layers.0.mlp.gate_proj.weight": (96, 64),

@@ -62,50 +62,27 @@ def values_of(mosaic: Mosaic, shape: tuple[int, ...]) -> torch.Tensor:
 
 CASES = [
     ("MergeModulelist(dim=0)", [loading.MergeModulelist(0)], {"a.*.w": 3}, ["a.w"], (4, 6)),
-    (
-        "MergeModulelist(dim=0),Concatenate(dim=1)",
-        [loading.MergeModulelist(0), loading.Concatenate(1)],
-        {"a.*.x": 3, "a.*.y": 3},
-        ["a.w"],
-        (4, 6),
-    ),
+    ("MergeModulelist(dim=0),Concatenate(dim=1)", [loading.MergeModulelist(0), loading.Concatenate(1)],
+        {"a.*.x": 3, "a.*.y": 3}, ["a.w"], (4, 6)),
     ("Concatenate(dim=0)", [loading.Concatenate(0)], {"q": 1, "k": 1, "v": 1}, ["qkv"], (4, 6)),
     ("Chunk(dim=0)", [loading.Chunk(0)], {"qkv": 1}, ["q", "k"], (4, 6)),
-    (
-        "Chunk(dim=1),SplitModulelist(dim=0)",
-        [loading.Chunk(1), loading.SplitModulelist(0)],
-        {"w": 1},
-        ["e.*.x", "e.*.y"],
-        (3, 4, 2),
-    ),
+    ("Chunk(dim=1),SplitModulelist(dim=0)", [loading.Chunk(1), loading.SplitModulelist(0)], {"w": 1},
+        ["e.*.x", "e.*.y"], (3, 4, 2)),
     ("SplitModulelist(dim=0)", [loading.SplitModulelist(0)], {"w": 1}, ["e.*.x"], (3, 4, 2)),
     ("Transpose(dim0=0;dim1=1)", [loading.Transpose(0, 1)], {"w": 1}, ["v"], (4, 6)),
     ("Interleave(dim=1)", [loading.Interleave(1)], {"w": 1}, ["v"], (4, 6)),
     ("Interleave(dim=0;inverse=True)", [loading.Interleave(0, inverse=True)], {"w": 1}, ["v"], (4, 6)),
     ("PermuteForRope", [loading.PermuteForRope()], {"w": 1}, ["v"], (8, 3)),
     ("PermuteForRope(inverse=True)", [loading.PermuteForRope(inverse=True)], {"w": 1}, ["v"], (8,)),
-    (
-        "Chunk(dim=0),PermuteForRope(permute_layer_names=q_proj|k_proj)",
-        [loading.Chunk(0), loading.PermuteForRope(permute_layer_names=["q_proj", "k_proj"])],
-        {"qkv": 1},
-        ["q_proj", "k_proj", "v_proj"],
-        (24, 3),
-    ),
-    (
-        "ErnieFuseAndSplitTextVisionExperts(stack_dim=0;concat_dim=1)",
-        [loading.ErnieFuseAndSplitTextVisionExperts()],
-        {"e.*.gate": 4, "e.*.up": 4},
-        ["text", "vision"],
-        (4, 6),
-    ),
-    (
-        "ErnieSplitAndDecoupleTextVisionExperts(stack_dim=0;concat_dim=1)",
-        [loading.ErnieSplitAndDecoupleTextVisionExperts()],
-        {"text": 1, "vision": 1},
-        ["e.*.gate", "e.*.up"],
-        (3, 4, 2),
-    ),
-]
+    ("Chunk(dim=0),PermuteForRope(permute_layer_names=q_proj|k_proj)",
+        [loading.Chunk(0), loading.PermuteForRope(permute_layer_names=["q_proj", "k_proj"])], {"qkv": 1},
+        ["q_proj", "k_proj", "v_proj"], (24, 3)),
+    ("ErnieFuseAndSplitTextVisionExperts(stack_dim=0;concat_dim=1)", [loading.ErnieFuseAndSplitTextVisionExperts()],
+        {"e.*.gate": 4, "e.*.up": 4}, ["text", "vision"], (4, 6)),
+    ("ErnieSplitAndDecoupleTextVisionExperts(stack_dim=0;concat_dim=1)",
+        [loading.ErnieSplitAndDecoupleTextVisionExperts()], {"text": 1, "vision": 1}, ["e.*.gate", "e.*.up"],
+        (3, 4, 2)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "operations", "groups", "targets", "shape"), CASES, ids=[case[0] for case in CASES])
@@ -187,12 +164,10 @@ def test_split_into_parts_that_are_not_the_whole_is_refused() -> None:
 
 
 def test_renaming_of_a_group_is_switched_on_by_its_first_for_all_names() -> None:
-    from ckpt_tools.checkpoint.names.renames import Rule, renamed
+    from ckpt_tools.checkpoint.names.renames import RenameRule, renamed
 
-    rule = Rule(
-        kind="group",
-        sources=(r"blocks.(\d+).fc1", r"blocks.(\d+).fc2"),
-        targets=(r"blocks.\1.fc0", r"blocks.\1.fc1"),
+    rule = RenameRule(
+        kind="group", sources=(r"blocks.(\d+).fc1", r"blocks.(\d+).fc2"), targets=(r"blocks.\1.fc0", r"blocks.\1.fc1")
     )
     names = [f"blocks.{block}.fc{number}.weight" for block in (0, 1) for number in (1, 2)]
     expected = [f"blocks.{block}.fc{number}.weight" for block in (0, 1) for number in (0, 1)]

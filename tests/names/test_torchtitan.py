@@ -16,13 +16,9 @@ from ckpt_tools.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 EARLIER = (
-    ("attention.qkv_linear.w", "attention.w"),
-    ("lm_head.weight", "output.weight"),
-    ("moe.routed_experts.inner_experts.", "moe.experts."),
-    ("w1_EFD", "w1"),
-    ("w2_EDF", "w2"),
-    ("w3_EFD", "w3"),
-)
+    ("attention.qkv_linear.w", "attention.w"), ("lm_head.weight", "output.weight"),
+    ("moe.routed_experts.inner_experts.", "moe.experts."), ("w1_EFD", "w1"), ("w2_EDF", "w2"), ("w3_EFD", "w3"),
+)  # fmt: skip
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -60,12 +60,9 @@ def experts(config: object, prefix: str = "") -> SimpleNamespace:
 
 
 DEEPSEEK = {
-    "num_hidden_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
+    "num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 4,
     "n_routed_experts": 4,
-}
+}  # fmt: skip
 LATENT = {
     "self_attn.kv_a_proj_with_mqa.weight": (12, 16),
     "self_attn.kv_a_layernorm.weight": (8,),

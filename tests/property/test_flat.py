@@ -3,8 +3,7 @@
 import numpy as np
 from hypothesis import given, strategies as st
 
-from ckpt_tools.checkpoint.flat import flat_boxes
-from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checkpoint.layout import Box, flat_boxes
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

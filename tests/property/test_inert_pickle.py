@@ -12,8 +12,9 @@ from samples import examples
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.checkpoint.formats import inert_pickle
+from ckpt_tools.checkpoint.formats._pickle_values import GlobalName, Record
 from ckpt_tools.checkpoint.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
-from ckpt_tools.checkpoint.formats.inert_pickle import GlobalName, Record, parse_pickle
+from ckpt_tools.checkpoint.formats.inert_pickle import parse_pickle
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import UnreadableError
 

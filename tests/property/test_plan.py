@@ -12,9 +12,8 @@ from samples import examples, small_blocks
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.checkpoint.formats import dcp_placing, hf
-from ckpt_tools.checkpoint.formats.hf_sharded import describe_sharded
-from ckpt_tools.checkpoint.formats.hf_sharded_placing import place_sharded
-from ckpt_tools.checkpoint.formats.safetensors import File, parse_header
+from ckpt_tools.checkpoint.formats.hf_sharded import describe_sharded, place_sharded
+from ckpt_tools.checkpoint.formats.safetensors import HeaderFile, parse_header
 from ckpt_tools.checkpoint.formats.torch_zip import item_frame
 from ckpt_tools.checkpoint.layout import Box, Mesh, Shard, cut_tensor
 from ckpt_tools.checkpoint.tiling import check_tiling
@@ -179,7 +178,7 @@ def test_safetensors_of_ranks_say_where_every_chunk_is(data, shapes, mesh) -> No
     files = []
     for name, head in heads.items():
         header = parse_header(head[8:], file=name, file_nbytes=placed.files[name])  # data without holes, to the end
-        files.append(File(name=name, header_text=head[8:], header=header))
+        files.append(HeaderFile(name=name, header_text=head[8:], header=header))
     read = describe_sharded("", files)
     assert {entry.fqn: entry for entry in read.tensors} == {entry.fqn: entry for entry in placed.tensors}
     assert read.files == placed.files

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import ByteSpan
-from ckpt_tools.checkpoint.formats._zero_flat import Flat, Rank, build_entry, find_runs
+from ckpt_tools.checkpoint.formats.deepspeed_fp32 import Flat, Rank, build_entry, find_runs
 from ckpt_tools.errors import UnreadableError
 
 F32 = BY_NAME["F32"]

@@ -34,8 +34,8 @@ from ckpt_tools import api
 from ckpt_tools.checkpoint.dtypes import BY_NAME, BY_TORCH_NAME
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Chunk, TensorEntry
 from ckpt_tools.checkpoint.formats import inert_pickle
+from ckpt_tools.checkpoint.formats._pickle_values import PickleLimits
 from ckpt_tools.checkpoint.formats.dcp_metadata import build_metadata, parse_metadata
-from ckpt_tools.checkpoint.formats.inert_pickle import PickleLimits
 from ckpt_tools.checkpoint.formats.torch_zip import parse_item
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError

@@ -9,7 +9,7 @@ from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.formats.hf import arrange, build_index, describe, parse_index, place
 from ckpt_tools.checkpoint.formats.hf_sharded import SHARDED_FILE, describe_sharded
-from ckpt_tools.checkpoint.formats.safetensors import File, parse_header
+from ckpt_tools.checkpoint.formats.safetensors import HeaderFile, parse_header
 from ckpt_tools.errors import UnreadableError
 
 
@@ -17,10 +17,10 @@ def _entry(fqn: str, num_elems: int, dtype: str = "U8") -> TensorEntry:
     return TensorEntry(fqn=fqn, dtype=BY_NAME[dtype], shape=(num_elems,), chunks=())
 
 
-def _file(name: str, tensors, **metadata: str) -> File:
+def _file(name: str, tensors, **metadata: str) -> HeaderFile:
     raw = safetensors_bytes(tensors, metadata=metadata)
     text = raw[8 : 8 + int.from_bytes(raw[:8], "little")]
-    return File(name=name, header_text=text, header=parse_header(text, file=name, file_nbytes=len(raw)))
+    return HeaderFile(name=name, header_text=text, header=parse_header(text, file=name, file_nbytes=len(raw)))
 
 
 def test_index_is_parsed() -> None:

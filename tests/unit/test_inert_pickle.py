@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import pytest
 
 from ckpt_tools.checkpoint.formats import inert_pickle
-from ckpt_tools.checkpoint.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
+from ckpt_tools.checkpoint.formats._pickle_values import PERSISTENT_ID, GlobalName, PickleLimits, Record
+from ckpt_tools.checkpoint.formats.inert_pickle import parse_pickle
 from ckpt_tools.errors import LimitError, UnreadableError
 
 SIZE = b"\x8c\x05torch\x94\x8c\x04Size\x94\x93\x94"

@@ -27,8 +27,9 @@ from ckpt_tools import api
 from ckpt_tools.checkpoint.entries import MAX_DIMS, MAX_ELEMS, MAX_FQN_CHARS, fqn_problem, is_possible_shape
 from ckpt_tools.checkpoint.formats import safetensors
 from ckpt_tools.checkpoint.formats._json import parse_json
+from ckpt_tools.checkpoint.formats._pickle_values import PickleLimits
 from ckpt_tools.checkpoint.formats.dcp_metadata import parse_metadata
-from ckpt_tools.checkpoint.formats.inert_pickle import PickleLimits, parse_pickle
+from ckpt_tools.checkpoint.formats.inert_pickle import parse_pickle
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.text import MAX_COMPONENT_BYTES, MAX_PATH_BYTES, MAX_SHOWN_CHARS, escape_name, is_plain_path

@@ -14,7 +14,7 @@ from functools import cache
 from ckpt_tools.adapters.architectures.architecture import Architecture, Part, Spelling
 from ckpt_tools.checkpoint.names.keymap import load_key_maps
 from ckpt_tools.checkpoint.names.keymap_lines import Line, Numbers, Patterns, fill, signs_of
-from ckpt_tools.checkpoint.names.keymap_steps import Step, share_out, size_of
+from ckpt_tools.checkpoint.names.keymap_steps import LineStep, share_out, size_of
 from ckpt_tools.errors import UsageError
 
 _ROOTS = ("", "diffusion_model.", "model.diffusion_model.")
@@ -81,7 +81,7 @@ class Place:
         return next((ratio for end, ratio in self.part.ratios.items() if self.native.endswith(end)), None)
 
     @property
-    def _step(self) -> Step | None:
+    def _step(self) -> LineStep | None:
         return next(iter(self.line.spellings[0].steps), None)
 
     @property

@@ -10,11 +10,8 @@ import json
 
 from ckpt_tools.errors import LimitError, UnreadableError
 
-MAX_JSON_BYTES = 100_000_000
-"""Length of a safetensors header, an index or a config; as the reference implementation allows for headers."""
-MAX_JSON_CONTAINERS = 2_000_000
-"""Objects and arrays in one document, three for every tensor of a header. An empty one takes two bytes there and
-sixty in memory."""
+MAX_JSON_BYTES = 100_000_000  # Of a safetensors header (as the reference implementation allows), an index or a config
+MAX_JSON_CONTAINERS = 2_000_000  # In one document, three for every tensor of a header; an empty one takes 60 bytes
 
 
 def parse_json(
@@ -36,9 +33,8 @@ def parse_json(
     # Brackets inside of strings count too: the limit is generous, and this is one pass over bytes.
     containers = text.count(b"{") + text.count(b"[")
     if containers > max_containers:
-        raise LimitError(
-            f"{what} has up to {containers} objects and arrays, the limit is {max_containers}", where=where
-        )
+        what = f"{what} has up to {containers} objects and arrays, the limit is {max_containers}"
+        raise LimitError(what, where=where)
     try:
         return json.loads(
             text.decode("utf-8"),

@@ -18,8 +18,7 @@ from functools import cache
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 Verdict = Literal["dangerous", "unknown", "torch"]
-VERDICTS: tuple[Verdict, ...] = ("dangerous", "unknown", "torch")
-"""The worst first."""
+VERDICTS: tuple[Verdict, ...] = ("dangerous", "unknown", "torch")  # The worst first
 
 COMPUTED = "a name that the pickle computes"
 _MAX_NAME_BYTES = 4096
@@ -72,10 +71,9 @@ _ARGUMENTS: Mapping[str, Callable[[bytes], Any]] = {
 
 
 def _opcode(op: pickletools.OpcodeInfo) -> tuple[str, int, int, bool, bool, Callable[[bytes], Any] | None]:
-    """Return its name, bytes of its argument (negative as `pickletools` has it), and what it does to the stack.
-
-    That is: how many values it takes, besides those down to a mark; whether it takes those; whether it puts one there.
-    """
+    """Return its name, bytes of its argument (negative as `pickletools` has it), and what it does to the stack."""
+    # That is: how many values it takes, besides those down to a mark; whether it takes those; whether it puts one
+    # there.
     to_mark, changes = pickletools.markobject in op.stack_before, op.name in _CHANGES
     takes = op.stack_before.index(pickletools.markobject) if to_mark else len(op.stack_before)
     nbytes = 0 if op.arg is None else op.arg.n
@@ -103,21 +101,18 @@ class Span(NamedTuple):
 
     start: int
     nbytes: int
-    is_text: bool = False
-    """As UTF-8 of Latin-1, which is how protocol 2 has bytes."""
+    is_text: bool = False  # As UTF-8 of Latin-1, which is how protocol 2 has bytes
 
 
 @dataclass(slots=True)
 class Walk:
     """What was seen of one pickle."""
 
-    end: int
-    """Where it ends, or breaks."""
+    end: int  # Where it ends, or breaks
     is_whole: bool = False
     names: Counter[str] = field(default_factory=Counter)
     """What is named, and how often; of `getattr` and `partial`, only what is not used in a way that can be told."""
-    spans: dict[Span | bytes, None] = field(default_factory=dict)
-    """Values of bytes, where they lie or as they are."""
+    spans: dict[Span | bytes, None] = field(default_factory=dict)  # Values of bytes, where they lie or as they are
 
 
 @cache
@@ -148,13 +143,7 @@ def judge(name: str) -> Verdict:
 
 
 def walk(file: BinaryIO, size: int, start: int = 0) -> Walk:
-    """Follow the pickle that begins at `start` to its end, or to where it breaks.
-
-    Args:
-        file: Holds the pickle; it is read forwards.
-        size: Its length.
-        start: First byte.
-    """
+    """Follow the pickle that begins at `start` in a file of `size` bytes to its end, or to where it breaks."""
     found = Walk(end=start)
     stack: list[Any] = []
     memo: dict[int, Any] = {}

@@ -27,11 +27,10 @@ from ckpt_tools.checkpoint.formats._pickle_values import (
     describe,
     refused_opcode,
 )
-from ckpt_tools.checkpoint.formats.inert_pickle import KEY_TYPES, SIZED, Reader, Sized
+from ckpt_tools.checkpoint.formats.inert_pickle import KEY_TYPES, SIZED, PickleReader, Sized
 from ckpt_tools.errors import LimitError, UnreadableError
 
-MAX_PICKLE_BYTES = 256 << 20
-"""Longest pickle: 91,000 tensors (DeepSeek-V3, expert by expert) have 20 MB."""
+MAX_PICKLE_BYTES = 256 << 20  # Longest pickle: 91,000 tensors (DeepSeek-V3, expert by expert) have 20 MB
 LIMITS = PickleLimits(
     max_bytes=MAX_PICKLE_BYTES, max_opcodes=200_000_000, max_depth=500, max_string_bytes=64 << 20, max_int_bytes=1 << 10
 )
@@ -51,10 +50,8 @@ class _Every:
 class Pickled:
     """What `parse_objects` found."""
 
-    value: object
-    """As `parse_pickle`, with cycles perhaps."""
-    nbytes: int
-    """Where the pickle ends."""
+    value: object  # As `parse_pickle`, with cycles perhaps
+    nbytes: int  # Where the pickle ends
     storages: Mapping[str, tuple[object, ...]]
     """Key → persistent id of every storage that is named, in the order in which they first are."""
 
@@ -78,7 +75,7 @@ def parse_exactly(data: bytes) -> object:
 
 
 @dataclass(slots=True)
-class _ObjectReader(Reader):
+class _ObjectReader(PickleReader):
     """One run over one pickle of objects."""
 
     end: int = 0
@@ -163,7 +160,7 @@ class _ObjectReader(Reader):
     def _put(self, index: int, memo: list[Any], value: object) -> None:
         if index == 1 and not memo:
             memo.append(None)
-        Reader._put(self, index, memo, value)  # noqa: SLF001 - slots dataclasses have no super()
+        PickleReader._put(self, index, memo, value)  # noqa: SLF001 - slots dataclasses have no super()
 
     def _text_of_python_2(self, start: int, nbytes: int) -> str | bytes:
         if nbytes < 0:

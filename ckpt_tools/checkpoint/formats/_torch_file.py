@@ -15,18 +15,16 @@ from ckpt_tools.checkpoint.dtypes import BY_TORCH_STORAGE
 from ckpt_tools.checkpoint.entries import MAX_ELEMS, ByteSpan
 from ckpt_tools.checkpoint.formats._pickle_objects import MAX_PICKLE_BYTES, Pickled, parse_exactly, parse_objects
 from ckpt_tools.checkpoint.formats._pickle_values import GlobalName
-from ckpt_tools.checkpoint.formats.torch_zip import Record, check_small, parse_archive
+from ckpt_tools.checkpoint.formats.torch_zip import ArchiveRecord, check_small, parse_archive
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
 _ZIP = b"PK\3\4"
 _FIRST_RECORD = re.compile(rb"[^/]+/(data\.pkl$|data/|version$|byteorder$|\.format_version$|constants|code/)")
-_MAGIC = 0x1950A86A20F9469CFC6C
-"""The first of the pickles in a stream."""
+_MAGIC = 0x1950A86A20F9469CFC6C  # The first of the pickles in a stream
 _PROTOCOL = 1001
-_FIRST_BYTES = 1 << 20
-"""Read at first of a pickle whose length nobody says; eight times as many when that is not all of it."""
+_FIRST_BYTES = 1 << 20  # Read at first of a pickle of unknown length; then eight times as many, and so on
 _DEVICE = re.compile(
     r"cpu|meta|(cuda|mps|xpu|xla|hpu|npu|mlu|musa|ipu|mtia|vulkan|privateuseone|maia|hip)(:\d+)?", re.ASCII
 )
@@ -40,14 +38,10 @@ class TorchFile:
     """What lies in one file."""
 
     name: str
-    value: object
-    """What was saved, as `parse_objects` returns it."""
-    storages: Mapping[str, Record]
-    """Key → where the bytes of a storage lie in the file."""
-    sums: tuple[tuple[ByteSpan, int], ...]
-    """Every part of the file whose CRC-32 is recorded, the pickle too."""
-    num_unsummed: int
-    """Storages without one."""
+    value: object  # What was saved, as `parse_objects` returns it
+    storages: Mapping[str, ArchiveRecord]  # Key → where the bytes of a storage lie in the file
+    sums: tuple[tuple[ByteSpan, int], ...]  # Every part of the file whose CRC-32 is recorded, the pickle too
+    num_unsummed: int  # Storages without one
 
 
 def is_torch_file(head: bytes) -> bool:
@@ -59,10 +53,8 @@ def is_torch_file(head: bytes) -> bool:
 
 
 def read_torch_file(source: Source, name: str, *, exactly: bool = False) -> TorchFile:
-    """Read the pickle of a file and find its storages; no tensor is read.
-
-    With `exactly`, the pickle of a zip is read so that it can be written again (`parse_exactly`).
-    """
+    """Read the pickle of a file and find its storages; no tensor is read."""
+    # With `exactly`, the pickle of a zip is read so that it can be written again (`parse_exactly`).
     try:
         is_zip = source.read(name, 0, min(source.size(name), len(_ZIP))) == _ZIP
         if exactly or is_zip:
@@ -107,7 +99,7 @@ def _parse_whole(content: bytes) -> object:
     return pickled.value
 
 
-def _content(source: Source, name: str, record: Record) -> bytes:
+def _content(source: Source, name: str, record: ArchiveRecord) -> bytes:
     return source.read(name, record.start, record.nbytes)
 
 
@@ -136,21 +128,19 @@ def _read_stream(source: Source, name: str) -> TorchFile:
 
 def _stream_storages(
     source: Source, name: str, position: int, keys: list[object], named: Mapping[str, tuple[object, ...]]
-) -> Iterator[tuple[str, Record]]:
+) -> Iterator[tuple[str, ArchiveRecord]]:
     size = source.size(name)
     for key in map(str, keys):
         width, num_elems = _width(named[key])
         (found,) = (int.from_bytes(source.read(name, position, 8), "little", signed=True),)
         if found != num_elems:
             raise UnreadableError(f"storage {key} has {found} elements, its tensors say {num_elems}")
-        yield key, Record(position + 8, num_elems * width, None)
+        yield key, ArchiveRecord(position + 8, num_elems * width, None)
         position += 8 + num_elems * width
     if position != size:
         state = "truncated" if position > size else "followed by unknown bytes"
-        raise UnreadableError(
-            f"the file is {state}: its storages end at byte {position}, the file has {size}",
-            hint="restore the file or copy it again",
-        )
+        what = f"the file is {state}: its storages end at byte {position}, the file has {size}"
+        raise UnreadableError(what, hint="restore the file or copy it again")
 
 
 def _width(identifier: tuple[object, ...]) -> tuple[int, int]:

@@ -13,7 +13,8 @@ from functools import lru_cache
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, BY_TORCH_STORAGE, DType
 from ckpt_tools.checkpoint.entries import MAX_DIMS, MAX_ELEMS
 from ckpt_tools.checkpoint.formats._pickle_objects import parse_objects
-from ckpt_tools.checkpoint.formats.inert_pickle import PERSISTENT_ID, GlobalName, PickleLimits, Record, parse_pickle
+from ckpt_tools.checkpoint.formats._pickle_values import PERSISTENT_ID, GlobalName, PickleLimits, Record
+from ckpt_tools.checkpoint.formats.inert_pickle import parse_pickle
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 
 _V1 = "torch._utils._rebuild_tensor"
@@ -42,8 +43,7 @@ _KINDS = {
     "qtensor": "quantised",
 }
 _PLAIN = "where you trust it: load it with the library of that class, and save plain tensors (dequantize() of torchao)"
-PLAIN_CALLS = (DENSE, _V3)
-"""Names of calls that make a dense tensor of a part of a storage."""
+PLAIN_CALLS = (DENSE, _V3)  # Names of calls that make a dense tensor of a part of a storage
 _UNTYPED = "torch.storage.UntypedStorage"
 _HOOKS = "collections.OrderedDict"
 _ALLOWED_GLOBALS = frozenset(
@@ -61,26 +61,19 @@ class ItemHead:
     """What an item says of its one dense tensor."""
 
     dtype: DType
-    shape: tuple[int, ...]
-    """In logical elements, like `strides`."""
-    strides: tuple[int, ...] | None
-    """None means row-major."""
-    payload_offset: int
-    """First byte of the tensor's elements within the item."""
-    payload_nbytes: int
-    """Bytes from its first element to the end of its last one."""
-    crc32: int | None = None
-    """CRC-32 of the payload; None when it was not computed or covers a larger storage."""
+    shape: tuple[int, ...]  # In logical elements, like `strides`
+    strides: tuple[int, ...] | None  # None means row-major
+    payload_offset: int  # First byte of the tensor's elements within the item
+    payload_nbytes: int  # Bytes from its first element to the end of its last one
+    crc32: int | None = None  # CRC-32 of the payload; None when it was not computed or covers a larger storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickledTensor:
     """One tensor, and its storage."""
 
-    head: ItemHead
-    """Its payload's offset is that in the storage."""
-    key: str
-    """Name of the data record."""
+    head: ItemHead  # Its payload's offset is that in the storage
+    key: str  # Name of the data record
     storage_nbytes: int
     num_storages: int = 1  # with those that lie beside it in a wrapper
 
@@ -139,10 +132,8 @@ def rebuild_tensor(value: object) -> PickledTensor:
 
 
 def _inner_of(call: Record) -> tuple[object, tuple[object, ...]] | None:
-    """Return what makes a parameter's data, or what a subclass wraps, and the dtype and shape that a wrapper claims.
-
-    A subclass whose elements are its own claims nothing; None for what is no subclass, or more than a wrapper.
-    """
+    """Return what makes a parameter's data, or what a subclass wraps, and the dtype and shape that a wrapper claims."""
+    # A subclass whose elements are its own claims nothing; None for what is no subclass, or more than a wrapper.
     num_args = {_PARAMETER: 3, _PARAMETER_WITH_STATE: 4, FROM_TYPE: 4}.get(call.name)
     match call.args if call.state is None and len(call.args) == num_args else ():
         case (data, bool(), hooks, *_) if call.name != FROM_TYPE and _is_no_hooks(hooks):
@@ -212,9 +203,8 @@ def _rebuild(call: Record) -> PickledTensor:
     if 0 in sizes:  # a view of nothing may begin anywhere
         start = extent = 0
     if (start + extent) * width > storage_nbytes:
-        raise UnreadableError(
-            f"the tensor ends at byte {(start + extent) * width} of a storage of {storage_nbytes} bytes"
-        )
+        what = f"the tensor ends at byte {(start + extent) * width} of a storage of {storage_nbytes} bytes"
+        raise UnreadableError(what)
     head = ItemHead(
         dtype=dtype,
         shape=(*sizes[:-1], sizes[-1] * dtype.pack) if sizes else (),

@@ -13,8 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
-KEY = "key:"
-"""Before the first key of a DCP checkpoint, where contracts name one beside files."""
+KEY = "key:"  # Before the first key of a DCP checkpoint, where contracts name one beside files
 MODEL, OPTIMIZER = "the model", "the optimizer's state"
 SCHEDULE, SCALER = "the learning-rate schedule", "the gradient scaler"
 _SIGNS = {r"\#": r"(0|[1-9]\d{0,5})", r"\*\*": ".*", r"\*": r"\d+", r"\[/\]": "(?:[^/]+/)?", r"\[": "(?:", r"\]": ")?"}
@@ -34,16 +33,11 @@ class Need:
     """A part of a step."""
 
     what: str
-    names: str
-    """Of its files, or `KEY` and the first key of its items, as `_pattern` has them; the first is shown to people."""
-    anew: str = ""
-    """What the trainer begins anew without it; "" where it stops with an error."""
-    is_sure: bool = True
-    """Every full save has it. Else saves of some settings do: the other saves of a run tell."""
-    by_rank: bool = False
-    """Every rank has one; else numbers are of several models, optimizers, … of a script, from 0 on."""
-    is_lenient: bool = False
-    """The trainer takes a file that cannot be read for one that is missing; else it stops."""
+    names: str  # Of its files, or `KEY` and the first key of its items (`_pattern`); the first is shown to people
+    anew: str = ""  # What the trainer begins anew without it; "" where it stops with an error
+    is_sure: bool = True  # Every full save has it. Else saves of some settings do: the other saves of a run tell.
+    by_rank: bool = False  # Every rank has one; else numbers are of several models, optimizers, … from 0 on
+    is_lenient: bool = False  # The trainer takes a file that cannot be read for one that is missing; else it stops
 
     def file(self, number: int | None = None) -> str:
         """Return the name of the file that would be it, for people."""
@@ -62,10 +56,8 @@ class Contract:
     """What a full save has."""
 
     trainer: str
-    marks: str
-    """A step of it has a match of each of them; "&" stands between them."""
-    saved: tuple[Need, ...]
-    """In the order of saving; a name is of the first that it matches."""
+    marks: str  # A step of it has a match of each of them; "&" stands between them
+    saved: tuple[Need, ...]  # In the order of saving; a name is of the first that it matches
 
     @property
     def title(self) -> str:

@@ -12,21 +12,21 @@ from functools import partial
 
 from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
+from ckpt_tools.checkpoint.formats._pickle_values import DEFAULT_LIMITS
+from ckpt_tools.checkpoint.formats._torch_tensor import ItemHead
 from ckpt_tools.checkpoint.formats.dcp_metadata import build_metadata, estimate_metadata_bytes, parse_metadata
 from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME, is_hf_asset, is_step_file, is_weights
 from ckpt_tools.checkpoint.formats.format import Format, Opened, Reader, read_document
 from ckpt_tools.checkpoint.formats.frames import digest_frames, planned_payloads
-from ckpt_tools.checkpoint.formats.inert_pickle import DEFAULT_LIMITS
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Manifest
-from ckpt_tools.checkpoint.formats.torch_zip import ItemHead, check_archive, item_ends, parse_item, parse_own_item
+from ckpt_tools.checkpoint.formats.torch_zip import check_archive, item_ends, parse_item, parse_own_item
 from ckpt_tools.errors import UnreadableError, UnsupportedError
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 
-METADATA_LIMITS = DEFAULT_LIMITS
-"""How much a `.metadata` may ask for; looked up whenever one is opened."""
+METADATA_LIMITS = DEFAULT_LIMITS  # How much a `.metadata` may ask for; looked up whenever one is opened
 
 
 def read_item(

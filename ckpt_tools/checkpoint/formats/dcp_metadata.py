@@ -11,8 +11,10 @@ Source: torch `distributed/checkpoint/{metadata,filesystem,planner}.py` (2.13),
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.checkpoint.entries import (
@@ -26,19 +28,18 @@ from ckpt_tools.checkpoint.entries import (
     fqn_problem,
     is_possible_shape,
 )
-from ckpt_tools.checkpoint.formats._dcp_metadata_writer import build_metadata, estimate_metadata_bytes
-from ckpt_tools.checkpoint.formats._pickle_values import ANY
-from ckpt_tools.checkpoint.formats.inert_pickle import (
+from ckpt_tools.checkpoint.formats._pickle_values import (
+    ANY,
     DEFAULT_LIMITS,
-    Calls,
     GlobalName,
     PickleLimits,
     Record,
     collector_paused,
-    parse_pickle,
+    push_int,
 )
+from ckpt_tools.checkpoint.formats.inert_pickle import Calls, parse_pickle
 from ckpt_tools.checkpoint.layout import Box
-from ckpt_tools.errors import UnreadableError, UnsupportedError
+from ckpt_tools.errors import UnreadableError, UnsupportedError, UsageError
 from ckpt_tools.text import first_few, is_plain_path
 
 # `planner_data` of a DCP `.metadata`: the keys that lead to every entry, and with them a second record of its name
@@ -46,18 +47,15 @@ from ckpt_tools.text import first_few, is_plain_path
 # keys say: one that is not was changed after it was saved, and nothing tells which of the two is right.
 # Source: torch `distributed/checkpoint/{_nested_dict,_traverse,default_planner}.py` (2.0 to 2.13).
 
-MAX_KEYS = DEFAULT_LIMITS.max_depth
-"""Keys of a path: a state dict cannot nest deeper than the pickle that would hold it."""
+MAX_KEYS = DEFAULT_LIMITS.max_depth  # Of a path: a state dict cannot nest deeper than the pickle that holds it
 _HASHABLE = frozenset({"torch.distributed.checkpoint.metadata.MetadataIndex", "torch.Size"})
 """Classes that a `.metadata` may name and whose objects can be keys of a dict."""
 
 
 def parse_paths(planner_data: object, names: Collection[object]) -> Mapping[str, KeyPath]:
-    """Return FQN → keys for all `names`, or nothing when this is not what torch's planner keeps.
-
-    A planner of somebody else may keep anything here. It is torch's when it has the keys of any of these names.
-    torch before 2.6 also kept the keys of objects that it did not save, so there may be more of them than names.
-    """
+    """Return FQN → keys for all `names`, or nothing when this is not what torch's planner keeps."""
+    # A planner of somebody else may keep anything here. It is torch's when it has the keys of any of these names. torch
+    # before 2.6 also kept the keys of objects that it did not save, so there may be more of them than names.
     if type(planner_data) is not dict:
         return {}
     if any(type(key) is Record and key.name not in _HASHABLE for key in planner_data):
@@ -80,13 +78,9 @@ def _is_path(path: object) -> bool:
 
 def _changed_name(fqn: object, found: str) -> UnreadableError:
     name = fqn if isinstance(fqn, str) else type(fqn).__name__
-    return UnreadableError(
-        f"'{name}' has {found} in planner_data: a name has changed since it was saved",
-        hint="the file is damaged: restore it, or save the checkpoint again",
-    )
+    what = f"'{name}' has {found} in planner_data: a name has changed since it was saved"
+    return UnreadableError(what, hint="the file is damaged: restore it, or save the checkpoint again")
 
-
-__all__ = ["ALLOWED_GLOBALS", "ParsedMetadata", "build_metadata", "estimate_metadata_bytes", "parse_metadata"]
 
 _DCP = "torch.distributed.checkpoint.metadata."
 _OLD = "torch.distributed._shard.sharded_tensor.metadata."
@@ -144,12 +138,9 @@ _Spans = dict[_Dims, ByteSpan]
 class ParsedMetadata:
     """What `.metadata` says."""
 
-    tensors: tuple[TensorEntry, ...]
-    """In the order of the file; every chunk's span is a whole item, its encoding "torch_zip"."""
-    blobs: tuple[BlobEntry, ...]
-    """In the order of the file."""
-    single_names: int = 0
-    """Names that stand in the file only once, so that nothing shows whether a damage has changed them."""
+    tensors: tuple[TensorEntry, ...]  # In the order of the file; every chunk's span is a whole item ("torch_zip")
+    blobs: tuple[BlobEntry, ...]  # In the order of the file
+    single_names: int = 0  # Names that stand in the file only once: nothing shows whether one has changed
     flattened: frozenset[str] = frozenset()
     """Tensors that Megatron stored as [blocks of every dim…, elements of a block], and not in the shape that they have:
     state of its distributed optimizer until 0.15."""
@@ -158,11 +149,9 @@ class ParsedMetadata:
 def parse_metadata(
     data: bytes, *, limits: PickleLimits = DEFAULT_LIMITS, is_other: Callable[[ByteSpan], bool] = lambda _: False
 ) -> ParsedMetadata:
-    """Read the bytes of `.metadata`.
-
-    Shapes and boxes come in logical elements: torch's F4 counts pairs, so its last dim doubles. Whether the boxes
-    tile their tensor is not looked at here: that is a check of its own. `is_other` knows short items of other kinds.
-    """
+    """Read the bytes of `.metadata`."""
+    # Shapes and boxes come in logical elements: torch's F4 counts pairs, so its last dim doubles. Whether the boxes
+    # tile their tensor is not looked at here: that is a check of its own. `is_other` knows short items of other kinds.
     with collector_paused():
         value = parse_pickle(data, allowed_globals=ALLOWED_GLOBALS, limits=limits, calls=_CALLS)
         return _describe(value, is_other)
@@ -193,21 +182,21 @@ def _describe(metadata: object, is_other: Callable[[ByteSpan], bool]) -> ParsedM
         if type(fqn) is not str:
             raise UnreadableError(f"a name in the state dict is a {type(fqn).__name__}")
         if (problem := fqn_problem(fqn)) is not None:
-            raise UnreadableError(f"{_shown(fqn)} {problem}")
+            raise UnreadableError(f"'{fqn}' {problem}")
         path = paths.get(fqn, ())
         kind = entry.name if type(entry) is Record else type(entry).__name__
         if kind == f"{_DCP}TensorStorageMetadata":
-            reader = _TensorReader(fqn, _fields(entry, kind, f"tensor {_shown(fqn)}"))
+            reader = _EntryReader(fqn, _fields(entry, kind, f"tensor '{fqn}'"))
             tensors.append(reader.read(tensor_spans.pop(fqn, {}), path, boxes, is_other))
         elif kind == f"{_DCP}BytesStorageMetadata":
             span = blob_spans.pop(fqn, None)
             if span is None:
-                raise UnreadableError(f"object {_shown(fqn)} has no item in storage_data")
+                raise UnreadableError(f"object '{fqn}' has no item in storage_data")
             blobs.append(BlobEntry(fqn=fqn, span=span, path=path))
         else:
-            raise UnreadableError(f"{_shown(fqn)} is neither a tensor nor an object but a {kind}")
+            raise UnreadableError(f"'{fqn}' is neither a tensor nor an object but a {kind}")
     for fqn in (*tensor_spans, *blob_spans):
-        raise UnreadableError(f"{_shown(fqn)} has an item in storage_data that the state dict does not name")
+        raise UnreadableError(f"'{fqn}' has an item in storage_data that the state dict does not name")
     return ParsedMetadata(
         tensors=tuple(tensors),
         blobs=tuple(blobs),
@@ -221,10 +210,6 @@ def _flattened(mcore_data: object) -> frozenset[str]:
     rows = mcore_data.items() if type(mcore_data) is dict else ()
     found = (fqn for fqn, said in rows if type(said) is dict and "nd_reformulated_orig_global_shape" in said)
     return frozenset(fqn for fqn in found if type(fqn) is str)
-
-
-def _shown(fqn: str) -> str:
-    return f"'{fqn}'"
 
 
 def _fields(value: object, name: str, what: str) -> dict[str, object]:
@@ -270,12 +255,12 @@ def _parse_storage(storage: object) -> tuple[dict[str, _Spans], dict[str, ByteSp
         if type(fqn) is not str:
             raise UnreadableError("an entry of storage_data has no FQN")
         if "index" not in index and not all(type(name) is str for name in index):
-            raise UnreadableError(f"{_shown(fqn)}: a field of its key in storage_data has no name")
+            raise UnreadableError(f"'{fqn}': a field of its key in storage_data has no name")
         span = _span(fqn, info, files)
         offset = index.get("offset")
         if offset is None:
             if fqn in blobs:
-                raise UnreadableError(f"object {_shown(fqn)} is stored twice")
+                raise UnreadableError(f"object '{fqn}' is stored twice")
             blobs[fqn] = span
             continue
         dims = _dims(offset, "chunk offsets in storage_data")
@@ -283,7 +268,7 @@ def _parse_storage(storage: object) -> tuple[dict[str, _Spans], dict[str, ByteSp
         if spans is None:
             spans = tensors[fqn] = {}
         if dims in spans:
-            raise UnreadableError(f"tensor {_shown(fqn)}: the chunk at {list(dims)} is stored twice")
+            raise UnreadableError(f"tensor '{fqn}': the chunk at {list(dims)} is stored twice")
         spans[dims] = span
     return tensors, blobs
 
@@ -293,32 +278,25 @@ def _span(fqn: str, info: dict[object, object], files: dict[str, str]) -> ByteSp
     offset = info.get("offset")
     nbytes = info.get("length")
     if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
-        raise UnreadableError(f"{_shown(fqn)}: its entry in storage_data lacks relative_path, offset or length")
+        raise UnreadableError(f"'{fqn}': its entry in storage_data lacks relative_path, offset or length")
     if not (0 <= offset <= MAX_ELEMS and 0 <= nbytes <= MAX_ELEMS):
-        raise UnreadableError(f"{_shown(fqn)}: bytes {offset}+{nbytes} cannot be a part of a file")
+        raise UnreadableError(f"'{fqn}': bytes {offset}+{nbytes} cannot be a part of a file")
     if file not in files:
-        files[file] = _check_path(fqn, file)
+        if not is_plain_path(file):
+            what = f"'{fqn}' is said to lie in '{file}', which is not a plain path inside the checkpoint"
+            raise UnreadableError(what)
+        files[file] = file
     if len(info) > 3:
         if not all(type(key) is str for key in info):
-            raise UnreadableError(f"{_shown(fqn)}: a field of its entry in storage_data has no name")
+            raise UnreadableError(f"'{fqn}': a field of its entry in storage_data has no name")
         transforms = info.get("transform_descriptors")
         if transforms:
             names = transforms if isinstance(transforms, list | tuple) else ()
             shown = first_few([name for name in names if isinstance(name, str)], 4)
-            raise UnsupportedError(
-                f"{_shown(fqn)} is stored through the transform {shown or '(unnamed)'}, which ckpt cannot undo",
-                hint="dcp.load it (for ZStandard, stream.zstd, install zstandard), and save it without _extensions",
-            )
+            what = f"'{fqn}' is stored through the transform {shown or '(unnamed)'}, which ckpt cannot undo"
+            hint = "dcp.load it (for ZStandard, stream.zstd, install zstandard), and save it without _extensions"
+            raise UnsupportedError(what, hint=hint)
     return ByteSpan(file=files[file], offset=offset, nbytes=nbytes)
-
-
-def _check_path(fqn: str, file: str) -> str:
-    """Return `file` when it stays inside the checkpoint's directory."""
-    if not is_plain_path(file):
-        raise UnreadableError(
-            f"{_shown(fqn)} is said to lie in '{file}', which is not a plain path inside the checkpoint"
-        )
-    return file
 
 
 def _is_memory_format(value: object) -> bool:
@@ -332,7 +310,7 @@ def _are_strides(rest: tuple[object, ...]) -> bool:
     return strides is None or (type(strides) is tuple and all(type(stride) is int for stride in strides))
 
 
-class _TensorReader:
+class _EntryReader:
     """One `TensorStorageMetadata`."""
 
     __slots__ = ("_fields", "_fqn", "_where")
@@ -340,7 +318,7 @@ class _TensorReader:
     def __init__(self, fqn: str, fields: dict[str, object]) -> None:
         self._fqn = fqn
         self._fields = fields
-        self._where = f"tensor {_shown(fqn)}"
+        self._where = f"tensor '{fqn}'"
 
     def read(
         self,
@@ -368,9 +346,8 @@ class _TensorReader:
             offsets = _dims(fields.get("offsets"), f"{self._where}: chunk offsets")
             sizes = _dims(fields.get("sizes"), f"{self._where}: chunk sizes")
             if len(offsets) != num_dims or len(sizes) != num_dims:
-                raise UnreadableError(
-                    f"{self._where} has {num_dims} dims, a chunk of it {len(offsets)} offsets and {len(sizes)} sizes"
-                )
+                what = f"{self._where} has {num_dims} dims, a chunk of it {len(offsets)} offsets and {len(sizes)} sizes"
+                raise UnreadableError(what)
             span = spans.pop(offsets, None)
             if span is None:
                 raise self._no_item(offsets, stored[: len(chunks)])
@@ -428,7 +405,197 @@ class _TensorReader:
                 hint="save it again in the default format, or with HuggingFaceStorageWriter. If it holds tensors "
                 "alone, its files are safetensors files, which --from hf-sharded reads",
             )
-        return UnreadableError(
-            f"{self._where}: an item of {span.nbytes} bytes cannot hold the {nbytes} bytes of its chunk",
-            where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
-        )
+        what = f"{self._where}: an item of {span.nbytes} bytes cannot hold the {nbytes} bytes of its chunk"
+        return UnreadableError(what, where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}")
+
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+_VERSION = "1.0.0"  # `CURRENT_DCP_VERSION` of torch 2.13; readers do not look at it
+
+_BYTES_PER_CHUNK = 112
+_BYTES_PER_ENTRY = 200
+_T = TypeVar("_T")
+_NEW = b")\x81\x94"  # EMPTY_TUPLE NEWOBJ MEMOIZE
+_DICT = b"}\x94("  # EMPTY_DICT MEMOIZE MARK
+_FILLED = b"ub"  # SETITEMS BUILD
+_FALSE = b"\x89"
+_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
+
+
+def build_metadata(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> bytes:
+    """Return the bytes of `.metadata` for tensors and blobs that lie in `.distcp` files, every span a whole item."""
+    # Stock torch (2.6 and later) unpickles them to the equivalent `Metadata`. There is no `StorageMeta`: it would carry
+    # the path of the checkpoint, and torch makes an empty one on reading. Shapes and boxes are in logical elements.
+    names = [*(entry.fqn for entry in tensors), *(entry.fqn for entry in blobs)]
+    if len(set(names)) != len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise UsageError(f"two entries are named '{twice}'")
+    return _MetadataWriter().write(tensors, blobs)
+
+
+def estimate_metadata_bytes(tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> int:
+    """Return about how long `.metadata` will be, a few percent too long rather than too short."""
+    num_chunks = sum(len(entry.chunks) for entry in tensors)
+    names = sum(len(entry.fqn) for entry in tensors) + sum(len(blob.fqn) for blob in blobs)
+    return _BYTES_PER_CHUNK * num_chunks + _BYTES_PER_ENTRY * (len(tensors) + len(blobs)) + 2 * names
+
+
+class _MetadataWriter:
+    """Collects the bytes of one pickle, and numbers the memo as its reader will."""
+
+    __slots__ = ("_body", "_next", "_seen")
+
+    def __init__(self) -> None:
+        self._body = bytearray()
+        self._seen: dict[object, bytes] = {}
+        self._next = 0
+
+    def write(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> bytes:
+        put = self._put
+        put(self._class(_MODULE, "Metadata"), self._new(), self._open_dict())
+        put(self._string("state_dict_metadata"), self._open_dict())
+        self._entries(tensors, blobs)
+        put(b"u", self._string("planner_data"), self._open_dict())
+        self._paths((*tensors, *blobs))
+        put(b"u", self._string("storage_data"), self._open_dict())
+        self._items(tensors, blobs)
+        put(b"u", self._string("storage_meta"), b"N", self._string("version"), self._string(_VERSION))
+        put(_FILLED, b".")
+        return b"\x80\x04\x95" + len(self._body).to_bytes(8, "little") + self._body
+
+    def _put(self, *opcodes: bytes) -> None:
+        self._body += b"".join(opcodes)
+
+    def _once(self, what: object, opcodes: bytes) -> bytes:
+        """Return `opcodes` the first time and a BINGET of their value from then on."""
+        self._seen[what] = self._get(self._next)
+        self._next += 1
+        return opcodes + b"\x94"
+
+    @staticmethod
+    def _get(index: int) -> bytes:
+        return b"h%c" % index if index < 256 else b"j" + index.to_bytes(4, "little")
+
+    def _string(self, text: str) -> bytes:
+        known = self._seen.get(text)
+        return known or self._once(text, _text(text))
+
+    def _class(self, module: str, name: str) -> bytes:
+        key = (module, name)
+        known = self._seen.get(key)
+        return known or self._once(key, self._string(module) + self._string(name) + b"\x93")
+
+    def _new(self) -> bytes:
+        self._next += 1
+        return _NEW
+
+    def _size(self, dims: tuple[int, ...]) -> bytes:
+        known = self._seen.get(dims)
+        if known is not None:
+            return known
+        opcodes = self._class("torch", "Size")
+        if dims:
+            numbers = b"".join(map(push_int, dims))
+            opcodes += numbers + _TUPLES[len(dims)] if len(dims) <= 3 else b"(" + numbers + b"t"
+            opcodes += b"\x94"
+            self._next += 1
+        else:
+            opcodes += b")"
+        self._next += 1
+        return self._once(dims, opcodes + b"\x85\x94R")
+
+    def _begin(self, module: str, name: str, field: str) -> bytes:
+        """Return the opcodes of a new instance up to the name of its first field."""
+        key = (module, name, field)
+        known = self._seen.get(key)
+        if known is not None:
+            self._next += 2
+            return known
+        opcodes = self._class(module, name) + self._new() + self._open_dict() + self._string(field)
+        # From now on class and name are fetched from the memo.
+        self._seen[key] = self._class(module, name) + _NEW + _DICT + self._string(field)
+        return opcodes
+
+    def _open_dict(self) -> bytes:
+        self._next += 1
+        return _DICT
+
+    def _entries(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> None:
+        """Write `state_dict_metadata`."""
+        put = self._put
+        for entry in tensors:
+            put(self._string(entry.fqn), self._class(_MODULE, "TensorStorageMetadata"), self._new())
+            put(self._open_dict(), self._string("properties"), self._properties(entry))
+            put(self._string("size"), self._size(_torch_dims(entry, entry.shape)))
+            put(self._string("chunks"), b"]\x94(")
+            self._next += 1
+            for chunk in entry.chunks:
+                begin = self._begin(_MODULE, "ChunkStorageMetadata", "offsets")
+                offsets = self._size(_torch_dims(entry, chunk.box.offsets))
+                put(begin, offsets, self._string("sizes"), self._size(_torch_dims(entry, chunk.box.sizes)), _FILLED)
+            put(b"e", _FILLED)
+        for blob in blobs:
+            put(self._string(blob.fqn), self._class(_MODULE, "BytesStorageMetadata"), self._new())
+
+    def _properties(self, entry: TensorEntry) -> bytes:
+        """Return a `TensorProperties` of `entry`'s dtype; the other fields are deprecated and have their defaults."""
+        name = entry.dtype.torch_name
+        if name is None:
+            raise UsageError(f"tensor '{entry.fqn}': {entry.dtype.name} cannot be stored in DCP")
+        opcodes = self._class(_MODULE, "TensorProperties") + self._new() + b"(" + self._class("torch", name)
+        opcodes += self._call("torch.serialization", "_get_layout", self._string, "torch.strided") + _FALSE
+        opcodes += self._call(_MODULE, "_MEM_FORMAT_ENCODING", push_int, 0) + _FALSE
+        return opcodes + b"tb"
+
+    def _call(self, module: str, name: str, arg: Callable[[_T], bytes], value: _T) -> bytes:
+        key = (module, name, "call")
+        known = self._seen.get(key)
+        return known or self._once(key, self._class(module, name) + arg(value) + b"\x85R")
+
+    def _paths(self, entries: Iterable[TensorEntry | BlobEntry]) -> None:
+        """Write `planner_data`; where the only key is the name, as a second copy of it that damage would contradict."""
+        for entry in entries:
+            name, keys = self._string(entry.fqn), [_text(entry.fqn)]
+            if len(entry.path) > 1:
+                keys = [push_int(key) if isinstance(key, int) else self._string(key) for key in entry.path]
+            self._put(name, b"(", *keys, b"t")
+
+    def _items(self, tensors: Sequence[TensorEntry], blobs: Sequence[BlobEntry]) -> None:
+        """Write `storage_data`, blobs first as in the files."""
+        put = self._put
+        for blob in blobs:
+            name = self._begin(_MODULE, "MetadataIndex", "fqn") + self._string(blob.fqn)
+            put(name, self._string("index"), b"N", _FILLED)
+            self._info(blob.span)
+        for entry in tensors:
+            for index, chunk in enumerate(entry.chunks):
+                name = self._begin(_MODULE, "MetadataIndex", "fqn") + self._string(entry.fqn)
+                number = self._string("index") + push_int(index)
+                offset = self._string("offset") + self._size(_torch_dims(entry, chunk.box.offsets))
+                put(name, number, offset, _FILLED)
+                self._info(chunk.span)
+
+    def _info(self, span: ByteSpan) -> None:
+        file = self._begin(_FILESYSTEM, "_StorageInfo", "relative_path") + self._string(span.file)
+        offset = self._string("offset") + push_int(span.offset)
+        self._put(file, offset, self._string("length") + push_int(span.nbytes), _FILLED)
+
+
+def _torch_dims(entry: TensorEntry, dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Turn logical elements into torch's, which hold `dtype.pack` of them along the last dim."""
+    pack = entry.dtype.pack
+    if pack == 1:
+        return dims
+    if not dims or dims[-1] % pack:
+        raise UsageError(f"tensor '{entry.fqn}': {list(dims)} elements of {entry.dtype.name} end inside a byte")
+    return (*dims[:-1], dims[-1] // pack)
+
+
+def _text(text: str) -> bytes:
+    """Return the opcode that pushes `text`."""
+    try:
+        raw = text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"the name '{text}' is not valid Unicode") from None
+    return (b"\x8c%c" % len(raw) if len(raw) < 256 else b"X" + len(raw).to_bytes(4, "little")) + raw

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import overload
+from typing import Any
 
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Checkpoint, Chunk, Encoding, TensorEntry
 from ckpt_tools.checkpoint.formats.dcp import Dcp
@@ -13,8 +13,7 @@ from ckpt_tools.checkpoint.formats.torch_zip import item_frame
 from ckpt_tools.checkpoint.infer import rank_of_file
 from ckpt_tools.checkpoint.layout import Box
 
-ITEM_ALIGNMENT = 64
-"""Items begin at multiples of this, so that payloads are aligned in the file too."""
+ITEM_ALIGNMENT = 64  # Items begin at multiples of this, so that payloads are aligned in the file too
 
 
 def data_file(rank: int) -> str:
@@ -22,10 +21,8 @@ def data_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-Place = tuple[str, Box, int, Encoding]
-"""(file, box, offset, what surrounds the payload) of a chunk."""
-Cells = tuple[tuple[int, Box], ...]
-"""(rank, box) of every distinct box of a tensor."""
+Place = tuple[str, Box, int, Encoding]  # (file, box, offset, what surrounds the payload) of a chunk
+Cells = tuple[tuple[int, Box], ...]  # (rank, box) of every distinct box of a tensor
 
 
 def kept_cells(entry: TensorEntry) -> Cells:
@@ -38,11 +35,10 @@ def kept_cells(entry: TensorEntry) -> Cells:
 
 
 def place(tensors: Sequence[TensorEntry], cells: Mapping[str, Cells], blobs: Sequence[BlobEntry] = ()) -> Checkpoint:
-    """Describe the files that hold `tensors` cut into `cells`: one per rank, items in the tensors' order.
-
-    Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file, carried along as they are. The
-    tensors' own chunks are not looked at; every chunk's span in the result is its item. Cells are in logical elements.
-    """
+    """Describe the files that hold `tensors` cut into `cells`: one per rank, items in the tensors' order."""
+    # Replicas are stored once, by the lowest rank. Blobs come first, in rank 0's file, carried along as they are. The
+    # tensors' own chunks are not looked at; every chunk's span in the result is its item. Cells are in logical
+    # elements.
     names = _FileNames()
     position = 0
     placed_blobs = []
@@ -157,13 +153,7 @@ class PlacedItems(Sequence[Chunk]):
     def __len__(self) -> int:
         return len(self._cells)
 
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
-
-    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - a chunk for a number, several for a slice
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
         return self.chunk(range(len(self))[index], self._items.starts(self._number)[index])
@@ -212,13 +202,7 @@ class _ItemsWithin(Sequence[Chunk]):
     def __len__(self) -> int:
         return len(self._own)
 
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
-
-    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401 - as that of all items
         if isinstance(index, slice):
             return _ItemsWithin(self._all, self._own[index], self._starts[index])
         return self._all.chunk(self._own[index][0], self._starts[index])

@@ -10,8 +10,6 @@ import xxhash
 from ckpt_tools.checkpoint.formats.manifest import BLOCK_BYTES
 from ckpt_tools.checkpoint.layout import split_blocks
 
-BLOCK_DIGEST_BYTES = 16
-
 
 def digest_block(content: bytes | memoryview) -> bytes:
     """Return the digest of one block."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckpt_tools.text import first_few
 
 INDEX_SUFFIX = ".safetensors.index.json"
-METADATA_NAME = ".metadata"
-"""The file that makes a directory a DCP checkpoint; written last."""
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-"""Ends of the names of what `torch.save` writes."""
+METADATA_NAME = ".metadata"  # The file that makes a directory a DCP checkpoint; written last
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # Ends of the names of what `torch.save` writes
 
 _WEIGHTS = (
     ".metadata", "*.safetensors", "*.distcp", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx",
@@ -63,3 +66,123 @@ def files_below(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
         if slash:
             found.setdefault(directory, {})[rest] = size
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class PartName:
+    """A way to name the parts of a model."""
+
+    names: re.Pattern[str]  # Of the whole path; group `i` is the number of the part, `n` of how many
+    what: str  # Whose parts they are
+    whole: str  # How to make the whole of them
+    first: int = 0
+
+
+_MEGATRON = "load it with Megatron-LM and --ckpt-convert-format torch_dist --ckpt-convert-save NEW, and use NEW"
+_OF = r"(?P<stem>.*?)[-_.]?(?P<i>\d{1,6})-of-(?P<n>\d{1,6})(?P<end>\.[\w.]+)"
+PART_NAMES = (
+    PartName(
+        re.compile(rf"(?:.*/)?{_OF}"),
+        "one file of a model in several",
+        "pass the directory with all files and their index (*.index.json); fetch what is missing of them",
+        1,
+    ),
+    PartName(
+        re.compile(r"(?:.*/)?(?P<stem>consolidated)\.(?P<i>\d{2,3})\.pth"),
+        "one tensor-parallel part of Meta's own files",
+        "join them with transformers' convert_llama_weights_to_hf.py, or start from the model's Hub format",
+    ),
+    PartName(
+        re.compile(r"(?:.*/)?(?P<stem>mp_rank|tp_rank|pp_rank)_(?P<i>\d{2,3})(?P<more>(?:_\w+?)*)/[^/]+"),
+        "one part of a model that Megatron or NeMo has cut by tensor or pipeline parallelism",
+        _MEGATRON,
+    ),
+    PartName(
+        re.compile(
+            r"(?:.*/)?(?:(?P<stem>mp_rank)_(?P<i>\d{2,3})|layer_(?P<j>\d+)-model_\d+)(?P<end>[-_]model_states\.pt)"
+        ),
+        "one part of a model that DeepSpeed has cut by tensor or pipeline parallelism",
+        "load it with the trainer, and save the whole model",
+    ),
+    PartName(
+        re.compile(r"(?:.*/)?(?P<stem>.+?)[-_.]shard-?(?P<i>\d{1,5})(?P<end>\.\w+)"),
+        "one shard of fairscale's or fairseq's",
+        "join them with fairscale's consolidate_shard_weights, or metaseq's consolidate_fsdp_shards",
+    ),
+    PartName(
+        re.compile(r"(?:.*/)?(?P<stem>.+?)[-_.]rank[-_]?(?P<i>\d{1,6})(?P<end>\.\w+)"),
+        "one rank's part of a model",
+        "save with a full state dict (Composer: fsdp_state_dict_type full), or pass the directory where ckpt reads it",
+    ),
+    PartName(
+        re.compile(r"(?:.*/)?(?P<stem>hf_model)_(?P<i>\d{4})(?P<end>_\d+\.pt)"),
+        "one of the files that torchtune writes of a model",
+        "join them: torch.load each with weights_only=True, update one dict with all, and torch.save it",
+        1,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPart:
+    """What a name says."""
+
+    kind: PartName
+    index: int
+    count: int | None
+    series: tuple[str, ...]  # What all parts of one model have in common: the directory, the stem of the names, …
+
+
+def read_part_name(path: str) -> NamedPart | None:
+    """Return what the name of a file, below its directory, says of a part; None for any other name."""
+    if not is_weights(path):
+        return None
+    for kind in PART_NAMES:
+        if (match := kind.names.fullmatch(path)) is not None:
+            groups = match.groupdict()
+            count = int(groups["n"]) if groups.get("n") else None
+            series = (
+                os.path.dirname(path) if "more" not in groups else "",
+                *(groups.get(k) or "" for k in ("stem", "end")),
+            )
+            return NamedPart(kind, int(groups["i"] or groups["j"]), count, (*series, str(count)))
+    return None
+
+
+def explain_parts(files: Iterable[str]) -> tuple[NamedPart, str] | None:
+    """Return what the names of these files say, and in words what they are, where they are parts of one model."""
+    found = {name: named for name in files if (named := read_part_name(name)) is not None}
+    series = Counter(named.series for named in found.values())
+    if max(series.values(), default=0) < 2:
+        return None
+    names = [name for name, named in found.items() if named.series == series.most_common(1)[0][0]]
+    named = found[names[0]]
+    return named, f"{len(names)} files, each {named.kind.what}: {first_few(sorted(names))}"
+
+
+def parts_of(taken: Iterable[str], files: Iterable[str]) -> Iterator[tuple[NamedPart, str]]:
+    """Yield why the `taken` files are not all of a model, to judge by the names of all `files` beside them."""
+    # That is what the name says, and in words what is there and what is missing.
+    own: dict[tuple[str, ...], dict[int, str]] = {}
+    kinds: dict[tuple[str, ...], NamedPart] = {}
+    for name in taken:
+        if (found := read_part_name(name)) is not None:
+            own.setdefault(found.series, {})[found.index] = name
+            kinds[found.series] = found
+    if not own:
+        return
+    beside: dict[tuple[str, ...], set[int]] = {series: set() for series in own}
+    for name in files:
+        if (found := read_part_name(name)) is not None and found.series in beside:
+            beside[found.series].add(found.index)
+    for series, names in own.items():
+        named = kinds[series]
+        missing = beside[series] - names.keys()
+        some = next(iter(names.values()))
+        if named.count is not None:
+            if len(names) < named.count:  # numbers begin at 0 or 1
+                yield named, f"{some}: {len(names)} of {named.count} files of one model"
+        elif missing:
+            yield named, f"{some}: {named.kind.what}, {len(names) + len(missing)} of which lie here"
+        elif min(names) > named.kind.first:
+            yield named, f"{some}: {named.kind.what}, and the first is not taken"

@@ -13,15 +13,33 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from ckpt_tools.checkpoint.entries import Asset, ByteSpan, Checkpoint, TensorEntry
-from ckpt_tools.checkpoint.formats.flat_shapes import Shapes
 from ckpt_tools.checkpoint.formats.manifest import Manifest, Origin
 from ckpt_tools.checkpoint.formats.steps import Step
 from ckpt_tools.checkpoint.identity import Candidate, Identity
+from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.storage.source import Source
 
-AHEAD = 8192
-"""Small ranges that are announced to a source at once: of 1 KiB each, it keeps them."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What another checkpoint of the same model says of its tensors."""
+
+    title: str  # Its path, for messages
+    shapes: Mapping[str, tuple[int, ...]]  # Plain name → shape; of tied ones that are known to be tied the first
+    is_ordered: bool  # The order is that of the model
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, title: str, *, is_ordered: bool) -> Shapes:
+        """Return those of an open checkpoint."""
+        once: dict[object, tuple[str, tuple[int, ...]]] = {}
+        for name, entry in plain_names(checkpoint).items():
+            places = tuple((chunk.span, chunk.box) for chunk in entry.chunks) if is_ordered else name
+            once.setdefault(places, (name, entry.shape))
+        return cls(title=title, shapes=dict(once.values()), is_ordered=is_ordered)
+
+
+AHEAD = 8192  # Small ranges that are announced to a source at once: of 1 KiB each, it keeps them
 
 
 class Reader(Protocol):
@@ -37,42 +55,24 @@ class Reader(Protocol):
 class Format(Protocol):
     """One way to store a checkpoint."""
 
-    name: str
-    """Value of `--from`, and what `inspect` and manifests call it."""
-    found_by: str
-    """What a directory or file of it is told by; this and the next two are the reference's, in Markdown."""
-    about: str
-    """What is read of it, and what is not."""
-    written_by: str = ""
-    """Commands that write it."""
-    suffix: str
-    """End of the names of its data files: `verify` names those that nothing refers to."""
-    is_file: bool = False
-    """A path of it is one file, not a directory."""
-    counterpart: str | None = None
-    """What `--from` means for a path of the other kind: a directory where this is a file, or the reverse."""
-    is_sharded: bool = False
-    """Ranks saved it, each its own parts."""
-    is_training: bool = False
-    """Holds a trainer's state: names with its roots and wrappers, perhaps optimizer state beside the model's."""
-    in_items: bool = False
-    """Every chunk is an item with a head of its own, which says dtype, sizes and CRC-32, but not whose it is."""
-    loads_by_dcp: bool = False
-    """PyTorch's `dcp.load` reads it, whole items at a time; `shard` and `reshard` write it."""
-    keeps_order: bool = False
-    """Matrices that lie side by side in one tensor lie there whole, however ranks cut them."""
-    has_parts: bool = False
-    """Its data lie in directories that are checkpoints of their own (`formats.step`)."""
-    has_views: bool = False
-    """Tensors may lie in one another, and bytes between them may be nobody's."""
-    unchecked: tuple[str, ...] = ()
-    """What no level of `verify` can check in it, in words."""
-    caveats: tuple[str, ...] = ()
-    """What whoever converts from it should know, in words."""
-    whole_by: str = ""
-    """How it is known that nothing lacks, in Markdown; "" where the files do not say it."""
-    marker: str = ""
-    """The document that makes a directory a checkpoint of this format, written last; "" when it has none."""
+    name: str  # Value of `--from`, and what `inspect` and manifests call it
+    found_by: str  # What a directory or file of it is told by; this and the next two are the reference's, in Markdown
+    about: str  # What is read of it, and what is not
+    written_by: str = ""  # Commands that write it
+    suffix: str  # End of the names of its data files: `verify` names those that nothing refers to
+    is_file: bool = False  # A path of it is one file, not a directory
+    counterpart: str | None = None  # What `--from` means for a path of the other kind: of a directory, or of a file
+    is_sharded: bool = False  # Ranks saved it, each its own parts
+    is_training: bool = False  # Holds a trainer's state: names with roots and wrappers, perhaps an optimizer's
+    in_items: bool = False  # Every chunk is an item whose head says dtype, sizes and CRC-32, but not whose it is
+    loads_by_dcp: bool = False  # PyTorch's `dcp.load` reads it, whole items at a time; `shard` and `reshard` write it
+    keeps_order: bool = False  # Matrices that lie side by side in one tensor lie there whole, however ranks cut them
+    has_parts: bool = False  # Its data lie in directories that are checkpoints of their own (`formats.step`)
+    has_views: bool = False  # Tensors may lie in one another, and bytes between them may be nobody's
+    unchecked: tuple[str, ...] = ()  # What no level of `verify` can check in it, in words
+    caveats: tuple[str, ...] = ()  # What whoever converts from it should know, in words
+    whole_by: str = ""  # How it is known that nothing lacks, in Markdown; "" where the files do not say it
+    marker: str = ""  # The document, written last, that makes a directory one of this format; "" when it has none
 
     def detects(self, files: Mapping[str, int]) -> bool:
         """Is this what a directory with these files (relative name → size) holds? For `is_file`: what this file is?"""
@@ -105,10 +105,8 @@ class Format(Protocol):
         return 0
 
     def digest_frames(self, target: Checkpoint, reader: Reader, *, marker: bytes | None = None) -> dict[str, str]:  # noqa: ARG002
-        """Return per data file the digest of what lies around the payloads in it; {} when the format has no frames.
-
-        `marker` is given when somebody else wrote the files and framed the payloads in their own way.
-        """
+        """Return per data file the digest of what lies around the payloads in it; {} when the format has no frames."""
+        # `marker` is given when somebody else wrote the files and framed the payloads in their own way.
         return {}
 
 
@@ -119,54 +117,35 @@ class Opened:
     format: Format
     checkpoint: Checkpoint
     source: Source
-    manifest: Manifest | None = None
-    """Its manifest, when ckpt wrote it."""
-    origin: Origin | None = None
-    """The exact headers and index of an HF source."""
-    root: str = ""
-    """Prefix that `shard` put before the names, as it is recorded, where `origin` does not hold any more."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """What the header of its one file says beside the tensors (`__metadata__` of safetensors)."""
-    left_out: tuple[str, ...] = ()
-    """Files beside it that hold weights in other formats, and are not carried along."""
+    manifest: Manifest | None = None  # Its manifest, when ckpt wrote it
+    origin: Origin | None = None  # The exact headers and index of an HF source
+    root: str = ""  # Prefix that `shard` put before the names, as it is recorded, where `origin` does not hold any more
+    metadata: Mapping[str, str] = field(default_factory=dict)  # What its one file's header says beside the tensors
+    left_out: tuple[str, ...] = ()  # Files beside it that hold weights in other formats, and are not carried along
     beside: tuple[Asset, ...] = ()
     """Files of a training step beside its DCP files (Lightning's meta.pt, RNG states, …): `reshard` carries them along
     as they are, unopened; a model does not need them."""
-    notes: tuple[str, ...] = ()
-    """What was done to what the files hold, and what else whoever converts from it should know, for people."""
-    step: Step | None = None
-    """The step whose model this is, where the path named the step."""
-    unread: tuple[str, ...] = ()
-    """What lies in its files beside tensors and is not read, in words."""
-    broken: tuple[UnreadableError, ...] = ()
-    """Why files beside it are not read that should be parts of it (an optimizer's, of which some are missing)."""
-    asset_source: Source | None = None
-    """Where the assets lie that belong to its model; None for beside its files."""
+    notes: tuple[str, ...] = ()  # What was done to what the files hold, and what else a converter should know
+    step: Step | None = None  # The step whose model this is, where the path named the step
+    unread: tuple[str, ...] = ()  # What lies in its files beside tensors and is not read, in words
+    broken: tuple[UnreadableError, ...] = ()  # Why files that should be parts of it are not read (an optimizer's)
+    asset_source: Source | None = None  # Where the assets lie that belong to its model; None for beside its files
     stored: Mapping[str, Sequence[TensorEntry]] = field(default_factory=dict)
     """File that is made while it is read → the tensors that it is made of; the manifest has these."""
     sums: tuple[tuple[ByteSpan, int], ...] = ()
     """Parts of its files with their recorded CRC-32s, beside those of chunks: whole storages, of which a tensor may be
     a part."""
-    unshaped: frozenset[str] = frozenset()
-    """Tensors whose shape is not that of what they are parts of: they mean something in this checkpoint alone."""
+    unshaped: frozenset[str] = frozenset()  # Tensors of another shape than what they are parts of: of use here alone
     settings: Mapping[str, object] = field(default_factory=dict)
     """What the trainer notes of the model, by its own names for it; empty where it is not known."""
-    missing: tuple[tuple[str, str], ...] = ()
-    """What its trainer would look for in vain: (name, what is wrong)."""
-    single_names: int = 0
-    """Names that nothing in the checkpoint repeats: a changed one would not be noticed."""
-    partial: tuple[str, ...] = ()
-    """Why its own files say that it is a part of a model, in words."""
-    complete: str = ""
-    """Why its own files say that nothing lacks, in words; "" where they do not."""
-    lost: tuple[str, ...] = ()
-    """Files that its description names and that are not here: damage, which is told tensor by tensor."""
-    excuse: str = ""
-    """Why names that config.json asks for may lack on purpose."""
-    candidates: tuple[Candidate, ...] = ()
-    """Sets of weights that lie together, this one among them."""
-    identity: Identity = field(default_factory=lambda: Identity(format=""))
-    """What it is; set by `opening`."""
+    missing: tuple[tuple[str, str], ...] = ()  # What its trainer would look for in vain: (name, what is wrong)
+    single_names: int = 0  # Names that nothing in the checkpoint repeats: a changed one would not be noticed
+    partial: tuple[str, ...] = ()  # Why its own files say that it is a part of a model, in words
+    complete: str = ""  # Why its own files say that nothing lacks, in words; "" where they do not
+    lost: tuple[str, ...] = ()  # Files that its description names and that are not here: damage, told tensor by tensor
+    excuse: str = ""  # Why names that config.json asks for may lack on purpose
+    candidates: tuple[Candidate, ...] = ()  # Sets of weights that lie together, this one among them
+    identity: Identity = field(default_factory=lambda: Identity(format=""))  # What it is; set by `opening`
 
     def __enter__(self) -> Self:
         return self

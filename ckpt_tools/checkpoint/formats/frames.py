@@ -17,8 +17,7 @@ from ckpt_tools.checkpoint.formats.format import AHEAD, Reader
 from ckpt_tools.checkpoint.formats.torch_zip import item_frame
 
 _PIECE_BYTES = 1 << 20
-_DENSE_BYTES = 16 << 10
-"""Where items are smaller than this on average, reading all of a file takes less than reading around its payloads."""
+_DENSE_BYTES = 16 << 10  # Where items are smaller on average, reading all takes less than reading around payloads
 
 
 def planned_payloads(tensors: Iterable[TensorEntry]) -> Iterator[ByteSpan]:
@@ -33,10 +32,8 @@ def planned_payloads(tensors: Iterable[TensorEntry]) -> Iterator[ByteSpan]:
 def digest_frames(
     files: Mapping[str, int], payloads: Iterable[ByteSpan], blobs: Iterable[BlobEntry], reader: Reader
 ) -> dict[str, str]:
-    """Return per file the digest of the bytes that belong to no payload and to no blob.
-
-    `files` has the sizes in bytes of those to look at; payloads in other files are skipped.
-    """
+    """Return per file the digest of the bytes that belong to no payload and to no blob."""
+    # `files` has the sizes in bytes of those to look at; payloads in other files are skipped.
     # Two arrays per file: a large checkpoint has millions of items.
     spans = {name: (array("Q"), array("Q")) for name in files}
     for span in chain((blob.span for blob in blobs), payloads):

@@ -15,20 +15,18 @@ from functools import partial
 from ckpt_tools.checkpoint.entries import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.checkpoint.formats import safetensors
 from ckpt_tools.checkpoint.formats._json import MAX_JSON_BYTES, parse_json
-from ckpt_tools.checkpoint.formats.file_names import INDEX_SUFFIX, is_weights
+from ckpt_tools.checkpoint.formats.file_names import INDEX_SUFFIX, explain_parts, is_weights
 from ckpt_tools.checkpoint.formats.format import Format, Opened, read_document
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Manifest
-from ckpt_tools.checkpoint.formats.part_names import explain_parts
 from ckpt_tools.checkpoint.formats.repositories import find_models
-from ckpt_tools.checkpoint.formats.safetensors import File, read_file
+from ckpt_tools.checkpoint.formats.safetensors import HeaderFile, read_file
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few, is_plain_path
 
-HEADER_METADATA = {"format": "pt"}
-"""What transformers asks of a header."""
+HEADER_METADATA = {"format": "pt"}  # What transformers asks of a header
 
 
 def parse_index(text: bytes, *, where: str) -> dict[str, str]:
@@ -41,6 +39,15 @@ def parse_index(text: bytes, *, where: str) -> dict[str, str]:
         if not is_plain_path(name):
             raise UnreadableError(f"the index names the file {name!r} outside of its directory", where=where)
     return weight_map
+
+
+def indexed_files(index: Mapping[str, str], files: Mapping[str, int], where: str) -> list[str]:
+    """Return the files that an index names, all of which must be there."""
+    names = sorted(set(index.values()))
+    if missing := [name for name in names if name not in files]:
+        what = f"{len(missing)} of {len(names)} files of the index are missing: {first_few(missing)}"
+        raise UnreadableError(what, where=where, hint="download or copy the rest of the model")
+    return names
 
 
 def build_index(files: Mapping[str, Sequence[TensorEntry]]) -> bytes:
@@ -56,16 +63,14 @@ def documents(files: Mapping[str, Sequence[TensorEntry]], name: str = "model" + 
     return {name: build_index(files)} if len(files) > 1 else {}
 
 
-def describe(root: str, files: Sequence[File], index: Mapping[str, str] | None) -> Checkpoint:
+def describe(root: str, files: Sequence[HeaderFile], index: Mapping[str, str] | None) -> Checkpoint:
     """Describe whole-tensor files; an index must agree with their headers."""
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         for entry in file.header.tensors:
             if entry.fqn in tensors:
-                raise UnreadableError(
-                    f"tensor {entry.fqn!r} is in two files",
-                    where=f"{tensors[entry.fqn].chunks[0].span.file}, {file.name}",
-                )
+                what = f"tensor {entry.fqn!r} is in two files"
+                raise UnreadableError(what, where=f"{tensors[entry.fqn].chunks[0].span.file}, {file.name}")
             tensors[entry.fqn] = entry
     if index is not None:
         _check_index(tensors, index)
@@ -82,18 +87,12 @@ def _check_index(tensors: Mapping[str, TensorEntry], index: Mapping[str, str]) -
         entry = tensors.get(fqn)
         if entry is None or entry.chunks[0].span.file != name:
             found = "no file has it" if entry is None else f"it is in {entry.chunks[0].span.file}"
-            raise UnreadableError(
-                f"the index puts tensor {fqn!r} into {name}, but {found}",
-                where=name,
-                hint="restore the file that belongs to this index",
-            )
+            what = f"the index puts tensor {fqn!r} into {name}, but {found}"
+            raise UnreadableError(what, where=name, hint="restore the file that belongs to this index")
     for fqn, entry in tensors.items():
         if fqn not in index:
-            raise UnreadableError(
-                f"tensor {fqn!r} is not in the index",
-                where=entry.chunks[0].span.file,
-                hint="the file and the index are of different versions: restore both",
-            )
+            hint = "the file and the index are of different versions: restore both"
+            raise UnreadableError(f"tensor {fqn!r} is not in the index", where=entry.chunks[0].span.file, hint=hint)
 
 
 def arrange(
@@ -151,14 +150,7 @@ class HfDirectory(Format):
         index = None
         if index_name is not None:
             index = parse_index(index_text, where=index_name)
-            names = sorted(set(index.values()))
-            missing = [name for name in names if name not in files]
-            if missing:
-                raise UnreadableError(
-                    f"{len(missing)} of {len(names)} files of the index are missing: {first_few(missing)}",
-                    where=index_name,
-                    hint="download or copy the rest of the model",
-                )
+            names = indexed_files(index, files, index_name)
         opened = source.each(partial(read_file, source), names)
         opened += _without_tensors(source, {name: size for name, size in files.items() if name not in names})
         own = {*(file.name for file in opened), index_name, MANIFEST_NAME, JOURNAL_NAME}
@@ -178,7 +170,7 @@ class HfDirectory(Format):
         )
 
 
-def _without_tensors(source: Source, files: Mapping[str, int]) -> list[File]:
+def _without_tensors(source: Source, files: Mapping[str, int]) -> list[HeaderFile]:
     """Return the safetensors files that hold a header and nothing else: no index names them, yet they belong here."""
     found = []
     for name, nbytes in files.items():

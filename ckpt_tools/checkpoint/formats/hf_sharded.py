@@ -5,38 +5,45 @@ Source: torch `distributed/checkpoint/_hf_utils.py` and `hf_storage.py` (2.13).
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckpt_tools.checkpoint.entries import MAX_ELEMS, Asset, Checkpoint, Chunk, TensorEntry, is_possible_shape
+from ckpt_tools.checkpoint.entries import (
+    MAX_ELEMS,
+    Asset,
+    BlobEntry,
+    ByteSpan,
+    Checkpoint,
+    Chunk,
+    TensorEntry,
+    is_possible_shape,
+)
 from ckpt_tools.checkpoint.formats._json import parse_json
+from ckpt_tools.checkpoint.formats.dcp_placing import Cells
 from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.checkpoint.formats.file_names import is_hf_asset, is_weights
 from ckpt_tools.checkpoint.formats.format import Format, Opened
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Manifest
-from ckpt_tools.checkpoint.formats.safetensors import LENGTH_BYTES, File, read_file
+from ckpt_tools.checkpoint.formats.safetensors import LENGTH_BYTES, HeaderFile, build_header, data_order, read_file
 from ckpt_tools.checkpoint.layout import Box
-from ckpt_tools.errors import UnreadableError
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
-SHARDING_KEY = "DCP_SHARDING_INFO"
-"""Header metadata of a file that holds chunks instead of whole tensors."""
-OFFSETS_KEY = "saved_offsets"
-"""In it, the key of a chunk's offsets."""
-SHARDED_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
-"""Name of a file of DCP's HF writer: rank, number, count."""
+SHARDING_KEY = "DCP_SHARDING_INFO"  # Header metadata of a file that holds chunks instead of whole tensors
+OFFSETS_KEY = "saved_offsets"  # In it, the key of a chunk's offsets
+SHARDED_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")  # Of DCP's HF writer: rank, number, count
 ITEMS_FILE = re.compile(r"__\d+_\d+\.distcp", re.ASCII)
 """What `FileSystemWriter` calls the same with SerializationFormat.SAFETENSORS: read where `--from` asks for it."""
 
 
-def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
-    """Describe the files of `HuggingFaceStorageWriter(save_distributed=True)`.
-
-    They record where each chunk lies but not the global shape, which is taken as the hull of the chunks: the
-    exact-tiling check finds a hole, but not a file that was lost from the very end of every tensor.
-    """
+def describe_sharded(root: str, files: Sequence[HeaderFile]) -> Checkpoint:
+    """Describe the files of `HuggingFaceStorageWriter(save_distributed=True)`."""
+    # They record where each chunk lies but not the global shape, which is taken as the hull of the chunks: the
+    # exact-tiling check finds a hole, but not a file that was lost from the very end of every tensor.
     chunks: dict[str, list[tuple[TensorEntry, tuple[int, ...]]]] = {}
     for file in files:
         offsets_of = _parse_sharding(file)
@@ -47,27 +54,21 @@ def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
         first = parts[0][0]
         for entry, offsets in parts:
             if entry.dtype != first.dtype or len(offsets) != len(first.shape) or len(entry.shape) != len(offsets):
-                raise UnreadableError(
-                    f"tensor {fqn!r} differs in dtype or number of dims between files",
-                    where=entry.chunks[0].span.file,
-                )
+                what = f"tensor {fqn!r} differs in dtype or number of dims between files"
+                raise UnreadableError(what, where=entry.chunks[0].span.file)
         dims = range(len(first.shape))
         shape = tuple(max(offsets[d] + entry.shape[d] for entry, offsets in parts) for d in dims)
         if not is_possible_shape(shape):
-            raise UnreadableError(
-                f"tensor {fqn!r} of shape {list(shape)} is too large to exist",
-                where=first.chunks[0].span.file,
-            )
+            what = f"tensor {fqn!r} of shape {list(shape)} is too large to exist"
+            raise UnreadableError(what, where=first.chunks[0].span.file)
         boxes: dict[Box, Chunk] = {}
         for entry, offsets in parts:
             chunk = replace(entry.chunks[0], box=Box(offsets, entry.shape))
             other = boxes.setdefault(chunk.box, chunk)
             if other is not chunk and chunk.span.nbytes:  # its writer stores a part once, whoever else has it
-                raise UnreadableError(
-                    f"tensor {fqn!r}: the part at {list(offsets)} is in two files of different saves",
-                    where=f"{other.span.file}, {chunk.span.file}",
-                    hint="remove the files of the older save; `ls -l` tells them apart",
-                )
+                what = f"tensor {fqn!r}: the part at {list(offsets)} is in two files of different saves"
+                hint = "remove the files of the older save; `ls -l` tells them apart"
+                raise UnreadableError(what, where=f"{other.span.file}, {chunk.span.file}", hint=hint)
         tensors.append(replace(first, shape=shape, chunks=tuple(boxes.values())))
     return Checkpoint(
         root=root,
@@ -77,7 +78,7 @@ def describe_sharded(root: str, files: Sequence[File]) -> Checkpoint:
     )
 
 
-def _parse_sharding(file: File) -> dict[str, tuple[int, ...]]:
+def _parse_sharding(file: HeaderFile) -> dict[str, tuple[int, ...]]:
     # Surrogates that the outer JSON let through are no UTF-8; the inner text then is none either.
     text = file.header.metadata.get(SHARDING_KEY, "").encode("utf-8", "surrogatepass")
     table = parse_json(text, what=f"the header's {SHARDING_KEY}", where=file.name)
@@ -133,11 +134,9 @@ class HfSharded(Format):
             return Opened(format=self, checkpoint=replace(checkpoint, assets=assets), source=source)
         missing = sorted(manifest.files.keys() - files.keys())
         if missing:
-            raise UnreadableError(
-                f"{len(missing)} of {len(manifest.files)} files of the manifest are missing: {first_few(missing)}",
-                where=path,
-                hint=f"restore them; if a trainer has saved over the directory on purpose, remove {MANIFEST_NAME}",
-            )
+            what = f"{len(missing)} of {len(manifest.files)} files of the manifest are missing: {first_few(missing)}"
+            hint = f"restore them; if a trainer has saved over the directory on purpose, remove {MANIFEST_NAME}"
+            raise UnreadableError(what, where=path, hint=hint)
         recorded = tuple(Asset(file=name, nbytes=record.nbytes) for name, record in manifest.assets.items())
         beside = tuple(asset for asset in recorded if is_weights(asset.file))
         mesh = manifest.mesh if all(_is_recorded(file, manifest) for file in read) else None
@@ -164,7 +163,7 @@ class _Recorded(HfSharded):
     caveats = ()
 
 
-def _is_recorded(file: File, manifest: Manifest) -> bool:
+def _is_recorded(file: HeaderFile, manifest: Manifest) -> bool:
     """Is this file's header the one that was written with the manifest?"""
     record = manifest.documents.get(file.name)
     head = len(file.header_text).to_bytes(LENGTH_BYTES, "little") + file.header_text
@@ -173,3 +172,59 @@ def _is_recorded(file: File, manifest: Manifest) -> bool:
 
 FORMAT = HfSharded()
 _RECORDED = _Recorded()
+
+
+_NOT_READ = ("F4", "F8_E8M0")  # torch's reader loads nothing of such a file: safetensors (0.8) has no torch dtype
+_NOT_FLOAT = ("I", "U", "C", "BOOL")  # Beginnings of the names of dtypes that torch's consolidator cannot take
+
+
+def data_file(rank: int) -> str:
+    """Return the name of `rank`'s file."""
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+
+
+def place_sharded(
+    tensors: Sequence[TensorEntry], cells: Mapping[str, Cells], blobs: Sequence[BlobEntry] = ()
+) -> tuple[Checkpoint, dict[str, bytes]]:
+    """Describe the files that hold `tensors` cut into `cells`: one per rank that holds something."""
+    # Also return, per file, the bytes in front of its data. Cells are in logical elements, at most one of each rank for
+    # a tensor. Blobs are refused: these files cannot hold them.
+    if names := [blob.fqn for blob in blobs]:
+        what = f"safetensors holds only tensors; the source has {len(blobs)} other items: {first_few(names)}"
+        raise UsageError(what, hint="--serialization torch carries them; --for plain writes the model alone")
+    parts: dict[int, list[tuple[Box, TensorEntry]]] = {}  # what each rank's file holds, as tensors of their own
+    for entry in tensors:
+        if entry.dtype.torch_name is None or entry.dtype.name in _NOT_READ:
+            instead = "" if entry.dtype.torch_name is None else "use --serialization torch, or "
+            what = f"torch's reader of safetensors does not load {entry.dtype.name}"
+            hint = f"{instead}leave the tensor out: --exclude {shlex.quote(entry.fqn)}"
+            raise UsageError(what, where=entry.fqn, hint=hint)
+        for rank, box in cells[entry.fqn]:
+            parts.setdefault(rank, []).append((box, replace(entry, shape=box.sizes, chunks=())))
+    chunks: dict[str, list[Chunk]] = {entry.fqn: [] for entry in tensors}
+    heads, sizes = {}, {}
+    for rank, held in sorted(parts.items()):
+        file = data_file(rank)
+        boxes = {part.fqn: box for box, part in held}
+        info = {fqn: {OFFSETS_KEY: box.offsets} for fqn, box in boxes.items()}
+        ordered = data_order([part for _, part in held])
+        metadata = {SHARDING_KEY: json.dumps(info), "DCP_VERSION": "1.0", "format": "pt"}
+        heads[file], starts = build_header(ordered, metadata=metadata)
+        sizes[file] = len(heads[file]) + sum(part.nbytes for part in ordered)
+        for part, start in zip(ordered, starts, strict=True):
+            span = ByteSpan(file=file, offset=start, nbytes=part.nbytes)
+            chunks[part.fqn].append(Chunk(box=boxes[part.fqn], span=span))
+    placed = tuple(replace(entry, chunks=tuple(chunks[entry.fqn])) for entry in tensors)
+    return Checkpoint(root="", format=HfSharded.name, tensors=placed, files=sizes), heads
+
+
+def notes_on_loading(tensors: Sequence[TensorEntry], destination: str) -> list[str]:
+    """Say how torch loads what is written, and what its own consolidator makes of it."""
+    notes = [f"load it with dcp.load(state, storage_reader=HuggingFaceStorageReader({destination!r}))"]
+    odd = [entry.fqn for entry in tensors if not entry.shape or entry.dtype.name.startswith(_NOT_FLOAT)]
+    if odd:
+        notes.append(
+            "torch's consolidate_safetensors_files does not restore scalars, integers, booleans and complex numbers; "
+            f"ckpt gather does: {first_few(odd)}"
+        )
+    return notes

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.formats._json import parse_json
+from ckpt_tools.checkpoint.formats.file_names import NamedPart, parts_of, read_part_name
 from ckpt_tools.checkpoint.formats.format import Opened, read_document
 from ckpt_tools.checkpoint.formats.judge import StepVerdict
-from ckpt_tools.checkpoint.formats.part_names import NamedPart, parts_of, read_part_name
 from ckpt_tools.checkpoint.identity import Identity, Whole
 from ckpt_tools.checkpoint.infer import block_of, rank_of_file
 from ckpt_tools.checkpoint.names import Expected, config_misfits, folded, hold, is_adapter, load_table, origins_of
@@ -34,8 +34,7 @@ HOLLOW = (
     "DeepSpeed checkpoint itself (ckpt gather)"
 )
 """What to do about weights of shape [0]."""
-_MOST_EMPTY = 0.5
-"""Share of a model's tensors that may have shape [0]: buffers do, and the states of modules that keep none."""
+_MOST_EMPTY = 0.5  # Share of a model's tensors that may have shape [0]: buffers do, and states of empty modules
 _INNER = ("text_config", "llm_config", "language_config", "decoder")
 
 
@@ -48,13 +47,7 @@ class _Judged(NamedTuple):
 
 
 def identify(opened: Opened, files: Collection[str], verdict: StepVerdict) -> Identity:
-    """Return what an open checkpoint is.
-
-    Args:
-        opened: As its format opened it.
-        files: Names of all files that lie in its directory; of a file, of all that lie beside it.
-        verdict: Of the judge of steps.
-    """
+    """Return what an open checkpoint is; `files` are the names of all that lie in its directory, or beside a file."""
     checkpoint = opened.checkpoint
     model, prefix = find_model(checkpoint)
     names = [strip_wrappers(entry.fqn)[len(prefix) :] for entry in model.tensors]
@@ -122,11 +115,7 @@ def expected_beside(source: Source) -> tuple[Expected | None, Mapping[str, Any]]
 
 
 def _judge(
-    opened: Opened,
-    files: Collection[str],
-    config: Mapping[str, Any],
-    names: list[str],
-    shapes: Sequence[Sequence[int]],
+    opened: Opened, files: Collection[str], config: Mapping[str, Any], names: list[str], shapes: Sequence[Sequence[int]]
 ) -> _Judged:
     """Return whether nothing lacks, and why: what the names of files, the format and config.json say, in this order."""
     partial = list(opened.partial)

@@ -55,10 +55,8 @@ _OBJECT = rb"\)\x81\x94\}\x94\(" + 2 * _PAIR + b"(?:" + _PAIR + b")?(?:" + _PAIR
 _CLASS_AND_OBJECT = b"(" + _GET + b")" + _OBJECT
 _compiled = functools.cache(functools.partial(re.compile, flags=re.DOTALL))  # the long ones take milliseconds
 
-_OBJECT_DEPTH = 5
-"""`Record.depth` of an object made here: record, state, size, arguments, tuple."""
-_LEAF = 0
-"""`Record.depth` of what cannot change any more: a size."""
+_OBJECT_DEPTH = 5  # `Record.depth` of an object made here: record, state, size, arguments, tuple
+_LEAF = 0  # `Record.depth` of what cannot change any more: a size
 _SIZE_CALL = "torch.Size"
 _UNKNOWN = object()
 _PLAIN = frozenset({int, str, type(None), bool, GlobalName})
@@ -78,12 +76,9 @@ class ObjectRuns:
         self._twins: dict[bytes, tuple[Record, tuple[object, ...]]] = {}
 
     def match(self, position: int, stack: list[Any], memo: list[Any]) -> int:
-        """Read a run of objects; the EMPTY_TUPLE of the first stands before `position`, its class on the stack.
-
-        Returns:
-            The position after the last BUILD, with the records on the stack (the first in its class's place) and
-            the memo grown by exactly what the opcodes put there; or 0, with nothing changed.
-        """
+        """Read a run of objects; the EMPTY_TUPLE of the first stands before `position`, its class on the stack."""
+        # Return the position after the last BUILD, with the records on the stack (the first in its class's place) and
+        # the memo grown by exactly what the opcodes put there; or 0, with nothing changed.
         if not stack or type(stack[-1]) is not GlobalName:
             return 0
         found = _compiled(_OBJECT).match(self._data, position - 1)
@@ -203,20 +198,8 @@ def _int(opcode: bytes) -> int:
     return int.from_bytes(opcode[1:], "little", signed=opcode[0] == 0x4A)
 
 
-__all__ = [
-    "DEFAULT_LIMITS",
-    "PERSISTENT_ID",
-    "GlobalName",
-    "PickleLimits",
-    "Record",
-    "collector_paused",
-    "parse_pickle",
-]
-
-_OPCODES_PER_CHECK = 1 << 14
-"""Opcodes between two looks at what has been made so far."""
-_FREE_CONTAINERS = 1 << 12
-"""Containers and objects that any pickle may have, however short."""
+_OPCODES_PER_CHECK = 1 << 14  # Opcodes between two looks at what has been made so far
+_FREE_CONTAINERS = 1 << 12  # Containers and objects that any pickle may have, however short
 
 Calls = Mapping[str, tuple[str, int]]
 Sized = Mapping[int, tuple[Callable[..., Any], int, str]]
@@ -224,8 +207,7 @@ _U8, _U16, _U32, _U64 = (struct.Struct(each).unpack_from for each in ("<B", "<H"
 _I32 = struct.Struct("<i").unpack_from
 _NUMBERS = {0x4D: (_U16, 2), 0x4A: (_I32, 4), 0x47: (struct.Struct(">d").unpack_from, 8)}
 """BININT2, BININT and BINFLOAT → what reads the number, and its width."""
-_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
-"""NONE, NEWTRUE, NEWFALSE."""
+_CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}  # NONE, NEWTRUE, NEWFALSE
 SIZED: Sized = {
     0x8C: (_U8, 1, "_text"),  # SHORT_BINUNICODE
     0x58: (_U32, 4, "_text"),  # BINUNICODE
@@ -249,30 +231,18 @@ def parse_pickle(
     persistent_ids: bool = False,
     calls: Calls | None = None,
 ) -> object:
-    """Return the value that a pickle describes, in inert parts.
-
-    Args:
-        data: The whole pickle, from PROTO to STOP.
-        allowed_globals: The names ("module.attribute") that it may mention.
-        limits: What it may ask for.
-        persistent_ids: Accept BINPERSID, as a `Record` named `PERSISTENT_ID`.
-        calls: Name → the opcode that makes something of it, and of how many arguments; by default all may.
-
-    Returns:
-        int, str, bool, None, float, bytes, tuple, list, dict, `GlobalName` or `Record`; free of cycles.
-
-    Raises:
-        UnreadableError: Not such a pickle, or one that names, calls or does something else.
-        LimitError: It asks for more than `limits` allows.
-    """
+    """Return the value that a whole pickle describes, plain values, `GlobalName`s and `Record`s without cycles."""
+    # It may mention the names ("module.attribute") in `allowed_globals`; with `persistent_ids`, BINPERSID is a `Record`
+    # named `PERSISTENT_ID`. `calls`: name → the opcode that makes something of it, and of how many arguments; by
+    # default all may. What else it names, calls or does is an `UnreadableError`.
     if len(data) > limits.max_bytes:
         raise LimitError(f"the pickle is {len(data)} bytes long, the limit is {limits.max_bytes}")
     with collector_paused():
-        return Reader(data, allowed_globals, limits, persistent_ids, calls).read()
+        return PickleReader(data, allowed_globals, limits, persistent_ids, calls).read()
 
 
 @dataclass(slots=True)
-class Reader:
+class PickleReader:
     """One run over one pickle; what `_pickle_objects` reads in another way are methods."""
 
     data: bytes
@@ -280,13 +250,10 @@ class Reader:
     limits: PickleLimits
     persistent_ids: bool
     calls: Calls | None = None
-    depths: dict[int, int] = field(default_factory=dict)
-    """id → depth of every tuple, list and dict made here; negative while it may still be filled."""
+    depths: dict[int, int] = field(default_factory=dict)  # id → depth of what was made here; negative while it is open
     names: dict[str, GlobalName] = field(default_factory=dict)
-    num_records: int = 0
-    """Records made by the general loop; those of the fast path take many bytes each."""
-    has_runs: bool = True
-    """Look for what `ObjectRuns` matches."""
+    num_records: int = 0  # Records made by the general loop; those of the fast path take many bytes each
+    has_runs: bool = True  # Look for what `ObjectRuns` matches
     sized: ClassVar[Sized] = SIZED
 
     def _seal(self, values: Iterable[object]) -> int:

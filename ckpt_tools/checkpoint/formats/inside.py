@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckpt_tools.checkpoint.entries import BlobEntry, Census, TensorEntry
 from ckpt_tools.checkpoint.formats._torch_file import read_torch_file
-from ckpt_tools.checkpoint.formats._torch_state import describe_state
+from ckpt_tools.checkpoint.formats._torch_pieces import describe_state
 from ckpt_tools.checkpoint.formats.format import Opened
 from ckpt_tools.checkpoint.formats.torch_save import whole_tensor
 from ckpt_tools.checkpoint.transform import find_model, in_model
@@ -20,8 +20,7 @@ from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
 Told = list[str] | None
-_SMALL_BYTES = 1 << 14
-"""Blobs that are read at once; most of these are one of a few settings."""
+_SMALL_BYTES = 1 << 14  # Blobs that are read at once; most of these are one of a few settings
 
 
 class Inside(NamedTuple):
@@ -71,11 +70,9 @@ def check_sealed(
     if told is not None:
         told += found
     elif found:
-        raise UnreadableError(
-            f"not read, and perhaps a part of the model: {first_few(found)}",
-            where=opened.source.root,
-            hint="save what belongs to the model as tensors; `ckpt extract SRC NEW --exclude GLOB` leaves the rest out",
-        )
+        what = f"not read, and perhaps a part of the model: {first_few(found)}"
+        hint = "save what belongs to the model as tensors; `ckpt extract SRC NEW --exclude GLOB` leaves the rest out"
+        raise UnreadableError(what, where=opened.source.root, hint=hint)
 
 
 def revealed(opened: Opened, strip: str = "auto") -> Opened:

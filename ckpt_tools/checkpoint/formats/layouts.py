@@ -15,18 +15,18 @@ from ckpt_tools.checkpoint.formats.file_names import (
     INDEX_SUFFIX,
     METADATA_NAME,
     PICKLES,
+    explain_parts,
     files_below,
     is_side_file,
     is_weights,
+    parts_of,
 )
-from ckpt_tools.checkpoint.formats.part_names import explain_parts, parts_of
 from ckpt_tools.checkpoint.formats.table import detect_format
 from ckpt_tools.errors import ForeignLayoutError, UnreadableError
 from ckpt_tools.text import first_few
 
 _PICKLED = (*PICKLES, ".pkl", ".tar")
-HEAD_BYTES = 512
-"""How much of a file tells what it is."""
+HEAD_BYTES = 512  # How much of a file tells what it is
 
 _READABLE = "pass a safetensors or torch.save file, a model directory or a DCP checkpoint directory"
 _CONVERT = "save the weights alone, where you trust them: torch.save(model.state_dict(), NEW), or model.save_pretrained"
@@ -62,22 +62,16 @@ _MAGIC = (
 )
 """(where in a file, bytes there, what it is, what to do)"""
 _DIRECTORIES = (
-    (
-        r"([^/]+/)?[^/]+/\.zarray",
-        "a checkpoint of Megatron's in zarr, which Megatron does not read any more either",
-        "load it with a megatron-core before 0.16 and save it with --dist-ckpt-format torch_dist",
-    ),
-    (
-        r"(.+/)?(manifest\.ocdbt|_CHECKPOINT_METADATA)",
-        "a checkpoint of Orbax's (MaxText, flax)",
-        "export safetensors with the trainer (MaxText: to_huggingface.py)",
-    ),
+    (r"([^/]+/)?[^/]+/\.zarray", "a checkpoint of Megatron's in zarr, which Megatron does not read any more either",
+        "load it with a megatron-core before 0.16 and save it with --dist-ckpt-format torch_dist"),
+    (r"(.+/)?(manifest\.ocdbt|_CHECKPOINT_METADATA)", "a checkpoint of Orbax's (MaxText, flax)",
+        "export safetensors with the trainer (MaxText: to_huggingface.py)"),
     (r".*\.ckpt-\d+\.index", "a checkpoint of TensorFlow's", _WITH_TF),
     (r"(.+/)?saved_model\.pb", "a SavedModel of TensorFlow's", _WITH_TF),
     (r"tf_model\.h5", "weights of TensorFlow's (HDF5)", _WITH_TF),
     (r"[^/]+\.gguf", "GGUF files", _MAGIC[0][3]),
     *((rf"[^/]*{re.escape(ending)}", what, hint) for ending, what, hint in _ENDINGS),
-)
+)  # fmt: skip
 """(a name of a file in it, what the directory holds, what to do)"""
 
 
@@ -100,11 +94,8 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
         for named, what in parts_of([name for name in inside if is_weights(name) and "/" not in name], inside):
             return UnreadableError(f"a part of a model in {found[-1]}: {what}", where=path, hint=named.kind.whole)
         shown = ", ".join(sorted(found)[-4:])
-        return UnreadableError(
-            f"a directory of checkpoints, not a checkpoint (it holds {shown})",
-            where=path,
-            hint=f"use {path}/{found[-1]}",
-        )
+        what = f"a directory of checkpoints, not a checkpoint (it holds {shown})"
+        return UnreadableError(what, where=path, hint=f"use {path}/{found[-1]}")
     for pattern, what, hint in _DIRECTORIES:
         if any(map(re.compile(pattern).fullmatch, files)):
             return ForeignLayoutError(f"{what}, which ckpt does not read", where=path, hint=hint)
@@ -119,10 +110,8 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
 
 
 def explain_file(path: str, head: bytes, *, otherwise: UnreadableError | None = None) -> UnreadableError:
-    """Return the error for a single file that is no safetensors file, from its first bytes.
-
-    There are `HEAD_BYTES` of them where it is that long. The error is `otherwise` for a file whose bytes say nothing.
-    """
+    """Return the error for a single file that is no safetensors file, from its first bytes."""
+    # There are `HEAD_BYTES` of them where it is that long. The error is `otherwise` for a file whose bytes say nothing.
     name = os.path.basename(path)
     directory = os.path.dirname(path) or "."
     if is_torch_file(head):

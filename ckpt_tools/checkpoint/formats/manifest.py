@@ -24,23 +24,15 @@ from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.text import is_plain_path
 
 MANIFEST_NAME = "ckpt_manifest.json"
-SCHEMA_VERSION = 1
-"""Raised when a reader of the old version would misunderstand."""
-MAX_MANIFEST_BYTES = 512 << 20
-"""Refused above this size: 700 bytes for each of as many tensors as one header may have."""
-MAX_MANIFEST_CONTAINERS = 6_000_000
-"""Objects and arrays: every tensor has three here and three in the header that `origin` keeps."""
-MAX_WORLD_SIZE = 1 << 24
-"""Ranks of the mesh that a manifest may record."""
+SCHEMA_VERSION = 1  # Raised when a reader of the old version would misunderstand
+MAX_MANIFEST_BYTES = 512 << 20  # Refused above this size: 700 bytes for each of as many tensors as one header may have
+MAX_MANIFEST_CONTAINERS = 6_000_000  # Every tensor has three here and three in the header that `origin` keeps
+MAX_WORLD_SIZE = 1 << 24  # Ranks of the mesh that a manifest may record
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
-BLOCK_BYTES = 4 << 20
-"""Upper bound of the blocks that a digest is built from."""
-_CHECKSUM = b',\n"checksum": '
-"""Begins the last line, which has the xxh3_128 of all bytes before: what the manifest says decides on bytes."""
-UNKNOWN_DIGEST = "0" * 32
-"""Stands for a digest where only its length matters."""
-DIGEST_ALGORITHM = "xxh3_128-blocks"
-"""xxh3_128 of the concatenated xxh3_128 digests of the tensor's canonical blocks (`layout.split_blocks`)."""
+BLOCK_BYTES = 4 << 20  # Upper bound of the blocks that a digest is built from
+_CHECKSUM = b',\n"checksum": '  # Begins the last line, with the xxh3_128 of all before: a manifest decides on bytes
+UNKNOWN_DIGEST = "0" * 32  # Stands for a digest where only its length matters
+DIGEST_ALGORITHM = "xxh3_128-blocks"  # xxh3_128 of those of a tensor's canonical blocks (`layout.split_blocks`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +41,8 @@ class TensorRecord:
 
     dtype: DType
     shape: tuple[int, ...]
-    digest: str
-    """Hexadecimal digest over the logical row-major bytes."""
-    placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Axis → placement; axes not named replicate."""
+    digest: str  # Hexadecimal digest over the logical row-major bytes
+    placements: Mapping[str, Placement] = field(default_factory=dict)  # Axis → placement; axes not named replicate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,37 +50,28 @@ class FileRecord:
     """A file or blob that is carried along as it is."""
 
     nbytes: int
-    digest: str
-    """As `TensorRecord.digest`, over the bytes as a 1-d U8 tensor."""
+    digest: str  # As `TensorRecord.digest`, over the bytes as a 1-d U8 tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMap:
     """What made a live model's tensors of those of the files."""
 
-    names: str
-    """Whose names they are: "live", or a convention such as "torchtitan"."""
-    architecture: str
-    """Class of the model, by whose rules it was done."""
-    digest: str
-    """Of these rules: with others there is no certain way back."""
-    by: str = field(default="", compare=False)
-    """Which release's they are ("transformers 5.23.0"); empty for a convention."""
+    names: str  # Whose names they are: "live", or a convention such as "torchtitan"
+    architecture: str  # Class of the model, by whose rules it was done
+    digest: str  # Of these rules: with others there is no certain way back
+    by: str = field(default="", compare=False)  # Which release's ("transformers 5.23.0"); empty for a convention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """What gives the original HF files back: their exact headers and index."""
 
-    headers: Mapping[str, str]
-    """File name → header JSON, padding included."""
-    index_name: str | None = None
-    """Name of the index, None for a single file."""
+    headers: Mapping[str, str]  # File name → header JSON, padding included
+    index_name: str | None = None  # Name of the index, None for a single file
     index_text: str | None = None
-    prefix: str = ""
-    """Put in front of every FQN when the checkpoint was sharded (`--prefix`)."""
-    map: TensorMap | None = None
-    """What the names of the headers went through before; None when they are the names of the checkpoint."""
+    prefix: str = ""  # Put in front of every FQN when the checkpoint was sharded (`--prefix`)
+    map: TensorMap | None = None  # What the names of the headers went through before; None for nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +86,9 @@ class Manifest:
     assets: Mapping[str, FileRecord] = field(default_factory=dict)
     documents: Mapping[str, FileRecord] = field(default_factory=dict)
     """Small files that the format itself consists of (`.metadata`, an index, headers)."""
-    files: Mapping[str, int] = field(default_factory=dict)
-    """Name → size of every data file that was written."""
-    frames: Mapping[str, str] = field(default_factory=dict)
-    """Name of a DCP data file → digest of what lies around its payloads and blobs (`frames.digest_frames`)."""
-    source: Mapping[str, object] = field(default_factory=dict)
-    """Identity of what it was made from: format, files with sizes and modification times."""
+    files: Mapping[str, int] = field(default_factory=dict)  # Name → size of every data file that was written
+    frames: Mapping[str, str] = field(default_factory=dict)  # DCP data file → digest of the rest (`digest_frames`)
+    source: Mapping[str, object] = field(default_factory=dict)  # What it was made from: format, files, sizes and times
     origin: Origin | None = None
     accepted: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """File that somebody changed on purpose → `date`, digest that was `recorded` before, `digest` now."""
@@ -146,10 +124,8 @@ def build_manifest(manifest: Manifest) -> bytes:
 
 
 def manifest_bytes(manifest: Manifest, tensors: Iterable[tuple[str, TensorRecord]]) -> int:
-    """Return how long the JSON of `manifest` would be with `tensors` in it, which need not exist at once.
-
-    Digests have one length: any will do.
-    """
+    """Return how long the JSON of `manifest` would be with `tensors` in it, which need not exist at once."""
+    # Digests have one length: any will do.
     # Braces around each row take as much as what joins the rows.
     rows = sum(len(json.dumps({fqn: _tensor_row(record)})) for fqn, record in tensors)
     empty = len(build_manifest(replace(manifest, tensors={})))
@@ -173,11 +149,9 @@ def parse_manifest(text: bytes) -> Manifest:
     """Parse a manifest."""
     body, _, last = text.rpartition(_CHECKSUM)
     if last != f'"{xxhash.xxh3_128_hexdigest(body)}"\n}}\n'.encode():
-        raise UnreadableError(
-            "the manifest is damaged or was edited: its checksum differs",
-            where=MANIFEST_NAME,
-            hint="restore it, or remove it to go on without digests and without the original file names",
-        )
+        what = "the manifest is damaged or was edited: its checksum differs"
+        hint = "restore it, or remove it to go on without digests and without the original file names"
+        raise UnreadableError(what, where=MANIFEST_NAME, hint=hint)
     document: Any = parse_json(
         text,
         what="the manifest",
@@ -192,11 +166,8 @@ def parse_manifest(text: bytes) -> Manifest:
         raise _malformed(error) from error
     if version != SCHEMA_VERSION or digest != {"algorithm": DIGEST_ALGORITHM, "block_bytes": BLOCK_BYTES}:
         shown = f" {version}" if type(version) is int and 0 <= version <= MAX_ELEMS else ""
-        raise UnreadableError(
-            f"the manifest has a schema version{shown} or a kind of digest that is unknown to this version",
-            where=MANIFEST_NAME,
-            hint="use a newer ckpt",
-        )
+        what = f"the manifest has a schema version{shown} or a kind of digest that is unknown to this version"
+        raise UnreadableError(what, where=MANIFEST_NAME, hint="use a newer ckpt")
     try:
         return _parse(document)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, CkptError) as error:
@@ -204,11 +175,9 @@ def parse_manifest(text: bytes) -> Manifest:
 
 
 def _malformed(error: Exception) -> UnreadableError:
-    return UnreadableError(
-        f"the manifest is malformed: {str(error) or type(error).__name__}",
-        where=MANIFEST_NAME,
-        hint="remove it to go on without digests and without the original file names",
-    )
+    what = f"the manifest is malformed: {str(error) or type(error).__name__}"
+    hint = "remove it to go on without digests and without the original file names"
+    return UnreadableError(what, where=MANIFEST_NAME, hint=hint)
 
 
 def _parse(document: Any) -> Manifest:  # noqa: ANN401 - JSON, checked field by field

@@ -8,23 +8,25 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckpt_tools.checkpoint.formats._torch_file import is_torch_file
-from ckpt_tools.checkpoint.formats.candidates import (
+from ckpt_tools.checkpoint.formats.file_names import read_part_name
+from ckpt_tools.checkpoint.formats.format import Format, Opened, Shapes, read_document
+from ckpt_tools.checkpoint.formats.identify import HOLLOW, identify
+from ckpt_tools.checkpoint.formats.judge import judge_step
+from ckpt_tools.checkpoint.formats.layouts import HEAD_BYTES, explain, explain_file
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
+from ckpt_tools.checkpoint.formats.repositories import (
     WeightSet,
+    choose,
     compare,
+    files_of,
+    find_repository,
     find_sets,
     is_index,
     lies_below,
     may_be_one_of_several,
     option_for,
+    without_markers,
 )
-from ckpt_tools.checkpoint.formats.flat_shapes import Shapes
-from ckpt_tools.checkpoint.formats.format import Format, Opened, read_document
-from ckpt_tools.checkpoint.formats.identify import HOLLOW, identify
-from ckpt_tools.checkpoint.formats.judge import judge_step
-from ckpt_tools.checkpoint.formats.layouts import HEAD_BYTES, explain, explain_file
-from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
-from ckpt_tools.checkpoint.formats.part_names import read_part_name
-from ckpt_tools.checkpoint.formats.repositories import choose, files_of, find_repository, without_markers
 from ckpt_tools.checkpoint.formats.safetensors import read_file
 from ckpt_tools.checkpoint.formats.steps import HERE
 from ckpt_tools.checkpoint.formats.table import detect_format, find_format
@@ -47,14 +49,12 @@ def open_path(
     component: str | None = None,
     source: Source | None = None,
 ) -> Opened:
-    """Open the checkpoint at `path`, a file or a directory, with its identity.
-
-    `shapes_from` is a checkpoint with the shapes that these files lack (FSDP1's local state dicts). `as_part` takes a
-    known part of a model as what it is (else that is a `PartError`), and of sets of weights that differ the one that a
-    loader takes; None where nobody can ask for that. `weights` and `component` choose one of several
-    (`Candidate.name`, `Identity.components`). `source` is the directory where it is open already; it stays the
-    caller's to close when this fails.
-    """
+    """Open the checkpoint at `path`, a file or a directory, with its identity."""
+    # `shapes_from` is a checkpoint with the shapes that these files lack (FSDP1's local state dicts). `as_part` takes a
+    # known part of a model as what it is (else that is a `PartError`), and of sets of weights that differ the one that
+    # a loader takes; None where nobody can ask for that. `weights` and `component` choose one of several
+    # (`Candidate.name`, `Identity.components`). `source` is the directory where it is open already; it stays the
+    # caller's to close when this fails.
     with ExitStack() as stack:
         file = None
         if source is None:
@@ -151,11 +151,9 @@ def check_candidates(candidates: Sequence[Candidate], path: str) -> None:
     other = next((each for each in candidates if each.differs == "yes"), None)
     if other is not None:
         taken = next(each for each in candidates if each.is_taken)
-        raise UnreadableError(
-            f"two sets of weights that differ lie here, {taken.name} ({taken.why}) and {other.name}: {other.why}",
-            where=path,
-            hint=f"pass the one that is meant: {option_for(taken.name, path)} or {option_for(other.name, path)}",
-        )
+        what = f"two sets of weights that differ lie here, {taken.name} ({taken.why}) and {other.name}: {other.why}"
+        hint = f"pass the one that is meant: {option_for(taken.name, path)} or {option_for(other.name, path)}"
+        raise UnreadableError(what, where=path, hint=hint)
 
 
 def refuse_part(opened: Opened, path: str, *, can_ask: bool) -> PartError:

@@ -17,18 +17,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from ckpt_tools.checkpoint.entries import Asset, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.checkpoint.flat import flat_boxes
-from ckpt_tools.checkpoint.formats._rank_parts import Ranks, assemble, keep_one, missing_ranks
-from ckpt_tools.checkpoint.formats._torch_pieces import Piece
-from ckpt_tools.checkpoint.formats._torch_state import State
+from ckpt_tools.checkpoint.formats._torch_pieces import (
+    Content,
+    RankedFiles,
+    TensorPiece,
+    assemble,
+    keep_one,
+    missing_ranks,
+)
 from ckpt_tools.checkpoint.formats.file_names import is_hf_asset
-from ckpt_tools.checkpoint.formats.flat_shapes import Shapes
-from ckpt_tools.checkpoint.formats.format import Format, Opened, Reader
+from ckpt_tools.checkpoint.formats.format import Format, Opened, Reader, Shapes
 from ckpt_tools.checkpoint.formats.frames import digest_frames
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.checkpoint.formats.rank_optimizer import read_optimizer
-from ckpt_tools.checkpoint.formats.steps import ROLES, Part, Step
+from ckpt_tools.checkpoint.formats.steps import ROLES, Step
 from ckpt_tools.checkpoint.formats.torch_save import list_tied, list_unread, read_state
+from ckpt_tools.checkpoint.layout import flat_boxes
 from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.storage.locations import open_source
@@ -44,8 +48,7 @@ VERL_FILE = re.compile(
     r"(?P<kind>model|optim|extra_state)_world_size_(?P<world>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt", re.ASCII
 )
 """What verl keeps for every rank."""
-_HUGGINGFACE = "huggingface/"
-"""Where verl puts the config and the tokenizer."""
+_HUGGINGFACE = "huggingface/"  # Where verl puts the config and the tokenizer
 
 
 class RankFiles(Format):
@@ -141,7 +144,7 @@ class RankFiles(Format):
 FORMAT = RankFiles()
 
 
-def _find(files: Mapping[str, int]) -> list[Ranks]:
+def _find(files: Mapping[str, int]) -> list[RankedFiles]:
     """Return the models whose ranks' files are here, or in the directories of a step; the policy first."""
     found: dict[tuple[str, str, str], dict[int, str]] = {}
     for path in files:
@@ -155,19 +158,16 @@ def _find(files: Mapping[str, int]) -> list[Ranks]:
                 found.setdefault(key, {})[int(groups["rank"])] = path
     top = [key for key in found if not key[0]]
     order = sorted(top or found, key=lambda key: (ROLES.index(key[0][:-1]) if key[0] else 0, key))
-    return [Ranks(directory=key[0], files=found[key], world_size=int(key[1])) for key in order]
+    return [RankedFiles(directory=key[0], files=found[key], world_size=int(key[1])) for key in order]
 
 
-def _choose(found: list[Ranks], path: str) -> Ranks:
+def _choose(found: list[RankedFiles], path: str) -> RankedFiles:
     first = found[0]
     same = [each for each in found if each.directory == first.directory]
     if len(same) > 1:
         shown = first_few([each.files[min(each.files)] for each in same])
-        raise UnreadableError(
-            f"files of ranks of {len(same)} models or world sizes: {shown}",
-            where=path,
-            hint="a save over an older one left both: move the files of one away",
-        )
+        what = f"files of ranks of {len(same)} models or world sizes: {shown}"
+        raise UnreadableError(what, where=path, hint="a save over an older one left both: move the files of one away")
     return first
 
 
@@ -177,20 +177,11 @@ def _rest(names: Iterable[str], directory: str) -> tuple[str, ...]:
     return (f"files beside the model's: {first_few(rest, 6)}",) if rest else ()
 
 
-def _step(found: list[Ranks], files: Mapping[str, int]) -> Step:
+def _step(found: list[RankedFiles], files: Mapping[str, int]) -> Step:
     """Describe the step that a model's directory lies in."""
     parts = {each.directory[:-1]: each for each in found}
     sizes = {name: sum(size for file, size in files.items() if file.startswith(f"{name}/")) for name in parts}
-    return Step(
-        trainer="verl",
-        parts=tuple(
-            Part(directory=name, holds="model", index=index, nbytes=sizes[name], is_saved=True)
-            for index, name in enumerate(parts)
-        ),
-        beside=tuple(
-            Asset(file=name, nbytes=size) for name, size in files.items() if name.partition("/")[0] not in parts
-        ),
-    )
+    return Step.of_models("verl", sizes, {n: size for n, size in files.items() if n.partition("/")[0] not in parts})
 
 
 # FSDP1's LOCAL_STATE_DICT: every unit's parameters, flat in a row that ranks have cut; shapes come from elsewhere
@@ -202,29 +193,26 @@ def _step(found: list[Ranks], files: Mapping[str, int]) -> Step:
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 _ALIGNMENT_BYTES = 16
 _SAME = "is it a checkpoint of the same model? Tied weights count once: torch.save(model.state_dict(), FILE) says which"
-_Run = tuple[str, int, int]
-"""Elements of a row: its name, the first, and where they end."""
+_Run = tuple[str, int, int]  # Elements of a row: its name, the first, and where they end
 
 
-def read_rows(states: Mapping[int, State], path: str) -> dict[str, TensorEntry]:
+def read_rows(states: Mapping[int, Content], path: str) -> dict[str, TensorEntry]:
     """Return the rows that the files of a local state dict have parts of; {} where they are another kind."""
-    rows = {rank: State(pieces=[piece for piece in state.pieces if _is_row(piece)]) for rank, state in states.items()}
+    rows = {rank: Content(pieces=[piece for piece in state.pieces if _is_row(piece)]) for rank, state in states.items()}
     return {entry.fqn: entry for entry in assemble(rows, path)}
 
 
 def unflatten(
-    states: Mapping[int, State], rows: Mapping[str, TensorEntry], shapes: Shapes | None, path: str
+    states: Mapping[int, Content], rows: Mapping[str, TensorEntry], shapes: Shapes | None, path: str
 ) -> tuple[TensorEntry, ...]:
     """Return the tensors of a local state dict; its rows have a part for every element."""
     if shapes is None:
-        raise UnreadableError(
-            "a local state dict of FSDP1: flat pieces of parameters, without their shapes",
-            where=path,
-            hint="name a checkpoint of the same model: --shapes-from MODEL (names and shapes are read, no weights)",
-        )
+        what = "a local state dict of FSDP1: flat pieces of parameters, without their shapes"
+        hint = "name a checkpoint of the same model: --shapes-from MODEL (names and shapes are read, no weights)"
+        raise UnreadableError(what, where=path, hint=hint)
     runs = _named_runs(states, path)
     others = {
-        rank: State(pieces=[piece for piece in state.pieces if not _is_row(piece) and piece.fqn not in runs])
+        rank: Content(pieces=[piece for piece in state.pieces if not _is_row(piece) and piece.fqn not in runs])
         for rank, state in states.items()
     }
     rest = assemble(others, path)
@@ -251,7 +239,7 @@ def unflatten(
     return (*found, *rest)
 
 
-def _is_row(piece: Piece) -> bool:
+def _is_row(piece: TensorPiece) -> bool:
     return _FLAT.fullmatch(piece.fqn) is not None and len(piece.shape) == 1 and piece.layout is not None
 
 
@@ -259,7 +247,7 @@ def _misfit(what: str, said: str, shapes: Shapes) -> UnreadableError:
     return UnreadableError(f"{what}, {said}", where=shapes.title, hint=_SAME)
 
 
-def _named_runs(states: Mapping[int, State], path: str) -> dict[str, _Run]:
+def _named_runs(states: Mapping[int, Content], path: str) -> dict[str, _Run]:
     """Return where every parameter lies that ranks name pieces of: views into their parts of the rows."""
     found: dict[str, set[_Run]] = {}
     for state in states.values():

@@ -13,10 +13,16 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, KeyPath, TensorEntry
 from ckpt_tools.checkpoint.formats._pickle_values import GlobalName, Record
-from ckpt_tools.checkpoint.formats._rank_parts import Ranks, assemble, misfit, missing_ranks
 from ckpt_tools.checkpoint.formats._torch_file import read_torch_file
-from ckpt_tools.checkpoint.formats._torch_pieces import show_path
-from ckpt_tools.checkpoint.formats._torch_state import State, describe_state
+from ckpt_tools.checkpoint.formats._torch_pieces import (
+    Content,
+    RankedFiles,
+    assemble,
+    describe_state,
+    misfit,
+    missing_ranks,
+    show_path,
+)
 from ckpt_tools.checkpoint.formats.torch_value import build_value
 from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.errors import UnreadableError
@@ -24,45 +30,37 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile
 from ckpt_tools.text import first_few
 
-ROOT = "optimizer"
-"""Key of it in what ckpt writes and loads."""
+ROOT = "optimizer"  # Key of it in what ckpt writes and loads
 _FILES = (("model_world_size_", "optim_world_size_"), ("pytorch_model_fsdp_", "optimizer_"))
 """How the names of a model's files begin, and those of its optimizer's."""
 _KEYS = ("state", "param_groups")
-_Kind = tuple[tuple[int, ...], object]
-"""Shape and `Piece.layout`: that of a parameter, and of the state that goes with it."""
+_Kind = tuple[tuple[int, ...], object]  # Shape and `TensorPiece.layout`, of a parameter and of its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOptimizer:
     """What is there of an optimizer."""
 
-    files: Mapping[str, int] = field(default_factory=dict)
-    """Size of every file that its tensors and options lie in."""
+    files: Mapping[str, int] = field(default_factory=dict)  # Size of every file that its tensors and options lie in
     tensors: tuple[TensorEntry, ...] = ()
-    blobs: tuple[BlobEntry, ...] = ()
-    """Options of its groups, in a file that nobody has written."""
-    virtual: Mapping[str, VirtualFile] = field(default_factory=dict)
-    """That file."""
+    blobs: tuple[BlobEntry, ...] = ()  # Options of its groups, in a file that nobody has written
+    virtual: Mapping[str, VirtualFile] = field(default_factory=dict)  # That file
     sums: tuple[tuple[ByteSpan, int], ...] = ()
     notes: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    broken: UnreadableError | None = None
-    """Why its files are no whole state."""
+    broken: UnreadableError | None = None  # Why its files are no whole state
 
 
 def read_optimizer(
     source: Source,
     files: Collection[str],
-    ranks: Ranks,
+    ranks: RankedFiles,
     model: Iterable[TensorEntry],
     layouts: Mapping[str, object],
     path: str,
 ) -> RankOptimizer:
-    """Read the state of the optimizer whose files lie beside a model's, if there are any.
-
-    `model` has the tensors in their order, `layouts` the `Piece.layout` of each.
-    """
+    """Read the state of the optimizer whose files lie beside a model's, if there are any."""
+    # `model` has the tensors in their order, `layouts` the `TensorPiece.layout` of each.
     own = {rank: name for rank, file in ranks.files.items() if (name := _file_of(file)) in files}
     if not own:
         return RankOptimizer()
@@ -124,7 +122,7 @@ def _file_of(model: str) -> str:
     return directory + slash + own + name[len(begin) :]
 
 
-def _name(value: object, state: State, model: Mapping[str, _Kind]) -> dict[int, str]:
+def _name(value: object, state: Content, model: Mapping[str, _Kind]) -> dict[int, str]:
     """Return the names of parameters that have numbers; {} where they have names."""
     if not isinstance(value, dict) or (
         value and not any(str(key).startswith(("state", "param_groups")) for key in value)
@@ -200,7 +198,7 @@ def _is_nested(value: object) -> bool:
     return isinstance(value, dict | Record) or (isinstance(value, list) and any(map(_is_nested, value)))
 
 
-def plain_values(leaves: Mapping[KeyPath, tuple[KeyPath, object]], state: State) -> dict[KeyPath, object]:
+def plain_values(leaves: Mapping[KeyPath, tuple[KeyPath, object]], state: Content) -> dict[KeyPath, object]:
     """Return what is no tensor, by its keys in the checkpoint."""
     tensors = {piece.path for piece in state.pieces}
     found = {out: value for raw, (out, value) in leaves.items() if raw not in tensors}

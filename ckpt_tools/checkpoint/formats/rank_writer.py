@@ -15,11 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, KeyPath, TensorEntry
-from ckpt_tools.checkpoint.formats._pickle_values import PERSISTENT_ID, GlobalName, Record
-from ckpt_tools.checkpoint.formats._pickle_writer import build_pickle
+from ckpt_tools.checkpoint.formats._pickle_values import PERSISTENT_ID, GlobalName, Record, build_pickle
 from ckpt_tools.checkpoint.formats._torch_file import TorchFile, read_torch_file
-from ckpt_tools.checkpoint.formats._torch_pieces import box_in, read_piece
-from ckpt_tools.checkpoint.formats._torch_state import MAX_DEPTH, MAX_VALUES, REBUILD
+from ckpt_tools.checkpoint.formats._torch_pieces import MAX_DEPTH, MAX_VALUES, REBUILD, box_in, read_piece
 from ckpt_tools.checkpoint.formats._torch_tensor import DENSE, FROM_TYPE, PLAIN_CALLS
 from ckpt_tools.checkpoint.formats.torch_zip import ArchiveFrame, archive_frame
 from ckpt_tools.checkpoint.layout import Box
@@ -35,11 +33,9 @@ _MESH_FIELDS = frozenset({
     *("device_type", "mesh", "mesh_dim_names", "_flatten_mesh_list"),
 })  # fmt: skip
 """Attributes of a mesh (PyTorch 2.10 to 2.15, and before 2.9); with others, what should change is not known."""
-_INTEGERS = {"torch.IntStorage": 4, "torch.LongStorage": 8}
-"""Storages of ranks, and the bytes of an element."""
+_INTEGERS = {"torch.IntStorage": 4, "torch.LongStorage": 8}  # Storages of ranks, and the bytes of an element
 
-Place = tuple[str, int, int, Box]
-"""Where the part of a tensor lies: file, offset, bytes; and which part it is."""
+Place = tuple[str, int, int, Box]  # Where the part of a tensor lies: file, offset, bytes; and which part it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +44,7 @@ class RankFile:
 
     name: str
     frame: ArchiveFrame
-    chunks: tuple[tuple[str, Chunk], ...]
-    """(FQN, where its part lies) of every tensor."""
+    chunks: tuple[tuple[str, Chunk], ...]  # (FQN, where its part lies) of every tensor
 
 
 def places_of(tensors: Iterable[TensorEntry]) -> dict[Place, list[str]]:
@@ -65,11 +60,9 @@ def places_of(tensors: Iterable[TensorEntry]) -> dict[Place, list[str]]:
 def plan_rank_file(
     source: Source, pattern: str, name: str, *, rank: int, sizes: tuple[int, ...], places: Mapping[Place, Sequence[str]]
 ) -> RankFile:
-    """Return what the file `name` of a rank of another mesh holds; what is not said otherwise stays as in `pattern`.
-
-    `sizes` are the lengths of the mesh's dims, `places` those of what is there (`places_of`). What depends on the mesh
-    in a way that is not known is an `UnreadableError`.
-    """
+    """Return what the file `name` of a rank of another mesh holds; what is not said otherwise stays as in `pattern`."""
+    # `sizes` are the lengths of the mesh's dims, `places` those of what is there (`places_of`). What depends on the
+    # mesh in a way that is not known is an `UnreadableError`.
     file = read_torch_file(source, pattern, exactly=True)
     try:
         return _plan(file, name, rank, sizes, places)

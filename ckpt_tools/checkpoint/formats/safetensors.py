@@ -13,14 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
-from ckpt_tools.checkpoint.entries import (
-    ByteSpan,
-    Checkpoint,
-    Chunk,
-    TensorEntry,
-    fqn_problem,
-    is_possible_shape,
-)
+from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, TensorEntry, fqn_problem, is_possible_shape
 from ckpt_tools.checkpoint.formats._json import MAX_JSON_BYTES, parse_json
 from ckpt_tools.checkpoint.formats.format import Format, Opened
 from ckpt_tools.checkpoint.formats.layouts import HEAD_BYTES, explain_file
@@ -29,12 +22,9 @@ from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.storage.source import Source
 
-MAX_HEADER_BYTES = MAX_JSON_BYTES
-"""As in the reference implementation."""
-LENGTH_BYTES = 8
-"""Size of the length field in front of the header."""
-METADATA_KEY = "__metadata__"
-"""The one key of a header that is not a tensor."""
+MAX_HEADER_BYTES = MAX_JSON_BYTES  # As in the reference implementation
+LENGTH_BYTES = 8  # Size of the length field in front of the header
+METADATA_KEY = "__metadata__"  # The one key of a header that is not a tensor
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _INT = frozenset({int})  # not bool
 
@@ -43,20 +33,17 @@ _INT = frozenset({int})  # not bool
 class Header:
     """A parsed header."""
 
-    tensors: tuple[TensorEntry, ...]
-    """Tensors in the order of their data, each with one raw chunk in the named file."""
+    tensors: tuple[TensorEntry, ...]  # Tensors in the order of their data, each with one raw chunk in the named file
     metadata: Mapping[str, str]
-    nbytes: int
-    """Bytes of the whole file."""
+    nbytes: int  # Bytes of the whole file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class File:
+class HeaderFile:
     """One safetensors file of a directory and its exact header, for giving the same bytes back."""
 
     name: str
-    header_text: bytes
-    """The header's JSON, padding included."""
+    header_text: bytes  # The header's JSON, padding included
     header: Header
 
 
@@ -66,17 +53,11 @@ def parse_length(first: bytes, *, where: str, file_nbytes: int | None = None) ->
         raise UnreadableError(f"a safetensors file has at least 8 bytes, this has {len(first)}", where=where)
     length = int.from_bytes(first, "little")
     if length > MAX_HEADER_BYTES:
-        raise LimitError(
-            f"the header claims {length} bytes, the limit is {MAX_HEADER_BYTES}",
-            where=where,
-            hint="this is not a safetensors file, or its first bytes are damaged",
-        )
+        what = f"the header claims {length} bytes, the limit is {MAX_HEADER_BYTES}"
+        raise LimitError(what, where=where, hint="this is not a safetensors file, or its first bytes are damaged")
     if file_nbytes is not None and LENGTH_BYTES + length > file_nbytes:
-        raise UnreadableError(
-            f"the header claims {length} bytes, the file has {file_nbytes}",
-            where=where,
-            hint="the file is truncated or not a safetensors file",
-        )
+        what = f"the header claims {length} bytes, the file has {file_nbytes}"
+        raise UnreadableError(what, where=where, hint="the file is truncated or not a safetensors file")
     return length
 
 
@@ -105,11 +86,8 @@ def parse_header(text: bytes, *, file: str, file_nbytes: int | None) -> Header:
         position += span.nbytes
     if file_nbytes is not None and position != file_nbytes:
         state = "truncated" if position > file_nbytes else "followed by unknown bytes"
-        raise UnreadableError(
-            f"the file is {state}: the header describes {position} bytes, the file has {file_nbytes}",
-            where=file,
-            hint="restore the file or copy it again",
-        )
+        what = f"the file is {state}: the header describes {position} bytes, the file has {file_nbytes}"
+        raise UnreadableError(what, where=file, hint="restore the file or copy it again")
     return Header(tensors=tuple(entries), metadata=metadata, nbytes=position)
 
 
@@ -161,17 +139,11 @@ def build_header(
     position = 0
     for entry in tensors:
         if not entry.dtype.in_safetensors:
-            raise UsageError(
-                f"safetensors cannot hold {entry.dtype.name} ({entry.dtype.torch_name})",
-                where=entry.fqn,
-                hint=f"leave the tensor out: --exclude {shlex.quote(entry.fqn)}",
-            )
+            what = f"safetensors cannot hold {entry.dtype.name} ({entry.dtype.torch_name})"
+            raise UsageError(what, where=entry.fqn, hint=f"leave the tensor out: --exclude {shlex.quote(entry.fqn)}")
         if entry.fqn == METADATA_KEY:
-            raise UsageError(
-                f"safetensors keeps the name {METADATA_KEY} for itself, so no tensor can have it",
-                where=entry.fqn,
-                hint=f"leave the tensor out: --exclude {METADATA_KEY}",
-            )
+            what = f"safetensors keeps the name {METADATA_KEY} for itself, so no tensor can have it"
+            raise UsageError(what, where=entry.fqn, hint=f"leave the tensor out: --exclude {METADATA_KEY}")
         starts.append(position)
         document[entry.fqn] = {
             "dtype": entry.dtype.name,
@@ -190,7 +162,7 @@ def data_order(tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
     return sorted(tensors, key=lambda entry: (-entry.dtype.bits, entry.fqn))
 
 
-def read_file(source: Source, name: str) -> File:
+def read_file(source: Source, name: str) -> HeaderFile:
     """Read and parse the header of one safetensors file."""
     path = os.path.join(source.root, name)
     nbytes = source.size(name)
@@ -199,10 +171,10 @@ def read_file(source: Source, name: str) -> File:
     except UnreadableError as error:
         raise explain_file(path, source.read(name, 0, min(nbytes, HEAD_BYTES)), otherwise=error) from error
     text = source.read(name, LENGTH_BYTES, length)
-    return File(name=name, header_text=text, header=parse_header(text, file=name, file_nbytes=nbytes))
+    return HeaderFile(name=name, header_text=text, header=parse_header(text, file=name, file_nbytes=nbytes))
 
 
-def origin_of(files: Sequence[File], index_name: str | None = None, index_text: bytes = b"") -> Origin | None:
+def origin_of(files: Sequence[HeaderFile], index_name: str | None = None, index_text: bytes = b"") -> Origin | None:
     """Return what gives these files back byte for byte; None for an index that is not UTF-8."""
     try:
         return Origin(
@@ -237,10 +209,7 @@ class Safetensors(Format):
         return Opened(
             format=self,
             checkpoint=Checkpoint(
-                root=source.root,
-                format=self.name,
-                tensors=file.header.tensors,
-                files={name: file.header.nbytes},
+                root=source.root, format=self.name, tensors=file.header.tensors, files={name: file.header.nbytes}
             ),
             source=source,
             origin=origin_of([file]),

@@ -30,30 +30,21 @@ from ckpt_tools.storage.locations import is_remote, open_place, open_source
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
-DANGER = "dangerous-pickle"
-"""Code of findings."""
+DANGER = "dangerous-pickle"  # Code of findings
 Kind = Literal["pickle", "code", "auto_map", "TorchScript"]
 
 _HEAD_BYTES = 512
-_FIRST_BYTES = 1 << 12
-"""Of a pickle that are read first; many files are none."""
+_FIRST_BYTES = 1 << 12  # Of a pickle that are read first; many files are none
 _BUFFER_BYTES = 1 << 20
-_MAX_LISTED_DEPTH = 16
-"""Directories below the root."""
-_MAX_DEPTH = 4
-"""Archives inside of archives, pickles inside of pickles."""
-_MAX_UNPACKED_BYTES = 256 << 20
-"""Of everything in one file that is compressed."""
-_MAX_PICKLES = 10_000
-"""In a row, in one file."""
-_MAX_SMALL_BYTES = 1 << 13
-"""Items that are read at once."""
-_MAX_TOLD = 100
-"""Files that an identity names."""
+_MAX_LISTED_DEPTH = 16  # Directories below the root
+_MAX_DEPTH = 4  # Archives inside of archives, pickles inside of pickles
+_MAX_UNPACKED_BYTES = 256 << 20  # Of everything in one file that is compressed
+_MAX_PICKLES = 10_000  # In a row, in one file
+_MAX_SMALL_BYTES = 1 << 13  # Items that are read at once
+_MAX_TOLD = 100  # Files that an identity names
 _MAX_SEARCHED_BYTES = 64 << 20
 _MAX_CONFIG_BYTES = 4 << 20
-_LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""torch's magic number as a pickle: five pickles, and then what is no pickle."""
+_LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."  # torch's magic number: five pickles, and then what is none
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pyx", ".ptx", ".cubin")
 _CODE_HEADS = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill", ".dat", ".data", ".mar")
@@ -61,8 +52,7 @@ _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".dill
 _CONFIG = re.compile(r"(?:.*/)?(?:[\w-]*config|model_index)\.json", re.ASCII)
 _TEXTS = (".json", ".txt", ".md", ".jinja", ".model", ".gitattributes")
 _KERAS = (".h5", ".hdf5", ".keras", ".pb")
-_KERAS_LAYER = re.compile(rb'"class_name":\s*"Lambda"')
-"""What runs code when Keras loads a model from JSON."""
+_KERAS_LAYER = re.compile(rb'"class_name":\s*"Lambda"')  # What runs code when Keras loads a model from JSON
 _NOT_KERAS = "ckpt does not look into Keras and TensorFlow files, which can hold code"
 _COMPRESSED: Mapping[bytes, Callable[[], Any]] = {
     b"\x1f\x8b": lambda: zlib.decompressobj(31),
@@ -82,8 +72,7 @@ class NotRead(NamedTuple):
     file: str
     nbytes: int
     why: str
-    could_run: bool = True
-    """False for what does not begin as anything that runs."""
+    could_run: bool = True  # False for what does not begin as anything that runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,28 +114,27 @@ class Scan:
         return tuple(find_dangerous(self.executables))
 
 
-class _View(NamedTuple):
+class _Stretch(NamedTuple):
     """Bytes to look at: a file, or a part of one."""
 
     name: str
     size: int
-    read: Callable[[int, int], bytes]
-    """(offset, nbytes) → exactly these bytes."""
+    read: Callable[[int, int], bytes]  # (offset, nbytes) → exactly these bytes
 
-    def part(self, start: int, nbytes: int) -> _View:
+    def part(self, start: int, nbytes: int) -> _Stretch:
         """Return some of its bytes, as many as there are."""
         nbytes = max(min(nbytes, self.size - start), 0)
         return self._replace(size=nbytes, read=lambda offset, count: self.read(start + offset, count))
 
     def open(self) -> io.BufferedReader:
         """Return it as a file."""
-        return io.BufferedReader(_File(self), _BUFFER_BYTES)
+        return io.BufferedReader(_StretchFile(self), _BUFFER_BYTES)
 
 
-class _File(io.RawIOBase):
+class _StretchFile(io.RawIOBase):
     """The bytes of a view as a file, of which little is read at first."""
 
-    def __init__(self, view: _View) -> None:
+    def __init__(self, view: _Stretch) -> None:
         self._view, self._at, self._most = view, 0, _FIRST_BYTES
 
     def readable(self) -> bool:
@@ -166,8 +154,8 @@ class _File(io.RawIOBase):
         return count
 
 
-def _view_of(name: str, content: bytes) -> _View:
-    return _View(name, len(content), lambda offset, nbytes: content[offset : offset + nbytes])
+def _view_of(name: str, content: bytes) -> _Stretch:
+    return _Stretch(name, len(content), lambda offset, nbytes: content[offset : offset + nbytes])
 
 
 def scan_files(
@@ -228,8 +216,8 @@ def find_dangerous(executables: Iterable[Executable]) -> Iterator[Finding]:
             )
 
 
-def _file_view(source: Source, name: str, size: int) -> _View:
-    return _View(name, size, lambda offset, nbytes: source.read(name, offset, nbytes))
+def _file_view(source: Source, name: str, size: int) -> _Stretch:
+    return _Stretch(name, size, lambda offset, nbytes: source.read(name, offset, nbytes))
 
 
 def _is_pickle(head: bytes) -> bool:
@@ -244,18 +232,18 @@ class _Scanner:
         self.not_read: list[NotRead] = []
         self.unpacked = 0
 
-    def miss(self, view: _View, why: str, *, could_run: bool = True) -> None:
+    def miss(self, view: _Stretch, why: str, *, could_run: bool = True) -> None:
         """Name what was not looked at."""
         self.not_read.append(NotRead(view.name, view.size, why, could_run))
 
-    def add(self, view: _View, kind: Kind, names: Iterable[str] = (), *, verdict: Verdict | None = None) -> None:
+    def add(self, view: _Stretch, kind: Kind, names: Iterable[str] = (), *, verdict: Verdict | None = None) -> None:
         """Note something that could run."""
         judged = [(name, verdict or judge(name)) for name in names]
         judged.sort(key=lambda each: (VERDICTS.index(each[1]), each[0]))
         worst = judged[0][1] if judged else verdict or "torch"
         self.found.append(Executable(file=view.name, kind=kind, verdict=worst, names=tuple(judged)))
 
-    def look(self, view: _View, depth: int = 0) -> None:
+    def look(self, view: _Stretch, depth: int = 0) -> None:
         """Look at a file, or a part of one; what is wrong with it is noted, and others are looked at."""
         if depth > _MAX_DEPTH:
             self.miss(view, f"archives inside of archives, {_MAX_DEPTH} deep")
@@ -265,7 +253,7 @@ class _Scanner:
             except (CkptError, OSError, ValueError, struct.error, RecursionError) as error:
                 self.miss(view, str(error))
 
-    def _look(self, view: _View, depth: int) -> None:
+    def _look(self, view: _Stretch, depth: int) -> None:
         """Look by its first bytes, then by its name."""
         name = view.name.lower()
         head = view.read(0, min(view.size, _HEAD_BYTES))
@@ -296,7 +284,7 @@ class _Scanner:
         elif not _is_pickle(head):
             self._pickles(view, head, depth)
 
-    def _pickles(self, view: _View, head: bytes, depth: int) -> None:
+    def _pickles(self, view: _Stretch, head: bytes, depth: int) -> None:
         """Follow the pickles that a file is, or begins with."""
         is_certain = _is_pickle(head)
         is_named = depth > 0 or view.name.lower().endswith(_PICKLES)
@@ -323,7 +311,7 @@ class _Scanner:
         elif not count and not names and is_named and depth == 0:
             self.miss(view, "no kind of file that ckpt knows", could_run=False)
 
-    def _inside(self, view: _View, span: Span | bytes, depth: int) -> None:
+    def _inside(self, view: _Stretch, span: Span | bytes, depth: int) -> None:
         """Look at bytes in a pickle that are a pickle or an archive themselves."""
         inner = _view_of(view.name, span) if isinstance(span, bytes) else view.part(span.start, span.nbytes)
         if isinstance(span, Span) and span.is_text and span.nbytes <= _MAX_SEARCHED_BYTES:
@@ -336,7 +324,7 @@ class _Scanner:
         elif 4 < inner.size < _MAX_CONFIG_BYTES and _has_alarm(names := walk(inner.open(), inner.size).names):
             self.add(inner, "pickle", names)
 
-    def _array(self, view: _View, head: bytes, depth: int) -> None:
+    def _array(self, view: _Stretch, head: bytes, depth: int) -> None:
         """Look at a numpy array: of objects, it is a pickle."""
         width = 2 if head[6:7] == b"\1" else 4
         length = int.from_bytes(head[8 : 8 + width], "little")
@@ -348,7 +336,7 @@ class _Scanner:
             inner = view.part(start, view.size - start)
             self._pickles(inner, inner.read(0, min(inner.size, 2)), depth)
 
-    def _unpack(self, view: _View, make: Callable[[], Any]) -> bytes:
+    def _unpack(self, view: _Stretch, make: Callable[[], Any]) -> bytes:
         """Return what is compressed, as far as there is room for it."""
         raw = view.read(0, min(view.size, _MAX_UNPACKED_BYTES))
         made = b""
@@ -364,7 +352,7 @@ class _Scanner:
             self.miss(view, f"more than {_MAX_UNPACKED_BYTES >> 20} MiB when decompressed; the rest is not read")
         return made
 
-    def _tar(self, view: _View, depth: int) -> None:
+    def _tar(self, view: _Stretch, depth: int) -> None:
         import tarfile
 
         try:
@@ -376,7 +364,7 @@ class _Scanner:
         except (tarfile.TarError, ValueError, EOFError) as error:
             self.miss(view, f"a tar that cannot be read: {error}")
 
-    def _zip(self, view: _View, depth: int) -> None:
+    def _zip(self, view: _Stretch, depth: int) -> None:
         """Look at every file of a zip, whatever its flags, sums and local names say."""
         entries = list(_zip_entries(view))
         names = {name for name, *_ in entries}
@@ -400,7 +388,7 @@ class _Scanner:
             else:
                 self.look(inner, depth + 1)
 
-    def _json(self, view: _View) -> None:
+    def _json(self, view: _Stretch) -> None:
         """Look for the code that a config names."""
         if view.size > _MAX_CONFIG_BYTES:
             return  # a tokenizer
@@ -428,11 +416,9 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(each)
 
 
-def _zip_entries(view: _View) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, method, length and place of what a zip's directory lists, wherever a reader may look for it.
-
-    Places are from the beginning of the file, or from that of the archive in it. Nothing else is believed.
-    """
+def _zip_entries(view: _Stretch) -> Iterator[tuple[str, int, int, int]]:
+    """Yield name, method, length and place of what a zip's directory lists, wherever a reader may look for it."""
+    # Places are from the beginning of the file, or from that of the archive in it. Nothing else is believed.
     before = max(view.size - 65557, 0)
     tail = view.read(before, view.size - before) if view.size >= 22 else b""
     at = len(tail) - 22 if tail[-22:-18] == b"PK\5\6" else tail.rfind(b"PK\5\6")
@@ -461,11 +447,7 @@ def _zip_entries(view: _View) -> Iterator[tuple[str, int, int, int]]:
 
 
 def scan_place(path: str) -> Scan:
-    """Look at everything that lies at `path`, a file or a directory of any kind, here or on another machine.
-
-    Raises:
-        UnreadableError: There is nothing.
-    """
+    """Look at everything that lies at `path`, a file or a directory of any kind, here or on another machine."""
     source, file = open_place(path)
     with source:
         files = source.list_files(max_depth=_MAX_LISTED_DEPTH) if file is None else {file: source.size(file)}

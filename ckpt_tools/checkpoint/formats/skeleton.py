@@ -17,20 +17,16 @@ from ckpt_tools.storage.locations import is_remote, open_place
 from ckpt_tools.storage.source import Source
 
 _DOCUMENTS = (".json", ".yaml", ".yml", METADATA_NAME)
-_NOT_NEEDED = ("tokenizer.json", "vocab.json", "added_tokens.json")
-"""Documents of megabytes that say nothing of the weights."""
-_MAX_COPIED_BYTES = 1 << 30
-"""Of one file."""
+_NOT_NEEDED = ("tokenizer.json", "vocab.json", "added_tokens.json")  # Megabytes that say nothing of the weights
+_MAX_COPIED_BYTES = 1 << 30  # Of one file
 _BLOCK_BYTES = 4 << 20
 
 
 @contextmanager
 def skeleton(path: str, *, whole: bool = False) -> Iterator[str]:
-    """Lend a path on this machine in place of `path`, which it is where that is local.
-
-    With `whole`, every byte is copied, tensors too; hidden directories are left out all the same. Errors meanwhile name
-    `path` in place of the lent one.
-    """
+    """Lend a path on this machine in place of `path`, which it is where that is local."""
+    # With `whole`, every byte is copied, tensors too; hidden directories are left out all the same. Errors meanwhile
+    # name `path` in place of the lent one.
     if not is_remote(path):
         yield path
         return

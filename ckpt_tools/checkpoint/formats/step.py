@@ -24,8 +24,7 @@ from ckpt_tools.storage.locations import is_directory, is_remote, local, open_pl
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
-_MAX_DEPTH = 16
-"""Directories below the step in which files are looked for."""
+_MAX_DEPTH = 16  # Directories below the step in which files are looked for
 
 
 class StepDirectory(Format):
@@ -57,17 +56,11 @@ class StepDirectory(Format):
         _refuse_links(path)
         models = () if step is None else step.models
         if step is None or not models:
-            raise UnreadableError(
-                f"a step without its model: {MODEL_PART} is not there",
-                where=path,
-                hint="restore it; the optimizer alone can be inspected and verified by its own directory",
-            )
+            hint = "restore it; the optimizer alone can be inspected and verified by its own directory"
+            raise UnreadableError(f"a step without its model: {MODEL_PART} is not there", where=path, hint=hint)
         if len(models) > 1:
-            raise UsageError(
-                f"{step.title} of {len(models)} models: {first_few([part.directory for part in models], 6)}",
-                where=path,
-                hint=f"name one: {os.path.join(path, models[0].directory)}",
-            )
+            what = f"{step.title} of {len(models)} models: {first_few([part.directory for part in models], 6)}"
+            raise UsageError(what, where=path, hint=f"name one: {os.path.join(path, models[0].directory)}")
         opened = open_path(os.path.join(path, models[0].directory), as_part=True)  # judged once more as the step's
         source.close()
         return replace(opened, step=step)
@@ -85,10 +78,8 @@ class OpenedStep:
     """The directory itself: the files beside the parts, and what a manifest of ckpt's says of all. It has tensors where
     the models are files in it: those of all."""
     parts: tuple[tuple[Part, Opened], ...]
-    broken: tuple[tuple[Part, UnreadableError], ...]
-    """The parts that are not complete, readable checkpoints."""
-    passed_over: tuple[str, ...]
-    """What is not looked at: hidden directories, links to directories and to nothing, and what is no regular file."""
+    broken: tuple[tuple[Part, UnreadableError], ...]  # The parts that are not complete, readable checkpoints
+    passed_over: tuple[str, ...]  # Hidden directories, links to directories and to nothing, and what is no regular file
 
     def __enter__(self) -> Self:
         return self
@@ -127,10 +118,8 @@ class OpenedStep:
 
 
 def open_step(path: str, *, as_part: bool = True) -> OpenedStep | None:
-    """Open every part of the step, or model of the repository, at `path`; None when it is neither.
-
-    With `as_part` false, a known part of a model is refused as by `open_path`.
-    """
+    """Open every part of the step, or model of the repository, at `path`; None when it is neither."""
+    # With `as_part` false, a known part of a model is refused as by `open_path`.
     if not is_directory(path):
         return None
     with ExitStack() as stack:
@@ -244,11 +233,9 @@ def _refuse_links(path: str) -> None:
         raise StorageError(f"cannot list: {error.strerror}", where=path) from error
     if links:
         what = "a part of the step" if is_part(links[0]) else "a directory of the step"
-        raise UnreadableError(
-            f"{what} is a symbolic link, which ckpt does not follow",
-            where=os.path.join(path, links[0]),
-            hint="copy what it leads to into the step if you trust it",
-        )
+        what = f"{what} is a symbolic link, which ckpt does not follow"
+        hint = "copy what it leads to into the step if you trust it"
+        raise UnreadableError(what, where=os.path.join(path, links[0]), hint=hint)
 
 
 def judge(opened: Opened) -> StepVerdict:

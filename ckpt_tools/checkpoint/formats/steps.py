@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from ckpt_tools.checkpoint.entries import Asset, Checkpoint
 from ckpt_tools.checkpoint.formats.contracts import describe
@@ -28,19 +28,14 @@ Library = Literal["diffusers", "sentence-transformers", "files"]
 
 MODEL_PART = "pytorch_model_fsdp_0"
 OPTIMIZER_PART = "optimizer_0"
-META_FILE = "meta.pt"
-"""What makes a DCP directory a checkpoint of Lightning's."""
-HERE = "."
-"""What the model of a repository is called that lies in the directory itself."""
-POLICY_PART = "actor"
-"""Where verl puts the policy inside of a global_step_N."""
+HERE = "."  # What the model of a repository is called that lies in the directory itself
+POLICY_PART = "actor"  # Where verl puts the policy inside of a global_step_N
 ROLES = (POLICY_PART, "policy", "critic", "ref")
 """Directories of the models in a step of verl's or SkyRL's, the one that is trained for its own sake first."""
 _PART = re.compile(r"(pytorch_model_fsdp|optimizer)_(0|[1-9]\d{0,5})", re.ASCII)
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)\w*_rank\d+\.bin", re.ASCII)
 _HOLDS: Mapping[str, Holds] = {"pytorch_model_fsdp": "model", "optimizer": "optimizer"}
-PROGRESS_FILE = "trainer_state.json"
-"""Where the Trainer writes how far it is; the last file of a save."""
+PROGRESS_FILE = "trainer_state.json"  # Where the Trainer writes how far it is; the last file of a save
 _TITLES = {
     "accelerate": "accelerate's step",
     "trainer": "the Trainer's step",
@@ -56,15 +51,11 @@ _LOADER = re.compile(r"dataloader\.dp_rank_\d+", re.ASCII)
 class Part:
     """A DCP directory inside of a step."""
 
-    directory: str
-    """Its name in the step."""
+    directory: str  # Its name in the step
     holds: Holds
-    index: int
-    """Which of several models or optimizers."""
-    nbytes: int
-    """Of its files."""
-    is_saved: bool
-    """It has `.metadata`: its save came to an end."""
+    index: int  # Which of several models or optimizers
+    nbytes: int  # Of its files
+    is_saved: bool  # It has `.metadata`: its save came to an end
 
     @property
     def name(self) -> str:
@@ -77,12 +68,19 @@ class Step:
     """The directory of a step that keeps the model and the optimizer apart."""
 
     trainer: Literal["accelerate", "trainer", "verl"] | Library
-    parts: tuple[Part, ...]
-    """Models before optimizers."""
-    beside: tuple[Asset, ...]
-    """Every other file."""
-    lacking: tuple[str, ...] = ()
-    """Models that a repository says it has, and that have no weights here."""
+    parts: tuple[Part, ...]  # Models before optimizers
+    beside: tuple[Asset, ...]  # Every other file
+    lacking: tuple[str, ...] = ()  # Models that a repository says it has, and that have no weights here
+
+    @classmethod
+    def of_models(
+        cls, trainer: Literal["verl"] | Library, sizes: Mapping[str, int], beside: Mapping[str, int], *lacking: str
+    ) -> Self:
+        """Return one of models alone (directory → bytes), beside which lie these files."""
+        named = enumerate(sizes.items())
+        parts = (Part(directory=d, holds="model", index=i, nbytes=n, is_saved=True) for i, (d, n) in named)
+        assets = (Asset(file=name, nbytes=size) for name, size in beside.items())
+        return cls(trainer=trainer, parts=tuple(parts), beside=tuple(assets), lacking=lacking)
 
     @property
     def title(self) -> str:
@@ -124,18 +122,12 @@ class Step:
 class TrainerLayout:
     """What a trainer starts from."""
 
-    names: str = "auto"
-    """As `--names` of `shard`."""
-    prefix: str = ""
-    """In front of every name."""
-    part: str = ""
-    """Directory of the model; "" where the checkpoint itself is it."""
-    start: str = ""
-    """How the trainer loads it, for people."""
-    refusal: str = ""
-    """Why there is nothing that ckpt could write for it."""
-    instead: str = ""
-    """What to do then."""
+    names: str = "auto"  # As `--names` of `shard`
+    prefix: str = ""  # In front of every name
+    part: str = ""  # Directory of the model; "" where the checkpoint itself is it
+    start: str = ""  # How the trainer loads it, for people
+    refusal: str = ""  # Why there is nothing that ckpt could write for it
+    instead: str = ""  # What to do then
 
 
 TRAINERS: Mapping[TrainerName, TrainerLayout] = {
@@ -152,8 +144,7 @@ TRAINERS: Mapping[TrainerName, TrainerLayout] = {
         "loads it, in a callback's on_train_begin; resume_from_checkpoint wants a step that the Trainer saved",
     ),
     "torchtitan": TrainerLayout(
-        names="torchtitan",
-        start="checkpoint.initial_load_path = {destination!r} begins there",
+        names="torchtitan", start="checkpoint.initial_load_path = {destination!r} begins there"
     ),
     "lightning": TrainerLayout(
         prefix="state_dict.",

@@ -12,12 +12,11 @@ from dataclasses import replace
 
 from ckpt_tools.checkpoint.entries import Asset, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.checkpoint.formats._json import MAX_JSON_BYTES
-from ckpt_tools.checkpoint.formats._pickle_values import Record
-from ckpt_tools.checkpoint.formats._pickle_writer import build_pickle
+from ckpt_tools.checkpoint.formats._pickle_values import Record, build_pickle
 from ckpt_tools.checkpoint.formats.file_names import PICKLES, is_side_file, is_weights
 from ckpt_tools.checkpoint.formats.format import Format, Opened, Reader, read_document
 from ckpt_tools.checkpoint.formats.frames import digest_frames
-from ckpt_tools.checkpoint.formats.hf import parse_index
+from ckpt_tools.checkpoint.formats.hf import indexed_files, parse_index
 from ckpt_tools.checkpoint.formats.layouts import explain_part
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.checkpoint.formats.torch_save import list_parts, list_tied, list_unread, read_state, whole_tensor
@@ -28,8 +27,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
 INDEX_SUFFIX = ".bin.index.json"
-STEM = "pytorch_model"
-"""Of the names of the files that transformers looks for."""
+STEM = "pytorch_model"  # Of the names of the files that transformers looks for
 _NAMES = (STEM, "diffusion_pytorch_model", "pytorch_model_fsdp", "adapter_model")
 """Of the files of one model, in the order in which they are looked for."""
 
@@ -59,24 +57,15 @@ class TorchDirectory(Format):
             raise UnreadableError("no file of torch.save's, or several and no index", where=path)
         if names[0].endswith(INDEX_SUFFIX):
             index = parse_index(read_document(source, names[0], MAX_JSON_BYTES), where=names[0])
-            names = tuple(sorted(set(index.values())))
-            missing = [name for name in names if name not in files]
-            if missing:
-                raise UnreadableError(
-                    f"{len(missing)} of {len(names)} files of the index are missing: {first_few(missing)}",
-                    where=path,
-                    hint="download or copy the rest of the model",
-                )
+            names = tuple(indexed_files(index, files, path))
         read = [read_state(source, name) for name in names]
         tensors: dict[str, TensorEntry] = {}
         for name, (_, state) in zip(names, read, strict=True):
             for piece in state.pieces:
                 if piece.fqn in tensors or (index is not None and index.get(piece.fqn) != name):
-                    raise UnreadableError(
-                        f"tensor {piece.fqn!r} is in two files, or not where the index has it",
-                        where=os.path.join(path, name),
-                        hint="the file and the index are of different versions: restore both",
-                    )
+                    what = f"tensor {piece.fqn!r} is in two files, or not where the index has it"
+                    hint = "the file and the index are of different versions: restore both"
+                    raise UnreadableError(what, where=os.path.join(path, name), hint=hint)
                 tensors[piece.fqn] = whole_tensor(piece, where=os.path.join(path, name))
         if index is not None and (lost := [fqn for fqn in index if fqn not in tensors]):
             raise UnreadableError(f"no file has {first_few(lost)}, which the index names", where=path)
@@ -110,10 +99,8 @@ class TorchDirectory(Format):
 
 
 def place(files: Mapping[str, Sequence[TensorEntry]]) -> tuple[Checkpoint, dict[str, ArchiveFrame]]:
-    """Describe the files that hold `files`' tensors, each whole, as `torch.save` of a dict writes them.
-
-    Also return, per file, what lies around the tensors.
-    """
+    """Describe the files that hold `files`' tensors, each whole, as `torch.save` of a dict writes them."""
+    # Also return, per file, what lies around the tensors.
     placed: list[TensorEntry] = []
     frames: dict[str, ArchiveFrame] = {}
     for name, entries in files.items():

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats._torch_file import read_torch_file
-from ckpt_tools.checkpoint.formats._torch_state import settings_of
+from ckpt_tools.checkpoint.formats._torch_pieces import settings_of
 from ckpt_tools.checkpoint.formats.dcp import FORMAT as PLAIN, Dcp
 from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
 from ckpt_tools.checkpoint.formats.format import Format, Opened, read_document
@@ -26,12 +26,9 @@ from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage.source import Source
 
-CONFIG_NAME = "metadata.json"
-"""What makes a DCP directory a step of Megatron's."""
-_COMMON_NAME = "common.pt"
-"""State that is not sharded: `args` of Megatron-LM's command line, the iteration, the optimizer's groups."""
-_COMMON_BLOB = "common_state/"
-"""Where newer ones keep it, inside of the DCP checkpoint."""
+CONFIG_NAME = "metadata.json"  # What makes a DCP directory a step of Megatron's
+_COMMON_NAME = "common.pt"  # State that is not sharded: `args` of the command line, the iteration, the groups
+_COMMON_BLOB = "common_state/"  # Where newer ones keep it, inside of the DCP checkpoint
 _NEMO = "weights/"
 _BACKEND = ("torch_dist", 1)
 _MAX_CONFIG_BYTES = 1 << 16
@@ -62,11 +59,9 @@ class TorchDist(Dcp):
         if backend is None:
             return PLAIN.open(source, files, path=path, manifest=manifest)
         if backend != _BACKEND:
-            raise UnreadableError(
-                f"a step of Megatron's by its backend {backend[0]} of version {backend[1]}, which ckpt does not know",
-                where=os.path.join(path, CONFIG_NAME),
-                hint="--from dcp reads it as what torch.distributed.checkpoint wrote",
-            )
+            what = f"a step of Megatron's by its backend {backend[0]} of version {backend[1]}, which ckpt does not know"
+            hint = "--from dcp reads it as what torch.distributed.checkpoint wrote"
+            raise UnreadableError(what, where=os.path.join(path, CONFIG_NAME), hint=hint)
         opened = super().open(source, files, path=path, manifest=manifest)
         notes = (*opened.notes, *_notes(opened))
         if any(blob.fqn.startswith(_COMMON_BLOB) for blob in opened.checkpoint.blobs):

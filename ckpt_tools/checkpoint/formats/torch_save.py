@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats._torch_file import TorchFile, is_torch_file, read_torch_file
-from ckpt_tools.checkpoint.formats._torch_pieces import Piece
-from ckpt_tools.checkpoint.formats._torch_state import State, describe_state, settings_of
+from ckpt_tools.checkpoint.formats._torch_pieces import Content, TensorPiece, describe_state, settings_of
 from ckpt_tools.checkpoint.formats.file_names import PICKLES
 from ckpt_tools.checkpoint.formats.format import Format, Opened
 from ckpt_tools.checkpoint.formats.layouts import HEAD_BYTES, explain_file, explain_part
@@ -26,7 +25,7 @@ from ckpt_tools.text import first_few
 _SHOWN = 4
 
 
-def read_state(source: Source, name: str) -> tuple[TorchFile, State]:
+def read_state(source: Source, name: str) -> tuple[TorchFile, Content]:
     """Read what a file of `torch.save` holds."""
     path = os.path.join(source.root, name)
     head = source.read(name, 0, min(source.size(name), HEAD_BYTES))
@@ -39,15 +38,13 @@ def read_state(source: Source, name: str) -> tuple[TorchFile, State]:
         raise type(error)(error.what, where=path, hint=error.hint) from error
     if not state.pieces and state.objects:
         shown = first_few([f"{path} ({kind})" for path, kind in state.objects.items()], _SHOWN)
-        raise UnreadableError(
-            f"no state dict, but objects, which ckpt does not unpickle: {shown}",
-            where=path,
-            hint="save the weights alone, where you trust the file: torch.save(model.state_dict(), NEW)",
-        )
+        what = f"no state dict, but objects, which ckpt does not unpickle: {shown}"
+        hint = "save the weights alone, where you trust the file: torch.save(model.state_dict(), NEW)"
+        raise UnreadableError(what, where=path, hint=hint)
     return file, state
 
 
-def whole_tensor(piece: Piece, *, where: str) -> TensorEntry:
+def whole_tensor(piece: TensorPiece, *, where: str) -> TensorEntry:
     """Return the tensor of a file that stands alone."""
     if sum(chunk.box.num_elems for chunk in piece.chunks) != math.prod(piece.shape):
         raise UnreadableError(
@@ -59,7 +56,7 @@ def whole_tensor(piece: Piece, *, where: str) -> TensorEntry:
     return TensorEntry(fqn=piece.fqn, dtype=piece.dtype, shape=piece.shape, chunks=piece.chunks, path=piece.path)
 
 
-def list_unread(states: Iterable[State]) -> tuple[str, ...]:
+def list_unread(states: Iterable[Content]) -> tuple[str, ...]:
     """Say what of some files is not read."""
     values: dict[str, int] = {}
     objects: dict[str, str] = {}

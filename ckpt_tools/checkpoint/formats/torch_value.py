@@ -11,21 +11,18 @@ import zipfile
 import zlib
 from dataclasses import replace
 
-from ckpt_tools.checkpoint.formats.inert_pickle import DEFAULT_LIMITS, GlobalName, Record, parse_pickle
+from ckpt_tools.checkpoint.formats._pickle_values import DEFAULT_LIMITS, GlobalName, Record
+from ckpt_tools.checkpoint.formats.inert_pickle import parse_pickle
 from ckpt_tools.checkpoint.formats.torch_zip import parse_archive
 from ckpt_tools.errors import LimitError, UnreadableError
 
-MAX_VALUE_BYTES = 64 << 20
-"""Largest item that is read: lists of parameter names have kilobytes."""
-_LIMITS = replace(DEFAULT_LIMITS, max_int_bytes=32)
-"""numpy's random generators have states of 128 bits."""
+MAX_VALUE_BYTES = 64 << 20  # Largest item that is read: lists of parameter names have kilobytes
+_LIMITS = replace(DEFAULT_LIMITS, max_int_bytes=32)  # numpy's random generators have states of 128 bits
 
 
 def parse_value(content: bytes, *, where: str) -> object:
-    """Return the value of a `torch.save` zip that holds plain values alone.
-
-    That is an int, str, bool, None, float, bytes, or tuples, lists and dicts of them.
-    """
+    """Return the value of a `torch.save` zip that holds plain values alone."""
+    # That is an int, str, bool, None, float, bytes, or tuples, lists and dicts of them.
     if len(content) > MAX_VALUE_BYTES:
         raise LimitError(f"{len(content)} bytes, the limit is {MAX_VALUE_BYTES}", where=where)
     try:

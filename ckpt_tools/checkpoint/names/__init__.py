@@ -3,24 +3,12 @@
 `transformers.txt` is written by `bin/names` from transformers' own classes and conversion mapping.
 """
 
-from ckpt_tools.checkpoint.names.adapters import is_factor
-from ckpt_tools.checkpoint.names.foreign import common_prefix, is_adapter, origins_of
+from ckpt_tools.checkpoint.names.foreign import common_prefix, is_adapter, is_factor, origins_of
 from ckpt_tools.checkpoint.names.match import Held, folded, hold, live_names, tied
 from ckpt_tools.checkpoint.names.misfits import config_misfits
 from ckpt_tools.checkpoint.names.table import Expected, Table, load_table
 
 __all__ = [
-    "Expected",
-    "Held",
-    "Table",
-    "common_prefix",
-    "config_misfits",
-    "folded",
-    "hold",
-    "is_adapter",
-    "is_factor",
-    "live_names",
-    "load_table",
-    "origins_of",
-    "tied",
-]
+    "Expected", "Held", "Table", "common_prefix", "config_misfits", "folded", "hold", "is_adapter", "is_factor",
+    "live_names", "load_table", "origins_of", "tied",
+]  # fmt: skip

@@ -12,8 +12,7 @@ from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.checkpoint.layout import Box, BoxIndex
 from ckpt_tools.checkpoint.names.mosaic import STACKED, Mosaic, Piece, resized, row_major, without_at, without_dim
 
-ZEROS_FILE = ".ckpt/zeros"
-"""What nobody has written: all bytes are zero."""
+ZEROS_FILE = ".ckpt/zeros"  # What nobody has written: all bytes are zero
 
 
 def zero_entry(mosaic: Mosaic) -> TensorEntry:
@@ -24,10 +23,8 @@ def zero_entry(mosaic: Mosaic) -> TensorEntry:
 
 
 def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Return the entry of a tensor: the chunks of what it is made of, seen through its pieces.
-
-    `sources` have raw chunks; replicas count once. A tensor of less than a byte per element must be taken whole.
-    """
+    """Return the entry of a tensor: the chunks of what it is made of, seen through its pieces."""
+    # `sources` have raw chunks; replicas count once. A tensor of less than a byte per element must be taken whole.
     entry = sources[mosaic.pieces[0].source] if mosaic.pieces else None
     if entry is not None and mosaic.is_only(entry.shape):
         return entry if entry.fqn == fqn else replace(entry, fqn=fqn, path=())
@@ -41,19 +38,18 @@ def lay_out(fqn: str, mosaic: Mosaic, sources: Mapping[str, TensorEntry]) -> Ten
     return TensorEntry(fqn=fqn, dtype=mosaic.dtype, shape=mosaic.shape, chunks=chunks)
 
 
-class _View(NamedTuple):
+class _PieceView(NamedTuple):
     """Elements of a chunk, and where they are in the tensor that is put together."""
 
     of: Chunk
     box: Box
     strides: tuple[int, ...]
-    position: int
-    """Of the first, in elements of the chunk."""
+    position: int  # Of the first, in elements of the chunk
 
 
-def _merged(views: Sequence[_View], dim: int) -> list[_View]:
+def _merged(views: Sequence[_PieceView], dim: int) -> list[_PieceView]:
     """Join views of one chunk that go on in each other along a dim, so that what was only reshaped is one again."""
-    groups: dict[tuple[object, ...], list[_View]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[_PieceView]] = defaultdict(list)
     for view in views:
         strides = tuple(stride if size > 1 else 0 for stride, size in zip(view.strides, view.box.sizes, strict=True))
         key = (view.of.span, without_dim(view.box, dim), without_at(strides, dim))
@@ -84,7 +80,7 @@ def _index(entry: TensorEntry) -> BoxIndex[Chunk]:
     return BoxIndex((one, box) for box, one in distinct.items())
 
 
-def _lay(piece: Piece, index: BoxIndex[Chunk]) -> Iterator[_View]:
+def _lay(piece: Piece, index: BoxIndex[Chunk]) -> Iterator[_PieceView]:
     counts = [1] * len(piece.starts)
     for dim, axis in enumerate(piece.axes):
         if axis != STACKED:
@@ -107,10 +103,10 @@ def _lay(piece: Piece, index: BoxIndex[Chunk]) -> Iterator[_View]:
         moved = (0 if axis == STACKED else begins[axis] for axis in piece.axes)
         offsets = tuple(offset + by for offset, by in zip(piece.box.offsets, moved, strict=True))
         seen = tuple(1 if axis == STACKED else strides[axis] * piece.steps[axis] for axis in piece.axes)
-        yield _View(one, Box(offsets, sizes), seen, position)
+        yield _PieceView(one, Box(offsets, sizes), seen, position)
 
 
-def _chunk(view: _View, dtype: DType) -> Chunk:
+def _chunk(view: _PieceView, dtype: DType) -> Chunk:
     """Return a view as a chunk; the CRC-32 of what it is of is its own when it is all of the bytes, in their order."""
     one, box, strides, position = view
     length = 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
@@ -122,8 +118,5 @@ def _chunk(view: _View, dtype: DType) -> Chunk:
         file=one.span.file, offset=one.span.offset + dtype.num_bytes(position), nbytes=dtype.num_bytes(length)
     )
     return Chunk(
-        box=box,
-        span=span,
-        strides=None if plain else strides,
-        crc32=one.crc32 if plain and span == one.span else None,
+        box=box, span=span, strides=None if plain else strides, crc32=one.crc32 if plain and span == one.span else None
     )

@@ -26,16 +26,11 @@ Config = Mapping[str, object]
 class Converted:
     """A model's tensors by the names of the other side."""
 
-    mosaics: Mapping[str, Mosaic]
-    """Name on the other side → what it is put together from. What that side drops keeps its name."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further name of a tensor that has several → the one under which it is in `mosaics`."""
-    copies: tuple[tuple[Mosaic, Mosaic], ...] = ()
-    """What must be equal: of several copies, one stays."""
-    notes: tuple[str, ...] = ()
-    """What was left out, for people."""
-    lost: tuple[str, ...] = ()
-    """Of `mosaics`, what the other side has no place for."""
+    mosaics: Mapping[str, Mosaic]  # Name on the other side → what it is made of; what that side drops keeps its name
+    aliases: Mapping[str, str] = field(default_factory=dict)  # Further name of a tensor → the one in `mosaics`
+    copies: tuple[tuple[Mosaic, Mosaic], ...] = ()  # What must be equal: of several copies, one stays
+    notes: tuple[str, ...] = ()  # What was left out, for people
+    lost: tuple[str, ...] = ()  # Of `mosaics`, what the other side has no place for
 
 
 def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -> Converted:
@@ -82,10 +77,8 @@ def convert(
     config: Config,
     shapes: Shapes | None = None,
 ) -> dict[str, Mosaic]:
-    """Return everything that loading makes of tensors; those that go nowhere are left out.
-
-    `has` says whether the live model has a name; some operations need its `shapes`.
-    """
+    """Return everything that loading makes of tensors; those that go nowhere are left out."""
+    # `has` says whether the live model has a name; some operations need its `shapes`.
     found = routes(tensors, expected.rules, expected.base, has)
     return _run((route for route in found if has(route.new)), tensors, config, shapes)
 

@@ -10,7 +10,18 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ckpt_tools.checkpoint.names.adapters import FACTOR
+FACTOR = (
+    r"(?:^|[._])(?:lora_|lycoris_|hada_|lokr_|boft_|oft_|dora_scale|vera_|ia3_|randlora_|fourierft_|hra_u|shira_|bone_"
+    r"|trainable_tokens_|ln_tuning_|adamss_|beft_|c3a_|deft_|delora_|frod_|glora_|gralora_|hira_|lily_|miss_block|osf_"
+    r"|peanut_|poly_lora|poly_router|psoft_|pvera_|road_|supertuning_|tinylora_|unilora_|vblora_|waveft_)"
+)
+"""Pattern of what stands in the name of a factor: LoRA's family, and kinds that are only recognised."""
+_FACTOR = re.compile(FACTOR)
+
+
+def is_factor(name: str) -> bool:
+    """Is this the name of an adapter's own tensor, in the form of any library?"""
+    return _FACTOR.search(name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,20 +29,16 @@ class Origin:
     """Something that names tensors its own way."""
 
     code: str
-    names: re.Pattern[str]
-    """Some of its names match this, and nobody else's."""
-    what: str
-    """The names are …"""
-    way_on: str
-    """What to do; {source} and {destination} stand for the paths."""
+    names: re.Pattern[str]  # Some of its names match this, and nobody else's
+    what: str  # The names are …
+    way_on: str  # What to do; {source} and {destination} stand for the paths
 
 
 def _origin(code: str, names: str, what: str, way_on: str) -> Origin:
     return Origin(code=code, names=re.compile(names), what=what, way_on=way_on)
 
 
-ADAPTER = "adapter"
-"""Code of what is an adapter's."""
+ADAPTER = "adapter"  # Code of what is an adapter's
 
 FLAT = "FSDP1 flat parameters, whose original names and shapes are not in the files"
 FLAT_WAY = "load it with its own FSDP1 code on as many ranks, and save FULL_STATE_DICT or SHARDED_STATE_DICT"
@@ -49,12 +56,7 @@ ORIGINS = (
         "those of optimizer state",
         "choose the model's part: `ckpt gather {source} DST --strip-prefix PREFIX`, or with --exclude GLOB",
     ),
-    _origin(
-        "fsdp1",
-        r"(?:^|\.)_flat_param(?:_\d+)?$|\.flat_param$",
-        "those of FSDP1's flattened parameters",
-        FLAT_WAY,
-    ),
+    _origin("fsdp1", r"(?:^|\.)_flat_param(?:_\d+)?$|\.flat_param$", "those of FSDP1's flattened parameters", FLAT_WAY),
     _origin(
         "torchtitan",
         r"^layers\.\d+\.(?:attention\.(?:qkv_linear\.)?w[qkvo]\b|attention\.wkv_|feed_forward\.w[123]\b|attention_norm\."

@@ -61,6 +61,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
@@ -72,9 +73,9 @@ from ckpt_tools.checkpoint.names.convert import Converted
 from ckpt_tools.checkpoint.names.keymap_lines import (
     SIGNS,
     Line,
+    MapSection,
     Numbers,
     Patterns,
-    Section,
     Spelling,
     fill,
     parse_sections,
@@ -94,7 +95,7 @@ class KeyMap:
     """The map of one kind of model."""
 
     title: str
-    section: Section
+    section: MapSection
 
     @property
     def digest(self) -> str:
@@ -247,18 +248,13 @@ class KeyMap:
         return found, kept
 
 
-class _told:  # noqa: N801 - a context, like those of contextlib
-    """Says where it was that tensors were not as they should be."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, ValueError):
-            raise UsageError(f"{first_few([self._name])}: {error}") from error
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Say where it was that tensors were not as they should be."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(f"{first_few([name])}: {error}") from error
 
 
 def _spelling(line: Line, numbers: Numbers, tensors: Mapping[str, Mosaic], config: Config) -> Spelling:
@@ -361,4 +357,4 @@ def of_weights(maps: Iterable[KeyMap], *, title: str) -> KeyMap:
         for line in each.section.lines
         for end in ("weight", "bias")
     ]
-    return KeyMap(title=title, section=Section(lines=tuple(lines)))
+    return KeyMap(title=title, section=MapSection(lines=tuple(lines)))

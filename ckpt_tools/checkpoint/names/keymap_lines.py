@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import chain, product
 from typing import Generic, TypeVar
 
-from ckpt_tools.checkpoint.names.keymap_steps import OPERATIONS, Step, build_step
+from ckpt_tools.checkpoint.names.keymap_steps import OPERATIONS, LineStep, build_step
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import first_few
 
@@ -22,10 +22,8 @@ _AGAIN = re.compile(r"(\S+) = (\S+) as (\S+) = (\S+)")
 _SHIFT = re.compile(r"\{\*\+(\w+)\}")
 _NUMBER = r"0|[1-9]\d{0,4}"
 _ANYTHING = "**"
-SIGNS = "*+"
-"""What stands for numbers in names, in the order in which they are stacked."""
-Numbers = tuple[int, ...]
-"""What the signs of a name stand for, in the order of `SIGNS`."""
+SIGNS = "*+"  # What stands for numbers in names, in the order in which they are stacked
+Numbers = tuple[int, ...]  # What the signs of a name stand for, in the order of `SIGNS`
 T = TypeVar("T")
 
 
@@ -34,9 +32,8 @@ class Spelling:
     """What the other side calls the tensors of a line, and what they are made by."""
 
     names: tuple[str, ...]
-    steps: tuple[Step, ...] = ()
-    beside: str = ""
-    """Name of the hub without which this is read, and not written."""
+    steps: tuple[LineStep, ...] = ()
+    beside: str = ""  # Name of the hub without which this is read, and not written
 
     @property
     def signs(self) -> str:
@@ -49,10 +46,8 @@ class Line:
     """Tensors of the hub, and what they are on the other side."""
 
     hub: tuple[str, ...]
-    spellings: tuple[Spelling, ...]
-    """The first that may be written is."""
-    is_written: bool = True
-    """False for what is read alone."""
+    spellings: tuple[Spelling, ...]  # The first that may be written is
+    is_written: bool = True  # False for what is read alone
 
     @property
     def signs(self) -> str:
@@ -72,20 +67,15 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class MapSection:
     """What a map says of one kind of model."""
 
     lines: tuple[Line, ...]
-    ties: tuple[tuple[str, str], ...] = ()
-    """(name that may be missing on the hub, name of the same tensor)."""
-    dropped: tuple[str, ...] = ()
-    """The hub's, which the other side does without."""
-    skipped: tuple[str, ...] = ()
-    """The other side's, which the hub does without."""
-    lost: tuple[Spelling, ...] = ()
-    """The other side's, which the hub has no place for."""
-    counts: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(one of `Line.lists`, or `*` or `+` for others; keys of config.json of which one says how many there are)."""
+    ties: tuple[tuple[str, str], ...] = ()  # (name that may be missing on the hub, name of the same tensor)
+    dropped: tuple[str, ...] = ()  # The hub's, which the other side does without
+    skipped: tuple[str, ...] = ()  # The other side's, which the hub does without
+    lost: tuple[Spelling, ...] = ()  # The other side's, which the hub has no place for
+    counts: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (one of `Line.lists`, or a sign for others; keys of config)
 
     @property
     def written(self) -> tuple[Line, ...]:
@@ -126,10 +116,9 @@ def fill(pattern: str, signs: str, numbers: Numbers) -> str:
 
 
 class Patterns(Generic[T]):
-    """Names with numbers, found by what they stand for; each has something that belongs to it.
+    """Names with numbers, found by what they stand for; each has something that belongs to it."""
 
-    One that ends in ``**`` stands for all names that begin as it does; it has no numbers.
-    """
+    # One that ends in ``**`` stands for all names that begin as it does; it has no numbers.
 
     def __init__(self, patterns: Iterable[tuple[str, T]]) -> None:
         self._alike: dict[str, list[tuple[str, T]]] = {}
@@ -166,9 +155,9 @@ def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(body.replace(r"\*", f"(?P<layer>{_NUMBER})").replace(r"\+", f"(?P<expert>{_NUMBER})"))
 
 
-def parse_sections(text: str, *, where: str, is_own: bool = False) -> dict[str, Section]:
+def parse_sections(text: str, *, where: str, is_own: bool = False) -> dict[str, MapSection]:
     """Parse a file of maps: name of the section → what it says. That ckpt's own have a way back, a test proves."""
-    found: dict[str, Section] = {}
+    found: dict[str, MapSection] = {}
     titles: tuple[str, ...] = ()
     draft: _Draft | None = None
     for number, raw in enumerate([*text.splitlines(), "[]"], 1):
@@ -215,21 +204,17 @@ def _parse_line(line: str, draft: _Draft, where: str) -> None:
     is_written = word != "or"
     found = _LINE.fullmatch(f"{rest} = {rest}" if word == "same" else line if is_written else rest)
     if found is None:
-        raise UsageError(
-            f"the map has a line without a meaning: {line}",
-            where=where,
-            hint="HUB[, HUB…] = OTHER[, OTHER…] [if HUB] [| OTHER…] [: OPERATION[; OPERATION…]]",
-        )
+        hint = "HUB[, HUB…] = OTHER[, OTHER…] [if HUB] [| OTHER…] [: OPERATION[; OPERATION…]]"
+        raise UsageError(f"the map has a line without a meaning: {line}", where=where, hint=hint)
     hub = tuple(name.strip() for name in found["hub"].split(","))
     spellings = tuple(_parse_spellings(found["other"], len(hub), found["steps"] or "", where))
     made = Line(hub=hub, spellings=spellings, is_written=is_written)
     if not _is_sound(made):
-        raise UsageError(
-            f"the names of a line do not go together: {line}",
-            where=where,
-            hint="the names of one side have the same `*` and `+`, the other's none that the hub's lack; numbers of "
-            "tensors change by cat, cut and qkv alone",
+        hint = (
+            "the names of one side have the same `*` and `+`, the other's none that the hub's lack; numbers of "
+            "tensors change by cat, cut and qkv alone"
         )
+        raise UsageError(f"the names of a line do not go together: {line}", where=where, hint=hint)
     draft.lines.append(made)
 
 
@@ -303,7 +288,7 @@ def _parse_again(rest: str, draft: _Draft, where: str) -> None:
     draft.lines += repeated
 
 
-def _parse_steps(text: str, hubs: int, others: int, where: str) -> tuple[Step, ...]:
+def _parse_steps(text: str, hubs: int, others: int, where: str) -> tuple[LineStep, ...]:
     steps = []
     count = hubs
     for part in text.split(";") if text.strip() else ():
@@ -311,11 +296,8 @@ def _parse_steps(text: str, hubs: int, others: int, where: str) -> tuple[Step, .
         step = build_step(operation, sizes, before=count, others=others)
         if step is None:
             known = operation in OPERATIONS
-            raise UsageError(
-                f"{' '.join([operation, *sizes])!r} is no operation" + (f" on {count} tensors" if known else ""),
-                where=where,
-                hint=f"they are {', '.join(OPERATIONS)}",
-            )
+            what = f"{' '.join([operation, *sizes])!r} is no operation" + (f" on {count} tensors" if known else "")
+            raise UsageError(what, where=where, hint=f"they are {', '.join(OPERATIONS)}")
         steps.append(step)
         count = step.after
     return tuple(steps)
@@ -345,7 +327,7 @@ def _is_sound(line: Line) -> bool:
     return True
 
 
-def _finish(draft: _Draft, *, where: str, is_own: bool) -> Section:
+def _finish(draft: _Draft, *, where: str, is_own: bool) -> MapSection:
     hub = [name for line in draft.lines if line.is_written for name in line.hub]
     others = [name for line in draft.lines for one in line.spellings for name in one.names]
     lost = [name for one in draft.lost for name in one.names]
@@ -355,15 +337,8 @@ def _finish(draft: _Draft, *, where: str, is_own: bool) -> Section:
     lists = {*SIGNS, *(name for line in draft.lines for name in line.lists)}
     if strange := [name for name, _ in draft.counts if name not in lists]:
         raise UsageError(f"no line has numbers in such a place: count {strange[0]}", where=where)
-    lines = sorted(draft.lines, key=lambda line: not shift_of(line.hub[0]))  # later layers are not those of the others
-    return Section(
-        lines=tuple(lines),
-        ties=tuple(draft.ties),
-        dropped=tuple(draft.dropped),
-        skipped=tuple(draft.skipped),
-        lost=tuple(draft.lost),
-        counts=tuple(draft.counts),
-    )
+    draft.lines.sort(key=lambda line: not shift_of(line.hub[0]))  # later layers are not those of the others
+    return MapSection(**{each.name: tuple(getattr(draft, each.name)) for each in fields(draft)})
 
 
 def _overlapping(names: Sequence[str]) -> Iterator[str]:

@@ -13,21 +13,17 @@ from ckpt_tools.errors import UsageError
 Config = Mapping[str, object]
 Copy = tuple[Mosaic, Mosaic]
 _REST = "rest"
-_NOT_SAID = 0
-"""A size that is what the others leave, or that config.json does not say."""
+_NOT_SAID = 0  # A size that is what the others leave, or that config.json does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class LineStep:
     """One operation of a line."""
 
     operation: str
-    sizes: tuple[str, ...]
-    """Its arguments as they are written: numbers, keys of config.json, products of both."""
-    before: int
-    """Tensors on the hub's side of it."""
-    after: int
-    """Tensors on the other side of it."""
+    sizes: tuple[str, ...]  # Its arguments as they are written: numbers, keys of config.json, products of both
+    before: int  # Tensors on the hub's side of it
+    after: int  # Tensors on the other side of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +31,11 @@ class Undone:
     """What the way back makes of tensors."""
 
     tensors: list[Mosaic]
-    left_out: int = 0
-    """Rows of padding that the hub's tensor has not."""
-    copies: tuple[Copy, ...] = ()
-    """What must be equal, because the hub has it once."""
+    left_out: int = 0  # Rows of padding that the hub's tensor has not
+    copies: tuple[Copy, ...] = ()  # What must be equal, because the hub has it once
 
 
-_Way = Callable[..., list[Mosaic]]
-"""(tensors, how many there shall be, size, …) → tensors"""
+_Way = Callable[..., list[Mosaic]]  # (tensors, how many there shall be, size, …) → tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +43,15 @@ class _Operation:
     forward: _Way
     backward: _Way
     num_sizes: int = 0
-    has_dim: bool = False
-    """Is there a dim before the sizes?"""
-    has_heads: bool = False
-    """Do the sizes begin with a number of heads? Then the `head_dim` beside its key in config.json follows them."""
-    has_lengths: bool = False
-    """May the length of every part follow?"""
-    has_dims: bool = False
-    """Do the lengths of two or more dims follow?"""
-    joins: int | None = 1
-    """Tensors on the hub's side: this many, or any number but one for None."""
-    cuts: bool = False
-    """Does it make several tensors of one?"""
+    has_dim: bool = False  # Is there a dim before the sizes?
+    has_heads: bool = False  # Sizes begin with a number of heads, and the `head_dim` beside its key follows them
+    has_lengths: bool = False  # May the length of every part follow?
+    has_dims: bool = False  # Do the lengths of two or more dims follow?
+    joins: int | None = 1  # Tensors on the hub's side: this many, or any number but one for None
+    cuts: bool = False  # Does it make several tensors of one?
 
 
-def build_step(operation: str, sizes: Sequence[str], *, before: int, others: int) -> Step | None:
+def build_step(operation: str, sizes: Sequence[str], *, before: int, others: int) -> LineStep | None:
     """Return an operation for `before` tensors that go in and `others` on the other side; None if there is none."""
     found = _OPERATIONS.get(operation)
     if found is None:
@@ -80,17 +67,17 @@ def build_step(operation: str, sizes: Sequence[str], *, before: int, others: int
         or (found.has_dim and not sizes[0].isdecimal())
     ):
         return None
-    return Step(operation=operation, sizes=tuple(sizes), before=before, after=after)
+    return LineStep(operation=operation, sizes=tuple(sizes), before=before, after=after)
 
 
-def apply(steps: Sequence[Step], tensors: list[Mosaic], config: Config) -> list[Mosaic]:
+def apply(steps: Sequence[LineStep], tensors: list[Mosaic], config: Config) -> list[Mosaic]:
     """Return what steps make of the hub's tensors; raise `ValueError` where these are not as a step needs them."""
     for step in steps:
         tensors = _OPERATIONS[step.operation].forward(tensors, step.after, *_sizes(step, config))
     return tensors
 
 
-def undo(steps: Sequence[Step], tensors: list[Mosaic], config: Config) -> Undone:
+def undo(steps: Sequence[LineStep], tensors: list[Mosaic], config: Config) -> Undone:
     """Return the hub's tensors that steps made others of; errors as those of `apply`."""
     left_out = 0
     copies: list[Copy] = []
@@ -132,7 +119,7 @@ def look_up(key: str, config: Config) -> object:
     return None
 
 
-def _sizes(step: Step, config: Config) -> list[int]:
+def _sizes(step: LineStep, config: Config) -> list[int]:
     operation = _OPERATIONS[step.operation]
     dims, sizes = step.sizes[: operation.has_dim], step.sizes[operation.has_dim :]
     found = [*map(int, dims), *(_NOT_SAID if text == _REST else size_of(text, config) for text in sizes)]
@@ -210,9 +197,8 @@ def _head_rows(rows: Sequence[int], heads: int, groups: int, head: int) -> int:
     is_each = len(rows) == 1 or list(rows) == [heads * each, groups * each, groups * each]
     if left or heads % groups or not is_each or head not in (_NOT_SAID, each):
         of = f" of {head}" if head else ""
-        raise ValueError(
-            f"{' + '.join(map(str, rows))} rows of q, k and v are not those of {heads} heads{of} in {groups} groups"
-        )
+        what = f"{' + '.join(map(str, rows))} rows of q, k and v are not those of {heads} heads{of} in {groups} groups"
+        raise ValueError(what)
     return each
 
 

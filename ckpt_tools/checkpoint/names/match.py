@@ -6,12 +6,80 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_tools.checkpoint.names.contract import Contract, settle
 from ckpt_tools.checkpoint.names.keymap_steps import look_up
 from ckpt_tools.checkpoint.names.patterns import fold, matches, missing, tree
 from ckpt_tools.checkpoint.names.renames import rename
 from ckpt_tools.checkpoint.names.table import Expected
 from ckpt_tools.checkpoint.quantised_units import are_told, weights_of
+from ckpt_tools.text import first_few
+
+_OLD_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|masked_bias)$")
+"""Buffers that old files hold and that models compute by now; some of their modules no longer have them at all."""
+_POOLER = re.compile(r"(^|\.)pooler\.")  # What `add_pooling_layer` adds: files have it or lack it, whatever the class
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """The names of a model, and of a file, that the other does not have."""
+
+    computed: tuple[str, ...] = ()  # Names of the model that its modules compute, and that files need not hold
+    anew: tuple[str, ...] = ()  # Of a head that the file does not have: they start as their initialiser has them
+    missing: tuple[str, ...] = ()  # Names of the model that nothing fills
+    ignored: tuple[str, ...] = ()  # Names of the file that loading leaves out, and that are no sign of another model
+    unexpected: tuple[str, ...] = ()  # Names of the file that the model should have and does not
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said even where everything is as it should be."""
+        others = [name for name in self.ignored if not _OLD_BUFFERS.search(name)]
+        anew = "a head that the checkpoint does not have starts with new random values, as with from_pretrained"
+        both = (self.anew, anew), (others, "not the model's, and left out by from_pretrained")
+        return tuple(f"{what}: {first_few(names, 4)}" for names, what in both if names)
+
+
+def settle(
+    missing: Iterable[str],
+    left: Iterable[str],
+    *,
+    present: Collection[str],
+    may_miss: Iterable[str],
+    ignored: Iterable[str],
+    base: str,
+    is_other: bool,
+) -> Contract:
+    """Judge the names that only one side has: of the model, whose others are `present`, or of the file (`left`)."""
+    # `may_miss` and `ignored` are transformers' `_keys_to_ignore_on_load_missing` and `…_unexpected`, `base` is its
+    # `base_model_prefix`. `is_other`: the file's config names another class, or its names lack that prefix.
+    computes, ignores = ([re.compile(pattern) for pattern in patterns] for patterns in (may_miss, ignored))
+    missing = tuple(missing)
+    computed = tuple(name for name in missing if any(regex.search(name) for regex in computes))
+    rest = tuple(name for name in missing if name not in set(computed))
+    root = f"{base}."
+    is_headed = bool(base) and any(name.startswith(root) for name in present)
+    filled = {name.rpartition(".")[0] for name in present}
+
+    def starts_anew(name: str) -> bool:
+        is_outside = is_headed and not name.startswith(root) and name.rpartition(".")[0] not in filled
+        return is_outside or bool(base and _POOLER.search(name))
+
+    anew = rest if is_other and all(map(starts_anew, rest)) else ()
+    own = (name.removeprefix(root) for name in present if name.startswith(root) or not is_headed)
+    inside = {base, *(name.partition(".")[0] for name in own)}
+
+    def is_out(name: str) -> bool:
+        is_known = _OLD_BUFFERS.search(name) or any(regex.search(name) for regex in ignores)
+        is_of_head = is_other and anew == rest and inside.isdisjoint(name.split(".")[:3])
+        return bool(is_known or (base and (is_of_head or _POOLER.search(name))))
+
+    out = tuple(filter(is_out, left := tuple(left)))
+    return Contract(
+        computed=computed,
+        anew=anew,
+        missing=() if anew else rest,
+        ignored=out,
+        unexpected=tuple(name for name in left if name not in set(out)),
+    )
+
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json that say how many experts a layer has, one or the other in every family."""
@@ -21,15 +89,12 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 class Held:
     """What came of it."""
 
-    missing: tuple[str, ...] = ()
-    """Live names of tensors that nothing fills: transformers gives them random values."""
-    foreign: tuple[str, ...] = ()
-    """Names of the file that the architecture does not have."""
+    missing: tuple[str, ...] = ()  # Live names of tensors that nothing fills: transformers gives them random values
+    foreign: tuple[str, ...] = ()  # Names of the file that the architecture does not have
     incomplete: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Live name → what is not there of the several tensors that it is put together from."""
 
-    contract: Contract = field(default_factory=Contract)
-    """Of all names that only one side has, those that do no harm included."""
+    contract: Contract = field(default_factory=Contract)  # Of all names that only one side has, harmless ones too
 
     @property
     def is_whole(self) -> bool:
@@ -89,10 +154,9 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
 
 
 def _lost_biases(live: Collection[str], expected: Expected) -> Iterator[str]:
-    """Yield the biases that are not there beside a weight, where the same module of other layers has one.
-
-    A config says for all layers alike whether a module has one; biases that the table requires are found without this.
-    """
+    """Yield the biases that are not there beside a weight, where the same module of other layers has one."""
+    # A config says for all layers alike whether a module has one; biases that the table requires are found without
+    # this.
     kinds = {fold(expected.names, name) for name in live if name.endswith(".bias")}
     for name in live:
         bias = name.removesuffix("weight") + "bias"

@@ -34,17 +34,11 @@ _WORDLESS = re.compile(r"vision|visual|image|audio|speech|vq|backbone|attn|quant
 class Misfit(str):
     """What a tensor's size and the config say, for people."""
 
-    is_part = False
-    """The config says a multiple of the size, as where ranks have cut a tensor."""
+    is_part = False  # The config says a multiple of the size, as where ranks have cut a tensor
 
 
 def config_misfits(config: Config, tensors: Iterable[tuple[str, Sequence[int]]]) -> list[Misfit]:
-    """Return where tensors contradict a config.json, for people; empty where none does, or what it means is not known.
-
-    Args:
-        config: What the file says.
-        tensors: Names as on the hub, inside wrappers (`_orig_mod.`) or not, and shapes of whole tensors.
-    """
+    """Return where tensors (names as on the hub, wrapped or not; shapes) contradict a config.json, if that is known."""
     types = [str(part.get("model_type", "")) for _, part in _parts(config)]
     is_odd = not types[0] or any(each.startswith(_ODD) for each in types)
     listed = config.get("architectures")

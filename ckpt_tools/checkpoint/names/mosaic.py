@@ -331,10 +331,7 @@ def _without(tensor: Mosaic, dim: int) -> tuple[int, ...]:
 
 
 def _with_dim(box: Box, dim: int, at: int) -> Box:
-    return Box(
-        (*box.offsets[:dim], at, *box.offsets[dim:]),
-        (*box.sizes[:dim], 1, *box.sizes[dim:]),
-    )
+    return Box((*box.offsets[:dim], at, *box.offsets[dim:]), (*box.sizes[:dim], 1, *box.sizes[dim:]))
 
 
 def without_dim(box: Box, dim: int) -> Box:

@@ -1,6 +1,6 @@
 """What a conversion does to tensors, by the names that transformers gives its operations; each is a step of mosaics.
 
-An operation is written ``Name(key=value;…)``, several with commas between them (`sections`). Sources:
+An operation is written ``Name(key=value;…)``, several with commas between them (`maps.table`). Sources:
 `ConversionOps` of transformers 5.23 (`core_model_loading.py`).
 """
 
@@ -15,11 +15,9 @@ from ckpt_tools.checkpoint.names import mosaic
 from ckpt_tools.checkpoint.names.mosaic import Mosaic
 
 Config = Mapping[str, object]
-Groups = dict[str, list[Mosaic]]
-"""Name or pattern → its tensors, in the order in which they belong together."""
+Groups = dict[str, list[Mosaic]]  # Name or pattern → its tensors, in the order in which they belong together
 Arguments = Mapping[str, str]
-Shapes = Mapping[str, tuple[int, ...]]
-"""Live name → shape."""
+Shapes = Mapping[str, tuple[int, ...]]  # Live name → shape
 _OPERATION = re.compile(r"(\w+)(?:\(([^)]*)\))?(?:,|$)")
 
 
@@ -38,11 +36,10 @@ class _Model:
 def run(
     operations: str, groups: Groups, targets: Sequence[str], config: Config, shapes: Shapes | None = None
 ) -> dict[str, Mosaic]:
-    """Do operations, one after another, as the table writes them.
-
-    `groups` has the tensors of each source pattern; a target has ``*`` for a number where a list comes out. Some
-    operations need the `shapes` of the live model. Tensors that are not as the operations need them are a `ValueError`.
-    """
+    """Do operations, one after another, as the table writes them."""
+    # `groups` has the tensors of each source pattern; a target has ``*`` for a number where a list comes out. Some
+    # operations need the `shapes` of the live model. Tensors that are not as the operations need them are a
+    # `ValueError`.
     model = _Model(config=config, shapes=shapes or {})
     for name, arguments in _OPERATION.findall(operations):
         told = dict(part.split("=", 1) for part in arguments.split(";") if part)
@@ -106,11 +103,9 @@ def _transpose(groups: Groups, targets: Sequence[str], told: Arguments, model: _
 
 
 def _transpose_by_shape(tensor: Mosaic, dim0: int, dim1: int, live: tuple[int, ...]) -> Mosaic:
-    """Transpose what has not the shape that the model has; of a model's own, give back the hub's.
-
-    The reverse of the operation has its dims exchanged. transformers' own reverse leaves a model's tensors as they are,
-    and loads both; other readers of the hub's files (vLLM) know theirs alone.
-    """
+    """Transpose what has not the shape that the model has; of a model's own, give back the hub's."""
+    # The reverse of the operation has its dims exchanged. transformers' own reverse leaves a model's tensors as they
+    # are, and loads both; other readers of the hub's files (vLLM) know theirs alone.
     there = (tensor.shape[-2], tensor.shape[-1])
     if there not in (live, live[::-1]):  # of a square one nobody can tell: transformers leaves it as it is
         raise ValueError(f"{list(there)} is not the {list(live)} of the model, nor its transpose")

@@ -18,27 +18,20 @@ from dataclasses import dataclass, field
 
 NUMBERS = ("*", "*?", "#", "#?")
 """Components that stand for a number."""
-MAX_NUMBER = 1 << 16
-"""Higher numbers are parts of names, not those of layers: a bound on what a hostile name can ask for."""
+MAX_NUMBER = 1 << 16  # Higher ones are parts of names, not of layers: a bound on what a hostile name can ask for
 
 
 @dataclass(slots=True)
 class Node:
     """One component of patterns."""
 
-    children: dict[str, Node] = field(default_factory=dict)
-    """Literal component → what follows."""
-    number: str = ""
-    """Which of `NUMBERS` may stand here; empty for none."""
-    numbered: Node | None = None
-    """What follows the number."""
-    is_name: bool = False
-    """A name ends here."""
+    children: dict[str, Node] = field(default_factory=dict)  # Literal component → what follows
+    number: str = ""  # Which of `NUMBERS` may stand here; empty for none
+    numbered: Node | None = None  # What follows the number
+    is_name: bool = False  # A name ends here
     is_required: bool = False
-    bundles: list[tuple[str, ...]] = field(default_factory=list)
-    """Names below this, without numbers, of which all or none are there."""
-    one_of: list[tuple[tuple[str, ...], ...]] = field(default_factory=list)
-    """Bundles below this of which one is always there."""
+    bundles: list[tuple[str, ...]] = field(default_factory=list)  # Names below this, of which all or none are there
+    one_of: list[tuple[tuple[str, ...], ...]] = field(default_factory=list)  # Bundles of which one is always there
 
     def step(self, component: str) -> Node | None:
         """Follow one component of a name."""
@@ -149,8 +142,7 @@ def fold(root: Node, name: str) -> str:
     return ".".join(parts)
 
 
-Tree = dict[str, "Tree"]
-"""Names by their components; a name ends where there is an empty key."""
+Tree = dict[str, "Tree"]  # Names by their components; a name ends where there is an empty key
 
 
 def tree(names: Iterable[str]) -> Tree:
@@ -165,10 +157,8 @@ def tree(names: Iterable[str]) -> Tree:
 
 
 def missing(root: Node, found: Tree, counts: Mapping[str, int]) -> Iterator[str]:
-    """Yield the required names that are not there; of a list without any element, its pattern.
-
-    `counts` has, by the path of a numbered component (as "model.layers.*"), how many there are, where it is certain.
-    """
+    """Yield the required names that are not there; of a list without any element, its pattern."""
+    # `counts` has, by the path of a numbered component (as "model.layers.*"), how many there are, where it is certain.
     yield from _missing(root, found, counts, "", "")
 
 

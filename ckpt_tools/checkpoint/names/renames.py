@@ -13,25 +13,20 @@ from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RenameRule:
     """One line of transformers' conversion mapping."""
 
-    kind: str
-    """"rename", "group" (renamings that its first source switches on), "shift+N" or "convert"."""
-    operations: str = ""
-    """What a conversion does to the tensors, as transformers calls it."""
-    sources: tuple[str, ...]
-    """Regular expressions."""
+    kind: str  # "rename", "group" (renamings that its first source switches on), "shift+N" or "convert"
+    operations: str = ""  # What a conversion does to the tensors, as transformers calls it
+    sources: tuple[str, ...]  # Regular expressions
     targets: tuple[str, ...]
-    scope: str | None = None
-    """Path of the part of the model whose names are meant; None for the whole."""
-    base: str = ""
-    """The whole model's base prefix, with or without which a scope is found."""
+    scope: str | None = None  # Path of the part of the model whose names are meant; None for the whole
+    base: str = ""  # The whole model's base prefix, with or without which a scope is found
 
 
 @dataclass(slots=True)
 class _Compiled:
-    rule: Rule
+    rule: RenameRule
     regex: re.Pattern[str]
     is_active: bool = False
 
@@ -71,7 +66,7 @@ class _Compiled:
         return prefix + inside.replace(match.group(0), target, 1), rule.sources[index]
 
 
-def _compile(rule: Rule) -> _Compiled:
+def _compile(rule: RenameRule) -> _Compiled:
     branches = []
     for index, source in sorted(enumerate(rule.sources), key=lambda item: -len(item[1])):
         pattern = source.replace("*.", r".*\.")
@@ -85,14 +80,10 @@ def _compile(rule: Rule) -> _Compiled:
 class Route:
     """Where one name goes."""
 
-    name: str
-    """In the file."""
-    new: str
-    """In the live model; of a conversion, the first of its results, with ``*`` for the number where it gives a list."""
-    rule: Rule | None = None
-    """The conversion that it takes part in."""
-    source: str = ""
-    """Which of the conversion's sources it is."""
+    name: str  # In the file
+    new: str  # In the live model; of a conversion the first result, with ``*`` for the number of a list
+    rule: RenameRule | None = None  # The conversion that it takes part in
+    source: str = ""  # Which of the conversion's sources it is
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -103,42 +94,37 @@ class Route:
         return (self.new, *(self.new.replace(first, other, 1) for other in others))
 
 
-def routes(names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable[[str], bool]) -> Iterator[Route]:
-    """Yield where loading puts every name, in natural order: first renamings, then at most one conversion.
-
-    `rules` are in the order in which transformers applies them. Names may have or lack the prefix `base`. Where a name
-    goes that the live model has not (`has`), is yielded all the same.
-    """
+def routes(names: Iterable[str], rules: Sequence[RenameRule], base: str, has: Callable[[str], bool]) -> Iterator[Route]:
+    """Yield where loading puts every name, in natural order: first renamings, then at most one conversion."""
+    # `rules` are in the order in which transformers applies them. Names may have or lack the prefix `base`. Where a
+    # name goes that the live model has not (`has`), is yielded all the same.
     renamings = [_compile(rule) for rule in rules if rule.kind != "convert"]
     converters = [_compile(rule) for rule in rules if rule.kind == "convert"]
     for name in sorted(names, key=_natural):
-        new = name
-        for renaming in renamings:
-            new, _ = renaming.apply(new)
-        route = _converted(name, new, converters)
+        route = _converted(name, _after(name, renamings), converters)
         route = replace(route, new=_with_base(route.new, base, has))
         if not has(route.new) and has(plain := _with_base(name, base, has)):
             route = Route(name=name, new=plain)
         yield route
 
 
-def routes_back(names: Iterable[str], rules: Sequence[Rule]) -> Iterator[Route]:
+def routes_back(names: Iterable[str], rules: Sequence[RenameRule]) -> Iterator[Route]:
     """Yield where saving puts every name of a live model: at most one conversion; `renamed` does the rest."""
     converters = [_compile(rule) for rule in rules if rule.kind == "convert"]
     for name in sorted(names, key=_natural):
         yield _converted(name, name, converters)
 
 
-def renamed(names: Iterable[str], rules: Sequence[Rule]) -> dict[str, str]:
+def renamed(names: Iterable[str], rules: Sequence[RenameRule]) -> dict[str, str]:
     """Return name → name after all renamings, in natural order: one of a group may switch the others on."""
     renamings = [_compile(rule) for rule in rules if rule.kind != "convert"]
-    result = {}
-    for name in sorted(names, key=_natural):
-        new = name
-        for renaming in renamings:
-            new, _ = renaming.apply(new)
-        result[name] = new
-    return result
+    return {name: _after(name, renamings) for name in sorted(names, key=_natural)}
+
+
+def _after(name: str, renamings: Iterable[_Compiled]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.apply(name)
+    return name
 
 
 def _converted(name: str, new: str, converters: Iterable[_Compiled]) -> Route:
@@ -153,23 +139,18 @@ def _converted(name: str, new: str, converters: Iterable[_Compiled]) -> Route:
 class Renamed:
     """Where the names of a file go."""
 
-    live: dict[str, list[str]] = field(default_factory=dict)
-    """Name in the live model → names in the file."""
-    incomplete: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name in the live model → patterns of the names that it also needs, of which there are none, or fewer."""
-    foreign: list[str] = field(default_factory=list)
-    """Names in the file that go nowhere."""
+    live: dict[str, list[str]] = field(default_factory=dict)  # Name in the live model → names in the file
+    incomplete: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Live name → patterns that it also needs
+    foreign: list[str] = field(default_factory=list)  # Names in the file that go nowhere
 
 
 def rename(
-    names: Iterable[str], rules: Sequence[Rule], base: str, has: Callable[[str], bool], at_least: int = 0
+    names: Iterable[str], rules: Sequence[RenameRule], base: str, has: Callable[[str], bool], at_least: int = 0
 ) -> Renamed:
-    """Return where transformers would put every name; arguments as those of `routes`.
-
-    Lists that are stacked have no holes and at least `at_least` elements.
-    """
+    """Return where transformers would put every name; arguments as those of `routes`."""
+    # Lists that are stacked have no holes and at least `at_least` elements.
     result = Renamed()
-    parts: dict[str, tuple[Rule, dict[str, list[str]]]] = {}
+    parts: dict[str, tuple[RenameRule, dict[str, list[str]]]] = {}
     for route in routes(names, rules, base, has):
         if not has(route.new):
             result.foreign.append(route.name)

@@ -16,10 +16,10 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from ckpt_tools.checkpoint.names.adapters import is_factor
 from ckpt_tools.checkpoint.names.convert import Config, Converted
+from ckpt_tools.checkpoint.names.foreign import is_factor
 from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps, of_weights, parse_key_maps
-from ckpt_tools.checkpoint.names.keymap_lines import Line, Patterns, Section, fill
+from ckpt_tools.checkpoint.names.keymap_lines import Line, MapSection, Patterns, fill
 from ckpt_tools.checkpoint.names.keymap_steps import look_up
 from ckpt_tools.checkpoint.names.mosaic import Mosaic
 from ckpt_tools.errors import UsageError
@@ -179,20 +179,20 @@ def load_families() -> tuple[Family, ...]:
     return tuple(_family(told, maps[name].section) for name, told in said.items())
 
 
-def _family(told: Mapping[str, Sequence[str]], own: Section) -> Family:
+def _family(told: Mapping[str, Sequence[str]], own: MapSection) -> Family:
     words = {word: " ".join(rest).split() for word, rest in told.items()}
     title, without = " ".join(words["title"]), tuple(map(_pattern, words["without"]))
     modules = [line for name in words["of"] for line in load_key_maps(CONVENTION)[name].section.lines]
     modules += [each for rule in told["also"] for each in _alike(tuple(modules), rule)]
     if words["spell"]:
         modules = [replace(line, spellings=line.spellings[::-1]) for line in modules]
-    weights = of_weights([KeyMap(title=title, section=Section(lines=tuple(modules)))], title=title).section.lines
+    weights = of_weights([KeyMap(title=title, section=MapSection(lines=tuple(modules)))], title=title).section.lines
     lines = (*(line for line in weights if not any(one.fullmatch(line.hub[0]) for one in without)), *own.lines)
     own_names = (*(name for line in lines for one in line.spellings for name in one.names), *words["unused"])
     sides = (own_names, [name for line in lines for name in line.hub])
     return Family(
         title=title,
-        key_map=KeyMap(title=title, section=Section(lines=lines)),
+        key_map=KeyMap(title=title, section=MapSection(lines=lines)),
         classes=tuple(words["class"]),
         root="".join(words["root"]),
         width="".join(f"{module}.weight" for module in words["width"]),

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME, BY_TORCH_NAME, DType
 from ckpt_tools.checkpoint.entries import Asset, ByteSpan, Chunk, TensorEntry
-from ckpt_tools.checkpoint.flat import flat_boxes
 from ckpt_tools.checkpoint.formats.opening import Opened
-from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checkpoint.layout import Box, flat_boxes
 from ckpt_tools.checkpoint.quantised_units import find_units, is_code
 from ckpt_tools.checkpoint.transform import is_optimizer, plain_names
 from ckpt_tools.errors import UnreadableError, UsageError

@@ -15,8 +15,7 @@ from corrupt.attacks.recipe import Case, add, carried, harmless
 from corrupt.attacks.zips import archive
 
 from ckpt_tools.checkpoint.formats._pickle_objects import parse_exactly
-from ckpt_tools.checkpoint.formats._pickle_values import Record
-from ckpt_tools.checkpoint.formats._pickle_writer import build_pickle
+from ckpt_tools.checkpoint.formats._pickle_values import Record, build_pickle
 
 SAMPLES = Path(__file__).parents[2] / "formats" / "deepspeed.tar.xz"
 SAVE = "zero3-bf16"
@@ -86,31 +85,19 @@ SOUND = {**harmless(), "diff": (3,)}
 add("deepspeed-sound", "nothing: what the others start from", start, SOUND)
 _changed("exploit-stage", "the stage of ZeRO is a call", OPTIMIZER, lambda c, v: _state(v).update(zero_stage=shell(c)))
 _changed("exploit-group", "a vector is a call", OPTIMIZER, lambda c, v: _state(v).update(fp32_flat_groups=[shell(c)]))
-_changed(
-    "exploit-beside", "an object that executes, beside all", OPTIMIZER, lambda c, v: v.update(x=shell(c)), carried(3)
-)
-_changed(
-    "exploit-module", "a weight of the model is a call", MODEL, lambda c, v: _append(v["module"], shell(c)), carried(3)
-)
+# fmt: off
+_changed("exploit-beside", "an object that executes, beside all", OPTIMIZER, lambda c, v: v.update(x=shell(c)),
+    carried(3))
+_changed("exploit-module", "a weight of the model is a call", MODEL, lambda c, v: _append(v["module"], shell(c)),
+    carried(3))
 _changed("exploit-shape", "shapes of parameters are calls", MODEL, lambda c, v: v.update(param_shapes=[shell(c)]))
-_changed(
-    "vector-long",
-    "a vector longer than its storage",
-    OPTIMIZER,
-    lambda _, v: _grow(_state(v)["fp32_flat_groups"][0], 1000),
-)
-_changed(
-    "vector-endless",
-    "a vector of 2^60 elements",
-    OPTIMIZER,
-    lambda _, v: _grow(_state(v)["fp32_flat_groups"][0], 1 << 58),
-)
-_changed(
-    "count",
-    "a rank that says how many there are, and lies",
-    OPTIMIZER,
-    lambda _, v: _state(v).update(partition_count=1 << 62),
-)
+_changed("vector-long", "a vector longer than its storage", OPTIMIZER,
+    lambda _, v: _grow(_state(v)["fp32_flat_groups"][0], 1000))
+_changed("vector-endless", "a vector of 2^60 elements", OPTIMIZER,
+    lambda _, v: _grow(_state(v)["fp32_flat_groups"][0], 1 << 58))
+_changed("count", "a rank that says how many there are, and lies", OPTIMIZER,
+    lambda _, v: _state(v).update(partition_count=1 << 62))
+# fmt: on
 _changed("no-vectors", "a rank without vectors", OPTIMIZER, lambda _, v: _state(v).update(fp32_flat_groups=[]))
 _changed("no-state", "a rank without anything", OPTIMIZER, lambda _, v: v.clear())
 _changed("world", "a rank of another world", MODEL, lambda _, v: v.update(dp_world_size=1 << 40))

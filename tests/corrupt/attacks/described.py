@@ -34,37 +34,24 @@ def described(title: str, tries: str, codes=None, words: str = "", **options) ->
 described("dims-65", "more dims than PyTorch has", words="64 dims", described=tensor([1] * 65))
 described("dims-200000", "so many dims that multiplying them takes hours", described=tensor([3] * 200_000))
 described("dims-huge", "dims whose product overflows", words="too large", described=tensor([1 << 40, 1 << 40]))
-described(
-    "dims-empty-huge", "an empty shape that overflows", words="too large", described=tensor([0, 1 << 62, 1 << 62])
-)
+# fmt: off
+described("dims-empty-huge", "an empty shape that overflows", words="too large",
+    described=tensor([0, 1 << 62, 1 << 62]))
 described("dims-negative", "a negative dim", described=tensor([2, -3]), words="not numbers between")
 described("dims-bool", "a boolean dim", described=tensor([2, 3], size=call(name("torch", "Size"), tuple_of(b"\x88"))))
 described("dims-beyond", "a dim above 2^62", described=tensor([(1 << 63) - 1]))
-described(
-    "size-lies",
-    "the size says 800 million elements",
-    found(diff=3),
-    described=tensor([800_000_000, 3], [chunk([0, 0], [2, 3])]),
-)
-described(
-    "size-too-small",
-    "the chunk lies outside of the size",
-    found(diff=3),
-    described=tensor([1, 3], [chunk([0, 0], [2, 3])]),
-)
+described("size-lies", "the size says 800 million elements", found(diff=3),
+    described=tensor([800_000_000, 3], [chunk([0, 0], [2, 3])]))
+described("size-too-small", "the chunk lies outside of the size", found(diff=3),
+    described=tensor([1, 3], [chunk([0, 0], [2, 3])]))
 described("chunks-none", "no chunk at all", described=tensor([2, 3], []))
 described("chunk-twice", "one chunk twice", described=tensor([2, 3], [chunk([0, 0], [2, 3])] * 2), words="twice")
 described("dtype-class", "a class for a dtype", described=tensor([2, 3], properties=properties(name("torch", "Size"))))
 described("dtype-none", "no dtype", described=tensor([2, 3], properties=properties(NONE)))
-described(
-    "dtype-lies",
-    "int32 for a float32 item",
-    found(diff=3),
-    described=tensor([2, 3], properties=properties(name("torch", "int32"))),
-)
-described(
-    "layout-sparse", "a sparse layout", described=tensor([2, 3], properties=properties(None, "\x1b[2Jtorch.sparse"))
-)
+described("dtype-lies", "int32 for a float32 item", found(diff=3),
+    described=tensor([2, 3], properties=properties(name("torch", "int32"))))
+described("layout-sparse", "a sparse layout",
+    described=tensor([2, 3], properties=properties(None, "\x1b[2Jtorch.sparse")))
 described("entry-is-none", "no description", described=NONE)
 described("fqn-nul", "a name with a NUL, as ckpt uses inside", fqn=text("\0asset\0config.json"), words="nul")
 described("fqn-long", "a name of 100 kB", fqn=text("x" * 100_000), words="the limit is 4096")
@@ -77,18 +64,13 @@ described("length-negative", "a negative length", length=-1, words="cannot be a 
 described("offset-negative", "a negative offset", offset=-8, words="cannot be a part")
 described("offset-beyond", "an offset behind the end", found(), offset=1 << 50)
 described("offset-one", "an item that begins one byte late", found(), offset=1)
-described(
-    "transform",
-    "an unknown transform, named to drive the terminal",
-    info_fields={"transform_descriptors": list_of(*[text("\x1b]0;x\x07")] * 1000)},
-    words="transform",
-)
-described(
-    "item-unnamed", "an item that no tensor has", storage=[(index(text("v"), size(0)), info(text("__0_0.distcp")))]
-)
-described(
-    "blob-without-item", "an object without an item", entries=[(text("b"), instance(DCP, "BytesStorageMetadata"))]
-)
+described("transform", "an unknown transform, named to drive the terminal",
+    info_fields={"transform_descriptors": list_of(*[text("\x1b]0;x\x07")] * 1000)}, words="transform")
+described("item-unnamed", "an item that no tensor has",
+    storage=[(index(text("v"), size(0)), info(text("__0_0.distcp")))])
+described("blob-without-item", "an object without an item",
+    entries=[(text("b"), instance(DCP, "BytesStorageMetadata"))])
+# fmt: on
 
 for title, path in {
     "parent": "../../outside/secret.safetensors",
@@ -107,14 +89,10 @@ described("path-backslash", "a Windows path", found(), path=text("..\\..\\outsid
 described("path-metadata", "an item inside of .metadata itself", found(), path=text(".metadata"), length=500)
 
 
-@attack("metadata-path-absolute", "relative_path is absolute", words="plain path")
-def _absolute(case: Case) -> None:
-    write_run(case.source, path=text(str(case.secret)))
-
-
-@attack("metadata-path-deep-name", "a component longer than any file name", words="plain path")
-def _component(case: Case) -> None:
-    write_run(case.source, path=text("y" * 300))
+described("path-deep-name", "a component longer than any file name", path=text("y" * 300), words="plain path")
+described("rank-highest", "a rank of nine digits", found(), path=text("__999999999_0.distcp"))
+add("metadata-path-absolute", "relative_path is absolute",
+    lambda case: write_run(case.source, path=text(str(case.secret))), words="plain path")  # fmt: skip
 
 
 def _layers(num_dims: int, num_parts: int, left_out: int) -> tuple[bytes, list[tuple[bytes, bytes]]]:
@@ -157,51 +135,18 @@ def _ranks(case: Case) -> None:
     write_run(case.source, entries=entries, storage=storage)
 
 
-@attack("metadata-rank-highest", "a rank of nine digits", found())
-def _rank(case: Case) -> None:
-    write_run(case.source, path=text("__999999999_0.distcp"))
-
-
-@attack("metadata-one-item-many-tensors", "two hundred tensors in one item: legal, they are tied", harmless())
-def _tied(case: Case) -> None:
-    entries = [(text(f"t{i}"), tensor([2, 3])) for i in range(200)]
-    storage = [(index(text(f"t{i}"), size(0, 0)), info(text("__0_0.distcp"), 0, len(item()))) for i in range(200)]
-    write_run(case.source, entries=entries, storage=storage)
-
-
-@attack("metadata-spans-overlap", "two items share bytes", found(diff=3))
-def _overlap(case: Case) -> None:
-    raw = item()
-    write_run(
-        case.source,
-        content=raw + raw,
-        length=len(raw),
-        entries=[(text("v"), tensor([2, 3]))],
-        storage=[(index(text("v"), size(0, 0)), info(text("__0_0.distcp"), 8, len(raw)))],
-    )
+OWN = item()
+# fmt: off
+described("one-item-many-tensors", "two hundred tensors in one item: legal, they are tied", harmless(),
+    entries=[(text(f"t{i}"), tensor([2, 3])) for i in range(200)],
+    storage=[(index(text(f"t{i}"), size(0, 0)), info(text("__0_0.distcp"), 0, len(OWN))) for i in range(200)])
+described("spans-overlap", "two items share bytes", found(diff=3), content=OWN + OWN, length=len(OWN),
+    entries=[(text("v"), tensor([2, 3]))],
+    storage=[(index(text("v"), size(0, 0)), info(text("__0_0.distcp"), 8, len(OWN)))])
+# fmt: on
 
 
 # Items that are not tensors, and would run when unpickled
-
-
-def _blob(case: Case, raw: bytes, length: int | None = None, offset: int | None = None) -> None:
-    own = item()
-    write_run(
-        case.source,
-        content=own + raw,
-        length=len(own),
-        entries=[(text("b"), instance(DCP, "BytesStorageMetadata"))],
-        storage=[
-            (
-                index(text("b")),
-                info(
-                    text("__0_0.distcp"),
-                    len(own) if offset is None else offset,
-                    len(raw) if length is None else length,
-                ),
-            )
-        ],
-    )
 
 
 def _torch_zip(case: Case) -> bytes:
@@ -215,32 +160,29 @@ def _torch_zip(case: Case) -> bytes:
     return out.getvalue()
 
 
-@attack("blob-exploit-zip", "an object whose torch.save item executes: never unpickled, not copied", carried(mesh=4))
-def _blob_zip(case: Case) -> None:
-    _blob(case, _torch_zip(case))
+def _blob(title: str, tries: str, codes, make=_torch_zip, *, offset: int = len(OWN), length: int | None = None) -> None:
+    def build(case: Case) -> None:
+        raw = make(case)
+        place = info(text("__0_0.distcp"), offset, len(raw) if length is None else length)
+        entries = [(text("b"), instance(DCP, "BytesStorageMetadata"))]
+        write_run(case.source, content=OWN + raw, length=len(OWN), entries=entries, storage=[(index(text("b")), place)])
+
+    add(f"blob-{title}", tries, build, codes)
 
 
-@attack("blob-exploit-pickle", "an object that is a bare pickle", {**carried(mesh=4), "diff": (4,), "gather": (4,)})
-def _blob_pickle(case: Case) -> None:
-    _blob(case, pickle.dumps(Payload(case.shell)))
-
-
-@attack("blob-length-lies", "an object of 2^60 bytes", {**found(), "gather": (0, 4)})
-def _blob_length(case: Case) -> None:
-    _blob(case, _torch_zip(case), length=1 << 60)
-
-
-@attack("blob-offset-lies", "an object behind the end", {**found(), "gather": (0, 4)})
-def _blob_offset(case: Case) -> None:
-    _blob(case, _torch_zip(case), offset=1 << 60)
-
-
-@attack("blob-name-of-ckpt", "an object that is named as ckpt names digests inside", words="nul")
-def _blob_name(case: Case) -> None:
-    own = item()
-    fqn = text("\0blob\0w")
-    write_run(
+_blob("exploit-zip", "an object whose torch.save item executes: never unpickled, not copied", carried(mesh=4))
+_blob("exploit-pickle", "an object that is a bare pickle", {**carried(mesh=4), "diff": (4,), "gather": (4,)},
+    lambda case: pickle.dumps(Payload(case.shell)))  # fmt: skip
+_blob("length-lies", "an object of 2^60 bytes", {**found(), "gather": (0, 4)}, length=1 << 60)
+_blob("offset-lies", "an object behind the end", {**found(), "gather": (0, 4)}, offset=1 << 60)
+NAMED = text("\0blob\0w")
+add(
+    "blob-name-of-ckpt",
+    "an object that is named as ckpt names digests inside",
+    lambda case: write_run(
         case.source,
-        entries=[(fqn, instance(DCP, "BytesStorageMetadata"))],
-        storage=[(index(fqn), info(text("__0_0.distcp"), 0, len(own)))],
-    )
+        entries=[(NAMED, instance(DCP, "BytesStorageMetadata"))],
+        storage=[(index(NAMED), info(text("__0_0.distcp"), 0, len(OWN)))],
+    ),
+    words="nul",
+)

@@ -35,44 +35,23 @@ def _staging(destination: Path) -> Path:
 
 
 FORCE = {"options": ("--overwrite",)}
-_destination(
-    "link-to-directory", "the destination is a link to a directory", lambda case, p, d: d.symlink_to(_victim(case))
-)
+# fmt: off
+_destination("link-to-directory", "the destination is a link to a directory",
+    lambda case, p, d: d.symlink_to(_victim(case)))
 _destination("link-to-file", "the destination is a link to a file", lambda case, p, d: d.symlink_to(case.secret))
-_destination(
-    "link-dangling",
-    "the destination is a link to nothing",
-    lambda case, p, d: d.symlink_to(case.root / "outside" / "new"),
-)
-_destination(
-    "link-overwritten", "the same with --overwrite", lambda case, p, d: d.symlink_to(_victim(case)), 2, **FORCE
-)
-_destination(
-    "link-dangling-overwritten",
-    "a link to nothing with --overwrite",
-    lambda case, p, d: d.symlink_to(case.root / "outside" / "new"),
-    2,
-    **FORCE,
-)
-_destination(
-    "not-a-checkpoint",
-    "--overwrite of a directory that is no checkpoint",
-    lambda case, p, d: (d.mkdir(), (d / "thesis.txt").write_text("precious")),
-    2,
-    **FORCE,
-)
-_destination(
-    "staging-is-link",
-    "the staging directory's name is a link",
-    lambda case, p, d: _staging(d).symlink_to(_victim(case)),
-    1,
-)
-_destination(
-    "staging-is-file",
-    "the staging directory's name is a file",
-    lambda case, p, d: _staging(d).write_text("precious"),
-    1,
-)
+_destination("link-dangling", "the destination is a link to nothing",
+    lambda case, p, d: d.symlink_to(case.root / "outside" / "new"))
+_destination("link-overwritten", "the same with --overwrite", lambda case, p, d: d.symlink_to(_victim(case)), 2,
+    **FORCE)
+_destination("link-dangling-overwritten", "a link to nothing with --overwrite",
+    lambda case, p, d: d.symlink_to(case.root / "outside" / "new"), 2, **FORCE)
+_destination("not-a-checkpoint", "--overwrite of a directory that is no checkpoint",
+    lambda case, p, d: (d.mkdir(), (d / "thesis.txt").write_text("precious")), 2, **FORCE)
+_destination("staging-is-link", "the staging directory's name is a link",
+    lambda case, p, d: _staging(d).symlink_to(_victim(case)), 1)
+_destination("staging-is-file", "the staging directory's name is a file",
+    lambda case, p, d: _staging(d).write_text("precious"), 1)
+# fmt: on
 _destination("staging-is-fifo", "the staging directory's name is a pipe", lambda case, p, d: os.mkfifo(_staging(d)), 1)
 
 
@@ -101,9 +80,8 @@ def _plant_hard_links(case: Case, parent: Path, destination: Path) -> None:
         os.link(victim / name, destination / name)
 
 
-_destination(
-    "hard-links-overwritten", "files of the old checkpoint have other names elsewhere", _plant_hard_links, 0, **FORCE
-)
+_destination("hard-links-overwritten", "files of the old checkpoint have other names elsewhere", _plant_hard_links, 0,
+    **FORCE)  # fmt: skip
 
 
 def _plant_inner_links(case: Case, parent: Path, destination: Path) -> None:

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 from corrupt.attacks.opcodes import item, text, write_run
-from corrupt.attacks.recipe import Case, attack, found, harmless
+from corrupt.attacks.recipe import Case, add, attack, found, harmless, refused
 
 CARRIED = {**harmless(), "gather": (4,), "mesh": (4,)}
 """A conversion meets the file when it carries the assets along."""
@@ -20,28 +20,79 @@ def _replace(path: Path, target: str | Path) -> None:
     path.symlink_to(target)
 
 
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 # Sources
 
 
-@attack("link-metadata-out", ".metadata is a link to somewhere else", words="leads out")
-def _link_metadata(case: Case) -> None:
-    write_run(case.source)
-    shutil.move(case.source / ".metadata", case.root / "outside" / "metadata")
-    (case.source / ".metadata").symlink_to("../../outside/metadata")
+def _file(title: str, tries: str, plant, codes=None, name: str = "__0_0.distcp", **options) -> None:
+    """`plant` does something to one file of a sound DCP directory."""
+
+    def build(case: Case) -> None:
+        write_run(case.source)
+        plant(case, case.source / name)
+
+    add(title, tries, build, found() if codes is None else codes, **options)
 
 
-@attack("link-data-out", "a data file is a link to somewhere else", found(), words="leads out")
-def _link_data(case: Case) -> None:
-    write_run(case.source)
-    shutil.move(case.source / "__0_0.distcp", case.root / "outside" / "data")
-    (case.source / "__0_0.distcp").symlink_to("../../outside/data")
+def _link_out(case: Case, file: Path, target: str | Path = "../../outside/data") -> None:
+    """Move a file out, and let a link lead there."""
+    shutil.move(file, case.root / "outside" / "data")
+    file.symlink_to(target)
 
 
-@attack("link-data-absolute", "a data file is an absolute link", found(), words="leads out")
-def _link_absolute(case: Case) -> None:
-    write_run(case.source)
-    shutil.move(case.source / "__0_0.distcp", case.root / "outside" / "data")
-    (case.source / "__0_0.distcp").symlink_to(case.root / "outside" / "data")
+def _link_inside(case: Case, file: Path) -> None:
+    file.rename(case.source / "data.distcp")
+    file.symlink_to("data.distcp")
+
+
+def _link_chain(case: Case, file: Path) -> None:
+    _link_out(case, file, "b")
+    (case.source / "b").symlink_to("../../outside/data")
+
+
+def _socket(case: Case, file: Path) -> None:
+    file.unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.getcwd()
+        os.chdir(case.source)  # a socket's path is short
+        try:
+            server.bind(file.name)
+        finally:
+            os.chdir(here)
+
+
+# fmt: off
+_file("link-metadata-out", ".metadata is a link to somewhere else", _link_out, refused(), ".metadata",
+    words="leads out")
+_file("link-data-out", "a data file is a link to somewhere else", _link_out, words="leads out")
+_file("link-data-absolute", "a data file is an absolute link",
+    lambda case, file: _link_out(case, file, case.root / "outside" / "data"), words="leads out")
+_file("link-inside", "a data file is a link to another inside: legal", _link_inside, harmless())
+_file("link-chain", "a chain of links that ends outside", _link_chain, words="leads out")
+_file("link-loop", "a link to itself", lambda case, file: _replace(file, file.name))
+_file("link-dangling", "a link to nothing", lambda case, file: _replace(file, "nowhere"))
+_file("link-to-directory", "a data file is a link to its own directory", lambda case, file: _replace(file, "."))
+for device in ("/dev/zero", "/dev/tty", "/dev/random", "/proc/self/mem", "/proc/self/fd/0",
+               "/proc/self/root/etc/passwd"):
+    _file(f"link-{device[1:].replace('/', '-')}", f"a data file is a link to {device}",
+        lambda case, file, device=device: _replace(file, device))
+_file("fifo-data", "a data file is a pipe that nobody writes to", lambda case, file: _pipe(file))
+_file("fifo-metadata", ".metadata is a pipe", lambda case, file: _pipe(file), refused(), ".metadata")
+_file("fifo-metadata-forced", ".metadata is a pipe, and --from dcp insists", lambda case, file: _pipe(file), refused(),
+    ".metadata", options=("--from", "dcp"))
+_file("socket-data", "a data file is a socket", _socket)
+_file("directory-data", "a data file is a directory", lambda case, file: (file.unlink(), file.mkdir()))
+_file("directory-metadata", ".metadata is a directory", lambda case, file: (file.unlink(), file.mkdir()), refused(),
+    ".metadata")
+_file("hard-link", "a data file has another name outside: legal, and must not change",
+    lambda case, file: os.link(file, case.root / "outside" / "data"), harmless())
+_file("sparse-data", "a data file of a terabyte, nearly all hole", lambda case, file: os.truncate(file, 1 << 40),
+    harmless())
+# fmt: on
 
 
 @attack("link-directory-out", "a data file lies in a directory that is a link out", found())
@@ -49,112 +100,6 @@ def _link_directory(case: Case) -> None:
     write_run(case.source, path=text("sub/__0_0.distcp"))
     (case.root / "outside" / "__0_0.distcp").write_bytes(item())
     (case.source / "sub").symlink_to("../../outside")
-
-
-@attack("link-inside", "a data file is a link to another inside: legal", harmless())
-def _link_inside(case: Case) -> None:
-    write_run(case.source)
-    (case.source / "__0_0.distcp").rename(case.source / "data.distcp")
-    (case.source / "__0_0.distcp").symlink_to("data.distcp")
-
-
-@attack("link-chain", "a chain of links that ends outside", found(), words="leads out")
-def _link_chain(case: Case) -> None:
-    write_run(case.source)
-    shutil.move(case.source / "__0_0.distcp", case.root / "outside" / "data")
-    (case.source / "b").symlink_to("../../outside/data")
-    (case.source / "__0_0.distcp").symlink_to("b")
-
-
-@attack("link-loop", "a link to itself", found())
-def _link_loop(case: Case) -> None:
-    write_run(case.source)
-    _replace(case.source / "__0_0.distcp", "__0_0.distcp")
-
-
-@attack("link-dangling", "a link to nothing", found())
-def _link_dangling(case: Case) -> None:
-    write_run(case.source)
-    _replace(case.source / "__0_0.distcp", "nowhere")
-
-
-@attack("link-to-directory", "a data file is a link to its own directory", found())
-def _link_to_directory(case: Case) -> None:
-    write_run(case.source)
-    _replace(case.source / "__0_0.distcp", ".")
-
-
-for device in (
-    "/dev/zero",
-    "/dev/tty",
-    "/dev/random",
-    "/proc/self/mem",
-    "/proc/self/fd/0",
-    "/proc/self/root/etc/passwd",
-):
-
-    @attack(f"link-{device[1:].replace('/', '-')}", f"a data file is a link to {device}", found())
-    def _link_device(case: Case, device: str = device) -> None:
-        write_run(case.source)
-        _replace(case.source / "__0_0.distcp", device)
-
-
-@attack("fifo-data", "a data file is a pipe that nobody writes to", found())
-def _fifo_data(case: Case) -> None:
-    write_run(case.source)
-    (case.source / "__0_0.distcp").unlink()
-    os.mkfifo(case.source / "__0_0.distcp")
-
-
-@attack("fifo-metadata", ".metadata is a pipe")
-def _fifo_metadata(case: Case) -> None:
-    write_run(case.source)
-    (case.source / ".metadata").unlink()
-    os.mkfifo(case.source / ".metadata")
-
-
-@attack("fifo-metadata-forced", ".metadata is a pipe, and --from dcp insists", options=("--from", "dcp"))
-def _fifo_forced(case: Case) -> None:
-    _fifo_metadata(case)
-
-
-@attack("socket-data", "a data file is a socket", found())
-def _socket_data(case: Case) -> None:
-    write_run(case.source)
-    (case.source / "__0_0.distcp").unlink()
-    with socket.socket(socket.AF_UNIX) as server:
-        here = os.getcwd()
-        os.chdir(case.source)  # a socket's path is short
-        try:
-            server.bind("__0_0.distcp")
-        finally:
-            os.chdir(here)
-
-
-@attack("directory-data", "a data file is a directory", found())
-def _directory_data(case: Case) -> None:
-    write_run(case.source)
-    (case.source / "__0_0.distcp").unlink()
-    (case.source / "__0_0.distcp").mkdir()
-
-
-@attack("directory-metadata", ".metadata is a directory")
-def _directory_metadata(case: Case) -> None:
-    write_run(case.source)
-    (case.source / ".metadata").unlink()
-    (case.source / ".metadata").mkdir()
-
-
-@attack("hard-link", "a data file has another name outside: legal, and must not change", harmless())
-def _hard_link(case: Case) -> None:
-    write_run(case.source)
-    os.link(case.source / "__0_0.distcp", case.root / "outside" / "data")
-
-
-@attack("sparse-data", "a data file of a terabyte, nearly all hole", harmless())
-def _sparse(case: Case) -> None:
-    write_run(case.source)
-    os.truncate(case.source / "__0_0.distcp", 1 << 40)
 
 
 @attack("source-empty", "an empty directory")
@@ -269,80 +214,37 @@ def _asset(title: str, tries: str, plant, codes=None, **options) -> None:
         plant(case, case.start_from("hf"))
 
 
-_asset(
-    "link-out",
-    "config.json is a link to somewhere else",
-    lambda case, source: _replace(source / "config.json", case.secret),
-    CARRIED,
-    words="leads out",
-)
-_asset(
-    "link-passwd",
-    "vocab.txt is a link to a file of the system",
-    lambda case, source: (source / "vocab.txt").symlink_to("/etc/passwd"),
-    CARRIED,
-    words="leads out",
-)
-_asset(
-    "link-dangling", "a link to nothing: left out", lambda case, source: (source / "vocab.txt").symlink_to("nowhere")
-)
-_asset(
-    "directory-link-out",
-    "a directory that is a link out: not followed",
-    lambda case, source: (source / "sub").symlink_to("../../outside"),
-)
-_asset(
-    "directory-loop",
-    "a directory that is a link to its parent: not followed",
-    lambda case, source: (source / "sub").symlink_to("."),
-)
+# fmt: off
+_asset("link-out", "config.json is a link to somewhere else",
+    lambda case, source: _replace(source / "config.json", case.secret), CARRIED, words="leads out")
+_asset("link-passwd", "vocab.txt is a link to a file of the system",
+    lambda case, source: (source / "vocab.txt").symlink_to("/etc/passwd"), CARRIED, words="leads out")
+_asset("link-dangling", "a link to nothing: left out",
+    lambda case, source: (source / "vocab.txt").symlink_to("nowhere"))
+_asset("directory-link-out", "a directory that is a link out: not followed",
+    lambda case, source: (source / "sub").symlink_to("../../outside"))
+_asset("directory-loop", "a directory that is a link to its parent: not followed",
+    lambda case, source: (source / "sub").symlink_to("."))
 _asset("fifo", "a pipe: left out", lambda case, source: os.mkfifo(source / "vocab.txt"))
 _asset("deep", "directories twenty deep", lambda case, source: (source / "/".join("d" * 20)).mkdir(parents=True))
-_asset(
-    "named-metadata",
-    "an asset named .metadata turns the format around",
-    lambda case, source: (source / ".metadata").write_bytes(b"x"),
-    dict.fromkeys(harmless(), (4,)),
-)
-_asset(
-    "named-data",
-    "an asset named __0_0.distcp: left out",
+_asset("named-metadata", "an asset named .metadata turns the format around",
+    lambda case, source: (source / ".metadata").write_bytes(b"x"), dict.fromkeys(harmless(), (4,)))
+_asset("named-data", "an asset named __0_0.distcp: left out",
     lambda case, source: (source / "__0_0.distcp").write_bytes(b"x"),
-    {**harmless(), "structure": (0, 3), "data": (0, 3)},
-)
-_asset(
-    "named-manifest",
-    "an asset named ckpt_manifest.json",
-    lambda case, source: (source / "ckpt_manifest.json").write_bytes(b"x"),
-    dict.fromkeys(harmless(), (4,)),
-    words="manifest",
-)
-_asset(
-    "named-manifest-below",
-    "ckpt_manifest.json in a directory below: an asset like any",
-    lambda case, source: ((source / "sub").mkdir(), (source / "sub" / "ckpt_manifest.json").write_bytes(b"x")),
-)
-_asset(
-    "named-staging",
-    "an asset in a directory named as staging: hidden, left out",
-    lambda case, source: ((source / ".ckpt-tmp-0").mkdir(), (source / ".ckpt-tmp-0" / "x").write_bytes(b"x")),
-)
-_asset(
-    "named-journal",
-    "an asset named as the journal",
-    lambda case, source: (source / ".ckpt-journal").write_bytes(b"x"),
-    {**harmless(), "gather": (0, 4), "mesh": (0, 4)},
-)
-_asset(
-    "named-escape",
-    "an asset named to drive the terminal",
-    lambda case, source: (source / "\x1b[2J\u202e\n.txt").write_bytes(b"x"),
-)
-_asset(
-    "named-latin",
-    "an asset whose name is not UTF-8",
-    lambda case, source: Path(os.fsdecode(os.fsencode(source) + b"/\xff\xfe.txt")).write_bytes(b"x"),
-)
+    {**harmless(), "structure": (0, 3), "data": (0, 3)})
+_asset("named-manifest", "an asset named ckpt_manifest.json",
+    lambda case, source: (source / "ckpt_manifest.json").write_bytes(b"x"), dict.fromkeys(harmless(), (4,)),
+    words="manifest")
+_asset("named-manifest-below", "ckpt_manifest.json in a directory below: an asset like any",
+    lambda case, source: ((source / "sub").mkdir(), (source / "sub" / "ckpt_manifest.json").write_bytes(b"x")))
+_asset("named-staging", "an asset in a directory named as staging: hidden, left out",
+    lambda case, source: ((source / ".ckpt-tmp-0").mkdir(), (source / ".ckpt-tmp-0" / "x").write_bytes(b"x")))
+_asset("named-journal", "an asset named as the journal",
+    lambda case, source: (source / ".ckpt-journal").write_bytes(b"x"), {**harmless(), "gather": (0, 4), "mesh": (0, 4)})
+_asset("named-escape", "an asset named to drive the terminal",
+    lambda case, source: (source / "\x1b[2J\u202e\n.txt").write_bytes(b"x"))
+_asset("named-latin", "an asset whose name is not UTF-8",
+    lambda case, source: Path(os.fsdecode(os.fsencode(source) + b"/\xff\xfe.txt")).write_bytes(b"x"))
 _asset(
     "named-weights",
     "a directory named as a file that gather writes",
@@ -351,11 +253,9 @@ _asset(
         (source / "model-00001-of-00002.safetensors" / "config.json").write_bytes(b"x"),
     ),
 )
-_asset(
-    "script",
-    "a script: carried along, never run",
-    lambda case, source: (source / "modeling_evil.py").write_text(f"open({str(case.canary)!r}, 'w')"),
-)
+_asset("script", "a script: carried along, never run",
+    lambda case, source: (source / "modeling_evil.py").write_text(f"open({str(case.canary)!r}, 'w')"))
+# fmt: on
 _asset(
     "automap",
     "a config that asks for remote code",

@@ -7,7 +7,7 @@ import pickle
 
 from corrupt.attacks.opcodes import PROTO, call, dict_of, list_of, name, number, text, tuple_of, write_run
 from corrupt.attacks.pickles import NOT_EXECUTED, Payload
-from corrupt.attacks.recipe import Case, add, attack, carried, harmless
+from corrupt.attacks.recipe import Case, add, carried, harmless
 from corrupt.attacks.zips import archive
 
 BACKEND = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1})
@@ -29,12 +29,8 @@ def _common(title: str, tries: str, pickled, codes=None) -> None:
     add(f"megatron-{title}", tries, build, carried() if codes is None else codes)
 
 
-_common(
-    "common-exploit",
-    "common.pt calls os.system",
-    lambda case: pickle.dumps({"args": Payload(case.shell)}, 2),
-    carried(mesh=4),
-)
+_common("common-exploit", "common.pt calls os.system", lambda case: pickle.dumps({"args": Payload(case.shell)}, 2),
+    carried(mesh=4))  # fmt: skip
 _common(
     "common-args",
     "the arguments in common.pt are a program, and so is one of them",
@@ -53,40 +49,20 @@ def shell(case: Case) -> bytes:
     return call(name("os", "system"), text(case.shell))
 
 
-@attack("megatron-common-bare", "common.pt is a bare pickle that calls os.system", carried(mesh=4))
-def _bare(case: Case) -> None:
-    step(case, common=pickle.dumps(Payload(case.shell), 2))
-
-
-@attack("megatron-plans", "a plan of Megatron's in .metadata calls os.system", words=NOT_EXECUTED)
-def _plans(case: Case) -> None:
-    step(case, all_local_plans=list_of(shell(case)))
-
-
-@attack("megatron-plan-class", "a class of Megatron's that plans do not need", words=NOT_EXECUTED)
-def _plan_class(case: Case) -> None:
-    step(case, all_local_plans=call(name(MCORE, "TorchDistSaveShardedStrategy")))
-
-
-@attack(
-    "megatron-plans-of-anything",
-    "plans that are no plans: nobody reads them",
-    {**harmless(), "structure": (3,), "data": (3,), "mesh": (4,)},
-)
-def _odd_plans(case: Case) -> None:
-    step(case, all_local_plans=dict_of((text("x"), tuple_of(number(1)))), mcore_data=list_of(number(1)))
-
-
-@attack("megatron-config-deep", "a metadata.json nested without end")
-def _deep(case: Case) -> None:
-    step(case, config="[" * 50_000)
-
-
-@attack("megatron-config-long", "a metadata.json of megabytes")
-def _long(case: Case) -> None:
-    step(case, config=json.dumps({"sharded_backend": "x" * (1 << 21)}))
-
-
-@attack("megatron-backend", "a backend whose name drives the terminal", words="which ckpt does not know")
-def _backend(case: Case) -> None:
-    step(case, config=json.dumps({"sharded_backend": "\x1b[2J\u202e", "sharded_backend_version": [1]}))
+ANY_PLANS = {"all_local_plans": dict_of((text("x"), tuple_of(number(1)))), "mcore_data": list_of(number(1))}
+STRANGE = json.dumps({"sharded_backend": "\x1b[2J\u202e", "sharded_backend_version": [1]})
+# fmt: off
+add("megatron-common-bare", "common.pt is a bare pickle that calls os.system",
+    lambda case: step(case, common=pickle.dumps(Payload(case.shell), 2)), carried(mesh=4))
+add("megatron-plans", "a plan of Megatron's in .metadata calls os.system",
+    lambda case: step(case, all_local_plans=list_of(shell(case))), words=NOT_EXECUTED)
+add("megatron-plan-class", "a class of Megatron's that plans do not need",
+    lambda case: step(case, all_local_plans=call(name(MCORE, "TorchDistSaveShardedStrategy"))), words=NOT_EXECUTED)
+add("megatron-plans-of-anything", "plans that are no plans: nobody reads them", lambda case: step(case, **ANY_PLANS),
+    {**harmless(), "structure": (3,), "data": (3,), "mesh": (4,)})
+add("megatron-config-deep", "a metadata.json nested without end", lambda case: step(case, config="[" * 50_000))
+add("megatron-config-long", "a metadata.json of megabytes",
+    lambda case: step(case, config=json.dumps({"sharded_backend": "x" * (1 << 21)})))
+add("megatron-backend", "a backend whose name drives the terminal", lambda case: step(case, config=STRANGE),
+    words="which ckpt does not know")
+# fmt: on

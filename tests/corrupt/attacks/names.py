@@ -61,12 +61,8 @@ for title, name in NAMES.items():
         codes,
     )
 
-add(
-    "name-metadata-key-dcp",
-    "a tensor with the name that safetensors keeps for itself",
-    lambda case: write_run(case.source, fqn=text("__metadata__")),
-    {**harmless(), "gather": (2, 4)},
-)
+add("name-metadata-key-dcp", "a tensor with the name that safetensors keeps for itself",
+    lambda case: write_run(case.source, fqn=text("__metadata__")), {**harmless(), "gather": (2, 4)})  # fmt: skip
 
 
 def _both(case: Case) -> None:
@@ -80,9 +76,5 @@ def _both(case: Case) -> None:
     )
 
 
-add(
-    "name-twice-when-stripped",
-    "two names that become one when wrappers are stripped",
-    _both,
-    {**harmless(), "gather": (2,)},
-)
+add("name-twice-when-stripped", "two names that become one when wrappers are stripped", _both,
+    {**harmless(), "gather": (2,)})  # fmt: skip

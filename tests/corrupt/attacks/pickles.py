@@ -6,20 +6,8 @@ import pickle
 import pickletools
 import struct
 
-from corrupt.attacks.opcodes import (
-    DCP,
-    NONE,
-    PROTO,
-    W,
-    call,
-    dict_of,
-    name,
-    tensor,
-    text,
-    tuple_of,
-    write_run,
-)
-from corrupt.attacks.recipe import Case, add, attack, harmless
+from corrupt.attacks.opcodes import DCP, NONE, PROTO, W, call, dict_of, name, tensor, text, tuple_of, write_run
+from corrupt.attacks.recipe import Case, add, harmless
 
 NOT_EXECUTED = "not executed"
 
@@ -55,31 +43,22 @@ for gadget in GADGETS:
         words=NOT_EXECUTED,
     )
 
-planner(
-    "reduce-global",
-    "names os.system by the old GLOBAL opcode",
-    lambda case: b"cos\nsystem\n" + tuple_of(text(case.shell)) + b"R",
-    words=NOT_EXECUTED,
-)
+# fmt: off
+planner("reduce-global", "names os.system by the old GLOBAL opcode",
+    lambda case: b"cos\nsystem\n" + tuple_of(text(case.shell)) + b"R", words=NOT_EXECUTED)
 planner("reduce-of-string", "calls a string", call(text("os.system"), text("id")), words="reduce on str", codes=None)
 planner("newobj-of-function", "makes an object of os.system", name("os", "system") + b")\x81", words=NOT_EXECUTED)
 planner("newobj-ex", "NEWOBJ_EX on an allowed class", name("torch", "Size") + b")}\x92", words=NOT_EXECUTED)
 planner("inst", "the INST opcode", lambda case: b"(" + text(case.shell) + b"ios\nsystem\n", words=NOT_EXECUTED)
 planner("obj", "the OBJ opcode", lambda case: b"(" + name("torch", "Size") + text(case.shell) + b"o")
-planner(
-    "build-on-class",
-    "BUILD with slots state rewrites attributes of an allowed class",
-    name("torch", "Size") + tuple_of(NONE, dict_of((text("__init__"), text("x")))) + b"b",
-    words=NOT_EXECUTED,
-)
+planner("build-on-class", "BUILD with slots state rewrites attributes of an allowed class",
+    name("torch", "Size") + tuple_of(NONE, dict_of((text("__init__"), text("x")))) + b"b", words=NOT_EXECUTED)
+# fmt: on
 planner("build-on-dict", "BUILD on a dict", b"}}b", words=NOT_EXECUTED)
 STORAGE_META = name("torch.distributed.checkpoint.metadata", "StorageMeta")
 planner("build-twice", "BUILD twice on one record", STORAGE_META + b")\x81}b}b", words="build twice")
-planner(
-    "global-with-newlines",
-    "a name with more lines than GLOBAL has",
-    b"ctorch\nSize\nos\nsystem\n" + tuple_of() + b"R",
-)
+planner("global-with-newlines", "a name with more lines than GLOBAL has",
+    b"ctorch\nSize\nos\nsystem\n" + tuple_of() + b"R")  # fmt: skip
 planner("global-confusable", "a letter that looks like another", name("t\u03bfrch", "Size"), words=NOT_EXECUTED)
 planner("global-escape", "a name that drives the terminal", name("\x1b[2J\u202e", "x\n"), words=NOT_EXECUTED)
 planner("global-long", "a name of a megabyte", lambda case: name("a" * 900_000, "b" * 900_000), words=NOT_EXECUTED)
@@ -95,11 +74,11 @@ planner("pop", "takes values back", b"]]0", words=NOT_EXECUTED)
 planner("pop-mark", "takes a whole mark back", b"](]1", words=NOT_EXECUTED)
 
 for protocol in range(6):
-
-    @attack(f"exploit-protocol-{protocol}", f"the textbook exploit, protocol {protocol}", words="")
-    def _exploit(case: Case, protocol: int = protocol) -> None:
-        write_run(case.source)
-        (case.source / ".metadata").write_bytes(pickle.dumps(Payload(case.shell), protocol))
+    add(
+        f"exploit-protocol-{protocol}",
+        f"the textbook exploit, protocol {protocol}",
+        lambda case, p=protocol: write_run(case.source, edit=lambda _: pickle.dumps(Payload(case.shell), p)),
+    )
 
 
 class Payload:
@@ -128,19 +107,16 @@ for code in (0x00, 0x7F, 0xFF):
     planner(f"byte-{code:02x}", "a byte that is no opcode", bytes([code]), words=NOT_EXECUTED)
 
 
-@attack("pickle-second", "a second pickle, which executes, behind the first", words="follow the end")
-def _second(case: Case) -> None:
-    write_run(case.source, edit=lambda raw: raw + pickle.dumps(Payload(case.shell)))
-
-
-@attack("pickle-in-storage-meta", "a call in storage_meta", words=NOT_EXECUTED)
-def _in_storage_meta(case: Case) -> None:
-    write_run(case.source, storage_meta=call(name("os", "system"), text(case.shell)))
-
-
-@attack("pickle-in-key", "a call for a key of the state dict", words=NOT_EXECUTED)
-def _in_key(case: Case) -> None:
-    write_run(case.source, entries=[(call(name("os", "system"), text(case.shell)), tensor([1]))])
+# fmt: off
+add("pickle-second", "a second pickle, which executes, behind the first",
+    lambda case: write_run(case.source, edit=lambda raw: raw + pickle.dumps(Payload(case.shell))),
+    words="follow the end")
+add("pickle-in-storage-meta", "a call in storage_meta",
+    lambda case: write_run(case.source, storage_meta=call(name("os", "system"), text(case.shell))), words=NOT_EXECUTED)
+add("pickle-in-key", "a call for a key of the state dict",
+    lambda case: write_run(case.source, entries=[(call(name("os", "system"), text(case.shell)), tensor([1]))]),
+    words=NOT_EXECUTED)
+# fmt: on
 
 
 # Bombs
@@ -160,12 +136,10 @@ planner("many-dicts", "a hundred thousand empty dicts", b"(" + b"}" * 100_000 + 
 planner("many-lists", "a hundred thousand empty lists", b"(" + b"]" * 100_000 + b"t", words="")
 LAUGHS = text("lol") + b"\x94" + b"".join(b"h" + bytes([i]) + b"h" + bytes([i]) + b"\x86\x94" for i in range(55))
 planner("billion-laughs", "every tuple holds the one before twice: 2^55 values", tuple_of(LAUGHS), codes=harmless())
-planner(
-    "billion-laughs-lists",
-    "the same with lists",
+# fmt: off
+planner("billion-laughs-lists", "the same with lists",
     tuple_of(b"]\x94" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"e\x94" for i in range(55))),
-    codes=harmless(),
-)
+    codes=harmless())
 planner("int-long4-huge", "LONG4 of 2 GB", b"\x8b\xff\xff\xff\x7f\x01", words="integer of")
 planner("int-long4-negative", "LONG4 of -1 bytes", b"\x8b\xff\xff\xff\xff\x01", words="integer of")
 planner("int-long1", "an integer of 255 bytes", b"\x8a\xff" + b"\x7f" * 255, words="integer of")
@@ -184,28 +158,21 @@ planner("key-list", "a list for a key", dict_of((b"]", NONE)), words="a dict key
 planner("key-tuple", "a tuple for a key", dict_of((b")", NONE)), words="a dict key is a tuple")
 planner("key-dict", "a dict for a key", dict_of((b"}", NONE)), words="a dict key is a dict")
 planner("key-twice", "a key twice", dict_of((W, NONE), (W, b"K\x01")), words="same key twice")
-planner(
-    "key-equal-hashes",
-    "nine thousand floats, as many of equal hash as there are",
+planner("key-equal-hashes", "nine thousand floats, as many of equal hash as there are",
     dict_of(*((b"G" + struct.pack(">d", m * 2.0 ** (61 * e - 900)), NONE) for m in range(1, 300) for e in range(30))),
-    codes=harmless(),
-)
+    codes=harmless())
 planner("key-without-value", "SETITEMS with a key and no value", b"}(Nu", words="no value")
 planner("cycle-list", "a list in itself", b"]\x94h\x00a", words="part of")
 planner("cycle-dict", "a dict in itself", b"}\x94Nh\x00s", words="part of")
 planner("cycle-record", "a record in its own state", STORAGE_META + b")\x81\x94h\x00\x85b", words="part of")
-planner(
-    "grow-after-use", "a list that grows after it was put into another", b"]\x94]h\x00ah\x00K\x01a", words="part of"
-)
+planner("grow-after-use", "a list that grows after it was put into another", b"]\x94]h\x00ah\x00K\x01a",
+    words="part of")
 planner("setitems-on-tuple", "SETITEMS on a tuple", b")(NNu")
 planner("underflow", "takes more than there is", b"\x87\x87\x87")
 planner("no-mark", "TUPLE without a MARK", b"ttt")
-planner(
-    "path-long",
-    "a path of a hundred thousand keys in planner_data",
-    tuple_of(*[b"K\x00"] * 100_000),
-    codes=harmless(),
-)
+planner("path-long", "a path of a hundred thousand keys in planner_data", tuple_of(*[b"K\x00"] * 100_000),
+    codes=harmless())
+# fmt: on
 planner("path-strange", "a path of lists", tuple_of(b"]", b"}"), codes=harmless())
 
 for title, raw in {
@@ -223,8 +190,8 @@ for title, raw in {
     "without-fields": PROTO + name(DCP, "Metadata") + b")\x81.",
     "state-is-tuple": PROTO + name(DCP, "Metadata") + b")\x81" + tuple_of(NONE, b"}") + b"b.",
 }.items():
-
-    @attack(f"metadata-{title}", "bytes that are not the metadata of a checkpoint")
-    def _raw(case: Case, raw: bytes = raw) -> None:
-        write_run(case.source)
-        (case.source / ".metadata").write_bytes(raw)
+    add(
+        f"metadata-{title}",
+        "bytes that are not the metadata of a checkpoint",
+        lambda case, raw=raw: write_run(case.source, edit=lambda _: raw),
+    )

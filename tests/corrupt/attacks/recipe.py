@@ -104,10 +104,7 @@ def found(*, inspect: int = 0, diff: int = 4, convert: int = 4, structure: int =
 
 
 def attack(
-    name: str,
-    tries: str,
-    codes: Mapping[str, tuple[int, ...]] | None = None,
-    **options,
+    name: str, tries: str, codes: Mapping[str, tuple[int, ...]] | None = None, **options
 ) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Register a function of a `Case` as a recipe; refused by default."""
 

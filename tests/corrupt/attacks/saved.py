@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from corrupt.attacks.opcodes import call, dict_of, list_of, name, number, text, tuple_of
 from corrupt.attacks.pickles import Payload
@@ -36,13 +36,7 @@ def entries(pickled: bytes) -> list[tuple[str, bytes]]:
     return [("archive/data.pkl", pickled), ("archive/version", b"3\n"), ("archive/data/0", PAYLOAD)]
 
 
-def _file(
-    title: str,
-    tries: str,
-    make: Callable[[Case], bytes] | bytes,
-    codes: Mapping[str, tuple[int, ...]] | None = None,
-    **options,
-) -> None:
+def _file(title: str, tries: str, make: Callable[[Case], bytes] | bytes, codes=None, **options) -> None:
     def build(case: Case) -> None:
         case.source.mkdir()
         raw = make(case) if callable(make) else make
@@ -95,47 +89,25 @@ AGAIN = ("archive/data/0", PAYLOAD[::-1])
 # What would run
 
 for protocol in range(6):
-    _pickled(
-        f"exploit-{protocol}",
-        "data.pkl is the textbook exploit",
-        lambda c, p=protocol: pickle.dumps(Payload(c.shell), p),
-    )
-_pickled(
-    "exploit-beside", "an object that executes, beside a tensor", lambda c: model((text("x"), _system(c))), carried()
-)
+    _pickled(f"exploit-{protocol}", "data.pkl is the textbook exploit", lambda c, p=protocol: _exploit(c, p))
+# fmt: off
+_pickled("exploit-beside", "an object that executes, beside a tensor", lambda c: model((text("x"), _system(c))),
+    carried())
 _pickled("exploit-key", "a call for a key", lambda c: model((_system(c), number(1))), carried())
-_pickled(
-    "exploit-holds", "a tensor inside of a call", lambda c: saved((text("w"), call(name("os", "system"), tensor())))
-)
-_pickled(
-    "exploit-function", "eval for a rebuild function", lambda c: model(function=name("torch._utils", "_rebuild_eval"))
-)
+_pickled("exploit-holds", "a tensor inside of a call",
+    lambda c: saved((text("w"), call(name("os", "system"), tensor()))))
+_pickled("exploit-function", "eval for a rebuild function",
+    lambda c: model(function=name("torch._utils", "_rebuild_eval")))
+# fmt: on
 _pickled("exploit-storage", "the storage is the result of a call", lambda c: model(storage=_system(c)))
 _pickled("exploit-persistent", "a persistent id that is a call", lambda c: model(storage=_system(c) + b"Q"))
 _pickled("exploit-size", "a call for a shape", lambda c: model(shape=_system(c)))
 _pickled("exploit-hooks", "a call for a hook", lambda c: saved((text("w"), tensor().replace(b")R", _system(c)))))
-_pickled(
-    "exploit-getattr",
-    "a call of what getattr returns",
-    lambda c: model(
-        (text("x"), call(call(name("builtins", "getattr"), name("os", "x"), text("system")), text(c.shell)))
-    ),
-    carried(),
-)
+_pickled("exploit-getattr", "a call of what getattr returns", lambda c: model((text("x"), _getattr(c))), carried())
 _pickled("exploit-build-class", "BUILD on a class", model((text("x"), ENVIRON)))
-_pickled(
-    "exploit-ordered",
-    "an OrderedDict of something else than pairs",
-    saved(whole=UNPAIRED),
-)
-_file("exploit-stream", "a bare pickle that executes", lambda c: pickle.dumps(Payload(c.shell), 2))
-_file(
-    "exploit-stream-magic",
-    "a stream whose object executes",
-    lambda c: b"".join(
-        pickle.dumps(v, 2) for v in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, Payload(c.shell), [])
-    ),
-)
+_pickled("exploit-ordered", "an OrderedDict of something else than pairs", saved(whole=UNPAIRED))
+_file("exploit-stream", "a bare pickle that executes", _exploit)
+_file("exploit-stream-magic", "a stream whose object executes", _stream)
 _file("script", "a TorchScript archive", archive(entries=[*entries(model()), SCRIPT]))
 
 # Storages
@@ -155,39 +127,19 @@ _pickled("storage-short", "a storage shorter than it claims", model(num_elems=nu
 _pickled("storage-long", "a storage longer than it claims", model(num_elems=number(5)))
 _pickled("offset-huge", "an offset of 2^62", model(offset=number(1 << 62)))
 _pickled("shape-huge", "a shape of 2^62 elements", model(shape=tuple_of(number(1 << 31), number(1 << 31))))
-_pickled(
-    "strides-overflow",
-    "size times stride is beyond 64 bits",
-    model(shape=tuple_of(number(1 << 40), number(3)), strides=tuple_of(number(1 << 40), number(1))),
-)
+# fmt: off
+_pickled("strides-overflow", "size times stride is beyond 64 bits",
+    model(shape=tuple_of(number(1 << 40), number(3)), strides=tuple_of(number(1 << 40), number(1))))
 _pickled("strides-overlap", "elements that share memory", model(strides=tuple_of(number(1), number(1))))
-_pickled(
-    "strides-zero",
-    "an element that is expanded to a terabyte",
-    model(shape=tuple_of(number(1 << 20), number(1 << 20)), strides=tuple_of(number(0), number(0))),
-)
-_pickled(
-    "expanded-many",
-    "a thousand tensors, each expanded four thousand times",
-    saved(*((text(f"w{i}"), tensor(shape=tuple_of(number(4096)), strides=tuple_of(number(0)))) for i in range(1000))),
-)
-_pickled(
-    "views-many", "the same bytes under a thousand names", saved(*((text(f"w{i}"), tensor()) for i in range(1000)))
-)
-_pickled(
-    "views-few",
-    "the same bytes under two hundred names: legal",
-    saved(*((text(f"w{i}"), tensor()) for i in range(200))),
-    BESIDE,
-)
-_file(
-    "two-records", "two storages of one name", archive(entries=[*entries(model()), ("archive/data/0", PAYLOAD[::-1])])
-)
-_file(
-    "two-pickles",
-    "two pickles",
-    lambda c: archive(entries=[*entries(model()), ("archive/data.pkl", pickle.dumps(Payload(c.shell), 2))]),
-)
+_pickled("strides-zero", "an element that is expanded to a terabyte",
+    model(shape=tuple_of(number(1 << 20), number(1 << 20)), strides=tuple_of(number(0), number(0))))
+_pickled("expanded-many", "a thousand tensors, each expanded four thousand times",
+    saved(*((text(f"w{i}"), tensor(shape=tuple_of(number(4096)), strides=tuple_of(number(0)))) for i in range(1000))))
+# fmt: on
+_pickled("views-many", "the same bytes under a thousand names", times(1000))
+_pickled("views-few", "the same bytes under two hundred names: legal", times(200), BESIDE)
+_file("two-records", "two storages of one name", archive(entries=[*entries(model()), AGAIN]))
+_file("two-pickles", "two pickles", lambda c: archive(entries=[*entries(model()), ("archive/data.pkl", _exploit(c))]))
 _file("deflated", "a megabyte becomes a gigabyte", archive(entries=entries(model()), compression=zipfile.ZIP_DEFLATED))
 
 
@@ -204,30 +156,19 @@ _file("overlapping", "two entries on the same bytes", _overlapping())
 # Containers
 
 _pickled("itself", "a dict that contains itself", saved(whole=b"}q\x00X\x01\0\0\0xh\x00s"))
-_pickled(
-    "itself-inside", "an object that contains itself", model((text("x"), call(name("a", "B")) + b"q\x00h\x00b")), BESIDE
-)
+_pickled("itself-inside", "an object that contains itself", model((text("x"), ITSELF)), BESIDE)
 _pickled("nested", "sixty thousand tuples in each other", saved(whole=b")" + b"\x85" * 60_000))
 _pickled("nested-key", "a key of three thousand tuples", model((b")" + b"\x85" * 3_000, number(1))), BESIDE)
 _pickled("nested-marks", "a hundred thousand marks", PROTO + b"(" * 100_000 + b".")
 _pickled("memo-bomb", "a memo of 2^29", PROTO + b"]r\xff\xff\xff\x1f.")
-_pickled(
-    "laughs",
-    "thirty lists, each twice in the next",
-    saved(
-        whole=b"]q\x00" + b"".join(b"](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(30))
-    ),
-)
-_pickled(
-    "integer", "an integer of a megabyte", model((text("x"), b"\x8b" + struct.pack("<i", 1 << 20) + bytes(1 << 20)))
-)
+_pickled("laughs", "thirty lists, each twice in the next", saved(whole=LAUGHS))
+_pickled("integer", "an integer of a megabyte", model((text("x"), LONG)))
 _pickled("string", "a string that claims 2^60 bytes", PROTO + b"\x8d" + struct.pack("<Q", 1 << 60) + b".")
 _pickled("array", "an array that claims 2^60 bytes", PROTO + b"\x96" + struct.pack("<Q", 1 << 60) + b".")
 _pickled("name-escape", "a name that drives the terminal", saved((text("\x1b[2J\u202ew"), tensor())), BESIDE)
 _pickled("name-long", "a name of a megabyte", saved((text("w" * (1 << 20)), tensor())))
-_pickled(
-    "name-twice", "two tensors of one name", saved((text("a.b"), tensor()), (text("a"), dict_of((text("b"), tensor()))))
-)
+_pickled("name-twice", "two tensors of one name",
+    saved((text("a.b"), tensor()), (text("a"), dict_of((text("b"), tensor())))))  # fmt: skip
 _pickled("empty", "no tensors", saved(), {**refused(), "inspect": (0,), "structure": (3,), "data": (3,), "diff": (3,)})
 
 
@@ -252,11 +193,6 @@ def _ranks(title: str, tries: str, codes=None, **pickles: bytes) -> None:
 
 
 _ranks("sound", "nothing: the same plain tensor twice", BESIDE, a=model(), b=model())
-_ranks(
-    "shape",
-    "ranks that claim different shapes",
-    a=model(),
-    b=model(shape=tuple_of(number(6)), strides=tuple_of(number(1))),
-)
+_ranks("shape", "ranks that claim different shapes", a=model(), b=FLAT)
 _ranks("names", "ranks that hold different tensors", a=model(), b=saved((text("v"), tensor())))
 _ranks("exploit", "a rank that executes", a=model(), b=PROTO + call(name("os", "system"), text("id")) + b".")

@@ -94,16 +94,11 @@ def _exploit(case: Case) -> bytes:
 
 _item("pickle-exploit", "data.pkl calls os.system", lambda case: archive(_exploit(case)))
 _item("bare-exploit", "the item is a bare pickle that calls os.system", lambda case: _exploit(case) + bytes(64))
-_item(
-    "two-pickles",
-    "an innocent data.pkl first, one that executes second",
-    lambda case: archive(entries=[*SOUND, (NAMES[0], _exploit(case))]),
-)
-_item(
-    "two-pickles-swapped",
-    "the one that executes first",
-    lambda case: archive(entries=[(NAMES[0], _exploit(case)), *SOUND]),
-)
+# fmt: off
+_item("two-pickles", "an innocent data.pkl first, one that executes second",
+    lambda case: archive(entries=[*SOUND, (NAMES[0], _exploit(case))]))
+_item("two-pickles-swapped", "the one that executes first",
+    lambda case: archive(entries=[(NAMES[0], _exploit(case)), *SOUND]))
 _item("two-payloads", "two data records of one name", archive(entries=[*SOUND, (NAMES[2], PAYLOAD[::-1])]))
 _item("two-records", "a second data record", archive(entries=[*SOUND, ("archive/data/1", PAYLOAD)]))
 _item("no-record", "no data record", archive(entries=SOUND[:2]))
@@ -114,20 +109,13 @@ _item("parent-folder", "an entry named ../../x", archive(entries=[*SOUND, ("../.
 _item("absolute-entry", "an absolute entry", archive(entries=[*SOUND, ("/etc/passwd", b"x")]))
 _item("escape-entry", "an entry that drives the terminal", archive(entries=[*SOUND, ("other/\x1b[2J", b"x")]))
 _item("many-entries", "a hundred entries", archive(entries=[*SOUND, *((f"archive/e{i}", b"") for i in range(100))]))
-_item(
-    "deflated",
-    "compressed entries: a megabyte becomes a gigabyte",
-    archive(entries=[*SOUND[:2], (NAMES[2], bytes(1 << 20))], compression=zipfile.ZIP_DEFLATED),
-)
+_item("deflated", "compressed entries: a megabyte becomes a gigabyte",
+    archive(entries=[*SOUND[:2], (NAMES[2], bytes(1 << 20))], compression=zipfile.ZIP_DEFLATED))
 _item("bzip2", "another compression", archive(compression=zipfile.ZIP_BZIP2))
 _item("lzma", "another compression", archive(compression=zipfile.ZIP_LZMA))
 _item("big-endian", "byteorder says big", archive(entries=[*SOUND, ("archive/byteorder", b"big")]))
-_item(
-    "big-version",
-    "a version of 100 kB",
-    archive(entries=[SOUND[0], SOUND[2], (NAMES[1], bytes(100_000))]),
-    found(diff=0, convert=0),
-)
+_item("big-version", "a version of 100 kB", archive(entries=[SOUND[0], SOUND[2], (NAMES[1], bytes(100_000))]),
+    found(diff=0, convert=0))
 _item("big-pickle", "a data.pkl of 10 MB", archive(PROTO + b"N" * (10 << 20)))
 
 # Headers that lie
@@ -135,9 +123,9 @@ _item("local-name", "the local header has another name", _patch(archive(), LOCAL
 _item("local-size", "the local header has another size", _patch(archive(), LOCAL, 2, 18, U32(8) * 2))
 _item("local-crc", "the local header has another CRC-32", _patch(archive(), LOCAL, 2, 14, U32(1)))
 _item("local-method", "the local header says deflated", _patch(archive(), LOCAL, 2, 8, U16(8)))
-_item(
-    "local-extra", "the local header's extra field reaches over the data", _patch(archive(), LOCAL, 2, 28, U16(60_000))
-)
+_item("local-extra", "the local header's extra field reaches over the data",
+    _patch(archive(), LOCAL, 2, 28, U16(60_000)))
+# fmt: on
 _item("central-size", "the directory has another size", _patch(archive(), CENTRAL, 2, 20, U32(1000) * 2))
 _item("central-size-small", "the directory has a smaller size", _patch(archive(), CENTRAL, 2, 20, U32(4) * 2))
 _item("central-sizes-differ", "packed and unpacked size differ", _patch(archive(), CENTRAL, 2, 24, U32(1 << 30)))
@@ -162,9 +150,9 @@ def _with_extra(fields: bytes) -> bytes:
     return raw[:at] + fields + bytes(end)
 
 
-_item(
-    "zip64-right", "sizes in a zip64 field, and right: legal", _with_extra(U16(1) + U16(16) + U64(24) * 2), harmless()
-)
+# fmt: off
+_item("zip64-right", "sizes in a zip64 field, and right: legal", _with_extra(U16(1) + U16(16) + U64(24) * 2),
+    harmless())
 _item("zip64-lies", "a zip64 field that says 2^63", _with_extra(U16(1) + U16(16) + U64(1 << 63) * 2))
 _item("zip64-short", "a zip64 field that ends early", _with_extra(U16(1) + U16(16) + U64(24)))
 _item("zip64-zeros", "an extra field of empty fields", _with_extra(bytes(4) * 4000))
@@ -173,15 +161,12 @@ _item("end-count-huge", "the end record says 65535 entries", _patch(archive(), E
 _item("end-size", "the directory's size lies", _patch(archive(), END, 0, 12, U32(1 << 30)))
 _item("end-start", "the directory's place lies", _patch(archive(), END, 0, 16, U32(0)))
 _item("end-comment", "a comment behind the end", _patch(archive(), END, 0, 20, U16(4)) + b"abcd")
-_item(
-    "end-comment-archive",
-    "a second archive in the comment",
-    lambda case: _patch(archive(), END, 0, 20, U16(len(archive(_exploit(case))))) + archive(_exploit(case)),
-)
+_item("end-comment-archive", "a second archive in the comment",
+    lambda case: _patch(archive(), END, 0, 20, U16(len(archive(_exploit(case))))) + archive(_exploit(case)))
 _item("two-archives", "a second directory behind the first", archive() + archive())
-_item(
-    "two-directories", "the first directory is the one that executes", lambda case: archive(_exploit(case)) + archive()
-)
+_item("two-directories", "the first directory is the one that executes",
+    lambda case: archive(_exploit(case)) + archive())
+# fmt: on
 _item("trailing", "bytes behind the end", archive() + b"x")
 _item("truncated", "the end is missing", archive()[:-1])
 _item("nothing", "zeros", bytes(100))
@@ -227,22 +212,16 @@ _pickled("offset-huge", "an offset of 2^62", offset=number(1 << 62))
 _pickled("offset-negative", "an offset of -4", offset=number(-4))
 _pickled("shape-huge", "a shape of 2^62 elements", shape=tuple_of(number(1 << 31), number(1 << 31)))
 _pickled("shape-negative", "a negative shape", shape=tuple_of(number(-2), number(-3)))
-_pickled(
-    "shape-dims",
-    "5000 dims, whose products take hours",
-    shape=tuple_of(*[number(1 << 60)] * 5000),
-    strides=tuple_of(*[number(1)] * 5000),
-)
+# fmt: off
+_pickled("shape-dims", "5000 dims, whose products take hours", shape=tuple_of(*[number(1 << 60)] * 5000),
+    strides=tuple_of(*[number(1)] * 5000))
 _pickled("strides-zero", "an expanded tensor", strides=tuple_of(number(0), number(0)))
 _pickled("strides-overlap", "elements that share memory", strides=tuple_of(number(1), number(1)))
 _pickled("strides-huge", "strides of 2^61", strides=tuple_of(number(1 << 61), number(1 << 61)))
 _pickled("strides-negative", "negative strides", strides=tuple_of(number(-3), number(-1)))
-_pickled(
-    "strides-transposed",
-    "a transposed tensor: legal, and must come out right",
-    {**harmless(), "diff": (0, 3)},
-    strides=tuple_of(number(1), number(2)),
-)
+_pickled("strides-transposed", "a transposed tensor: legal, and must come out right", {**harmless(), "diff": (0, 3)},
+    strides=tuple_of(number(1), number(2)))
+# fmt: on
 _pickled("strides-fewer", "fewer strides than dims", strides=tuple_of(number(3)))
 _pickled("flag-conj", "a lazy conjugation", extra=b"}" + text("conj") + b"\x88s")
 _pickled("flag-escape", "a flag named to drive the terminal", extra=b"}" + text("\x1b[2J") + b"\x88s")

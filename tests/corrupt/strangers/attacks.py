@@ -30,16 +30,12 @@ BY_NAME = {
     "timm-hub": of("TimmWrapperModel", architecture="hf-hub:org/evil"),
     "timm-overlay": of("LlamaForCausalLM", pretrained_cfg_overlay={"file": PATH}),
     "timm-backbone": of("TimmBackbone", model_type="timm_backbone", backbone=PATH),
-    "timm-in-detr": of(
-        "DetrModel", model_type="detr", backbone_config={"model_type": "timm_backbone", "backbone": PATH}
-    ),
+    "timm-in-detr": of("DetrModel", model_type="detr",
+        backbone_config={"model_type": "timm_backbone", "backbone": PATH}),
     "timm-in-llava": of("LlavaForConditionalGeneration", model_type="llava", text_config=TEXT, vision_config=TIMM),
     "timm-untyped": of("PerceptionLMForConditionalGeneration", vision_config={"model_args": {"checkpoint_path": PATH}}),
-    "timm-in-gemma3n": of(
-        "Gemma3nForConditionalGeneration",
-        model_type="gemma3n",
-        vision_config={"model_type": "gemma3n_vision", "model_args": {"checkpoint_path": PATH}},
-    ),
+    "timm-in-gemma3n": of("Gemma3nForConditionalGeneration", model_type="gemma3n",
+        vision_config={"model_type": "gemma3n_vision", "model_args": {"checkpoint_path": PATH}}),
     "timm-in-encoder": of("VisionEncoderDecoderModel", encoder=TIMM, decoder=TEXT),
     "timm-in-list": of("LlamaForCausalLM", parts=[{"deep": [TIMM]}]),
     "timm-deep": of("LlavaForConditionalGeneration", text_config=TEXT | {"vision_config": {"a": {"b": TIMM}}}),
@@ -65,7 +61,7 @@ BY_NAME = {
     "rag-passages": of("RagModel", model_type="rag", passages_path=PLACE, question_encoder=TEXT, generator=TEXT),
     "detectron": of("LayoutLMv2Model", model_type="layoutlmv2", detectron2_config_args={"MODEL.WEIGHTS": PATH}),
     "detectron-args": of("LlamaForCausalLM", detectron2_config_args={"_BASE_": PATH}),
-}
+}  # fmt: skip
 """What the table of names refuses, in every command."""
 
 

@@ -11,18 +11,8 @@ from pathlib import Path
 STAND = "test.walls-stand"
 """In the log: from here on the walls stand."""
 WATCHED = (
-    STAND,
-    "open",
-    "import",
-    "pickle.",
-    "subprocess.",
-    "socket.",
-    "os.",
-    "ctypes.dlopen",
-    "shutil.",
-    "pty.",
-    "urllib.",
-)
+    STAND, "open", "import", "pickle.", "subprocess.", "socket.", "os.", "ctypes.dlopen", "shutil.", "pty.", "urllib.",
+)  # fmt: skip
 _OF_THE_WALLS = ("os.chdir", "os.listdir", "os.scandir", "os.walk")
 
 

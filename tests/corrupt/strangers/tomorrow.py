@@ -7,277 +7,44 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import sys
+from pathlib import Path
 
-
-def _unpickle(o):
-    import pickle
-
-    with open(o.path, "rb") as file:
-        pickle.load(file)
-
-
-def _unpickle_words(o):
-    import pickle
-
-    pickle.loads(b"cos\nsystem\n(S'touch " + o.marker.encode() + b"'\ntR.")
-
-
-def _torch_load(o):
-    import torch
-
-    torch.load(o.path, weights_only=False)
-
-
-def _torch_load_safely(o):
-    import torch
-
-    torch.load(o.path, weights_only=True)
-
-
-def _torch_load_mapped(o):
-    import torch
-
-    torch.load(o.path, weights_only=True, mmap=True)
-
-
-def _torch_jit(o):
-    import torch
-
-    torch.jit.load(o.path)
-
-
-def _torch_reader(o):
-    import torch
-
-    torch._C.PyTorchFileReader(o.path)
-
-
-def _torch_storage(o):
-    import torch
-
-    torch.UntypedStorage.from_file(o.path, False, 4)
-
-
-def _torch_hub(o):
-    import torch
-
-    torch.hub.load(o.place, "evil", source="local", trust_repo=True)
-
-
-def _torch_extension(o):
-    import torch
-
-    torch.ops.load_library(o.path)
-
-
-def _numpy(o):
-    import numpy
-
-    numpy.load(o.path, allow_pickle=True)
-
-
-def _numpy_mapped(o):
-    import numpy
-
-    numpy.memmap(o.path, mode="r")
-
-
-def _safetensors(o):
-    from safetensors import safe_open
-
-    safe_open(o.path, "pt")
-
-
-def _safetensors_torch(o):
-    from safetensors.torch import load_file
-
-    load_file(o.path)
-
-
-def _pretrained(o):
-    from transformers import AutoModel
-
-    AutoModel.from_pretrained(o.place)
-
-
-def _pretrained_code(o):
-    from transformers import AutoModel
-
-    AutoModel.from_pretrained(o.place, trust_remote_code=True)
-
-
-def _tokenizer(o):
-    from tokenizers import Tokenizer
-
-    Tokenizer.from_file(o.path)
+libc = ctypes.CDLL(None, use_errno=True)
+use = importlib.import_module
+"""Import when the deed is done, not before."""
 
 
 def _hub(o):
-    from huggingface_hub import hf_hub_download
-
     os.environ["HF_HUB_OFFLINE"] = "0"
-    import huggingface_hub.constants
-
-    huggingface_hub.constants.HF_HUB_OFFLINE = False
-    hf_hub_download("org/name", "evil.bin")
+    use("huggingface_hub.constants").HF_HUB_OFFLINE = False
+    use("huggingface_hub").hf_hub_download("org/name", "evil.bin")
 
 
-def _import(o):
-    sys.path.insert(0, o.place)
+def _import(o, place=None):
+    sys.path.insert(0, o.place if place is None else place)
     __import__("evil_module")
 
 
 def _import_here(o):
     os.chdir(o.place)
-    sys.path.insert(0, "")
-    __import__("evil_module")
+    _import(o, "")
 
 
 def _import_file(o):
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("evil", os.path.join(o.place, "evil_module.py"))
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    util = use("importlib.util")
+    spec = util.spec_from_file_location("evil", os.path.join(o.place, "evil_module.py"))
+    spec.loader.exec_module(util.module_from_spec(spec))
 
 
 def _import_written(o):
-    import tempfile
-
-    directory = tempfile.mkdtemp()
+    directory = use("tempfile").mkdtemp()
     with open(os.path.join(directory, "written_module.py"), "w") as file:
         file.write(f"open({o.marker!r}, 'w')")
     sys.path.insert(0, directory)
     __import__("written_module")
-
-
-def _run_file(o):
-    import runpy
-
-    runpy.run_path(os.path.join(o.place, "evil_module.py"))
-
-
-def _exec_file(o):
-    with open(os.path.join(o.place, "evil_module.py")) as file:
-        exec(file.read())
-
-
-def _link(o):
-    import tempfile
-
-    link = os.path.join(tempfile.mkdtemp(), "link")
-    os.symlink(o.path, link)
-    open(link).close()
-
-
-def _hard_link(o):
-    import tempfile
-
-    os.link(o.path, os.path.join(tempfile.mkdtemp(), "link"))
-
-
-def _write(o):
-    open(o.marker, "w").close()
-
-
-def _write_package(o):
-    import transformers
-
-    open(os.path.join(os.path.dirname(transformers.__file__), "evil_module.py"), "w").close()
-
-
-def _replace(o):
-    os.rename(o.path, o.marker)
-
-
-def _remove(o):
-    os.remove(o.path)
-
-
-def _remove_tree(o):
-    import shutil
-
-    shutil.rmtree(o.place)
-
-
-def _mode(o):
-    os.chmod(o.path, 0o777)
-
-
-def _system(o):
-    os.system(f"touch {o.marker}")
-
-
-def _popen(o):
-    import subprocess
-
-    subprocess.run(["touch", o.marker])
-
-
-def _spawn(o):
-    os.posix_spawn("/bin/touch", ["touch", o.marker], {})
-
-
-def _exec(o):
-    os.execv("/bin/touch", ["touch", o.marker])
-
-
-def _fork(o):
-    if os.fork() == 0:
-        open(o.marker, "w").close()
-
-
-def _processes(o):
-    import multiprocessing
-
-    multiprocessing.get_context("spawn").Process(target=open, args=(o.marker, "w")).start()
-
-
-def _connect(o):
-    import socket
-
-    socket.create_connection(("127.0.0.1", o.port), timeout=2)
-
-
-def _bind(o):
-    import socket
-
-    socket.socket().bind(("127.0.0.1", 0))
-
-
-def _send(o):
-    import socket
-
-    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"secret", ("127.0.0.1", o.port))
-
-
-def _look_up(o):
-    import socket
-
-    socket.getaddrinfo("secret.example.com", 80)
-
-
-def _fetch(o):
-    import urllib.request
-
-    urllib.request.urlopen(f"http://127.0.0.1:{o.port}/evil", timeout=2)
-
-
-def _library(o):
-    ctypes.CDLL(o.path)
-
-
-def _database(o):
-    import sqlite3
-
-    sqlite3.connect(o.path).execute("select 1 from x")
-
-
-def _shelf(o):
-    import shelve
-
-    shelve.open(o.marker).close()
 
 
 def _archive(o):
@@ -285,56 +52,101 @@ def _archive(o):
     __import__("zipped_module")
 
 
-def _environment(o):
-    open("/proc/self/environ").close()
+def _link(o):
+    link = os.path.join(use("tempfile").mkdtemp(), "link")
+    os.symlink(o.path, link)
+    open(link).close()
 
 
-def _secret(o):
-    open(os.path.expanduser("~/.netrc")).close()
+def _write_package(o):
+    open(os.path.join(os.path.dirname(use("transformers").__file__), "evil_module.py"), "w").close()
 
 
-def _parent(o):
-    open(f"/proc/{os.getppid()}/environ").close()
+def _fork(o):
+    if os.fork() == 0:
+        open(o.marker, "w").close()
 
 
-libc = ctypes.CDLL(None, use_errno=True)
+def _send(o):
+    socket = use("socket")
+    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"secret", ("127.0.0.1", o.port))
 
 
-def _c_open(o):
-    if libc.open(o.path.encode(), os.O_RDONLY) < 0:
-        raise PermissionError(ctypes.get_errno(), "libc open")
+def _c(function, *args):
+    if getattr(libc, function)(*args) < 0:
+        raise PermissionError(ctypes.get_errno(), f"libc {function}")
 
 
-def _c_write(o):
-    if libc.open(o.marker.encode(), os.O_WRONLY | os.O_CREAT, 0o600) < 0:
-        raise PermissionError(ctypes.get_errno(), "libc open")
-
-
-def _c_system(o):
-    libc.system(f"touch {o.marker}".encode())
-
-
-def _c_socket(o):
-    if libc.socket(2, 1, 0) < 0:
-        raise PermissionError(ctypes.get_errno(), "libc socket")
-
-
-def _c_remove(o):
-    if libc.unlink(o.path.encode()) < 0:
-        raise PermissionError(ctypes.get_errno(), "libc unlink")
-
-
+DEEDS = {
+    "unpickle": lambda o: use("pickle").loads(Path(o.path).read_bytes()),
+    "unpickle_words": lambda o: use("pickle").loads(b"cos\nsystem\n(S'touch " + o.marker.encode() + b"'\ntR."),
+    "torch_load": lambda o: use("torch").load(o.path, weights_only=False),
+    "torch_load_safely": lambda o: use("torch").load(o.path, weights_only=True),
+    "torch_load_mapped": lambda o: use("torch").load(o.path, weights_only=True, mmap=True),
+    "torch_jit": lambda o: use("torch").jit.load(o.path),
+    "torch_reader": lambda o: use("torch")._C.PyTorchFileReader(o.path),
+    "torch_storage": lambda o: use("torch").UntypedStorage.from_file(o.path, False, 4),
+    "torch_hub": lambda o: use("torch").hub.load(o.place, "evil", source="local", trust_repo=True),
+    "torch_extension": lambda o: use("torch").ops.load_library(o.path),
+    "numpy": lambda o: use("numpy").load(o.path, allow_pickle=True),
+    "numpy_mapped": lambda o: use("numpy").memmap(o.path, mode="r"),
+    "safetensors": lambda o: use("safetensors").safe_open(o.path, "pt"),
+    "safetensors_torch": lambda o: use("safetensors.torch").load_file(o.path),
+    "pretrained": lambda o: use("transformers").AutoModel.from_pretrained(o.place),
+    "pretrained_code": lambda o: use("transformers").AutoModel.from_pretrained(o.place, trust_remote_code=True),
+    "tokenizer": lambda o: use("tokenizers").Tokenizer.from_file(o.path),
+    "hub": _hub,
+    "import": _import,
+    "import_here": _import_here,
+    "import_file": _import_file,
+    "import_written": _import_written,
+    "run_file": lambda o: use("runpy").run_path(os.path.join(o.place, "evil_module.py")),
+    "exec_file": lambda o: exec(Path(o.place, "evil_module.py").read_text()),
+    "link": _link,
+    "hard_link": lambda o: os.link(o.path, os.path.join(use("tempfile").mkdtemp(), "link")),
+    "write": lambda o: open(o.marker, "w").close(),
+    "write_package": _write_package,
+    "replace": lambda o: os.rename(o.path, o.marker),
+    "remove": lambda o: os.remove(o.path),
+    "remove_tree": lambda o: use("shutil").rmtree(o.place),
+    "mode": lambda o: os.chmod(o.path, 0o777),
+    "system": lambda o: os.system(f"touch {o.marker}"),
+    "popen": lambda o: use("subprocess").run(["touch", o.marker]),
+    "spawn": lambda o: os.posix_spawn("/bin/touch", ["touch", o.marker], {}),
+    "exec": lambda o: os.execv("/bin/touch", ["touch", o.marker]),
+    "fork": _fork,
+    "processes": lambda o: (
+        use("multiprocessing").get_context("spawn").Process(target=open, args=(o.marker, "w")).start()
+    ),
+    "connect": lambda o: use("socket").create_connection(("127.0.0.1", o.port), timeout=2),
+    "bind": lambda o: use("socket").socket().bind(("127.0.0.1", 0)),
+    "send": _send,
+    "look_up": lambda o: use("socket").getaddrinfo("secret.example.com", 80),
+    "fetch": lambda o: use("urllib.request").urlopen(f"http://127.0.0.1:{o.port}/evil", timeout=2),
+    "library": lambda o: ctypes.CDLL(o.path),
+    "database": lambda o: use("sqlite3").connect(o.path).execute("select 1 from x"),
+    "shelf": lambda o: use("shelve").open(o.marker).close(),
+    "archive": _archive,
+    "environment": lambda o: open("/proc/self/environ").close(),
+    "secret": lambda o: open(os.path.expanduser("~/.netrc")).close(),
+    "parent": lambda o: open(f"/proc/{os.getppid()}/environ").close(),
+    "c_open": lambda o: _c("open", o.path.encode(), os.O_RDONLY),
+    "c_write": lambda o: _c("open", o.marker.encode(), os.O_WRONLY | os.O_CREAT, 0o600),
+    "c_system": lambda o: libc.system(f"touch {o.marker}".encode()),
+    "c_socket": lambda o: _c("socket", 2, 1, 0),
+    "c_remove": lambda o: _c("unlink", o.path.encode()),
+}
 COMPILED = frozenset(
     {"torch_jit", "torch_reader", "torch_storage", "safetensors", "safetensors_torch", "tokenizer", "c_open", "c_write"}
     | {"c_system", "c_socket", "c_remove", "database"}
 )
 """Deeds of compiled code, which Python's audit hooks do not see."""
-DEEDS = {name[1:]: deed for name, deed in list(globals().items()) if name.startswith("_") and not name.startswith("__")}
 
 
 def register():
     """Teach transformers the family "tomorrow": one deed when it is built, or, with "late", when it is run."""
     import torch
+    import transformers
     from transformers import (
         AutoBackbone,
         AutoConfig,
@@ -372,7 +184,5 @@ def register():
     AutoConfig.register("tomorrow", TomorrowConfig)
     for auto in (AutoModel, AutoModelForCausalLM, AutoBackbone):
         auto.register(TomorrowConfig, TomorrowModel)
-    import transformers
-
     transformers.TomorrowModel = TomorrowModel
     return TomorrowModel
