@@ -76,13 +76,7 @@ def merging_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num_
         if is_quantised(base):
             base = dequantised(base, options.dtype)
         base, config = untied(base) if options.untie else (base, None)
-        job = own_job(
-            base,
-            os.fspath(options.destination),
-            dtype=options.dtype,
-            dtype_for=options.dtype_for,
-            max_shard_size=options.max_shard_size,
-        )
+        job = own_job(base, os.fspath(options.destination), options)
         job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
         job.keep_pickles = options.keep_pickles
         if config is not None:

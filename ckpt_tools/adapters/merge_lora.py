@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
+from functools import partial
 
 from ckpt_tools.adapters.ecosystems.peft.config import parse_overrides
 from ckpt_tools.adapters.merge import merging_job
 from ckpt_tools.adapters.pipeline import pipeline_job
-from ckpt_tools.adapters.read.opening import OpenedAdapter, read_adapter
+from ckpt_tools.adapters.read.opening import read_adapter
 from ckpt_tools.checkpoint.formats.repositories import PIPELINE_NAME
 from ckpt_tools.convert.job import Conversion
 from ckpt_tools.convert.run import run
@@ -47,22 +48,11 @@ def merge_lora(options: MergeOptions) -> Conversion:
     if options.component and not is_pipeline:
         raise UsageError(f"--component is for a diffusers pipeline, which has a {PIPELINE_NAME}", hint="leave it out")
     with ExitStack() as stack:
-        adapters = {
-            path: (stack.enter_context(_read(path, options)), weight)
-            for path, weight in zip(paths, weights, strict=True)
-        }
+        name, chosen, settings = options.adapter_name, options.include, parse_overrides(options.config)
+        read = partial(read_adapter, adapter_name=name, include=chosen, exclude=options.exclude, settings=settings)
+        adapters = {path: (stack.enter_context(read(path)), w) for path, w in zip(paths, weights, strict=True)}
         make = pipeline_job if is_pipeline else merging_job
         return run(stack.enter_context(make(options, adapters, num_workers=workers)), dry_run=options.dry_run)
-
-
-def _read(path: str, options: MergeOptions) -> AbstractContextManager[OpenedAdapter]:
-    return read_adapter(
-        path,
-        adapter_name=options.adapter_name,
-        include=options.include,
-        exclude=options.exclude,
-        settings=parse_overrides(options.config),
-    )
 
 
 def _weights(options: MergeOptions, paths: Sequence[str]) -> list[float]:

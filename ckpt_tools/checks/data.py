@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -43,17 +44,10 @@ def check_data(
         findings.append(replace(finding, tensor=entry.fqn) if is_tensor else finding)
 
     entries = [*sound, *(entry for entry, *_ in files)]
-    outcome = scan(
-        entries,
-        opened.source,
-        num_workers=num_workers,
-        progress=progress,
-        on_damage=damaged,
-        counting=counting,
-        looks=looks,
-    )
+    read = functools.partial(scan, source=opened.source, num_workers=num_workers, progress=progress, on_damage=damaged)
+    outcome = read(entries, counting=counting, looks=looks)
     pieces = [_as_bytes(entry.fqn, chunk.span, chunk.crc32) for entry in partial for chunk in firsts(entry)]
-    seen = scan(pieces, opened.source, num_workers=num_workers, progress=progress, on_damage=damaged)
+    seen = read(pieces)
     outcome.chunks_checked += seen.chunks_checked
     own = {chunk.span for entry in (*sound, *partial) for chunk in firsts(entry) if chunk.crc32 is not None}
     parts = [

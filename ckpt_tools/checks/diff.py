@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import isfinite
 
@@ -114,9 +114,7 @@ def diff(
                 difference = _compare_bytes(*sides)
             if difference is not None:
                 update = _update(left[fqn], a, right[fqn], b) if is_number else Update(num_elems=left[fqn].num_elems)
-                if odd := [
-                    side for side, sum_ in zip("AB", (update.theirs, update.ours), strict=True) if not isfinite(sum_)
-                ]:
+                if odd := [side for side, sum_ in (("A", update.theirs), ("B", update.ours)) if not isfinite(sum_)]:
                     difference += f"; {' and '.join(odd)} with NaN, Inf or numbers too large to square"
                 changed[fqn] = Change(fqn=fqn, what=difference, relative=update.relative)
     rows: dict[str, Change] = {}
@@ -124,13 +122,10 @@ def diff(
         weight = parts.get(change.fqn)
         what = f"quantised, and its {change.fqn!r} differs: {change.what}"
         rows.setdefault(weight or change.fqn, replace(change, fqn=weight, what=what) if weight else change)
-    return Difference(
-        only_in_a=tuple(fqn for fqn in ours if fqn not in theirs),
-        only_in_b=tuple(fqn for fqn in theirs if fqn not in ours),
-        changed=tuple(rows.values()),
-        num_equal=len(shared) - len(changed),
-        notes=tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out))),
-    )
+    only = [tuple(fqn for fqn in one if fqn not in other) for one, other in ((ours, theirs), (theirs, ours))]
+    notes = tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out)))
+    equal = len(shared) - len(changed)
+    return Difference(only_in_a=only[0], only_in_b=only[1], changed=tuple(rows.values()), num_equal=equal, notes=notes)
 
 
 _Entries = Mapping[str, TensorEntry]
@@ -206,13 +201,9 @@ def without_zeros(named: Named, opened: Opened) -> Named:
         return named
     kept = tuple(entry for entry in named.checkpoint.tensors if entry.fqn not in zeros)
     said = f"left out {first_few(zeros)}: zeros, which the hub has no place for"
-    return replace(
-        named,
-        checkpoint=replace(named.checkpoint, tensors=kept),
-        lost=tuple(fqn for fqn in named.lost if fqn not in zeros),
-        left_out=(*named.left_out, said),
-        note="; ".join(filter(None, (named.note, said))),
-    )
+    checkpoint, left_out = replace(named.checkpoint, tensors=kept), (*named.left_out, said)
+    nowhere, note = tuple(fqn for fqn in named.lost if fqn not in zeros), "; ".join(filter(None, (named.note, said)))
+    return replace(named, checkpoint=checkpoint, lost=nowhere, left_out=left_out, note=note)
 
 
 def _compare_kinds(one: TensorEntry, other: TensorEntry) -> str | None:
@@ -290,14 +281,5 @@ def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, ato
 
 def to_json(difference: Difference) -> dict[str, object]:
     """Return the document of `ckpt diff --json`."""
-    return {
-        "equal": difference.equal,
-        "identities": [each.to_json() for each in difference.identities],
-        "only_in_a": list(difference.only_in_a),
-        "only_in_b": list(difference.only_in_b),
-        "changed": [
-            {"fqn": change.fqn, "what": change.what, "relative": change.relative} for change in difference.changed
-        ],
-        "num_equal": difference.num_equal,
-        "notes": list(difference.notes),
-    }
+    document: dict[str, object] = {"equal": difference.equal, "identities": (), **asdict(difference)}
+    return document | {"identities": [each.to_json() for each in difference.identities]}

@@ -72,13 +72,9 @@ def check_frames(opened: Opened, manifest: Manifest, readable: Sequence[TensorEn
     payloads = (chunk.span for entry in readable for chunk in entry.chunks)
     for name, found in digest_frames(files, payloads, opened.checkpoint.blobs, opened.source).items():
         if found != manifest.frames[name]:
-            yield Finding.error(
-                "changed-frames",
-                name,
-                "what lies around the tensors' bytes (item headers, padding) is not what was written",
-                "restore the file, or save the checkpoint again",
-                file=name,
-            )
+            what = "what lies around the tensors' bytes (item headers, padding) is not what was written"
+            hint = "restore the file, or save the checkpoint again"
+            yield Finding.error("changed-frames", name, what, hint, file=name)
 
 
 def size_of(opened: Opened, name: str) -> int | None:
@@ -99,9 +95,6 @@ def _check_document(opened: Opened, name: str, record: FileRecord) -> Iterator[F
         yield Finding.error("missing-file", name, error.what)
         return
     if digest_bytes(content) != record.digest:
-        yield Finding.error(
-            "changed-document",
-            name,
-            f"its first {record.nbytes} bytes are not those that were written",
-            "restore it; if the directory was saved over by a trainer, remove the manifest",
-        )
+        what = f"its first {record.nbytes} bytes are not those that were written"
+        hint = "restore it; if the directory was saved over by a trainer, remove the manifest"
+        yield Finding.error("changed-document", name, what, hint)

@@ -239,11 +239,9 @@ def _check_digests(opened: Opened, named: Mapping[str, TensorEntry], outcome: Ou
     for fqn, entry in named.items():
         record = opened.manifest.tensors.get(entry.fqn) if id(entry) in own else None
         if record is not None and record.digest != outcome.digests.get(fqn):
-            raise UnreadableError(
-                f"tensor {entry.fqn!r} is not what was written: {MANIFEST_NAME} has another digest",
-                where=opened.source.root,
-                hint="`ckpt verify` lists everything that is wrong; restore the checkpoint",
-            )
+            what = f"tensor {entry.fqn!r} is not what was written: {MANIFEST_NAME} has another digest"
+            hint = "`ckpt verify` lists everything that is wrong; restore the checkpoint"
+            raise UnreadableError(what, where=opened.source.root, hint=hint)
 
 
 def _constant(rows: Iterable[TensorStats]) -> Iterator[Finding]:

@@ -107,10 +107,8 @@ def pair_parts(step: OpenedStep, reference: OpenedStep | Opened) -> tuple[Pair, 
         theirs = {part.name: reference for part, _ in step.parts if part.holds == "model"}
     shared = [name for name in parts if name in theirs]
     if not shared or (not isinstance(reference, OpenedStep) and len(shared) > 1):
-        raise UsageError(
-            f"the step has {first_few(list(parts), 6)}, the reference has {first_few(list(theirs), 6)}",
-            hint="compare one part of each: give their own directories",
-        )
+        what = f"the step has {first_few(list(parts), 6)}, the reference has {first_few(list(theirs), 6)}"
+        raise UsageError(what, hint="compare one part of each: give their own directories")
     return tuple(Pair(name=name, ours=parts[name], theirs=theirs[name]) for name in shared)
 
 

@@ -76,12 +76,9 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: list[Finding], l
     before = len(findings)
     problem = check_tiling(entry.shape, (chunk.box for chunk in entry.chunks))
     if problem is not None:
-        code = {"missing": "incomplete-tensor", "overlap": "overlapping-chunks"}.get(
-            problem.kind, "chunk-outside-tensor"
-        )
-        findings.append(
-            Finding.error(code, files_of(entry) or opened.format.marker, f"{name}: {problem.describe(entry.shape)}")
-        )
+        codes = {"missing": "incomplete-tensor", "overlap": "overlapping-chunks"}
+        code, where = codes.get(problem.kind, "chunk-outside-tensor"), files_of(entry) or opened.format.marker
+        findings.append(Finding.error(code, where, f"{name}: {problem.describe(entry.shape)}"))
     chunks = []
     for chunk in entry.chunks:
         outside = _span_problem(opened, chunk.span, name)
@@ -254,29 +251,18 @@ def _check_file(opened: Opened, file: str, owners: dict[tuple[int, int], str]) -
     reach, holder = 0, ""
     for (start, end), fqn in owners.items():
         if start < reach and end > start:
-            yield Finding.error(
-                "overlapping-spans",
-                f"{file}, bytes {start}..{min(end, reach)}",
-                f"{holder!r} and {fqn!r} share bytes",
-                file=file,
-            )
+            where = f"{file}, bytes {start}..{min(end, reach)}"
+            yield Finding.error("overlapping-spans", where, f"{holder!r} and {fqn!r} share bytes", file=file)
         elif start - reach >= ITEM_ALIGNMENT and _is_item(opened, file, reach):
-            yield Finding.warning(
-                "unreferenced-item",
-                f"{file}, bytes {reach}..{start}",
-                "an item that nothing refers to",
-                "a tensor is missing from .metadata, or has the place of another one in it",
-            )
+            where, what = f"{file}, bytes {reach}..{start}", "an item that nothing refers to"
+            hint = "a tensor is missing from .metadata, or has the place of another one in it"
+            yield Finding.warning("unreferenced-item", where, what, hint)
         if end > reach:
             reach, holder = end, fqn
     extra = opened.checkpoint.files.get(file, 0) - reach
     if extra > 0 and file not in recorded:  # with a known size, the manifest's check says it
-        yield Finding.warning(
-            "long-file",
-            file,
-            f"{extra} bytes after its last item, which nothing refers to",
-            "a leftover of an earlier save, or a file of another checkpoint",
-        )
+        what = f"{extra} bytes after its last item, which nothing refers to"
+        yield Finding.warning("long-file", file, what, "a leftover of an earlier save, or a file of another checkpoint")
 
 
 def _is_item(opened: Opened, file: str, position: int) -> bool:

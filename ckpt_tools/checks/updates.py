@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.globs import Names, find_named
@@ -34,14 +34,7 @@ class Update:
     """Sum of the products."""
 
     def __add__(self, other: Update) -> Update:
-        return Update(
-            num_elems=self.num_elems + other.num_elems,
-            num_changed=self.num_changed + other.num_changed,
-            change=self.change + other.change,
-            ours=self.ours + other.ours,
-            theirs=self.theirs + other.theirs,
-            product=self.product + other.product,
-        )
+        return Update(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})
 
     @property
     def relative(self) -> float | None:
@@ -102,9 +95,8 @@ class Updating:
         """Add up what was seen: the same sums, whichever block came first."""
         self._beside.finish()
         change, ours, theirs, product = map(_total, zip(*self._parts or [(0.0,) * 4], strict=True))
-        self.update = replace(
-            self.update, num_changed=self._num_changed, change=change, ours=ours, theirs=theirs, product=product
-        )
+        joint = Update(change=change, ours=ours, theirs=theirs, product=product, num_changed=self._num_changed)
+        self.update = replace(joint, num_elems=self.update.num_elems)
         self._parts = []
 
 

@@ -45,11 +45,9 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
     odd |= {entry.fqn for entry in packed_tensors(job.source)}
     odd |= {e.fqn for e in job.source.tensors if e.dtype.name[0] == "F" and not e.dtype.is_float}
     if packed := [e.fqn for e in job.source.tensors if {e.fqn, job.names.get(e.fqn)} & odd]:
-        raise UsageError(
-            f"quantised weights have no average: {first_few(packed)}",
-            where=job.opened.source.root,
-            hint="`ckpt gather SRC DST --dequantize` each of them first",
-        )
+        what = f"quantised weights have no average: {first_few(packed)}"
+        where = job.opened.source.root
+        raise UsageError(what, where=where, hint="`ckpt gather SRC DST --dequantize` each of them first")
     reading = Reading()
     besides: dict[str, list[Beside]] = {entry.fqn: [] for entry in job.source.tensors}
     for other in map(revealed, others):
@@ -94,11 +92,8 @@ def _paired(job: Job, other: Opened) -> dict[str, TensorEntry]:
     ours, theirs = match_names(replace(job.opened, checkpoint=job.source), other, "auto")
     own = {id(entry) for entry in job.source.tensors}
     if any(id(entry) not in own for entry in ours.entries.values()):
-        raise UsageError(
-            "its names are those of another library than the first checkpoint's",
-            where=where,
-            hint="bring both to the same names: `ckpt gather`, or `ckpt rename`",
-        )
+        hint = "bring both to the same names: `ckpt gather`, or `ckpt rename`"
+        raise UsageError("its names are those of another library than the first checkpoint's", where=where, hint=hint)
     found = {entry.fqn: theirs.entries[name] for name, entry in ours.entries.items() if name in theirs.entries}
     missing = [entry.fqn for entry in job.source.tensors if entry.fqn not in found]
     used = {id(entry) for entry in found.values()}
@@ -110,10 +105,9 @@ def _paired(job: Job, other: Opened) -> dict[str, TensorEntry]:
     for one in job.source.tensors:
         entry = found[one.fqn]
         if (one.shape, one.dtype) != (entry.shape, entry.dtype):
-            what = (
-                f"tensor {one.fqn!r} is {entry.dtype.name} {list(entry.shape)}, and {one.dtype.name} {list(one.shape)} "
-            )
-            raise UsageError(f"{what}in the first", where=where, hint="average checkpoints of one model and dtype")
+            here, first = (f"{each.dtype.name} {list(each.shape)}" for each in (entry, one))
+            what = f"tensor {one.fqn!r} is {here}, and {first} in the first"
+            raise UsageError(what, where=where, hint="average checkpoints of one model and dtype")
     return found
 
 
@@ -139,12 +133,9 @@ class _Averaging:
             if self.entry.num_elems == 1:
                 result[:] = theirs
             elif bytes(theirs) != bytes(content):
-                raise UsageError(
-                    f"tensor {self.entry.fqn!r} of {self.entry.dtype.name} has no average, and differs",
-                    where=other.root,
-                    hint="are these checkpoints of one model? Quantised weights must be decoded first "
-                    "(`ckpt gather --dequantize`)",
-                )
+                what = f"tensor {self.entry.fqn!r} of {self.entry.dtype.name} has no average, and differs"
+                hint = "are these checkpoints of one model? Quantised weights must be decoded first "
+                raise UsageError(what, where=other.root, hint=hint + "(`ckpt gather --dequantize`)")
 
     def _average(self, block: Box, content: memoryview, result: memoryview) -> None:
         import numpy as np

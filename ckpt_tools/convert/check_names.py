@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckpt_tools.checkpoint.entries import TensorEntry
-from ckpt_tools.checkpoint.formats import safetensors
-from ckpt_tools.checkpoint.formats.manifest import Origin
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.names import (
     Expected,
@@ -29,7 +27,7 @@ from ckpt_tools.checkpoint.names import (
 from ckpt_tools.checkpoint.names.convert import partner
 from ckpt_tools.checkpoint.names.misfits import config_misfits
 from ckpt_tools.checkpoint.names.table import dig
-from ckpt_tools.convert.find import is_same
+from ckpt_tools.convert.find import is_same, tensors_of
 from ckpt_tools.convert.job import Job
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.models.asked import expected_for
@@ -103,7 +101,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
         return
     title = escape_name(claim.architecture)
     original = next((one for one in originals if one.source is claim.source), None)
-    before = () if original is None or original.origin is None else _names_of(original.origin)
+    before = () if original is None or original.origin is None else [e.fqn for e in tensors_of(original.origin)]
     expected = expected_for(
         claim.architecture, claim.config, lambda one: is_adapter(names) or hold(names, one, claim.config).is_whole
     )
@@ -147,13 +145,6 @@ def _left_out(job: Job, missing: Iterable[str]) -> Iterator[str]:
     written = {job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors}
     others = tuple(entry.fqn for entry in job.opened.checkpoint.tensors if entry.fqn not in written)
     return (name for name in missing if any(fqn == name or fqn.endswith(f".{name}") for fqn in others))
-
-
-def _names_of(origin: Origin) -> tuple[str, ...]:
-    headers = (
-        safetensors.parse_header(text.encode(), file=file, file_nbytes=None) for file, text in origin.headers.items()
-    )
-    return tuple(entry.fqn for header in headers for entry in header.tensors)
 
 
 def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected | None, allow_foreign: bool) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any, get_args, get_origin
 
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.step import open_repository, open_step, refuse_mixed
 from ckpt_tools.checkpoint.names import single_files
 from ckpt_tools.convert.assets import choose_assets, model_beside, own_assets
 from ckpt_tools.convert.check_names import check_names
-from ckpt_tools.convert.command_text import build_command, parse_command
 from ckpt_tools.convert.find import model_in
 from ckpt_tools.convert.job import Conversion, Job, choose
 from ckpt_tools.convert.run import run
@@ -26,14 +28,56 @@ from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableEr
 from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import Naming, claim_of, name_live
 from ckpt_tools.models.opening import open_asking
-from ckpt_tools.options import default_num_workers, options_of, takes
+from ckpt_tools.options import Parameter, default_num_workers, options_of, parameters, takes
 from ckpt_tools.options.convert import ConvertOptions, GatherOptions, ReshardOptions, ShardOptions
 from ckpt_tools.options.rewrite import CommitOptions
-from ckpt_tools.storage.locations import is_directory, is_remote, open_shared_sink
+from ckpt_tools.storage.locations import absolute, is_directory, is_remote, open_shared_sink
 from ckpt_tools.storage.run_folder import leased
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.part import parse_part
 from ckpt_tools.transfer.quantised.decoded import dequantised
+
+VERBS = ("shard", "reshard", "gather")
+_OF_A_RUN = ("destination", "part", "only_commit", "dry_run", "overwrite", "num_workers", "progress")
+"""Options that say how a process runs, not what is made."""
+
+
+def build_command(options: Hashable) -> str:
+    """Return what an options class of one of `VERBS` asks for; "" where an option cannot be written down.
+
+    Paths are absolute. What is secret is in no option.
+    """
+    verb = type(options).__name__.removesuffix("Options").lower()
+    given = {}
+    for each in parameters(type(options)):
+        value = getattr(options, each.name)
+        if each.name not in _OF_A_RUN and value != each.default:
+            given[each.name] = absolute(os.fspath(value)) if each.is_path else value
+    try:
+        return json.dumps([verb, given]) if verb in VERBS else ""
+    except TypeError:
+        return ""
+
+
+def parse_command(text: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the verb and its options; None where the text is no command."""
+    try:
+        verb, given = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if not isinstance(verb, str) or verb not in VERBS or not isinstance(given, dict):
+        return None
+    known = {each.name: each for each in options_of(_FUNCTIONS[verb]) if each.name not in _OF_A_RUN}
+    is_one = all(name in known and _is_value(known[name], value) for name, value in given.items())
+    needed = {name for name, each in known.items() if each.default is inspect.Parameter.empty}
+    return (verb, given) if is_one and needed <= given.keys() else None
+
+
+def _is_value(option: Parameter, value: object) -> bool:
+    kinds = (option.hint, *get_args(option.hint))
+    if isinstance(value, list):
+        return any(get_origin(kind) is Sequence for kind in kinds) and all(isinstance(each, str) for each in value)
+    return type(value) in kinds or (isinstance(value, str) and (option.is_path or value in option.words))
 
 
 @takes(ShardOptions)
@@ -138,13 +182,8 @@ def _resharding_job(opened: Opened, options: ReshardOptions, naming: Naming) -> 
 
 def _open(options: ConvertOptions | GatherOptions) -> Opened:
     """Open the source as the options say."""
-    return open_asking(
-        os.fspath(options.source),
-        format=options.format,
-        shapes_from=getattr(options, "shapes_from", None),
-        as_part=options.as_part,
-        component=options.component,
-    )
+    source, shapes, own = os.fspath(options.source), getattr(options, "shapes_from", None), options.component
+    return open_asking(source, format=options.format, shapes_from=shapes, as_part=options.as_part, component=own)
 
 
 def _check_serialization(options: ConvertOptions, *, use_dtensor: bool = False) -> None:
@@ -217,12 +256,8 @@ def _quantised(job: Job, options: GatherOptions) -> Job:
         raise UsageError(f"--quantize writes safetensors, and --to {options.to} is given", hint="leave out --to")
     if options.like is not None:
         raise UsageError("--like and --quantize both set dtypes", hint="--assets REF copies its config and tokenizer")
-    return quantised_job(
-        job,
-        keep=options.keep_precision,
-        max_file_nbytes=options.max_file_nbytes,
-        num_workers=_num_workers(options),
-    )
+    keep, limit = options.keep_precision, options.max_file_nbytes
+    return quantised_job(job, keep=keep, max_file_nbytes=limit, num_workers=_num_workers(options))
 
 
 def _plain(opened: Opened, options: ConvertOptions | GatherOptions) -> Opened:
@@ -239,13 +274,7 @@ def _plain(opened: Opened, options: ConvertOptions | GatherOptions) -> Opened:
 def _run(job: Job, options: ConvertOptions | GatherOptions) -> Conversion:
     """Run a job."""
     allowed = isinstance(options, GatherOptions) and options.allow_foreign_names
-    choose(
-        job,
-        include=options.include,
-        exclude=options.exclude,
-        as_part=options.as_part,
-        allow_foreign_names=allowed,
-    )
+    choose(job, include=options.include, exclude=options.exclude, as_part=options.as_part, allow_foreign_names=allowed)
     job.overwrite, job.keep_pickles = options.overwrite, options.keep_pickles
     job.num_workers = _num_workers(options)
     job.progress = options.progress
@@ -285,7 +314,7 @@ def commit(options: CommitOptions) -> Conversion:
         raise DestinationExistsError("it is published already", where=destination, hint=hint) from None
     if claim is None:
         raise UnreadableError("nothing is being written here", where=destination, hint="is it published already?")
-    command = parse_command(claim.command, {verb: options_of(each) for verb, each in _FUNCTIONS.items()})
+    command = parse_command(claim.command)
     if command is None:
         hint = f"run any part again: --part 0/{claim.num_parts}"
         raise UsageError("what is being written here does not say by which command", where=destination, hint=hint)
@@ -297,12 +326,9 @@ def commit(options: CommitOptions) -> Conversion:
     if not done.published:
         missing = [str(index) for index in done.waiting_for]
         again = " and ".join(f"--part {index}/{claim.num_parts}" for index in missing[:4])
-        raise StorageError(
-            f"part{'s' * (len(missing) > 1)} {first_few(missing, 8)} of {claim.num_parts} "
-            f"{'are' if len(missing) > 1 else 'is'} missing",
-            where=destination,
-            hint=f"run {again} again; the others are kept",
-        )
+        parts, are = ("parts", "are") if len(missing) > 1 else ("part", "is")
+        what = f"{parts} {first_few(missing, 8)} of {claim.num_parts} {are} missing"
+        raise StorageError(what, where=destination, hint=f"run {again} again; the others are kept")
     return done
 
 
@@ -314,8 +340,5 @@ def _check_paths(verb: str, given: Mapping[str, object], destination: str) -> No
     paths = {each.name for each in options_of(_FUNCTIONS[verb]) if each.is_path}
     own = [str(value) for name, value in given.items() if name in paths and not is_remote(str(value))]
     if own and is_remote(destination):
-        raise UsageError(
-            f"what is being written here reads {first_few(own)} of the machine that began it",
-            where=destination,
-            hint="run any part of it again there: one that is done publishes",
-        )
+        what = f"what is being written here reads {first_few(own)} of the machine that began it"
+        raise UsageError(what, where=destination, hint="run any part of it again there: one that is done publishes")

@@ -159,15 +159,7 @@ def _own(
 ) -> Job:
     """Return the job that writes a checkpoint again, as the options say."""
     refuse_mixed(opened)
-    job = own_job(
-        opened,
-        os.fspath(destination),
-        dtype=options.dtype,
-        dtype_for=options.dtype_for,
-        max_shard_size=options.max_shard_size,
-        only_model=only_model,
-        named=named,
-    )
+    job = own_job(opened, os.fspath(destination), options, only_model=only_model, named=named)
     job.overwrite, job.progress = options.overwrite, options.progress
     job.keep_pickles = options.keep_pickles
     job.num_workers = options.num_workers or default_num_workers(opened.source.place, destination)

@@ -58,20 +58,15 @@ def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, 
         prefix = strip if strip.endswith(".") else strip + "."
         inside = tuple(entry for entry in checkpoint.tensors if entry.fqn.startswith(prefix))
         if not inside:
-            raise UsageError(
-                f"no tensor begins with {prefix!r}",
-                hint="`ckpt inspect SRC` shows the prefixes; `ckpt gather SRC DST` finds the model's",
-            )
+            hint = "`ckpt inspect SRC` shows the prefixes; `ckpt gather SRC DST` finds the model's"
+            raise UsageError(f"no tensor begins with {prefix!r}", hint=hint)
         model = replace(checkpoint, tensors=inside, blobs=())
         new_name = strip_prefix((entry.fqn for entry in inside), prefix)
     check_sealed(opened, prefix)
     notes += omitted(checkpoint, model)
     if not model.tensors:
-        raise UnreadableError(
-            "the checkpoint holds no model tensors",
-            where=checkpoint.root,
-            hint="`ckpt inspect SRC --tensors` lists what it holds; `ckpt gather --strip-prefix PFX` takes a part",
-        )
+        hint = "`ckpt inspect SRC --tensors` lists what it holds; `ckpt gather --strip-prefix PFX` takes a part"
+        raise UnreadableError("the checkpoint holds no model tensors", where=checkpoint.root, hint=hint)
     renamed = rename(model, new_name)
     names = {new.fqn: old.fqn for new, old in zip(renamed.tensors, model.tensors, strict=True)}
     return renamed, names
@@ -84,11 +79,8 @@ def _only_state_dict(model: Checkpoint) -> str:
     dotted = {path[: depth + 1] for path in paths if len(path) > depth + 1 and "." in str(path[-1])}
     found = sorted(".".join(map(str, path)) for path in dotted)
     if len(found) > 1:
-        raise UsageError(
-            f"the file holds {len(found)} state dicts: {first_few(found, 6)}",
-            where=model.root,
-            hint=f"choose one: `ckpt gather SRC DST --strip-prefix {found[0]}`; or none for all, under these names",
-        )
+        hint = f"choose one: `ckpt gather SRC DST --strip-prefix {found[0]}`; or none for all, under these names"
+        raise UsageError(f"the file holds {len(found)} state dicts: {first_few(found, 6)}", where=model.root, hint=hint)
     is_flat = all(len(path) == depth + 1 for path in paths if path[: depth + 1] not in dotted)
     return found[0] if found and is_flat else ""
 
@@ -131,15 +123,13 @@ def name_again(
     if len(model.tensors) < len(checkpoint.tensors) or checkpoint.blobs:
         others = {e.fqn for e in checkpoint.tensors} | {blob.fqn for blob in checkpoint.blobs}
         others -= set(names.values())
-        raise UsageError(
-            f"only a model's weights can be named again, and the source also holds {first_few(sorted(others), 3)}",
-            where=opened.source.root,
-            hint=f"{choose.format(_choosing(names.values(), others))}; for the whole state, keep its names",
-        )
+        what = f"only a model's weights can be named again, and the source also holds {first_few(sorted(others), 3)}"
+        hint = f"{choose.format(_choosing(names.values(), others))}; for the whole state, keep its names"
+        raise UsageError(what, where=opened.source.root, hint=hint)
     assets = opened.assets
     origin = opened.origin
     if origin is not None and origin.map is not None:
-        first = name_back(model, _tensors_of(origin), assets, origin.map, Naming(), opened.resolve)
+        first = name_back(model, tensors_of(origin), assets, origin.map, Naming(), opened.resolve)
     else:
         first = name_hub(model, assets, naming if naming.names == "hub" else Naming(), opened.resolve)
     first = leave_out(first, model, opened)
@@ -179,7 +169,7 @@ def _choosing(model: Collection[str], others: Collection[str]) -> str:
     return " ".join(f"--exclude {shlex.quote(glob)}" for glob in globs)
 
 
-def _tensors_of(origin: Origin) -> list[TensorEntry]:
+def tensors_of(origin: Origin) -> list[TensorEntry]:
     """Return what the files hold that the manifest remembers."""
     heads = origin.headers.items()
     parsed = (safetensors.parse_header(text.encode(), file=name, file_nbytes=None) for name, text in heads)
@@ -198,11 +188,9 @@ def leave_out(named: Named, model: Checkpoint, opened: Opened) -> Named:
     entries = {entry.fqn: entry for entry in model.tensors}
     for alias, name in named.aliases.items():
         if not is_same(entries[alias], entries[name], opened, tied=True):
-            raise UsageError(
-                f"{alias!r} and {name!r} are one tensor by the config, and differ in the checkpoint",
-                where=opened.source.root,
-                hint=f"is tie_word_embeddings in {CONFIG_NAME} what was trained? `ckpt gather --names live` keeps both",
-            )
+            what = f"{alias!r} and {name!r} are one tensor by the config, and differ in the checkpoint"
+            hint = f"is tie_word_embeddings in {CONFIG_NAME} what was trained? `ckpt gather --names live` keeps both"
+            raise UsageError(what, where=opened.source.root, hint=hint)
     check_copies(named, opened)
     return named
 
@@ -242,11 +230,9 @@ def check_copies(named: Named, opened: Opened) -> None:
     for one, other in named.copies:
         if one.num_elems and not is_same(one, other, opened, tied=True):
             names = first_few(dict.fromkeys([one.fqn, other.fqn]))
-            raise UsageError(
-                f"{names}: copies of the same rows by the map, and they differ",
-                where=opened.source.root,
-                hint="they were trained apart, or the map is of another model",
-            )
+            what = f"{names}: copies of the same rows by the map, and they differ"
+            where = opened.source.root
+            raise UsageError(what, where=where, hint="they were trained apart, or the map is of another model")
 
 
 def is_same(one: TensorEntry, other: TensorEntry, opened: Opened, tied: bool) -> bool:

@@ -8,12 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ckpt_tools.checkpoint.entries import Asset, Checkpoint, TensorEntry
-from ckpt_tools.checkpoint.formats.manifest import (
-    MANIFEST_NAME,
-    FileRecord,
-    TensorRecord,
-    build_manifest,
-)
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, FileRecord, TensorRecord, build_manifest
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.formats.table import format_of
 from ckpt_tools.checkpoint.ledger import LEFT_OUT
@@ -22,10 +17,7 @@ from ckpt_tools.checks.manifest import changed_asset
 from ckpt_tools.checks.structure import json_problem
 from ckpt_tools.checks.values import check_values
 from ckpt_tools.checks.verify import Summed, verify
-from ckpt_tools.convert.job import (
-    Conversion,
-    Job,
-)
+from ckpt_tools.convert.job import Conversion, Job
 from ckpt_tools.convert.parts import OF_SOURCE, check_step, record_parts
 from ckpt_tools.convert.record import manifest_of, record_of, tensor_records, written_files
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError
@@ -85,7 +77,9 @@ def finish(
     parts = parts or {}
     _settle(job, outcome)
     job.counts = outcome.counts
-    job.warnings = (*job.warnings, *_value_warnings(job))
+    cast = "" if job.dtype == "keep" else f" (after the cast to {job.dtype})"  # of the source's values
+    strange = check_values(job.opened, job.source, job.counts)
+    job.warnings = (*job.warnings, *(f"{each.code}: {each.where}: {each.what}{cast}" for each in strange))
     marked = record_of(marker) if marker else None
     tensors = dict(tensor_records(job, outcome.digests))
     if job.use_dtensor:  # framed as torch does it
@@ -94,7 +88,7 @@ def finish(
     held = dict(record_parts(sink, parts))
     manifest = build_manifest(manifest_of(job, tensors, outcome.digests, assets, marked, outcome.frames, held))
     documents = {**job.documents, MANIFEST_NAME: manifest}
-    last = None if marker else job.last_document
+    last = None if marker else next((name for name in job.documents if name.endswith(".index.json")), None)
     for name, content in documents.items():
         if name != last:
             sink.write_document(name, content)
@@ -280,18 +274,9 @@ def _check_result(sink: Sink, target: Checkpoint) -> None:
     errors = [error for error in result.errors if error.code not in OF_SOURCE]
     if errors or found != expected:
         what = errors[0].what if errors else "its tensors are not those of the plan"
-        raise CkptError(
-            f"what was written does not pass its own check: {what}",
-            where=errors[0].where if errors else None,
-            hint="nothing was published; please report this with the output of `ckpt env`",
-        )
-
-
-def _value_warnings(job: Job) -> Iterator[str]:
-    """Say what is strange about the values that were written; they are those of the source, unless it was cast."""
-    cast = "" if job.dtype == "keep" else f" (after the cast to {job.dtype})"
-    for finding in check_values(job.opened, job.source, job.counts):
-        yield f"{finding.code}: {finding.where}: {finding.what}{cast}"
+        where = errors[0].where if errors else None
+        hint = "nothing was published; please report this with the output of `ckpt env`"
+        raise CkptError(f"what was written does not pass its own check: {what}", where=where, hint=hint)
 
 
 def notes_of_parts(job: Job) -> list[str]:

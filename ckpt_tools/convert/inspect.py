@@ -63,11 +63,7 @@ def inspect(options: InspectOptions) -> Summary:
         raise UsageError("rules need a mesh", hint="add for example --mesh dp_shard=8,tp=2")
     notes: list[str] = []
     with open_path(
-        source,
-        format=options.format,
-        shapes_from=options.shapes_from,
-        as_part=True,
-        component=options.component,
+        source, format=options.format, shapes_from=options.shapes_from, as_part=True, component=options.component
     ) as opened:
         named = _named(opened, options, notes, is_overlay=is_overlay)
         checkpoint = named.checkpoint

@@ -171,15 +171,6 @@ class Job:
         further = (replace(entries[fqn], fqn=alias, path=()) for alias, fqn in self.aliases.items())
         return replace(self.target, tensors=(*self.target.tensors, *further))
 
-    @property
-    def last_document(self) -> str | None:
-        """Name of the document that makes the rest a checkpoint, where the format has no marker: the index."""
-        return next((name for name in self.documents if name.endswith(".index.json")), None)
-
-    def asset_bytes(self, asset: Asset) -> int:
-        """Return the size of what is written for an asset."""
-        return len(self.rewritten[asset.file]) if asset.file in self.rewritten else asset.nbytes
-
 
 def choose(job: Job, **options: object) -> None:
     """Let the manifest say that tensors are left out on purpose, by the options that are given."""
@@ -211,11 +202,9 @@ def check_claims(job: Job) -> None:
     check_candidates(job.opened.candidates, job.opened.source.root)
     step = job.opened.step
     if step is not None and step.has_own and not job.parts:
-        raise UnreadableError(
-            f"{step.title} of {len(step.parts)} models, which this command would part",
-            where=job.opened.source.root,
-            hint=f"--from {job.opened.format.name} takes the one at the top alone",
-        )
+        what = f"{step.title} of {len(step.parts)} models, which this command would part"
+        hint = f"--from {job.opened.format.name} takes the one at the top alone"
+        raise UnreadableError(what, where=job.opened.source.root, hint=hint)
     own = [job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors]
     if flat := [name for name in own if "flat_param" in name and origins_of([name])]:
         raise PartError(f"{FLAT}: {first_few(flat)}", where=job.opened.source.root, hint=FLAT_WAY)
@@ -232,11 +221,9 @@ def check_claims(job: Job) -> None:
     for source, asset in job.assets:
         found = source.size(asset.source_file)
         if found != asset.nbytes:
-            raise UnreadableError(
-                f"the file has {found} bytes, {asset.nbytes} were recorded",
-                where=os.path.join(source.root, asset.source_file),
-                hint=f"restore it, or remove {MANIFEST_NAME} to go on without what it records",
-            )
+            what = f"the file has {found} bytes, {asset.nbytes} were recorded"
+            hint = f"restore it, or remove {MANIFEST_NAME} to go on without what it records"
+            raise UnreadableError(what, where=os.path.join(source.root, asset.source_file), hint=hint)
     for blob in job.source.blobs:
         found = job.opened.source.size(blob.span.file)
         if blob.span.offset + blob.span.nbytes > found:
@@ -307,11 +294,9 @@ def check_separate(opened: Opened, destination: str) -> None:
         source = os.path.realpath(os.path.join(opened.source.place, name))
         target = os.path.realpath(local(destination))
     if target == source or target.startswith(source + os.sep) or source.startswith(target + os.sep):
-        raise UsageError(
-            "source and destination must not contain each other",
-            where=f"{opened.source.root} and {destination}",
-            hint="choose a destination beside the source",
-        )
+        what = "source and destination must not contain each other"
+        where = f"{opened.source.root} and {destination}"
+        raise UsageError(what, where=where, hint="choose a destination beside the source")
 
 
 def kept_by(opened: Opened, assets: AssetList) -> dict[str, str]:

@@ -51,9 +51,8 @@ def first_layers(opened: Opened, num_layers: int) -> tuple[Checkpoint, AssetList
         live = name_live(opened.checkpoint, assets, Naming(), opened.resolve).sources
         numbers = {own: found[1] for fqn, own in live.items() if (found := in_layer.fullmatch(fqn))}
     if not numbers:
-        raise UsageError(
-            f"no tensor is called {path}", where=where, hint="bring it to the model's own names first: `ckpt rename`"
-        )
+        hint = "bring it to the model's own names first: `ckpt rename`"
+        raise UsageError(f"no tensor is called {path}", where=where, hint=hint)
     tensors = tuple(e for e in opened.checkpoint.tensors if int(numbers.get(e.fqn, "0")) < num_layers)
     values: dict[str, Any] = copy.deepcopy(dict(claim.config))
     changed = sorted({key for part in _parts(values) for key in _cut(part, count, num_layers)})

@@ -9,36 +9,18 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from ckpt_tools import errors
 from ckpt_tools.convert.job import Conversion
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.options import options_of
+from ckpt_tools.sandbox.wire import error_from_json, error_to_json
 from ckpt_tools.storage.locations import absolute
 
 MAX_LOSSES = 5
 """How often a part is run again after the process or the node that ran it was lost."""
 _CPUS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """A `CkptError` on its way from a node."""
-
-    kind: str
-    what: str
-    where: str | None
-    hint: str | None
-
-    def to_error(self) -> CkptError:
-        """Return it."""
-        kind = getattr(errors, self.kind, CkptError)
-        found: CkptError = (kind if isinstance(kind, type) and issubclass(kind, CkptError) else CkptError)(
-            self.what, where=self.where, hint=self.hint
-        )
-        return found
 
 
 def convert_on_ray(
@@ -66,9 +48,8 @@ def convert_on_ray(
     try:
         cpus = int(ray.cluster_resources().get("CPU", 1))
         count = num_parts or max(1, cpus // _CPUS)
-        task = ray.remote(_run_part).options(
-            max_retries=MAX_LOSSES, num_cpus=min(_CPUS, cpus), scheduling_strategy="SPREAD"
-        )
+        spread = {"max_retries": MAX_LOSSES, "num_cpus": min(_CPUS, cpus), "scheduling_strategy": "SPREAD"}
+        task = ray.remote(_run_part).options(**spread)
         waiting = [task.remote(function.__name__, options, index, count) for index in range(count)]
         results: list[Conversion] = []
         while waiting:
@@ -96,36 +77,33 @@ def _join(ray: Any, on: str) -> None:  # noqa: ANN401 - a module
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, ImportError) as error:
-        raise UsageError(
-            f"no Ray cluster can be joined: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            where=address,
-            hint="start one (ray start --head), set RAY_ADDRESS, or name it: --on ray://HOST:10001",
-        ) from error
+        what = f"no Ray cluster can be joined: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        hint = "start one (ray start --head), set RAY_ADDRESS, or name it: --on ray://HOST:10001"
+        raise UsageError(what, where=address, hint=hint) from error
 
 
 def _take(ray: Any, done: Any, waiting: list[Any]) -> Conversion:  # noqa: ANN401 - Ray's own
     try:
         result = ray.get(done)
     except ray.exceptions.RayError as error:
-        failure: CkptError | None = StorageError(
-            f"a part was lost {1 + MAX_LOSSES} times, or could not be started: {type(error).__name__}",
-            hint="what the other parts have written is kept: the same command continues from there",
-        )
+        what = f"a part was lost {1 + MAX_LOSSES} times, or could not be started: {type(error).__name__}"
+        hint = "what the other parts have written is kept: the same command continues from there"
+        failure: CkptError = StorageError(what, hint=hint)
     else:
-        failure = result.to_error() if isinstance(result, _Failure) else None
-    if failure is None:
-        return result  # type: ignore[no-any-return]
+        if isinstance(result, Conversion):
+            return result
+        failure = error_from_json(result)
     for each in waiting:
         ray.cancel(each)
     raise failure
 
 
-def _run_part(name: str, options: Mapping[str, Any], index: int, count: int) -> Conversion | _Failure:
-    """Do one part, on whichever node this is."""
+def _run_part(name: str, options: Mapping[str, Any], index: int, count: int) -> Conversion | dict[str, str | None]:
+    """Do one part, on whichever node this is; return what came of it, or the error as a document."""
     from ckpt_tools.convert import commands
 
     try:
         result: Conversion = getattr(commands, name)(**options, part=f"{index}/{count}")
     except CkptError as error:
-        return _Failure(type(error).__name__, error.what, error.where, error.hint)
+        return error_to_json(error)
     return result

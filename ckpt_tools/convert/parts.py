@@ -68,8 +68,5 @@ def check_step(directory: str, names: Iterable[str]) -> None:
 
 
 def _unlike(what: str, where: str) -> CkptError:
-    return CkptError(
-        f"what was written does not pass its own check: {what}",
-        where=where,
-        hint="nothing was published; please report this with the output of `ckpt env`",
-    )
+    hint = "nothing was published; please report this with the output of `ckpt env`"
+    return CkptError(f"what was written does not pass its own check: {what}", where=where, hint=hint)

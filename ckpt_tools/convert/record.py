@@ -31,7 +31,9 @@ def planned_files(job: Job) -> list[tuple[str, int]]:
     """Return (name, bytes) of every file that the job writes."""
     # Those of `.metadata` are an estimate, and so are those of the manifest beside it, which says them; with torch's
     # own writer those of the data files are.
-    assets = {asset.file: FileRecord(nbytes=job.asset_bytes(asset), digest=UNKNOWN_DIGEST) for _, asset in job.assets}
+    sizes = {asset.file: asset.nbytes for _, asset in job.assets}
+    sizes |= {file: len(content) for file, content in job.rewritten.items()}
+    assets = {file: FileRecord(nbytes=nbytes, digest=UNKNOWN_DIGEST) for file, nbytes in sizes.items()}
     kind = format_of(job.target)
     marker = None
     if kind.marker:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ckpt_tools.checkpoint.formats.dcp_placing import kept_cells, place
@@ -14,17 +13,17 @@ from ckpt_tools.convert.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.convert.to_hf import gathering_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.naming import Named, Naming, name_live
+from ckpt_tools.options.adapters import MergeOptions
 from ckpt_tools.options.convert import GatherOptions
+from ckpt_tools.options.rewrite import WritingOptions
 from ckpt_tools.text import first_few
 
 
 def own_job(
     opened: Opened,
     destination: str,
+    options: WritingOptions | MergeOptions,
     *,
-    dtype: str = "keep",
-    dtype_for: Sequence[str] = (),
-    max_shard_size: str | None = None,
     only_model: bool = True,
     named: Named | None = None,
 ) -> Job:
@@ -33,7 +32,7 @@ def own_job(
     `only_model` leaves optimizer state and whatever else a trainer keeps out of a DCP checkpoint. Safetensors hold
     nothing but a model anyway.
     """
-    own = None
+    own, dtype, dtype_for, limit = None, options.dtype, options.dtype_for, options.max_shard_size
     if named is not None:
         own = {entry.fqn: named.sources.get(entry.fqn, "") for entry in named.checkpoint.tensors}
         check_whole(opened, opened.own_assets, named.checkpoint.tensors, own, named.apart)
@@ -42,7 +41,7 @@ def own_job(
         gather = GatherOptions(
             opened.source.root,
             destination,
-            max_shard_size=max_shard_size,
+            max_shard_size=limit,
             dtype=dtype,
             dtype_for=dtype_for,
             names="auto" if named is None else "live",
@@ -50,11 +49,9 @@ def own_job(
         )
         job = gathering_job(opened, gather, before=own)
         return job if named is None else _of_names(job, named)
-    if max_shard_size is not None:
-        raise UsageError(
-            "--max-shard-size is for safetensors files, and the source is a DCP checkpoint",
-            hint="leave it out, and `ckpt gather` the result",
-        )
+    if limit is not None:
+        what = "--max-shard-size is for safetensors files, and the source is a DCP checkpoint"
+        raise UsageError(what, hint="leave it out, and `ckpt gather` the result")
     opened = revealed(opened) if only_model else opened
     check_sealed(opened)
     chosen = replace(find_model(opened.checkpoint)[0], blobs=()) if only_model else opened.checkpoint
@@ -97,11 +94,9 @@ def renamed(opened: Opened, naming: Naming) -> Named:
         named = name_live(model, opened.own_assets, naming, opened.resolve)
         named = replace(named, sources={new: names.get(old, old) for new, old in named.sources.items()})
     if opened.format.loads_by_dcp and named.apart:
-        raise UsageError(
-            f"the map joins or splits tensors, which are cut: {first_few([entry.fqn for entry in named.apart])}",
-            where=opened.source.root,
-            hint="`ckpt reshard SRC DST --map FILE --mesh …` cuts them anew",
-        )
+        what = f"the map joins or splits tensors, which are cut: {first_few([entry.fqn for entry in named.apart])}"
+        where = opened.source.root
+        raise UsageError(what, where=where, hint="`ckpt reshard SRC DST --map FILE --mesh …` cuts them anew")
     entries = {entry.fqn: entry for entry in named.checkpoint.tensors}
     copies = (replace(entries[fqn], fqn=alias, path=()) for alias, fqn in named.aliases.items())
     checkpoint = replace(named.checkpoint, tensors=(*named.checkpoint.tensors, *copies), blobs=())

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckpt_tools.checkpoint.formats.digest import digest_bytes, digest_tensor
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
@@ -34,12 +35,21 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, U
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.storage.locations import is_remote, local, open_shared_sink, open_sink, open_source
 from ckpt_tools.storage.shared_staging import tidy
-from ckpt_tools.storage.sink import SharedSink
+from ckpt_tools.storage.sink import SharedSink, Sink
 from ckpt_tools.storage.staging import Staging, check_destination, check_space
 from ckpt_tools.text import escape_name, first_few
-from ckpt_tools.transfer.execute import Outcome, execute, scan
-from ckpt_tools.transfer.plan import Plan, blob_name, blocks_of, chunk_index, copy_span, group_by_tensor, is_plain
-from ckpt_tools.transfer.share_record import FileRecord, ShareRecord, build_record, parse_record, record_name
+from ckpt_tools.transfer.execute import Outcome, Progress, execute, scan
+from ckpt_tools.transfer.plan import (
+    FilePlan,
+    Plan,
+    blob_name,
+    blocks_of,
+    chunk_index,
+    copy_span,
+    group_by_tensor,
+    is_plain,
+)
+from ckpt_tools.transfer.share_record import PartFile, ShareRecord, build_record, parse_record, record_name
 from ckpt_tools.transfer.split import Part, boxes_before, split
 from ckpt_tools.transfer.task import Task
 from ckpt_tools.transfer.tensor_digest import DisagreementError, Seen
@@ -120,17 +130,7 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
         parts = _write_parts(job, plans, sink) if isinstance(sink, Staging) else {}
         assets = carry_assets(job, sink)
         progress = job.progress(plan.read_bytes) if job.progress is not None and plan.read_bytes else None
-        outcome = execute(
-            plan.files,
-            job.opened.source,
-            sink,
-            num_workers=job.num_workers,
-            progress=progress,
-            resumable=True,
-            edits=job.edits,
-            counting=True,
-            stored=to_digest(job),
-        )
+        outcome = _move(job, plan.files, sink, progress, edits=job.edits)
         if job.accept is not None:
             job.accept()
         read_apart(job, outcome)
@@ -138,6 +138,11 @@ def _write(job: Job, plans: Mapping[str, Plan], start: float, needed: int, *, is
             kept, total = format_size(outcome.bytes_kept), format_size(plan.read_bytes)
             job.notes.append(f"continued an interrupted run: {kept} of {total} were there and are right")
         return finish(job, start, sink, outcome, assets, marker, parts)
+
+
+def _move(job: Job, files: Sequence[FilePlan], sink: Sink, progress: Progress | None, **more: Any) -> Outcome:  # noqa: ANN401 - as `execute` has it
+    how = {"resumable": True, "counting": True, "stored": to_digest(job), "num_workers": job.num_workers, **more}
+    return execute(files, job.opened.source, sink, progress=progress, **how)
 
 
 def _write_parts(job: Job, plans: Mapping[str, Plan], staging: Staging) -> dict[str, Conversion]:
@@ -236,7 +241,7 @@ _THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Allotment:
     """A part among the others: which files each has. Every part computes the same."""
 
     part: Part
@@ -297,13 +302,7 @@ def _right(records: Sequence[ShareRecord], sink: SharedSink) -> list[ShareRecord
     return [record for record, right in zip(records, found, strict=True) if right]
 
 
-def add_progress(job: Job, bytes_kept: int) -> None:
-    """Say what an interrupted run of this part had done."""
-    if bytes_kept:
-        job.notes.append(f"continued an interrupted run: {format_size(bytes_kept)} were there and are right")
-
-
-def commit(job: Job, place: Place, sink: SharedSink, start: float, *, read: int) -> Conversion:
+def commit(job: Job, place: Allotment, sink: SharedSink, start: float, *, read: int) -> Conversion:
     """Publish when every part is there; else say which are missing, and leave."""
     waiting = place.missing(place.parse(sink.records_there()))
     if waiting and place.is_published(job.destination):  # by the same command, run twice at once
@@ -332,7 +331,7 @@ def commit(job: Job, place: Place, sink: SharedSink, start: float, *, read: int)
 
 
 def _leave(
-    job: Job, place: Place, sink: SharedSink, start: float, waiting: tuple[int, ...], *, read: int
+    job: Job, place: Allotment, sink: SharedSink, start: float, waiting: tuple[int, ...], *, read: int
 ) -> Conversion:
     sink.keep()
     own = [(place.files[i], job.target.files[place.files[i]]) for i in place.shares[place.part.index]]
@@ -435,7 +434,7 @@ def check_can_be_cut(job: Job) -> None:
         raise UsageError(f"{problem[0]} cannot be shared by several processes", hint=problem[1])
 
 
-def find_place(job: Job, part: Part) -> Place:
+def find_place(job: Job, part: Part) -> Allotment:
     """Return which files every part of a job has."""
     files = tuple(job.target.files)
     # Ranks that hold other columns of the same rows read the same blocks.
@@ -446,7 +445,7 @@ def find_place(job: Job, part: Part) -> Place:
     if idle:
         hint = "; add --max-shard-size" if job.mesh is None else ""
         job.notes.append(f"{len(files)} files, {part.count} parts: {idle} have nothing to do{hint}")
-    return Place(part=part, shares=shares, files=files, fingerprint=_fingerprint(job))
+    return Allotment(part=part, shares=shares, files=files, fingerprint=_fingerprint(job))
 
 
 def elsewhere(job: Job, earlier: Collection[str]) -> dict[str, tuple[Box, ...]]:
@@ -461,7 +460,7 @@ def _fingerprint(job: Job) -> str:
     return fingerprint(job, digest_bytes(json.dumps(layout).encode()).encode())
 
 
-def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
+def _write_passes(job: Job, plan: Plan, place: Allotment, sink: SharedSink) -> int:
     """Write the files of a part that are not there yet; return the bytes that were read."""
     own = place.shares[place.part.index]
     sizes = [job.target.files[place.files[i]] for i in own]
@@ -482,29 +481,20 @@ def _write_passes(job: Job, plan: Plan, place: Place, sink: SharedSink) -> int:
         name = record_name(place.part.index, place.part.count, number)
         sink.begin(name)
         earlier = set(place.files[: place.files.index(files[0])])
-        outcome = execute(
-            plan.files_of(frozenset(files)),
-            job.opened.source,
-            sink,
-            num_workers=job.num_workers,
-            progress=progress,
-            resumable=True,
-            counting=True,
-            before=elsewhere(job, earlier),
-            stored=to_digest(job),
-        )
+        outcome = _move(job, plan.files_of(frozenset(files)), sink, progress, before=elsewhere(job, earlier))
         read += outcome.bytes_read
         if number == 0:
             read += read_apart(job, outcome, slice(place.turn, None, place.num_busy))
-        add_progress(job, outcome.bytes_kept)
+        if outcome.bytes_kept:
+            kept = format_size(outcome.bytes_kept)
+            job.notes.append(f"continued an interrupted run: {kept} were there and are right")
+        there = {f: PartFile(identity=sink.identity(f) or {}, frames=outcome.frames.get(f)) for f in files}
         record = ShareRecord(
             fingerprint=place.fingerprint,
             index=place.part.index,
             count=place.part.count,
             number=number,
-            files={
-                file: FileRecord(identity=sink.identity(file) or {}, frames=outcome.frames.get(file)) for file in files
-            },
+            files=there,
             digests=outcome.digests,
             counts=outcome.counts,
             parts=outcome.parts,
@@ -531,11 +521,9 @@ def make_inert(job: Job, *, keep: bool) -> None:
         for each in items:
             name = each.file.split("!")[1]
             if each.verdict == "dangerous" and not keep:
-                raise UnreadableError(
-                    f"loading the item {name!r} would run {describe_executable(each)}",
-                    where=each.file,
-                    hint=f"--exclude {escape_name(name)!r} leaves it out; --keep-pickles copies it",
-                )
+                what = f"loading the item {name!r} would run {describe_executable(each)}"
+                hint = f"--exclude {escape_name(name)!r} leaves it out; --keep-pickles copies it"
+                raise UnreadableError(what, where=each.file, hint=hint)
             told += [f"{name} ({describe_executable(each)})"] * (each.verdict == "dangerous")
     if told and keep:
         job.notes.append(f"copied pickles and code, which run when they are loaded: {first_few(told, 6)}")
@@ -543,10 +531,8 @@ def make_inert(job: Job, *, keep: bool) -> None:
         left = {asset.source_file: found[asset.file] for _, asset in job.assets if found[asset.file]}
         target = format_of(job.target)
         if (target.loads_by_dcp or target.has_parts) and (needed := sorted(left.keys() & judge(job.opened).needed)):
-            raise UnreadableError(
-                f"loading {needed[0]} could run {left[needed[0]]}, and the trainer does not resume without it",
-                where=job.opened.source.root,
-                hint="--keep-pickles copies it; `ckpt gather`, or --for plain, takes the model alone",
-            )
+            what = f"loading {needed[0]} could run {left[needed[0]]}, and the trainer does not resume without it"
+            hint = "--keep-pickles copies it; `ckpt gather`, or --for plain, takes the model alone"
+            raise UnreadableError(what, where=job.opened.source.root, hint=hint)
         job.notes.append(f"left out pickles and code: {first_few(told, 6)}; --keep-pickles copies them")
         job.assets = [(source, asset) for source, asset in job.assets if not found[asset.file]]

@@ -37,11 +37,9 @@ def quantised_job(job: Job, *, keep: Sequence[str], max_file_nbytes: int, num_wo
     settings = _settings_before(job, sources)
     chosen = choose(sources, keep, shown_names(sources, job.names))
     if not chosen.weights:
-        raise UsageError(
-            "; ".join(("--quantize fp8 found no linear layer to quantise", *_reasons(chosen))),
-            where=job.opened.source.root,
-            hint="only language models with the hub's names are supported (docs/guides/convert.md)",
-        )
+        what = "; ".join(("--quantize fp8 found no linear layer to quantise", *_reasons(chosen)))
+        hint = "only language models with the hub's names are supported (docs/guides/convert.md)"
+        raise UsageError(what, where=job.opened.source.root, hint=hint)
     encoder = Encoder(job.opened.source)
     files: dict[str, VirtualFile] = {}
     read: list[TensorEntry] = []

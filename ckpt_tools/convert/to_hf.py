@@ -45,11 +45,8 @@ def gathering_job(
     include, exclude = options.include, options.exclude
     stem, suffix = os.path.splitext(destination)
     if suffix in (".safetensors", *PICKLES):
-        raise UsageError(
-            f"the destination is a directory of files, its name should not end in {suffix}",
-            where=destination,
-            hint=f"ckpt gather … {stem}",
-        )
+        what = f"the destination is a directory of files, its name should not end in {suffix}"
+        raise UsageError(what, where=destination, hint=f"ckpt gather … {stem}")
     naming = Naming.of(options.names, options.map)
     notes = notes_on(opened)
     original = opened.origin
@@ -66,11 +63,7 @@ def gathering_job(
             hint = f"leave out --{', --'.join(given)}" if given else "--like takes a model of safetensors files"
             raise UsageError("--like decides on names, files and dtypes by itself", hint=hint)
         model, names = model_in(opened, strip, notes)
-        return _restore(
-            *(opened, model, names, like.origin, destination),
-            *(beside, notes, naming),
-            is_reference=True,
-        )
+        return _restore(*(opened, model, names, like.origin, destination), *(beside, notes, naming), is_reference=True)
     if plain and original is not None:
         names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
@@ -84,9 +77,8 @@ def gathering_job(
     warnings = differences(named, opened, beside, notes)
     if named.note:
         notes.append(named.note)
-    source = replace(
-        named.checkpoint, tensors=tuple(map(opened.resolve, opened.ahead(named.checkpoint.tensors))), blobs=()
-    )
+    read = map(opened.resolve, opened.ahead(named.checkpoint.tensors))
+    source = replace(named.checkpoint, tensors=tuple(read), blobs=())
     own = {fqn: names.get(own, own) for fqn, own in named.sources.items()}
     own |= {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources}
     apart = as_stored(named.apart, names)
@@ -163,36 +155,27 @@ def _restore(
         by_fqn = {entry.fqn: entry for entry in model.tensors}
     wanted = {entry.fqn: entry for entry in placed}
     if len(wanted) != len(placed):
-        raise UnreadableError(
-            "the headers that are to be restored have a tensor twice",
-            where=opened.source.root,
-            hint=f"remove {MANIFEST_NAME} to write files of another arrangement",
-        )
+        what = "the headers that are to be restored have a tensor twice"
+        where = opened.source.root
+        raise UnreadableError(what, where=where, hint=f"remove {MANIFEST_NAME} to write files of another arrangement")
     _leave_out_twins(wanted, by_fqn, opened, ties_in(assets), notes)
     _same_keys(wanted, by_fqn, is_reference=is_reference)
     for fqn, entry in wanted.items():
         own = by_fqn[fqn]
         castable = own.dtype == entry.dtype or (own.dtype.is_float and entry.dtype.is_float)
         if own.shape != entry.shape or not castable:
-            raise UsageError(
-                f"tensor {fqn!r} is {own.dtype.name} {list(own.shape)}, "
-                f"the reference has {entry.dtype.name} {list(entry.shape)}",
-                hint="is it a reference of this model?",
-            )
+            here, there = (f"{each.dtype.name} {list(each.shape)}" for each in (own, entry))
+            what = f"tensor {fqn!r} is {here}, the reference has {there}"
+            raise UsageError(what, hint="is it a reference of this model?")
     documents = {}
     if origin.index_name is not None and origin.index_text is not None:
         documents[origin.index_name] = origin.index_text.encode()
         if set(hf.parse_index(documents[origin.index_name], where=MANIFEST_NAME).values()) - sizes.keys():
-            raise UnreadableError(
-                "the index that is to be restored names other files than its headers",
-                where=opened.source.root,
-                hint=f"remove {MANIFEST_NAME} to write files of another arrangement",
-            )
-    source = replace(
-        model,
-        tensors=tuple(map(opened.resolve, opened.ahead(entry for entry in model.tensors if entry.fqn in wanted))),
-        blobs=(),
-    )
+            what = "the index that is to be restored names other files than its headers"
+            hint = f"remove {MANIFEST_NAME} to write files of another arrangement"
+            raise UnreadableError(what, where=opened.source.root, hint=hint)
+    kept = opened.ahead(entry for entry in model.tensors if entry.fqn in wanted)
+    source = replace(model, tensors=tuple(map(opened.resolve, kept)), blobs=())
     return Job(
         opened=opened,
         source=source,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -60,11 +60,8 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions, so
         with own if options.assets is None else open_source(os.fspath(options.assets)) as beside:
             config = config_beside(beside)
         if config is None:
-            raise UsageError(
-                "--tp-plan auto needs the model's config.json",
-                where=beside.root,
-                hint="pass --assets DIR with the model's directory, or write the rules yourself with --rules",
-            )
+            hint = "pass --assets DIR with the model's directory, or write the rules yourself with --rules"
+            raise UsageError("--tp-plan auto needs the model's config.json", where=beside.root, hint=hint)
         plan = auto_plan(config.values, os.path.abspath(beside.root))
         rules += tp_plan_rules(config.values, [entry.fqn for entry in checkpoint.tensors], plan)
     names = shown_names(checkpoint.tensors, sources or {})
@@ -73,37 +70,33 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions, so
     return replace(layout, placements={**layout.placements, **like_parameters})
 
 
-def _notes(layout: Layout) -> tuple[str, ...]:
-    if not layout.kept_whole:
-        return ()
-    axes = "×".join(dict.fromkeys(axis for found in layout.kept_whole.values() for axis in found))
-    names = first_few(list(layout.kept_whole), 4)
-    return (f"whole on {axes}, which does not divide them (--tp-uneven replicate): {names}",)
+def _notes(layout: Layout) -> Iterator[str]:
+    if layout.kept_whole:
+        axes = "×".join(dict.fromkeys(axis for found in layout.kept_whole.values() for axis in found))
+        names = first_few(list(layout.kept_whole), 4)
+        yield f"whole on {axes}, which does not divide them (--tp-uneven replicate): {names}"
 
 
-def _warnings(layout: Layout) -> tuple[str, ...]:
+def _warnings(layout: Layout) -> Iterator[str]:
     """Say that no rule cuts along tp, and which parameters stock PyTorch does not load into what transformers has cut.
 
     Source: PyTorch 2.13, whose `DTensor.__create_chunk_list__` describes a `_StridedShard` by its first offset and its
     size, as if it were one run; transformers 5.23 redistributes these tensors before it saves or loads.
     """
-    if (size := layout.mesh.size("tp")) > 1 and not any(
-        isinstance(placements.get("tp"), Shard) for placements in layout.placements.values()
-    ):
+    size, is_cut = layout.mesh.size("tp"), any(isinstance(p.get("tp"), Shard) for p in layout.placements.values())
+    if size > 1 and not is_cut:
         text = f"nothing is cut along tp: each of its {size} ranks has every tensor as if there were no tp"
-        return (f"{text}. --tp-plan auto cuts as the model's own plan says; --set and --rules as you say",)
-    if not layout.packed:
-        return ()
-    names = first_few(list(layout.packed), 4)
-    text = (
-        f"packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part "
-        "of each of their matrices on every rank, and dcp.load reads other rows into them, without an error. "
-        "Load with ckpt_tools.fsdp2.load_checkpoint, or redistribute them to Shard before dcp.load and back after it"
-    )
-    return (text,)
+        yield f"{text}. --tp-plan auto cuts as the model's own plan says; --set and --rules as you say"
+    elif layout.packed:
+        names = first_few(list(layout.packed), 4)
+        yield (
+            f"packed tensors ({names}): a model that transformers cuts with tp_plan='auto' has a part of each of their "
+            "matrices on every rank, and dcp.load reads other rows into them, without an error. Load with "
+            "ckpt_tools.fsdp2.load_checkpoint, or redistribute them to Shard before dcp.load and back after it"
+        )
 
 
-def _other_in_ranks(named: Named, layout: Layout, names: Mapping[str, str]) -> tuple[str, ...]:
+def _other_in_ranks(named: Named, layout: Layout, names: Mapping[str, str]) -> Iterator[str]:
     """Warn of tensors that transformers joins or splits along the dim that tp cuts.
 
     It cuts what lies in the files, and joins the parts: a rank has other rows than the DTensor in the live model says,
@@ -129,13 +122,11 @@ def _other_in_ranks(named: Named, layout: Layout, names: Mapping[str, str]) -> t
             meant = len(starts) == 1
         if not (is_whole and meant):
             found.append(entry.fqn)
-    if not found:
-        return ()
-    text = (
-        f"transformers joins or splits {first_few(found, 4)} along the dim that tp cuts, after it has cut them: "
-        "its ranks have other rows there than any checkpoint gives them. Load these by from_pretrained"
-    )
-    return (text,)
+    if found:
+        yield (
+            f"transformers joins or splits {first_few(found, 4)} along the dim that tp cuts, after it has cut them: "
+            "its ranks have other rows there than any checkpoint gives them. Load these by from_pretrained"
+        )
 
 
 def _like_parameters(
@@ -190,12 +181,7 @@ def _find_layout(opened: Opened, checkpoint: Checkpoint, named: Named, options: 
 
 
 def sharding_job(
-    opened: Opened,
-    options: ConvertOptions,
-    *,
-    named: Named | None = None,
-    root: str = "",
-    layout: Layout | None = None,
+    opened: Opened, options: ConvertOptions, *, named: Named | None = None, root: str = "", layout: Layout | None = None
 ) -> Job:
     """Return the job that writes `opened`, cut as `options` say.
 
@@ -238,6 +224,7 @@ def sharding_job(
         notes += notes_on_loading(target.tensors, os.fspath(options.destination))
     else:
         placed = place(target.tensors, cells, source.blobs)
+    ties = warn_of_ties(chosen.tensors, opened.assets, opened)
     return Job(
         opened=opened,
         source=source,
@@ -253,11 +240,7 @@ def sharding_job(
         mesh=layout.mesh,
         placements=layout.placements,
         notes=[*notes, *_notes(layout)],
-        warnings=(
-            *_warnings(layout),
-            *warn_of_ties(chosen.tensors, opened.assets, opened),
-            *(_other_in_ranks(named, layout, kept) if options.tp_plan else ()),
-        ),
+        warnings=(*_warnings(layout), *ties, *(_other_in_ranks(named, layout, kept) if options.tp_plan else ())),
     )
 
 

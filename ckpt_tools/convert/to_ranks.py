@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from ckpt_tools.checkpoint.formats.rank_files import VERL_FILE, RankFiles
 from ckpt_tools.checkpoint.formats.rank_writer import RankFile, places_of, plan_rank_file
 from ckpt_tools.checkpoint.layout import Mesh, parse_mesh
 from ckpt_tools.convert.job import Job
-from ckpt_tools.convert.to_step import outer_job
+from ckpt_tools.convert.to_step import given_flags, outer_job
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.options.convert import ConvertOptions
 from ckpt_tools.text import first_few
@@ -49,16 +48,8 @@ def ranks_job(opened: Opened, options: ConvertOptions, stack: ExitStack) -> Job:
 
 
 def _mesh(options: ConvertOptions) -> Mesh:
-    stated: Sequence[tuple[str, object]] = (
-        *(("--rules", options.rules), ("--set", options.set), ("--tp-plan", options.tp_plan)),
-        *(("--prefix", options.prefix), ("--include", options.include), ("--exclude", options.exclude)),
-        *(
-            ("--dtype", options.dtype != "keep"),
-            ("--dtype-for", bool(options.dtype_for)),
-            ("--dequantize", options.dequantize),
-        ),
-    )
-    if flag := next((flag for flag, value in stated if value), None):
+    stated = ("rules", "set", "tp_plan", "prefix", "include", "exclude", "dtype", "dtype_for", "dequantize")
+    if flag := next(given_flags(options, stated), None):
         raise UsageError(f"--for verl changes the mesh and nothing else, and {flag} is given", hint="leave out one")
     mesh = parse_mesh(options.mesh, world_size=options.world_size) if isinstance(options.mesh, str) else options.mesh
     if mesh is None or [name for name, _ in mesh.axes] not in ([_REPLICATE, _SHARD], [_SHARD]):
@@ -109,11 +100,8 @@ def _job(opened: Opened, mesh: Mesh, destination: str) -> Job:
     config = _config(opened) if _CONFIG in files else {}
     if config.get("FSDP_version") != 2 and (mesh.size(_SHARD) == 1 or len(mesh.axes) > 1):
         what = "whole tensors on one rank" if mesh.size(_SHARD) == 1 else f"the process groups of {_REPLICATE} by name"
-        raise UsageError(
-            f"FSDP1 has {what}, which cannot be written",
-            where=opened.source.root,
-            hint="gather gives the model that verl starts from; with FSDP2, fsdp_config.json says FSDP_version 2",
-        )
+        hint = "gather gives the model that verl starts from; with FSDP2, fsdp_config.json says FSDP_version 2"
+        raise UsageError(f"FSDP1 has {what}, which cannot be written", where=opened.source.root, hint=hint)
     rewritten = {_CONFIG: json.dumps({**config, "world_size": mesh.world_size}, indent=4).encode()} if config else {}
     before = len(ranks["model"])
     note = f"{before} ranks become {mesh.world_size}; rank R has the scheduler and the RNG state of rank R mod {before}"

@@ -17,11 +17,7 @@ from ckpt_tools.checkpoint.formats.manifest import TensorRecord
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.formats.repositories import FILES_NAME
 from ckpt_tools.checkpoint.formats.step import OpenedStep, judge, judge_path, refuse_mixed
-from ckpt_tools.checkpoint.formats.steps import (
-    TRAINERS,
-    TrainerLayout,
-    dataloader_ranks,
-)
+from ckpt_tools.checkpoint.formats.steps import TRAINERS, TrainerLayout, dataloader_ranks
 from ckpt_tools.checkpoint.identity import TrainerName
 from ckpt_tools.checkpoint.layout import Layout, Mesh
 from ckpt_tools.checkpoint.names import origins_of
@@ -53,17 +49,14 @@ def layout_for(trainer: TrainerName, *, names: str, prefix: str, source: str) ->
     """
     layout = TRAINERS[trainer]
     if layout.refusal:
-        raise UsageError(
-            f"--for {trainer}: {layout.refusal}", hint=layout.instead.format(source=source) if layout.instead else None
-        )
+        what = f"--for {trainer}: {layout.refusal}"
+        raise UsageError(what, hint=layout.instead.format(source=source) if layout.instead else None)
     own = "live" if layout.names == "auto" and layout.prefix else layout.names
     if own != "auto" and names not in ("auto", own):
         raise UsageError(f"--for {trainer} writes --names {own}, and --names {names} is given", hint="leave out one")
     if prefix and not prefix.startswith(layout.prefix):
-        raise UsageError(
-            f"--for {trainer} puts {layout.prefix!r} in front of every name, and --prefix {prefix} is given",
-            hint="leave out one",
-        )
+        what = f"--for {trainer} puts {layout.prefix!r} in front of every name, and --prefix {prefix} is given"
+        raise UsageError(what, hint="leave out one")
     return replace(layout, names=layout.names if names == "auto" else names, prefix=prefix or layout.prefix)
 
 
@@ -73,9 +66,8 @@ def starting_job(job: Job, layout: TrainerLayout) -> Job:
     if not layout.part:
         return job
     if job.use_dtensor:
-        raise UsageError(
-            "--engine dtensor writes a DCP directory alone", hint=f"use --engine stream, or write into {layout.part}/"
-        )
+        what = "--engine dtensor writes a DCP directory alone"
+        raise UsageError(what, hint=f"use --engine stream, or write into {layout.part}/")
     outer = outer_job(job.opened, job.destination, {layout.part: job}, job.mesh)
     outer.notes, job.notes = job.notes, []
     return outer
@@ -101,11 +93,8 @@ def step_job(step: OpenedStep, options: ConvertOptions) -> Job:
     for _, error in step.broken:
         raise error
     if step.step.rank_files:
-        raise UnreadableError(
-            f"{first_few(step.step.rank_files)}: pickles of each rank's own part, which fit no other mesh",
-            where=path,
-            hint="save with DCP (accelerate's use_dcp=True)",
-        )
+        what = f"{first_few(step.step.rank_files)}: pickles of each rank's own part, which fit no other mesh"
+        raise UnreadableError(what, where=path, hint="save with DCP (accelerate's use_dcp=True)")
     _refuse(judge(step.root), path)
     _refuse_options(step, options, ("prefix", "include", "exclude", "dtype_for", "map", "names"))
     parts: dict[str, Job] = {}
@@ -165,11 +154,7 @@ def repository_job(step: OpenedStep, options: ConvertOptions | GatherOptions, bu
 
 
 def _files_job(step: OpenedStep, jobs: Mapping[str, Job], destination: str) -> Job:
-    """Return the job that makes of every model the one file that it was, all in one directory.
-
-    Raises:
-        UsageError: Two models have a tensor of the same name.
-    """
+    """Return the job that makes of every model the one file that it was, all in one directory."""
     outer = outer_job(step.root, destination, {}, None)
     checkpoint, records = outer.source, dict[str, TensorRecord]()
     outer.target = replace(outer.target, format=hf.FORMAT.name)
@@ -207,16 +192,18 @@ def _join(whole: Checkpoint, part: Checkpoint, rename: Callable[[str], str]) -> 
 
 
 def _refuse_options(step: OpenedStep, options: ConvertOptions | GatherOptions, fields: Sequence[str]) -> None:
-    """Refuse options that are for one checkpoint.
+    """Refuse options that are for one checkpoint."""
+    for flag in given_flags(options, fields):
+        what = f"{flag} applies to one checkpoint; this is {step.step.title} of {len(step.parts)}"
+        raise UsageError(what, where=step.root.source.root, hint=f"take one: {_give(step)}")
 
-    Raises:
-        UsageError: One of them is given.
-    """
-    for field in fields:
-        if getattr(options, field, None) not in (None, (), [], "", "auto", False, "safetensors"):
-            flag = {"trainer": "--for"}.get(field, "--" + field.replace("_", "-"))
-            what = f"{flag} applies to one checkpoint; this is {step.step.title} of {len(step.parts)}"
-            raise UsageError(what, where=step.root.source.root, hint=f"take one: {_give(step)}")
+
+def given_flags(options: ConvertOptions | GatherOptions, fields: Sequence[str]) -> Iterator[str]:
+    """Yield those of some options that are given, as the command line has them."""
+    given = (
+        f for f in fields if getattr(options, f, None) not in (None, (), [], "", "auto", "keep", "safetensors", False)
+    )
+    yield from ({"trainer": "--for"}.get(field, "--" + field.replace("_", "-")) for field in given)
 
 
 def _give(step: OpenedStep) -> str:

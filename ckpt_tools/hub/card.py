@@ -138,12 +138,10 @@ def facts_in(text: str) -> CardFacts:
     """Return what an existing card says; it stays so, and the card's sections must not contradict it."""
     known = {key: value for key, value in read_front_matter(text).items() if isinstance(value, str) and value}
     base, relation, library = (known.get(key) for key in ("base_model", "base_model_relation", "library_name"))
-    return CardFacts(
-        base_model=base if base is not None and is_hub_id(base) else None,
-        relation=next((word for word in get_args(Relation) if word == relation), None),
-        library=next((word for word in get_args(Library) if word == library), None),
-        instance_prompt=known.get("instance_prompt"),
-    )
+    its_relation: Relation | None = next((word for word in get_args(Relation) if word == relation), None)
+    its_library: Library | None = next((word for word in get_args(Library) if word == library), None)
+    base, prompt = base if base is not None and is_hub_id(base) else None, known.get("instance_prompt")
+    return CardFacts(base_model=base, relation=its_relation, library=its_library, instance_prompt=prompt)
 
 
 def notes_on(facts: CardFacts, asked: CardFacts, text: str) -> list[str]:
@@ -198,20 +196,12 @@ def _render(facts: CardFacts, repo: str) -> str:
         "vLLM": "vllm" in load.loaders and facts.base_model is not None and rank is not None,
         "ComfyUI": "comfyui" in load.loaders and load.weight_name is not None and is_plain,
     }
-    text = _template().render(
-        facts=facts,
-        load=load,
-        repo=repo,
-        name=repo.rpartition("/")[2],
-        title=facts.title or repo.rpartition("/")[2],
-        base=facts.base_model or _BASE_PLACEHOLDER,
-        made="An adapter for"
-        if facts.library == "peft" or load.is_adapter
-        else _MADE.get(facts.relation or "", "From"),
-        auto_class=load.auto_class if _is_class(load.auto_class) else "AutoModel",
-        vllm_rank=rank,
-        ways=[way for way, is_known in ways.items() if is_known],
-    )
+    name, known = repo.rpartition("/")[2], [way for way, is_known in ways.items() if is_known]
+    is_adapter = facts.library == "peft" or load.is_adapter
+    made = "An adapter for" if is_adapter else _MADE.get(facts.relation or "", "From")
+    own = {"name": name, "title": facts.title or name, "base": facts.base_model or _BASE_PLACEHOLDER, "made": made}
+    own["auto_class"] = load.auto_class if load.auto_class and _is_class(load.auto_class) else "AutoModel"
+    text = _template().render(facts=facts, load=load, repo=repo, vllm_rank=rank, ways=known, **own)
     return text.rstrip() + "\n"
 
 

@@ -113,9 +113,8 @@ def _check_adapter(source: Source, top: set[str]) -> None:
     if weights and ADAPTER_CONFIG not in top:
         is_there = ADAPTER_CONFIG in there
         what, hint = ("is left out", "push it as well") if is_there else ("is missing", "ckpt export-lora writes one")
-        raise UsageError(
-            f"an adapter whose {ADAPTER_CONFIG} {what}: no loader could use it", where=source.root, hint=hint
-        )
+        where = source.root
+        raise UsageError(f"an adapter whose {ADAPTER_CONFIG} {what}: no loader could use it", where=where, hint=hint)
     if ADAPTER_CONFIG in top and not weights:
         raise UnreadableError(f"{ADAPTER_CONFIG} without an adapter beside it", where=source.root, hint="save it again")
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ckpt_tools.errors import HubError, UsageError
 from ckpt_tools.hub.answers import client_errors, explain, is_transient, refusal_of, to_refusal
 from ckpt_tools.hub.front_matter import CARD_NAME
-from ckpt_tools.hub.plan import Answer, LocalFile, Remote
+from ckpt_tools.hub.plan import KeepAnswer, LocalFile, Remote
 from ckpt_tools.storage.remote.account import Account
 from ckpt_tools.storage.remote.hub_source import HubSource, open_commit
 from ckpt_tools.storage.remote.refusals import RefusalError, scrub
@@ -135,10 +135,10 @@ class Hub:
         doing = "creating the repository"
         self.call(doing, lambda: self.api.create_repo(self.repo, private=private, exist_ok=True), creates=True)
 
-    def ask(self, source: Source, files: Sequence[LocalFile], *, create_pr: bool) -> dict[str, Answer]:
+    def ask(self, source: Source, files: Sequence[LocalFile], *, create_pr: bool) -> dict[str, KeepAnswer]:
         """Ask how the hub will keep `files`; nothing is stored. A pull request (`create_pr`) takes fewer rights."""
         doing = "asking how the files will be kept"
-        found: dict[str, Answer] = {}
+        found: dict[str, KeepAnswer] = {}
         for start in range(0, len(files), ASK_FILES):
             rows = []
             for file in files[start : start + ASK_FILES]:
@@ -147,7 +147,7 @@ class Hub:
             document = self._request(doing, "POST", self._route("preupload", create_pr=create_pr), {"files": rows})
             try:
                 for row in document["files"]:
-                    found[row["path"]] = Answer(row["uploadMode"], row.get("shouldIgnore") is True)
+                    found[row["path"]] = KeepAnswer(row["uploadMode"], row.get("shouldIgnore") is True)
             except (AttributeError, KeyError, TypeError):
                 raise self.unexpected(doing) from None
         if any(file.path not in found or found[file.path].mode not in ("lfs", "regular") for file in files):

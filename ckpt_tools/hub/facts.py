@@ -173,15 +173,9 @@ def _peft(source: Source) -> CardFacts:
     base, notes = base_model_of(_text(config.get("base_model_name_or_path")), root=source.root)
     family = str(config.get("peft_type") or "lora").lower()
     settings = tuple(row for key in _SETTINGS for row in rows_of(key, config.get(key), ADAPTER_CONFIG))
-    return CardFacts(
-        base_model=base,
-        library="peft",
-        tags=(family,) if family.isalnum() else (),
-        pipeline_tag=pipeline_tag,
-        load=LoadFacts(is_adapter=True, auto_class=auto_class),
-        settings=settings,
-        notes=notes,
-    )
+    load, tags = LoadFacts(is_adapter=True, auto_class=auto_class), (family,) if family.isalnum() else ()
+    about = CardFacts(base_model=base, library="peft", pipeline_tag=pipeline_tag, notes=notes)
+    return replace(about, tags=tags, load=load, settings=settings)
 
 
 def _with_adapter(
@@ -198,14 +192,12 @@ def _with_adapter(
         named = next((metadata[key] for key in _BASE_KEYS if key in metadata), None)
         base, notes = base_model_of(named, root=source.root)
     load = facts.load or LoadFacts(is_adapter=True)
-    load = replace(
-        load,
-        auto_class=load.auto_class or ("AutoModel" if check.architecture == "llm" else None),
-        rank=max(check.ranks, default=None),
-        weight_name=name if is_diffusion and (not is_peft or "comfyui" in takes) else None,
-        component=family.main.component if family is not None and is_peft else None,
-        loaders=tuple(each for each in takes if is_diffusion == (each == "comfyui")),
-    )
+    auto_class = load.auto_class or ("AutoModel" if check.architecture == "llm" else None)
+    loaders = tuple(each for each in takes if is_diffusion == (each == "comfyui"))
+    weight_name = name if is_diffusion and (not is_peft or "comfyui" in takes) else None
+    component = family.main.component if family is not None and is_peft else None
+    load = replace(load, auto_class=auto_class, rank=max(check.ranks, default=None), loaders=loaders)
+    load = replace(load, weight_name=weight_name, component=component)
     tags = facts.tags or tuple(filter(str.isalnum, check.kind.split("+")))
     library = facts.library or ("diffusers" if "diffusers" in takes or name == DIFFUSERS_LORA else None)
     task = facts.pipeline_tag
@@ -214,17 +206,10 @@ def _with_adapter(
         task = task or task_of_adapter(family_name, base)
         more = ("lora", task, tag_of(family_name), library if library == "diffusers" else None, "template:sd-lora")
         tags = (*tags, *filter(None, more))
-    return replace(
-        facts,
-        base_model=base,
-        library=library,
-        pipeline_tag=task,
-        tags=tuple(dict.fromkeys(tags)),
-        instance_prompt=_text(metadata.get("modelspec.trigger_phrase")),
-        load=load,
-        settings=(*(facts.settings or _checked(check)), *_assumed(metadata)),
-        notes=notes,
-    )
+    tags, settings = tuple(dict.fromkeys(tags)), (*(facts.settings or _checked(check)), *_assumed(metadata))
+    trigger = _text(metadata.get("modelspec.trigger_phrase"))
+    facts = replace(facts, base_model=base, library=library, pipeline_tag=task, instance_prompt=trigger)
+    return replace(facts, tags=tags, load=load, settings=settings, notes=notes)
 
 
 def _checked(check: LoraCheck) -> tuple[Row, ...]:
@@ -255,12 +240,8 @@ def _transformers(config: Mapping[str, object], has_tokenizer: bool) -> CardFact
         *rows_of("model type", config.get("model_type"), CONFIG_NAME),
         *rows_of("dtype", config.get("dtype") or config.get("torch_dtype"), CONFIG_NAME),
     )
-    return CardFacts(
-        library="transformers",
-        pipeline_tag=pipeline_tag,
-        load=LoadFacts(auto_class=auto_class, has_tokenizer=has_tokenizer),
-        settings=settings,
-    )
+    load = LoadFacts(auto_class=auto_class, has_tokenizer=has_tokenizer)
+    return CardFacts(library="transformers", pipeline_tag=pipeline_tag, load=load, settings=settings)
 
 
 def task_of_class(name: str | None) -> str | None:

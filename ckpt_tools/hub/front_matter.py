@@ -52,11 +52,8 @@ def read_front_matter(text: str) -> dict[str, object]:
     except (yaml.YAMLError, ValueError, RecursionError):
         found, why = [], "is not valid YAML"
     if found is not None and not isinstance(found, dict):
-        raise UnreadableError(
-            f"the front matter of the model card {why}",
-            where=CARD_NAME,
-            hint="fix the part between the first two lines of dashes; the hub refuses it as well",
-        )
+        hint = "fix the part between the first two lines of dashes; the hub refuses it as well"
+        raise UnreadableError(f"the front matter of the model card {why}", where=CARD_NAME, hint=hint)
     return {str(key): value for key, value in (found or {}).items()}
 
 
@@ -104,8 +101,6 @@ def name_base(text: str, base_model: str | None) -> str:
             changes["tags"] = [str(tag).replace(paths[0], base_model) for tag in tags]
         if (named := with_keys(text, changes)) != text:
             return named
-    raise UnreadableError(
-        f"the model card names the base model by a local path: base_model is {paths[0]}",
-        where=CARD_NAME,
-        hint="--base-model ORG/NAME puts the hub id into the uploaded card; or fix README.md",
-    )
+    what = f"the model card names the base model by a local path: base_model is {paths[0]}"
+    hint = "--base-model ORG/NAME puts the hub id into the uploaded card; or fix README.md"
+    raise UnreadableError(what, where=CARD_NAME, hint=hint)

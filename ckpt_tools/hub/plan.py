@@ -57,7 +57,7 @@ class Remote:
         return there is not None and there.nbytes == file.nbytes and there.version["oid"] in (file.sha256, file.blob_id)
 
 
-class Answer(NamedTuple):
+class KeepAnswer(NamedTuple):
     """What the hub says about a file that is to come; `is_ignored`: its .gitignore leaves the file out."""
 
     mode: Mode
@@ -130,7 +130,7 @@ class PushResult:
 
 
 def plan_files(
-    local: Mapping[str, LocalFile], remote: Remote, answers: Mapping[str, Answer], *, delete_stale: bool = False
+    local: Mapping[str, LocalFile], remote: Remote, answers: Mapping[str, KeepAnswer], *, delete_stale: bool = False
 ) -> tuple[PlannedFile, ...]:
     """Return what becomes of every file."""
     planned = []

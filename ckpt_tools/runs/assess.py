@@ -17,7 +17,7 @@ from ckpt_tools.checks.verify import Looks, Verification, verify
 from ckpt_tools.errors import CkptError, UnreadableError, UnsupportedError, UsageError
 from ckpt_tools.options import ProgressFactory
 from ckpt_tools.options.common import Level
-from ckpt_tools.runs.folder import Folder, Look, Saved
+from ckpt_tools.runs.folder import Folder, Listing, Saved
 from ckpt_tools.runs.record import Entry
 from ckpt_tools.runs.retention import Candidate, Rules, State
 from ckpt_tools.runs.series import POINTERS, metric_in_name
@@ -40,7 +40,7 @@ class Assessor:
         self._examined: dict[str, tuple[State, str, frozenset[str]]] = {}
         """Stamp → by its headers, what the checkpoint is, why, and what it holds: what a resumed run would miss."""
 
-    def assess(self, look: Look, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
+    def assess(self, look: Listing, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
         """Say what is known of every checkpoint."""
         named = dict(self._named(look, record))
         found: list[Candidate] = []
@@ -125,7 +125,7 @@ class Assessor:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _named(self, look: Look, record: Mapping[str, Entry]) -> Iterator[tuple[str, str]]:
+    def _named(self, look: Listing, record: Mapping[str, Entry]) -> Iterator[tuple[str, str]]:
         """Yield the checkpoints that files of the trainer name: the one to resume from, the best one."""
         for pointer in (each for each in POINTERS if each in look.unknown):
             text = (self._folder.read(pointer, _MAX_POINTER_BYTES) or b"").decode(errors="replace").strip()

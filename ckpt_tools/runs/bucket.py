@@ -17,7 +17,7 @@ from ckpt_tools.runs.folder import (
     TRASH_PREFIX,
     Facts,
     Folder,
-    Look,
+    Listing,
     Saved,
     gather_saved,
     stamp_of,
@@ -54,7 +54,7 @@ class BucketFolder(Folder):
         start = len(self._key(""))
         return {found.key[start:]: _facts(found) for found in self._bucket.list(prefix) if len(found.key) > start}
 
-    def look(self) -> Look:
+    def look(self) -> Listing:
         """List every object below the prefix."""
         files: dict[str, dict[str, Facts]] = {}
         plain: dict[str, bool] = {}
@@ -71,7 +71,7 @@ class BucketFolder(Folder):
             for root, facts in files.items()
         }
         saved, unknown = gather_saved(items)
-        return Look(saved=saved, unknown=unknown, leftovers=leftovers)
+        return Listing(saved=saved, unknown=unknown, leftovers=leftovers)
 
     def read(self, file: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """Return the beginning of an object."""

@@ -119,11 +119,8 @@ def _for_ever(tender: Tender, options: WatchCall) -> Tended:
 def _require(tended: Tended) -> Tended:
     """Refuse a folder without a checkpoint: it is hardly the one that is meant."""
     if not tended.checkpoints:
-        raise UnreadableError(
-            "no checkpoint of a trainer is here",
-            where=tended.path,
-            hint="give the folder that holds checkpoint-N, step-N, global_step_N, *.ckpt or name_000000500.safetensors",
-        )
+        hint = "give the folder that holds checkpoint-N, step-N, global_step_N, *.ckpt or name_000000500.safetensors"
+        raise UnreadableError("no checkpoint of a trainer is here", where=tended.path, hint=hint)
     return tended
 
 

@@ -29,13 +29,13 @@ from ckpt_tools.runs.folder import (
     BusyError,
     Facts,
     Folder,
-    Look,
+    Listing,
     Saved,
     gather_saved,
     stamp_of,
 )
 from ckpt_tools.runs.series import parse_name, place_of
-from ckpt_tools.storage.claim import NO_LOCKS, staging_path
+from ckpt_tools.storage.claim import staging_path, try_lock
 from ckpt_tools.storage.publish import sync_directory
 from ckpt_tools.storage.run_folder import LEASE_PREFIX, RECORD_NAME, homes_of, is_locked
 from ckpt_tools.storage.source import MAX_FILES
@@ -75,7 +75,7 @@ class DiskFolder(Folder):
         self._leases: dict[str, str] = {}
         """Name in the folder → who holds it, by a file that says so."""
 
-    def look(self) -> Look:
+    def look(self) -> Listing:
         """List it; what is directly in it and no checkpoint by its name is not looked into."""
         items: dict[str, tuple[bool, Mapping[str, Facts], str]] = {}
         links: dict[str, str] = {}
@@ -109,7 +109,7 @@ class DiskFolder(Folder):
         for directory in self._also:
             self._note_links_below(links, directory)
         saved, unknown = gather_saved(items)
-        return Look(saved=saved, unknown=unknown, links=links, leftovers=leftovers)
+        return Listing(saved=saved, unknown=unknown, links=links, leftovers=leftovers)
 
     def _choose_home(self, names: Collection[str]) -> None:
         self._home = homes_of(self._real)[any(map(_COUNTED.fullmatch, names))]
@@ -228,12 +228,9 @@ class DiskFolder(Folder):
             raise StorageError(f"cannot write here: {error.strerror}", where=self.path) from error
         try:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(descriptor, fcntl.LOCK_EX)
             except BlockingIOError:
                 raise BusyError("another ckpt tends this folder", where=self.path, hint="wait for it") from None
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
             self._reserve(0)
             yield
         finally:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.runs.series import Place, parse_name
+from ckpt_tools.runs.series import SeriesPlace, parse_name
 from ckpt_tools.storage.locations import is_remote, local, scheme_of
 
 TRASH_PREFIX = ".ckpt-trash-"
@@ -41,7 +41,7 @@ class Facts:
 class Saved:
     """A checkpoint as it lies there, whole or not."""
 
-    place: Place
+    place: SeriesPlace
     roots: tuple[str, ...]
     """The files or directories directly in the folder that it consists of."""
     files: Mapping[str, Facts]
@@ -69,7 +69,7 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Listing:
     """What a folder holds at one time."""
 
     saved: tuple[Saved, ...]
@@ -102,7 +102,7 @@ class Folder(ABC):
         self.path = path
 
     @abstractmethod
-    def look(self) -> Look:
+    def look(self) -> Listing:
         """List it."""
 
     @abstractmethod
@@ -175,7 +175,7 @@ def gather_saved(
     checkpoints by series and step, and the names that are none.
     """
     found: dict[str, list[str]] = {}
-    places: dict[str, Place] = {}
+    places: dict[str, SeriesPlace] = {}
     unknown = []
     for name, (is_directory, _, _) in sorted(items.items()):
         place = parse_name(name, is_directory=is_directory)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.runs.hook_work import Answer, ExportJob, Job
+from ckpt_tools.runs.hook_work import ExportJob, TendingAnswer, TendingJob
 from ckpt_tools.runs.manage import Settings
 from ckpt_tools.runs.retention import Rules
 from ckpt_tools.sandbox.child import Child
@@ -95,7 +95,7 @@ class Tending:
             last=keep_last, every=keep_every, best=keep_best, metric=metric, greater_is_better=greater_is_better
         )
         settings = Settings(rules=rules, level=level, quiet_s=settle_s, patience_s=math.inf)
-        self._job = Job(path=os.fspath(directory), settings=settings, patience_s=patience_s)
+        self._job = TendingJob(path=os.fspath(directory), settings=settings, patience_s=patience_s)
         self._raises = on_finding == "raise"
         self._export = None if export_adapter is None else os.fspath(export_adapter)
         self._config = _live_config(model)
@@ -104,7 +104,7 @@ class Tending:
         self._held.enter_context(leased(resumed_from or "", is_wanted=self._acts))
         self._change = threading.Condition()
         self._names: list[str] = []
-        self._answers: list[Answer | CkptError] = []
+        self._answers: list[TendingAnswer | CkptError] = []
         self._told: set[str] = set()
         self._last_verified = ""
         self._worker: threading.Thread | None = None
@@ -197,18 +197,18 @@ class Tending:
                     return
                 names, self._names, self._is_wanted = tuple(self._names), [], False
             try:
-                answer: Answer | CkptError = self._call("tend", replace(self._job, names=names))
+                answer: TendingAnswer | CkptError = self._call("tend", replace(self._job, names=names))
             except _StoppedError:
                 return
             except CkptError as error:
                 answer = error
             with self._change:
                 self._answers.append(answer)
-                if isinstance(answer, Answer):
+                if isinstance(answer, TendingAnswer):
                     self._last_verified = answer.last_verified or self._last_verified
 
-    def _call(self, function: str, job: object) -> Answer:
-        with Child(f"ckpt_tools.runs.hook_work:{function}", job, Answer, does=_DOES) as child:
+    def _call(self, function: str, job: object) -> TendingAnswer:
+        with Child(f"ckpt_tools.runs.hook_work:{function}", job, TendingAnswer, does=_DOES) as child:
             return child.result(None, on_wait=self._stop_if_wanted)
 
     def _stop_if_wanted(self) -> None:

@@ -18,7 +18,7 @@ _POLL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TendingJob:
     """What to tend."""
 
     path: str
@@ -30,7 +30,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TendingAnswer:
     """What came of it."""
 
     findings: tuple[Finding, ...] = ()
@@ -48,7 +48,7 @@ class ExportJob:
     config: Mapping[str, object] | None
 
 
-def tend(job: Job, here: Here) -> Answer:
+def tend(job: TendingJob, here: Here) -> TendingAnswer:
     """Tend the folder until everything that was saved is verified, or nothing more comes."""
     del here
     tender = Tender(open_folder(job.path), job.settings)
@@ -59,7 +59,7 @@ def tend(job: Job, here: Here) -> Answer:
             tended = tender.once(wait=False)
         except BusyError as error:  # a watch of somebody else's: it does the same
             if time.monotonic() - since > job.patience_s:
-                return Answer(findings=tuple(findings), failed=(str(error),))
+                return TendingAnswer(findings=tuple(findings), failed=(str(error),))
             time.sleep(_POLL_S)
             continue
         findings.update(dict.fromkeys(each for each in tended.findings if each.severity == "error"))
@@ -71,17 +71,17 @@ def tend(job: Job, here: Here) -> Answer:
             ends = (f"its save has not ended: {why}" for why in waiting.values())
             found = map(Finding.error, itertools.repeat("unfinished-checkpoint"), waiting, ends)
             last = os.path.join(tended.path, tended.last_fit) if tended.last_fit else ""
-            return Answer(findings=(*findings, *found), failed=tended.failed, last_verified=last)
+            return TendingAnswer(findings=(*findings, *found), failed=tended.failed, last_verified=last)
         time.sleep(_POLL_S)
 
 
-def export(job: ExportJob, here: Here) -> Answer:
+def export(job: ExportJob, here: Here) -> TendingAnswer:
     """Write the adapter that a checkpoint holds."""
     from ckpt_tools.adapters.export import export_lora
 
     del here
     export_lora(job.source, job.destination, live_config=job.config)
-    return Answer()
+    return TendingAnswer()
 
 
 def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ckpt_tools.options import ProgressFactory
 from ckpt_tools.options.common import Level
 from ckpt_tools.runs.assess import Assessor, examine, targets
 from ckpt_tools.runs.fitness import Profile, Profiler, compare, join_profiles
-from ckpt_tools.runs.folder import Folder, Look, Saved
+from ckpt_tools.runs.folder import Folder, Listing, Saved
 from ckpt_tools.runs.record import MAX_RECORD_BYTES, Entry, build_record, parse_record
 from ckpt_tools.runs.retention import Candidate, Rules, plan_retention
 from ckpt_tools.runs.series import place_of
@@ -132,7 +132,7 @@ class Tender:
         self._assessor = Assessor(folder)
         self._seen: dict[str, tuple[str, float]] = {}
         """Name → its stamp, and since when it is so, by a clock that does not jump."""
-        self._now = Look(saved=(), unknown=())
+        self._now = Listing(saved=(), unknown=())
         self._record: dict[str, Entry] = {}
         self._fit: dict[str, list[tuple[int, str]]] = {}
         self._order = 0
@@ -471,7 +471,7 @@ class Tender:
                 done.notes += (f"{leftover} stays, {what}",)
 
 
-def _named(look: Look, names: Collection[str]) -> list[Saved]:
+def _named(look: Listing, names: Collection[str]) -> list[Saved]:
     """Return the checkpoints of these names."""
     wanted = set(names)
     return [saved for saved in look.saved if saved.name in wanted]
@@ -483,10 +483,8 @@ def _check_rules(candidates: Sequence[Candidate], rules: Rules, *, must_measure:
         there = first_few(sorted(names), 6) or "nothing"
         raise UsageError(f"--unverified: no checkpoint is called {missing[0]!r}", hint=f"there is {there}")
     if must_measure and names and all(each.metric is None for each in candidates):
-        raise UsageError(
-            f"--keep-best: no checkpoint has a {rules.metric}",
-            hint="--metric names what the Trainer logs at the steps that it saves, or what Lightning puts into names",
-        )
+        hint = "--metric names what the Trainer logs at the steps that it saves, or what Lightning puts into names"
+        raise UsageError(f"--keep-best: no checkpoint has a {rules.metric}", hint=hint)
 
 
 def _all_stay(planned: Sequence[Candidate], why: str, series: Collection[str] | None = None) -> tuple[Candidate, ...]:

@@ -27,7 +27,7 @@ _IN_NAME = re.compile(rf"([A-Za-z_][\w/]*)=({_NUMBER.pattern})(?=[-.]|$)", re.AS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SeriesPlace:
     """What a name tells."""
 
     name: str
@@ -38,24 +38,24 @@ class Place:
     """None where the name has no number: `last.ckpt`."""
 
 
-def parse_name(name: str, *, is_directory: bool) -> Place | None:
+def parse_name(name: str, *, is_directory: bool) -> SeriesPlace | None:
     """Return whose checkpoint is called so; None for what no trainer saves."""
     if is_directory and (found := _DIRECTORY.fullmatch(name)):
-        return Place(name=name, series=f"{found[1]}*", step=int(found[2]))
+        return SeriesPlace(name=name, series=f"{found[1]}*", step=int(found[2]))
     if name.endswith(".ckpt") and not name.startswith("."):
         steps = {key: int(number) for key, number in _LIGHTNING.findall(name)}
         series = _NUMBER.sub("*", name) if steps else name
-        return Place(name=name, series=series, step=steps.get("step", steps.get("epoch")))
+        return SeriesPlace(name=name, series=series, step=steps.get("step", steps.get("epoch")))
     found = _ADAPTER.fullmatch(name)
     if found and not name.startswith(".") and is_directory == (found[4] is None):
         # A model of several experts has a file for each: name_000000500_high_noise.safetensors.
         common = name if found[3] is None else f"{found[1]}{found[2]}{found[4] or ''}"
-        return Place(name=common, series=f"{found[1]}*{found[4] or ''}", step=int(found[2]))
+        return SeriesPlace(name=common, series=f"{found[1]}*{found[4] or ''}", step=int(found[2]))
     return None
 
 
 @cache
-def place_of(name: str) -> Place | None:
+def place_of(name: str) -> SeriesPlace | None:
     """Return whose checkpoint has this name, whether of a file or of a directory."""
     return parse_name(name, is_directory=True) or parse_name(name, is_directory=False)
 

@@ -173,9 +173,8 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
 def _stop(walls: Walls, deed: str) -> NoReturn:
     frame = _caller()
     place = f" ({_module_of(frame)}, line {frame.f_lineno})" if frame is not None else ""
-    error = RefusedConfigError(
-        f"building {walls.subject} as the config says tries to {deed}{place}: refused", where=walls.where, hint=HINT
-    )
+    what = f"building {walls.subject} as the config says tries to {deed}{place}: refused"
+    error = RefusedConfigError(what, where=walls.where, hint=HINT)
     if walls.on_breach is not None:
         _aside.is_on = True
         walls.on_breach(error)

@@ -22,7 +22,7 @@ import typing
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
@@ -80,6 +80,7 @@ class Here:
     """The caller's process."""
 
 
+@dataclass(eq=False, repr=False)
 class Child(Generic[A]):
     """A call of "module:function" in a process of its own; use as a context, which ends it whatever happens.
 
@@ -98,27 +99,20 @@ class Child(Generic[A]):
             modules from where the user is.
     """
 
-    directory: str
+    function: str
+    job: object
+    answer: type[A]
+    _: KW_ONLY
+    does: str
+    relief: str = "end what else runs, and try again"
+    gpu: bool = False
+    walled: bool = False
+    directory: str = field(init=False)
     """Private to the child and the caller; there once the context is entered."""
 
-    def __init__(
-        self,
-        function: str,
-        job: object,
-        answer: type[A],
-        *,
-        does: str,
-        relief: str = "end what else runs, and try again",
-        gpu: bool = False,
-        walled: bool = False,
-    ) -> None:
-        self._function = function
-        self._job = job
-        self._answer = answer
-        self._name = f"the process that {does}"
-        self._relief = relief
-        self._gpu = gpu
-        self._walled = walled
+    @property
+    def _name(self) -> str:
+        return f"the process that {self.does}"
 
     def __enter__(self) -> Self:
         try:
@@ -130,16 +124,14 @@ class Child(Generic[A]):
                 self._private.cleanup()
                 raise
         except OSError as error:
-            raise StorageError(
-                f"{self._name} cannot be started: {error.strerror or error}",
-                where=None if error.filename is None else str(error.filename),
-            ) from error
+            what = f"{self._name} cannot be started: {error.strerror or error}"
+            raise StorageError(what, where=None if error.filename is None else str(error.filename)) from error
         return self
 
     def _start(self) -> None:
         # Not the current directory, which may be somebody's checkpoint, with a torch.py in it.
-        path = [entry for entry in sys.path if entry and not (self._walled and _is_here(entry))]
-        job = {"function": self._function, "job": self._job, "path": path, "parent": os.getpid()}
+        path = [entry for entry in sys.path if entry and not (self.walled and _is_here(entry))]
+        job = {"function": self.function, "job": self.job, "path": path, "parent": os.getpid()}
         with open(os.path.join(self.directory, "job.json"), "w", encoding="utf-8") as file:
             file.write(wire.dumps(job))
         with open(os.path.join(self.directory, _LOG_NAME), "wb") as log, hold_signals():
@@ -148,7 +140,7 @@ class Child(Generic[A]):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(self.directory, gpu=self._gpu, walled=self._walled),
+                env=environment(self.directory, gpu=self.gpu, walled=self.walled),
                 start_new_session=True,
             )
 
@@ -179,10 +171,10 @@ class Child(Generic[A]):
             time.sleep(_POLL_S)
         self._end()
         try:
-            return read_answer(self.directory, self._answer)
+            return read_answer(self.directory, self.answer)
         except FileNotFoundError:
             returncode = self._process.returncode
-            what, hint = describe_end(returncode, self._relief)
+            what, hint = describe_end(returncode, self.relief)
             raise self._failure(what if returncode < 0 else None, hint) from None
         except ValueError:
             raise self._failure("has left an answer that cannot be read") from None

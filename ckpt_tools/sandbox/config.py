@@ -31,13 +31,11 @@ def check_config(config: Mapping[str, object], where: str) -> None:
     """Refuse a config that names what a loader would load, or whose numbers are absurd."""
     for path, part in _parts(config, where):
         for key, why in _find_loaders(part):
-            raise RefusedConfigError(
-                f"the config is refused: {_name(path, key)}: {why}", where=where, hint=_LOADER_HINT
-            )
+            what = f"the config is refused: {_name(path, key)}: {why}"
+            raise RefusedConfigError(what, where=where, hint=_LOADER_HINT)
         for key, why in _find_absurd(part):
-            raise RefusedConfigError(
-                f"the config is refused: {_name(path, key)}: {why}", where=where, hint=_NUMBER_HINT
-            )
+            what = f"the config is refused: {_name(path, key)}: {why}"
+            raise RefusedConfigError(what, where=where, hint=_NUMBER_HINT)
 
 
 def _name(path: tuple[str, ...], key: str) -> str:
@@ -52,14 +50,12 @@ def _parts(config: Mapping[str, object], where: str) -> Iterator[tuple[tuple[str
         if not isinstance(value, (dict, list)):
             continue
         if len(path) > _MAX_DEPTH:
-            raise RefusedConfigError(
-                f"the config is refused: more than {_MAX_DEPTH} objects inside each other", where=where
-            )
+            what = f"the config is refused: more than {_MAX_DEPTH} objects inside each other"
+            raise RefusedConfigError(what, where=where)
         if len(value) > _MAX_ITEMS:
             name = ".".join(path) or "the config"
-            raise RefusedConfigError(
-                f"the config is refused: {name} has {len(value):,} entries, more than {_MAX_ITEMS:,}", where=where
-            )
+            what = f"the config is refused: {name} has {len(value):,} entries, more than {_MAX_ITEMS:,}"
+            raise RefusedConfigError(what, where=where)
         if isinstance(value, dict):
             yield path, value
             waiting += [((*path, key), item) for key, item in value.items()]

@@ -86,10 +86,7 @@ _SYSTEM = (
     "/usr/share/zoneinfo",
 )  # fmt: skip
 """What the dynamic linker and libraries read. Broader than what Python's own opens may touch."""
-_SYSCALLS = {
-    "x86_64": (0xC000003E, (41, 59, 101, 322, 425)),
-    "aarch64": (0xC00000B7, (198, 221, 117, 281, 425)),
-}
+_SYSCALLS = {"x86_64": (0xC000003E, (41, 59, 101, 322, 425)), "aarch64": (0xC00000B7, (198, 221, 117, 281, 425))}
 """Machine → its audit number, and those of socket, execve, ptrace, execveat and io_uring_setup."""
 _SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EACCES

@@ -13,7 +13,7 @@ import time
 import uuid
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
-from ckpt_tools.storage.joined import CLAIM_NAME, MAX_CLAIM_BYTES, SHARED_DIRECTORY, Claim
+from ckpt_tools.storage.joined import CLAIM_NAME, MAX_CLAIM_BYTES, SHARED_DIRECTORY, BuildClaim
 
 STAGING_PREFIX = ".ckpt-tmp-"
 NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
@@ -53,10 +53,8 @@ def claim_directory(destination: str) -> tuple[str, int]:
                 raise
             os.close(descriptor)
     except OSError as error:
-        raise StorageError(
-            f"cannot make a staging directory beside the destination: {error.strerror}",
-            where=os.path.dirname(path),
-        ) from error
+        what = f"cannot make a staging directory beside the destination: {error.strerror}"
+        raise StorageError(what, where=os.path.dirname(path)) from error
 
 
 def lock_directory(path: str) -> int | None:
@@ -84,22 +82,26 @@ def lock_directory(path: str) -> int | None:
     return None
 
 
-def _lock(descriptor: int, destination: str) -> bool:
-    """Lock a directory; return False when its file system has no locks."""
+def try_lock(descriptor: int, kind: int) -> bool:
+    """Lock a file or directory; False when its file system has no locks. BlockingIOError says that others hold it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        _check_unshared(staging_path(destination), destination)
-        raise DestinationExistsError(
-            "another ckpt is writing to this destination",
-            where=destination,
-            hint="wait for it, or choose another destination",
-        ) from error
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
         return False
     return True
+
+
+def _lock(descriptor: int, destination: str) -> bool:
+    """Lock a directory; return False when its file system has no locks."""
+    try:
+        return try_lock(descriptor, fcntl.LOCK_EX)
+    except BlockingIOError as error:
+        _check_unshared(staging_path(destination), destination)
+        what = "another ckpt is writing to this destination"
+        hint = "wait for it, or choose another destination"
+        raise DestinationExistsError(what, where=destination, hint=hint) from error
 
 
 def _claim_unshared(path: str) -> tuple[str, int]:
@@ -111,12 +113,12 @@ def _claim_unshared(path: str) -> tuple[str, int]:
     return path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def read_claim(directory: str) -> Claim | None:
+def read_claim(directory: str) -> BuildClaim | None:
     """Return what several processes build in a staging directory; None when it is not built so."""
     path = os.path.join(directory, SHARED_DIRECTORY, CLAIM_NAME)
     try:
         with open(path, "rb") as stream:
-            return Claim.parse(stream.read(MAX_CLAIM_BYTES + 1), where=directory)
+            return BuildClaim.parse(stream.read(MAX_CLAIM_BYTES + 1), where=directory)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -139,19 +141,13 @@ def open_directory(path: str) -> int | None:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise CkptError(
-            "something that is not a directory has the name of the staging directory",
-            where=path,
-            hint="remove it if you know what it is",
-        ) from error
+        what = "something that is not a directory has the name of the staging directory"
+        raise CkptError(what, where=path, hint="remove it if you know what it is") from error
     owner = os.fstat(descriptor).st_uid
     if owner != os.geteuid():
         os.close(descriptor)
-        raise CkptError(
-            f"the staging directory belongs to another user ({owner})",
-            where=path,
-            hint="choose another destination, or let its owner remove it",
-        )
+        what = f"the staging directory belongs to another user ({owner})"
+        raise CkptError(what, where=path, hint="choose another destination, or let its owner remove it")
     return descriptor
 
 

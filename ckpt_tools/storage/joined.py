@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import DestinationExistsError, StorageError
@@ -19,7 +20,7 @@ MAX_CLAIM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class BuildClaim:
     """Who began to build here, and what."""
 
     fingerprint: str
@@ -35,20 +36,13 @@ class Claim:
     """What builds it, in JSON, for whoever comes to publish it; "" where that cannot be said."""
 
     @classmethod
-    def new(cls, fingerprint: str, num_parts: int, command: str = "") -> Claim:
+    def new(cls, fingerprint: str, num_parts: int, command: str = "") -> BuildClaim:
         """Return a claim of this process."""
-        return cls(
-            fingerprint=fingerprint,
-            num_parts=num_parts,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            time=time.time(),
-            nonce=os.urandom(8).hex(),
-            command=command,
-        )
+        here: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        return cls(fingerprint=fingerprint, num_parts=num_parts, nonce=os.urandom(8).hex(), command=command, **here)
 
     @classmethod
-    def parse(cls, content: bytes, *, where: str) -> Claim:
+    def parse(cls, content: bytes, *, where: str) -> BuildClaim:
         """Return the claim that a document states."""
         try:
             if len(content) > MAX_CLAIM_BYTES:
@@ -56,17 +50,12 @@ class Claim:
             document = json.loads(content)
             claim = cls(**{name: document[name] for name in cls.__slots__})
             kinds = (str, int, str, str, int, float, str, str)
-            is_one = all(
-                isinstance(getattr(claim, name), kind) for name, kind in zip(cls.__slots__, kinds, strict=True)
-            )
+            is_one = all(map(isinstance, (getattr(claim, name) for name in cls.__slots__), kinds))
         except (ValueError, TypeError, KeyError, RecursionError):
             is_one = False
         if not is_one:
-            raise StorageError(
-                "what several processes had begun here cannot be recognised",
-                where=where,
-                hint="remove the directory if nothing in it is needed",
-            )
+            what = "what several processes had begun here cannot be recognised"
+            raise StorageError(what, where=where, hint="remove the directory if nothing in it is needed")
         return claim
 
     def build(self) -> bytes:
@@ -85,13 +74,9 @@ class Claim:
         if (self.fingerprint, self.num_parts) == (fingerprint, num_parts):
             return
         if self.fingerprint == fingerprint:
-            raise DestinationExistsError(
-                f"this conversion is under way here in {self.num_parts} parts, not {num_parts} ({self.describe()})",
-                where=where,
-                hint=f"run it with --part I/{self.num_parts}, or remove {directory} to begin again",
-            )
-        raise DestinationExistsError(
-            f"another conversion is under way here ({self.describe()}): other arguments, or the source has changed",
-            where=where,
-            hint=f"wait, choose another destination, or remove {directory} if it has ended",
-        )
+            what = f"this conversion is under way here in {self.num_parts} parts, not {num_parts} ({self.describe()})"
+            hint = f"run it with --part I/{self.num_parts}, or remove {directory} to begin again"
+            raise DestinationExistsError(what, where=where, hint=hint)
+        what = f"another conversion is under way here ({self.describe()}): other arguments, or the source has changed"
+        hint = f"wait, choose another destination, or remove {directory} if it has ended"
+        raise DestinationExistsError(what, where=where, hint=hint)

@@ -37,11 +37,11 @@ _MAX_REVISION = 256
 _options: dict[str, str] = {}
 
 
-class _Reader(Protocol):
+class _SourceModule(Protocol):
     def open_place(self, path: str) -> tuple[Source, str | None]: ...
 
 
-class _Writer(Protocol):
+class _SinkModule(Protocol):
     def open_sink(self, path: str, *, overwrite: bool) -> Sink: ...
 
 
@@ -111,7 +111,7 @@ def open_place(path: str) -> tuple[Source, str | None]:
     """Open what is at `path`: the directory, and the name of the file in it; None where `path` is the directory."""
     scheme = scheme_of(path)
     if scheme is not None:
-        return cast("_Reader", _module(scheme, _READERS, path, "reads")).open_place(path)
+        return cast("_SourceModule", _module(scheme, _READERS, path, "reads")).open_place(path)
     path = local(path)
     if not os.path.lexists(path):
         raise under_way(path) or UnreadableError("no such file or directory", where=path)
@@ -187,7 +187,8 @@ def open_sink(destination: str, *, overwrite: bool) -> Sink:
     scheme = scheme_of(destination)
     if scheme is None:
         return Staging(local(destination), overwrite=overwrite)
-    return cast("_Writer", _module(scheme, _WRITERS, destination, "writes")).open_sink(destination, overwrite=overwrite)
+    module = cast("_SinkModule", _module(scheme, _WRITERS, destination, "writes"))
+    return module.open_sink(destination, overwrite=overwrite)
 
 
 def _module(scheme: str, table: Mapping[str, str], path: str, verb: str) -> object:

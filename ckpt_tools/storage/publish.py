@@ -183,11 +183,9 @@ def _make_durable(descriptors: tuple[int, int], destination: str, undo: Callable
         try:
             undo()
         except OSError:
-            raise NotDurableError(
-                f"the destination is complete, but could not be made durable: {error.strerror}",
-                where=destination,
-                hint="a power cut may undo it: fix the storage, then check it with ckpt verify",
-            ) from error
+            what = f"the destination is complete, but could not be made durable: {error.strerror}"
+            hint = "a power cut may undo it: fix the storage, then check it with ckpt verify"
+            raise NotDurableError(what, where=destination, hint=hint) from error
         raise
 
 

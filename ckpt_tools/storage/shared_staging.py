@@ -19,8 +19,8 @@ from contextlib import contextmanager
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError
 from ckpt_tools.storage import publish
-from ckpt_tools.storage.claim import NO_LOCKS, empty_directory, is_same, open_directory, read_claim, staging_path
-from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY, Claim
+from ckpt_tools.storage.claim import empty_directory, is_same, open_directory, read_claim, staging_path, try_lock
+from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY, BuildClaim
 from ckpt_tools.storage.journal import JournalWriter, read_journal
 from ckpt_tools.storage.sink import SharedSink
 from ckpt_tools.storage.staging import Staging, check_destination
@@ -47,7 +47,7 @@ class SharedStaging(Staging, SharedSink):
 
     # Joining
 
-    def find_claim(self) -> Claim | None:
+    def find_claim(self) -> BuildClaim | None:
         """Return what is being built here."""
         return read_claim(self.directory)
 
@@ -56,18 +56,16 @@ class SharedStaging(Staging, SharedSink):
         self._fingerprint = fingerprint
         deadline = time.monotonic() + _PATIENCE_S
         try:
-            while not self._try_to_join(Claim.new(fingerprint, num_parts, self.command)):
+            while not self._try_to_join(BuildClaim.new(fingerprint, num_parts, self.command)):
                 if read_claim(self.directory) is None and time.monotonic() > deadline:
-                    raise DestinationExistsError(
-                        "another ckpt is writing to this destination",
-                        where=self.destination,
-                        hint="wait for it, or choose another destination",
-                    )
+                    what = "another ckpt is writing to this destination"
+                    where = self.destination
+                    raise DestinationExistsError(what, where=where, hint="wait for it, or choose another destination")
                 time.sleep(_POLL_S)
         except OSError as error:
             raise self._failed("prepare", "", error) from error
 
-    def _try_to_join(self, mine: Claim) -> bool:
+    def _try_to_join(self, mine: BuildClaim) -> bool:
         """Look once; False when somebody holds what is needed, or has just published."""
         check_destination(self.destination, overwrite=False)
         with contextlib.suppress(FileExistsError):
@@ -96,7 +94,7 @@ class SharedStaging(Staging, SharedSink):
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def _put_claim(self, claim: Claim) -> None:
+    def _put_claim(self, claim: BuildClaim) -> None:
         os.makedirs(self._shared, exist_ok=True)
         own = os.path.join(self._shared, f"{CLAIM_NAME}-{claim.nonce}")
         _write_durably(own, claim.build())
@@ -122,11 +120,8 @@ class SharedStaging(Staging, SharedSink):
             self._work = path, descriptor
             if _lock(descriptor, fcntl.LOCK_EX) is False:
                 self._end()
-                raise DestinationExistsError(
-                    "another process is writing this part",
-                    where=self.destination,
-                    hint="wait for it; every part is run once at a time",
-                )
+                hint = "wait for it; every part is run once at a time"
+                raise DestinationExistsError("another process is writing this part", where=self.destination, hint=hint)
             found = read_journal(path, journal)
             if found is None:
                 empty_directory(path)
@@ -243,13 +238,7 @@ class SharedStaging(Staging, SharedSink):
 
     def _release(self) -> None:
         self._end()
-        if self._parent >= 0:
-            if self._claim >= 0:
-                os.close(self._claim)
-            os.close(self._parent)
-            self._claim = self._parent = -1
-            if not self.is_published:
-                publish.remove_empty(self._made)
+        super()._release()
 
 
 def under_way(destination: str) -> UnreadableError | None:
@@ -263,11 +252,9 @@ def under_way(destination: str) -> UnreadableError | None:
     if claim is None:
         return None
     done = len({name.split("-of-")[0] for name in names if name.startswith(RECORD_PREFIX)})
-    return UnreadableError(
-        f"no checkpoint: a write is not finished ({done} of {claim.describe()})",
-        where=destination,
-        hint=f"run the same command with --part I/{claim.num_parts} for those that are missing: any part names them",
-    )
+    what = f"no checkpoint: a write is not finished ({done} of {claim.describe()})"
+    hint = f"run the same command with --part I/{claim.num_parts} for those that are missing: any part names them"
+    return UnreadableError(what, where=destination, hint=hint)
 
 
 def tidy(destination: str) -> None:
@@ -277,15 +264,9 @@ def tidy(destination: str) -> None:
 
 def _lock(descriptor: int, kind: int) -> bool | None:
     """Lock a directory, or change the lock; False when others hold it, None when its file system has no locks."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        return None
-    return True
+    with contextlib.suppress(BlockingIOError):
+        return True if try_lock(descriptor, kind) else None
+    return False
 
 
 def _write_durably(path: str, content: bytes) -> None:

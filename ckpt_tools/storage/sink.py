@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
-from ckpt_tools.storage.joined import Claim
+from ckpt_tools.storage.joined import BuildClaim
 from ckpt_tools.storage.journal import BlockRecord, Records
 from ckpt_tools.storage.source import Source
 
@@ -122,7 +122,7 @@ class SharedSink(Sink):
     """What builds it, for the claim; see `storage.joined`."""
 
     @abstractmethod
-    def find_claim(self) -> Claim | None:
+    def find_claim(self) -> BuildClaim | None:
         """Return what is being built here; None when nothing is."""
 
     @abstractmethod

@@ -226,11 +226,8 @@ class LocalSource(Source):
         except OSError as error:  # a link that is none any more when it is read
             raise self._changed(file) from error
         if not real.startswith(self._real_root.rstrip(os.sep) + os.sep) and not self._is_blob(real):
-            raise UnreadableError(
-                "a symbolic link leads out of the checkpoint",
-                where=file,
-                hint="copy the file into the directory if you trust it",
-            )
+            what = "a symbolic link leads out of the checkpoint"
+            raise UnreadableError(what, where=file, hint="copy the file into the directory if you trust it")
         return real
 
     def _is_blob(self, real: str) -> bool:
@@ -319,20 +316,14 @@ class LocalSource(Source):
         self._directories.clear()
 
     def _changed(self, file: str) -> CkptError:
-        return CkptError(
-            "the source changed while it was read",
-            where=self.label(file),
-            hint="wait until its writer has finished, then run the command again",
-        )
+        hint = "wait until its writer has finished, then run the command again"
+        return CkptError("the source changed while it was read", where=self.label(file), hint=hint)
 
 
 def short_file(where: str, offset: int, nbytes: int, found: int, *, what: str = "") -> UnreadableError:
     """Return the error for a file of `found` bytes that must have `nbytes` from `offset` on, for `what`."""
-    return UnreadableError(
-        f"{what}bytes {offset}..{offset + nbytes} are needed, the file has {found}",
-        where=where,
-        hint="the file is truncated: restore it or copy it again",
-    )
+    said = f"{what}bytes {offset}..{offset + nbytes} are needed, the file has {found}"
+    return UnreadableError(said, where=where, hint="the file is truncated: restore it or copy it again")
 
 
 def _affordable_files() -> int:

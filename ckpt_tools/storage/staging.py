@@ -142,7 +142,9 @@ class Staging(Sink):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             self._files.append(file)
             if os.path.lexists(path):
-                if self._can_continue(path, nbytes):
+                status = os.stat(path, follow_symlinks=False)
+                is_own = stat.S_ISREG(status.st_mode) and (status.st_nlink, status.st_size) == (1, nbytes)
+                if self.records and is_own:
                     return
                 os.remove(path)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -154,10 +156,6 @@ class Staging(Sink):
                 os.close(descriptor)
         except OSError as error:
             raise self._failed("create", file, error) from error
-
-    def _can_continue(self, path: str, nbytes: int) -> bool:
-        status = os.stat(path, follow_symlinks=False)
-        return bool(self.records) and stat.S_ISREG(status.st_mode) and (status.st_nlink, status.st_size) == (1, nbytes)
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> bool:
         """Fill `buffer` with what is staged of `file`; False when it ends before or cannot be read."""
@@ -325,12 +323,14 @@ class Staging(Sink):
             self._journal.close()
 
     def _release(self) -> None:
+        if self._parent < 0:
+            return
         if self._claim >= 0:
             os.close(self._claim)
-            os.close(self._parent)
-            self._claim = -1
-            if not self.is_published:
-                publish.remove_empty(self._made)  # not when work is kept there
+        os.close(self._parent)
+        self._claim = self._parent = -1
+        if not self.is_published:
+            publish.remove_empty(self._made)  # not when work is kept there
 
     def _failed(self, verb: str, file: str, error: OSError) -> StorageError:
         hint = None
@@ -338,28 +338,23 @@ class Staging(Sink):
             hint = "free some space there, or choose another destination; --dry-run says how much is needed"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             hint = OPEN_FILES_HINT
-        return StorageError(
-            f"cannot {verb}: {error.strerror or error}",
-            where=os.path.join(self.destination, file) if file else self.destination,
-            hint=hint,
-        )
+        what = f"cannot {verb}: {error.strerror or error}"
+        return StorageError(what, where=os.path.join(self.destination, file) if file else self.destination, hint=hint)
 
 
 def check_destination(destination: str, *, overwrite: bool) -> None:
     """Raise unless `destination` can be created (or, with `overwrite`, replaced)."""
     if "://" in destination:
-        raise UsageError(
-            "this is written to this machine's disks alone", where=destination, hint="write it to a disk, then copy it"
-        )
+        what = "this is written to this machine's disks alone"
+        raise UsageError(what, where=destination, hint="write it to a disk, then copy it")
     parent = publish.nearest_parent(destination)
     if not os.path.isdir(parent):
         raise UsageError("the destination's parent is not a directory", where=parent)
     if not os.path.lexists(destination):
         return
     if not overwrite:
-        raise DestinationExistsError(
-            "the destination exists", where=destination, hint="choose another one, or add --overwrite"
-        )
+        what = "the destination exists"
+        raise DestinationExistsError(what, where=destination, hint="choose another one, or add --overwrite")
     if os.path.islink(destination) or not os.path.isdir(destination):
         raise UsageError("only a directory can be overwritten, and this is not one", where=destination)
 
@@ -378,11 +373,9 @@ def check_space(needed_bytes: int, destination: str) -> None:
     """Raise StorageError when the destination's file system has not enough room."""
     free = free_bytes(destination)
     if needed_bytes + _MARGIN_BYTES > free:
-        raise StorageError(
-            f"{format_size(needed_bytes)} are needed, {format_size(free)} are free",
-            where=os.path.dirname(os.path.abspath(destination)),
-            hint="free some space there, or choose another destination",
-        )
+        what = f"{format_size(needed_bytes)} are needed, {format_size(free)} are free"
+        where = os.path.dirname(os.path.abspath(destination))
+        raise StorageError(what, where=where, hint="free some space there, or choose another destination")
 
 
 def _parents(file: str) -> list[str]:

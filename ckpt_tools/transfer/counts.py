@@ -37,13 +37,9 @@ class Counts:
 
     def __add__(self, other: Counts) -> Counts:
         found = [place for place in (self.first_bad, other.first_bad) if place is not None]
-        return Counts(
-            num_elems=self.num_elems + other.num_elems,
-            num_nan=self.num_nan + other.num_nan,
-            num_inf=self.num_inf + other.num_inf,
-            num_zero=self.num_zero + other.num_zero,
-            first_bad=min(found, default=None),
-        )
+        counted = ("num_elems", "num_nan", "num_inf", "num_zero")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counted}
+        return Counts(**sums, first_bad=min(found, default=None))
 
     @property
     def is_finite(self) -> bool:
@@ -68,7 +64,7 @@ def counts_to_json(counts: Mapping[str, Counts]) -> dict[str, int]:
     }
 
 
-class _Pattern(NamedTuple):
+class _BitPattern(NamedTuple):
     """Which bits of an element are what."""
 
     strange: int | None = None
@@ -81,22 +77,22 @@ class _Pattern(NamedTuple):
 
 
 _FLOATS = {
-    "F64": _Pattern(0x7FF << 52, has_inf=True),
-    "F32": _Pattern(0x7F800000, has_inf=True),
-    "F16": _Pattern(0x7C00, has_inf=True),
-    "BF16": _Pattern(0x7F80, has_inf=True),
-    "F8_E5M2": _Pattern(0x7C, has_inf=True),
-    "F8_E4M3": _Pattern(0x7F),
-    "F8_E8M0": _Pattern(nan=0xFF, has_zero=False),
-    "F8_E4M3FNUZ": _Pattern(nan=0x80),
-    "F8_E5M2FNUZ": _Pattern(nan=0x80),
+    "F64": _BitPattern(0x7FF << 52, has_inf=True),
+    "F32": _BitPattern(0x7F800000, has_inf=True),
+    "F16": _BitPattern(0x7C00, has_inf=True),
+    "BF16": _BitPattern(0x7F80, has_inf=True),
+    "F8_E5M2": _BitPattern(0x7C, has_inf=True),
+    "F8_E4M3": _BitPattern(0x7F),
+    "F8_E8M0": _BitPattern(nan=0xFF, has_zero=False),
+    "F8_E4M3FNUZ": _BitPattern(nan=0x80),
+    "F8_E5M2FNUZ": _BitPattern(nan=0x80),
 }
 """Source: IEEE 754; for 8 bits the OCP's OFP8 and MX, and the names in ml_dtypes."""
 
 
-def _pattern_of(dtype: DType) -> _Pattern | None:
+def _pattern_of(dtype: DType) -> _BitPattern | None:
     found = _FLOATS.get(dtype.name)
-    return _Pattern() if found is None and dtype.name[0] in "BIU" else found
+    return _BitPattern() if found is None and dtype.name[0] in "BIU" else found
 
 
 def has_values(dtype: DType) -> bool:
@@ -122,7 +118,7 @@ def count_values(content: memoryview, dtype: DType, *, start: int = 0) -> Counts
     return sum(pieces, Counts())
 
 
-def _count(content: memoryview, itemsize: int, pattern: _Pattern, start: int) -> Counts:
+def _count(content: memoryview, itemsize: int, pattern: _BitPattern, start: int) -> Counts:
     make_room_for_numpy()
     import numpy as np
 
@@ -149,7 +145,7 @@ def _count(content: memoryview, itemsize: int, pattern: _Pattern, start: int) ->
     return Counts(num_elems=bits.size, num_nan=nans, num_inf=infs, num_zero=zeros, first_bad=first)
 
 
-def _count_few(content: memoryview, itemsize: int, pattern: _Pattern, start: int) -> Counts:
+def _count_few(content: memoryview, itemsize: int, pattern: _BitPattern, start: int) -> Counts:
     """Do the same without numpy."""
     formats: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
     bits = content.cast("B").cast(formats[itemsize])
@@ -161,10 +157,5 @@ def _count_few(content: memoryview, itemsize: int, pattern: _Pattern, start: int
         is_single = pattern.nan is not None
         bad = [at for at, value in enumerate(magnitudes) if value >= lowest and (value == lowest or not is_single)]
     infs = magnitudes.count(lowest) if pattern.has_inf and lowest is not None else 0
-    return Counts(
-        num_elems=len(magnitudes),
-        num_nan=len(bad) - infs,
-        num_inf=infs,
-        num_zero=magnitudes.count(0) if pattern.has_zero else 0,
-        first_bad=start + bad[0] if bad else None,
-    )
+    zeros, first = magnitudes.count(0) if pattern.has_zero else 0, start + bad[0] if bad else None
+    return Counts(num_elems=len(bits), num_nan=len(bad) - infs, num_inf=infs, num_zero=zeros, first_bad=first)

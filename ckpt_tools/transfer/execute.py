@@ -25,25 +25,8 @@ from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.sink import Sink
 from ckpt_tools.storage.source import Source
 from ckpt_tools.transfer.counts import Counts
-from ckpt_tools.transfer.plan import (
-    TILE_BLOCKS,
-    Copy,
-    FilePlan,
-    Seal,
-    blocks_at_once,
-    group_by_tensor,
-    is_plain,
-)
-from ckpt_tools.transfer.read import (
-    ALIGNMENT,
-    Buffers,
-    Edit,
-    Parts,
-    Read,
-    combine_crcs,
-    edit_block,
-    read_block,
-)
+from ckpt_tools.transfer.plan import TILE_BLOCKS, Copy, FilePlan, Seal, blocks_at_once, group_by_tensor, is_plain
+from ckpt_tools.transfer.read import ALIGNMENT, Buffers, Edit, Parts, Read, combine_crcs, edit_block, read_block
 from ckpt_tools.transfer.share_record import TensorPart
 from ckpt_tools.transfer.split import hull
 from ckpt_tools.transfer.strides import byte_box, is_contiguous, move, start_of
@@ -79,7 +62,7 @@ class Outcome:
     """Source chunks whose CRC-32 was held against their writer's."""
 
 
-class _Run:
+class _Execution:
     """One execution: the queue of blocks, and what the workers share."""
 
     def __init__(
@@ -193,12 +176,7 @@ class _Run:
     # Writing
 
     def _write_block(
-        self,
-        task: Task,
-        block: Box,
-        targets: Sequence[tuple[int, Box]],
-        content: memoryview,
-        buffers: Buffers,
+        self, task: Task, block: Box, targets: Sequence[tuple[int, Box]], content: memoryview, buffers: Buffers
     ) -> int:
         written = 0
         dtype = task.dtype
@@ -409,7 +387,7 @@ def execute(
         tasks = [tasks[i] for i in front_to_back([task.copies for task in tasks])]
     else:
         tasks.sort(key=lambda task: task.edit is not None)  # what edits need is prepared while other bytes are moved
-    run = _Run(tasks, source, sink, progress, None, resumable=resumable, files=files)
+    run = _Execution(tasks, source, sink, progress, None, resumable=resumable, files=files)
     run.run(num_workers)
     for file in files:
         if not file.copies:
@@ -436,7 +414,7 @@ def scan(
     tasks = [Task(i, entry, (), None, counting=counting) for i, entry in enumerate(entries)]
     for task in tasks:
         task.looks = (looks or {}).get(task.entry.fqn, ())
-    run = _Run(tasks, source, None, progress, on_damage)
+    run = _Execution(tasks, source, None, progress, on_damage)
     if tasks:
         run.run(num_workers)
     return run.outcome

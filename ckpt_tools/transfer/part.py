@@ -25,9 +25,8 @@ def parse_part(text: str) -> Part:
     """Parse "3/16": an index from 0 on, and how many parts there are."""
     index, slash, count = text.partition("/")
     if not (slash and _is_number(index) and _is_number(count)) or not int(index) < int(count) <= MAX_PARTS:
-        raise UsageError(
-            f"--part must be I/N with 0 ≤ I < N ≤ {MAX_PARTS}, got {text!r}", hint="the first of 16 is --part 0/16"
-        )
+        what = f"--part must be I/N with 0 ≤ I < N ≤ {MAX_PARTS}, got {text!r}"
+        raise UsageError(what, hint="the first of 16 is --part 0/16")
     return Part(index=int(index), count=int(count))
 
 
@@ -44,10 +43,8 @@ def find_part(environ: Mapping[str, str], parts: str) -> Part | None:
     pair = next((pair for pair in pairs if all(name in environ for name in pair)), None)
     if pair is None:
         wanted = " or ".join(" and ".join(pair) for pair in pairs)
-        raise UsageError(
-            f"--parts {starter} needs {wanted} in the environment",
-            hint="start it by that, or say which part this is: --part I/N",
-        )
+        what = f"--parts {starter} needs {wanted} in the environment"
+        raise UsageError(what, hint="start it by that, or say which part this is: --part I/N")
     index, count = (environ[name] for name in pair)
     first = environ.get(_FIRST.get(pair[0], ""), "0")
     if not all(map(_is_number, (index, count, first))) or not 0 <= int(index) - int(first) < int(count) <= MAX_PARTS:

@@ -196,14 +196,9 @@ def plan_copies(
 
 def plan_assets(assets: Iterable[Asset]) -> tuple[FilePlan, ...]:
     """Plan to carry files along as they are."""
-    return tuple(
-        FilePlan(
-            file=asset.file,
-            nbytes=asset.nbytes,
-            copies=(copy_span(asset_name(asset), ByteSpan(file=asset.source_file, offset=0, nbytes=asset.nbytes), 0),),
-        )
-        for asset in assets
-    )
+    spans = ((asset, ByteSpan(file=asset.source_file, offset=0, nbytes=asset.nbytes)) for asset in assets)
+    copies = ((asset, copy_span(asset_name(asset), span, 0)) for asset, span in spans)
+    return tuple(FilePlan(file=asset.file, nbytes=asset.nbytes, copies=(copy,)) for asset, copy in copies)
 
 
 def copy_span(name: str, span: ByteSpan, offset: int) -> Copy:
@@ -264,8 +259,6 @@ def check_complete(entry: TensorEntry) -> None:
         return
     files = sorted({chunk.span.file for chunk in entry.chunks})
     kind = "incomplete" if problem.kind == "missing" else "inconsistent"
-    raise UnreadableError(
-        f"tensor {entry.fqn!r} is {kind}: {problem.describe(entry.shape)}",
-        where=first_few(files, 4) or None,
-        hint="`ckpt verify` lists everything that is wrong; restore the checkpoint or save it again",
-    )
+    what = f"tensor {entry.fqn!r} is {kind}: {problem.describe(entry.shape)}"
+    hint = "`ckpt verify` lists everything that is wrong; restore the checkpoint or save it again"
+    raise UnreadableError(what, where=first_few(files, 4) or None, hint=hint)

@@ -157,13 +157,10 @@ class Checksums:
         if total != span.nbytes:
             return False
         if crc32 != chunk.crc32:
-            raise UnreadableError(
-                f"tensor {entry.fqn!r} is damaged: CRC-32 of its bytes is {crc32:08x}, "
-                f"its writer recorded {chunk.crc32:08x}",
-                where=f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}",
-                hint="restore the file from where it was copied, or save the checkpoint again",
-                file=span.file,
-            )
+            what = f"CRC-32 of its bytes is {crc32:08x}, its writer recorded {chunk.crc32:08x}"
+            where = f"{span.file}, bytes {span.offset}..{span.offset + span.nbytes}"
+            hint = "restore the file from where it was copied, or save the checkpoint again"
+            raise UnreadableError(f"tensor {entry.fqn!r} is damaged: {what}", where=where, hint=hint, file=span.file)
         return True
 
 

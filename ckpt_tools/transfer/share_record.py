@@ -47,7 +47,7 @@ class TensorPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
+class PartFile:
     """A file that a share wrote."""
 
     identity: Mapping[str, object]
@@ -65,7 +65,7 @@ class ShareRecord:
     count: int
     number: int = 0
     """Of the pass."""
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    files: Mapping[str, PartFile] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     """Tensor that the share has whole → digest."""
     counts: Mapping[str, Counts] = field(default_factory=dict)

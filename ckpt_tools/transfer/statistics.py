@@ -11,7 +11,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.dtypes import DType
@@ -151,13 +151,11 @@ class Tally:
         else:
             there = np.flatnonzero(self._counts)
             values, counts = _values_of(self._dtype)[0][there], self._counts[there]
-            self.counts = Counts(
-                num_elems=int(counts.sum()),
-                num_nan=int(counts[np.isnan(values)].sum()),
-                num_inf=int(counts[np.isinf(values)].sum()),
-                num_zero=int(counts[values == 0].sum()),
-                first_bad=self.counts.first_bad,
+            num_nan, num_inf, num_zero = (
+                int(counts[each].sum()) for each in (np.isnan(values), np.isinf(values), values == 0)
             )
+            seen = Counts(num_elems=int(counts.sum()), num_nan=num_nan, num_inf=num_inf, num_zero=num_zero)
+            self.counts = replace(seen, first_bad=self.counts.first_bad)
             finite = np.isfinite(values)
             values, counts = values[finite], counts[finite]
             num_elems = int(counts.sum())

@@ -17,10 +17,7 @@ def byte_box(box: Box, dtype: DType) -> Box:
     """Return `box` with its last dim counted in bytes."""
     if not box.sizes:
         return Box((0,), (dtype.num_bytes(1),))
-    return Box(
-        (*box.offsets[:-1], dtype.num_bytes(box.offsets[-1])),
-        (*box.sizes[:-1], dtype.num_bytes(box.sizes[-1])),
-    )
+    return Box((*box.offsets[:-1], dtype.num_bytes(box.offsets[-1])), (*box.sizes[:-1], dtype.num_bytes(box.sizes[-1])))
 
 
 def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:

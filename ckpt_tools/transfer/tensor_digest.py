@@ -146,13 +146,11 @@ class Seen:
         """Return what this share saw; `stored` has what it read of a tensor that it casts."""
         every = Box((0,) * len(self._entry.shape), self._entry.shape)
         read = ((chunk.box.offsets, self._checksums.runs(chunk)) for chunk, _ in chunks.overlaps(every))
-        return TensorPart(
-            digests={index: digest.hex() for index, digest in self._digests.items()},
-            runs={index: tuple(sorted(runs)) for index, runs in self._runs.items()},
-            sources=tuple(sorted((offsets, join_runs(runs)) for offsets, runs in read if runs)),
-            stored={index: digest.hex() for index, digest in ({} if stored is None else stored.digests()).items()},
-            counts=self.counts,
-        )
+        whole, digests = {} if stored is None else stored.digests(), self._digests
+        runs = {index: tuple(sorted(runs)) for index, runs in self._runs.items()}
+        sources = tuple(sorted((offsets, join_runs(runs)) for offsets, runs in read if runs))
+        blocks, as_stored = ({index: each.hex() for index, each in some.items()} for some in (digests, whole))
+        return TensorPart(digests=blocks, runs=runs, sources=sources, stored=as_stored, counts=self.counts)
 
     def merge(self, parts: Sequence[tuple[str, TensorPart]], chunks: BoxIndex[Chunk]) -> int:
         """Take over what shares saw, each with its name for messages; the order makes no difference.
@@ -200,11 +198,10 @@ class Seen:
         return total in (0, nbytes)
 
     def _disagree(self, index: int, *shares: str) -> DisagreementError:
-        error = DisagreementError(
-            f"parts of this conversion have read different bytes of tensor {self._entry.fqn!r}, block {index}",
-            where=", ".join(sorted({chunk.span.file for chunk in self._entry.chunks})[:4]),
-            hint="nothing is published: a machine has read the source wrongly; run the parts again",
-        )
+        what = f"parts of this conversion have read different bytes of tensor {self._entry.fqn!r}, block {index}"
+        where = ", ".join(sorted({chunk.span.file for chunk in self._entry.chunks})[:4])
+        hint = "nothing is published: a machine has read the source wrongly; run the parts again"
+        error = DisagreementError(what, where=where, hint=hint)
         error.shares = tuple(dict.fromkeys(shares))
         return error
 

@@ -134,9 +134,7 @@ def _start(thread: threading.Thread, *, needed: bool) -> bool:
         thread.start()
     except (RuntimeError, OSError) as error:
         if needed:
-            raise StorageError(
-                "cannot start a thread: the system's limit of threads or of memory is reached",
-                hint="raise it (ulimit -u, ulimit -v), or see docs/concepts/limits.md",
-            ) from error
+            what = "cannot start a thread: the system's limit of threads or of memory is reached"
+            raise StorageError(what, hint="raise it (ulimit -u, ulimit -v), or see docs/concepts/limits.md") from error
         return False
     return True

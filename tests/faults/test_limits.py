@@ -18,7 +18,7 @@ from faults.harness import MOVING, Server, assert_clean, assert_complete, assert
 from samples import content, files_of, staging_left, tensor, write_model
 
 from ckpt_tools import api
-from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.errors import CkptError, DestinationExistsError
 
 LARGE = {f"layers.{i}.weight": tensor("F32", 64, 1024, seed=i) for i in range(24)}
 """6 MiB: more than one buffer, and enough to be met under way."""
@@ -209,6 +209,14 @@ def _as_nobody(directory: Path) -> int:
         path.chmod(0o755)
     os.chown(directory, NOBODY, NOBODY)
     return NOBODY
+
+
+def test_source_that_changes_after_the_last_read_publishes_nothing(tmp_path, monkeypatch):
+    weights = write_model(tmp_path / "model", {"w": tensor("F32", 4, 4)}) / "model.safetensors"
+    monkeypatch.setattr("ckpt_tools.convert.finish._check_result", lambda *_: os.utime(weights, ns=(0, 1)))
+    with pytest.raises(CkptError, match="changed while it was read"):
+        api.shard(tmp_path / "model", tmp_path / "out", mesh="dp_shard=2")
+    assert not (tmp_path / "out").exists()
 
 
 def test_read_only_source_is_enough(server, sources, references, case):

@@ -42,9 +42,7 @@ ARRANGING = "mkdir unlink fsync renameat2"
     [("fails", False), ("killed", True), ("interrupted", False)],
     ids=lambda value: str(value).lower(),
 )
-def test_sweep_of_a_step_nothing_is_lost(
-    server, step, reference, case, kind, overwrite, record_property, pytestconfig
-) -> None:
+def test_sweep_of_a_step_nothing_is_lost(server, step, reference, case, kind, overwrite, record_property, pytestconfig):
     sweep = Sweep(server, {"reshard": step}, {"reshard": reference}, "reshard")
     every = 1 if pytestconfig.getoption("zoo") else 3  # with --zoo every call
     sweep.sweep(

@@ -71,9 +71,7 @@ class Sweep:
             argv.append("--overwrite")
         return self.server.run(*argv, below=self.root, deny=deny, **fault)
 
-    def sweep(
-        self, directory: Path, *, overwrite: bool, deny: str = "", first: int = 1, step: int = 1, **fault
-    ) -> None:
+    def sweep(self, directory, *, overwrite, deny="", first=1, step=1, **fault) -> None:
         """Hit one call after the other until a run meets no fault any more."""
         old = files_of(self.source, manifest=True)
         for nth in range(first, MAX_POINTS, step):

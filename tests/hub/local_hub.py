@@ -227,9 +227,7 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
 
-    def send(
-        self, status: int, document: object = None, headers: dict[str, str] | None = None, raw: bytes | None = None
-    ) -> None:
+    def send(self, status, document=None, headers=None, raw=None) -> None:
         if getattr(self, "is_lost", False):
             self.hang_up()
             return

@@ -408,9 +408,7 @@ def test_push_cut_connection_is_survived(hub: Hub, push_json, model: Path, naps:
 
 
 @pytest.mark.parametrize(("kind", "status"), [("lost", 0), ("late", 504), ("late", 500)])
-def test_push_answer_to_the_commit_lost_is_recognised(
-    hub: Hub, push_json, model: Path, naps: list[float], kind: str, status: int
-):
+def test_push_answer_to_the_commit_lost_is_recognised(hub, push_json, model, naps, kind, status):
     hub.faults.append(Fault("/commit/main", kind=kind, status=status))
     document = push_json(model, "me/model")
     assert document["ok"] is True
@@ -512,9 +510,7 @@ REFUSALS = [
 @pytest.mark.parametrize(
     ("fault", "what", "hint"), REFUSALS, ids=[f"{row[0].match}-{row[0].kind}-{row[0].status}" for row in REFUSALS]
 )
-def test_push_refusal_is_a_clear_error(
-    hub: Hub, push_json, model: Path, naps, fault: Fault, what: str, hint: str | None
-):
+def test_push_refusal_is_a_clear_error(hub, push_json, model, naps, fault, what, hint):
     hub.faults.append(fault)
     error = push_json(model, "me/model", code=1)
     assert error["code"] == "hub"
@@ -614,9 +610,7 @@ def test_push_process_that_cannot_be_is_a_clear_error(hub: Hub, push_process, mo
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
-def test_push_that_is_stopped_commits_nothing_and_is_run_again(
-    hub: Hub, environment, push_json, tmp_path: Path, sent: int
-):
+def test_push_that_is_stopped_commits_nothing_and_is_run_again(hub, environment, push_json, tmp_path, sent):
     """A file that arrived is not sent again; one that was cut is, from its beginning. The commit is made once."""
     hub.multipart_over = 1000
     weights = {name: ("F32", (1000,), os.urandom(4000)) for name in ("a", "b")}

@@ -83,9 +83,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(answer.body[: answer.cut])
+        self.wfile.write(answer.body[: answer.cut] if self.command == "GET" else b"")
         if answer.cut is not None:
             self.close_connection = True
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
 
 
 @contextmanager

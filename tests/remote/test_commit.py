@@ -8,11 +8,9 @@ import pytest
 from samples import files_of, shard_model, staging_left, tensor, write_model
 
 import ckpt_tools
-from ckpt_tools.convert import command_text as commands, run as share
+from ckpt_tools.convert import commands as commands, run as share
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
-from ckpt_tools.options import options_of
 
-STATED = {name: options_of(getattr(ckpt_tools, name)) for name in commands.VERBS}
 BIG = {f"layers.{i}.weight": tensor("F32", 8, 16, seed=i) for i in range(4)}
 
 
@@ -64,10 +62,8 @@ def test_a_source_that_changed_meanwhile_is_refused(tmp_path: Path) -> None:
 
 def test_a_command_says_what_is_made_and_no_more(tmp_path: Path) -> None:
     given = {"mesh": "dp_shard=2", "exclude": ["a.**", "b"], "dtype": "bf16", "part": "1/2", "num_workers": 3}
-    from ckpt_tools.convert.commands import ShardOptions
-
-    options = ShardOptions(tmp_path / "model", tmp_path / "out", **given)
-    verb, said = commands.parse_command(commands.build_command(options), STATED)
+    options = commands.ShardOptions(tmp_path / "model", tmp_path / "out", **given)
+    verb, said = commands.parse_command(commands.build_command(options))
     assert verb == "shard"
     assert said == {
         "source": str(tmp_path / "model"), "mesh": "dp_shard=2", "exclude": ["a.**", "b"], "dtype": "bf16"
@@ -100,7 +96,7 @@ NO_COMMANDS = [
 
 @pytest.mark.parametrize("text", NO_COMMANDS)
 def test_what_is_no_command_is_not_run(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert commands.parse_command(text, STATED) is None
+    assert commands.parse_command(text) is None
     source, out = write_model(tmp_path / "model", BIG), tmp_path / "out"
     monkeypatch.setattr("ckpt_tools.convert.commands.build_command", lambda *_: text)
     ckpt_tools.shard(source, out, mesh="dp_shard=2", part="0/2")

@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 import pytest
 from remote.servers import Server
+from remote.site import Answer, site
 from samples import content
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError
@@ -74,9 +73,7 @@ def test_object_that_another_has_replaced_is_not_published(bucket: Bucket, other
     [(lambda raw: raw[:-1], "bytes where 10 were sent"), (lambda raw: b"?" + raw[1:], "are not those sent")],
     ids=["shorter", "flipped"],
 )
-def test_store_that_keeps_something_else_is_found_out(
-    bucket: Bucket, change: Callable[[bytes], bytes], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store_that_keeps_something_else_is_found_out(bucket, change, says, monkeypatch) -> None:
     put, sink = Bucket.put, _sink(bucket)
     monkeypatch.setattr(Bucket, "put", lambda self, key, raw, **more: put(self, key, change(raw), **more))
     with pytest.raises(StorageError, match=says):
@@ -148,9 +145,7 @@ def test_prefix_that_others_have_written_to_is_left_alone(bucket: Bucket, monkey
     assert _names(bucket) == ["theirs"]
 
 
-def test_another_conversion_is_kept_out_and_a_careless_store_refused(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_conversion_is_kept_out_and_a_careless_store_refused(bucket, monkeypatch) -> None:
     with _sink(bucket), pytest.raises(DestinationExistsError, match="another conversion is under way"):
         _sink(bucket, "theirs")
     put = Bucket.put
@@ -164,9 +159,7 @@ def test_another_conversion_is_kept_out_and_a_careless_store_refused(
 
 @pytest.mark.parametrize("etags", [True, False])
 @pytest.mark.parametrize("raw", [b"9876543210", b"longer than it was"])
-def test_object_that_has_changed_since_it_was_listed_is_not_read(
-    bucket: Bucket, raw: bytes, etags: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_object_that_has_changed_since_it_was_listed_is_not_read(bucket, raw, etags, monkeypatch) -> None:
     if not etags:
         stored = remote_store._stored
         monkeypatch.setattr(remote_store, "_stored", lambda meta: replace(stored(meta), etag=None))
@@ -204,49 +197,26 @@ def test_half_a_write_is_no_checkpoint(bucket: Bucket) -> None:
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, bytes], Bucket]]:
-    """A server that says one thing of every object's range, whatever is asked, and sends a body that ends anywhere."""
-    told: list[tuple[str, bytes]] = []
+    """A server that says one thing of an object's range, whatever is asked, and sends a body that ends anywhere."""
+    with site({}) as server:
+        fake = Server(name="answering", url=server.url, is_careful=False)
+        for name, value in fake.environment(None).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(remote_store, "_RETRIES", {"max_retries": 0, "retry_timeout": timedelta(seconds=1)})
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+        def answer(said: str, body: bytes) -> Bucket:
+            headers = {"Content-Range": said, "ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+            server.pages["/bucket/x"] = lambda _: Answer(206, headers, body)
+            return Bucket("s3://bucket")
 
-        def do_GET(self) -> None:
-            said, body = told[0]
-            self.send_response_only(206)
-            for name, value in {
-                "Content-Range": said, "ETag": '"e"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
-                "Content-Length": str(len(body)),
-            }.items():  # fmt: skip
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    fake = Server(name="answering", url=f"http://127.0.0.1:{server.server_port}", is_careful=False)
-    for name, value in fake.environment(None).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(remote_store, "_RETRIES", {"max_retries": 0, "retry_timeout": timedelta(seconds=1)})
-
-    def answer(said: str, body: bytes) -> Bucket:
-        told[:] = [(said, body)]
-        return Bucket("s3://bucket")
-
-    yield answer
-    server.shutdown()
-    server.server_close()
+        yield answer
 
 
 @pytest.mark.parametrize(
     ("said", "nbytes"),
     [("bytes 2-4/10", 2), ("bytes 2-4/10", 4), ("bytes 3-5/10", 3), ("bytes 2-3/10", 2), ("bytes 2-4/4", 3)],
 )
-def test_answer_that_is_not_what_was_asked_for_is_refused(
-    answering: Callable[[str, bytes], Bucket], said: str, nbytes: int
-) -> None:
+def test_answer_that_is_not_what_was_asked_for_is_refused(answering, said, nbytes) -> None:
     assert bytes(answering("bytes 2-4/10", b"234").get("x", 2, 3, etag='"e"')[1]) == b"234"
     with pytest.raises(CkptError):
         answering(said, content(nbytes)).get("x", 2, 3, etag='"e"')

@@ -101,9 +101,7 @@ def test_branch_that_moves_meanwhile_is_not_noticed(run, hub: Hub, model: Path, 
     assert sum("/revision/" in request.path for request in hub.requests) == 1
 
 
-def test_later_command_of_a_long_process_sees_the_new_commit(
-    run, hub: Hub, model: Path, tmp_path: Path, monkeypatch
-) -> None:
+def test_later_command_of_a_long_process_sees_the_new_commit(run, hub, model, tmp_path, monkeypatch) -> None:
     publish(hub, "org/name", model)
     monkeypatch.setattr(hub_source, "MAX_AGE_S", 0.0)
     assert run("diff", "hf://org/name", model)[0] == 0
@@ -111,9 +109,7 @@ def test_later_command_of_a_long_process_sees_the_new_commit(
     assert run("diff", "hf://org/name", model)[0] == 3
 
 
-def test_broken_connections_and_expired_addresses_are_gone_over(
-    run, hub: Hub, model: Path, naps, tmp_path: Path
-) -> None:
+def test_broken_connections_and_expired_addresses_are_gone_over(run, hub, model, naps, tmp_path) -> None:
     publish(hub, "org/name", model)
     hub.faults += [
         Fault("GET /cdn/", "truncate", times=3),
@@ -359,9 +355,7 @@ def test_local_commands_import_nothing_of_the_network(model: Path, tmp_path: Pat
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_children_without_a_network_get_documents_and_headers(
-    hub: Hub, environment, monkeypatch, tmp_path: Path
-) -> None:
+def test_children_without_a_network_get_documents_and_headers(hub, environment, monkeypatch, tmp_path) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     tensors = {"x": tensor("F32", 1 << 20), "y": tensor("BF16", 7)}

@@ -142,9 +142,7 @@ def test_adapter_on_a_web_server_is_refused(run) -> None:
         ("inner.example", "metadata.example", 1, "inner network"),
     ],
 )
-def test_redirect_is_judged_by_the_address_that_is_connected_to(
-    run, naps, monkeypatch, begins: str, leads: str, code: int, says: str
-) -> None:
+def test_redirect_is_judged_by_the_address_that_is_connected_to(run, naps, monkeypatch, begins, leads, code, says):
     """Names answer once for a look and once for a connection; only the second counts, and no byte is sent to it."""
     inside = {"inner.example": "127.0.0.1", "xn--nner-0pa.example": "10.0.0.1", "metadata.example": "169.254.169.254"}
     monkeypatch.setattr(web, "_peers", Peers())

@@ -96,9 +96,7 @@ def differences(found: list[tuple], straight: list[tuple]) -> list[str]:
     return sorted(dict.fromkeys(differ))
 
 
-def survey(
-    name: str, saves: Path, wanted: Callable[[str, str], bool], order: list[str] | None = None
-) -> Iterator[tuple]:
+def survey(name, saves, wanted, order=None) -> Iterator[tuple]:
     """Train, resume from every copy; yield first the order of the files, then (damage, file, what the trainer did).
 
     The order is that of this run, in which ranks race, unless it is given.

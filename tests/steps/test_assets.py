@@ -114,9 +114,7 @@ def test_step_has_its_own_and_that_is_said(layout: str, base: Path, trained: Pat
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("has_own", [False, True])
-def test_step_without_its_own_has_the_bases_and_equal_files_are_silent(
-    layout: str, has_own: bool, base: Path, tmp_path: Path, capsys
-) -> None:
+def test_step_without_its_own_has_the_bases_and_equal_files_are_silent(layout, has_own, base, tmp_path, capsys) -> None:
     step, out = tmp_path / "step-5", tmp_path / "out"
     home = LAYOUTS[layout](step, base)
     if has_own:
@@ -129,9 +127,7 @@ def test_step_without_its_own_has_the_bases_and_equal_files_are_silent(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_config_of_other_sizes_is_refused_and_the_hint_leads_on(
-    layout: str, base: Path, trained: Path, tmp_path: Path, capsys
-) -> None:
+def test_config_of_other_sizes_is_refused_and_the_hint_leads_on(layout, base, trained, tmp_path, capsys) -> None:
     step, out = tmp_path / "step-5", tmp_path / "out"
     home = LAYOUTS[layout](step, trained)
     argv = ["gather", str(step), str(out), "--assets", str(base)]
@@ -150,9 +146,7 @@ def test_config_of_other_sizes_is_refused_and_the_hint_leads_on(
     assert main(["gather", str(step), str(out), "--assets", str(trained), "-q", "--overwrite"]) == 0
 
 
-def test_what_shard_wrote_and_the_reference_come_in_their_order(
-    base: Path, trained: Path, tmp_path: Path, capsys
-) -> None:
+def test_what_shard_wrote_and_the_reference_come_in_their_order(base, trained, tmp_path, capsys) -> None:
     sharded, plain = tmp_path / "sharded", tmp_path / "plain"
     leave_sharded(sharded, trained)
     leave_dcp(plain, base)

@@ -44,7 +44,7 @@ from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.transfer.execute import Sealing, digest_planned_frames, execute
 from ckpt_tools.transfer.plan import Copy, FilePlan, blocks_of, check_names, chunk_index, copy_span
 from ckpt_tools.transfer.read import Buffers, Checksums, combine_crcs, read_block
-from ckpt_tools.transfer.share_record import FileRecord, ShareRecord, TensorPart, build_record, parse_record
+from ckpt_tools.transfer.share_record import PartFile, ShareRecord, TensorPart, build_record, parse_record
 from ckpt_tools.transfer.tensor_digest import DisagreementError, Seen
 
 # What is durable, and in which order
@@ -544,7 +544,7 @@ def test_shares_that_read_different_bytes_are_told_apart() -> None:
     "wrong",
     [
         {"schema_version": 1},
-        {"files": {"../out": FileRecord(identity={})}},
+        {"files": {"../out": PartFile(identity={})}},
         {"index": 2},
         {"digests": {"w": "../" + "0" * 29}},
         {"parts": {"w": TensorPart(digests={0: "no digest"})}},

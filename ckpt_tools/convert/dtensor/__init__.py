@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_tools.checkpoint.entries import Checkpoint
 from ckpt_tools.checkpoint.layout import Fsdp, Mesh
-from ckpt_tools.convert.dtensor.rank import Job, Placements, describe, save_rank
+from ckpt_tools.convert.dtensor.rank import Placements, RankJob, describe, save_rank
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.sandbox.child import Child, Here
 from ckpt_tools.sandbox.journal import Journal
@@ -51,7 +51,7 @@ def save_with_dtensor(
     _check_source(source)
     if any(Fsdp() in cuts.values() for cuts in placements.values()):
         raise UsageError("--engine dtensor does not write F, a cut over several axes at once", hint=_RELIEF)
-    job = Job(source=source, destination=destination, mesh=mesh, placements=placements, timeout_s=timeout_s)
+    job = RankJob(source=source, destination=destination, mesh=mesh, placements=placements, timeout_s=timeout_s)
     rank = torchrun_rank(mesh)
     if rank is None:
         _check_destination(destination)
@@ -77,28 +77,20 @@ def torchrun_rank(mesh: Mesh) -> int | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         # Schedulers set these two as well; only torchrun's own processes would all write one destination.
         return None
-    raise UsageError(
-        f"torchrun started {world_size} processes, the mesh {mesh} has {mesh.world_size} ranks",
-        hint=f"use torchrun --nproc-per-node {mesh.world_size}, or run without torchrun",
-    )
+    what = f"torchrun started {world_size} processes, the mesh {mesh} has {mesh.world_size} ranks"
+    raise UsageError(what, hint=f"use torchrun --nproc-per-node {mesh.world_size}, or run without torchrun")
 
 
 def _check_source(source: Checkpoint) -> None:
     _check_local(source.root)
     if source.blobs:
-        raise UsageError(
-            f"{source.blobs[0].fqn!r} is not a tensor, and --engine dtensor copies tensors alone",
-            where=source.root,
-            hint="use --engine stream",
-        )
+        what = f"{source.blobs[0].fqn!r} is not a tensor, and --engine dtensor copies tensors alone"
+        raise UsageError(what, where=source.root, hint="use --engine stream")
     for entry in source.tensors:
         whole = len(entry.chunks) == 1 and entry.chunks[0].box.sizes == entry.shape
         if not whole or entry.chunks[0].encoding != "raw" or entry.chunks[0].strides is not None:
-            raise UsageError(
-                f"--engine dtensor reads safetensors files, and {entry.fqn!r} is not in one",
-                where=source.root,
-                hint="use --engine stream",
-            )
+            what = f"--engine dtensor reads safetensors files, and {entry.fqn!r} is not in one"
+            raise UsageError(what, where=source.root, hint="use --engine stream")
         if entry.dtype.torch_name is None:
             raise UsageError(f"torch has no dtype for {entry.dtype.name}, the type of {entry.fqn!r}", where=source.root)
 
@@ -149,13 +141,13 @@ def join_ranks(mesh: Mesh, *, timeout_s: float = 1800.0) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _run_local_ranks(job: Job) -> None:
+def _run_local_ranks(job: RankJob) -> None:
     """Run one process per rank on this machine; when one fails, end the others."""
     with Child(_LAUNCH, job, type(None), does="starts the ranks", relief=_RELIEF) as child:
         child.result(None)
 
 
-def launch(job: Job, here: Here) -> None:
+def launch(job: RankJob, here: Here) -> None:
     """Run the ranks; what `_run_local_ranks` calls in a child."""
     rendezvous = os.path.join(here.directory, "rendezvous")
 
@@ -184,7 +176,7 @@ def _failure(outcome: Outcome) -> CkptError | None:
     return error
 
 
-def _run_rank(job: Job, rank: int, rendezvous: str, journal: Journal) -> bool:
+def _run_rank(job: RankJob, rank: int, rendezvous: str, journal: Journal) -> bool:
     """Be a rank; what is wrong is told in its journal."""
     journal.phase("save")
     start = time.perf_counter()

@@ -35,7 +35,7 @@ Placements = Mapping[str, Mapping[str, Placement]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RankJob:
     """What every rank has to know."""
 
     source: Checkpoint
@@ -45,25 +45,25 @@ class Job:
     timeout_s: float
 
 
-def save_rank(job: Job) -> None:
+def save_rank(job: RankJob) -> None:
     """Read this rank's part and save it together with the other ranks."""
     axes = job.mesh.axes
     root = init_device_mesh("cpu", tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes))
     state: dict[str, torch.Tensor] = {}
     with ExitStack() as files:
-        readers: dict[str, _Reader] = {}
+        readers: dict[str, _RankReader] = {}
         for entry in job.source.tensors:
             file = entry.chunks[0].span.file
             if file not in readers:
-                readers[file] = files.enter_context(_Reader(job.source.root, file))
+                readers[file] = files.enter_context(_RankReader(job.source.root, file))
             state[entry.fqn] = _local_part(entry, readers[file], root, job.placements.get(entry.fqn, {}))
     _range_of.cache_clear()
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    save(state, storage_writer=_Writer(job.destination), planner=planner)
+    save(state, storage_writer=_RankWriter(job.destination), planner=planner)
 
 
 def _local_part(
-    entry: TensorEntry, reader: _Reader, root: DeviceMesh, placements: Mapping[str, Placement]
+    entry: TensorEntry, reader: _RankReader, root: DeviceMesh, placements: Mapping[str, Placement]
 ) -> torch.Tensor:
     """Return this rank's part as a DTensor; a plain tensor where no mesh axis has a say, as FSDP leaves scalars."""
     names = tuple(root.mesh_dim_names or ())
@@ -129,7 +129,7 @@ def _on_first_dim(placement: TorchPlacement, dim: int) -> TorchPlacement:
     return TorchShard(0) if isinstance(placement, TorchShard) and placement.dim == dim else TorchReplicate()
 
 
-class _Writer(FileSystemWriter):
+class _RankWriter(FileSystemWriter):
     """The stock writer, without the path of this machine in `.metadata`.
 
     A pathlib object pickled by Python 3.13 cannot be loaded by 3.11, and nobody reads it.
@@ -140,7 +140,7 @@ class _Writer(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-class _Reader:
+class _RankReader:
     """Reads parts of the tensors of one safetensors file."""
 
     def __init__(self, root: str, file: str) -> None:

@@ -64,9 +64,8 @@ def find_account(*, endpoint: str | None = None, token: str | None = None) -> Ac
 def find_pusher(*, endpoint: str | None = None, token: str | None = None) -> Account:
     """Return what `find_account` does, for whoever needs a token."""
     if is_offline():
-        raise HubError(
-            "offline mode is on: nothing is uploaded", where="HF_HUB_OFFLINE", hint="unset HF_HUB_OFFLINE to push"
-        )
+        where = "HF_HUB_OFFLINE"
+        raise HubError("offline mode is on: nothing is uploaded", where=where, hint="unset HF_HUB_OFFLINE to push")
     account = find_account(endpoint=endpoint, token=token)
     if not account.token:
         what = "pushing needs a token, but there is none"

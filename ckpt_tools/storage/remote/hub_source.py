@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from urllib.parse import quote, urlsplit
 
@@ -95,9 +96,8 @@ def parse(path: str) -> Address:
         found = import_module("huggingface_hub.utils").parse_hf_uri(path, endpoint=os.environ.get("HF_ENDPOINT"))
     except (HfUriError, ValueError) as error:
         what = f"not the address of a repository: {getattr(error, 'msg', error)}"
-        raise UsageError(
-            what, where=asked, hint="hf://org/name, hf://org/name@revision, hf://org/name/directory"
-        ) from None
+        hint = "hf://org/name, hf://org/name@revision, hf://org/name/directory"
+        raise UsageError(what, where=asked, hint=hint) from None
     if found.type != "model":
         raise UsageError(f"ckpt reads models of the hub, not a {found.type}", where=asked, hint="hf://org/name")
     inside = found.path_in_repo.strip("/")
@@ -181,10 +181,7 @@ class HubSource(RemoteSource):
 
 
 def _web(account: Account) -> Web:
-    def explain_here(refusal: RefusalError, what: str) -> CkptError:
-        return _explain(refusal, what, account)
-
-    return Web(home=account.endpoint, token=account.token or None, explain=explain_here)
+    return Web(home=account.endpoint, token=account.token or None, explain=partial(_explain, account=account))
 
 
 def _pin(address: Address, account: Account, path: str) -> _Pinned:
@@ -311,9 +308,8 @@ def _look_offline(address: Address, account: Account, path: str) -> _Pinned:
         found = {}
     if not found:
         what = "offline mode is on (HF_HUB_OFFLINE), and the local cache of the hub does not have it"
-        raise HubError(
-            what, where=path, hint=f"unset HF_HUB_OFFLINE, or where there is a network: hf download {address.repo}"
-        )
+        hint = f"unset HF_HUB_OFFLINE, or where there is a network: hf download {address.repo}"
+        raise HubError(what, where=path, hint=hint)
     files = {name: RemoteFile(nbytes=nbytes, version={"oid": oid}) for name, (oid, nbytes) in found.items()}
     pinned = _Pinned(commit=commit, files=files, web=_web(account))
     pinned.cached, pinned.held = LocalSource(root), frozenset(files)
@@ -323,17 +319,12 @@ def _look_offline(address: Address, account: Account, path: str) -> _Pinned:
 def _explain(refusal: RefusalError, what: str, account: Account) -> CkptError:
     says = f" (the hub says: {refusal.message})" if refusal.message else ""
     settings = f"{account.endpoint}/settings/tokens"
-    repo = "/".join(what.removeprefix("hf://").partition("@")[0].split("/")[:2])
+    page = f"{account.endpoint}/{'/'.join(what.removeprefix('hf://').partition('@')[0].split('/')[:2])}"
     if refusal.code == "GatedRepo":
-        return HubError(
-            f"the repository is gated{says}",
-            where=what,
-            hint=f"ask for access at {account.endpoint}/{repo}, then `hf auth login`, or set HF_TOKEN",
-        )
+        hint = f"ask for access at {page}, then `hf auth login`, or set HF_TOKEN"
+        return HubError(f"the repository is gated{says}", where=what, hint=hint)
     if refusal.code == "RevisionNotFound":
-        return UnreadableError(
-            f"there is no such revision{says}", where=what, hint=f"{account.endpoint}/{repo}/tree/main"
-        )
+        return UnreadableError(f"there is no such revision{says}", where=what, hint=f"{page}/tree/main")
     if refusal.code == "EntryNotFound":
         return UnreadableError(f"a file is missing{says}", where=what)
     if refusal.code == "RepoNotFound" or refusal.status == 404:
@@ -342,9 +333,8 @@ def _explain(refusal: RefusalError, what: str, account: Account) -> CkptError:
         return HubError("there is no such repository, or it is private", where=what, hint=hint)
     if refusal.status in (401, 403):
         whom = "the token has expired, or may not read this" if account.token else "nobody is logged in"
-        return HubError(
-            f"the hub refuses to let this be read: {whom}{says}", where=what, hint="hf auth login, or set HF_TOKEN"
-        )
+        said = f"the hub refuses to let this be read: {whom}{says}"
+        return HubError(said, where=what, hint="hf auth login, or set HF_TOKEN")
     if refusal.status == 429:
         wait = "" if refusal.retry_after_s is None else f"; it asks to wait {refusal.retry_after_s:.0f} s"
         return HubError(

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.signals import hold_signals
-from ckpt_tools.storage.joined import CLAIM_NAME, MAX_CLAIM_BYTES, RECORD_PREFIX, SHARED_DIRECTORY, Claim
+from ckpt_tools.storage.joined import CLAIM_NAME, MAX_CLAIM_BYTES, RECORD_PREFIX, SHARED_DIRECTORY, BuildClaim
 from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.remote.object_source import ObjectSource
 from ckpt_tools.storage.remote.store import Bucket, ExistingObjectError, MissingObjectError, StoredObject
@@ -27,43 +27,6 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few, is_plain_path
 from ckpt_tools.units import format_size
-
-# Say whose a prefix is while it is built: one small object, made where there is none, that everybody can read
-# It is no lock and has no lease. Runs of one fingerprint write the same bytes and are welcome; others are refused.
-
-
-def find_claim(bucket: Bucket, key: str) -> Claim | None:
-    """Return the claim that is there, if any."""
-    try:
-        _, content = bucket.get_whole(key, max_bytes=MAX_CLAIM_BYTES)
-    except MissingObjectError:
-        return None
-    return Claim.parse(content, where=bucket.label(key))
-
-
-def take_claim(bucket: Bucket, key: str, mine: Claim, destination: str, *, conditional: bool) -> tuple[Claim, bool]:
-    """Make the claim where there is none; return the one that is there, and whether the store keeps conditions.
-
-    Without `conditional`, the store is not asked for conditions, and nothing is known of them.
-    """
-    found = find_claim(bucket, key)
-    if found is None:
-        try:
-            bucket.put(key, mine.build(), create=conditional)
-            found = mine
-        except StorageError:
-            # "It exists" can be one's own, whose answer was lost; so can any other failure.
-            found = find_claim(bucket, key)
-            if found is None:
-                raise
-    found.check(mine.fingerprint, mine.num_parts, where=destination, directory=destination)
-    if conditional:
-        try:
-            bucket.put(key, found.build(), create=True)
-        except ExistingObjectError:
-            return found, True
-    return found, False
-
 
 _WORK = f"{SHARED_DIRECTORY}/"
 _CLAIM = _WORK + CLAIM_NAME
@@ -105,7 +68,7 @@ class ObjectSink(SharedSink):
         self.records = {}
         self._bucket = bucket
         self._settings = settings
-        self._claim: Claim | None = None
+        self._claim: BuildClaim | None = None
         self._is_mine = False
         """The claim is of this process."""
         self._lock = threading.Lock()
@@ -133,16 +96,49 @@ class ObjectSink(SharedSink):
         """Nothing smaller than a pass is continued."""
         del fingerprint
 
-    def find_claim(self) -> Claim | None:
+    # Whose a prefix is while it is built says one small object, made where there is none, that everybody can read.
+    # It is no lock and has no lease. Runs of one fingerprint write the same bytes and are welcome; others are refused.
+
+    def find_claim(self) -> BuildClaim | None:
         """Return what is being built here."""
-        return find_claim(self._bucket, self._key(_CLAIM))
+        key = self._key(_CLAIM)
+        try:
+            _, content = self._bucket.get_whole(key, max_bytes=MAX_CLAIM_BYTES)
+        except MissingObjectError:
+            return None
+        return BuildClaim.parse(content, where=self._bucket.label(key))
+
+    def _take_claim(self, mine: BuildClaim, *, conditional: bool) -> tuple[BuildClaim, bool]:
+        """Make the claim where there is none; return the one that is there, and whether the store keeps conditions.
+
+        Without `conditional`, the store is not asked for conditions, and nothing is known of them.
+        """
+        found = self.find_claim()
+        if found is None:
+            try:
+                self._bucket.put(self._key(_CLAIM), mine.build(), create=conditional)
+                found = mine
+            except StorageError:
+                # "It exists" can be one's own, whose answer was lost; so can any other failure.
+                found = self.find_claim()
+                if found is None:
+                    raise
+        self._check_claim(found, mine)
+        with contextlib.suppress(ExistingObjectError):
+            if conditional:
+                self._bucket.put(self._key(_CLAIM), found.build(), create=True)
+            return found, False
+        return found, True
+
+    def _check_claim(self, found: BuildClaim, mine: BuildClaim) -> None:
+        found.check(mine.fingerprint, mine.num_parts, where=self.destination, directory=self.destination)
 
     def join(self, fingerprint: str, num_parts: int) -> None:
         """Look at what is there, and claim the prefix; see `SharedSink`."""
         there = self._look()
-        mine = Claim.new(fingerprint, num_parts, self.command)
+        mine = BuildClaim.new(fingerprint, num_parts, self.command)
         needs = self._settings.needs_conditions
-        self._claim, is_kept = take_claim(self._bucket, self._key(_CLAIM), mine, self.destination, conditional=needs)
+        self._claim, is_kept = self._take_claim(mine, conditional=needs)
         self._is_mine = self._claim.nonce == mine.nonce
         self._num_records = sum(name.startswith(_WORK + RECORD_PREFIX) for name in there)
         if self._is_mine:
@@ -152,11 +148,9 @@ class ObjectSink(SharedSink):
         if is_kept:
             return
         if needs:
-            raise StorageError(
-                "this store ignores If-None-Match: two writers could both win",
-                where=self.destination,
-                hint="use a store that honours it, or add --no-conditional-writes and let one run write at a time",
-            )
+            what = "this store ignores If-None-Match: two writers could both win"
+            hint = "use a store that honours it, or add --no-conditional-writes and let one run write at a time"
+            raise StorageError(what, where=self.destination, hint=hint)
         self.notes += ("--no-conditional-writes: nothing kept a second writer out",)
 
     def _look(self) -> dict[str, StoredObject]:
@@ -330,17 +324,14 @@ class ObjectSink(SharedSink):
         if same and found is not None and stored is not None and None not in (stored.etag, found.etag):
             same = stored.etag == found.etag
         if not same:
-            raise StorageError(
-                "an object is gone, or is another one than was written",
-                where=self._bucket.label(self._key(name)),
-                hint="somebody else writes here: see who, then run the same command again",
-            )
+            what = "an object is gone, or is another one than was written"
+            hint = "somebody else writes here: see who, then run the same command again"
+            raise StorageError(what, where=self._bucket.label(self._key(name)), hint=hint)
 
     def _put_marker(self) -> None:
-        claim = find_claim(self._bucket, self._key(_CLAIM))
+        claim = self.find_claim()
         if claim is not None and self._claim is not None:
-            mine = self._claim
-            claim.check(mine.fingerprint, mine.num_parts, where=self.destination, directory=self.destination)
+            self._check_claim(claim, self._claim)
         if self._marker is None:
             return
         name, content = self._marker
@@ -393,7 +384,7 @@ class ObjectSink(SharedSink):
         if self._claim is None:
             return
         with contextlib.suppress(CkptError):
-            there = find_claim(self._bucket, self._key(_CLAIM))
+            there = self.find_claim()
             if there is None:  # the same command, run elsewhere, has published: what is left there is of this run
                 self._remove_work()
                 return

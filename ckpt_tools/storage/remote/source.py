@@ -320,11 +320,8 @@ class RemoteSource(Source):
 
     def changed(self, file: str) -> CkptError:
         """Return the error for a file that is no longer the one of the listing."""
-        return CkptError(
-            "the source changed while it was read",
-            where=self.label(file),
-            hint="wait until its writer has finished, then run the command again",
-        )
+        hint = "wait until its writer has finished, then run the command again"
+        return CkptError("the source changed while it was read", where=self.label(file), hint=hint)
 
     def close(self) -> None:
         """Free what is kept."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from importlib.util import find_spec
@@ -57,11 +57,8 @@ class ChangedObjectError(CkptError):
     """An object is not the one that it was: a condition on its ETag was not met."""
 
     def __init__(self, where: str) -> None:
-        super().__init__(
-            "the source changed while it was read",
-            where=where,
-            hint="wait until its writer has finished, then run the command again",
-        )
+        hint = "wait until its writer has finished, then run the command again"
+        super().__init__("the source changed while it was read", where=where, hint=hint)
 
 
 class ExistingObjectError(StorageError):
@@ -179,11 +176,8 @@ class Bucket:
 
     def delete(self, key: str) -> None:
         """Remove an object; there being none is fine."""
-        try:
-            with self.telling(key, "DELETE"):
-                self.obstore.delete(self.store, key)
-        except MissingObjectError:
-            pass
+        with suppress(MissingObjectError), self.telling(key, "DELETE"):
+            self.obstore.delete(self.store, key)
 
     @contextmanager
     def telling(self, key: str, verb: str) -> Iterator[None]:
@@ -193,14 +187,10 @@ class Bucket:
         except (CkptError, GeneratorExit):
             raise
         except Exception as error:
-            if not _is_obstores(self.obstore, error):
+            # Beside its own errors, obstore raises some of Python's: for a missing object, a key that it does not take.
+            if not isinstance(error, (self.obstore.exceptions.BaseError, ValueError, OSError)):
                 raise
             raise _translate(self, error, self.label(key), verb) from None
-
-
-def _is_obstores(library: Any, error: Exception) -> bool:  # noqa: ANN401 - a module
-    """Beside its own errors, obstore raises some of Python's: for a missing object, a key that it does not take."""
-    return isinstance(error, (library.exceptions.BaseError, FileNotFoundError, ValueError, OSError, TimeoutError))
 
 
 def _translate(bucket: Bucket, error: Exception, where: str, verb: str) -> CkptError:
@@ -286,11 +276,8 @@ def _credentials_hint(scheme: str) -> str:
         return "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN"
     key = os.environ.get("AWS_ACCESS_KEY_ID")
     if key:
-        return (
-            f"the credentials come from AWS_ACCESS_KEY_ID (…{escape_name(key[-4:])})"
-            if len(key) > 8
-            else "check AWS_ACCESS_KEY_ID"
-        )
+        told = f"the credentials come from AWS_ACCESS_KEY_ID (…{escape_name(key[-4:])})"
+        return told if len(key) > 8 else "check AWS_ACCESS_KEY_ID"
     if _has_profile():
         return "export credentials: eval $(aws configure export-credentials --format env), or pip install boto3"
     return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket --storage skip_signature=true"
@@ -319,10 +306,5 @@ def _canonical(etag: str | None) -> str | None:
 
 
 def _stored(meta: Any) -> StoredObject:  # noqa: ANN401 - a mapping of obstore's
-    return StoredObject(
-        key=meta["path"],
-        nbytes=meta["size"],
-        etag=_canonical(meta["e_tag"]),
-        version=meta["version"],
-        modified=meta["last_modified"],
-    )
+    told = {"version": meta["version"], "modified": meta["last_modified"]}
+    return StoredObject(key=meta["path"], nbytes=meta["size"], etag=_canonical(meta["e_tag"]), **told)

@@ -95,7 +95,7 @@ class Upload:
         if stored.nbytes != self.nbytes:
             raise _differs(self._bucket, self.key, f"{stored.nbytes} bytes where {self.nbytes} were sent")
         last = len(self._crcs) - 1
-        for i in {"none": (), "sample": {0, last} - {-1}, "all": range(last + 1)}[checked]:
+        for i in {"none": (), "sample": {0, last} if self._crcs else (), "all": range(last + 1)}[checked]:
             start = i * self._part_bytes
             _, content = self._bucket.get(self.key, start, self._part_bytes, etag=stored.etag)
             self.checked_bytes += len(content)
@@ -144,11 +144,7 @@ class PartStream:
     __slots__ = ("_early", "_emit", "_gap", "_gaps", "_held", "_part", "_part_bytes", "nbytes", "position")
 
     def __init__(
-        self,
-        nbytes: int,
-        part_bytes: int,
-        emit: Callable[[bytearray], object],
-        gaps: Iterable[tuple[int, int]] = (),
+        self, nbytes: int, part_bytes: int, emit: Callable[[bytearray], object], gaps: Iterable[tuple[int, int]] = ()
     ) -> None:
         self.nbytes = nbytes
         self.position = 0

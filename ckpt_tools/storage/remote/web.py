@@ -289,17 +289,13 @@ def _client(proxies: tuple[tuple[str, str], ...], rule: str) -> httpx2.Client:  
     import httpx2
 
     try:
-        client = httpx2.Client(
-            follow_redirects=False,
-            timeout=httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, pool=None),
-            limits=httpx2.Limits(max_connections=64, max_keepalive_connections=32),
-        )
+        timeout = httpx2.Timeout(_SILENCE_TIMEOUT_S, connect=CONNECT_TIMEOUT_S, pool=None)
+        limits = httpx2.Limits(max_connections=64, max_keepalive_connections=32)
+        client = httpx2.Client(follow_redirects=False, timeout=timeout, limits=limits)
         atexit.register(client.close)
     except (ImportError, OSError, ValueError, ssl.SSLError) as error:
-        raise StorageError(
-            f"no connection can be set up: {scrub(str(error), None)}",
-            hint="check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set",
-        ) from None
+        hint = "check the proxies (HTTPS_PROXY, HTTP_PROXY, ALL_PROXY) and certificates (SSL_CERT_FILE) that are set"
+        raise StorageError(f"no connection can be set up: {scrub(str(error), None)}", hint=hint) from None
     return client
 
 

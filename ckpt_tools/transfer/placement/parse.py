@@ -44,11 +44,8 @@ def parse_set(text: str) -> Rule:
     # The last "=": a placement has none.
     match, equals, places = text.rpartition("=")
     if not equals or not match.strip():
-        raise UsageError(
-            f"{text!r} is not a rule",
-            where="--set",
-            hint="write --set 'GLOB=axis:S(d)', for example '**.q_proj.weight=tp:S(0)'",
-        )
+        hint = "write --set 'GLOB=axis:S(d)', for example '**.q_proj.weight=tp:S(0)'"
+        raise UsageError(f"{text!r} is not a rule", where="--set", hint=hint)
     pairs: list[tuple[str, str]] = []
     for part in places.split(",") if places.strip() else []:
         axis, colon, placement = part.partition(":")
@@ -66,9 +63,8 @@ def _rule(item: object, where: str) -> Rule:
         raise UsageError("a rule needs match: a pattern on tensor names", where=where, hint="quote the pattern")
     style = content.get("style")
     if "style" in content and not isinstance(style, str):
-        raise UsageError(
-            f"style must be a name, found {_one_line(style)}", where=where, hint="write for example style: colwise"
-        )
+        what = f"style must be a name, found {_one_line(style)}"
+        raise UsageError(what, where=where, hint="write for example style: colwise")
     place = None
     if "place" in content:
         pairs = _mapping(content["place"], "place", where)
@@ -83,11 +79,8 @@ def _place(pairs: list[tuple[str, str]] | list[tuple[str, object]], where: str) 
         if axis in result:
             raise UsageError(f"the axis {axis} is placed twice", where=where)
         if not isinstance(text, str):
-            raise UsageError(
-                f"{_one_line(text)} is not a placement for {axis}",
-                where=where,
-                hint="write S(0) to cut dim 0, R to replicate",
-            )
+            what = f"{_one_line(text)} is not a placement for {axis}"
+            raise UsageError(what, where=where, hint="write S(0) to cut dim 0, R to replicate")
         try:
             result[axis] = parse_placement(text)
         except UsageError as error:
@@ -98,9 +91,8 @@ def _place(pairs: list[tuple[str, str]] | list[tuple[str, object]], where: str) 
 def _axis(spelling: str, where: str) -> str:
     axis = AXIS_ALIASES.get(spelling, spelling)
     if axis not in AXES:
-        raise UsageError(
-            f"unknown mesh axis {_one_line(spelling)}", where=where, hint=suggest(spelling, AXES, "the axes are")
-        )
+        what = f"unknown mesh axis {_one_line(spelling)}"
+        raise UsageError(what, where=where, hint=suggest(spelling, AXES, "the axes are"))
     return axis
 
 
@@ -109,11 +101,8 @@ def _mesh(value: object, where: str, world_size: int | None) -> Mesh:
     for axis, size in axes.items():
         _axis(axis, where)  # before it is put into a text: "tp=2,ep" is no axis
         if not isinstance(size, int) or isinstance(size, bool):
-            raise UsageError(
-                f"mesh axis {axis} has {_one_line(size)} ranks",
-                where=where,
-                hint="write for example mesh: {dp_shard: 8}",
-            )
+            what = f"mesh axis {axis} has {_one_line(size)} ranks"
+            raise UsageError(what, where=where, hint="write for example mesh: {dp_shard: 8}")
     try:
         return parse_mesh(",".join(f"{axis}={size}" for axis, size in axes.items()), world_size=world_size)
     except UsageError as error:
@@ -129,9 +118,8 @@ def _mapping(value: object, name: str, where: str) -> Mapping[str, object]:
 def _check_keys(content: Mapping[str, object], known: tuple[str, ...], name: str, where: str) -> None:
     for key in content:
         if key not in known:
-            raise UsageError(
-                f"unknown key {_one_line(key)} in {name}", where=where, hint=suggest(key, known, "the keys are")
-            )
+            what = f"unknown key {_one_line(key)} in {name}"
+            raise UsageError(what, where=where, hint=suggest(key, known, "the keys are"))
 
 
 def _one_line(value: object) -> str:

@@ -70,40 +70,30 @@ def _check_axes(rules: Sequence[Rule], mesh: Mesh) -> None:
         for axis in rule.axes:
             if axis not in names:
                 said = f"style {rule.style}" if rule.style else f"{axis}:{(rule.place or {})[axis]}"
-                raise UsageError(
-                    f"the rule {rule.match!r} ({said}) needs the axis {axis}, and the mesh {mesh} has none",
-                    where=rule.origin,
-                    hint=f"add the axis: --mesh {mesh},{axis}=N",
-                )
+                what = f"the rule {rule.match!r} ({said}) needs the axis {axis}, and the mesh {mesh} has none"
+                raise UsageError(what, where=rule.origin, hint=f"add the axis: --mesh {mesh},{axis}=N")
 
 
 def _check_shape(entry: TensorEntry, rule: Rule) -> None:
     """Refuse a tensor that is not the one which the rule is about: it may be transposed, or of another config."""
     meant = rule.shapes.get(entry.fqn, entry.shape)
     if meant != entry.shape and rule.axes:
-        raise UsageError(
-            f"tensor {entry.fqn!r} has shape {list(entry.shape)} here and {list(meant)} in the live model: "
-            f"the style {rule.style} would cut another dim than it means",
-            where=rule.origin,
-            hint=f"is config.json that of the weights? --set '{entry.fqn}=tp:S(d)' cuts the dim d that you mean",
-        )
+        what = f"tensor {entry.fqn!r} has shape {list(entry.shape)} here and {list(meant)} in the live model: "
+        what += f"the style {rule.style} would cut another dim than it means"
+        hint = f"is config.json that of the weights? --set '{entry.fqn}=tp:S(d)' cuts the dim d that you mean"
+        raise UsageError(what, where=rule.origin, hint=hint)
 
 
 def _check_cuts(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], rule: Rule | None) -> None:
     where = rule.origin if rule is not None else None
     pack = entry.dtype.pack
     if pack > 1 and (not entry.shape or entry.shape[-1] % pack):
-        raise UsageError(
-            f"{_describe(entry)} ends inside a byte: torch keeps {pack} elements per byte of the last dim",
-            hint=f"leave it out: --exclude '{entry.fqn}'",
-        )
+        what = f"{_describe(entry)} ends inside a byte: torch keeps {pack} elements per byte of the last dim"
+        raise UsageError(what, hint=f"leave it out: --exclude '{entry.fqn}'")
     for axis, placement in cuts.items():
         if isinstance(placement, Shard) and placement.dim >= len(entry.shape):
-            raise UsageError(
-                f"{axis}:{placement} cannot cut {_describe(entry)}: it has no dim {placement.dim}",
-                where=where,
-                hint="narrow the rule's pattern, or choose another dim",
-            )
+            what = f"{axis}:{placement} cannot cut {_describe(entry)}: it has no dim {placement.dim}"
+            raise UsageError(what, where=where, hint="narrow the rule's pattern, or choose another dim")
     _check_fsdp(entry, mesh, cuts, where)
     _check_bytes(entry, mesh, cuts, where)
 
@@ -127,22 +117,17 @@ def _check_fsdp(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], w
     num_parts = math.prod(mesh.size(axis) for axis in others)
     if _uneven_axes(entry, mesh, cuts):
         axes = "×".join(others)
-        raise UsageError(
-            f"tensor {entry.fqn!r}: {axes} and {FSDP_AXIS} both cut dim {dim}, and its {length} elements are "
-            f"not divisible by {axes}={num_parts}; PyTorch saves such tensors in a way that it cannot load",
-            where=where,
-            hint=f"keep it off {axes} (--set '{entry.fqn}=', or --tp-uneven replicate for all such tensors), "
-            f"or choose a size that divides {length}",
-        )
+        what = f"tensor {entry.fqn!r}: {axes} and {FSDP_AXIS} both cut dim {dim}, and its {length} elements are "
+        what += f"not divisible by {axes}={num_parts}; PyTorch saves such tensors in a way that it cannot load"
+        hint = f"keep it off {axes} (--set '{entry.fqn}=', or --tp-uneven replicate for all such tensors), "
+        raise UsageError(what, where=where, hint=f"{hint}or choose a size that divides {length}")
     if dim > 0 and (length // num_parts) % num_ranks:
         inside = f" left by {'×'.join(others)}={num_parts}" if others else ""
-        raise UsageError(
-            f"tensor {entry.fqn!r}: {FSDP_AXIS}:{fsdp} needs the {length // num_parts} elements of dim {dim}"
-            f"{inside} to be divisible by {'×'.join(fsdp_axes(mesh, cuts))}={num_ranks}, "
-            "as fully_shard does for every dim but 0",
-            where=where,
-            hint=f"cut dim 0 instead ({FSDP_AXIS}:S(0)), or choose a size that divides {length // num_parts}",
-        )
+        part, by = length // num_parts, f"{'×'.join(fsdp_axes(mesh, cuts))}={num_ranks}"
+        what = f"tensor {entry.fqn!r}: {FSDP_AXIS}:{fsdp} needs the {part} elements of dim {dim}{inside} to be "
+        what += f"divisible by {by}, as fully_shard does for every dim but 0"
+        hint = f"cut dim 0 instead ({FSDP_AXIS}:S(0)), or choose a size that divides {part}"
+        raise UsageError(what, where=where, hint=hint)
 
 
 def _uneven_axes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement]) -> tuple[str, ...]:
@@ -174,11 +159,9 @@ def _check_bytes(entry: TensorEntry, mesh: Mesh, cuts: Mapping[str, Placement], 
         return
     starts = [offset for offset, _ in cut_entry(entry, mesh, cuts).intervals[-1]]
     if any(start * bits % 8 for start in (*starts, entry.shape[-1])):
-        raise UsageError(
-            f"{_describe(entry)} cannot be cut by {mesh}: a cut would fall inside a byte",
-            where=where,
-            hint=f"keep it whole: --set '{entry.fqn}={','.join(f'{axis}:R' for axis in cuts)}'",
-        )
+        what = f"{_describe(entry)} cannot be cut by {mesh}: a cut would fall inside a byte"
+        hint = f"keep it whole: --set '{entry.fqn}={','.join(f'{axis}:R' for axis in cuts)}'"
+        raise UsageError(what, where=where, hint=hint)
 
 
 def _describe(entry: TensorEntry) -> str:

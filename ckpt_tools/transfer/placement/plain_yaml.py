@@ -153,6 +153,5 @@ def _scalar(kind: str, node: yaml.ScalarNode) -> object:
 
 def _unknown(node: yaml.Node) -> ValueError:
     kind = node.tag.removeprefix(_TAG)[:100]
-    return ValueError(
-        f"a value of type {kind!r}, where text, whole numbers, lists and mappings can be{node.start_mark}"
-    )
+    what = f"a value of type {kind!r}, where text, whole numbers, lists and mappings can be{node.start_mark}"
+    return ValueError(what)

@@ -68,17 +68,13 @@ class Rule:
     def __post_init__(self) -> None:
         compile_glob(self.match)
         if (self.place is None) == (self.style is None):
-            raise UsageError(
-                f"the rule for {self.match!r} needs either place or style", where=self.origin, hint=_EXAMPLE
-            )
+            what = f"the rule for {self.match!r} needs either place or style"
+            raise UsageError(what, where=self.origin, hint=_EXAMPLE)
         if self.style is None:
             return
         if self.style not in STYLES:
-            raise UsageError(
-                f"unknown style {self.style!r} in the rule for {self.match!r}",
-                where=self.origin,
-                hint=suggest(self.style, STYLES, "the styles are"),
-            )
+            what = f"unknown style {self.style!r} in the rule for {self.match!r}"
+            raise UsageError(what, where=self.origin, hint=suggest(self.style, STYLES, "the styles are"))
 
     @property
     def axes(self) -> tuple[str, ...]:

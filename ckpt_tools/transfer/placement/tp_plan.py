@@ -88,9 +88,8 @@ def tp_plan_rules(config: Mapping[str, object], fqns: Collection[str], found: Tp
 
 
 def _no_plan(what: str, architecture: str | None = None) -> UsageError:
-    return UsageError(
-        what, where=f"{_ORIGIN} ({architecture})" if architecture is not None else _ORIGIN, hint=_WRITE_RULES
-    )
+    where = f"{_ORIGIN} ({architecture})" if architecture is not None else _ORIGIN
+    return UsageError(what, where=where, hint=_WRITE_RULES)
 
 
 def check_quantization(config: Mapping[str, object]) -> None:
@@ -176,11 +175,8 @@ def _built_in_plan(config: Mapping[str, object]) -> TpPlan:
     model_type = config.get("model_type")
     architecture = _architecture(config)
     if model_type not in LLAMA_FAMILY or not architecture.endswith("ForCausalLM"):
-        raise UsageError(
-            f"no tensor-parallel plan is built in for {architecture}",
-            where=_ORIGIN,
-            hint=f"install the plans: pip install 'ckpt-tools[hf]'; or {_WRITE_RULES}",
-        )
+        hint = f"install the plans: pip install 'ckpt-tools[hf]'; or {_WRITE_RULES}"
+        raise UsageError(f"no tensor-parallel plan is built in for {architecture}", where=_ORIGIN, hint=hint)
     may_lack = frozenset({"lm_head"} if config.get("tie_word_embeddings") else ())
     return TpPlan(title=architecture, styles=_LLAMA, may_lack=may_lack, base_prefix="model.")
 
@@ -214,9 +210,6 @@ def _find_root(plan: TpPlan, fqns: Collection[str]) -> tuple[str, str]:
                 best = (len(found), prefix, root)
     if not best[0]:
         examples = ", ".join(list(plan.styles)[:2])
-        raise UsageError(
-            f"the checkpoint has none of the names of the plan, such as {examples}",
-            where=f"{_ORIGIN} ({plan.title})",
-            hint=_OTHER_NAMES,
-        )
+        what = f"the checkpoint has none of the names of the plan, such as {examples}"
+        raise UsageError(what, where=f"{_ORIGIN} ({plan.title})", hint=_OTHER_NAMES)
     return best[1:]

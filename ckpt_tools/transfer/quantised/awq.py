@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.transfer.quantised.packing import Layer, Parts, find_layers, group_size
+from ckpt_tools.transfer.quantised.packing import PackedLayer, Parts, find_layers, group_size
 from ckpt_tools.transfer.quantised.parts import check_shape
 from ckpt_tools.transfer.quantised.scheme import Found, ReadRun, Scheme, Settings, Tensors
 
@@ -34,7 +34,7 @@ def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # 
 SCHEME = Scheme(method="awq", find=_find_all)
 
 
-def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Layer:
+def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> PackedLayer:
     weight, zeros, scales = parts
     bits = settings.get("bits", settings.get("w_bit"))
     if bits != _BITS:
@@ -45,12 +45,12 @@ def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Lay
     size = group_size(settings, num_inputs, weight, scales)
     check_shape(scales, (scales.shape[0], num_words * _IN_WORD), of=weight)
     check_shape(zeros, (scales.shape[0], num_words), of=weight)
-    return Layer(
+    return PackedLayer(
         weight=weight, zeros=zeros, scales=scales, order=None, bits=_BITS, num_inputs=num_inputs, group_size=size
     )
 
 
-def _unpack(layer: Layer, read: ReadRun, low: int, high: int) -> tuple[F32, F32]:
+def _unpack(layer: PackedLayer, read: ReadRun, low: int, high: int) -> tuple[F32, F32]:
     return _outputs(layer.weight, read, low, high), _outputs(layer.zeros, read, low, high)
 
 

@@ -66,10 +66,8 @@ def _quantised(entry: TensorEntry, tensors: Tensors) -> Quantised:
     is_weight = entry.fqn == f"{root}.weight"
     strange = (fqn for fqn in tensors if is_weight and fqn.startswith(f"{entry.fqn}_scale") and fqn not in known)
     if (other := next(strange, None)) is not None:
-        raise UsageError(
-            f"{other!r} scales {entry.fqn!r} in a way that only a config.json tells",
-            hint="put the model's config.json beside the weights",
-        )
+        hint = "put the model's config.json beside the weights"
+        raise UsageError(f"{other!r} scales {entry.fqn!r} in a way that only a config.json tells", hint=hint)
     scale = next((tensors[fqn] for name in _SCALES if is_weight and (fqn := f"{root}.{name}") in tensors), None)
     if scale is not None and (scale.num_elems != 1 or not scale.dtype.is_float):
         what = f"{scale.fqn!r} is {scale.dtype.name} {list(scale.shape)}, and one number is needed"

@@ -44,11 +44,6 @@ SCHEMES: tuple[Scheme, ...] = (
 )
 
 
-def find_scheme(method: object) -> Scheme | None:
-    """Return the scheme of a `quant_method`; None for one that is not known."""
-    return next((scheme for scheme in SCHEMES if scheme.method == method), None)
-
-
 KEY = "quantization_config"
 _OTHER_CONFIGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """What libraries also wrote their settings to, or only there, with the `quant_method`. Readers would believe them."""
@@ -123,22 +118,19 @@ def _find(opened: Opened, tensors: Tensors) -> tuple[Found, Mapping[str, object]
     config, settings = config_beside(opened.source), settings_beside(opened.source)
     where = opened.source.root
     if settings is None and comfyui.is_there(tensors):
-        return comfyui.SCHEME.find(tensors, {}, _Reader(opened)), None if config is None else config.values
+        return comfyui.SCHEME.find(tensors, {}, _RunReader(opened)), None if config is None else config.values
     if config is None or settings is None:
-        raise UsageError(
-            f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised",
-            where=where,
-            hint=f"put the model's {CONFIG_NAME} there; weights that are not quantised need no --dequantize",
-        )
-    scheme = find_scheme(settings.get("quant_method"))
+        what = f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised"
+        hint = f"put the model's {CONFIG_NAME} there; weights that are not quantised need no --dequantize"
+        raise UsageError(what, where=where, hint=hint)
+    scheme = next((each for each in SCHEMES if each.method == settings.get("quant_method")), None)
     if scheme is None:
         known = ", ".join(scheme.method for scheme in SCHEMES)
-        raise UsageError(
-            f"ckpt does not decode {settings.get('quant_method')!r}", where=where, hint=f"it does: {known}"
-        )
+        what = f"ckpt does not decode {settings.get('quant_method')!r}"
+        raise UsageError(what, where=where, hint=f"it does: {known}")
     header = torchao.header_of(opened) if scheme is torchao.SCHEME else None
     settings = {**settings, "model_type": config.values.get("model_type"), "header": header}
-    found = scheme.find(tensors, settings, _Reader(opened))
+    found = scheme.find(tensors, settings, _RunReader(opened))
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
     return found, config.values
@@ -219,7 +211,7 @@ class _Decoder:
     """Decodes tensors, and keeps what is read in another order than it is decoded in; from any thread."""
 
     def __init__(self, opened: Opened, floats: DType) -> None:
-        self._read = _Reader(opened)
+        self._read = _RunReader(opened)
         self._floats = floats
         self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._lock = threading.Lock()
@@ -272,7 +264,7 @@ class _Decoder:
                 piece[:] = values.astype(numpy_dtype(self._floats), copy=False)
 
 
-class _Reader:
+class _RunReader:
     """Reads runs of stored elements, wherever their chunks lie; from any thread."""
 
     def __init__(self, opened: Opened) -> None:

@@ -42,7 +42,7 @@ _MAX_KEPT_BYTES = 64 << 20
 """Encoded rows that are kept until the blocks that they are parts of have been read."""
 
 
-class _Rows:
+class _BlockRow:
     """The numbers of one row of blocks, once somebody has had the lock."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Encoder:
         self._source = source
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._rows: OrderedDict[tuple[str, int], tuple[_Rows, int]] = OrderedDict()
+        self._rows: OrderedDict[tuple[str, int], tuple[_BlockRow, int]] = OrderedDict()
         """With how many bytes they take, the least recently used first."""
         self._scales: dict[tuple[str, int], memoryview] = {}
         """Those of rows that have been encoded; they are read once."""
@@ -79,7 +79,7 @@ class Encoder:
         """Return one row of blocks; who comes second waits for who came first."""
         nbytes = BLOCK * entry.shape[1]
         with self._lock:
-            rows, _ = self._rows.setdefault((entry.fqn, number), (_Rows(), nbytes))
+            rows, _ = self._rows.setdefault((entry.fqn, number), (_BlockRow(), nbytes))
             self._rows.move_to_end((entry.fqn, number))
             while sum(kept for _, kept in self._rows.values()) > max(_MAX_KEPT_BYTES, nbytes):
                 self._rows.popitem(last=False)
@@ -111,11 +111,9 @@ class Encoder:
         strips = (slice(start, start + _STRIP) for start in range(0, columns, _STRIP))
         scales = np.concatenate([encode_strip(values[:, strip], numbers[:, strip]) for strip in strips])
         if not np.isfinite(scales).all():
-            raise UsageError(
-                f"tensor {entry.fqn!r} has NaN or infinite values, which cannot be quantised",
-                where=f"rows {number * BLOCK} to {(number + 1) * BLOCK}",
-                hint=f"`ckpt verify --level values` lists them; --keep-precision {entry.fqn} leaves it as it is",
-            )
+            what = f"tensor {entry.fqn!r} has NaN or infinite values, which cannot be quantised"
+            hint = f"`ckpt verify --level values` lists them; --keep-precision {entry.fqn} leaves it as it is"
+            raise UsageError(what, where=f"rows {number * BLOCK} to {(number + 1) * BLOCK}", hint=hint)
         return bytes_of(numbers), bytes_of(scales)
 
 

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.transfer.quantised import awq
-from ckpt_tools.transfer.quantised.packing import WORD, Layer, Parts, find_layers, group_size, num_words, unpack_bytes
+from ckpt_tools.transfer.quantised.packing import (
+    WORD,
+    PackedLayer,
+    Parts,
+    find_layers,
+    group_size,
+    num_words,
+    unpack_bytes,
+)
 from ckpt_tools.transfer.quantised.parts import OTHER_CONFIG, refuse
 from ckpt_tools.transfer.quantised.scheme import Found, ReadRun, Scheme, Settings, Tensors
 
@@ -49,7 +57,7 @@ def _find(name: str, tensors: Tensors, settings: Settings, *, is_less_one: bool)
     return find_layers(f"integers of a few bits ({name})", tensors, settings, _layer, unpack)
 
 
-def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Layer:
+def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> PackedLayer:
     weight, zeros, scales = parts
     refuse(settings, "bits", *_BITS)
     order = tensors.get(f"{stem}.g_idx")
@@ -74,12 +82,14 @@ def _layer(stem: str, parts: Parts, tensors: Tensors, settings: Settings) -> Lay
         raise UnreadableError(f"{shown}: not a weight in {wished} bits", hint=OTHER_CONFIG)
     is_plain = order is None or (settings.get("desc_act") is False and not settings.get("dynamic"))
     size = group_size(settings, fitting[bits], weight, scales) if is_plain else 0
-    return Layer(
+    return PackedLayer(
         weight=weight, zeros=zeros, scales=scales, order=order, bits=bits, num_inputs=fitting[bits], group_size=size
     )
 
 
-def _unpack(is_less_one: bool, is_by_word: bool, layer: Layer, read: ReadRun, low: int, high: int) -> tuple[F32, F32]:
+def _unpack(
+    is_less_one: bool, is_by_word: bool, layer: PackedLayer, read: ReadRun, low: int, high: int
+) -> tuple[F32, F32]:
     import numpy as np
 
     bits = layer.bits

@@ -76,13 +76,9 @@ def choose(tensors: Sequence[TensorEntry], keep: Iterable[str], names: Names) ->
     ends = tuple(kept)
     also = {fqn for fqn in weights if fqn.removesuffix(_WEIGHT).endswith(ends) or kept.keys() & _above(fqn)}
     weights = _whole_units(weights - also, matrices)
-    return Chosen(
-        weights=frozenset(weights),
-        kept=tuple(_modules_of(entry for fqn, entry in matrices.items() if fqn not in weights)),
-        uneven=tuple(sorted(linear - even)),
-        asked=tuple(sorted(even & matched)),
-        joined=tuple(sorted(even - matched - weights)),
-    )
+    modules = tuple(_modules_of(entry for fqn, entry in matrices.items() if fqn not in weights))
+    uneven, asked, joined = (tuple(sorted(left)) for left in (linear - even, even & matched, even - matched - weights))
+    return Chosen(weights=frozenset(weights), kept=modules, uneven=uneven, asked=asked, joined=joined)
 
 
 def _whole_units(weights: set[str], matrices: Iterable[str]) -> set[str]:

@@ -34,7 +34,7 @@ _NOT_UNDONE = ("is_marlin_format", "rotation", "rotation_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class PackedLayer:
     """A layer's parts."""
 
     weight: TensorEntry
@@ -71,9 +71,9 @@ class Layer:
 
 Parts = tuple[TensorEntry, TensorEntry, TensorEntry]
 """Weight, zeros and scales."""
-Parse = Callable[[str, Parts, Tensors, Settings], Layer]
+Parse = Callable[[str, Parts, Tensors, Settings], PackedLayer]
 """Makes a layer of its name and parts."""
-Unpack = Callable[[Layer, ReadRun, int, int], "tuple[F32, F32]"]
+Unpack = Callable[[PackedLayer, ReadRun, int, int], "tuple[F32, F32]"]
 """Returns numbers and zeros of outputs [low, high): [outputs, inputs] and [outputs, groups]."""
 
 
@@ -121,7 +121,7 @@ def num_words(count: int, bits: int) -> int:
     return -(-count * bits // WORD)
 
 
-def _decode(layer: Layer, unpack: Unpack, read: ReadRun, first: int, count: int) -> F32:
+def _decode(layer: PackedLayer, unpack: Unpack, read: ReadRun, first: int, count: int) -> F32:
     import numpy as np
 
     low, high = first // layer.num_inputs, -(-(first + count) // layer.num_inputs)

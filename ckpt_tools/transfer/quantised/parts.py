@@ -28,9 +28,8 @@ def beside(tensors: Tensors, fqn: str, *, of: str) -> TensorEntry:
     """Return a tensor that another one needs."""
     found = tensors.get(fqn)
     if found is None:
-        raise UnreadableError(
-            f"{fqn!r} is missing: {of!r} cannot be decoded without", hint="restore the file it was in"
-        )
+        what = f"{fqn!r} is missing: {of!r} cannot be decoded without"
+        raise UnreadableError(what, hint="restore the file it was in")
     return found
 
 
