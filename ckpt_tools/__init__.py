@@ -76,7 +76,7 @@ if TYPE_CHECKING:
         UsageError as UsageError,
     )
     from ckpt_tools.fsdp2.smoke.report import SmokeReport as SmokeReport
-    from ckpt_tools.runs.manage import Tended as Tended
+    from ckpt_tools.runs.manage import PruneResult as PruneResult
     from ckpt_tools.transfer.counts import Counts as Counts
 
 _ROOMS = {
@@ -96,14 +96,19 @@ _ROOMS = {
     "checkpoint.formats.scan": "Executable Scan",
     "transfer.counts": "Counts",
     "fsdp2.smoke.report": "SmokeReport",
-    "runs.manage": "Tended",
+    "runs.manage": "PruneResult",
 }
 """Module → names that are public here."""
 _HOMES = {name: f"{__name__}.{room}" for room, names in _ROOMS.items() for name in names.split()}
 __all__ = [*sorted(_HOMES)]  # noqa: PLE0604 - the names above
 
 
+_WAS = {"Tended": "PruneResult"}  # Earlier names, which go on working
+
+
 def __getattr__(name: str) -> object:
+    if name in _WAS:
+        return __getattr__(_WAS[name])
     if name in _HOMES:
         found: object = getattr(import_module(_HOMES[name]), name)
     elif name in _ROOMS:

@@ -32,7 +32,7 @@ from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.convert.assets import choose_assets, tokens_in
 from ckpt_tools.convert.job import Job, check_separate, with_config
-from ckpt_tools.convert.rewrite import own_job
+from ckpt_tools.convert.rewrite import rewrite_job
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.options.adapters import MergeOptions
 from ckpt_tools.transfer.execute import scan
@@ -76,7 +76,7 @@ def merging_job(options: MergeOptions, adapters: Mapping[str, Weighted], *, num_
         if is_quantised(base):
             base = dequantised(base, options.dtype)
         base, config = untied(base) if options.untie else (base, None)
-        job = own_job(base, os.fspath(options.destination), options)
+        job = rewrite_job(base, os.fspath(options.destination), options)
         job.overwrite, job.num_workers, job.progress = options.overwrite, num_workers, options.progress
         job.keep_pickles = options.keep_pickles
         if config is not None:
@@ -449,8 +449,8 @@ class Group:
                 self._made = self._combined()
             a, b = self._made
         share, index = self.members[0]
-        is_turned = rows.transposed or "A_embedding" in share.adapter.modules[index].factors
-        return LowRank(a.T, b.T, 1.0) if is_turned else LowRank(b, a, 1.0)
+        is_transposed = rows.transposed or "A_embedding" in share.adapter.modules[index].factors
+        return LowRank(a.T, b.T, 1.0) if is_transposed else LowRank(b, a, 1.0)
 
     def _combined(self) -> tuple[Array, Array]:
         """Return A (r, columns) and B (rows, r)."""

@@ -322,10 +322,10 @@ def findings_of(assumed: Sequence[Assumption], *, strict: bool) -> tuple[Finding
 
 
 def _hint(assumed: Assumption) -> str:
-    beside = "put the adapter_config.json of the training run beside the source"
+    companions = "put the adapter_config.json of the training run beside the source"
     if assumed.field == "alpha_pattern":
-        return beside
-    return f"set it: --config {assumed.text}; or {beside}"
+        return companions
+    return f"set it: --config {assumed.text}; or {companions}"
 
 
 def sourced(assumed: Sequence[Assumption]) -> dict[str, Sourced[object]]:

@@ -112,11 +112,11 @@ def find_model(checkpoint: Checkpoint) -> tuple[Checkpoint, str]:
     # `model.` alone is ambiguous: a base model's own keys begin with it. It is a root when the model's own
     # `model.` follows, or when nothing says how the names were nested and other parts of the trainer's state
     # (optimizer, blobs) stand beside it.
-    beside = not any(entry.path for entry in tensors) and (
+    companions = not any(entry.path for entry in tensors) and (
         len(tensors) < len(checkpoint.tensors) or any(not blob.fqn.startswith("model.") for blob in checkpoint.blobs)
     )
     if all(name.startswith("model.") for name in names) and (
-        beside or any(name.startswith("model.model.") for name in names)
+        companions or any(name.startswith("model.model.") for name in names)
     ):
         prefix += "model."
     return model, prefix
@@ -142,8 +142,8 @@ def _descend(tensors: tuple[TensorEntry, ...]) -> tuple[tuple[TensorEntry, ...],
         tensors = tuple(branches[named[0]])
         root = (*root, named[0])
     if any(len(entry.path) == len(root) + 1 for entry in tensors):
-        beside = [key for key in _TRAINER_ROOTS if key in branches]
-        tensors = tuple(e for e in tensors if len(e.path) <= len(root) + 1 or e.path[len(root)] not in beside)
+        companions = [key for key in _TRAINER_ROOTS if key in branches]
+        tensors = tuple(e for e in tensors if len(e.path) <= len(root) + 1 or e.path[len(root)] not in companions)
     return tensors, root
 
 

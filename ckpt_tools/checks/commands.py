@@ -76,7 +76,7 @@ def verify(options: VerifyOptions) -> Verification:
         for pair in pairs:
             sides, names = (pair.ours, pair.theirs), options.names
             difference = diffing.diff(
-                *sides, names=names, num_workers=workers, progress=receiver, share=share, told=left_out
+                *sides, names=names, num_workers=workers, progress=receiver, share=share, missed=left_out
             )
             left_out += difference.notes
             findings += _findings_of(difference, os.fspath(against or "") + (f" ({pair.name})" if pair.name else ""))

@@ -98,7 +98,7 @@ def _byte_entries(opened: Opened, blobs: Sequence[BlobEntry]) -> list[tuple[Tens
         if record is not None and is_inside(opened, blob.span):
             entry = copy_span(blob_name(blob), blob.span, 0).source
             found.append((entry, f"item {blob.fqn!r}", record.digest, False))
-    for asset in (*opened.checkpoint.assets, *opened.beside):
+    for asset in (*opened.checkpoint.assets, *opened.companions):
         record = opened.manifest.assets.get(asset.file)
         if record is not None and size_of(opened, asset.file) == record.nbytes:
             span = ByteSpan(file=asset.file, offset=0, nbytes=record.nbytes)

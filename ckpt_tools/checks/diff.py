@@ -8,7 +8,7 @@ from itertools import product
 from math import isfinite
 
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
-from ckpt_tools.checkpoint.formats.inside import Told, check_sealed, revealed
+from ckpt_tools.checkpoint.formats.inside import Missed, check_sealed, revealed
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.globs import choose_names
 from ckpt_tools.checkpoint.identity import Identity
@@ -20,7 +20,7 @@ from ckpt_tools.models.naming import AssetList, Named, Naming, name_known, name_
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.execute import Progress, scan
-from ckpt_tools.transfer.paired_reader import Beside, Reading
+from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 from ckpt_tools.transfer.plan import check_complete
 from ckpt_tools.transfer.read import read_blocks
 from ckpt_tools.transfer.split import Part, own_tensors
@@ -75,7 +75,7 @@ def diff(
     num_workers: int,
     progress: Progress | None = None,
     share: Part | None = None,
-    told: Told = None,
+    missed: Missed = None,
 ) -> Difference:
     """Compare two open checkpoints; what of a model is not read is refused, or `told`.
 
@@ -83,7 +83,7 @@ def diff(
     tensors may differ by `atol + rtol * |a|`.
     """
     a, b = revealed(a), revealed(b)
-    our_side, their_side = match_names(a, b, names, include, exclude, told)
+    our_side, their_side = match_names(a, b, names, include, exclude, missed)
     ours, theirs = our_side.entries, their_side.entries
     shared = [fqn for fqn in ours if fqn in theirs]
     parts = {f: w for side in (ours, theirs) for f, w in find_units(replace(e, fqn=n) for n, e in side.items()).items()}
@@ -141,7 +141,7 @@ class Side:
 
 
 def match_names(
-    a: Opened, b: Opened, names: str, include: Sequence[str] = (), exclude: Sequence[str] = (), told: Told = None
+    a: Opened, b: Opened, names: str, include: Sequence[str] = (), exclude: Sequence[str] = (), missed: Missed = None
 ) -> tuple[Side, Side]:
     """Index both by FQN; when the names differ, by those of plain models, of the hub or of the live model.
 
@@ -151,8 +151,8 @@ def match_names(
     shown = {fqn: (fqn, *(s.entries[fqn].fqn for s in sides if fqn in s.entries)) for s in sides for fqn in s.entries}
     shown |= {name: (name,) for each in (a, b) for name in each.checkpoint.sealed}
     kept = choose_names(shown, include, exclude) if include or exclude else shown.keys()
-    check_sealed(a, kept=kept, told=told)
-    check_sealed(b, kept=kept, told=told)
+    check_sealed(a, kept=kept, missed=missed)
+    check_sealed(b, kept=kept, missed=missed)
     one, other = (replace(s, entries={fqn: e for fqn, e in s.entries.items() if fqn in kept}) for s in sides)
     return one, other
 
@@ -253,7 +253,7 @@ def _update(x: TensorEntry, one: Opened, y: TensorEntry, other: Opened) -> Updat
     """Return what lies between `x` and `y`, in float64; nothing where they hold no numbers."""
     if not measures(x.dtype):
         return Update(num_elems=x.num_elems)
-    updating = Updating(y, Beside(x, one, Reading()))
+    updating = Updating(y, PairedReader(x, one, Reading()))
     for block, content in read_blocks(y, other.source):
         updating.see(block, content)
     updating.finish()

@@ -51,7 +51,7 @@ def account(
         data = {name.partition("#")[0] for name in opened.checkpoint.files}
         assets = {} if opened.manifest is None else opened.manifest.assets
         held = assets.keys() if scanned or blobs else set()
-        unsure = ({each.file for each in opened.beside} | assets.keys()) - held - set(proven)  # perhaps looked into
+        unsure = ({each.file for each in opened.companions} | assets.keys()) - held - set(proven)  # perhaps looked into
         used = opened.source.identities().keys() - unsure
         for file, nbytes in opened.source.list_files(max_depth=0 if opened.format.has_parts else 3).items():
             if file in opened.left_out:

@@ -1,4 +1,4 @@
-"""Tensors that are the same weight of different layers: told together, and held against each other."""
+"""Tensors that are the same weight of different layers: told together, and compared with each other."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def gathered(
         yield Finding(code=code, severity=severity, where=(where or {}).get(fqn, fqn), what=what, hint=hint)
 
 
-def strangers(figures: Mapping[str, float], groups: Mapping[str, T], fewest_bits: float) -> Iterator[tuple[str, float]]:
+def outliers(figures: Mapping[str, float], groups: Mapping[str, T], fewest_bits: float) -> Iterator[tuple[str, float]]:
     """Yield the tensors whose figure is far from that of the others in their group, with the others' median.
 
     Figures that are not positive are skipped. Within `fewest_bits` powers of two of the median nothing is strange.

@@ -19,7 +19,7 @@ from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.quantised_units import find_units
 from ckpt_tools.checkpoint.transform import find_model, plain_names, select
 from ckpt_tools.checks.diff import match_names
-from ckpt_tools.checks.siblings import gathered, kind_of, layer_of, strangers
+from ckpt_tools.checks.siblings import gathered, kind_of, layer_of, outliers
 from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.errors import UnreadableError
@@ -27,7 +27,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.counts import Counts
 from ckpt_tools.transfer.execute import Outcome, Progress, scan
-from ckpt_tools.transfer.paired_reader import Beside, Reading
+from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 from ckpt_tools.transfer.plan import check_complete, chunk_index
 from ckpt_tools.transfer.read import Buffers, read_block
 from ckpt_tools.transfer.statistics import Moments, Tally, measures
@@ -153,7 +153,7 @@ def stats(
     if other is not None:
         ours, side = match_names(opened, other, names, include, exclude)
         named, theirs = ours.entries, side.entries
-        missed += [*ours.left_out, *side.left_out, *_beside(opened, named)]
+        missed += [*ours.left_out, *side.left_out, *_companion(opened, named)]
     else:
         chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
         check_sealed(chosen)
@@ -171,14 +171,14 @@ def stats(
     if other is not None:
         reading, own = Reading(), {id(entry) for entry in other.checkpoint.tensors}
         for entry in entries:
-            beside = theirs.get(entry.fqn)
-            if beside is None or entry.fqn not in measured or not measures(beside.dtype):
+            companions = theirs.get(entry.fqn)
+            if companions is None or entry.fqn not in measured or not measures(companions.dtype):
                 continue
-            if beside.shape != entry.shape:
-                missed.append(f"{entry.fqn!r}: {list(entry.shape)} here, {list(beside.shape)} in the other")
+            if companions.shape != entry.shape:
+                missed.append(f"{entry.fqn!r}: {list(entry.shape)} here, {list(companions.shape)} in the other")
                 continue
-            recorded = beside.fqn if id(beside) in own else ""
-            updating[entry.fqn] = Updating(entry, Beside(beside, other, reading, recorded))
+            recorded = companions.fqn if id(companions) in own else ""
+            updating[entry.fqn] = Updating(entry, PairedReader(companions, other, reading, recorded))
     looks: dict[str, Sequence[Look]] = {
         fqn: (tally, updating[fqn]) if fqn in updating else (tally,) for fqn, tally in tallies.items()
     }
@@ -222,7 +222,7 @@ def stats(
     )
 
 
-def _beside(opened: Opened, named: Mapping[str, TensorEntry]) -> Iterator[str]:
+def _companion(opened: Opened, named: Mapping[str, TensorEntry]) -> Iterator[str]:
     """Say what of the checkpoint is not measured, because only its model's tensors have names in the other."""
     if named.keys() == {entry.fqn for entry in opened.checkpoint.tensors}:
         return
@@ -266,7 +266,7 @@ def _outliers(rows: Sequence[TensorStats]) -> Iterator[Finding]:
     for name, (code, fewest_bits) in _FIGURES.items():
         found = {
             fqn: f"its {name} is {figures[name][fqn]:.3g}, that of its siblings about {usual:.3g}"
-            for fqn, usual in strangers(figures[name], alike, fewest_bits)
+            for fqn, usual in outliers(figures[name], alike, fewest_bits)
         }
         yield from gathered(found, "warning", code, "the same weight of other layers is not like that")
 

@@ -12,7 +12,7 @@ from ckpt_tools.checkpoint.globs import Names, find_named
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checks.siblings import gathered
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.paired_reader import Beside
+from ckpt_tools.transfer.paired_reader import PairedReader
 
 _PIECE_ELEMS = 1 << 16
 
@@ -53,9 +53,9 @@ class Update:
 class Updating:
     """Takes the blocks of one tensor and reads those of the other; see `moving.execute.Look`."""
 
-    def __init__(self, entry: TensorEntry, beside: Beside) -> None:
+    def __init__(self, entry: TensorEntry, companions: PairedReader) -> None:
         self._dtype = entry.dtype
-        self._beside = beside
+        self._companion = companions
         self._lock = threading.Lock()
         self._parts: list[tuple[float, float, float, float]] = []
         self._num_changed = 0
@@ -65,7 +65,7 @@ class Updating:
     @property
     def is_cast(self) -> bool:
         """Have the two different dtypes?"""
-        return self._dtype != self._beside.entry.dtype
+        return self._dtype != self._companion.entry.dtype
 
     def see(self, block: Box, content: memoryview) -> None:
         """Take a block, as row-major bytes."""
@@ -74,7 +74,7 @@ class Updating:
         from ckpt_tools.transfer.arrays import array_of
 
         ours = array_of(content, self._dtype, (-1,))
-        theirs = array_of(self._beside.read(block), self._beside.entry.dtype, (-1,))
+        theirs = array_of(self._companion.read(block), self._companion.entry.dtype, (-1,))
         bits = f"u{ours.itemsize}"
         for at in range(0, len(ours), _PIECE_ELEMS):
             one, other = ours[at : at + _PIECE_ELEMS], theirs[at : at + _PIECE_ELEMS]
@@ -93,7 +93,7 @@ class Updating:
 
     def finish(self) -> None:
         """Add up what was seen: the same sums, whichever block came first."""
-        self._beside.finish()
+        self._companion.finish()
         change, ours, theirs, product = map(_total, zip(*self._parts or [(0.0,) * 4], strict=True))
         joint = Update(change=change, ours=ours, theirs=theirs, product=product, num_changed=self._num_changed)
         self.update = replace(joint, num_elems=self.update.num_elems)

@@ -115,7 +115,7 @@ def check_values(opened: Opened, checkpoint: Checkpoint, counts: Mapping[str, Co
         yield Finding.warning(ALL_ZERO, _holder(zero[_MOST], Counts())[0], what)
 
 
-def glance(opened: Opened, *, most_bytes: int) -> tuple[list[Finding], str]:
+def sample(opened: Opened, *, most_bytes: int) -> tuple[list[Finding], str]:
     """Look at the values of a sound checkpoint's smallest model tensors: a run that has diverged shows in any.
 
     Return what is wrong, and what was left out; "" when nothing was.

@@ -180,7 +180,7 @@ def verify(
     checkpoint, sound, partial, lost = check_structure(opened, findings)
     readable = (*sound, *partial)
     unchecked: list[Unchecked] = []
-    beside: list[Finding] = []
+    companions: list[Finding] = []
     proven: set[str] = set()
     counts: Mapping[str, Counts] = {}
     nbytes = 0
@@ -214,7 +214,7 @@ def verify(
             progress=progress,
             looks=None if looks is None else looks(opened, sound),
         )
-        beside, proven = check_beside(opened) if is_first else ([], set())
+        companions, proven = check_beside(opened) if is_first else ([], set())
         nbytes = sum(entry.nbytes for entry in sound)
         nbytes += sum(chunk.span.nbytes for entry in partial for chunk in firsts(entry))
         unchecked += _unchecked_chunks(opened, [*sound, *partial], outcome, damaged)
@@ -240,7 +240,7 @@ def verify(
     opened, dangers = with_executables(opened)  # opens files that nothing else reads, and so does the judge of a step
     verdict = judge(opened)
     findings += [*dangers, *check_trainer(opened, purpose, verdict)]
-    findings += [each for each in beside if not any(known.where.endswith(each.where) for known in findings)]
+    findings += [each for each in companions if not any(known.where.endswith(each.where) for known in findings)]
     unchecked += [Unchecked(what=what) for what in (*opened.format.unchecked, *opened.unread)]
     return Verification(
         level=level,

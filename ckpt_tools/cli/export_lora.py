@@ -73,7 +73,7 @@ def _push_dry(
 _BASE_KEYS = ("base_model_name_or_path", "base_model")
 
 
-def _push(result: Export, *, card: CardFacts, how: ExportPush, **told: Any) -> PushResult:  # noqa: ANN401
+def _push(result: Export, *, card: CardFacts, how: ExportPush, **more: Any) -> PushResult:  # noqa: ANN401
     """Push what was exported, with the options of `push`; its card says where every setting came from."""
     destination = result.conversion.destination
     options = {each.name: getattr(how, each.name) for each in dataclasses.fields(how) if each.name != "push"}
@@ -86,9 +86,9 @@ def _push(result: Export, *, card: CardFacts, how: ExportPush, **told: Any) -> P
         settings=tuple(row for name, found in known.items() for row in rows_of(name, found.value, found.source)),
     )
     try:
-        return api.push(destination, str(how.push), card=facts, **options, **told)
+        return api.push(destination, str(how.push), card=facts, **options, **more)
     except BaseException as error:
-        if not told.get("dry_run"):
+        if not more.get("dry_run"):
             shown = escape_name(destination)
             error.add_note(
                 f"the adapter is written and complete in {shown}; to upload it: ckpt push {shown} {how.push}"

@@ -10,7 +10,7 @@ from ckpt_tools.cli.screen import terminal
 from ckpt_tools.cli.views import page
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.output import HtmlOptions, OutputOptions
-from ckpt_tools.runs.manage import Tended, tended_json
+from ckpt_tools.runs.manage import PruneResult, prune_json
 from ckpt_tools.runs.retention import Candidate
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.transfer.threads import one_thread_each
@@ -19,7 +19,7 @@ from ckpt_tools.units import format_size
 _MAX_SHOWN = 100
 
 
-def run(call: CommandCall[Tended], view: HtmlOptions, output: OutputOptions) -> int:
+def run(call: CommandCall[PruneResult], view: HtmlOptions, output: OutputOptions) -> int:
     """Tend the folder, and print what was found and done."""
     one_thread_each()
     goes_on = call.given.get("once") is False and not call.given["status"]
@@ -29,10 +29,10 @@ def run(call: CommandCall[Tended], view: HtmlOptions, output: OutputOptions) -> 
     more: dict[str, object] = {"say": None if output.is_silent else lambda text: note(escape_name(text))}
     shown: list[object] = []
 
-    def each(tended: Tended) -> None:
-        now = (tended.checkpoints, tended.failed, tended.notes)
-        if now not in shown or tended.verified or tended.removed:
-            _print(tended, output)
+    def each(pruned: PruneResult) -> None:
+        now = (pruned.checkpoints, pruned.failed, pruned.notes)
+        if now not in shown or pruned.verified or pruned.removed:
+            _print(pruned, output)
             sys.stdout.flush()
         shown[:] = [now]
 
@@ -40,60 +40,60 @@ def run(call: CommandCall[Tended], view: HtmlOptions, output: OutputOptions) -> 
     with report_to(view.html, command, str(call.given["directory"]), output) as report, progress_of(output) as factory:
         if command == "watch":
             more |= {"progress": factory, "each": each}
-        tended = call(**more)
+        pruned = call(**more)
         if report is not None:
-            report(tending_page(tended, command))
+            report(tending_page(pruned, command))
     if output.json:
-        print_json(tended_json(tended))
-        return tended.exit_code
-    _print(tended, output)
-    if command == "prune" and any(each.state == "complete" for each in tended.checkpoints):
+        print_json(prune_json(pruned))
+        return pruned.exit_code
+    _print(pruned, output)
+    if command == "prune" and any(each.state == "complete" for each in pruned.checkpoints):
         note("hint: `ckpt watch DIR --once` verifies what is complete; only what is verified is removed")
-    return tended.exit_code
+    return pruned.exit_code
 
 
-def _print(tended: Tended, output: OutputOptions) -> None:
-    say_findings(tended.findings, most=None if output.verbose else _MAX_SHOWN)
-    for text in tended.failed:
+def _print(pruned: PruneResult, output: OutputOptions) -> None:
+    say_findings(pruned.findings, most=None if output.verbose else _MAX_SHOWN)
+    for text in pruned.failed:
         note(f"warning: {escape_name(text)}")
     if output.quiet:
         return
-    for text in tended.notes:
+    for text in pruned.notes:
         note(f"note: {escape_name(text)}")
-    if tended.dry_run and tended.quarantine:
-        back = first_few([f"{name} until {end}" for name, end in tended.quarantine.items()], 20)
+    if pruned.dry_run and pruned.quarantine:
+        back = first_few([f"{name} until {end}" for name, end in pruned.quarantine.items()], 20)
         note(f"in quarantine: {back}")
-    for text in tended.not_checked:
+    for text in pruned.not_checked:
         note(f"not checked: {escape_name(text)}")
-    if tended.unknown and output.verbose:
-        note(f"not known, and not touched: {first_few(tended.unknown, 20)}")
-    screen, table = terminal(), _table(tended, None if output.verbose else _MAX_SHOWN)
+    if pruned.unknown and output.verbose:
+        note(f"not known, and not touched: {first_few(pruned.unknown, 20)}")
+    screen, table = terminal(), _table(pruned, None if output.verbose else _MAX_SHOWN)
     screen.show(table)
     if table.left_out:
         screen.line(f"  … and {table.left_out} earlier ones (-v lists all)")
-    size = format_size(tended.freed_bytes)
-    gone = len(tended.removed)
-    would = "would remove" if tended.dry_run else "removed"
-    done = f"{would} {gone} of {len(tended.checkpoints)} checkpoints, {size}" if gone else "nothing to remove"
-    bad = sum(each.state in ("bad", "unfit") for each in tended.checkpoints)
-    say(f"{escape_name(tended.path)}: {done}" + (f"; {bad} NOT ok" if bad else ""))
+    size = format_size(pruned.freed_bytes)
+    gone = len(pruned.removed)
+    would = "would remove" if pruned.dry_run else "removed"
+    done = f"{would} {gone} of {len(pruned.checkpoints)} checkpoints, {size}" if gone else "nothing to remove"
+    bad = sum(each.state in ("bad", "unfit") for each in pruned.checkpoints)
+    say(f"{escape_name(pruned.path)}: {done}" + (f"; {bad} NOT ok" if bad else ""))
 
 
-def _table(tended: Tended, most: int | None, *, whole: bool = False) -> page.PageTable:
+def _table(pruned: PruneResult, most: int | None, *, whole: bool = False) -> page.PageTable:
     """Return the latest checkpoints; the `whole` table has the metric, and when each goes, in any case."""
-    has_goes = whole or tended.dry_run
+    has_goes = whole or pruned.dry_run
 
     def cells(one: Candidate) -> list[str]:
-        fate = "stays" if one.stays else "would go" if tended.dry_run else "removed"
+        fate = "stays" if one.stays else "would go" if pruned.dry_run else "removed"
         metric = "" if one.metric is None else f"{one.metric:.5g}"
         why = ", ".join((one.explained, *(rule for rule in one.kept_by if rule not in one.explained)))
         row = [one.name, format_size(one.nbytes), one.state, *[metric] * whole, fate, why]
         return row + [one.goes_when] * has_goes
 
     columns = f"checkpoint, >size, state, {'>metric, ' * whole}, why{', goes' * has_goes}"
-    latest = tended.checkpoints if most is None else tended.checkpoints[-most:]
+    latest = pruned.checkpoints if most is None else pruned.checkpoints[-most:]
     table = page.PageTable.of("By series and step", columns, latest, cells, most=None)
-    return table._replace(left_out=len(tended.checkpoints) - len(latest))
+    return table._replace(left_out=len(pruned.checkpoints) - len(latest))
 
 
 # The page
@@ -102,29 +102,29 @@ _MAX_BARS = 100
 _KINDS = ("not known", "not fit or not readable", "fit")
 
 
-def tending_page(tended: Tended, command: str) -> page.Page:
+def tending_page(pruned: PruneResult, command: str) -> page.Page:
     """Return the page of a look at a run's folder."""
-    found = tended.checkpoints
+    found = pruned.checkpoints
     fit = [each for each in found if each.state == "verified"]
-    would = "would go" if tended.dry_run else "removed"
+    would = "would go" if pruned.dry_run else "removed"
     facts = [
         ("checkpoints", f"{len(found):,}, {format_size(sum(each.nbytes for each in found))}"),
-        ("last verified", tended.last_fit or "none"),
-        (would, f"{len(tended.removed):,}, {format_size(tended.freed_bytes)}"),
+        ("last verified", pruned.last_fit or "none"),
+        (would, f"{len(pruned.removed):,}, {format_size(pruned.freed_bytes)}"),
     ]
     sections = [
         page.PageSection("The folder", [page.FactList(facts)]),
-        *page.findings_section(tended.findings),
-        page.PageSection("Checkpoints", [*_drawn(found), _table(tended, page.MAX_ROWS, whole=True)]),
+        *page.findings_section(pruned.findings),
+        page.PageSection("Checkpoints", [*_drawn(found), _table(pruned, page.MAX_ROWS, whole=True)]),
     ]
-    back = [f"{name} until {end}" for name, end in tended.quarantine.items()]
+    back = [f"{name} until {end}" for name, end in pruned.quarantine.items()]
     sections += page.notes_section("In quarantine, and brought back by `ckpt prune DIR --undo NAME`", back)
-    sections += page.notes_section("Not done", tended.failed)
-    sections += page.notes_section("Not checked", tended.not_checked)
-    sections += page.notes_section("Notes", tended.notes)
-    verdict = f"{'ok' if tended.ok else 'NOT ok'}: {len(fit)} of {page.count(len(found), 'checkpoint')} fit"
-    left = len(fit) < len(found) or tended.findings or tended.not_checked or tended.failed or tended.notes
-    return page.Page(command, tended.path, sections, page.mood_of(ok=tended.ok, left=left), verdict)
+    sections += page.notes_section("Not done", pruned.failed)
+    sections += page.notes_section("Not checked", pruned.not_checked)
+    sections += page.notes_section("Notes", pruned.notes)
+    verdict = f"{'ok' if pruned.ok else 'NOT ok'}: {len(fit)} of {page.count(len(found), 'checkpoint')} fit"
+    left = len(fit) < len(found) or pruned.findings or pruned.not_checked or pruned.failed or pruned.notes
+    return page.Page(command, pruned.path, sections, page.mood_of(ok=pruned.ok, left=left), verdict)
 
 
 def _drawn(found: tuple[Candidate, ...]) -> list[page.Part]:

@@ -72,8 +72,8 @@ def own_assets(opened: Opened, path: str, stack: ExitStack) -> AssetList:
     if opened.step is None:
         return own
     root, names = stack.enter_context(open_source(path)), {asset.file for _, asset in own}
-    beside = (asset for asset in opened.step.beside if is_hf_asset(asset.file) and asset.file not in names)
-    return [*own, *((root, asset) for asset in beside)]
+    companions = (asset for asset in opened.step.companions if is_hf_asset(asset.file) and asset.file not in names)
+    return [*own, *((root, asset) for asset in companions)]
 
 
 def tokens_in(path: str, stack: ExitStack) -> AssetList:

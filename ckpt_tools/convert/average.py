@@ -25,7 +25,7 @@ from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.convert.job import STATE, Job, check_separate, kept_by
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.paired_reader import Beside, Reading
+from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 
 _PIECE_ELEMS = 1 << 16
 _BLOCK_BYTES = 24 << 20
@@ -49,14 +49,14 @@ def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) ->
         where = job.opened.source.root
         raise UsageError(what, where=where, hint="`ckpt gather SRC DST --dequantize` each of them first")
     reading = Reading()
-    besides: dict[str, list[Beside]] = {entry.fqn: [] for entry in job.source.tensors}
+    besides: dict[str, list[PairedReader]] = {entry.fqn: [] for entry in job.source.tensors}
     for other in map(revealed, others):
         check_sealed(other)
         check_separate(other, job.destination)
         own = {id(entry) for entry in other.checkpoint.tensors}
         for fqn, entry in _paired(job, other).items():
             recorded = entry.fqn if id(entry) in own else ""
-            besides[fqn].append(Beside(entry, other, reading, recorded))
+            besides[fqn].append(PairedReader(entry, other, reading, recorded))
     dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
     full = [entry for entry in job.source.tensors if entry.num_elems]
     job.edits = {e.fqn: _Averaging(e, dtypes[e.fqn], tuple(besides[e.fqn]), tuple(steps), reading) for e in full}
@@ -118,7 +118,7 @@ class _Averaging:
     entry: TensorEntry
     target: DType
     """As what it is written."""
-    others: tuple[Beside, ...]
+    others: tuple[PairedReader, ...]
     steps: tuple[float, ...]
     reading: Reading
     is_settled: bool = True

@@ -1,4 +1,4 @@
-"""The names that `gather` writes, held against the architecture that the files beside them name.
+"""The names that `gather` writes, compared with the architecture that the files beside them name.
 
 Transformers fills what it does not find with random values, and says so in a warning that scrolls by. So nothing is
 written that it would load so, unless the model that the names come from was like that already.
@@ -86,7 +86,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
     try:
         claim = claim_of(job.assets)
     except UnreadableError as error:
-        job.not_checked = (f"names were not held against an architecture: {error.what}",)
+        job.not_checked = (f"names were not compared with an architecture: {error.what}",)
         return
     if claim is None:
         if is_adapter(names):
@@ -97,7 +97,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
             )
             job.warnings = (*job.warnings, f"{what} (--assets DIR, with the model's {CONFIG_NAME}, to write the hub's)")
         elif allow_foreign:
-            job.not_checked = (f"names were not held against an architecture: no {CONFIG_NAME} names one",)
+            job.not_checked = (f"names were not compared with an architecture: no {CONFIG_NAME} names one",)
         return
     title = escape_name(claim.architecture)
     original = next((one for one in originals if one.source is claim.source), None)
@@ -120,7 +120,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
     else:
         if is_adapter(names):
             _decide(job, Held(foreign=tuple(names)), Held(), title, None, allow_foreign)
-        job.not_checked = (f"names were not held against {title}: not known to ckpt",)
+        job.not_checked = (f"names were not compared with {title}: not known to ckpt",)
         return
     if _decide(job, held, excused, title, expected, allow_foreign):
         job.architecture = title

@@ -228,8 +228,8 @@ def _gathering_job(opened: Opened, options: GatherOptions, stack: ExitStack) -> 
     if options.assets is not None:
         if not is_directory(os.fspath(options.assets)):
             raise UsageError("--assets takes a directory", where=os.fspath(options.assets))
-        beside, model = model_beside(os.fspath(options.assets), stack)
-        owners.append((f"that of --assets {os.fspath(options.assets)}", beside))
+        companions, model = model_beside(os.fspath(options.assets), stack)
+        owners.append((f"that of --assets {os.fspath(options.assets)}", companions))
     if reference is not None:
         owners.append((f"that of --like {os.fspath(options.like or '')}", reference.own_assets))
     assets, notes = choose_assets(owners)

@@ -14,7 +14,7 @@ from ckpt_tools.convert.average import averaging_job, steps_of
 from ckpt_tools.convert.check_names import check_names
 from ckpt_tools.convert.job import Conversion, Job, check_whole, choose
 from ckpt_tools.convert.layers import first_layers
-from ckpt_tools.convert.rewrite import own_job, renamed
+from ckpt_tools.convert.rewrite import renamed, rewrite_job
 from ckpt_tools.convert.run import run
 from ckpt_tools.convert.to_hf import written_names
 from ckpt_tools.errors import UsageError
@@ -134,7 +134,7 @@ def rename(options: RenameOptions) -> Conversion:
         if options.names is not None:
             return run(_single_file(opened, options, naming), dry_run=options.dry_run)
         job = _own(opened, options.destination, options, named=renamed(opened, naming))
-        job.not_checked = (*job.not_checked, "names were not held against an architecture: they are the map's own")
+        job.not_checked = (*job.not_checked, "names were not compared with an architecture: they are the map's own")
         return run(job, dry_run=options.dry_run)
 
 
@@ -159,7 +159,7 @@ def _own(
 ) -> Job:
     """Return the job that writes a checkpoint again, as the options say."""
     refuse_mixed(opened)
-    job = own_job(opened, os.fspath(destination), options, only_model=only_model, named=named)
+    job = rewrite_job(opened, os.fspath(destination), options, only_model=only_model, named=named)
     job.overwrite, job.progress = options.overwrite, options.progress
     job.keep_pickles = options.keep_pickles
     job.num_workers = options.num_workers or default_num_workers(opened.source.place, destination)

@@ -162,10 +162,10 @@ def _choosing(model: Collection[str], others: Collection[str]) -> str:
     """Return options that leave the others out: by their roots, and by the name of TransformerEngine's state."""
     roots = {fqn.partition(".")[0] for fqn in model}
     apart = {root for fqn in others if (root := fqn.partition(".")[0]) not in roots}
-    beside = [fqn for fqn in others if fqn.partition(".")[0] in roots]
-    if len(apart) > 4 or not all("_extra_state" in fqn for fqn in beside):
+    companions = [fqn for fqn in others if fqn.partition(".")[0] in roots]
+    if len(apart) > 4 or not all("_extra_state" in fqn for fqn in companions):
         return "--include 'model.**'"
-    globs = [f"{root}**" for root in sorted(apart)] + ["**_extra_state**"] * bool(beside)
+    globs = [f"{root}**" for root in sorted(apart)] + ["**_extra_state**"] * bool(companions)
     return " ".join(f"--exclude {shlex.quote(glob)}" for glob in globs)
 
 
@@ -211,11 +211,11 @@ def differences(named: Named, opened: Opened, assets: AssetList, notes: list[str
 
 def _run_config(opened: Opened) -> dict[str, object]:
     """Return the settings that Megatron-Bridge keeps, by Megatron-LM's names; {} where there are none to be read."""
-    beside = next((source for source, asset in opened.assets if asset.file == _RUN_CONFIG), None)
-    if beside is None:
+    companions = next((source for source, asset in opened.assets if asset.file == _RUN_CONFIG), None)
+    if companions is None:
         return {}
     try:
-        run = load_yaml(read_document(beside, _RUN_CONFIG, MAX_CONFIG_BYTES).decode(), full=True)
+        run = load_yaml(read_document(companions, _RUN_CONFIG, MAX_CONFIG_BYTES).decode(), full=True)
     except (ValueError, UnreadableError):
         return {}
     model = run.get("model") if isinstance(run, dict) else None

@@ -80,7 +80,7 @@ class Conversion:
     counts: Mapping[str, Counts] = field(default_factory=dict)
     """FQN as written → what its values are like; in a step with its part's directory before it."""
     architecture: str | None = None
-    """The architecture whose names all are written, and no others; None when they were not held against one."""
+    """The architecture whose names all are written, and no others; None when they were not compared with one."""
     identity: Identity | None = None
     """What the source is."""
     dry_run: bool = False
@@ -208,10 +208,10 @@ def check_claims(job: Job) -> None:
     own = [job.names.get(entry.fqn, entry.fqn) for entry in job.target.tensors]
     if flat := [name for name in own if "flat_param" in name and origins_of([name])]:
         raise PartError(f"{FLAT}: {first_few(flat)}", where=job.opened.source.root, hint=FLAT_WAY)
-    if unshaped := sorted(job.opened.unshaped.intersection(own)):
+    if flattened := sorted(job.opened.flattened.intersection(own)):
         raise UsageError(
-            f"{len(unshaped)} tensors are flat ranges of blocks, and only the metadata that Megatron wrote with "
-            f"them says of what: {first_few(unshaped)}",
+            f"{len(flattened)} tensors are flat ranges of blocks, and only the metadata that Megatron wrote with "
+            f"them says of what: {first_few(flattened)}",
             where=job.opened.source.root,
             hint="leave them out: --exclude 'optimizer.**'",
         )

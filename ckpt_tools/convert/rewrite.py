@@ -19,7 +19,7 @@ from ckpt_tools.options.rewrite import WritingOptions
 from ckpt_tools.text import first_few
 
 
-def own_job(
+def rewrite_job(
     opened: Opened,
     destination: str,
     options: WritingOptions | MergeOptions,

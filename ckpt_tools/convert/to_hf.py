@@ -41,7 +41,7 @@ def gathering_job(
     """
     destination, dtype, strip = os.fspath(options.destination), options.dtype, options.strip_prefix
     opened = revealed(opened, strip)
-    beside = opened.own_assets if assets is None else assets
+    companions = opened.own_assets if assets is None else assets
     include, exclude = options.include, options.exclude
     stem, suffix = os.path.splitext(destination)
     if suffix in (".safetensors", *PICKLES):
@@ -63,18 +63,20 @@ def gathering_job(
             hint = f"leave out --{', --'.join(given)}" if given else "--like takes a model of safetensors files"
             raise UsageError("--like decides on names, files and dtypes by itself", hint=hint)
         model, names = model_in(opened, strip, notes)
-        return _restore(*(opened, model, names, like.origin, destination), *(beside, notes, naming), is_reference=True)
+        return _restore(
+            *(opened, model, names, like.origin, destination), *(companions, notes, naming), is_reference=True
+        )
     if plain and original is not None:
         names = {fqn[len(original.prefix) :]: fqn for fqn in (e.fqn for e in opened.checkpoint.tensors)}
         model = rename(opened.checkpoint, strip_prefix((e.fqn for e in opened.checkpoint.tensors), original.prefix))
-        return _restore(opened, model, names, original, destination, beside, notes, naming)
+        return _restore(opened, model, names, original, destination, companions, notes, naming)
     if naming.names == "auto" and not opened.format.is_training:
         naming = Naming(names="live")
-    shown = written_names(opened, strip, beside, naming) if include or exclude else {}
+    shown = written_names(opened, strip, companions, naming) if include or exclude else {}
     chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude, also=shown))
     model, names = model_in(chosen, strip, notes)
-    named = leave_out(name_hub(model, beside, naming, opened.resolve), model, opened)
-    warnings = differences(named, opened, beside, notes)
+    named = leave_out(name_hub(model, companions, naming, opened.resolve), model, opened)
+    warnings = differences(named, opened, companions, notes)
     if named.note:
         notes.append(named.note)
     read = map(opened.resolve, opened.ahead(named.checkpoint.tensors))
@@ -82,8 +84,8 @@ def gathering_job(
     own = {fqn: names.get(own, own) for fqn, own in named.sources.items()}
     own |= {entry.fqn: "" for entry in source.tensors if entry.fqn not in named.sources}
     apart = as_stored(named.apart, names)
-    check_whole(opened, beside, source.tensors, own, apart)
-    target, cast = cast_target(opened, source, dtype, options.dtype_for, own, beside, before)
+    check_whole(opened, companions, source.tensors, own, apart)
+    target, cast = cast_target(opened, source, dtype, options.dtype_for, own, companions, before)
     notes += cast
     heads: dict[str, bytes]
     seals: dict[str, Seal] = {}
@@ -95,7 +97,7 @@ def gathering_job(
         seals = {name: frame.seal for name, frame in frames.items()}
         documents = hf.documents(files, name + torch_directory.INDEX_SUFFIX)
     else:
-        name = _stem(beside, naming)
+        name = _stem(companions, naming)
         files = hf.arrange(target.tensors, max_file_nbytes=options.max_file_nbytes, stem=name)
         placed, heads = hf.place(files)
         documents = hf.documents(files, name + INDEX_SUFFIX)
@@ -107,7 +109,7 @@ def gathering_job(
         heads=heads,
         seals=seals,
         documents=documents,
-        assets=beside,
+        assets=companions,
         dtype=dtype,
         names=own,
         apart=apart,

@@ -57,12 +57,12 @@ def find_layout(opened: Opened, checkpoint: Checkpoint, options: MeshOptions, so
         if options.tp_plan != "auto":
             raise UsageError(f"{options.tp_plan!r} is not a plan", hint="--tp-plan takes auto")
         own = nullcontext(opened.asset_source or opened.source)
-        with own if options.assets is None else open_source(os.fspath(options.assets)) as beside:
-            config = config_beside(beside)
+        with own if options.assets is None else open_source(os.fspath(options.assets)) as companions:
+            config = config_beside(companions)
         if config is None:
             hint = "pass --assets DIR with the model's directory, or write the rules yourself with --rules"
-            raise UsageError("--tp-plan auto needs the model's config.json", where=beside.root, hint=hint)
-        plan = auto_plan(config.values, os.path.abspath(beside.root))
+            raise UsageError("--tp-plan auto needs the model's config.json", where=companions.root, hint=hint)
+        plan = auto_plan(config.values, os.path.abspath(companions.root))
         rules += tp_plan_rules(config.values, [entry.fqn for entry in checkpoint.tensors], plan)
     names = shown_names(checkpoint.tensors, sources or {})
     layout = place_tensors(checkpoint.tensors, mesh, rules, uneven=options.tp_uneven, names=names)
@@ -255,9 +255,9 @@ def resharding_job(opened: Opened, options: ConvertOptions, naming: Naming) -> J
         check_whole(opened, opened.own_assets, chosen.tensors, {})
         opened = replace(opened, checkpoint=chosen, origin=None)
     named, root = name_again(opened, naming, notes)
-    if opened.beside:  # of a step that the result is not
-        notes.append(f"left out what lies beside the weights: {first_few([asset.file for asset in opened.beside])}")
-        opened = replace(opened, beside=())
+    if opened.companions:  # of a step that the result is not
+        notes.append(f"left out what lies beside the weights: {first_few([asset.file for asset in opened.companions])}")
+        opened = replace(opened, companions=())
     job = sharding_job(opened, replace(options, include=(), exclude=()), named=named, root=root)
     job.notes += notes
     return job

@@ -43,7 +43,7 @@ def ranks_job(opened: Opened, options: ConvertOptions, stack: ExitStack) -> Job:
         own = stack.enter_context(open_path(os.path.join(opened.checkpoint.root, part.directory)))
         parts[part.directory] = _job(own, mesh, destination)
     outer = outer_job(opened, destination, parts, mesh)
-    outer.assets = [(opened.source, asset) for asset in opened.step.beside if asset.file != MANIFEST_NAME]
+    outer.assets = [(opened.source, asset) for asset in opened.step.companions if asset.file != MANIFEST_NAME]
     return outer
 
 

@@ -107,7 +107,7 @@ def step_job(step: OpenedStep, options: ConvertOptions) -> Job:
             job = parts[part.directory] = sharding_job(opened, options, layout=layout)
             job.notes = [note for note in job.notes if note != PART_NOTE]
     outer = outer_job(step.root, os.fspath(options.destination), parts, mesh)
-    outer.assets = [(step.root.source, asset) for asset in step.step.beside]
+    outer.assets = [(step.root.source, asset) for asset in step.step.companions]
     outer.dtype = options.dtype
     outer.notes = [f"whole step: {first_few(list(parts), 6)}; {len(outer.assets)} other files are copied unchanged"]
     if step.passed_over:
@@ -145,9 +145,9 @@ def repository_job(step: OpenedStep, options: ConvertOptions | GatherOptions, bu
             outer.documents = {FILES_NAME: json.dumps([*jobs]).encode()}
     outer.opened, outer.dtype = replace(outer.opened, identity=step.identity), options.dtype
     own = {asset.file for _, asset in outer.assets}
-    beside = [asset for asset in step.step.beside if not is_weights(asset.file) and asset.file not in own]
-    outer.assets = [*outer.assets, *((step.root.source, asset) for asset in beside)]
-    if left_out := [asset.file for asset in step.step.beside if is_weights(asset.file)]:
+    companions = [asset for asset in step.step.companions if not is_weights(asset.file) and asset.file not in own]
+    outer.assets = [*outer.assets, *((step.root.source, asset) for asset in companions)]
+    if left_out := [asset.file for asset in step.step.companions if is_weights(asset.file)]:
         outer.notes.append(f"left out, as weights in another format or of another model: {first_few(left_out)}")
     outer.notes.insert(0, f"{step.step.title} of {len(step.parts)} models: {first_few(step.step.components, 12)}")
     return outer
@@ -247,7 +247,7 @@ def converted_job(opened: Opened, options: ConvertOptions, naming: Naming, train
         origin = origin if is_whole else None
     kept = tuple(entry for entry in opened.checkpoint.tensors if entry.fqn in inside)
     checkpoint = replace(opened.checkpoint, tensors=kept, blobs=())
-    chosen = replace(opened, checkpoint=checkpoint, beside=(), origin=origin)
+    chosen = replace(opened, checkpoint=checkpoint, companions=(), origin=origin)
     notes: list[str] = []
     if (wanted := _names_for(opened, layout)) is None:
         named = Named(checkpoint=model, sources=names, map=None if origin is None else origin.map)
@@ -281,7 +281,7 @@ def _notes_on_rest(opened: Opened, model: Checkpoint) -> Iterator[str]:
     count = len(checkpoint.tensors) - len(model.tensors)
     rest = [f"{count} tensors (optimizer state and the like)"] if count else []
     rest += [f"{len(checkpoint.blobs)} items that are not tensors"] if checkpoint.blobs else []
-    rest += [asset.file for asset in opened.beside]
+    rest += [asset.file for asset in opened.companions]
     if rest:
         yield f"the model alone, for another trainer; left out: {first_few(rest, 6)}"
 

@@ -23,7 +23,7 @@ from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.config import component_of, config_path, read_config
 from ckpt_tools.options import takes
 from ckpt_tools.options.estimate import DEFAULT_LORA_RANK
-from ckpt_tools.sandbox.child import Child, Here, build_behind_walls
+from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
 from ckpt_tools.storage.locations import exists, is_directory, is_file
 from ckpt_tools.text import escape_name
 
@@ -63,7 +63,7 @@ def start_estimate(options: EstimateOptions) -> Iterator[Child[Estimate]]:
     with ExitStack() as stack:
         if options.path is not None:
             options = replace(options, model=stack.enter_context(skeleton(options.path)))
-        yield stack.enter_context(Child(ESTIMATE, options, Estimate, does="estimates", relief=relief, walled=True))
+        yield stack.enter_context(Child(ESTIMATE, options, Estimate, does="estimates", relief=relief, sandboxed=True))
 
 
 def by_formula(options: EstimateOptions) -> Estimate:
@@ -307,6 +307,6 @@ def _track(options: EstimateOptions, config: str, here: Here) -> Estimate:
             raise
         result = by_formula(options)
         return replace(result, notes=(f"nothing was run: {error.what}", *result.notes))
-    build_behind_walls(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
+    build_in_sandbox(here, subject=f"a {recipe.title}", where=found.where, foreign=(os.path.dirname(config),))
     result = estimate_of(options, recipe.title, figures_of(recipe), partial(track, recipe))
     return replace(result, notes=notes_of(recipe, options.seq_len))

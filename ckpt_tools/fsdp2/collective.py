@@ -49,10 +49,10 @@ def together(step: Callable[[], T]) -> T:
         result = step()
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - all of them travel
         own = error
-    reports = gather(None if own is None else error_to_json(_told(own)))
+    reports = gather(None if own is None else error_to_json(_to_ckpt_error(own)))
     if own is not None:
         if isinstance(own, CheckpointException):
-            raise _told(own) from own
+            raise _to_ckpt_error(own) from own
         raise own
     for rank, report in enumerate(reports):
         if report is not None:
@@ -84,7 +84,7 @@ def gather(value: T) -> list[T]:
     return values
 
 
-def _told(error: BaseException) -> CkptError:
+def _to_ckpt_error(error: BaseException) -> CkptError:
     """Return an error as other ranks are told it; PyTorch's own is about the lowest rank that failed."""
     if isinstance(error, CkptError):
         return error

@@ -227,8 +227,8 @@ def _parts_of(model: nn.Module, optimizer: Optimizer | None, own: Mapping[str, o
             owner = model if value is optimizer else model_of(value, name, models)
             found[name] = get_optimizer_state_dict(owner, value, options=options)
     if trainable_only:  # what 4-bit layers add to a state dict belongs to their frozen weights
-        beside = tuple(f"{strip_wrappers(name)}." for name, p in model.named_parameters() if not p.requires_grad)
-        found[MODEL_KEY] = {name: t for name, t in found[MODEL_KEY].items() if not name.startswith(beside)}
+        companions = tuple(f"{strip_wrappers(name)}." for name, p in model.named_parameters() if not p.requires_grad)
+        found[MODEL_KEY] = {name: t for name, t in found[MODEL_KEY].items() if not name.startswith(companions)}
     return found
 
 
@@ -272,7 +272,7 @@ class _PathlessWriter(FileSystemWriter):
 
 
 def _digests(directory: str) -> dict[str, str]:
-    """Read this rank's share of what was written; return the digests, CRC-32s are held against the writers'."""
+    """Read this rank's share of what was written; return the digests, CRC-32s are compared with the writers'."""
     with open_path(directory, format="dcp", as_part=True) as written:
         blobs = [copy_span(blob_name(blob), blob.span, 0).source for blob in written.checkpoint.blobs]
         # Tensors and blobs (as bytes), large ones spread over the ranks.

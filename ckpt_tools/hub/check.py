@@ -149,10 +149,10 @@ def _check_checkpoint(
         with opened:
             num_tensors = _check_opened(opened, root, inside, num_workers, notes)
             seen = set(opened.checkpoint.files)
-    with LocalSource(root) as beside:
+    with LocalSource(root) as companions:
         for name in here:
             if name.endswith(".safetensors") and name not in seen:
-                num_tensors += len(read_file(beside, name).header.tensors)
+                num_tensors += len(read_file(companions, name).header.tensors)
     return num_tensors
 
 

@@ -1,4 +1,4 @@
-"""What the installed transformers says of names, where the table of names is silent: asked in a child behind walls."""
+"""What the installed transformers says of names, where the table of names is silent: asked in the sandbox."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckpt_tools.checkpoint.names.table import Expected, Tie, load_table
 from ckpt_tools.errors import CkptError
 from ckpt_tools.floors import installed_release
 from ckpt_tools.sandbox import check_config
-from ckpt_tools.sandbox.child import Child, Here, build_behind_walls
+from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
 
 _KINDS = {
     "WeightRenaming": "rename",
@@ -78,7 +78,9 @@ def _ask(architecture: str, config: str) -> tuple[Expected | None, tuple[str, ..
     try:
         check_config(json.loads(config), "config.json")
         job = NamesQuestion(config=config)
-        with Child("ckpt_tools.models.asked:answer", job, NamesAnswer, does="asks transformers", walled=True) as child:
+        with Child(
+            "ckpt_tools.models.asked:answer", job, NamesAnswer, does="asks transformers", sandboxed=True
+        ) as child:
             found = child.result()
     except CkptError:
         return None, ()
@@ -106,7 +108,7 @@ def answer(job: NamesQuestion, here: Here) -> NamesAnswer:
     from ckpt_tools.models.recipe_of import recipe_of
 
     recipe = recipe_of(json.loads(job.config), "config.json")
-    build_behind_walls(here, subject=recipe.title, where="config.json", foreign=())
+    build_in_sandbox(here, subject=recipe.title, where="config.json", foreign=())
     with torch.device("meta"):
         model: Any = recipe.build()
     mapping: Any = conversion_mapping

@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.models.recipe import Batch, Recipe, without_dropout
-from ckpt_tools.sandbox import check_config, demand_walls
+from ckpt_tools.sandbox import check_config, demand_sandbox
 from ckpt_tools.sandbox.audit import HINT
 from ckpt_tools.sandbox.config import without_code_keys
 
@@ -39,7 +39,7 @@ class ConfigRecipe(Recipe):
 
     @abstractmethod
     def _find_class(self, otherwise: str) -> str:
-        """Import the class that the config names, before there are walls; return its name."""
+        """Import the class that the config names, before the sandbox; return its name."""
 
     @abstractmethod
     def _construct(self) -> nn.Module:
@@ -49,11 +49,11 @@ class ConfigRecipe(Recipe):
         """
 
     def build(self) -> nn.Module:
-        """Return the model as the config says, without cache, and without dropout unless it is kept; behind walls only.
+        """Return the model as the config says, without cache, without dropout unless it is kept; in the sandbox only.
 
         Layers are never dropped: ranks that skip different ones would wait for each other.
         """
-        demand_walls()
+        demand_sandbox()
         try:
             model = self._construct()
         except UsageError:
@@ -127,7 +127,7 @@ class ConfigRecipe(Recipe):
 
 
 def stopped(error: Exception, title: str, where: str) -> UsageError | None:
-    """Return what it means when walls or limits made a model's class raise; None when they have no part in it."""
+    """Return what it means when the sandbox or limits made a model's class raise; None when they have no part in it."""
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "bad_alloc" in text:
         return UsageError(f"building a {title} takes more memory than it may: {text or 'MemoryError'}", where=where)
@@ -138,7 +138,7 @@ def stopped(error: Exception, title: str, where: str) -> UsageError | None:
 
 
 def refusal(error: Exception, title: str, where: str) -> UsageError:
-    """Return what it means that a model's class has raised while it was built behind walls."""
+    """Return what it means that a model's class has raised while it was built in the sandbox."""
     found = stopped(error, title, where)
     if found is not None:
         return found

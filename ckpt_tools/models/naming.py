@@ -207,8 +207,8 @@ def _refuse_packed(checkpoint: Checkpoint, found: Converted) -> None:
 def _is_cut_by_fsdp(entry: TensorEntry, axis: int, others: Iterable[TensorEntry]) -> bool:
     """Is another weight of the module cut alike? Tensor parallelism cuts that one's inputs, its last dim, instead."""
     (module, _, _), dims, parts = entry.fqn.rpartition("."), len(entry.shape), entry.num_parts(axis)
-    beside = [one for one in others if one.fqn.rpartition(".")[0] == module and len(one.shape) == dims > axis + 1]
-    return any((one.num_parts(axis), one.num_parts(dims - 1)) == (parts, 1) for one in beside)
+    companions = [one for one in others if one.fqn.rpartition(".")[0] == module and len(one.shape) == dims > axis + 1]
+    return any((one.num_parts(axis), one.num_parts(dims - 1)) == (parts, 1) for one in companions)
 
 
 def name_back(

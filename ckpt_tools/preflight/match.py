@@ -20,7 +20,7 @@ from ckpt_tools.checkpoint.formats.table import format_of
 from ckpt_tools.checkpoint.infer import infer_mesh
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checkpoint.transform import is_optimizer, strip_wrappers
-from ckpt_tools.checks.values import glance
+from ckpt_tools.checks.values import sample
 from ckpt_tools.checks.verify import Verification, verify
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
 from ckpt_tools.models.config import CONFIG_NAME, config_path
@@ -110,7 +110,7 @@ def _check(
     findings = list(verified.findings)
     not_checked: list[str] = []
     if verified.ok:
-        strange, unseen = glance(opened, most_bytes=SAMPLE_BYTES)
+        strange, unseen = sample(opened, most_bytes=SAMPLE_BYTES)
         findings += strange
         not_checked += filter(None, [unseen])
     if resumes:
@@ -236,7 +236,7 @@ def look_at_model(
                 mesh=mesh,
                 cuts=tuple(map(os.path.abspath, cuts)),
             )
-            child = stack.enter_context(Child(COMPARE, job, ModelView, does="describes the model", walled=True))
+            child = stack.enter_context(Child(COMPARE, job, ModelView, does="describes the model", sandboxed=True))
             view = child.result()
     except (UnreadableError, RefusedConfigError):
         raise

@@ -37,7 +37,7 @@ from ckpt_tools.preflight.comparison import (
 )
 from ckpt_tools.preflight.model_facts import ModelFacts, checked_config, read_facts
 from ckpt_tools.preflight.names_match import without_peft
-from ckpt_tools.sandbox.child import Here, build_behind_walls
+from ckpt_tools.sandbox.child import Here, build_in_sandbox
 from ckpt_tools.text import escape_name
 from ckpt_tools.transfer.placement.place import place_tensors
 from ckpt_tools.transfer.placement.rule import Rule
@@ -59,7 +59,7 @@ def compare(look: ModelQuestion, here: Here) -> ModelView:
         subject = f"a {facts.architecture or 'model'}"
         with suppress(Exception):  # what is missing or broken is told when it is built
             recipe_of(config.values, config.where)  # which imports the model's class
-        build_behind_walls(here, subject=subject, where=config.where, foreign=foreign)
+        build_in_sandbox(here, subject=subject, where=config.where, foreign=foreign)
         return _describe(look, facts, config, opened, cuts)
 
 

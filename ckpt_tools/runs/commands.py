@@ -12,17 +12,17 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, UnreadableError
 from ckpt_tools.options import AnyPath, Doc, default_num_workers, takes
 from ckpt_tools.options.runs import KeepOptions, PruneOptions, WatchOptions
 from ckpt_tools.runs.folder import open_folder
-from ckpt_tools.runs.manage import Settings, Tended, Tender
+from ckpt_tools.runs.manage import PruneResult, RunManager, Settings
 from ckpt_tools.runs.retention import Rules
 from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.units import parse_duration
 
 
-def _tender(options: KeepOptions, directory: AnyPath, settings: Settings, **told: Any) -> Tender:  # noqa: ANN401 - as Tender has it
+def _manager(options: KeepOptions, directory: AnyPath, settings: Settings, **more: Any) -> RunManager:  # noqa: ANN401 - as Tender has it
     """Return what tends a folder so."""
     folder = open_folder(os.fspath(directory), [os.fspath(each) for each in options.also_used_by])
     kept = parse_duration(options.quarantine)
-    return Tender(folder, replace(settings, accept=tuple(options.accept), quarantine_s=kept), **told)
+    return RunManager(folder, replace(settings, accept=tuple(options.accept), quarantine_s=kept), **more)
 
 
 def rules_of(options: KeepOptions, unverified: Sequence[str] = ()) -> Rules:
@@ -38,7 +38,7 @@ def rules_of(options: KeepOptions, unverified: Sequence[str] = ()) -> Rules:
 
 
 @takes(PruneOptions)
-def prune(options: PruneOptions) -> Tended:
+def prune(options: PruneOptions) -> PruneResult:
     """Remove the checkpoints of a run that are verified and superseded.
 
     What `watch` has not verified stays, and so does the last verified one, whatever comes after it, and what is linked,
@@ -51,25 +51,25 @@ def prune(options: PruneOptions) -> Tended:
     """
     rules = rules_of(options, options.unverified)
     settings = Settings(rules=rules, level=None, quiet_s=options.settle, dry_run=options.dry_run)
-    tender = _tender(options, options.directory, settings, say=options.say)
+    manager = _manager(options, options.directory, settings, say=options.say)
     if options.undo:
-        return tender.undo([name for name in options.undo if name != "all"])
+        return manager.undo([name for name in options.undo if name != "all"])
     if not rules.removes:
         raise UsageError("nothing says what to keep", hint="add --keep-last K, --keep-every N or --keep-best K")
-    return _require(tender.once())
+    return _require(manager.once())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchCall(WatchOptions):
     """The options of `watch`, and who is told of each look."""
 
-    each: Annotated[Callable[[Tended], None] | None, Doc("Called after each look, until it ends by an exception.")] = (
-        None
-    )
+    each: Annotated[
+        Callable[[PruneResult], None] | None, Doc("Called after each look, until it ends by an exception.")
+    ] = None
 
 
 @takes(WatchCall)
-def watch(options: WatchCall) -> Tended:
+def watch(options: WatchCall) -> PruneResult:
     """Verify the checkpoints of a run as they come, and remove what is superseded; without `once`, for ever.
 
     Raises:
@@ -90,19 +90,19 @@ def watch(options: WatchCall) -> Tended:
         dry_run=options.status,
         send=_senders(options),
     )
-    tender = _tender(options, path, settings, say=options.say, progress=options.progress)
+    manager = _manager(options, path, settings, say=options.say, progress=options.progress)
     if options.once or options.status:
-        return _require(tender.once())
-    return _for_ever(tender, options)
+        return _require(manager.once())
+    return _for_ever(manager, options)
 
 
-def _for_ever(tender: Tender, options: WatchCall) -> Tended:
+def _for_ever(manager: RunManager, options: WatchCall) -> PruneResult:
     """Look again and again. What fails is told once, and tried again: the run goes on."""
     say = options.say or (lambda _: None)
     trouble = ""
     while True:
         try:
-            tended = tender.once(wait=False)
+            pruned = manager.once(wait=False)
         except UsageError:
             raise
         except CkptError as error:
@@ -112,16 +112,16 @@ def _for_ever(tender: Tender, options: WatchCall) -> Tended:
         else:
             trouble = ""
             if options.each is not None:
-                options.each(tended)
+                options.each(pruned)
         time.sleep(options.interval)
 
 
-def _require(tended: Tended) -> Tended:
+def _require(pruned: PruneResult) -> PruneResult:
     """Refuse a folder without a checkpoint: it is hardly the one that is meant."""
-    if not tended.checkpoints:
+    if not pruned.checkpoints:
         hint = "give the folder that holds checkpoint-N, step-N, global_step_N, *.ckpt or name_000000500.safetensors"
-        raise UnreadableError("no checkpoint of a trainer is here", where=tended.path, hint=hint)
-    return tended
+        raise UnreadableError("no checkpoint of a trainer is here", where=pruned.path, hint=hint)
+    return pruned
 
 
 def _senders(options: WatchOptions) -> dict[str, Callable[[str, str], None]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.runs.folder import BusyError, open_folder
-from ckpt_tools.runs.manage import Settings, Tended, Tender
+from ckpt_tools.runs.manage import PruneResult, RunManager, Settings
 from ckpt_tools.runs.series import place_of
 from ckpt_tools.sandbox.child import Here
 
@@ -51,27 +51,27 @@ class ExportJob:
 def tend(job: TendingJob, here: Here) -> TendingAnswer:
     """Tend the folder until everything that was saved is verified, or nothing more comes."""
     del here
-    tender = Tender(open_folder(job.path), job.settings)
+    manager = RunManager(open_folder(job.path), job.settings)
     findings: dict[Finding, None] = {}
     before, since = None, time.monotonic()
     while True:
         try:
-            tended = tender.once(wait=False)
+            pruned = manager.once(wait=False)
         except BusyError as error:  # a watch of somebody else's: it does the same
             if time.monotonic() - since > job.patience_s:
                 return TendingAnswer(findings=tuple(findings), failed=(str(error),))
             time.sleep(_POLL_S)
             continue
-        findings.update(dict.fromkeys(each for each in tended.findings if each.severity == "error"))
-        waiting = _waiting(tended, job.names)
-        now = [(each.name, each.state, each.nbytes) for each in tended.checkpoints]
+        findings.update(dict.fromkeys(each for each in pruned.findings if each.severity == "error"))
+        waiting = _waiting(pruned, job.names)
+        now = [(each.name, each.state, each.nbytes) for each in pruned.checkpoints]
         if now != before:
             before, since = now, time.monotonic()
         if not waiting or time.monotonic() - since > job.patience_s:
             ends = (f"its save has not ended: {why}" for why in waiting.values())
             found = map(Finding.error, itertools.repeat("unfinished-checkpoint"), waiting, ends)
-            last = os.path.join(tended.path, tended.last_fit) if tended.last_fit else ""
-            return TendingAnswer(findings=(*findings, *found), failed=tended.failed, last_verified=last)
+            last = os.path.join(pruned.path, pruned.last_fit) if pruned.last_fit else ""
+            return TendingAnswer(findings=(*findings, *found), failed=pruned.failed, last_verified=last)
         time.sleep(_POLL_S)
 
 
@@ -84,11 +84,11 @@ def export(job: ExportJob, here: Here) -> TendingAnswer:
     return TendingAnswer()
 
 
-def _waiting(tended: Tended, names: Collection[str]) -> dict[str, str]:
+def _waiting(pruned: PruneResult, names: Collection[str]) -> dict[str, str]:
     """Return the saves that have not come to an end: name → why. What something later follows is not waited for."""
     found = {}
-    there = {each.name: each for each in tended.checkpoints}
-    latest = {each.series: each for each in tended.checkpoints}  # by step
+    there = {each.name: each for each in pruned.checkpoints}
+    latest = {each.series: each for each in pruned.checkpoints}  # by step
     for name in {*names, *(each.name for each in latest.values())}:
         place, candidate = place_of(name), there.get(name)
         is_passed = place and place.series in latest and (place.step or 0) < (latest[place.series].step or -1)

@@ -38,7 +38,7 @@ _RESTORE = "restore it, or resume from another checkpoint"
 
 
 @dataclass(slots=True, kw_only=True)
-class Tended:
+class PruneResult:
     """What was found in a folder, and done."""
 
     path: str
@@ -107,7 +107,7 @@ def _fit_ones(record: Mapping[str, Entry]) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-class Tender:
+class RunManager:
     """Tends one folder, pass by pass.
 
     Args:
@@ -136,20 +136,20 @@ class Tender:
         self._record: dict[str, Entry] = {}
         self._fit: dict[str, list[tuple[int, str]]] = {}
         self._order = 0
-        self._done = Tended(path=folder.path)
+        self._done = PruneResult(path=folder.path)
         self._unchecked: dict[str, list[str]] = {}
         """What → of which checkpoints; of none for what is not about one."""
 
-    def once(self, *, wait: bool = True) -> Tended:
+    def once(self, *, wait: bool = True) -> PruneResult:
         """Tend the folder; with `wait`, new checkpoints get the time that they must stay unchanged."""
         if self._settings.dry_run:
             return self._pass(wait=False)
         if not self._seen and not self._folder.look().saved:  # nothing is written where no run is
-            return Tended(path=self._folder.path)
+            return PruneResult(path=self._folder.path)
         with self._folder.lock():
             return self._pass(wait=wait)
 
-    def undo(self, names: Collection[str]) -> Tended:
+    def undo(self, names: Collection[str]) -> PruneResult:
         """Bring back what was removed, of these names or all, and let it stay."""
         with self._folder.lock():
             back = self._folder.restore(names)
@@ -163,7 +163,7 @@ class Tender:
         notes = [f"{name} is back, and stays until you remove it" for name in back]
         return replace(self._done, checkpoints=planned, notes=tuple(notes), failed=tuple(failed))
 
-    def _pass(self, *, wait: bool) -> Tended:
+    def _pass(self, *, wait: bool) -> PruneResult:
         rules, settings = self._settings.rules, self._settings
         reads, acts = settings.level is not None, not settings.dry_run
         self._begin()
@@ -204,7 +204,7 @@ class Tender:
 
     def _begin(self) -> None:
         """Look, and read of the record what is there or can be brought back, and the last fit one of each series."""
-        self._done, self._unchecked = Tended(path=self._folder.path, dry_run=self._settings.dry_run), {}
+        self._done, self._unchecked = PruneResult(path=self._folder.path, dry_run=self._settings.dry_run), {}
         self._look()
         known = parse_record(self._folder.read(RECORD_NAME, MAX_RECORD_BYTES))
         there = {*(saved.name for saved in self._now.saved), *self._now.leftovers.values()}
@@ -497,7 +497,7 @@ def _all_stay(planned: Sequence[Candidate], why: str, series: Collection[str] | 
     )
 
 
-def tended_json(tended: Tended) -> dict[str, object]:
+def prune_json(pruned: PruneResult) -> dict[str, object]:
     """Return the JSON document of `prune` and `watch`."""
-    rows = [{**asdict(each), "fit": each.state == "verified"} for each in tended.checkpoints]
-    return {**asdict(tended), "ok": tended.ok, "checkpoints": rows}
+    rows = [{**asdict(each), "fit": each.state == "verified"} for each in pruned.checkpoints]
+    return {**asdict(pruned), "ok": pruned.ok, "checkpoints": rows}

@@ -58,8 +58,8 @@ class Breach(BaseException):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walls:
-    """Where the walls stand."""
+class Sandbox:
+    """Where the sandbox ends."""
 
     subject: str
     """What is built, for errors: "a LlamaForCausalLM"."""
@@ -77,7 +77,7 @@ class Walls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Standing:
-    walls: Walls
+    sandbox: Sandbox
     grounds: Mapping[str, str]
     """Directory or file → whose it is: "code", "system", "scratch", "source" or "foreign". The innermost decides."""
 
@@ -110,19 +110,19 @@ def _installed() -> set[str]:
     return {os.path.realpath(path) for path in paths if path}
 
 
-def _grounds(walls: Walls) -> dict[str, str]:
+def _grounds(sandbox: Sandbox) -> dict[str, str]:
     found = dict.fromkeys(code_directories(), "code")
     found |= dict.fromkeys(map(os.path.realpath, SYSTEM_FILES), "system")
-    found |= dict.fromkeys(map(os.path.realpath, walls.foreign), "foreign")
-    found |= dict.fromkeys(map(os.path.realpath, walls.sources), "source")
+    found |= dict.fromkeys(map(os.path.realpath, sandbox.foreign), "foreign")
+    found |= dict.fromkeys(map(os.path.realpath, sandbox.sources), "source")
     found |= dict.fromkeys(_installed(), "code")
-    return found | {os.path.realpath(walls.scratch): "scratch"}
+    return found | {os.path.realpath(sandbox.scratch): "scratch"}
 
 
-def raise_audit(walls: Walls) -> _Standing | None:
-    """Raise these walls in every thread of this process; return those that stood before."""
+def raise_audit(sandbox: Sandbox) -> _Standing | None:
+    """Enter the sandbox in every thread of this process; return those that stood before."""
     global _standing, _is_installed  # noqa: PLW0603 - audit hooks belong to the process, and cannot be taken back
-    before, standing = _standing, _Standing(walls=walls, grounds=_grounds(walls))
+    before, standing = _standing, _Standing(sandbox=sandbox, grounds=_grounds(sandbox))
     if not _is_installed:
         sys.addaudithook(_hook)
         _is_installed = True
@@ -131,26 +131,26 @@ def raise_audit(walls: Walls) -> _Standing | None:
 
 
 @contextmanager
-def behind_walls(walls: Walls) -> Iterator[None]:
-    """Hold the walls while the block runs, in every thread of this process; for processes that go on afterwards."""
+def in_sandbox(sandbox: Sandbox) -> Iterator[None]:
+    """Hold the sandbox while the block runs, in every thread of this process; for processes that go on afterwards."""
     global _standing
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    before = raise_audit(walls)
+    before = raise_audit(sandbox)
     try:
         yield
     finally:
         _standing, sys.dont_write_bytecode = before, writes
 
 
-def demand_walls() -> None:
-    """Raise when there are none: models of strangers' configs are built behind walls only."""
+def demand_sandbox() -> None:
+    """Raise when there are none: models of strangers' configs are built in the sandbox only."""
     if _standing is None:
-        raise RuntimeError("a model is built from a config.json without walls around it")
+        raise RuntimeError("a model is built from a config.json outside of the sandbox")
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Let the caller's own code out of the walls, in this thread, while the block runs."""
+    """Let the caller's own code out of the sandbox, in this thread, while the block runs."""
     before, _aside.is_on = _aside.is_on, True
     try:
         yield
@@ -167,17 +167,17 @@ def _hook(event: str, args: tuple[object, ...]) -> None:
         return
     deed = judge(standing, args)
     if deed is not None:
-        _stop(standing.walls, deed)
+        _stop(standing.sandbox, deed)
 
 
-def _stop(walls: Walls, deed: str) -> NoReturn:
+def _stop(sandbox: Sandbox, deed: str) -> NoReturn:
     frame = _caller()
     place = f" ({_module_of(frame)}, line {frame.f_lineno})" if frame is not None else ""
-    what = f"building {walls.subject} as the config says tries to {deed}{place}: refused"
-    error = RefusedConfigError(what, where=walls.where, hint=HINT)
-    if walls.on_breach is not None:
+    what = f"building {sandbox.subject} as the config says tries to {deed}{place}: refused"
+    error = RefusedConfigError(what, where=sandbox.where, hint=HINT)
+    if sandbox.on_breach is not None:
         _aside.is_on = True
-        walls.on_breach(error)
+        sandbox.on_breach(error)
     raise Breach(error)
 
 

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from ckpt_tools.errors import CkptError, StorageError
-from ckpt_tools.sandbox import Limits, Walls, raise_walls, wire
+from ckpt_tools.sandbox import Limits, Sandbox, enter_sandbox, wire
 from ckpt_tools.sandbox.wire import error_from_json, error_to_json
 from ckpt_tools.signals import hold_signals
 from ckpt_tools.text import escape_name
@@ -95,7 +95,7 @@ class Child(Generic[A]):
         does: What the process does, for errors: "the process that …".
         relief: What to do when the machine runs out of memory.
         gpu: May it see GPUs?
-        walled: It handles a stranger's config: of the environment what libraries need, no caches of the user's, no
+        sandboxed: It handles a stranger's config: of the environment what libraries need, no caches of the user's, no
             modules from where the user is.
     """
 
@@ -106,7 +106,7 @@ class Child(Generic[A]):
     does: str
     relief: str = "end what else runs, and try again"
     gpu: bool = False
-    walled: bool = False
+    sandboxed: bool = False
     directory: str = field(init=False)
     """Private to the child and the caller; there once the context is entered."""
 
@@ -130,7 +130,7 @@ class Child(Generic[A]):
 
     def _start(self) -> None:
         # Not the current directory, which may be somebody's checkpoint, with a torch.py in it.
-        path = [entry for entry in sys.path if entry and not (self.walled and _is_here(entry))]
+        path = [entry for entry in sys.path if entry and not (self.sandboxed and _is_here(entry))]
         job = {"function": self.function, "job": self.job, "path": path, "parent": os.getpid()}
         with open(os.path.join(self.directory, "job.json"), "w", encoding="utf-8") as file:
             file.write(wire.dumps(job))
@@ -140,7 +140,7 @@ class Child(Generic[A]):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(self.directory, gpu=self.gpu, walled=self.walled),
+                env=environment(self.directory, gpu=self.gpu, sandboxed=self.sandboxed),
                 start_new_session=True,
             )
 
@@ -222,10 +222,10 @@ def _is_here(entry: str) -> bool:
     return os.path.realpath(entry) == os.path.realpath(os.curdir) != os.path.realpath(home)
 
 
-def environment(directory: str, *, gpu: bool = False, walled: bool = False) -> dict[str, str]:
+def environment(directory: str, *, gpu: bool = False, sandboxed: bool = False) -> dict[str, str]:
     """Return a child's environment: one thread, no network, nothing of torchrun, nothing left outside `directory`."""
     kept = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}
-    if walled:
+    if sandboxed:
         kept = {name: value for name, value in kept.items() if _OF_LIBRARIES.fullmatch(name)}
         kept |= {"HF_HOME": os.path.join(directory, "hub"), "TRITON_CACHE_DIR": os.path.join(directory, "triton")}
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -260,15 +260,15 @@ def _leave(directory: str, answer: Mapping[str, object]) -> None:
     os.replace(path + ".part", path)
 
 
-def build_behind_walls(here: Here, *, subject: str, where: str, foreign: tuple[str, ...]) -> None:
-    """Raise the walls around this child, before it builds a model; what it has to read it has read."""
+def build_in_sandbox(here: Here, *, subject: str, where: str, foreign: tuple[str, ...]) -> None:
+    """Enter the sandbox in this child, before it builds a model; what it has to read it has read."""
 
     def leave(error: CkptError) -> NoReturn:
         _leave(here.directory, {"error": error_to_json(error)})
         os._exit(0)
 
-    walls = Walls(subject=subject, where=where, scratch=here.directory, foreign=foreign, on_breach=leave)
-    raise_walls(walls, Limits(memory_bytes=_BUILD_BYTES, cpu_s=_BUILD_CPU_S))
+    sandbox = Sandbox(subject=subject, where=where, scratch=here.directory, foreign=foreign, on_breach=leave)
+    enter_sandbox(sandbox, Limits(memory_bytes=_BUILD_BYTES, cpu_s=_BUILD_CPU_S))
 
 
 def _end_when_told(directory: str, parent: int) -> None:

@@ -1,4 +1,4 @@
-"""All walls at once, and limits, around a process that was made for building one model."""
+"""The whole sandbox, and limits, around a process that was made for building one model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_tools.memory import proc_bytes
-from ckpt_tools.sandbox.audit import Walls, code_directories, raise_audit
+from ckpt_tools.sandbox.audit import Sandbox, code_directories, raise_audit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,18 +27,18 @@ class Limits:
     """Seconds of computing, beyond those it has used."""
 
 
-def raise_walls(walls: Walls, limits: Limits, *, kernel: bool = True) -> tuple[str, ...]:
+def enter_sandbox(sandbox: Sandbox, limits: Limits, *, kernel: bool = True) -> tuple[str, ...]:
     """Confine this process for the rest of its life; it works in the scratch directory from here on.
 
-    With `kernel`, compiled code is confined, too, where this machine can. Return the walls that stand beside Python's
+    With `kernel`, compiled code is confined, too, where this machine can. Return the parts that stand beside Python's
     own: "landlock", "seccomp".
     """
-    os.chdir(walls.scratch)
+    os.chdir(sandbox.scratch)
     _limit(limits)
-    readable = (*code_directories(), *walls.sources)
-    stands = confine(readable=readable, writable=(os.path.realpath(walls.scratch),)) if kernel else ()
+    readable = (*code_directories(), *sandbox.sources)
+    stands = confine(readable=readable, writable=(os.path.realpath(sandbox.scratch),)) if kernel else ()
     sys.dont_write_bytecode = True
-    raise_audit(walls)
+    raise_audit(sandbox)
     return stands
 
 
@@ -96,7 +96,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def confine(*, readable: Iterable[str], writable: Iterable[str]) -> tuple[str, ...]:
     """Confine this process: it reads and writes what is named, and opens no socket and no program.
 
-    Return which walls stand: "landlock", "seccomp".
+    Return which parts of it stand: "landlock", "seccomp".
     """
     if sys.platform != "linux" or _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return ()

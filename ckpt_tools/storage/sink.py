@@ -28,7 +28,7 @@ class Sink(ABC):
     goes_front_to_back: bool = False
     """Files are sent in the order of their bytes: what comes early is held in memory."""
     not_checked: tuple[str, ...] = ()
-    """What of the result was not held against what was sent."""
+    """What of the result was not compared with what was sent."""
     notes: tuple[str, ...] = ()
     """What to tell people of how it was written."""
 

@@ -59,7 +59,7 @@ class Outcome:
     bytes_kept: int = 0
     """Logical bytes that an interrupted run had written, and that were read back and found right."""
     chunks_checked: int = 0
-    """Source chunks whose CRC-32 was held against their writer's."""
+    """Source chunks whose CRC-32 was compared with their writer's."""
 
 
 class _Execution:
@@ -407,7 +407,7 @@ def scan(
     counting: bool = False,
     looks: Mapping[str, Sequence[Look]] | None = None,
 ) -> Outcome:
-    """Read tensors (raw chunks) whole: digests, CRC-32s held against their writer's, with `counting` the values.
+    """Read tensors (raw chunks) whole: digests, CRC-32s compared with their writer's, with `counting` the values.
 
     `looks` (FQN → who) are shown the blocks of a tensor.
     """

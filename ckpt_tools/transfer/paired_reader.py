@@ -22,7 +22,7 @@ class Reading(threading.local):
         """For results."""
 
 
-class Beside:
+class PairedReader:
     """Reads one tensor, from any thread; what is recorded of its bytes is checked once all blocks were read."""
 
     def __init__(self, entry: TensorEntry, opened: Opened, reading: Reading, recorded: str = "") -> None:

@@ -124,7 +124,7 @@ def combine_crcs(parts: Parts) -> tuple[int, int]:
 
 
 class Checksums:
-    """CRC-32s of what was read of a tensor's chunks, to be held against those that their writer recorded."""
+    """CRC-32s of what was read of a tensor's chunks, to be compared with those that their writer recorded."""
 
     def __init__(self) -> None:
         self._parts: dict[int, Parts] = {}  # by the chunk's id: its hash takes longer than the look-up

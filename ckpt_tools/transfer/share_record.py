@@ -74,7 +74,7 @@ class ShareRecord:
     stored: Mapping[str, str] = field(default_factory=dict)
     """Tensor that the share read whole, and that is cast or written in parts → digest of what was read."""
     chunks_checked: int = 0
-    """Source chunks whose CRC-32 was held against their writer's."""
+    """Source chunks whose CRC-32 was compared with their writer's."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -1,4 +1,4 @@
-"""`ckpt check-lora`: every loader's rules held against the loader itself where it is installed, and the known pains."""
+"""`ckpt check-lora`: every loader's rules beside the loader itself where it is installed, and the known pains."""
 
 from __future__ import annotations
 

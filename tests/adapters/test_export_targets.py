@@ -117,7 +117,7 @@ def test_kohya_s_names_without_a_base_or_a_family_are_refused(tmp_path):
     assert result.config["target_modules"].value == ["b"]
 
 
-# The header: what kohya's tools and managers read, held against safetensors' own writer
+# The header: what kohya's tools and managers read, compared with safetensors' own writer
 
 _BLOCK = "lora_unet_double_blocks_0_img_attn_proj"
 

@@ -1,4 +1,4 @@
-"""The configuration from tensors, held against PEFT's own rules; what nothing says is marked, field by field."""
+"""The configuration from tensors, compared with PEFT's own rules; what nothing says is marked, field by field."""
 
 from __future__ import annotations
 
@@ -230,11 +230,11 @@ def test_saved_module_whose_name_ends_another_s_goes_into_the_base_s_own(tmp_pat
 
 def test_settings_of_a_configuration_beside_the_tensors_are_kept(tmp_path):
     write(pairs({"m.q": 4, "m.k": 4}), tmp_path / "adapter_model.safetensors")
-    beside = {
+    companions = {
         "peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": r".*\.(q|k)", "init_lora_weights": "pissa",
         "lora_dropout": 0.1, "use_rslora": True, "base_model_name_or_path": "org/base", "mystery": 1,
     }  # fmt: skip
-    (tmp_path / "adapter_config.json").write_text(json.dumps(beside))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(companions))
     result = api.export_lora(tmp_path, tmp_path.parent / f"{tmp_path.name}-out", base_model="org/other")
     config = {name: found.value for name, found in result.config.items()}
     assert config["target_modules"] == r".*\.(q|k)"
@@ -247,8 +247,8 @@ def test_settings_of_a_configuration_beside_the_tensors_are_kept(tmp_path):
 
 def test_targets_of_a_configuration_that_do_not_cover_the_adapter_are_replaced(tmp_path):
     write(pairs({"m.q": 4, "m.k": 4}), tmp_path / "adapter_model.safetensors")
-    beside = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q"], "layers_to_transform": [0]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(beside))
+    companions = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q"], "layers_to_transform": [0]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(companions))
     result = api.export_lora(tmp_path, tmp_path.parent / f"{tmp_path.name}-out")
     assert result.config["target_modules"].value == ["m.k", "m.q"]
     assert "layers_to_transform" not in result.config

@@ -1,4 +1,4 @@
-"""The key maps and tables of image and video models, held against diffusers' classes, conversions and pipelines."""
+"""The key maps and tables of image and video models, compared with diffusers' classes, conversions and pipelines."""
 
 from __future__ import annotations
 

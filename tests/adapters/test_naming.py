@@ -1,4 +1,4 @@
-"""Adapters of image and video models under other names, held against diffusers' conversions and ComfyUI's key map."""
+"""Adapters of image and video models under other names, compared with diffusers' conversions and ComfyUI's key map."""
 
 from __future__ import annotations
 

@@ -93,9 +93,9 @@ if __name__ == "__main__":
     source, work, ranks, *kinds = sys.argv[1:]
     for kind in kinds:
         directory = Path(work, kind)
-        beside = directory / "huggingface" if kind == "ranks" else directory
-        beside.mkdir(parents=True)
-        shutil.copy(Path(source, "config.json"), beside)
+        companions = directory / "huggingface" if kind == "ranks" else directory
+        companions.mkdir(parents=True)
+        shutil.copy(Path(source, "config.json"), companions)
         if kind == "bin":
             write_bin(Path(source), directory)
         elif kind == "ranks":

@@ -154,7 +154,7 @@ def test_names_of_a_map_are_written_and_turned_back(tmp_path, capsys) -> None:
     args = ["--map", str(tmp_path / "own.map"), "--json"]
     assert main(["rename", source, str(tmp_path / "own"), *args]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert "names were not held against an architecture" in document["not_checked"][0]
+    assert "names were not compared with an architecture" in document["not_checked"][0]
     found, tensors = load_file(tmp_path / "own" / "model.safetensors"), load_file(tmp_path / "m" / "model.safetensors")
     both = torch.cat([tensors[name.replace("*", "1")] for name in GATES])
     assert torch.equal(found["layers.1.ffn.gu.weight"], both)

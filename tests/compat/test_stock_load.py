@@ -141,7 +141,7 @@ def loaded(written, llama_dir, tmp_path_factory):
     for case in cases:
         if case["name"] == "hf-dp2-tp2@dp_shard2-tp2":  # loaded on the mesh that it was written for, and saved by torch
             case["save"] = str(written / "by-torch")
-    # The control: the comparison must notice when it is held against another model.
+    # The control: the comparison must notice when it is compared with another model.
     save_model(models.llama(seed=5), directory / "other")
     cases.append(cases[1] | {"name": "control", "reference": str(directory / "other" / "model.safetensors")})
     found = {}

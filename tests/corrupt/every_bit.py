@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests .venv/bin/python -m corrupt.every_bit     writes the table into docs/concepts/detection.md
 
-Stock PyTorch wrote the checkpoints. A flip that passes `verify --level structure` without an error is held against the
+Stock PyTorch wrote the checkpoints. A flip that passes `verify --level structure` without an error is compared with the
 intact file twice: as ckpt reads it (names, paths, dtypes, shapes, boxes, files, offsets, lengths), and as stock torch
 unpickles it. The first must never differ; what differs in the second is counted by field.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 
-from ckpt_tools.sandbox import Walls, behind_walls
+from ckpt_tools.sandbox import Sandbox, in_sandbox
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -26,9 +26,9 @@ BATCH, TOKENS = 2, 256
 _ON_HOST = ("Sharded Param", "Sharded Grad", "OptState", "Buffer")
 
 
-def walls():
+def sandbox():
     """Return walls for a process that goes on afterwards."""
-    return Walls(subject="a model", where="config", scratch=tempfile.gettempdir())
+    return Sandbox(subject="a model", where="config", scratch=tempfile.gettempdir())
 
 
 def case_of(job):
@@ -45,7 +45,7 @@ def predict(rank, world_size, jobs):
     from ckpt_tools.models.hf_recipe import HfRecipe
 
     recipe = HfRecipe(CONFIG, "config")
-    with behind_walls(walls()):
+    with in_sandbox(sandbox()):
         return [track(recipe, case_of(job)) for job in jobs]
 
 
@@ -54,7 +54,7 @@ def sizes(rank, world_size):
     from ckpt_tools.estimate.model import figures_of
     from ckpt_tools.models.hf_recipe import HfRecipe
 
-    with behind_walls(walls()):
+    with in_sandbox(sandbox()):
         return figures_of(HfRecipe(CONFIG, "config"))
 
 
@@ -63,7 +63,7 @@ def notes(rank, world_size, tokens):
     from ckpt_tools.estimate.model import notes_of
     from ckpt_tools.models.hf_recipe import HfRecipe
 
-    with behind_walls(walls()):
+    with in_sandbox(sandbox()):
         return notes_of(HfRecipe(CONFIG, "config"), tokens)
 
 

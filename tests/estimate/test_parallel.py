@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from estimate.steps import BATCH, CONFIG, TOKENS, case_of, walls
+from estimate.steps import BATCH, CONFIG, TOKENS, case_of, sandbox
 from fsdp2.ranks import run_ranks
 
 from ckpt_tools import api
@@ -48,7 +48,7 @@ def track_both(rank, world_size):
     from ckpt_tools.estimate import track
     from ckpt_tools.estimate.track import Slim
     from ckpt_tools.models.hf_recipe import HfRecipe
-    from ckpt_tools.sandbox import behind_walls
+    from ckpt_tools.sandbox import in_sandbox
 
     recipes = {name: HfRecipe(config, "config") for name, (config, _) in JOBS.items()}
     wordy = HfRecipe(WORDY, "config")
@@ -58,7 +58,7 @@ def track_both(rank, world_size):
         everything = tuple(range(len(kinds)))
         return Slim(everything, everything, 0)
 
-    with behind_walls(walls()):
+    with in_sandbox(sandbox()):
         for name, (_, job) in JOBS.items():
             pair = []
             for track.slim in (short, whole):

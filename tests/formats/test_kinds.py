@@ -205,15 +205,15 @@ def test_steps_that_ckpt_cannot_read_supersede_nothing_and_stay(tmp_path: Path, 
         save(tensor, run / f"step-{step}")
     save(OTHERS["quantised"][0](), run / "step-50")  # its .metadata is not read at all
     assert main(["watch", str(run), "--once", "--settle", "0", "--keep-last", "1", "--json"]) == 0
-    tended = json.loads(capsys.readouterr().out)
-    assert {each["name"]: (each["state"], each["stays"]) for each in tended["checkpoints"]} == {
+    pruned = json.loads(capsys.readouterr().out)
+    assert {each["name"]: (each["state"], each["stays"]) for each in pruned["checkpoints"]} == {
         "step-10": ("verified", False),
         "step-20": ("verified", True),
         "step-30": ("unsupported", True),
         "step-40": ("unsupported", True),
         "step-50": ("unsupported", True),
     }
-    assert {each["code"] for each in tended["findings"]} >= {"unsupported"}
+    assert {each["code"] for each in pruned["findings"]} >= {"unsupported"}
     save(VALUES, run / "step-60")
     assert main(["watch", str(run), "--once", "--settle", "0", "--keep-last", "1"]) == 0
     assert {each.name for each in run.glob("step-*")} == {"step-30", "step-40", "step-50", "step-60"}

@@ -392,7 +392,7 @@ def test_inspect_and_verify_carry_the_verdict(tmp_path, capsys):
     assert main(["verify", str(model)]) == 0
 
 
-BESIDE = (
+COMPANIONS = (
     "random_states_0.pkl", "custom_checkpoint_0.pkl", "scheduler.bin", "optimizer.bin", "sampler.bin", "scaler.pt",
 )  # fmt: skip
 
@@ -404,15 +404,15 @@ def test_step_beside_files_are_judged_by_verify_inspect_and_reshard(tmp_path, wr
     assert {each.name for each in (tmp_path / "healthy").iterdir()} >= {"random_states_0.pkl", "scheduler.bin"}
     assert not any("left out pickles" in note for note in healthy.notes)
     assert ckpt_tools.verify(step).ok
-    for name in BESIDE:
+    for name in COMPANIONS:
         (step / name).write_bytes(write(Evil()))
     codes = [each for each in ckpt_tools.verify(step).findings if each.code == "dangerous-pickle"]
-    assert {each.where.partition("!")[0] for each in codes} == set(BESIDE)
-    assert len(ckpt_tools.inspect(step).identity.executables) == len(BESIDE)
+    assert {each.where.partition("!")[0] for each in codes} == set(COMPANIONS)
+    assert len(ckpt_tools.inspect(step).identity.executables) == len(COMPANIONS)
     with pytest.raises(ckpt_tools.errors.UnreadableError, match="the trainer does not resume without it"):
         ckpt_tools.reshard(step, tmp_path / "out", mesh="dp_shard=2")
     kept = ckpt_tools.reshard(step, tmp_path / "kept", mesh="dp_shard=2", keep_pickles=True)
-    assert {each.name for each in (tmp_path / "kept").iterdir()} >= set(BESIDE)
+    assert {each.name for each in (tmp_path / "kept").iterdir()} >= set(COMPANIONS)
     assert any("copied pickles and code" in note for note in kept.notes)
 
 

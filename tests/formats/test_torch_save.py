@@ -1,4 +1,4 @@
-"""Files of torch.save, held against what `torch.load` makes of them, bit for bit."""
+"""Files of torch.save, compared with what `torch.load` makes of them, bit for bit."""
 
 from __future__ import annotations
 

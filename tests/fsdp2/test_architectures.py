@@ -78,7 +78,7 @@ def test_architecture_trains_like_the_unsharded_model(trained, kind):
         assert result["gradients"].keys() == gradients.keys()
         for name, gradient in gradients.items():
             error = (result["gradients"][name] - gradient).norm()
-            # A key's bias changes no attention: its gradient is rounding alone, and is held against 1.
+            # A key's bias changes no attention: its gradient is rounding alone, and is compared with 1.
             assert error < 1e-5 * max(gradient.norm(), 1e-3), name
 
 

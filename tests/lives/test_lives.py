@@ -154,9 +154,9 @@ def test_survivor_that_rots_where_no_listing_shows_it_keeps_all(tmp_path: Path, 
     lstat, known = os.lstat, {str(path): os.lstat(path) for path in last.iterdir()}
     rot(last, how)
     with patch("os.lstat", lambda path, **options: known.get(os.fspath(path)) or lstat(path, **options)):
-        tended = api.prune(run, keep_last=1)
-        assert (tended.removed, tended.exit_code) == ((), 3)
-        assert [each.code for each in tended.findings] == ["changed-since"]
+        pruned = api.prune(run, keep_last=1)
+        assert (pruned.removed, pruned.exit_code) == ((), 3)
+        assert [each.code for each in pruned.findings] == ["changed-since"]
         assert watch(run, keep_last=1).removed == (f"{PREFIX[layout]}1",)  # its successor is read as well
         assert 2 in there(run)
 
@@ -165,9 +165,9 @@ def test_survivor_that_rots_where_no_listing_shows_it_keeps_all(tmp_path: Path, 
 def test_save_whose_optimizer_is_zero_supersedes_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "trainer", 1, 2, 3)
     zero_optimizer(run / "checkpoint-3" / "optimizer.pt")
-    tended = watch(run, keep_last=1)
-    assert (tended.removed, tended.exit_code, there(run)) == (("checkpoint-1",), 3, [2, 3])
-    assert "6 tensors are all or half zero" in next(each.what for each in tended.findings)
+    pruned = watch(run, keep_last=1)
+    assert (pruned.removed, pruned.exit_code, there(run)) == (("checkpoint-1",), 3, [2, 3])
+    assert "6 tensors are all or half zero" in next(each.what for each in pruned.findings)
 
 
 _TRAINER = """
@@ -230,9 +230,9 @@ def test_reader_in_another_mount_namespace_is_seen(tmp_path: Path, command: str)
     try:
         if reader.stdout.readline() != "open\n":
             pytest.skip(f"the kernel forbids another mount namespace here: {reader.communicate()[1].strip()}")
-        tended = watch(run, keep_last=1) if command == "watch" else (watch(run), api.prune(run, keep_last=1))[1]
-        assert tended.removed == ()
-        assert f"in use by process {reader.pid}" in {each.reason for each in tended.checkpoints}
+        pruned = watch(run, keep_last=1) if command == "watch" else (watch(run), api.prune(run, keep_last=1))[1]
+        assert pruned.removed == ()
+        assert f"in use by process {reader.pid}" in {each.reason for each in pruned.checkpoints}
     finally:
         reader.communicate("\n" if reader.poll() is None else None)
     assert api.prune(run, keep_last=1).removed == ("step-1",)

@@ -152,7 +152,7 @@ def test_an_unknown_architecture_is_said_not_to_be_checked(llama, tmp_path, caps
     source = save_live(state, tmp_path / "dcp")
     assert main(["gather", source, str(tmp_path / "out"), "--assets", str(tmp_path / "assets"), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["not_checked"] == ["names were not held against MyModel: not known to ckpt"]
+    assert document["not_checked"] == ["names were not compared with MyModel: not known to ckpt"]
     assert document["architecture"] is None
 
 
@@ -239,7 +239,7 @@ def test_names_that_nothing_is_known_of_are_said_to_be_unchecked(llama, tmp_path
     for name, table in (("own", {"self_attn": "attn"}), ("megatron", MEGATRON)):
         torch.save(renamed(llama[1], table), tmp_path / f"{name}.pt")
         done = api.gather(tmp_path / f"{name}.pt", tmp_path / name, allow_foreign_names=True)
-        assert "not held against" in done.not_checked[0] if name == "own" else "Megatron's" in done.warnings[0]
+        assert "not compared with" in done.not_checked[0] if name == "own" else "Megatron's" in done.warnings[0]
     llama[0].save_pretrained(tmp_path / "hf")
     for name in ("own", "hf"):
         done = api.shard(tmp_path / name, tmp_path / f"dcp-{name}", mesh="dp_shard=2", names="hub")

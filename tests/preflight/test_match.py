@@ -51,9 +51,9 @@ def here(monkeypatch):
     from ckpt_tools.preflight import meta_model  # noqa: F401 - imported once, for all copies
 
     class Here(nullcontext):
-        def __init__(self, function, job, answer, *, does, walled):
+        def __init__(self, function, job, answer, *, does, sandboxed):
             assert function == match.COMPARE
-            assert walled
+            assert sandboxed
             super().__init__(self)
             self.job, self.answer = job, answer
 

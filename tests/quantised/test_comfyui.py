@@ -73,9 +73,9 @@ def assert_equal(directory: Path, wanted: Tensors) -> None:
         ({f"{PATH}.comfy_quant": text([])}, "not ComfyUI's description"),
     ],
 )
-def test_what_is_not_known_is_refused(beside: Tensors, what: str, tmp_path: Path) -> None:
+def test_what_is_not_known_is_refused(companions: Tensors, what: str, tmp_path: Path) -> None:
     tensors, _ = stored("plain")
-    save_file({**tensors, **beside}, tmp_path / "base.safetensors")
+    save_file({**tensors, **companions}, tmp_path / "base.safetensors")
     with pytest.raises(CkptError, match=what):
         api.gather(tmp_path / "base.safetensors", tmp_path / "plain", dequantize=True)
 

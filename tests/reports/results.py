@@ -28,7 +28,7 @@ from ckpt_tools.estimate.case import Case, Margin
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Moment
 from ckpt_tools.fsdp2.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 from ckpt_tools.preflight.report import CHECKS, CheckResult, PreflightReport
-from ckpt_tools.runs.manage import Tended
+from ckpt_tools.runs.manage import PruneResult
 from ckpt_tools.runs.retention import Candidate, Rules, State, plan_retention
 from ckpt_tools.transfer.counts import Counts
 from ckpt_tools.transfer.statistics import Moments
@@ -175,7 +175,7 @@ def preflight(**changes) -> PreflightReport:
     return replace(result, **changes)
 
 
-def tended() -> Tended:
+def pruned() -> PruneResult:
     """A run's folder with a checkpoint of every state."""
     states = get_args(State)
     found = [
@@ -186,7 +186,7 @@ def tended() -> Tended:
     ]
     planned = plan_retention(found, Rules(last=1, best=2))
     quarantine = {HOSTILE[1]: "2026-01-01T00:00:00+00:00"}
-    return Tended(path=HOSTILE[2], checkpoints=planned, quarantine=quarantine, findings=FINDINGS, dry_run=True)
+    return PruneResult(path=HOSTILE[2], checkpoints=planned, quarantine=quarantine, findings=FINDINGS, dry_run=True)
 
 
 def pages() -> dict[str, Page]:
@@ -202,7 +202,7 @@ def pages() -> dict[str, Page]:
         "preflight": preflight_page(
             preflight(findings=FINDINGS, not_checked=(HOSTILE[1],), estimate=estimate(True), smoke=smoke())
         ),
-        "watch": tending_page(tended(), "watch"),
+        "watch": tending_page(pruned(), "watch"),
         "unfinished": unfinished_page("verify", HOSTILE[0]),
         "failed": failed_page("verify", HOSTILE[0], ValueError(HOSTILE[1])),
     }

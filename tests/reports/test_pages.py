@@ -96,12 +96,12 @@ def test_pages_say_every_finding_with_where_and_fix(read, name):
 
 
 def test_text_and_page_name_every_rule_that_keeps_a_checkpoint(capsys):
-    tended = results.tended()
-    print_tended(tended, OutputOptions())
+    pruned = results.pruned()
+    print_tended(pruned, OutputOptions())
     lines = capsys.readouterr().out.splitlines()
-    parts = [part for section in tending_page(tended, "watch").sections for part in section.parts]
+    parts = [part for section in tending_page(pruned, "watch").sections for part in section.parts]
     rows = {row[0]: row[5] for row in next(part for part in parts if isinstance(part, PageTable)).rows}
-    kept = [each for each in tended.checkpoints if len(each.kept_by) > 1]
+    kept = [each for each in pruned.checkpoints if len(each.kept_by) > 1]
     assert kept
     for each in kept:
         assert all(rows[each.name].count(rule) == 1 for rule in each.kept_by)

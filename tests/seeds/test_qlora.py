@@ -126,12 +126,12 @@ def train(rank, world_size, directory):
             load_quantised(again, directory / "model.safetensors")
             load_adapters(again, directory / "adapters")
             found["resumed"] = after, small.loss_of(again, 1, rank).item()
-            found["trained"] = beside(mesh, kind, directory, rank, world_size)
+            found["trained"] = companions(mesh, kind, directory, rank, world_size)
         results[kind] = found
     return results
 
 
-def beside(mesh, kind, directory, rank, world_size):
+def companions(mesh, kind, directory, rank, world_size):
     """Losses of three steps, sharded and not."""
     model, (reference, _) = sharded(mesh, kind), unsharded(kind)
     load_quantised(model, directory / "model.safetensors")

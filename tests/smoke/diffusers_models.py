@@ -76,12 +76,12 @@ def try_all(path):
     from ckpt_tools.fsdp2 import find_blocks
     from ckpt_tools.models.recipe import call, find_loss, loss_of
     from ckpt_tools.models.recipe_of import recipe_of
-    from ckpt_tools.sandbox import Walls, behind_walls
+    from ckpt_tools.sandbox import Sandbox, in_sandbox
 
     torch.set_num_threads(1)
     recipes = {name: recipe_of(config_of(name), name) for name in CONFIGS}
     found = {}
-    with behind_walls(Walls(subject="a model", where="config", scratch=tempfile.gettempdir())):
+    with in_sandbox(Sandbox(subject="a model", where="config", scratch=tempfile.gettempdir())):
         for name, recipe in recipes.items():
             with torch.device("meta"):
                 bare = recipe.build()

@@ -6,8 +6,8 @@ import json
 import tempfile
 
 import pytest
-from corrupt.strangers.attacks import BY_DEED, fill
-from corrupt.strangers.runner import Canary
+from corrupt.outliers.attacks import BY_DEED, fill
+from corrupt.outliers.runner import Canary
 
 from ckpt_tools.errors import RefusedConfigError, UsageError
 
@@ -110,12 +110,12 @@ def test_what_a_class_raises_is_told_as_what_it_was(error, kind, what):
 
 def test_cut_that_the_class_refuses_is_ckpts_own(models):
     from ckpt_tools.models.hf_recipe import HfRecipe
-    from ckpt_tools.sandbox import Walls, behind_walls
+    from ckpt_tools.sandbox import Sandbox, in_sandbox
 
     recipe = HfRecipe(json.loads((models / "llama" / "config.json").read_text()), "config.json").shallower(1)
     recipe._values["hidden_size"] = "wide"
-    walls = Walls(subject="a model", where="config.json", scratch=tempfile.gettempdir())
-    with behind_walls(walls), pytest.raises(UsageError, match="ckpt cut the model down") as caught:
+    sandbox = Sandbox(subject="a model", where="config.json", scratch=tempfile.gettempdir())
+    with in_sandbox(sandbox), pytest.raises(UsageError, match="ckpt cut the model down") as caught:
         recipe.build()
     assert "--model" in caught.value.hint
 

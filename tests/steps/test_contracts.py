@@ -239,9 +239,9 @@ def test_successor_of_weights_alone_supersedes_nothing(tmp_path, saved) -> None:
     toy_steps.save(
         {fqn.removeprefix("model."): tensor for fqn, tensor in toy_steps.state_of(0).items()}, run / "step-4"
     )
-    tended = api.watch(run, once=True, settle=0, keep_last=1)
-    assert tended.removed == ()
-    states = {each.name: each for each in tended.checkpoints}
+    pruned = api.watch(run, once=True, settle=0, keep_last=1)
+    assert pruned.removed == ()
+    states = {each.name: each for each in pruned.checkpoints}
     assert states["step-4"].state == "unfit"
     assert "the optimizer's state" in states["step-4"].why
 

@@ -31,10 +31,10 @@ def model(tmp_path_factory) -> Path:
         ("plain", "", "", {".metadata", "__0_0.distcp", "__1_0.distcp", "config.json"}),
     ],
 )
-def test_shard_for_a_trainer_writes_what_it_loads(model, trainer, part, root, beside, tmp_path, read_dcp) -> None:
+def test_shard_for_a_trainer_writes_what_it_loads(model, trainer, part, root, companions, tmp_path, read_dcp) -> None:
     result = api.shard(model, tmp_path / "start", mesh="dp_shard=2", trainer=trainer)
     found = {path.name for path in (tmp_path / "start").iterdir()}
-    assert found == {"ckpt_manifest.json", *beside, *([part] if part else [])}
+    assert found == {"ckpt_manifest.json", *companions, *([part] if part else [])}
     flat = {f"{root}.{fqn}" if root else fqn: tensor for fqn, tensor in state_of(0).items()}
     assert is_equal(read_dcp(tmp_path / "start" / part), flat)
     assert any("start" in note for note in result.notes) is (trainer != "plain")

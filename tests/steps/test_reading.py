@@ -20,10 +20,10 @@ from ckpt_tools.errors import UnreadableError, UsageError
         ("trainer", ["rng_state_*.pth (2 files)", "scheduler.pt", "trainer_state.json"]),
     ],
 )
-def test_inspect_of_a_step_shows_its_model_and_lists_the_rest(saved, name, beside, capsys) -> None:
+def test_inspect_of_a_step_shows_its_model_and_lists_the_rest(saved, name, companions, capsys) -> None:
     summary = api.inspect(saved / name)
     assert [entry.fqn for entry in summary.tensors] == [f"model.{fqn}" for fqn in state_of(0)]
-    assert [row.name for row in summary.contents] == ["pytorch_model_fsdp_0", "optimizer_0", *beside]
+    assert [row.name for row in summary.contents] == ["pytorch_model_fsdp_0", "optimizer_0", *companions]
     assert all(row.num_bytes and row.what for row in summary.contents if row.name != "trainer_state.json")
     assert main(["inspect", str(saved / name)]) == 0
     out = capsys.readouterr().out

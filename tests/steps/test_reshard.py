@@ -20,7 +20,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
-def beside(directory: Path) -> dict[str, bytes]:
+def companions(directory: Path) -> dict[str, bytes]:
     return {name: content for name, content in contents(directory).items() if "/" not in name and "ckpt" not in name}
 
 
@@ -32,7 +32,7 @@ def test_reshard_of_a_step_is_the_same_state_to_pytorch(saved, name, mesh, tmp_p
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir()) == parts
     for part in parts:
         assert is_equal(read_dcp(tmp_path / "out" / part), read_dcp(saved / name / part))
-    assert beside(tmp_path / "out") == beside(saved / name)
+    assert companions(tmp_path / "out") == companions(saved / name)
     assert api.verify(tmp_path / "out").ok
     assert result.num_tensors == 12 * len(parts) // 2
     assert dict(result.files) == {file: len(content) for file, content in contents(tmp_path / "out").items()}
@@ -130,7 +130,7 @@ def test_overwrite_replaces_a_step_and_nothing_else(saved, copy_of, tmp_path) ->
     with pytest.raises(DestinationExistsError):
         api.reshard(saved / "accelerate", old, mesh="dp_shard=2")
     api.reshard(saved / "accelerate", old, mesh="dp_shard=2", overwrite=True)
-    assert beside(old) == beside(saved / "accelerate")
+    assert companions(old) == companions(saved / "accelerate")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "file.txt").write_text("x")
     with pytest.raises(UsageError, match="not one"):

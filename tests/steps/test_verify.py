@@ -42,9 +42,9 @@ def test_verify_of_a_step_reads_all_parts_and_says_what_nothing_records(saved, n
         "trainer_state.json"
     }  # what torch.save writes has its own CRC-32s
     result = api.verify(saved / name, level="structure")
-    beside = [each.file for each in result.not_read if each.why == "nothing records what it should hold"]
-    assert any("scheduler" in file for file in beside)
-    assert any("_1.p" in file for file in beside)
+    companions = [each.file for each in result.not_read if each.why == "nothing records what it should hold"]
+    assert any("scheduler" in file for file in companions)
+    assert any("_1.p" in file for file in companions)
 
 
 @pytest.mark.parametrize("part", ["pytorch_model_fsdp_0", "optimizer_0"])

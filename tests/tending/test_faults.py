@@ -111,10 +111,10 @@ def test_bucket_is_watched_and_pruned(seaweed, use, template):
         store.save(f"step-{step}", template)
     store.save("step-3", template, without=(".metadata",))
     store.save("samples", template)
-    tended = api.watch(store.root, once=True, settle=0, keep_last=1)
-    assert tended.verified == ("step-1", "step-2")
-    assert tended.removed == ("step-1",)
-    assert tended.unknown == ("samples",)
+    pruned = api.watch(store.root, once=True, settle=0, keep_last=1)
+    assert pruned.verified == ("step-1", "step-2")
+    assert pruned.removed == ("step-1",)
+    assert pruned.unknown == ("samples",)
     assert sorted(store.content()) == ["samples", "step-2", "step-3"]
     store.save("step-2", template.parent / "template")  # written again: other or the same ETags, whole in any case
     store.bucket.put(store._key("step-2/more"), b"x")

@@ -150,9 +150,9 @@ def there(run):
 def test_healthy_life_is_pruned(tmp_path, layout, capsys):
     run = tmp_path / "run"
     names = make_run(run, layout, 10, 20, 30)
-    tended = api.watch(run, once=True, settle=0, keep_last=1)
-    assert tended.removed == tuple(names[:2]), (tended.findings, tended.failed, tended.checkpoints)
-    assert tended.exit_code == 0
+    pruned = api.watch(run, once=True, settle=0, keep_last=1)
+    assert pruned.removed == tuple(names[:2]), (pruned.findings, pruned.failed, pruned.checkpoints)
+    assert pruned.exit_code == 0
     names = make_run(run, layout, 40)
     assert api.watch(run, once=True, settle=0, keep_last=1).removed == ((*there(run), *names)[0].replace("40", "30"),)
 
@@ -182,17 +182,17 @@ def test_each_reason_is_named_and_accepting_once_is_enough(tmp_path, capsys):
     for step in (30, 40):
         state = {name.replace("layers", "blocks"): each for name, each in weights(step).items()}
         save_dcp(run / f"step-{step}", state, step)
-    tended = api.watch(run, once=True, settle=0, keep_last=1)
-    assert tended.removed == ("step-10",)
-    found = [each for each in tended.findings if each.where == "step-30"]
+    pruned = api.watch(run, once=True, settle=0, keep_last=1)
+    assert pruned.removed == ("step-10",)
+    found = [each for each in pruned.findings if each.where == "step-30"]
     assert {each.code for each in found} == {"unfit-checkpoint"}
     assert "6 of 8 tensors of the model are missing, which step-20 has" in found[0].what
     assert "6 tensors of the model are not in step-20" in found[1].what
     assert found[0].hint == "if it is as it should be: --accept step-30"
-    tended = api.watch(run, once=True, settle=0, keep_last=1, accept=["step-30"])
-    assert tended.verified == ("step-40",)  # judged again, by what was accepted
-    assert tended.removed == ("step-20", "step-30")
-    assert tended.ok
+    pruned = api.watch(run, once=True, settle=0, keep_last=1, accept=["step-30"])
+    assert pruned.verified == ("step-40",)  # judged again, by what was accepted
+    assert pruned.removed == ("step-20", "step-30")
+    assert pruned.ok
 
 
 @pytest.mark.parametrize("lacks", ["optimizer", "one state", "rank", "tokenizer", "schedule inside"])
@@ -215,10 +215,10 @@ def test_successor_must_hold_what_its_predecessors_hold(tmp_path, lacks):
         toy_steps.save(content, run / f"step-{step}")
         if lacks != "tokenizer" or not is_last:
             (run / f"step-{step}" / "tokenizer.json").write_text("{}")
-    tended = api.watch(run, once=True, settle=0, keep_last=1)
+    pruned = api.watch(run, once=True, settle=0, keep_last=1)
     assert there(run) == ["step-10", "step-20"]
-    assert tended.exit_code == 3
-    assert "lacks" in next(each for each in tended.findings if each.where == "step-20").what
+    assert pruned.exit_code == 3
+    assert "lacks" in next(each for each in pruned.findings if each.where == "step-20").what
 
 
 def test_metrics_that_are_no_numbers_remove_nothing(tmp_path, template):
@@ -228,9 +228,9 @@ def test_metrics_that_are_no_numbers_remove_nothing(tmp_path, template):
     for step, loss in {1: "nan", 2: "0.5", 3: "inf", 4: "0.3", 5: "0.3", 6: None, 7: "0.9", 8: "0.8"}.items():
         path = save_step(run, step, template=template, prefix="checkpoint-")
         write_state(path, step, **({} if loss is None else {"eval_loss": float(loss)}))
-    tended = api.watch(run, once=True, settle=0, keep_best=1)
-    assert tended.removed == ("checkpoint-2", "checkpoint-7")
-    reasons = {each.name: each.reason for each in tended.checkpoints}
+    pruned = api.watch(run, once=True, settle=0, keep_best=1)
+    assert pruned.removed == ("checkpoint-2", "checkpoint-7")
+    reasons = {each.name: each.reason for each in pruned.checkpoints}
     assert reasons["checkpoint-1"] == reasons["checkpoint-6"] == "it has no finite eval_loss"
     assert reasons["checkpoint-4"] == reasons["checkpoint-5"] == "--keep-best 1: eval_loss 0.3"  # of equals both
 
@@ -287,10 +287,10 @@ def test_use_is_seen(tmp_path, how, capsys):
 
         time.sleep(1)
     try:
-        tended = api.prune(run, keep_last=1, also_used_by=[elsewhere])
-        assert tended.removed == (), tended
+        pruned = api.prune(run, keep_last=1, also_used_by=[elsewhere])
+        assert pruned.removed == (), pruned
         if how == "stale lease":
-            assert "ends it" in tended.notes[0]
+            assert "ends it" in pruned.notes[0]
     finally:
         if child is not None:
             child.communicate(b"\n")

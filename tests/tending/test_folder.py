@@ -22,7 +22,7 @@ from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageErr
 from ckpt_tools.runs import assess, manage
 from ckpt_tools.runs.disk import DiskFolder
 from ckpt_tools.runs.folder import TRASH_PREFIX, BusyError
-from ckpt_tools.runs.manage import Settings, Tender
+from ckpt_tools.runs.manage import RunManager, Settings
 from ckpt_tools.runs.retention import Rules
 from ckpt_tools.storage.claim import staging_path
 from ckpt_tools.storage.run_folder import RECORD_NAME, leased
@@ -59,12 +59,12 @@ def names(run):
     return sorted(each for each in os.listdir(run) if not each.startswith(".") and each != "latest-good")
 
 
-def reason_of(tended, name):
-    return next(each.reason for each in tended.checkpoints if each.name == name)
+def reason_of(pruned, name):
+    return next(each.reason for each in pruned.checkpoints if each.name == name)
 
 
-def state_of(tended, name):
-    return next(each.state for each in tended.checkpoints if each.name == name)
+def state_of(pruned, name):
+    return next(each.state for each in pruned.checkpoints if each.name == name)
 
 
 def test_prune_removes_what_is_superseded(run):
@@ -104,9 +104,9 @@ def test_checkpoint_that_was_changed_counts_as_not_verified(run, change):
         status = metadata.stat()
         metadata.write_bytes(metadata.read_bytes()[::-1])
         os.utime(metadata, ns=(status.st_atime_ns, status.st_mtime_ns))
-    tended = api.prune(run, keep_last=1)
-    assert tended.removed == ("step-10",)  # step-20 is the last verified one now
-    assert state_of(tended, "step-30") != "verified"
+    pruned = api.prune(run, keep_last=1)
+    assert pruned.removed == ("step-10",)  # step-20 is the last verified one now
+    assert state_of(pruned, "step-30") != "verified"
 
 
 def test_bad_checkpoint_is_a_finding_and_removes_nothing(run, capsys):
@@ -131,7 +131,7 @@ def test_status_writes_nothing_and_says_what_goes_when(run, template, tmp_path, 
     flip(run / "step-20" / "__0_0.distcp")
     assert main(["watch", str(run), "--once", "--settle", "0"]) == 3
     save_step(run, 40, template=template)
-    monkeypatch.setattr(Tender, "_read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(RunManager, "_read", lambda *_: pytest.fail("a tensor was read"))
     before = content_of(run)
     with used(run / "step-10", "open"):
         capsys.readouterr()
@@ -156,13 +156,13 @@ def test_half_written_checkpoints_stay(run, template):
     (run / "step-50" / ".metadata").rename(run / "step-50" / ".metadata.tmp")
     shutil.rmtree(run / "step-60")
     (run / "step-60").mkdir()
-    tended = watch(run, keep_last=1)
-    states = [state_of(tended, f"step-{step}") for step in (30, 40, 50, 60)]
+    pruned = watch(run, keep_last=1)
+    states = [state_of(pruned, f"step-{step}") for step in (30, 40, 50, 60)]
     assert states == ["verified", "incomplete", "changing", "incomplete"]
     assert names(run) == ["step-30", "step-40", "step-50", "step-60"]
-    assert {each.severity for each in tended.findings} == {"error"}  # nothing changes any more
+    assert {each.severity for each in pruned.findings} == {"error"}  # nothing changes any more
     assert {each.severity for each in api.watch(run, once=True, settle=0.3).findings} == {"error"}
-    one = Tender(DiskFolder(str(run)), Settings(quiet_s=60)).once(wait=False)
+    one = RunManager(DiskFolder(str(run)), Settings(quiet_s=60)).once(wait=False)
     assert one.ok
     assert {each.severity for each in one.findings} == {"warning"}
 
@@ -170,8 +170,8 @@ def test_half_written_checkpoints_stay(run, template):
 def test_checkpoint_that_was_verified_and_cannot_be_read_is_an_error(run):
     watch(run)
     (run / "step-30" / ".metadata").unlink()
-    tended = watch(run, keep_last=1)
-    assert [(each.code, each.severity) for each in tended.findings] == [("incomplete-checkpoint", "error")]
+    pruned = watch(run, keep_last=1)
+    assert [(each.code, each.severity) for each in pruned.findings] == [("incomplete-checkpoint", "error")]
     assert names(run) == ["step-20", "step-30"]
 
 
@@ -185,9 +185,9 @@ def test_model_without_the_optimizer_of_its_predecessors_is_not_whole(tmp_path):
     for name in ("optimizer_0", "scheduler.pt", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"):
         path = run / "checkpoint-2" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    tended = watch(run, keep_last=1)
-    assert tended.verified == ("checkpoint-1",)
-    assert state_of(tended, "checkpoint-2") == "incomplete"
+    pruned = watch(run, keep_last=1)
+    assert pruned.verified == ("checkpoint-1",)
+    assert state_of(pruned, "checkpoint-2") == "incomplete"
     assert names(run) == ["checkpoint-1", "checkpoint-2"]
 
 
@@ -203,17 +203,17 @@ def test_damaged_optimizer_beside_a_good_model_is_no_verified_checkpoint(tmp_pat
         save_file({"w": torch.ones(4)}, path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text("{}")
         torch.save({"state": {0: {"exp_avg": torch.arange(8.0)}}}, path / "optimizer.pt")
-        for beside in ("scheduler.pt", "rng_state.pth"):
-            torch.save({"last_epoch": step}, path / beside)
+        for companions in ("scheduler.pt", "rng_state.pth"):
+            torch.save({"last_epoch": step}, path / companions)
         write_state(path, step)
     file = run / "checkpoint-2" / "optimizer.pt"
     content = file.read_bytes()
     at = content.index(torch.arange(8.0).numpy().tobytes()) + 5
     damaged = content[:at] + b"\xff" + content[at + 1 :]
     file.write_bytes({"empty": b"", "cut": content[:-30], "flipped": damaged}[damage])
-    tended = watch(run, keep_last=1)
-    assert state_of(tended, "checkpoint-2") == ("bad" if damage == "flipped" else "incomplete")
-    assert state_of(tended, "checkpoint-1") == "verified"
+    pruned = watch(run, keep_last=1)
+    assert state_of(pruned, "checkpoint-2") == ("bad" if damage == "flipped" else "incomplete")
+    assert state_of(pruned, "checkpoint-1") == "verified"
     assert names(run) == ["checkpoint-1", "checkpoint-2"]
 
 
@@ -266,11 +266,11 @@ def test_links_and_pointers_keep_what_they_name(run, template):
     (run / "best").symlink_to("step-10")
     (run / "latest").write_text("step-15\n")
     (run / "step-30" / "shared").symlink_to("../step-20/__0_0.distcp")
-    tended = watch(run, keep_last=1)
-    assert tended.removed == ()
-    assert reason_of(tended, "step-10") == "the link best leads to it"
-    assert reason_of(tended, "step-15") == "latest names it"
-    assert reason_of(tended, "step-20") == "the link step-30/shared leads to it"
+    pruned = watch(run, keep_last=1)
+    assert pruned.removed == ()
+    assert reason_of(pruned, "step-10") == "the link best leads to it"
+    assert reason_of(pruned, "step-15") == "latest names it"
+    assert reason_of(pruned, "step-20") == "the link step-30/shared leads to it"
     assert (outside / ".metadata").exists()
     assert (run / "step-5").is_symlink()
     (run / "latest").unlink()
@@ -320,10 +320,10 @@ def used(path, how):
 def test_checkpoint_in_use_stays(run, how):
     watch(run)
     with used(run / "step-10", how):
-        tended = api.prune(run, keep_last=1)
-    assert tended.removed == ("step-20",)
+        pruned = api.prune(run, keep_last=1)
+    assert pruned.removed == ("step-20",)
     user = "process " if how in ("open", "mapped") else "a ckpt that is writing it"
-    assert reason_of(tended, "step-10").startswith(f"in use by {user}")
+    assert reason_of(pruned, "step-10").startswith(f"in use by {user}")
     assert api.prune(run, keep_last=1).removed == ("step-10",)
 
 
@@ -377,10 +377,10 @@ def test_best_ones_stay_and_so_does_what_the_trainer_calls_best(tmp_path, templa
     for step, loss in losses.items():
         best = f"elsewhere/checkpoint-{min(1, step)}"
         write_state(save_step(run, step, template=template, prefix="checkpoint-"), step, best=best, eval_loss=loss)
-    tended = watch(run, keep_best=2)
-    assert tended.removed == ("checkpoint-3",)
-    assert reason_of(tended, "checkpoint-1") == "trainer_state.json names it as the best"
-    assert reason_of(tended, "checkpoint-2") == "--keep-best 2: eval_loss 0.1"
+    pruned = watch(run, keep_best=2)
+    assert pruned.removed == ("checkpoint-3",)
+    assert reason_of(pruned, "checkpoint-1") == "trainer_state.json names it as the best"
+    assert reason_of(pruned, "checkpoint-2") == "--keep-best 2: eval_loss 0.1"
     with pytest.raises(UsageError, match="no checkpoint has a eval_f1"):
         api.prune(run, keep_best=1, metric="eval_f1")
     assert reason_of(watch(run, keep_best=1, metric="eval_f1"), "checkpoint-4") == "nothing here has a eval_f1"
@@ -414,10 +414,10 @@ def test_models_of_a_step_of_verls_are_all_verified(run, template):
             save_step(run / f"global_step_{step}", 0, template=template, prefix=role)
             (run / f"global_step_{step}" / f"{role}0").rename(run / f"global_step_{step}" / role)
     flip(run / "global_step_2" / "critic" / "__0_0.distcp")
-    tended = watch(run, keep_last=1)
-    assert state_of(tended, "global_step_1") == "verified"
-    assert state_of(tended, "global_step_2") == "bad"
-    assert any(each.where.startswith("global_step_2/critic/") for each in tended.findings)
+    pruned = watch(run, keep_last=1)
+    assert state_of(pruned, "global_step_1") == "verified"
+    assert state_of(pruned, "global_step_2") == "bad"
+    assert any(each.where.startswith("global_step_2/critic/") for each in pruned.findings)
 
 
 def test_disk_that_fails_once_does_not_condemn_a_checkpoint(run, monkeypatch):
@@ -430,10 +430,10 @@ def test_disk_that_fails_once_does_not_condemn_a_checkpoint(run, monkeypatch):
         return examine(path, **options)
 
     monkeypatch.setattr(assess, "examine", failing)
-    tender = Tender(DiskFolder(str(run)), Settings(quiet_s=0))
-    first = tender.once()
+    manager = RunManager(DiskFolder(str(run)), Settings(quiet_s=0))
+    first = manager.once()
     assert first.verified == ("step-10", "step-20", "step-30")[: len(first.verified)]
-    assert tender.once().checkpoints[2].state == "verified"
+    assert manager.once().checkpoints[2].state == "verified"
 
 
 def test_run_that_went_back_to_an_earlier_step_keeps_what_it_saves(run, template):
@@ -470,33 +470,33 @@ def test_unverified_one_that_has_just_changed_stays(run, monkeypatch):
     flip(run / "step-20" / "__0_0.distcp")
     watch(run)
     monkeypatch.setattr("time.sleep", lambda _: os.utime(run / "step-20" / "__0_0.distcp"))
-    tended = api.prune(run, unverified=["step-20"], settle=0.6)
-    assert tended.removed == ()
+    pruned = api.prune(run, unverified=["step-20"], settle=0.6)
+    assert pruned.removed == ()
     assert "step-20" in names(run)
 
 
 def tend_with(run, act):
     """Tend the folder, and let something happen between the plan and the removal."""
     settings = Settings(rules=Rules(last=1), quiet_s=0, send={"there": lambda *_: act()})
-    return Tender(DiskFolder(str(run)), settings).once()
+    return RunManager(DiskFolder(str(run)), settings).once()
 
 
 def test_what_changes_after_it_was_judged_stays(run):
-    tended = tend_with(run, (run / "step-10" / "new").touch)
-    assert tended.removed == ("step-20",)
-    assert "step-10 stays" in tended.failed[0]
+    pruned = tend_with(run, (run / "step-10" / "new").touch)
+    assert pruned.removed == ("step-20",)
+    assert "step-10 stays" in pruned.failed[0]
 
 
 def test_what_has_lost_its_successor_stays(run):
-    tended = tend_with(run, lambda: shutil.rmtree(run / "step-30"))
-    assert tended.removed == ()
-    assert [(each.code, each.where) for each in tended.findings] == [("changed-since", "step-30")]
+    pruned = tend_with(run, lambda: shutil.rmtree(run / "step-30"))
+    assert pruned.removed == ()
+    assert [(each.code, each.where) for each in pruned.findings] == [("changed-since", "step-30")]
     assert names(run) == ["step-10", "step-20"]
 
 
 def test_what_loses_its_successor_at_the_last_moment_stays(run, monkeypatch):
-    ready = Tender._ready
-    monkeypatch.setattr(Tender, "_ready", lambda *given: (shutil.rmtree(run / "step-30"), ready(*given))[1])
+    ready = RunManager._ready
+    monkeypatch.setattr(RunManager, "_ready", lambda *given: (shutil.rmtree(run / "step-30"), ready(*given))[1])
     assert tend_with(run, lambda: None).removed == ("step-10",)
     assert names(run) == ["step-20"]
 
@@ -525,10 +525,10 @@ def test_what_changes_while_it_is_verified_is_not_verified(run, monkeypatch):
         return result
 
     monkeypatch.setattr(manage, "examine", changing)
-    tended = watch(run, keep_last=1)
-    assert tended.verified == ("step-10", "step-30")
-    assert tended.notes[0] == "step-20 changed while it was verified: it counts as not verified"
-    assert tended.removed == ("step-10",)
+    pruned = watch(run, keep_last=1)
+    assert pruned.verified == ("step-10", "step-30")
+    assert pruned.notes[0] == "step-20 changed while it was verified: it counts as not verified"
+    assert pruned.removed == ("step-10",)
 
 
 def test_removal_is_durable_before_it_is_told(run, monkeypatch):
@@ -565,9 +565,9 @@ def test_leftovers_of_a_killed_prune_are_removed(run):
 
 def test_leftovers_stay_where_nothing_is_verified(run):
     trash = put_away(run, "step-5")
-    tended = api.prune(run, keep_last=1, quarantine="0s")
+    pruned = api.prune(run, keep_last=1, quarantine="0s")
     assert trash.exists()
-    assert "nothing verified" in tended.notes[0]
+    assert "nothing verified" in pruned.notes[0]
 
 
 def test_new_checkpoint_must_keep_still(run):
@@ -582,9 +582,9 @@ def test_new_checkpoint_must_keep_still(run):
 
     thread = Thread(target=write)
     thread.start()
-    tended = api.watch(run, once=True, settle=0.3)
+    pruned = api.watch(run, once=True, settle=0.3)
     thread.join()
-    assert tended.verified == ("step-10", "step-20")
+    assert pruned.verified == ("step-10", "step-20")
 
 
 @pytest.mark.full
@@ -606,9 +606,9 @@ def test_watch_goes_on_until_it_is_stopped(run, template):
 
 def test_verified_checkpoints_are_gathered_before_anything_goes(run, tmp_path):
     out = tmp_path / "out"
-    tended = watch(run, gather=out, keep_last=1)
+    pruned = watch(run, gather=out, keep_last=1)
     assert os.listdir(out) == ["step-30"]
-    assert tended.removed == ("step-10", "step-20")
+    assert pruned.removed == ("step-10", "step-20")
     assert api.verify(out / "step-30", against=run / "step-30").ok
     assert watch(run, gather=out, keep_last=1).failed == ()
 
@@ -616,9 +616,9 @@ def test_verified_checkpoints_are_gathered_before_anything_goes(run, tmp_path):
 def test_nothing_goes_while_what_follows_it_has_not_arrived(run, tmp_path):
     out = tmp_path / "out"
     (out / "step-30").mkdir(parents=True)
-    tended = watch(run, gather=out, keep_last=1)
-    assert tended.exit_code == 1
-    assert "did not arrive" in tended.failed[0]
+    pruned = watch(run, gather=out, keep_last=1)
+    assert pruned.exit_code == 1
+    assert "did not arrive" in pruned.failed[0]
     assert names(run) == ["step-10", "step-20", "step-30"]
 
 
@@ -649,8 +649,8 @@ def test_error_of_one_checkpoint_does_not_keep_the_others_from_being_verified(ru
     if os.geteuid() == 0:
         (run / "step-20" / ".metadata").unlink()
         (run / "step-20" / ".metadata").mkdir()
-    tended = watch(run, keep_last=1)
-    assert tended.verified == ("step-10", "step-30")
+    pruned = watch(run, keep_last=1)
+    assert pruned.verified == ("step-10", "step-30")
     assert names(run) == ["step-20", "step-30"]
 
 

@@ -70,8 +70,8 @@ class Leg:
     @contextlib.contextmanager
     def loop(self):
         """Yield what a loop calls when a step is over."""
-        tended = self.by == "hook" and hooks.Tending(self.folder, keep_last=self.keep, **TENDING)
-        with tended or contextlib.nullcontext() as tending:
+        pruned = self.by == "hook" and hooks.Tending(self.folder, keep_last=self.keep, **TENDING)
+        with pruned or contextlib.nullcontext() as tending:
 
             def over(done: int) -> None:
                 if tending:

@@ -282,7 +282,7 @@ def test_walled_child_has_of_the_environment_what_libraries_need(monkeypatch):
     needed = ("PATH", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_HOME", "NCCL_DEBUG", "PYTORCH_ALLOC_CONF", "PYTHONPATH")
     for name in (*SECRETS.split(), *needed):
         monkeypatch.setenv(name, "/it")
-    with child(describe, walled=True) as started:
+    with child(describe, sandboxed=True) as started:
         seen = started.result()["environment"]
     assert not set(SECRETS.split()) & set(seen)
     assert {name: seen.get(name) for name in needed} == dict.fromkeys(needed, "/it")
@@ -292,8 +292,8 @@ def test_walled_child_has_of_the_environment_what_libraries_need(monkeypatch):
 
 BUILD = """
 import sys
-from ckpt_tools.sandbox import Walls, behind_walls
-with behind_walls(Walls(subject="a model", where="x", scratch=sys.argv[1])):
+from ckpt_tools.sandbox import Walls, in_sandbox
+with in_sandbox(Walls(subject="a model", where="x", scratch=sys.argv[1])):
     import email.mime.text, wave
 """
 

@@ -1,4 +1,4 @@
-"""The table of element types, held against torch and safetensors."""
+"""The table of element types, compared with torch and safetensors."""
 
 import json
 

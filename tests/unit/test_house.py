@@ -59,3 +59,9 @@ def test_modules_that_pages_once_named_are_found() -> None:
     assert parse_mesh is now
     assert inert_pickle.__name__ == "ckpt_tools.checkpoint.formats.inert_pickle"
     assert checkpoint.__name__ == "ckpt_tools.checkpoint"
+
+
+def test_names_that_were_public_go_on_working() -> None:
+    import ckpt_tools
+
+    assert ckpt_tools.Tended is ckpt_tools.PruneResult

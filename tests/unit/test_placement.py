@@ -20,7 +20,7 @@ from ckpt_tools.checkpoint.globs import compile_glob
 from ckpt_tools.checkpoint.layout import Box, Mesh, Replicate, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import is_older
-from ckpt_tools.sandbox import Walls, behind_walls
+from ckpt_tools.sandbox import Sandbox, in_sandbox
 from ckpt_tools.transfer.placement.parse import parse_rules, parse_set
 from ckpt_tools.transfer.placement.place import cut_entry, place_tensors
 from ckpt_tools.transfer.placement.rule import STYLES, Rule
@@ -440,7 +440,7 @@ def plan_rules(config, names):
 
 def found_plan(config):
     import_model_class(config)  # as a command does: what libraries do while they are imported is no model's doing
-    with behind_walls(Walls(subject="a model", where="config.json", scratch=tempfile.gettempdir())):
+    with in_sandbox(Sandbox(subject="a model", where="config.json", scratch=tempfile.gettempdir())):
         return find_tp_plan(config)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import RefusedConfigError
-from ckpt_tools.sandbox import Breach, Walls, aside, behind_walls, check_config, demand_walls
+from ckpt_tools.sandbox import Breach, Sandbox, aside, check_config, demand_sandbox, in_sandbox
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16}
 TABLES = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))
@@ -85,13 +85,13 @@ def test_name_from_a_config_is_escaped_and_short():
     assert len(caught.value.what) < 1000
 
 
-def walls(directory):
-    return Walls(subject="a model", where="config.json", scratch=str(directory))
+def sandbox(directory):
+    return Sandbox(subject="a model", where="config.json", scratch=str(directory))
 
 
 def test_walls_are_demanded():
     with pytest.raises(RuntimeError, match="without walls"):
-        demand_walls()
+        demand_sandbox()
 
 
 def test_model_of_a_config_is_not_built_without_walls():
@@ -108,8 +108,8 @@ def test_model_of_a_config_is_not_built_without_walls():
 def test_walls_of_a_process_that_goes_on_raise_and_come_down(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("secret")
-    with tempfile.TemporaryDirectory() as scratch, behind_walls(walls(scratch)):
-        demand_walls()
+    with tempfile.TemporaryDirectory() as scratch, in_sandbox(sandbox(scratch)):
+        demand_sandbox()
         with open(f"{scratch}/own", "w") as file:
             file.write("own")
         with pytest.raises(Breach) as caught:
@@ -129,18 +129,18 @@ def test_model_directory_stays_shut_where_sys_path_names_it(tmp_path, monkeypatc
     (inside / "evil.py").write_text("")
     monkeypatch.setattr(sys, "path", [str(inside), str(tmp_path), *sys.path])
     places = {"subject": "a model", "where": "c", "scratch": str(tmp_path / "scratch")}
-    with behind_walls(Walls(**places, foreign=(str(inside),))), pytest.raises(Breach):
+    with in_sandbox(Sandbox(**places, foreign=(str(inside),))), pytest.raises(Breach):
         open(inside / "evil.py").close()
     (tmp_path / "fine.py").write_text("")
-    with behind_walls(Walls(**places, foreign=(str(inside),))):
+    with in_sandbox(Sandbox(**places, foreign=(str(inside),))):
         open(tmp_path / "fine.py").close()
 
 
 LIMITED = """
 import sys, tempfile
-from ckpt_tools.sandbox import Limits, Walls, raise_walls
+from ckpt_tools.sandbox import Limits, Walls, enter_sandbox
 walls = Walls(subject="a model", where="config.json", scratch=tempfile.mkdtemp())
-raise_walls(walls, Limits(memory_bytes=64 << 20, cpu_s=1))
+enter_sandbox(walls, Limits(memory_bytes=64 << 20, cpu_s=1))
 if sys.argv[1] == "memory":
     try:
         bytearray(256 << 20)
@@ -169,7 +169,7 @@ import ckpt_tools.transfer.placement.auto_plan as auto_plan
 def walls(*args, **options):
     sys.exit(0 if {"torch", "transformers.models.llama.modeling_llama"} <= set(sys.modules) else 1)
 
-auto_plan.build_behind_walls = walls
+auto_plan.build_in_sandbox = walls
 config = {"architectures": ["LlamaForCausalLM"]}
 auto_plan.resolve(auto_plan.Question(config=config, directory="somewhere"), auto_plan.Here(directory="", parent=0))
 """

@@ -173,7 +173,7 @@ def _parts(
                 "original ones"
             )
     if role != "weight" or module.is_saved:
-        yield from _beside(index, module, role, slot)
+        yield from _companion(index, module, role, slot)
         return
     made = _matrix(module)
     entry = slot.rows[0].entry
@@ -199,7 +199,7 @@ def _parts(
     yield entry.fqn, whole
 
 
-def _beside(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple[str, ChangedRows]]:
+def _companion(index: int, module: Module, role: str, slot: Slot) -> Iterable[tuple[str, ChangedRows]]:
     """Whole tensors, and biases."""
     is_whole = module.is_saved
     entries = [rows.entry for rows in slot.rows]

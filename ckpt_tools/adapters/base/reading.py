@@ -1,4 +1,4 @@
-"""What of a base model an adapter is held against: names and shapes, from headers alone."""
+"""What of a base model an adapter is compared with: names and shapes, from headers alone."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _task_type(config: Mapping[str, object]) -> Sourced[object] | None:
     return None
 
 
-# The frozen weights that a training checkpoint holds beside its adapter, held against the base of a merge.
+# The frozen weights that a training checkpoint holds beside its adapter, compared with the base of a merge.
 
 _MAX_VECTOR_ELEMS = 1 << 20
 """Longer ones are not compared: what is read stays small."""

@@ -399,7 +399,7 @@ _READERS: Mapping[str | None, Callable[[Keys, AdapterFile, Architecture, Loading
 }
 
 
-# What `load_lora_adapter` of any diffusers model does: adapters of families without tables, held against the base.
+# What `load_lora_adapter` of any diffusers model does: adapters of families without tables, compared with the base.
 #
 # Source: diffusers 0.42, loaders/peft.py (`PeftAdapterMixin.load_lora_adapter`), loaders/lora_pipeline.py
 # (`lora_state_dict` of the mixins: what is not under diffusers' own names is converted first, by rules of each family).

@@ -174,7 +174,7 @@ def _contradict(architecture: str, base: BaseFamily, notes: list[str]) -> None:
 
 
 def _unchanged(loaded: Adapter[Array], base: BaseModel, notes: list[str]) -> Adapter[Array]:
-    """Return an adapter of a model without tables under the base's own names, held against its shapes."""
+    """Return an adapter of a model without tables under the base's own names, compared with its shapes."""
     title = base.family.title
     named = under_base_names(loaded, base.shapes)
     if named is None:

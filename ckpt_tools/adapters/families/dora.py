@@ -17,13 +17,13 @@ from ckpt_tools.errors import UsageError
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
 
-BESIDE = ("magnitude", "B_bias")
+COMPANIONS = ("magnitude", "B_bias")
 """Factors that are not of what is added to the weight."""
 
 
 def without_magnitude(module: AdapterModule[F]) -> AdapterModule[F]:
     """Return the module with the factors alone of what is added to the weight."""
-    return module.with_factors({role: factor for role, factor in module.factors.items() if role not in BESIDE})
+    return module.with_factors({role: factor for role, factor in module.factors.items() if role not in COMPANIONS})
 
 
 def is_by_column(module: AdapterModule[F], magnitude: Shape, weight: Shape, setting: Setting = PLAIN) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from ckpt_tools.adapters.adapter import Shape, Sourced
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.families.changes import change_of
-from ckpt_tools.adapters.families.dora import BESIDE, without_magnitude
+from ckpt_tools.adapters.families.dora import COMPANIONS, without_magnitude
 from ckpt_tools.adapters.families.family import Module
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transfer.arrays import Array, is_finite
@@ -107,7 +107,7 @@ def _from_pair(
     rank = left.shape[1]
     ones = (1,) * (len(shape) - 2)
     factors = {"A": right.reshape(rank, *shape[1:]), "B": left.reshape(shape[0], rank, *ones)}
-    factors |= {name: factor for name, factor in module.factors.items() if name in BESIDE}
+    factors |= {name: factor for name, factor in module.factors.items() if name in COMPANIONS}
     if scale is None:
         scale = family_of(module).scale(module)
     source = "scale 1" if module.alpha is None else module.alpha.source

@@ -216,7 +216,7 @@ class Family:
         return None if shape is None else (shape[0], math.prod(shape[1:]))
 
     def is_matrix_sure(self, shapes: Shapes) -> bool:
-        """Is `matrix` held against the base's weight wherever an adapter is checked, and not by a merge alone?"""
+        """Is `matrix` compared with the base's weight wherever an adapter is checked, and not by a merge alone?"""
         return self.core is not None and self.core not in shapes
 
     def may_be_flat(self, role: str) -> bool:

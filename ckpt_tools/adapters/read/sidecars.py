@@ -277,17 +277,17 @@ def locate(path: str, adapter_name: str | None) -> Location:
     path = _with_neighbours(path)
     if not is_directory(path):
         directory = os.path.dirname(absolute(path))
-        return Location(path=path, sidecars=_beside(directory, path))
+        return Location(path=path, sidecars=_companion(directory, path))
     files, directories = list_directory(path)
     if METADATA_NAME in files:
         return Location(path=path, sidecars=_around_dcp(path))
     held = sorted(name for name in directories if is_there(os.path.join(path, name, PEFT_FILE)))
     if adapter_name in held:  # PEFT puts each into a directory of its own, and "default" beside these
         chosen = os.path.join(path, str(adapter_name))
-        return Location(path=os.path.join(chosen, PEFT_FILE), sidecars=_beside(chosen, PEFT_FILE), took_adapter=True)
+        return Location(path=os.path.join(chosen, PEFT_FILE), sidecars=_companion(chosen, PEFT_FILE), took_adapter=True)
     for name in (PEFT_FILE, DIFFUSERS_FILE):
         if name in files:
-            return Location(path=os.path.join(path, name), sidecars=_beside(path, name))
+            return Location(path=os.path.join(path, name), sidecars=_companion(path, name))
     models = sorted(filter(is_model_part, directories))
     if models:
         return Location(path=path, sidecars=_around_dcp(os.path.join(path, models[0])))
@@ -311,7 +311,7 @@ def locate(path: str, adapter_name: str | None) -> Location:
         what = f"{ADAPTER_CONFIG} without {PEFT_FILE}: the adapter's tensors were not saved"
         hint = "use the trainer's sharded checkpoint (pytorch_model_fsdp_0, or its DCP directory)"
         raise UnreadableError(what, where=path, hint=hint)
-    return Location(path=path, sidecars=_beside(path, ""))
+    return Location(path=path, sidecars=_companion(path, ""))
 
 
 def _with_neighbours(path: str) -> str:
@@ -346,7 +346,7 @@ def list_directory(path: str) -> tuple[set[str], set[str]]:
     return files, directories
 
 
-def _beside(directory: str, file: str) -> tuple[tuple[str, frozenset[str]], ...]:
+def _companion(directory: str, file: str) -> tuple[tuple[str, frozenset[str]], ...]:
     """PEFT's configuration belongs to PEFT's file; trainers put theirs a level up as well."""
     names = ALL_NAMES
     if file and os.path.basename(file) != PEFT_FILE and is_there(os.path.join(directory, PEFT_FILE)):

@@ -144,13 +144,13 @@ class Dcp(Format):
         if manifest is not None:
             recorded = tuple(Asset(file=name, nbytes=record.nbytes) for name, record in manifest.assets.items())
             # The format's own files are never carried along: conversions refuse a manifest that lists them.
-            beside = tuple(asset for asset in recorded if is_weights(asset.file) and asset.file not in own)
-            assets = tuple(asset for asset in recorded if asset not in beside)
+            companions = tuple(asset for asset in recorded if is_weights(asset.file) and asset.file not in own)
+            assets = tuple(asset for asset in recorded if asset not in companions)
         else:
             others = [Asset(file=name, nbytes=size) for name, size in files.items() if name not in own]
             assets = tuple(asset for asset in others if is_hf_asset(asset.file))
             rest = [asset for asset in others if not is_hf_asset(asset.file)]
-            beside = tuple(asset for asset in rest if is_step_file(asset.file))
+            companions = tuple(asset for asset in rest if is_step_file(asset.file))
             left_out = tuple(asset.file for asset in rest if not is_step_file(asset.file))
         # A trainer that saved over the directory has left our manifest behind; its mesh is not this one's.
         mesh = manifest.mesh if manifest is not None and _is_recorded(manifest, content) else None
@@ -170,9 +170,9 @@ class Dcp(Format):
             manifest=manifest,
             origin=None if manifest is None else manifest.origin,
             left_out=left_out,
-            beside=beside,
+            companions=companions,
             single_names=parsed.single_names if manifest is None else 0,
-            unshaped=parsed.flattened,
+            flattened=parsed.flattened,
             lost=tuple(sorted(used - files.keys())),
             complete="" if used - files.keys() else f"all {len(used)} files of {METADATA_NAME} are there",
         )

@@ -171,13 +171,13 @@ def parts_of(taken: Iterable[str], files: Iterable[str]) -> Iterator[tuple[Named
             kinds[found.series] = found
     if not own:
         return
-    beside: dict[tuple[str, ...], set[int]] = {series: set() for series in own}
+    companions: dict[tuple[str, ...], set[int]] = {series: set() for series in own}
     for name in files:
-        if (found := read_part_name(name)) is not None and found.series in beside:
-            beside[found.series].add(found.index)
+        if (found := read_part_name(name)) is not None and found.series in companions:
+            companions[found.series].add(found.index)
     for series, names in own.items():
         named = kinds[series]
-        missing = beside[series] - names.keys()
+        missing = companions[series] - names.keys()
         some = next(iter(names.values()))
         if named.count is not None:
             if len(names) < named.count:  # numbers begin at 0 or 1

@@ -122,7 +122,7 @@ class Opened:
     root: str = ""  # Prefix that `shard` put before the names, as it is recorded, where `origin` does not hold any more
     metadata: Mapping[str, str] = field(default_factory=dict)  # What its one file's header says beside the tensors
     left_out: tuple[str, ...] = ()  # Files beside it that hold weights in other formats, and are not carried along
-    beside: tuple[Asset, ...] = ()
+    companions: tuple[Asset, ...] = ()
     """Files of a training step beside its DCP files (Lightning's meta.pt, RNG states, …): `reshard` carries them along
     as they are, unopened; a model does not need them."""
     notes: tuple[str, ...] = ()  # What was done to what the files hold, and what else a converter should know
@@ -135,7 +135,7 @@ class Opened:
     sums: tuple[tuple[ByteSpan, int], ...] = ()
     """Parts of its files with their recorded CRC-32s, beside those of chunks: whole storages, of which a tensor may be
     a part."""
-    unshaped: frozenset[str] = frozenset()  # Tensors of another shape than what they are parts of: of use here alone
+    flattened: frozenset[str] = frozenset()  # Tensors of another shape than what they are parts of: of use here alone
     settings: Mapping[str, object] = field(default_factory=dict)
     """What the trainer notes of the model, by its own names for it; empty where it is not known."""
     missing: tuple[tuple[str, str], ...] = ()  # What its trainer would look for in vain: (name, what is wrong)
@@ -163,7 +163,7 @@ class Opened:
     @property
     def assets(self) -> list[tuple[Source, Asset]]:
         """Files that hold no weights, of the checkpoint and beside it, and where from."""
-        return [*self.own_assets, *((self.source, asset) for asset in self.beside)]
+        return [*self.own_assets, *((self.source, asset) for asset in self.companions)]
 
     def resolved(self) -> Checkpoint:
         """Return the description with every chunk's span on its raw bytes; reads the items' headers."""

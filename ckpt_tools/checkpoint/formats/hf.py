@@ -154,18 +154,18 @@ class HfDirectory(Format):
         opened = source.each(partial(read_file, source), names)
         opened += _without_tensors(source, {name: size for name, size in files.items() if name not in names})
         own = {*(file.name for file in opened), index_name, MANIFEST_NAME, JOURNAL_NAME}
-        beside = [name for name in files if name not in own]
+        companions = [name for name in files if name not in own]
         return Opened(
             format=self,
             checkpoint=replace(
                 describe(source.root, opened, index),
-                assets=tuple(Asset(file=name, nbytes=files[name]) for name in beside if not is_weights(name)),
+                assets=tuple(Asset(file=name, nbytes=files[name]) for name in companions if not is_weights(name)),
             ),
             source=source,
             manifest=manifest,
             origin=safetensors.origin_of(opened, index_name, index_text),
             metadata=opened[0].header.metadata if len(opened) == 1 else {},
-            left_out=tuple(name for name in beside if is_weights(name)),
+            left_out=tuple(name for name in companions if is_weights(name)),
             complete="" if index is None else f"all {len(index)} tensors of the index are there",
         )
 

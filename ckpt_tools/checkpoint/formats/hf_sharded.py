@@ -138,11 +138,11 @@ class HfSharded(Format):
             hint = f"restore them; if a trainer has saved over the directory on purpose, remove {MANIFEST_NAME}"
             raise UnreadableError(what, where=path, hint=hint)
         recorded = tuple(Asset(file=name, nbytes=record.nbytes) for name, record in manifest.assets.items())
-        beside = tuple(asset for asset in recorded if is_weights(asset.file))
+        companions = tuple(asset for asset in recorded if is_weights(asset.file))
         mesh = manifest.mesh if all(_is_recorded(file, manifest) for file in read) else None
         checkpoint = replace(
             checkpoint,
-            assets=tuple(asset for asset in recorded if asset not in beside),
+            assets=tuple(asset for asset in recorded if asset not in companions),
             mesh=mesh,
             placements=None if mesh is None else manifest.placements,
         )
@@ -152,7 +152,7 @@ class HfSharded(Format):
             source=source,
             manifest=manifest,
             origin=manifest.origin,
-            beside=beside,
+            companions=companions,
         )
 
 

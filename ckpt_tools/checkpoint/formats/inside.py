@@ -19,7 +19,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 
-Told = list[str] | None
+Missed = list[str] | None
 _SMALL_BYTES = 1 << 14  # Blobs that are read at once; most of these are one of a few settings
 
 
@@ -61,14 +61,14 @@ def _look(blob: BlobEntry, source: Source, seen: dict[bytes, Inside]) -> Inside:
 
 
 def check_sealed(
-    opened: Opened, prefix: str | None = None, *, kept: Collection[str] | None = None, told: Told = None
+    opened: Opened, prefix: str | None = None, *, kept: Collection[str] | None = None, missed: Missed = None
 ) -> None:
     """Refuse to leave out a part of the model that is not read, of all or of the `kept` names; with `told`, tell it."""
     sealed = {name: what for name, what in opened.checkpoint.sealed.items() if kept is None or name in kept}
     prefix = find_model(opened.checkpoint)[1] if prefix is None and sealed else prefix or ""
     found = [f"{name}: {what}" for name, what in sealed.items() if in_model(name, prefix)]
-    if told is not None:
-        told += found
+    if missed is not None:
+        missed += found
     elif found:
         what = f"not read, and perhaps a part of the model: {first_few(found)}"
         hint = "save what belongs to the model as tensors; `ckpt extract SRC NEW --exclude GLOB` leaves the rest out"

@@ -101,8 +101,8 @@ def open_path(
             lying = tuple(_candidates(opened, sets, ours, path, component, is_named=weights is not None))
             own = {name for each in lying for name in each.files}
             opened = replace(opened, candidates=lying, left_out=tuple(n for n in opened.left_out if n not in own))
-        beside = files if file is None or read_part_name(file) is None else source.list_files()
-        opened = replace(opened, identity=identify(opened, beside, verdict or judge_step(source, files, opened)))
+        companions = files if file is None or read_part_name(file) is None else source.list_files()
+        opened = replace(opened, identity=identify(opened, companions, verdict or judge_step(source, files, opened)))
         if not as_part:
             check_candidates(opened.candidates, path)
         identity = opened.identity

@@ -97,8 +97,8 @@ class RankFiles(Format):
         missing = missing_ranks(states, ranks, whole, path)
         tensors = unflatten(states, rows, self._shapes, path) if rows else whole
         layouts = {piece.fqn: piece.layout for piece in states[min(states)].pieces}
-        beside = () if rows else files  # an optimizer's flat pieces have no names at all
-        optimizer = read_optimizer(source, beside, ranks, tensors, layouts, path)
+        companions = () if rows else files  # an optimizer's flat pieces have no names at all
+        optimizer = read_optimizer(source, companions, ranks, tensors, layouts, path)
         own = {**{name: files[name] for name in ranks.files.values()}, **optimizer.files}
         home = ranks.directory + _HUGGINGFACE
         known = {*own, MANIFEST_NAME, ranks.directory + MANIFEST_NAME}

@@ -236,9 +236,9 @@ def find_repository(source: Source, files: Mapping[str, int]) -> Step | None:
         return None
     order = [each for each in dict.fromkeys(("", *TRAINED, *listed)) if each in models]
     sizes = {each: sum(below[each].values()) if each else sum(own.values()) for each in order}
-    beside = [each for each in own if each not in (MANIFEST_NAME, JOURNAL_NAME, FILES_NAME)]
+    companions = [each for each in own if each not in (MANIFEST_NAME, JOURNAL_NAME, FILES_NAME)]
     return Step.of_models(
-        library, sizes, {each: files[each] for each in ([name] if "" in models else beside)}, *lacking
+        library, sizes, {each: files[each] for each in ([name] if "" in models else companions)}, *lacking
     )
 
 

@@ -499,8 +499,10 @@ def scan_to_json(scan: Scan) -> dict[str, object]:
 def with_executables(opened: Opened) -> tuple[Opened, tuple[Finding, ...]]:
     """Return an open checkpoint with an identity that says what could run, and a finding for what is dangerous."""
     checkpoint, source = opened.checkpoint, opened.source
-    beside = {asset.file: asset.nbytes for asset in opened.beside}
-    files = checkpoint.files if opened.format.is_file else beside if opened.format.has_parts else source.list_files()
+    companions = {asset.file: asset.nbytes for asset in opened.companions}
+    files = (
+        checkpoint.files if opened.format.is_file else companions if opened.format.has_parts else source.list_files()
+    )
     passed: tuple[str, ...] = (
         ".safetensors",
         opened.format.marker or ".safetensors",
@@ -510,7 +512,7 @@ def with_executables(opened: Opened) -> tuple[Opened, tuple[Finding, ...]]:
     scans = [scan_files(source, {**checkpoint.files, **chosen}, checkpoint.blobs, chosen=chosen)]
     if opened.step is not None and not opened.format.has_parts:
         with open_source(os.path.dirname(source.root.rstrip("/"))) as root:
-            scans.append(scan_files(root, {asset.file: asset.nbytes for asset in opened.step.beside}))
+            scans.append(scan_files(root, {asset.file: asset.nbytes for asset in opened.step.companions}))
     found = sorted((each for scan in scans for each in scan.executables), key=lambda each: VERDICTS.index(each.verdict))
     told = [f"{each.verdict}: {each.file}: {describe_executable(each)}" for each in found if each.verdict != "torch"]
     told += [f"not read: {each.file}: {each.why}" for scan in scans for each in scan.not_read if each.could_run]

@@ -157,7 +157,7 @@ def open_step(path: str, *, as_part: bool = True) -> OpenedStep | None:
             checkpoint=Checkpoint(root=source.root, format=FORMAT.name, tensors=()),
             source=source,
             manifest=None if step.has_own else manifest,
-            beside=step.beside,
+            companions=step.companions,
         )
         return OpenedStep(step=step, root=root, parts=tuple(parts), broken=tuple(broken), passed_over=passed_over(path))
 

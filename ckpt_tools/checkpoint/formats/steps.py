@@ -69,18 +69,18 @@ class Step:
 
     trainer: Literal["accelerate", "trainer", "verl"] | Library
     parts: tuple[Part, ...]  # Models before optimizers
-    beside: tuple[Asset, ...]  # Every other file
+    companions: tuple[Asset, ...]  # Every other file
     lacking: tuple[str, ...] = ()  # Models that a repository says it has, and that have no weights here
 
     @classmethod
     def of_models(
-        cls, trainer: Literal["verl"] | Library, sizes: Mapping[str, int], beside: Mapping[str, int], *lacking: str
+        cls, trainer: Literal["verl"] | Library, sizes: Mapping[str, int], companions: Mapping[str, int], *lacking: str
     ) -> Self:
         """Return one of models alone (directory → bytes), beside which lie these files."""
         named = enumerate(sizes.items())
         parts = (Part(directory=d, holds="model", index=i, nbytes=n, is_saved=True) for i, (d, n) in named)
-        assets = (Asset(file=name, nbytes=size) for name, size in beside.items())
-        return cls(trainer=trainer, parts=tuple(parts), beside=tuple(assets), lacking=lacking)
+        assets = (Asset(file=name, nbytes=size) for name, size in companions.items())
+        return cls(trainer=trainer, parts=tuple(parts), companions=tuple(assets), lacking=lacking)
 
     @property
     def title(self) -> str:
@@ -115,7 +115,7 @@ class Step:
     @property
     def names(self) -> frozenset[str]:
         """Names of the files beside the parts."""
-        return frozenset(asset.file for asset in self.beside)
+        return frozenset(asset.file for asset in self.companions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +173,11 @@ def find_step(files: Mapping[str, int]) -> Step | None:
         return None
     parts = sorted((_part(name, sizes[name], files) for name in held), key=lambda part: (part.holds, part.index))
     own = (MANIFEST_NAME, JOURNAL_NAME)
-    beside = (name for name in files if name.partition("/")[0] not in held and name not in own)
+    companions = (name for name in files if name.partition("/")[0] not in held and name not in own)
     return Step(
         trainer="trainer" if PROGRESS_FILE in files else "accelerate",
         parts=tuple(parts),
-        beside=tuple(Asset(file=name, nbytes=files[name]) for name in beside),
+        companions=tuple(Asset(file=name, nbytes=files[name]) for name in companions),
     )
 
 
@@ -201,7 +201,7 @@ def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
             whole[part.holds] + ("" if part.is_saved else ", not saved to the end"),
         )
     rows: dict[str, list[Asset]] = {}
-    for asset in step.beside:
+    for asset in step.companions:
         rows.setdefault(re.sub(r"\d+", "*", asset.file), []).append(asset)
     for pattern, assets in rows.items():
         one = len(assets) == 1
@@ -212,7 +212,7 @@ def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
 def note_reading(step: Step) -> str:
     """Say that the model is read of a step, and what is not; a config or a tokenizer may be."""
     model = step.models[0].directory or HERE
-    others = replace(step, beside=tuple(asset for asset in step.beside if not is_hf_asset(asset.file)))
+    others = replace(step, companions=tuple(asset for asset in step.companions if not is_hf_asset(asset.file)))
     rest = [name for name, _, _ in list_contents(others) if name != model]
     return f"reads {model} of {step.title}" + (f", and not {first_few(rest, 6)}" if rest else "")
 

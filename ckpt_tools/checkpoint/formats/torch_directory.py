@@ -69,7 +69,7 @@ class TorchDirectory(Format):
                 tensors[piece.fqn] = whole_tensor(piece, where=os.path.join(path, name))
         if index is not None and (lost := [fqn for fqn in index if fqn not in tensors]):
             raise UnreadableError(f"no file has {first_few(lost)}, which the index names", where=path)
-        beside = [name for name in files if name not in (*names, MANIFEST_NAME) and not name.endswith(INDEX_SUFFIX)]
+        companions = [name for name in files if name not in (*names, MANIFEST_NAME) and not name.endswith(INDEX_SUFFIX)]
         entries = tuple(tensors.values())
         return Opened(
             format=self,
@@ -77,14 +77,14 @@ class TorchDirectory(Format):
                 root=source.root,
                 format=self.name,
                 tensors=entries,
-                assets=tuple(Asset(file=name, nbytes=files[name]) for name in beside if not is_weights(name)),
+                assets=tuple(Asset(file=name, nbytes=files[name]) for name in companions if not is_weights(name)),
                 files={name: files[name] for name in names},
                 sealed={path: what for _, state in read for path, what in state.sealed.items()},
                 objects=sum((state.census for _, state in read), Counter()),
             ),
             source=source,
             manifest=manifest if manifest is not None and manifest.format == self.name else None,
-            left_out=tuple(name for name in beside if is_weights(name)),
+            left_out=tuple(name for name in companions if is_weights(name)),
             unread=list_unread(state for _, state in read),
             notes=list_tied(entries),
             sums=tuple(each for file, _ in read for each in file.sums),

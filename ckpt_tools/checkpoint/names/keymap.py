@@ -101,8 +101,8 @@ class KeyMap:
     def digest(self) -> str:
         """Identifies what it writes: what is read alone does not count."""
         lines = [(line.hub, line.may_be_written) for line in self.section.written]
-        told = repr((lines, self.section.ties, self.section.dropped))
-        return blake2b(told.encode(), digest_size=16).hexdigest()
+        stated = repr((lines, self.section.ties, self.section.dropped))
+        return blake2b(stated.encode(), digest_size=16).hexdigest()
 
     def forward(self, tensors: Mapping[str, Mosaic], config: Config) -> Converted:
         """Return the hub's tensors as the other side's, and further names of these."""
@@ -115,7 +115,7 @@ class KeyMap:
             for numbers, parts in items.items():
                 spelling = _spelling(line, numbers, tensors, config)
                 at = fill(spelling.names[0], line.signs, numbers)
-                with _told(at):
+                with _naming_line(at):
                     results = apply(spelling.steps, parts, config)
                 for pattern, result in zip(spelling.names, results, strict=True):
                     columns[pattern][numbers] = result
@@ -129,8 +129,10 @@ class KeyMap:
                 aliases |= dict.fromkeys(wanted, places[there])
         news: dict[str, Mosaic] = {}
         for one, numbers in self._lost_beside(tensors):
-            name, beside = (fill(each, signs_of(one.beside), numbers) for each in (one.names[0], one.beside))
-            rows = tensors[beside].shape[:1]
+            name, companions = (
+                fill(each, signs_of(one.companions), numbers) for each in (one.names[0], one.companions)
+            )
+            rows = tensors[companions].shape[:1]
             news[name] = mosaic.whole(f"{mosaic.ZEROS}{rows}", BY_NAME["F32"], rows)
         made |= news
         notes = [f"not in the files, written as zeros: {first_few(list(news))}"] if news else []
@@ -150,7 +152,7 @@ class KeyMap:
         for (line, spelling), items in found.items():
             for numbers, parts in _unstacked(line, spelling, items):
                 at = fill(spelling.names[0], line.signs, numbers)
-                with _told(at):
+                with _naming_line(at):
                     undone = undo(spelling.steps, parts, config)
                 names = [_hub_name(pattern, line, numbers, config) for pattern in line.hub]
                 if twice := [name for name in names if name in made]:
@@ -211,8 +213,8 @@ class KeyMap:
         """Yield what the other side has beside tensors of the hub, and the hub has not: once for each number."""
         firsts: dict[str, Spelling] = {}
         for one in self.section.lost:
-            firsts.setdefault(one.beside, one)
-        patterns = Patterns([(beside, one) for beside, one in firsts.items() if beside])
+            firsts.setdefault(one.companions, one)
+        patterns = Patterns([(companions, one) for companions, one in firsts.items() if companions])
         for name in tensors:
             yield from ((one, numbers) for _, numbers, one in patterns.all(name))
 
@@ -225,7 +227,7 @@ class KeyMap:
         kept_as_is = Patterns([(name, None) for name in (*self.section.dropped, *lost)])
         columns: dict[T, dict[Numbers, dict[str, Mosaic]]] = {}
         kept: dict[str, Mosaic] = {}
-        strangers: list[str] = []
+        outliers: list[str] = []
         for name, tensor in tensors.items():
             for pattern, numbers, (side, _) in patterns.all(name):
                 shifted = _shifted(pattern, numbers, config, -1)
@@ -234,9 +236,9 @@ class KeyMap:
                     break
             else:
                 kept[name] = tensor
-                strangers += [] if kept_as_is.knows(name) else [name]
-        if strangers:
-            raise UsageError(f"{self.title} has no place for {first_few(strangers, 4)}")
+                outliers += [] if kept_as_is.knows(name) else [name]
+        if outliers:
+            raise UsageError(f"{self.title} has no place for {first_few(outliers, 4)}")
         found: dict[T, dict[Numbers, list[Mosaic]]] = {}
         for side, names in sides:
             for numbers, there in columns.get(side, {}).items():
@@ -249,7 +251,7 @@ class KeyMap:
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def _naming_line(name: str) -> Iterator[None]:
     """Say where it was that tensors were not as they should be."""
     try:
         yield
@@ -260,9 +262,9 @@ def _told(name: str) -> Iterator[None]:
 def _spelling(line: Line, numbers: Numbers, tensors: Mapping[str, Mosaic], config: Config) -> Spelling:
     """Return how a line is written: the first way whose condition the hub's tensors meet."""
     for one in line.may_be_written:
-        if not one.beside or _hub_name(one.beside, line, numbers, config) in tensors:
+        if not one.companions or _hub_name(one.companions, line, numbers, config) in tensors:
             return one
-    needed = [_hub_name(one.beside, line, numbers, config) for one in line.may_be_written]
+    needed = [_hub_name(one.companions, line, numbers, config) for one in line.may_be_written]
     own = _hub_name(line.hub[0], line, numbers, config)
     raise UsageError(f"{first_few([own])} needs one of {first_few(needed)} beside it")
 
@@ -293,7 +295,7 @@ def _stacked(pattern: str, signs: str, column: Mapping[Numbers, Mosaic]) -> dict
         name = fill(pattern, rest, numbers)
         if lacking := sorted(set(range(len(layers))) - layers.keys()):
             raise UsageError(f"{first_few([name])} is made of {max(layers) + 1} tensors, and lacks number {lacking[0]}")
-        with _told(name):
+        with _naming_line(name):
             made[numbers] = mosaic.stack([layers[number] for number in range(len(layers))], 0)
     return _stacked(pattern, rest, made)
 

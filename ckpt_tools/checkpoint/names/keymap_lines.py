@@ -33,7 +33,7 @@ class Spelling:
 
     names: tuple[str, ...]
     steps: tuple[LineStep, ...] = ()
-    beside: str = ""  # Name of the hub without which this is read, and not written
+    companions: str = ""  # Name of the hub without which this is read, and not written
 
     @property
     def signs(self) -> str:
@@ -62,7 +62,7 @@ class Line:
     @property
     def may_be_written(self) -> tuple[Spelling, ...]:
         """The spellings with a condition before the first that has none, and that one."""
-        certain = next((at for at, one in enumerate(self.spellings) if not one.beside), len(self.spellings))
+        certain = next((at for at, one in enumerate(self.spellings) if not one.companions), len(self.spellings))
         return self.spellings[: certain + 1]
 
 
@@ -121,17 +121,17 @@ class Patterns(Generic[T]):
     # One that ends in ``**`` stands for all names that begin as it does; it has no numbers.
 
     def __init__(self, patterns: Iterable[tuple[str, T]]) -> None:
-        self._alike: dict[str, list[tuple[str, T]]] = {}
+        self._siblings: dict[str, list[tuple[str, T]]] = {}
         self._begins: list[tuple[str, str, T]] = []
         for pattern, belongs in patterns:
             if pattern.endswith(_ANYTHING):
                 self._begins.append((pattern.removesuffix(_ANYTHING), pattern, belongs))
                 continue
-            self._alike.setdefault(_shape(_unshifted(pattern)), []).append((pattern, belongs))
+            self._siblings.setdefault(_shape(_unshifted(pattern)), []).append((pattern, belongs))
 
     def all(self, name: str) -> Iterator[tuple[str, Numbers, T]]:
         """Yield (pattern, numbers in the name, what belongs to it) of all that stand for a name, in their order."""
-        for pattern, belongs in self._alike.get(_shape(name), ()):
+        for pattern, belongs in self._siblings.get(_shape(name), ()):
             if found := _compile(pattern).fullmatch(name):
                 groups = found.groupdict()
                 yield pattern, tuple(int(groups[key]) for key in ("layer", "expert") if key in groups), belongs
@@ -236,7 +236,7 @@ def _parse_word(word: str, rest: str, draft: _Draft, where: str) -> None:
             found = tuple(_parse_spellings(rest, 1, "", where))
             names = [name for one in found for name in one.names]
             draft.lost += found
-            names += [one.beside for one in found if one.beside]
+            names += [one.companions for one in found if one.companions]
         case _:
             names = []
     if not names or not all(_is_name(name.removesuffix(_ANYTHING)) and not shift_of(name) for name in names):
@@ -245,11 +245,11 @@ def _parse_word(word: str, rest: str, draft: _Draft, where: str) -> None:
 
 def _parse_spellings(text: str, hubs: int, steps: str, where: str) -> Iterator[Spelling]:
     for one in chain.from_iterable(map(_with_and_without, text.split("|"))):
-        names, is_conditional, beside = one.strip().partition(" if ")
+        names, is_conditional, companions = one.strip().partition(" if ")
         others = tuple(name.strip() for name in names.split(","))
-        if is_conditional and not beside.strip():
+        if is_conditional and not companions.strip():
             raise UsageError(f"`if` needs a name of the hub: {one.strip()}", where=where)
-        yield Spelling(names=others, steps=_parse_steps(steps, hubs, len(others), where), beside=beside.strip())
+        yield Spelling(names=others, steps=_parse_steps(steps, hubs, len(others), where), companions=companions.strip())
 
 
 def _with_and_without(text: str) -> Iterator[str]:
@@ -275,10 +275,11 @@ def _parse_again(rest: str, draft: _Draft, where: str) -> None:
             replace(
                 one,
                 names=tuple(new_other + name.removeprefix(other) for name in one.names),
-                beside=new_hub + one.beside.removeprefix(hub) if one.beside else "",
+                companions=new_hub + one.companions.removeprefix(hub) if one.companions else "",
             )
             for one in line.spellings
-            if all(name.startswith(other) for name in one.names) and (not one.beside or one.beside.startswith(hub))
+            if all(name.startswith(other) for name in one.names)
+            and (not one.companions or one.companions.startswith(hub))
         ]
         if spellings and all(name.startswith(hub) for name in line.hub):
             names = tuple(new_hub + name.removeprefix(hub) for name in line.hub)
@@ -308,7 +309,7 @@ def _is_name(name: str) -> bool:
 
 
 def _is_sound(line: Line) -> bool:
-    names = [*line.hub, *(name for one in line.spellings for name in (*one.names, *filter(None, [one.beside])))]
+    names = [*line.hub, *(name for one in line.spellings for name in (*one.names, *filter(None, [one.companions])))]
     if not all(map(_is_name, names)):
         return False
     if len({(signs_of(name), shift_of(name)) for name in line.hub}) > 1:
@@ -317,12 +318,12 @@ def _is_sound(line: Line) -> bool:
     for spelling in line.spellings:
         count = spelling.steps[-1].after if spelling.steps else len(line.hub)
         kinds = {(signs_of(name), shift_of(name)) for name in spelling.names}
-        beside = spelling.beside
+        companions = spelling.companions
         if count != len(spelling.names) or len(kinds) > 1 or any(shift for _, shift in kinds):
             return False
-        if not set(next(iter(kinds))[0]) <= own or not set(signs_of(beside)) <= own - {"+"}:
+        if not set(next(iter(kinds))[0]) <= own or not set(signs_of(companions)) <= own - {"+"}:
             return False
-        if beside and shift_of(beside) != shift_of(line.hub[0]):
+        if companions and shift_of(companions) != shift_of(line.hub[0]):
             return False
     return True
 

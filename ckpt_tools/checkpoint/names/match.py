@@ -1,4 +1,4 @@
-"""Names held against an architecture: what transformers would leave to chance, and what it would not load."""
+"""Names compared with an architecture: what transformers would leave to chance, and what it would not load."""
 
 from __future__ import annotations
 

@@ -42,10 +42,10 @@ def run(
     # `ValueError`.
     model = _Model(config=config, shapes=shapes or {})
     for name, arguments in _OPERATION.findall(operations):
-        told = dict(part.split("=", 1) for part in arguments.split(";") if part)
+        given = dict(part.split("=", 1) for part in arguments.split(";") if part)
         if name not in _OPERATIONS:
             raise UnknownOperationError(f"the operation {name} is not known")
-        groups = _OPERATIONS[name](groups, targets, told, model)
+        groups = _OPERATIONS[name](groups, targets, given, model)
     results: dict[str, Mosaic] = {}
     if len(groups) == 1 and len(targets) == 1:
         groups = {targets[0]: next(iter(groups.values()))}
@@ -61,30 +61,30 @@ def run(
     return results
 
 
-def _merge(groups: Groups, _targets: Sequence[str], told: Arguments, _model: _Model) -> Groups:
-    return {key: [mosaic.stack(tensors, int(told["dim"]))] for key, tensors in groups.items()}
+def _merge(groups: Groups, _targets: Sequence[str], given: Arguments, _model: _Model) -> Groups:
+    return {key: [mosaic.stack(tensors, int(given["dim"]))] for key, tensors in groups.items()}
 
 
-def _concatenate(groups: Groups, targets: Sequence[str], told: Arguments, _model: _Model) -> Groups:
+def _concatenate(groups: Groups, targets: Sequence[str], given: Arguments, _model: _Model) -> Groups:
     (target,) = targets
-    return {target: [mosaic.join([one for tensors in groups.values() for one in tensors], int(told["dim"]))]}
+    return {target: [mosaic.join([one for tensors in groups.values() for one in tensors], int(given["dim"]))]}
 
 
-def _chunk(groups: Groups, targets: Sequence[str], told: Arguments, _model: _Model) -> Groups:
-    if "num_shards_attribute" in told:
+def _chunk(groups: Groups, targets: Sequence[str], given: Arguments, _model: _Model) -> Groups:
+    if "num_shards_attribute" in given:
         raise UnknownOperationError("a number of parts that a class computes is not known")
-    parts = mosaic.chunk(_only(groups), int(told["dim"]), len(targets))
+    parts = mosaic.chunk(_only(groups), int(given["dim"]), len(targets))
     return {target: [part] for target, part in zip(targets, parts, strict=True)}
 
 
-def _split_list(groups: Groups, targets: Sequence[str], told: Arguments, _model: _Model) -> Groups:
+def _split_list(groups: Groups, targets: Sequence[str], given: Arguments, _model: _Model) -> Groups:
     keys = list(groups) if len(groups) > 1 else targets
     columns = zip(keys, groups.values(), strict=True)
-    return {key: mosaic.unstack(tensor, int(told["dim"])) for key, (tensor,) in columns}
+    return {key: mosaic.unstack(tensor, int(given["dim"])) for key, (tensor,) in columns}
 
 
-def _split(groups: Groups, targets: Sequence[str], told: Arguments, model: _Model) -> Groups:
-    tensor, dim, start = _only(groups), int(told["dim"]), 0
+def _split(groups: Groups, targets: Sequence[str], given: Arguments, model: _Model) -> Groups:
+    tensor, dim, start = _only(groups), int(given["dim"]), 0
     sizes = [_live_shape(target, model)[dim] for target in targets]
     if sum(sizes) != tensor.shape[dim]:
         raise ValueError(f"{tensor.shape[dim]} rows are not the {' + '.join(map(str, sizes))} of the model")
@@ -95,9 +95,9 @@ def _split(groups: Groups, targets: Sequence[str], told: Arguments, model: _Mode
     return parts
 
 
-def _transpose(groups: Groups, targets: Sequence[str], told: Arguments, model: _Model) -> Groups:
-    dims = int(told.get("dim0", 0)), int(told.get("dim1", 1))
-    if "check_dims" in told:
+def _transpose(groups: Groups, targets: Sequence[str], given: Arguments, model: _Model) -> Groups:
+    dims = int(given.get("dim0", 0)), int(given.get("dim1", 1))
+    if "check_dims" in given:
         return {targets[0]: [_transpose_by_shape(_only(groups), *dims, _live_shape(targets[0], model)[-2:])]}
     return {key: [mosaic.transpose(one, *dims) for one in tensors] for key, tensors in groups.items()}
 
@@ -110,8 +110,8 @@ def _transpose_by_shape(tensor: Mosaic, dim0: int, dim1: int, live: tuple[int, .
     if there not in (live, live[::-1]):  # of a square one nobody can tell: transformers leaves it as it is
         raise ValueError(f"{list(there)} is not the {list(live)} of the model, nor its transpose")
     is_saving = dim0 > dim1
-    is_turned = live != live[::-1] and (there == live) == is_saving
-    return mosaic.transpose(tensor, dim0, dim1) if is_turned else tensor
+    is_transposed = live != live[::-1] and (there == live) == is_saving
+    return mosaic.transpose(tensor, dim0, dim1) if is_transposed else tensor
 
 
 def _live_shape(name: str, model: _Model) -> tuple[int, ...]:
@@ -142,23 +142,23 @@ _LIVE_SIZES: Mapping[str, tuple[tuple[str, ...], ...]] = {
 """Layer → its rows and columns as products of what config.json says, of experts and of attention."""
 
 
-def _interleave(groups: Groups, _targets: Sequence[str], told: Arguments, _model: _Model) -> Groups:
-    dim, tensor = int(told.get("dim", 0)), _only(groups)
+def _interleave(groups: Groups, _targets: Sequence[str], given: Arguments, _model: _Model) -> Groups:
+    dim, tensor = int(given.get("dim", 0)), _only(groups)
     half = tensor.shape[dim] // 2
-    ways = (1, 2, half) if "inverse" in told else (1, half, 2)
+    ways = (1, 2, half) if "inverse" in given else (1, half, 2)
     return {next(iter(groups)): [mosaic.regroup(tensor, dim, *ways)]}
 
 
-def _permute_for_rope(groups: Groups, _targets: Sequence[str], told: Arguments, model: _Model) -> Groups:
-    own = model.config.get(told.get("subconfig_key", ""), model.config)
+def _permute_for_rope(groups: Groups, _targets: Sequence[str], given: Arguments, model: _Model) -> Groups:
+    own = model.config.get(given.get("subconfig_key", ""), model.config)
     heads = own.get("num_attention_heads", own.get("num_heads")) if isinstance(own, Mapping) else None
     if type(heads) is not int or heads < 1:
         raise UnknownOperationError("the number of heads is not in the config")
-    names = told["permute_layer_names"].split("|") if "permute_layer_names" in told else [""]
+    names = given["permute_layer_names"].split("|") if "permute_layer_names" in given else [""]
 
     def permuted(tensor: Mosaic) -> Mosaic:
         half = tensor.shape[0] // heads // 2
-        return mosaic.regroup(tensor, 0, heads, *((2, half) if "inverse" in told else (half, 2)))
+        return mosaic.regroup(tensor, 0, heads, *((2, half) if "inverse" in given else (half, 2)))
 
     return {
         key: list(map(permuted, tensors)) if any(name in key for name in names) else tensors
@@ -166,8 +166,8 @@ def _permute_for_rope(groups: Groups, _targets: Sequence[str], told: Arguments, 
     }
 
 
-def _fuse_and_split_experts(groups: Groups, targets: Sequence[str], told: Arguments, _model: _Model) -> Groups:
-    stack, join = int(told["stack_dim"]), int(told["concat_dim"])
+def _fuse_and_split_experts(groups: Groups, targets: Sequence[str], given: Arguments, _model: _Model) -> Groups:
+    stack, join = int(given["stack_dim"]), int(given["concat_dim"])
     results: Groups = {}
     for at, target in enumerate(targets):
         parts = []
@@ -178,8 +178,8 @@ def _fuse_and_split_experts(groups: Groups, targets: Sequence[str], told: Argume
     return results
 
 
-def _split_and_decouple_experts(groups: Groups, targets: Sequence[str], told: Arguments, _model: _Model) -> Groups:
-    stack, join = int(told["stack_dim"]), int(told["concat_dim"])
+def _split_and_decouple_experts(groups: Groups, targets: Sequence[str], given: Arguments, _model: _Model) -> Groups:
+    stack, join = int(given["stack_dim"]), int(given["concat_dim"])
     results: Groups = {target: [] for target in targets}
     for (tensor,) in groups.values():
         for target, part in zip(targets, mosaic.chunk(tensor, join, len(targets)), strict=True):

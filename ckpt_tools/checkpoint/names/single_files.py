@@ -65,7 +65,7 @@ class Family:
         notes = [f"left out {first_few(left_out)}, which {self.title} does not use"] if left_out else []
         return replace(found, notes=(*found.notes, *notes))
 
-    def strangers(self, names: Iterable[str], *, is_diffusers: bool) -> list[str]:
+    def outliers(self, names: Iterable[str], *, is_diffusers: bool) -> list[str]:
         """Return the names that are not the family's."""
         return [name for name in names if not self.names[is_diffusers].knows(name)]
 
@@ -116,7 +116,7 @@ def convert(tensors: _Tensors, config: Config, *, is_diffusers: bool) -> tuple[F
     if not families:
         known = ", ".join(one.title for one in load_families())
         raise UsageError(f"config.json says {said}, and ckpt has maps of {known}")
-    strange = {one.title: one.strangers(plain, is_diffusers=is_diffusers) for one in families}
+    strange = {one.title: one.outliers(plain, is_diffusers=is_diffusers) for one in families}
     found, refused = [], []
     for one in (one for one in families if not strange[one.title]):
         try:
@@ -139,7 +139,7 @@ def _unknown(
     whose = "diffusers'" if is_diffusers else "a single file's"
     if any(map(is_factor, names)):
         return UsageError("these are the keys of an adapter", hint="ckpt export-lora SRC DST --to comfyui|diffusers")
-    if any(not one.strangers(names, is_diffusers=not is_diffusers) for one in families):
+    if any(not one.outliers(names, is_diffusers=not is_diffusers) for one in families):
         return UsageError(f"the keys are not {whose}, but those that would be written", hint="leave out --names")
     if len(others) > len(names) // 2:
         hint = "these are all that ckpt has a map of, or what config.json says"
@@ -176,14 +176,14 @@ def load_families() -> tuple[Family, ...]:
             said[next(reversed(said))][word].append(rest)
             lines[at] = ""
     maps = parse_key_maps("\n".join(lines), where=path, is_own=True)
-    return tuple(_family(told, maps[name].section) for name, told in said.items())
+    return tuple(_family(rows, maps[name].section) for name, rows in said.items())
 
 
-def _family(told: Mapping[str, Sequence[str]], own: MapSection) -> Family:
-    words = {word: " ".join(rest).split() for word, rest in told.items()}
+def _family(rows: Mapping[str, Sequence[str]], own: MapSection) -> Family:
+    words = {word: " ".join(rest).split() for word, rest in rows.items()}
     title, without = " ".join(words["title"]), tuple(map(_pattern, words["without"]))
     modules = [line for name in words["of"] for line in load_key_maps(CONVENTION)[name].section.lines]
-    modules += [each for rule in told["also"] for each in _alike(tuple(modules), rule)]
+    modules += [each for rule in rows["also"] for each in _siblings(tuple(modules), rule)]
     if words["spell"]:
         modules = [replace(line, spellings=line.spellings[::-1]) for line in modules]
     weights = of_weights([KeyMap(title=title, section=MapSection(lines=tuple(modules)))], title=title).section.lines
@@ -196,15 +196,15 @@ def _family(told: Mapping[str, Sequence[str]], own: MapSection) -> Family:
         classes=tuple(words["class"]),
         root="".join(words["root"]),
         width="".join(f"{module}.weight" for module in words["width"]),
-        may=tuple(tuple(map(_pattern, group.removeprefix("first ").split())) for group in told["may"]),
-        firsts=frozenset(at for at, group in enumerate(told["may"]) if group.startswith("first ")),
+        may=tuple(tuple(map(_pattern, group.removeprefix("first ").split())) for group in rows["may"]),
+        firsts=frozenset(at for at, group in enumerate(rows["may"]) if group.startswith("first ")),
         unused=tuple(words["unused"]),
         counts=own.counts,
         names=tuple(Patterns((name, None) for name in side) for side in sides),
     )
 
 
-def _alike(modules: Iterable[Line], rule: str) -> Iterator[Line]:
+def _siblings(modules: Iterable[Line], rule: str) -> Iterator[Line]:
     """Yield modules beside others, as an `also` has them."""
     hub, other, new_hub, new_other = (f".{end}" for end in re.split(r" = | as ", rule))
     for line in modules:

@@ -2,7 +2,7 @@
 
 Every rank of the mesh is a process: it learns its part from `distribute_tensor(..., src_data_rank=None)`, reads that
 part from the safetensors file, and takes part in `dcp.save`. It is slower than the streaming engine and holds a
-rank's whole part in memory; it is the reference that the streaming engine is held against.
+rank's whole part in memory; it is the reference that the streaming engine is compared with.
 
 `distribute_tensor` wants the whole tensor on every rank. What is distributed here is therefore not the tensor but, dim
 by dim, the indices 0..L: PyTorch alone decides which of them a rank keeps, those elements are read, and

@@ -76,7 +76,7 @@ def _try(setting: SmokeSetting, here: Here) -> None:
     from ckpt_tools.fsdp2.smoke.rank import judge_trial, try_build
 
     if setting.options.factory is None:
-        # In a process of its own, behind walls: this one starts others.
+        # In a process of its own, in the sandbox: this one starts others.
         outcome = _watch(setting, here, "trial", 1, lambda _, journal: try_build(setting, journal, here.directory))
         error = first_error(outcome.logs) or judge_trial(setting, outcome)
         if error is not None:

@@ -25,7 +25,7 @@ from ckpt_tools.fsdp2.smoke.report import PHASES
 from ckpt_tools.fsdp2.smoke.run import RankRun, Stopped, explain
 from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.models.config_recipe import ConfigRecipe
-from ckpt_tools.sandbox import Breach, Limits, Walls, behind_walls, raise_walls
+from ckpt_tools.sandbox import Breach, Limits, Sandbox, enter_sandbox, in_sandbox
 from ckpt_tools.sandbox.journal import Journal
 from ckpt_tools.sandbox.ranks import Outcome
 
@@ -118,7 +118,7 @@ def enclose(
 ) -> None:
     """Put this process in a sandbox for the rest of its life; a breach is its last event.
 
-    A factory is the user's own code and has no sandbox. On GPUs only Python's own walls stand: drivers and NCCL need
+    A factory is the user's own code and has no sandbox. On GPUs only Python's own part stands: drivers and NCCL need
     devices, files and sockets.
     """
     if not isinstance(setting.recipe, ConfigRecipe):
@@ -130,23 +130,25 @@ def enclose(
 
     on_gpu = device.type == "cuda"
     limits = Limits() if on_gpu else Limits(memory_bytes=free_memory(device))
-    raise_walls(replace(_walls(setting, setting.recipe, scratch, saved), on_breach=leave), limits, kernel=not on_gpu)
+    enter_sandbox(
+        replace(_sandbox(setting, setting.recipe, scratch, saved), on_breach=leave), limits, kernel=not on_gpu
+    )
 
 
 def enclosed(setting: SmokeSetting, *, scratch: str) -> AbstractContextManager[None]:
-    """Return walls that stand while a context is open, for a process of the user's own: a breach raises there."""
+    """Return a sandbox that stands while a context is open, for a process of the user's own: a breach raises there."""
     if not isinstance(setting.recipe, ConfigRecipe):
         return nullcontext()
     # It makes a cache directory when it is imported, and torch imports it late; ranks of our own have it already.
     importlib.import_module("torch._dynamo")
-    return behind_walls(_walls(setting, setting.recipe, scratch))
+    return in_sandbox(_sandbox(setting, setting.recipe, scratch))
 
 
-def _walls(setting: SmokeSetting, recipe: ConfigRecipe, scratch: str, saved: SavedWorld | None = None) -> Walls:
+def _sandbox(setting: SmokeSetting, recipe: ConfigRecipe, scratch: str, saved: SavedWorld | None = None) -> Sandbox:
     own, model = setting.options.source, setting.options.model
     sources = (own, *(() if saved is None else (saved.source, saved.path)))
     folder = model if model is None or os.path.isdir(model) else os.path.dirname(model)
-    return Walls(
+    return Sandbox(
         subject=f"a {recipe.title}",
         where=recipe.where,
         scratch=scratch,

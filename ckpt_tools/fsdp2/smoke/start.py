@@ -195,6 +195,6 @@ def run_local(job: LaunchJob, *, on_phase: OnPhase | None = None) -> Launched:
                 tell(on_phase, event)
             told[number] = len(events)
 
-    is_walled = job.options.factory is None
-    with Child(LAUNCH, job, Launched, does="starts the ranks", relief=relief, gpu=True, walled=is_walled) as child:
+    is_strange = job.options.factory is None
+    with Child(LAUNCH, job, Launched, does="starts the ranks", relief=relief, gpu=True, sandboxed=is_strange) as child:
         return child.result(None, on_wait=follow)

@@ -93,7 +93,7 @@ class Peers:
         """
         is_direct = False
 
-        def told(event: str, info: Mapping[str, Any]) -> None:
+        def on_event(event: str, info: Mapping[str, Any]) -> None:
             nonlocal is_direct
             if event == "connection.connect_tcp.started":
                 is_direct = info["host"] == host  # what a proxy reaches is the proxy's to judge
@@ -107,7 +107,7 @@ class Peers:
                     info["return_value"].close()
                     raise
 
-        return told
+        return on_event
 
 
 def _is_inside(host: str) -> str:

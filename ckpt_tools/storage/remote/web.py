@@ -1,6 +1,6 @@
 """GET requests to hosts that nobody vouches for: bounded in time, size and redirects, retried, without secrets.
 
-A token goes to its own host alone. What comes back is held against what was asked for before it counts.
+A token goes to its own host alone. What comes back is compared with what was asked for before it counts.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import is_plain_path
 
 INDEX_ENDING = ".safetensors.index.json"
-BESIDE = (
+COMPANIONS = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -80,7 +80,7 @@ class WebSource(RemoteSource):
         names = self._named(first)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             yield from zip(names, pool.map(self._look, names), strict=True)
-            for name, found in zip(BESIDE, pool.map(self._look_perhaps, BESIDE), strict=True):
+            for name, found in zip(COMPANIONS, pool.map(self._look_perhaps, COMPANIONS), strict=True):
                 if found is not None:
                     yield name, found
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of a model, found by transformers in a child behind walls. No torch here."""
+"""The tensor-parallel plan of a model, found by transformers in a child in the sandbox. No torch here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.sandbox import check_config
-from ckpt_tools.sandbox.child import Child, Here, build_behind_walls
+from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
 from ckpt_tools.transfer.placement.tp_plan import TpPlan, check_quantization, find_tp_plan, import_model_class
 
 RESOLVE = "ckpt_tools.transfer.placement.auto_plan:resolve"
@@ -35,7 +35,7 @@ def auto_plan(config: Mapping[str, object], directory: str) -> TpPlan | None:
     if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
         return None
     job = Question(config=config, directory=directory)
-    with Child(RESOLVE, job, Answer, does="finds the tensor-parallel plan", walled=True) as child:
+    with Child(RESOLVE, job, Answer, does="finds the tensor-parallel plan", sandboxed=True) as child:
         return child.result().plan
 
 
@@ -44,5 +44,5 @@ def resolve(job: Question, here: Here) -> Answer:
     named = job.config.get("architectures")
     subject = f"a {named[0]}" if isinstance(named, list) and named else "the model"
     import_model_class(job.config)
-    build_behind_walls(here, subject=subject, where=job.directory, foreign=(job.directory,))
+    build_in_sandbox(here, subject=subject, where=job.directory, foreign=(job.directory,))
     return Answer(plan=find_tp_plan(job.config))

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.sandbox import check_config, demand_walls
+from ckpt_tools.sandbox import check_config, demand_sandbox
 from ckpt_tools.sandbox.config import without_code_keys
 from ckpt_tools.transfer.placement.rule import STYLES, Rule
 
@@ -110,7 +110,7 @@ def _architecture(config: Mapping[str, object]) -> str:
 
 
 def import_model_class(config: Mapping[str, object]) -> None:
-    """Import what the model of a config is built with, where it is installed; before the walls are raised.
+    """Import what the model of a config is built with, where it is installed; before the sandbox is entered.
 
     Libraries do as they like when they are imported: PyTorch's builds for GPUs start ldconfig to find CUDA.
     """
@@ -122,12 +122,12 @@ def import_model_class(config: Mapping[str, object]) -> None:
 
 
 def find_tp_plan(config: Mapping[str, object]) -> TpPlan | None:
-    """Return the plan as transformers resolves it, None without transformers; behind walls only.
+    """Return the plan as transformers resolves it, None without transformers; in the sandbox only.
 
     The model is built on torch's meta device: names and plan, no weights. That takes into account what the
     class attributes alone do not show: nested models, the embedding, tied weights.
     """
-    demand_walls()
+    demand_sandbox()
     check_config(config, "config.json")
     try:
         import torch

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.transfer.quantised.parts import as_in_model, beside, check_shape, read_bytes, with_ending
+from ckpt_tools.transfer.quantised.parts import as_in_model, check_shape, companions, read_bytes, with_ending
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ SCHEME = Scheme(method="bitsandbytes", find=_find_all)
 
 
 def _four_bits(fqn: str, state: TensorEntry, tensors: Tensors, read: ReadRun) -> Quantised:
-    packed = beside(tensors, fqn, of=state.fqn)
+    packed = companions(tensors, fqn, of=state.fqn)
     values = _parse_state(state, read)
     shape = values.get("shape")
     block = values.get("blocksize")
@@ -55,7 +55,7 @@ def _four_bits(fqn: str, state: TensorEntry, tensors: Tensors, read: ReadRun) ->
     count = prod(shape)
     if packed.dtype.bits % 8 or block < 1 or packed.nbytes != -(-count // 2):
         raise UnreadableError(f"{fqn!r} has {packed.nbytes} bytes, which are not {shape} in 4 bits each")
-    scales, table = (beside(tensors, f"{fqn}.{name}", of=fqn) for name in ("absmax", "quant_map"))
+    scales, table = (companions(tensors, f"{fqn}.{name}", of=fqn) for name in ("absmax", "quant_map"))
     check_shape(scales, (-(-count // block),), of=packed)
     check_shape(table, (16,), of=packed)
     stored = [packed, state, scales, table]
@@ -64,8 +64,8 @@ def _four_bits(fqn: str, state: TensorEntry, tensors: Tensors, read: ReadRun) ->
         inner, offset = values.get("nested_blocksize"), values.get("nested_offset")
         if type(inner) is not int or inner < 1 or not isinstance(offset, (int, float)):
             raise UnreadableError(f"{state.fqn!r} has no nested_blocksize, or no nested_offset")
-        outer = beside(tensors, f"{fqn}.nested_absmax", of=fqn)
-        outer_table = beside(tensors, f"{fqn}.nested_quant_map", of=fqn)
+        outer = companions(tensors, f"{fqn}.nested_absmax", of=fqn)
+        outer_table = companions(tensors, f"{fqn}.nested_quant_map", of=fqn)
         check_shape(outer, (-(-scales.num_elems // inner),), of=scales)
         check_shape(outer_table, (256,), of=scales)
         stored += [outer, outer_table]
@@ -135,7 +135,7 @@ def _floats(read: ReadRun, entry: TensorEntry, first: int, count: int) -> F32:
 
 
 def _eight_bits(stem: str, scale: TensorEntry, tensors: Tensors, read: ReadRun) -> Quantised:
-    weight = beside(tensors, f"{stem}.weight", of=scale.fqn)
+    weight = companions(tensors, f"{stem}.weight", of=scale.fqn)
     if weight.dtype.name != "I8" or len(weight.shape) != 2 or scale.dtype.name != "F32":
         what = f"{weight.fqn!r} is {weight.dtype.name} {list(weight.shape)}, {scale.fqn!r} is {scale.dtype.name}"
         raise UnreadableError(f"{what}: not a matrix of I8 and its scales in F32")

@@ -16,7 +16,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.transfer.quantised.fp8 import as_float32, over_blocks, read_row
 from ckpt_tools.transfer.quantised.mxfp4 import fp4
 from ckpt_tools.transfer.quantised.packing import unpack_bytes
-from ckpt_tools.transfer.quantised.parts import beside, check_shape, refuse
+from ckpt_tools.transfer.quantised.parts import check_shape, companions, refuse
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _find(tensors: Tensors, weights: _Weights, read: ReadRun) -> Iterator[Quanti
         if packed is not None and packed.dtype.name == "U8" and zero is None:
             of_all = None
             if tensors[fqn].dtype.name == "F8_E4M3":
-                of_all = beside(tensors, f"{name}_global_scale", of=packed.fqn), True
+                of_all = companions(tensors, f"{name}_global_scale", of=packed.fqn), True
             yield fp4(name, packed, tensors[fqn], of_all)
         else:
             yield (_plain if packed is None else _packed)(name, tensors[fqn], zero, tensors, weights, read)
@@ -87,7 +87,7 @@ def _find(tensors: Tensors, weights: _Weights, read: ReadRun) -> Iterator[Quanti
 def _plain(
     name: str, scale: TensorEntry, zero: TensorEntry | None, tensors: Tensors, weights: _Weights, _: ReadRun
 ) -> Quantised:
-    entry = beside(tensors, name, of=scale.fqn)
+    entry = companions(tensors, name, of=scale.fqn)
     if entry.dtype.name not in ("F8_E4M3", "I8") or len(entry.shape) != 2:
         raise UnreadableError(f"{name!r} is {entry.dtype.name} {list(entry.shape)}, with a scale of its own")
     grid = grid_of(entry, entry.shape, scale, weights)
@@ -116,7 +116,7 @@ def decode_plain(
 def _packed(
     name: str, scale: TensorEntry, zero: TensorEntry | None, tensors: Tensors, weights: _Weights, read: ReadRun
 ) -> Quantised:
-    packed, told = (beside(tensors, f"{name}_{part}", of=scale.fqn) for part in ("packed", "shape"))
+    packed, told = (companions(tensors, f"{name}_{part}", of=scale.fqn) for part in ("packed", "shape"))
     if packed.dtype.name != "I32" or len(packed.shape) != 2 or told.num_elems != 2:
         raise UnreadableError(f"{packed.fqn!r} is {packed.dtype.name} {list(packed.shape)}, not words of a matrix")
     rows, columns = _integers(told, read)

@@ -79,8 +79,8 @@ def dequantised(opened: Opened, dtype: str) -> Opened:
             tensors.append(entry)
     if twice := [fqn for fqn, count in Counter(entry.fqn for entry in tensors).items() if count > 1]:
         raise UsageError(f"{first_few(twice)}: there quantised and as it is")
-    beside = {entry.fqn for entry in checkpoint.tensors} - {entry.fqn for entry in names.values()}
-    if left := find_units(e for e in tensors if e.fqn in beside and not is_optimizer(e)):
+    companions = {entry.fqn for entry in checkpoint.tensors} - {entry.fqn for entry in names.values()}
+    if left := find_units(e for e in tensors if e.fqn in companions and not is_optimizer(e)):
         what = f"quantised weights that are not the model's, and would not be decoded: {first_few(left)}"
         raise UsageError(what, where=checkpoint.root, hint="`ckpt gather --strip-prefix PFX` takes one model")
     decoder = _Decoder(opened, floats)
@@ -169,7 +169,7 @@ def _entry(one: Quantised, floats: DType, stored: TensorEntry) -> TensorEntry:
     nbytes = floats.num_bytes(prod(one.shape))
     span = ByteSpan(file=_PREFIX + one.fqn, offset=0, nbytes=nbytes)
     shape, strides = one.shape, None
-    if one.is_turned:
+    if one.is_transposed:
         *outer, rows, columns = one.shape
         shape = (*outer, columns, rows)
         across = tuple(prod(one.shape[dim + 1 :]) for dim in range(len(outer)))
@@ -223,7 +223,7 @@ class _Decoder:
     def _decode_into(self, one: Quantised, offset: int, buffer: memoryview) -> None:
         """Decode bytes; of a matrix that is read by its columns, which means in short runs, all of it at once."""
         per_matrix = self._floats.num_bytes(prod(one.shape[-2:]))
-        if not one.is_turned or per_matrix > _MAX_KEPT_BYTES // 2:
+        if not one.is_transposed or per_matrix > _MAX_KEPT_BYTES // 2:
             self._decode(one, offset, buffer)
             return
         while buffer:

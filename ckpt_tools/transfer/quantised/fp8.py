@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.transfer.quantised.parts import beside, check_shape, refuse
+from ckpt_tools.transfer.quantised.parts import check_shape, companions, refuse
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _block_size(settings: Settings) -> tuple[int, int] | None:
 
 
 def _quantised(entry: TensorEntry, tensors: Tensors, block: tuple[int, int] | None) -> Quantised:
-    scale = beside(tensors, entry.fqn + _SCALE, of=entry.fqn)
+    scale = companions(tensors, entry.fqn + _SCALE, of=entry.fqn)
     if len(entry.shape) < 2:
         raise UnreadableError(f"{entry.fqn!r} is {list(entry.shape)}: only matrices are stored in blocks")
     if scale.dtype.name not in _SCALES:

@@ -15,7 +15,7 @@ from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.transfer.quantised.compressed import decode_plain
 from ckpt_tools.transfer.quantised.mxfp4 import fp4
-from ckpt_tools.transfer.quantised.parts import beside, check_shape, refuse, with_ending
+from ckpt_tools.transfer.quantised.parts import check_shape, companions, refuse, with_ending
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8")
@@ -52,9 +52,9 @@ def _find(tensors: Tensors) -> Iterator[Quantised]:
     for fqn, scale in with_ending(tensors, _SCALE):
         if fqn.rpartition(".")[2] != "weight":
             continue
-        weight = beside(tensors, fqn, of=scale.fqn)
+        weight = companions(tensors, fqn, of=scale.fqn)
         if weight.dtype.name == "U8":
-            yield fp4(fqn, weight, scale, (beside(tensors, f"{scale.fqn}_2", of=fqn), False))
+            yield fp4(fqn, weight, scale, (companions(tensors, f"{scale.fqn}_2", of=fqn), False))
         else:
             yield _eight_bits(weight, scale)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.transfer.quantised.fp8 import as_float32
-from ckpt_tools.transfer.quantised.parts import beside, check_shape, with_ending
+from ckpt_tools.transfer.quantised.parts import check_shape, companions, with_ending
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ SCHEME = Scheme(method="mxfp4", find=_find_all)
 
 
 def _quantised(fqn: str, blocks: TensorEntry, tensors: Tensors) -> Quantised:
-    scales = beside(tensors, fqn + _SCALES, of=blocks.fqn)
+    scales = companions(tensors, fqn + _SCALES, of=blocks.fqn)
     for entry, dims in ((blocks, 4), (scales, 3)):
         if entry.dtype.name != "U8" or len(entry.shape) != dims:
             raise UnreadableError(f"{entry.fqn!r} is {entry.dtype.name} {list(entry.shape)}, not U8 of {dims} dims")
@@ -49,7 +49,9 @@ def _quantised(fqn: str, blocks: TensorEntry, tensors: Tensors) -> Quantised:
     if half * 2 != _GROUP:
         raise UnreadableError(f"{blocks.fqn!r} has groups of {half * 2}, not of {_GROUP}")
     decode = partial(_decode, blocks, scales, _GROUP, None)
-    return Quantised(fqn=fqn, shape=(*outer, groups * _GROUP), stored=(blocks, scales), decode=decode, is_turned=True)
+    return Quantised(
+        fqn=fqn, shape=(*outer, groups * _GROUP), stored=(blocks, scales), decode=decode, is_transposed=True
+    )
 
 
 def fp4(fqn: str, packed: TensorEntry, scale: TensorEntry, whole: _Whole | None) -> Quantised:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.transfer.quantised.fp8 import as_float32
-from ckpt_tools.transfer.quantised.parts import as_in_model, beside, check_shape, refuse, with_ending
+from ckpt_tools.transfer.quantised.parts import as_in_model, check_shape, companions, refuse, with_ending
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, ReadRun, Settings, Tensors
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def find_layers(what: str, tensors: Tensors, settings: Settings, parse: Parse, u
     for stem, weight in with_ending(tensors, ".qweight"):
         if _EMBEDDING.search(stem):
             raise UnreadableError(f"{weight.fqn!r} is a quantised embedding, whose layout ckpt does not know")
-        zeros, scales = (beside(tensors, stem + part, of=weight.fqn) for part in _PARTS[:2])
+        zeros, scales = (companions(tensors, stem + part, of=weight.fqn) for part in _PARTS[:2])
         for entry, kinds in ((weight, ("I32",)), (zeros, ("I32",)), (scales, ("F16", "BF16", "F32"))):
             if entry.dtype.name not in kinds or len(entry.shape) != 2 or not entry.num_elems:
                 shown = f"{entry.fqn!r} is {entry.dtype.name} {list(entry.shape)}"

@@ -21,10 +21,10 @@ _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 def as_in_model(found: Iterable[Quantised], settings: Settings) -> tuple[Quantised, ...]:
     """Return weights that are quantised as [out, in] whatever the model has, in its order."""
-    return tuple(replace(one, is_turned=settings.get("model_type") in _CONV1D) for one in found)
+    return tuple(replace(one, is_transposed=settings.get("model_type") in _CONV1D) for one in found)
 
 
-def beside(tensors: Tensors, fqn: str, *, of: str) -> TensorEntry:
+def companions(tensors: Tensors, fqn: str, *, of: str) -> TensorEntry:
     """Return a tensor that another one needs."""
     found = tensors.get(fqn)
     if found is None:

@@ -51,7 +51,7 @@ class Quantised:
     """Of what `decode` gives."""
     stored: tuple[TensorEntry, ...]
     decode: Decode
-    is_turned: bool = False
+    is_transposed: bool = False
     """Does the model have the last two dims in each other's place?"""
 
 

@@ -13,7 +13,7 @@ from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.transfer.quantised.compressed import decode_plain, grid_of
-from ckpt_tools.transfer.quantised.parts import beside, check_shape
+from ckpt_tools.transfer.quantised.parts import check_shape, companions
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
 NUMBERS = "_qdata"
@@ -55,7 +55,9 @@ def _find(tensors: Tensors, header: Mapping[str, str]) -> Iterator[Quantised]:
         if kind not in _KINDS or not isinstance(parts, list) or not isinstance(own, dict) or "act_pre_scale" in parts:
             what = f"{name!r} is a {kind} of torchao with {parts}, which ckpt does not decode"
             raise UsageError(what, hint=f"it does, but for scales of activations: {', '.join(_KINDS)}")
-        stored = {part: beside(tensors, f"{stem}_{part}", of=data.fqn) for part in ("qdata", "scale", *map(str, parts))}
+        stored = {
+            part: companions(tensors, f"{stem}_{part}", of=data.fqn) for part in ("qdata", "scale", *map(str, parts))
+        }
         scale, zero = stored["scale"], stored.get("zero_point", stored["scale"])
         if data.dtype.name not in _KINDS[kind] or len(data.shape) != 2 or zero.dtype.name == "U8":
             shown = f"{data.fqn!r} {data.dtype.name} {list(data.shape)}"

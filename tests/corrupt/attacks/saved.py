@@ -14,7 +14,7 @@ from corrupt.attacks.zips import CENTRAL, PAYLOAD, archive, tensor_pickle
 
 PROTO = b"\x80\x02"
 PERSID = tuple_of(text("storage"), name("torch", "FloatStorage"), text("0"), text("cpu"), number(6)) + b"Q"
-BESIDE = {**harmless(), "diff": (0, 3)}
+COMPANIONS = {**harmless(), "diff": (0, 3)}
 
 
 def tensor(**options: bytes) -> bytes:
@@ -137,7 +137,7 @@ _pickled("expanded-many", "a thousand tensors, each expanded four thousand times
     saved(*((text(f"w{i}"), tensor(shape=tuple_of(number(4096)), strides=tuple_of(number(0)))) for i in range(1000))))
 # fmt: on
 _pickled("views-many", "the same bytes under a thousand names", times(1000))
-_pickled("views-few", "the same bytes under two hundred names: legal", times(200), BESIDE)
+_pickled("views-few", "the same bytes under two hundred names: legal", times(200), COMPANIONS)
 _file("two-records", "two storages of one name", archive(entries=[*entries(model()), AGAIN]))
 _file("two-pickles", "two pickles", lambda c: archive(entries=[*entries(model()), ("archive/data.pkl", _exploit(c))]))
 _file("deflated", "a megabyte becomes a gigabyte", archive(entries=entries(model()), compression=zipfile.ZIP_DEFLATED))
@@ -156,16 +156,16 @@ _file("overlapping", "two entries on the same bytes", _overlapping())
 # Containers
 
 _pickled("itself", "a dict that contains itself", saved(whole=b"}q\x00X\x01\0\0\0xh\x00s"))
-_pickled("itself-inside", "an object that contains itself", model((text("x"), ITSELF)), BESIDE)
+_pickled("itself-inside", "an object that contains itself", model((text("x"), ITSELF)), COMPANIONS)
 _pickled("nested", "sixty thousand tuples in each other", saved(whole=b")" + b"\x85" * 60_000))
-_pickled("nested-key", "a key of three thousand tuples", model((b")" + b"\x85" * 3_000, number(1))), BESIDE)
+_pickled("nested-key", "a key of three thousand tuples", model((b")" + b"\x85" * 3_000, number(1))), COMPANIONS)
 _pickled("nested-marks", "a hundred thousand marks", PROTO + b"(" * 100_000 + b".")
 _pickled("memo-bomb", "a memo of 2^29", PROTO + b"]r\xff\xff\xff\x1f.")
 _pickled("laughs", "thirty lists, each twice in the next", saved(whole=LAUGHS))
 _pickled("integer", "an integer of a megabyte", model((text("x"), LONG)))
 _pickled("string", "a string that claims 2^60 bytes", PROTO + b"\x8d" + struct.pack("<Q", 1 << 60) + b".")
 _pickled("array", "an array that claims 2^60 bytes", PROTO + b"\x96" + struct.pack("<Q", 1 << 60) + b".")
-_pickled("name-escape", "a name that drives the terminal", saved((text("\x1b[2J\u202ew"), tensor())), BESIDE)
+_pickled("name-escape", "a name that drives the terminal", saved((text("\x1b[2J\u202ew"), tensor())), COMPANIONS)
 _pickled("name-long", "a name of a megabyte", saved((text("w" * (1 << 20)), tensor())))
 _pickled("name-twice", "two tensors of one name",
     saved((text("a.b"), tensor()), (text("a"), dict_of((text("b"), tensor())))))  # fmt: skip
@@ -192,7 +192,7 @@ def _ranks(title: str, tries: str, codes=None, **pickles: bytes) -> None:
     add(f"ranks-{title}", tries, build, codes)
 
 
-_ranks("sound", "nothing: the same plain tensor twice", BESIDE, a=model(), b=model())
+_ranks("sound", "nothing: the same plain tensor twice", COMPANIONS, a=model(), b=model())
 _ranks("shape", "ranks that claim different shapes", a=model(), b=FLAT)
 _ranks("names", "ranks that hold different tensors", a=model(), b=saved((text("v"), tensor())))
 _ranks("exploit", "a rank that executes", a=model(), b=PROTO + call(name("os", "system"), text("id")) + b".")

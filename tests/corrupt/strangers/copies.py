@@ -1,4 +1,4 @@
-"""Copies of a process that has imported torch and transformers: each builds one config behind walls of its own."""
+"""Copies of a process that has imported torch and transformers: each builds one config in the sandbox of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _be_copy(build, config, foreign, scratch, stream, where, timeout_s):
     import signal
 
     from ckpt_tools.errors import CkptError
-    from ckpt_tools.sandbox.child import Here, build_behind_walls
+    from ckpt_tools.sandbox.child import Here, build_in_sandbox
     from ckpt_tools.sandbox.wire import error_to_json
 
     try:
@@ -47,7 +47,7 @@ def _be_copy(build, config, foreign, scratch, stream, where, timeout_s):
         if stream is not None:
             sys.addaudithook(_logger(stream))
         here = Here(directory=scratch, parent=os.getppid())
-        build_behind_walls(here, subject="the model", where=where, foreign=foreign)
+        build_in_sandbox(here, subject="the model", where=where, foreign=foreign)
         sys.audit(STAND)
         try:
             result = {"result": build(config)}

@@ -1,4 +1,4 @@
-"""Every architecture of transformers, from its own default config cut small: does it build behind walls as without?
+"""Every architecture of transformers, from its own default config cut small: does it build in the sandbox as without?
 
 `PYTHONPATH=tests:. python -m corrupt.strangers.healthy [N]` prints the totals, and where walls make a difference.
 """
@@ -49,7 +49,7 @@ def build(config):
 
 
 def build_without(config):
-    """Build on meta as transformers does, without any walls: what the walls are held against."""
+    """Build on meta as transformers does, without any walls: what the walls are compared with."""
     import torch
     import transformers
 
@@ -78,7 +78,7 @@ def _without(config):
 
 
 def main(count):
-    from corrupt.strangers.copies import build_in_a_copy
+    from corrupt.outliers.copies import build_in_a_copy
 
     warnings.simplefilter("ignore")
     import torch  # noqa: F401 - imported once, for all copies
@@ -96,7 +96,7 @@ def main(count):
         without = _without(config)
         why = behind.get("error", behind).get("what", behind)
         (neither if without is None else differ).append((name, why))
-    print(f"built behind walls {len(built)}, neither way {len(neither)}, only without walls {len(differ)}")
+    print(f"built in the sandbox {len(built)}, neither way {len(neither)}, only without walls {len(differ)}")
     print(f"{time.monotonic() - start:.0f} s")
     for name, why in differ:
         print("ONLY WITHOUT", name, why)

@@ -1,4 +1,4 @@
-"""Builds every config of `attacks` in a copy behind walls, and prints as JSON what came of it.
+"""Builds every config of `attacks` in a copy in the sandbox, and prints as JSON what came of it.
 
 `python -m corrupt.strangers.runner DIRECTORY` (with PYTHONPATH=tests:.). The copies are watched twice: by an audit hook
 of our own, whose log is judged, and by the kernel (inotify), which sees what compiled code opens.
@@ -18,8 +18,8 @@ import warnings
 import zipfile
 from pathlib import Path
 
-from corrupt.strangers.attacks import BY_DEED, BY_NAME, NESTED, fill
-from corrupt.strangers.copies import build_in_a_copy
+from corrupt.outliers.attacks import BY_DEED, BY_NAME, NESTED, fill
+from corrupt.outliers.copies import build_in_a_copy
 
 _IS_DIRECTORY = 0x40000000
 _ALL_BUT_DIRECTORIES = 0x0FFF
@@ -121,7 +121,7 @@ def main(root):
     warnings.simplefilter("ignore")
     import torch  # noqa: F401 - imported once, for all copies
     import transformers  # noqa: F401
-    from corrupt.strangers.tomorrow import register
+    from corrupt.outliers.tomorrow import register
 
     import ckpt_tools.models.hf_recipe  # noqa: F401
 

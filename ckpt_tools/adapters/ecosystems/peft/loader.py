@@ -29,7 +29,7 @@ from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import CkptError
 from ckpt_tools.sandbox import check_config as check_model_config
-from ckpt_tools.sandbox.child import Child, Here, build_behind_walls
+from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
 from ckpt_tools.text import escape_name, first_few
 
 if TYPE_CHECKING:
@@ -425,7 +425,7 @@ def ask(file: AdapterFile, config: Config, loading: Loading) -> None:
     try:
         check_model_config(plain, "the base's config.json")
         job = PeftQuestion(base=json.dumps(plain), config=json.dumps({**config}), shapes=shapes)
-        with Child(f"{__name__}:answer", job, PeftAnswer, does="asks PEFT", walled=True) as child:
+        with Child(f"{__name__}:answer", job, PeftAnswer, does="asks PEFT", sandboxed=True) as child:
             found = child.result()
     except CkptError as error:
         loading.unchecked(file.file, f"PEFT could not be asked: {error.what}")
@@ -454,7 +454,7 @@ def answer(job: PeftQuestion, here: Here) -> PeftAnswer:
     from ckpt_tools.models.recipe_of import recipe_of
 
     recipe = recipe_of(json.loads(job.base), "the base's config.json")
-    build_behind_walls(here, subject=recipe.title, where="the base's config.json", foreign=())
+    build_in_sandbox(here, subject=recipe.title, where="the base's config.json", foreign=())
     with torch.device("meta"):
         model = recipe.build()
     return judge(model, json.loads(job.config), job.shapes)
