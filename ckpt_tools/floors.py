@@ -11,10 +11,8 @@ from ckpt_tools.errors import UsageError
 
 FLOORS = {"torch": (2, 10), "transformers": (5, 18), "peft": (0, 21), "bitsandbytes": (0, 50), "diffusers": (0, 42)}
 """Library → oldest release."""
-NF4_TORCH = (2, 12)
-"""Older ones cannot shard what holds no floating-point numbers."""
-TESTED_TORCH = ("2.10", "2.15")
-"""Oldest and newest release that everything was run with."""
+NF4_TORCH = (2, 12)  # Older ones cannot shard what holds no floating-point numbers
+TESTED_TORCH = ("2.10", "2.15")  # Oldest and newest release that everything was run with
 
 
 def refuse_older(library: str, what: str, oldest: tuple[int, ...] | None = None) -> None:

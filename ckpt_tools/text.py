@@ -36,8 +36,7 @@ def escape_name(text: str) -> str:
     return start if len(start) <= MAX_SHOWN_CHARS else start[: MAX_SHOWN_CHARS - 1] + "…"
 
 
-MAX_MESSAGE_CHARS = 8192
-"""Characters of one part of an error or a finding."""
+MAX_MESSAGE_CHARS = 8192  # Characters of one part of an error or a finding
 _LONG_WORD = re.compile(rf"\S{{{MAX_SHOWN_CHARS + 1},}}")
 
 
@@ -81,12 +80,10 @@ def display_width(text: str) -> int:
     )
 
 
-MAX_PATH_BYTES = 4096
-"""Bytes of a file name relative to the root: Linux's PATH_MAX."""
+MAX_PATH_BYTES = 4096  # Bytes of a file name relative to the root: Linux's PATH_MAX
 
 
-MAX_COMPONENT_BYTES = 255
-"""Bytes of one component of it: NAME_MAX of every common file system."""
+MAX_COMPONENT_BYTES = 255  # Bytes of one component of it: NAME_MAX of every common file system
 
 
 def is_plain_path(file: str) -> bool:

@@ -16,20 +16,15 @@ from ckpt_tools.text import first_few
 if TYPE_CHECKING:
     from ckpt_tools.checkpoint.entries import TensorEntry
 
-SAVED: Literal["saved"] = "saved"
-"""The family of whole tensors, which replace the base's."""
-TOKENS: Literal["tokens"] = "tokens"
-"""The family of rows of an embedding, which replace the base's."""
-FamilyName = str
-"""How the factors change a weight: the names of the table in `families/`."""
+SAVED: Literal["saved"] = "saved"  # The family of whole tensors, which replace the base's
+TOKENS: Literal["tokens"] = "tokens"  # The family of rows of an embedding, which replace the base's
+FamilyName = str  # How the factors change a weight: the names of the table in `families/`
 Convention = Literal["peft", "diffusers", "kohya", "comfyui", "ai-toolkit", "trainer"]
 """Whose names the tensors had; "trainer" is one that has models of its own (torchtitan, torchtune, Megatron)."""
-Target = Literal["peft", "diffusers", "kohya", "comfyui"]
-"""Whose names they can get."""
+Target = Literal["peft", "diffusers", "kohya", "comfyui"]  # Whose names they can get
 
 Shape = tuple[int, ...]
-Shapes = Mapping[str, Shape]
-"""Shapes of factors by their role, or of a model's parameters by their name."""
+Shapes = Mapping[str, Shape]  # Shapes of factors by their role, or of a model's parameters by their name
 T_co = TypeVar("T_co", covariant=True)
 F = TypeVar("F")
 G = TypeVar("G")
@@ -40,8 +35,7 @@ class Sourced(Generic[T_co]):
     """A setting, and how it is known."""
 
     value: T_co
-    source: str
-    """For people: "--alpha", "header lora_adapter_metadata", "A has 16 rows", …"""
+    source: str  # For people: "--alpha", "header lora_adapter_metadata", "A has 16 rows", …
 
     @property
     def names(self) -> list[str]:
@@ -49,8 +43,7 @@ class Sourced(Generic[T_co]):
         return [each for each in self.value if isinstance(each, str)] if isinstance(self.value, list) else []
 
 
-Fields = dict[str, Sourced[object]]
-"""Field of a configuration → value and source."""
+Fields = dict[str, Sourced[object]]  # Field of a configuration → value and source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +54,10 @@ class AdapterModule(Generic[F]):
     """The module's path in the base model ("model.layers.0.self_attn.q_proj"); in the names of `Adapter.convention`
     where these do not tell the path (kohya's lora_unet_…)."""
     family: FamilyName
-    factors: Mapping[str, F]
-    """Role → tensor."""
-    rank: Sourced[int] | None = None
-    """r; None for families without one, and for full-size factors."""
-    alpha: Sourced[float] | None = None
-    """Numerator of the scale; for oft the constraint. None while it is not known."""
-    use_rslora: bool = False
-    """Scale alpha/√r instead of alpha/r."""
+    factors: Mapping[str, F]  # Role → tensor
+    rank: Sourced[int] | None = None  # r; None for families without one, and for full-size factors
+    alpha: Sourced[float] | None = None  # Numerator of the scale; for oft the constraint. None while it is not known
+    use_rslora: bool = False  # Scale alpha/√r instead of alpha/r
     parameter: str = "weight"
     """The parameter that is changed; another one for PEFT's target_parameters (MoE experts), "" while nothing tells
     which."""
@@ -110,22 +99,17 @@ class AdapterModule(Generic[F]):
 class Adapter(Generic[F]):
     """Everything that one adapter holds."""
 
-    modules: tuple[AdapterModule[F], ...]
-    """In the order of their paths."""
-    convention: Convention
-    """Whose names the tensors had."""
-    name: str = "default"
-    """PEFT's adapter name."""
+    modules: tuple[AdapterModule[F], ...]  # In the order of their paths
+    convention: Convention  # Whose names the tensors had
+    name: str = "default"  # PEFT's adapter name
     settings: Mapping[str, Sourced[object]] = field(default_factory=dict)
     """What is known beyond the tensors: base_model_name_or_path, init_lora_weights, oft_block_size,
     use_cayley_neumann, task_type, …"""
-    left_out: tuple[str, ...] = ()
-    """What the source holds beside the adapter, for people."""
+    left_out: tuple[str, ...] = ()  # What the source holds beside the adapter, for people
     omitted: frozenset[str] = frozenset()
     """Paths of the modules of which --include and --exclude left out tensors: what the source's configuration says of
     these holds no longer."""
-    unknown: tuple[str, ...] = ()
-    """Names in an adapter's own file that are no part of any adapter that is known here."""
+    unknown: tuple[str, ...] = ()  # Names in an adapter's own file that are no part of any adapter that is known here
     is_training_state: bool = False
     """Read from a trainer's checkpoint: its names are not yet those that a loader would meet."""
     base_shapes: Shapes = field(default_factory=dict)

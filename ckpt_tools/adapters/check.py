@@ -59,37 +59,22 @@ the one's or the other's, by the model."""
 class LoraCheck:
     """What was found out about an adapter."""
 
-    path: str
-    """As the user named it."""
-    identity: Identity | None = None
-    """What it was read from."""
-    kind: str
-    """lora, rslora, dora, loha, …; several are joined by "+"."""
-    rank: int | None = None
-    """The rank that most modules have."""
-    ranks: Mapping[int, int] = field(default_factory=dict)
-    """Rank → modules."""
-    alpha: Sourced[float] | None = None
-    """The alpha that most modules have."""
-    alphas: Mapping[float, int] = field(default_factory=dict)
-    """Alpha → modules."""
+    path: str  # As the user named it
+    identity: Identity | None = None  # What it was read from
+    kind: str  # lora, rslora, dora, loha, …; several are joined by "+"
+    rank: int | None = None  # The rank that most modules have
+    ranks: Mapping[int, int] = field(default_factory=dict)  # Rank → modules
+    alpha: Sourced[float] | None = None  # The alpha that most modules have
+    alphas: Mapping[float, int] = field(default_factory=dict)  # Alpha → modules
     num_modules: int = 0
-    targets: tuple[str, ...] = ()
-    """Their paths, numbers as *."""
-    convention: str | None = None
-    """Whose names the file has; None for an adapter that ckpt does not judge."""
-    architecture: str | None = None
-    """The model family, where it is known."""
-    judges: tuple[Loader, ...]
-    """The loaders that decide: those that were named, or those of the adapter's own format."""
-    needs_all: bool
-    """Must all of them take it? Of those of a shared format one is enough."""
-    loaders: tuple[LoaderReport, ...] = ()
-    """What each loader would make of it, the judges first."""
-    findings: tuple[Finding, ...] = ()
-    """What is wrong: with the adapter, and for the judges."""
-    not_checked: tuple[str, ...]
-    """What would need more than was given."""
+    targets: tuple[str, ...] = ()  # Their paths, numbers as *
+    convention: str | None = None  # Whose names the file has; None for an adapter that ckpt does not judge
+    architecture: str | None = None  # The model family, where it is known
+    judges: tuple[Loader, ...]  # The loaders that decide: those that were named, or those of the adapter's own format
+    needs_all: bool  # Must all of them take it? Of those of a shared format one is enough
+    loaders: tuple[LoaderReport, ...] = ()  # What each loader would make of it, the judges first
+    findings: tuple[Finding, ...] = ()  # What is wrong: with the adapter, and for the judges
+    not_checked: tuple[str, ...]  # What would need more than was given
 
     @property
     def verdict(self) -> Verdict:

@@ -43,8 +43,7 @@ from ckpt_tools.storage.staging import check_destination, check_space
 from ckpt_tools.text import escape_name
 
 _NOTHING = Output(file="", items=(), metadata={}, documents={})
-_BASE_BYTES = 64 << 20
-"""Of the interpreter and the modules, in estimates."""
+_BASE_BYTES = 64 << 20  # Of the interpreter and the modules, in estimates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +53,8 @@ class Export:
     conversion: Conversion
     config: Mapping[str, Sourced[object]]
     """The configuration, every value with its source; what is known of it for targets that have none."""
-    findings: tuple[Finding, ...]
-    """What is wrong with the adapter; nothing is written when one of them is an error."""
-    assumed: tuple[str, ...] = ()
-    """Fields of the configuration that nothing says: "use_rslora=false"."""
+    findings: tuple[Finding, ...]  # What is wrong with the adapter; nothing is written when one of them is an error
+    assumed: tuple[str, ...] = ()  # Fields of the configuration that nothing says: "use_rslora=false"
 
     @property
     def ok(self) -> bool:
@@ -65,8 +62,7 @@ class Export:
         return not any(finding.severity == "error" for finding in self.findings)
 
 
-Factor = Any
-"""A `TensorEntry`, whose bytes are moved, or an `Array` that a conversion made."""
+Factor = Any  # A `TensorEntry`, whose bytes are moved, or an `Array` that a conversion made
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,12 +73,10 @@ class _Run:
     architecture: ModelFamily | None
     read: OpenedAdapter
     reader: TensorReader
-    model: BaseModel | None
-    """The base model, when it was given or is in the source."""
+    model: BaseModel | None  # The base model, when it was given or is in the source
     start: float
     notes: list[str] = field(default_factory=list)
-    assumed: tuple[settings.Assumption, ...]
-    """What nothing says of the adapter."""
+    assumed: tuple[settings.Assumption, ...]  # What nothing says of the adapter
     seen: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Name of an item → the module and the role that its bytes are of, where they still are to be looked at."""
     findings: list[Finding] = field(default_factory=list)

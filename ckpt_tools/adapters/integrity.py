@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 class Values:
     """What was seen of a tensor's values; an empty tensor is everything."""
 
-    is_zero: bool
-    """Every element is 0 or -0."""
+    is_zero: bool  # Every element is 0 or -0
     is_one: bool
     is_finite: bool
 
@@ -79,12 +78,9 @@ def look_at(content: memoryview, dtype: DType) -> Values | None:
 ValueTable = Mapping[tuple[int, str], Values | None]
 """(number of the module, role) → what its values are like; None, or nothing, for a factor that was not looked at."""
 
-NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
-"""Of a layer, in a path."""
-_EXPERT = re.compile(r"(?:^|[._])experts?[._]\d")
-"""One that the router never chose stays untrained in a healthy run."""
-_NEVER_ZERO = ("A", "B_embedding")
-"""Roles that begin with random values in every trainer: PEFT, kohya's, LyCORIS."""
+NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")  # Of a layer, in a path
+_EXPERT = re.compile(r"(?:^|[._])experts?[._]\d")  # One that the router never chose stays untrained in a healthy run
+_NEVER_ZERO = ("A", "B_embedding")  # Roles that begin with random values in every trainer: PEFT, kohya's, LyCORIS
 _LARGEST, _SMALLEST = 256.0, 1e-6
 """Of scales: alpha/r is around 1; rsLoRA's alpha/√r reaches 64 with alpha 512, kohya's alpha of 1 gives 1/r."""
 _TRUNCATED_HINT = (

@@ -42,10 +42,8 @@ if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
     from ckpt_tools.transfer.arrays import Array
 
-_NUMPY_BYTES = 64 << 20
-"""Of numpy and its linear algebra, once imported."""
-Weighted = tuple[OpenedAdapter, float]
-"""An adapter, and what multiplies its change."""
+_NUMPY_BYTES = 64 << 20  # Of numpy and its linear algebra, once imported
+Weighted = tuple[OpenedAdapter, float]  # An adapter, and what multiplies its change
 
 
 class MergeUnchangedError(CkptError):
@@ -311,10 +309,8 @@ _PAIRS = (("A", "B"), ("A_embedding", "B_embedding"))
 class _Method(NamedTuple):
     pruning: str | None = None
     """Which elements of an adapter are set to 0: those of the least magnitude, or random ones."""
-    elects: bool = False
-    """Do only elements of the sign count that most have?"""
-    of_product: bool = False
-    """Is B·A combined, and a LoRA made of the result, in the place of A and B each?"""
+    elects: bool = False  # Do only elements of the sign count that most have?
+    of_product: bool = False  # Is B·A combined, and a LoRA made of the result, in the place of A and B each?
 
 
 _OF_FACTORS = {
@@ -416,10 +412,8 @@ class Group:
     """The modules of several adapters that change the same rows of a base: a pair of `_PAIRS` each."""
 
     combining: Combining
-    members: list[tuple[Share, int]]
-    """Share, and the module's index in its adapter."""
-    turns: threading.Lock
-    """Shared by all groups: whole products are computed one at a time."""
+    members: list[tuple[Share, int]]  # Share, and the module's index in its adapter
+    turns: threading.Lock  # Shared by all groups: whole products are computed one at a time
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _made: tuple[Array, Array] | None = None
 

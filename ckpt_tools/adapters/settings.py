@@ -25,12 +25,9 @@ _UNIT_SCALE: Mapping[Convention, str] = {
     "kohya": "kohya's convention: scale 1 where no alpha is written",
 }
 """Whose loaders take a missing alpha for a scale of 1. PEFT's do not: they take 8."""
-_STACK = "experts"
-"""What transformers calls the module of all experts, which holds parameters and is no layer."""
-_MAX_ALPHA = 100_000
-"""Larger ones are slips: trainers take about the rank, rsLoRA its multiples."""
-ReadScalar = Callable[[TensorEntry], float | None]
-"""Returns the number that a tensor of one element holds."""
+_STACK = "experts"  # What transformers calls the module of all experts, which holds parameters and is no layer
+_MAX_ALPHA = 100_000  # Larger ones are slips: trainers take about the rank, rsLoRA its multiples
+ReadScalar = Callable[[TensorEntry], float | None]  # Returns the number that a tensor of one element holds
 Settings = Mapping[str, Sourced[object]]
 
 
@@ -257,10 +254,8 @@ class Assumption:
     """A field of PEFT's configuration that nothing says."""
 
     field: str
-    value: object
-    """What is taken for true."""
-    otherwise: str
-    """What is wrong if it is not."""
+    value: object  # What is taken for true
+    otherwise: str  # What is wrong if it is not
 
     @property
     def text(self) -> str:

@@ -53,7 +53,7 @@ def block_of(fqn: str) -> tuple[str, int] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stored:
+class _StoredAlike:
     """One way in which tensors are stored; most tensors of a model share a few."""
 
     shape: Sizes
@@ -72,7 +72,7 @@ class _Stored:
         return sum(not _EXPERTS.isdisjoint(fqn.split(".")) for fqn in self.fqns)
 
 
-def _find_patterns(checkpoint: Checkpoint) -> tuple[_Stored, ...] | None:
+def _find_patterns(checkpoint: Checkpoint) -> tuple[_StoredAlike, ...] | None:
     """Group tensors by how they are stored; None when that is no grid, or some file has no rank."""
     rank_of = {chunk.span.file: -1 for tensor in checkpoint.tensors for chunk in tensor.chunks}
     for file in rank_of:
@@ -93,7 +93,7 @@ def _find_patterns(checkpoint: Checkpoint) -> tuple[_Stored, ...] | None:
             return None
         if pack > 1 and (not shape or shape[-1] % pack):
             return None
-        pattern = _Stored(
+        pattern = _StoredAlike(
             shape=shape,
             pack=pack,
             boxes=tuple(zip(all_offsets, all_sizes, strict=True)),
@@ -116,7 +116,7 @@ def _divide_up(count: int, divisor: int) -> int:
     return -(-count // divisor)
 
 
-def _axis_sizes(patterns: tuple[_Stored, ...], num_ranks: int) -> list[int]:
+def _axis_sizes(patterns: tuple[_StoredAlike, ...], num_ranks: int) -> list[int]:
     """Return the sizes that an axis can have, given how many parts dims are cut into."""
     counts = {len(parts) for pattern in patterns for parts in pattern.intervals}
     sizes = set()
@@ -128,7 +128,7 @@ def _axis_sizes(patterns: tuple[_Stored, ...], num_ranks: int) -> list[int]:
     return sorted(size for size in sizes | counts if 1 < size <= num_ranks)
 
 
-def _candidates(patterns: tuple[_Stored, ...], num_ranks: int) -> Iterator[Mesh]:
+def _candidates(patterns: tuple[_StoredAlike, ...], num_ranks: int) -> Iterator[Mesh]:
     """Yield meshes worth trying, those with fewer axes first."""
     # The outermost cutting axis is only as long as the highest rank demands: the further parts of a longer one would
     # be empty, so that it would explain the same chunks.
@@ -159,7 +159,7 @@ def _candidates(patterns: tuple[_Stored, ...], num_ranks: int) -> Iterator[Mesh]
             yield Mesh((("dp_shard", shard), ("tp", outer), ("ep", inner)))
 
 
-def _options(pattern: _Stored, axis: str, size: int, has_tp: bool) -> tuple[Placement, ...]:
+def _options(pattern: _StoredAlike, axis: str, size: int, has_tp: bool) -> tuple[Placement, ...]:
     """Return the placements that `axis` can have, the likeliest first."""
     if axis == "dp_replicate":
         return (Replicate(),)
@@ -173,7 +173,7 @@ def _options(pattern: _Stored, axis: str, size: int, has_tp: bool) -> tuple[Plac
     return (Shard(0), *cuts, Replicate()) if traceless else (*cuts, Replicate())
 
 
-def _may_fit(pattern: _Stored, mesh: Mesh, placements: tuple[Placement, ...]) -> bool:
+def _may_fit(pattern: _StoredAlike, mesh: Mesh, placements: tuple[Placement, ...]) -> bool:
     """Tell, without building the grid, whether the number of parts along every dim can be right."""
     fsdp = [cut for (axis, _), cut in zip(mesh.axes, placements, strict=True) if axis == "dp_shard"]
     for dim, parts in enumerate(pattern.intervals):
@@ -190,7 +190,7 @@ def _may_fit(pattern: _Stored, mesh: Mesh, placements: tuple[Placement, ...]) ->
     return True
 
 
-def _explain(pattern: _Stored, mesh: Mesh) -> tuple[Placement, ...] | None:
+def _explain(pattern: _StoredAlike, mesh: Mesh) -> tuple[Placement, ...] | None:
     """Return the placements per axis under which `mesh` gives exactly the pattern's boxes and ranks."""
     for placements in product(*(_options(pattern, axis, size, mesh.size("tp") > 1) for axis, size in mesh.axes)):
         if not _may_fit(pattern, mesh, placements):
@@ -205,7 +205,7 @@ def _explain(pattern: _Stored, mesh: Mesh) -> tuple[Placement, ...] | None:
     return None
 
 
-def _explain_all(patterns: tuple[_Stored, ...], mesh: Mesh) -> list[tuple[Placement, ...]] | None:
+def _explain_all(patterns: tuple[_StoredAlike, ...], mesh: Mesh) -> list[tuple[Placement, ...]] | None:
     explained = []
     for pattern in patterns:
         placements = _explain(pattern, mesh)
@@ -219,7 +219,7 @@ def _explain_all(patterns: tuple[_Stored, ...], mesh: Mesh) -> list[tuple[Placem
     return explained
 
 
-def _looks_like_stages(patterns: tuple[_Stored, ...], mesh: Mesh) -> bool:
+def _looks_like_stages(patterns: tuple[_StoredAlike, ...], mesh: Mesh) -> bool:
     """Tell whether the replicas hold different layers: pipeline stages, not copies."""
     num_inner = mesh.world_size // mesh.size("dp_replicate")
     groups: dict[tuple[str, int], set[int]] = {}
@@ -239,7 +239,7 @@ def _looks_like_stages(patterns: tuple[_Stored, ...], mesh: Mesh) -> bool:
     )
 
 
-def _name_axes(patterns: tuple[_Stored, ...], mesh: Mesh, explained: list[tuple[Placement, ...]]) -> tuple[str, ...]:
+def _name_axes(patterns: tuple[_StoredAlike, ...], mesh: Mesh, explained: list[tuple[Placement, ...]]) -> tuple[str, ...]:
     """Name the axes by what each cuts; grids alone do not tell tp, ep and dp_shard apart."""
     names = [axis for axis, _ in mesh.axes]
     cutting = [position for position, axis in enumerate(names) if axis != "dp_replicate"]

@@ -12,13 +12,10 @@ from ckpt_tools.checkpoint.entries import Chunk, Finding, TensorEntry
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
-_STACK_DIMS = 3
-"""Tensors of so many dims may be stacks of equal slices."""
+_STACK_DIMS = 3  # Tensors of so many dims may be stacks of equal slices
 
-_Place = tuple[int, int]
-"""First byte of a chunk in its file, and how many."""
-_Print = tuple[int, int, int]
-"""The same, and the CRC-32 that its writer recorded."""
+_Place = tuple[int, int]  # First byte of a chunk in its file, and how many
+_Print = tuple[int, int, int]  # The same, and the CRC-32 that its writer recorded
 
 
 def check_copies(tensors: Iterable[TensorEntry], source: Source) -> Iterator[Finding]:

@@ -136,8 +136,7 @@ class Side:
     """A checkpoint by certain names."""
 
     entries: _Entries
-    left_out: tuple[str, ...] = ()
-    """What has no place among them, for people."""
+    left_out: tuple[str, ...] = ()  # What has no place among them, for people
 
 
 def match_names(

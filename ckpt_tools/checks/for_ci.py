@@ -23,8 +23,7 @@ class Located(NamedTuple):
 
     finding: Finding
     path: str
-    line: int = 0
-    """From 1; 0 for the whole file."""
+    line: int = 0  # From 1; 0 for the whole file
     is_ignored: bool = False
 
 

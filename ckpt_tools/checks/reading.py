@@ -20,8 +20,7 @@ class Extent:
 
     file: str
     nbytes: int
-    why: str = ""
-    """They were not."""
+    why: str = ""  # They were not
 
 
 def account(

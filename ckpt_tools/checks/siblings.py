@@ -13,11 +13,9 @@ from ckpt_tools.text import first_few
 
 T = TypeVar("T", bound=Hashable)
 
-_MOST = 8
-"""Findings of a code; a run that diverged has hundreds of such tensors."""
+_MOST = 8  # Findings of a code; a run that diverged has hundreds of such tensors
 _MIN_ALIKE = 4
-_SPREAD = 5.0
-"""Standard deviations of the logarithms, to judge by their median, within which a figure is one of them."""
+_SPREAD = 5.0  # Standard deviations of the logarithms, to judge by their median, within which a figure is one of them
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 

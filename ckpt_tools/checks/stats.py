@@ -36,22 +36,17 @@ from ckpt_tools.transfer.task import Look
 # How many directions a matrix uses, to judge by a sample of its rows
 
 _MAX_ROWS = 256
-_MAX_COLUMNS = 1 << 14
-"""A sample is this large at most: 32 MiB in float64."""
+_MAX_COLUMNS = 1 << 14  # A sample is this large at most: 32 MiB in float64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spectrum:
     """What the singular values of a sample are like; no rank exceeds the smaller of its two sizes."""
 
-    rows: int
-    """Rows of the sample, evenly spaced."""
-    columns: int
-    """Its columns, from the first."""
-    effective_rank: float
-    """exp of the entropy of the singular values over their sum (Roy and Vetterli, 2007)."""
-    stable_rank: float
-    """Sum of the squares over the largest square."""
+    rows: int  # Rows of the sample, evenly spaced
+    columns: int  # Its columns, from the first
+    effective_rank: float  # exp of the entropy of the singular values over their sum (Roy and Vetterli, 2007)
+    stable_rank: float  # Sum of the squares over the largest square
 
 
 def measure_spectrum(entry: TensorEntry, source: Source) -> Spectrum | None:
@@ -101,13 +96,10 @@ class TensorStats:
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    moments: Moments | None
-    """None of what has no such figures: packed and complex numbers."""
+    moments: Moments | None  # None of what has no such figures: packed and complex numbers
     counts: Counts
-    update: Update | None = None
-    """Against the other checkpoint, where it has the tensor."""
-    spectrum: Spectrum | None = None
-    """Where it was asked for, of matrices."""
+    update: Update | None = None  # Against the other checkpoint, where it has the tensor
+    spectrum: Spectrum | None = None  # Where it was asked for, of matrices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

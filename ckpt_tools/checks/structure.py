@@ -22,8 +22,7 @@ from ckpt_tools.errors import CkptError, StorageError, UnreadableError
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 
-Lost = Counter[tuple[str, str]]
-"""(file, why) → bytes of chunks and items that were not read; a finding's code says why."""
+Lost = Counter[tuple[str, str]]  # (file, why) → bytes of chunks and items that were not read; a finding's code says why
 _LEFTOVER = re.compile(r"__\d+_\d+\.distcp|(model|pytorch_model|diffusion_pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 """Data files that no loader finds without the index or the metadata of their save."""
 
@@ -217,8 +216,7 @@ _ZIP = b"PK\3\4"
 _LEFT_OVER = frozenset({"unreferenced-file", "unreferenced-item", "long-file"})
 """Findings that say that something is there and nothing refers to it."""
 
-_Owner = tuple[str, Chunk | None]
-"""FQN and, of a tensor, which of its chunks."""
+_Owner = tuple[str, Chunk | None]  # FQN and, of a tensor, which of its chunks
 
 
 def check_spans(opened: Opened, found: Iterable[Finding]) -> Iterator[Finding]:

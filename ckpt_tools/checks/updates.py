@@ -22,16 +22,11 @@ class Update:
     """What lies between two checkpoints' elements, in float64. Updates of several tensors are added."""
 
     num_elems: int = 0
-    num_changed: int = 0
-    """Elements with other bits; with another value, where the dtypes differ."""
-    change: float = 0.0
-    """Sum of the squares of the differences."""
-    ours: float = 0.0
-    """Sum of the squares here."""
-    theirs: float = 0.0
-    """Sum of the squares in the other."""
-    product: float = 0.0
-    """Sum of the products."""
+    num_changed: int = 0  # Elements with other bits; with another value, where the dtypes differ
+    change: float = 0.0  # Sum of the squares of the differences
+    ours: float = 0.0  # Sum of the squares here
+    theirs: float = 0.0  # Sum of the squares in the other
+    product: float = 0.0  # Sum of the products
 
     def __add__(self, other: Update) -> Update:
         return Update(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)})

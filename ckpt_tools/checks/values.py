@@ -29,8 +29,7 @@ ALL_ZERO = "all-zero"
 VALUE_CODES = (NOT_FINITE, ALL_ZERO)
 """Codes of what is wrong with values: the bytes may be just those that were written."""
 
-_MOST = 8
-"""Findings of a code; a run that diverged has hundreds of such tensors."""
+_MOST = 8  # Findings of a code; a run that diverged has hundreds of such tensors
 _MOST_GLANCES = 1000
 _PACKED_LEAVES = ("W_q", "weight_packed", "qdata")
 _MIN_PACKED = 256
@@ -53,12 +52,9 @@ class Strange:
 
     fqn: str
     shape: tuple[int, ...]
-    counts: Counts
-    """Of all that was looked at; `first_bad` is of the whole tensor."""
-    where: str
-    """File, or whatever else holds the first of them."""
-    rank: int | None = None
-    """Which rank holds it."""
+    counts: Counts  # Of all that was looked at; `first_bad` is of the whole tensor
+    where: str  # File, or whatever else holds the first of them
+    rank: int | None = None  # Which rank holds it
 
     def describe(self) -> str:
         """Say how many there are, and where the first one is."""

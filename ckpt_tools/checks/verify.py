@@ -51,11 +51,9 @@ class Cause:
 
     code: str
     severity: Severity
-    what: str
-    """Where, how many tensors, and what is wrong with them, in one line."""
+    what: str  # Where, how many tensors, and what is wrong with them, in one line
     hint: str | None
-    findings: tuple[int, ...]
-    """Their places in the list of findings."""
+    findings: tuple[int, ...]  # Their places in the list of findings
 
 
 def find_causes(
@@ -95,10 +93,8 @@ class Unchecked:
     """What a level or a checkpoint leaves unchecked."""
 
     what: str
-    copy_tells: bool = False
-    """Comparing another copy bit for bit checks it."""
-    part: str = ""
-    """The part of a step that it is about."""
+    copy_tells: bool = False  # Comparing another copy bit for bit checks it
+    part: str = ""  # The part of a step that it is about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

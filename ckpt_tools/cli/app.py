@@ -28,10 +28,8 @@ EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible m
 stats, smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable checkpoint, 5 destination
 exists, 130 interrupted."""
 
-_UNMAPPED = "failed to map segment"
-"""What the dynamic linker says when there is no address space for a library."""
-_TRUE = ("1", "true", "t", "yes", "y", "on")
-"""Values of an environment variable that set a flag, as in click."""
+_UNMAPPED = "failed to map segment"  # What the dynamic linker says when there is no address space for a library
+_TRUE = ("1", "true", "t", "yes", "y", "on")  # Values of an environment variable that set a flag, as in click
 
 
 def _print_version(wanted: bool) -> None:
@@ -90,8 +88,7 @@ def _value_of(
 
 
 class _CommandParser(TyperCommand):
-    texts: Collection[str] = ()
-    """Parameters that are text."""
+    texts: Collection[str] = ()  # Parameters that are text
 
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
         """Return the options of the command, and --help."""

@@ -21,8 +21,7 @@ class CommandCall(Generic[Result]):
     """A call of the library as the user said it, still to be made."""
 
     function: Callable[..., Result]
-    given: Mapping[str, Any]
-    """Option → value, of those that are given or have a default."""
+    given: Mapping[str, Any]  # Option → value, of those that are given or have a default
 
     def __call__(self, **more: object) -> Result:
         """Make it, with what only the library takes, or in place of what is given."""

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 class ListedCommand(NamedTuple):
     """What is known of a command before it is loaded: names, of what is imported when it is needed."""
 
-    run: str
-    """Module of this package whose `run`, or the function named after a dot, prints the result."""
+    run: str  # Module of this package whose `run`, or the function named after a dot, prints the result
     options: str
     """Classes in `ckpt_tools.options`: of the library's function (- without one), then of the command line alone."""
     help: str

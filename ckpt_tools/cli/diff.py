@@ -14,10 +14,8 @@ from ckpt_tools.options.check import DiffView
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name
 
-_MOST = 20
-"""Changed tensors that are all listed; more are gathered by their place in the layers."""
-_TERMS = ("atol", "rtol", "include", "exclude")
-"""Options that let fewer differences count."""
+_MOST = 20  # Changed tensors that are all listed; more are gathered by their place in the layers
+_TERMS = ("atol", "rtol", "include", "exclude")  # Options that let fewer differences count
 
 
 def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) -> int:

@@ -20,14 +20,11 @@ from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import display_width, escape_message, escape_name, first_few
 from ckpt_tools.units import format_size
 
-FOLD_ABOVE = 32
-"""Ranks, and files unless asked for, that are listed one by one."""
-UNEVEN_ABOVE = 1.1
-"""Imbalance from which ranks are called uneven."""
+FOLD_ABOVE = 32  # Ranks, and files unless asked for, that are listed one by one
+UNEVEN_ABOVE = 1.1  # Imbalance from which ranks are called uneven
 _MAX_MAP_ROWS = 48
 _MAX_BLOBS = 8
-_MIN_BAR, _MAX_BAR = 10, 24
-"""Columns that a bar beside a module may take; with less room there is none."""
+_MIN_BAR, _MAX_BAR = 10, 24  # Columns that a bar beside a module may take; with less room there is none
 
 _SOURCES = {
     "manifest": "from the manifest",

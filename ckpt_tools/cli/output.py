@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from ckpt_tools.cli.views.page import Page
 
 
-SCHEMA_VERSION = 1
-"""Of every JSON document."""
-PLAIN_INTERVAL_S = 30.0
-"""Seconds between progress lines when stderr is not a terminal."""
+SCHEMA_VERSION = 1  # Of every JSON document
+PLAIN_INTERVAL_S = 30.0  # Seconds between progress lines when stderr is not a terminal
 
 
 def print_json(document: Mapping[str, object]) -> None:

@@ -44,8 +44,7 @@ class Screen:
     """Where text goes."""
 
     stream: TextIO
-    width: int = 100
-    """Terminal columns; lines of names may be longer, drawings are not."""
+    width: int = 100  # Terminal columns; lines of names may be longer, drawings are not
     colour: bool = False
 
     def line(self, text: str = "", style: Style | None = None) -> None:

@@ -31,8 +31,7 @@ from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
 
 _MAX_SHOWN = 50
-_MAX_FILES = 12
-"""Names of unread files in a line; -v shows all."""
+_MAX_FILES = 12  # Names of unread files in a line; -v shows all
 
 
 def run(call: CommandCall[Verification], view: VerifyView, output: OutputOptions) -> int:
@@ -173,10 +172,8 @@ def verify_page(result: Verification, source: str) -> page.Page:
     return page.Page("verify", source, sections, mood, verdict)
 
 
-_WIDTH = 16
-"""Ranks in a row, where no mesh says how many."""
-_MAX_WHOLE = 32
-"""Rows of a map that is drawn whole."""
+_WIDTH = 16  # Ranks in a row, where no mesh says how many
+_MAX_WHOLE = 32  # Rows of a map that is drawn whole
 
 
 def _places(result: Verification) -> Iterator[page.PageSection]:

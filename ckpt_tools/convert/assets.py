@@ -28,8 +28,7 @@ _SETS = {
     "processor": re.compile(r"[^/]*processor[^/]*\.json"),
 }
 """Files that are one owner's; every other is by itself."""
-_WORDS = re.compile(r"tokenizer\.json|vocab[^/]*|[^/]*\.model")
-"""One of them, at least, is in every tokenizer."""
+_WORDS = re.compile(r"tokenizer\.json|vocab[^/]*|[^/]*\.model")  # One of them, at least, is in every tokenizer
 _Files = dict[str, tuple[Source, Asset]]
 
 

@@ -28,8 +28,7 @@ from ckpt_tools.text import first_few
 from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 
 _PIECE_ELEMS = 1 << 16
-_BLOCK_BYTES = 24 << 20
-"""Of a worker beside its buffers: a block of each source, and one in float32."""
+_BLOCK_BYTES = 24 << 20  # Of a worker beside its buffers: a block of each source, and one in float32
 _LIBRARIES_BYTES = 64 << 20
 
 
@@ -116,8 +115,7 @@ class _Averaging:
     """Averages one tensor; see `moving.read.Edit`. What is no floating-point tensor must be the same in all."""
 
     entry: TensorEntry
-    target: DType
-    """As what it is written."""
+    target: DType  # As what it is written
     others: tuple[PairedReader, ...]
     steps: tuple[float, ...]
     reading: Reading

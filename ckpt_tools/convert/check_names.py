@@ -35,8 +35,7 @@ from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import AssetList, Claim, claim_of
 from ckpt_tools.text import escape_name, first_few
 
-Ties = Callable[[str, str], bool]
-"""Does the architecture give both names to one tensor?"""
+Ties = Callable[[str, str], bool]  # Does the architecture give both names to one tensor?
 
 
 def ties_in(assets: AssetList) -> Ties:

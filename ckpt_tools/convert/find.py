@@ -26,8 +26,7 @@ from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 from ckpt_tools.transfer.plan import check_complete
 from ckpt_tools.transfer.read import read_blocks
 
-_RUN_CONFIG = "run_config.yaml"
-"""What Megatron-Bridge notes of a run, in a step."""
+_RUN_CONFIG = "run_config.yaml"  # What Megatron-Bridge notes of a run, in a step
 
 
 def model_in(opened: Opened, strip: str, notes: list[str]) -> tuple[Checkpoint, dict[str, str]]:

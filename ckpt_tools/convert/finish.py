@@ -30,8 +30,7 @@ from ckpt_tools.transfer.execute import Outcome, execute, scan
 from ckpt_tools.transfer.plan import asset_name, plan_assets
 from ckpt_tools.transfer.split import Part
 
-APART = "\0apart\0"
-"""Before the name of a tensor that was read for its records alone; no FQN contains a NUL."""
+APART = "\0apart\0"  # Before the name of a tensor that was read for its records alone; no FQN contains a NUL
 
 
 @contextmanager

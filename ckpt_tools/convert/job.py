@@ -42,12 +42,10 @@ from ckpt_tools.transfer.quantised.torchao import NUMBERS
 from ckpt_tools.transfer.read import Edit
 from ckpt_tools.transfer.split import Part
 
-DTYPES = ("keep", "bf16", "f16", "f32")
-"""Values of `--dtype`."""
+DTYPES = ("keep", "bf16", "f16", "f32")  # Values of `--dtype`
 _PART = "parts of quantised weights, which --dequantize decodes"
 _UNKNOWN = "perhaps parts of weights: config.json calls the model quantised, and ckpt does not know them"
-STATE = "not the model's: no option casts optimizer state"
-"""Why a tensor is not cast."""
+STATE = "not the model's: no option casts optimizer state"  # Why a tensor is not cast
 _Names = Mapping[str, str]
 _Tensors = Sequence[TensorEntry]
 PART_NOTE = "one part of a step: scheduler, RNG and trainer state lie in the directory above, and stay there"
@@ -103,19 +101,15 @@ class Job:
     """One conversion, ready to run."""
 
     opened: Opened
-    source: Checkpoint
-    """Selected and renamed, chunks raw."""
+    source: Checkpoint  # Selected and renamed, chunks raw
     target: Checkpoint
     destination: str
-    heads: Mapping[str, bytes] = field(default_factory=dict)
-    """File → fixed bytes at its beginning."""
+    heads: Mapping[str, bytes] = field(default_factory=dict)  # File → fixed bytes at its beginning
     seals: Mapping[str, Seal] = field(default_factory=dict)
     """File → what closes it, where it holds the CRC-32s of its payloads."""
-    documents: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files to write before the manifest (an index)."""
+    documents: Mapping[str, bytes] = field(default_factory=dict)  # Small files to write before the manifest (an index)
     assets: AssetList = ()
-    dtype: str = "keep"
-    """What `--dtype` said: beside weights that were cast, the config names their new dtype."""
+    dtype: str = "keep"  # What `--dtype` said: beside weights that were cast, the config names their new dtype
     rewritten: Mapping[str, bytes] = field(default_factory=dict)
     """Asset → what is written in its place (see `rewrite_assets`)."""
     names: Mapping[str, str] = field(default_factory=dict)
@@ -132,18 +126,13 @@ class Job:
     not_checked: Sequence[str] = ()
     ledger: Ledger = field(default_factory=Ledger)
     """What sources record of what is read, settled once the bytes are written."""
-    counts: Mapping[str, Counts] = field(default_factory=dict)
-    """As in `Conversion`, once the bytes are written."""
-    architecture: str | None = None
-    """As in `Conversion`."""
-    edits: Mapping[str, Edit] = field(default_factory=dict)
-    """FQN in `source` → what changes its elements on their way."""
-    recipe: str = ""
-    """Identifies what `edits` do, down to the last bit of the result."""
+    counts: Mapping[str, Counts] = field(default_factory=dict)  # As in `Conversion`, once the bytes are written
+    architecture: str | None = None  # As in `Conversion`
+    edits: Mapping[str, Edit] = field(default_factory=dict)  # FQN in `source` → what changes its elements on their way
+    recipe: str = ""  # Identifies what `edits` do, down to the last bit of the result
     made: Mapping[str, object] = field(default_factory=dict)
     """What the manifest says, beside what the source was, of what was done to it."""
-    edit_bytes: int = 0
-    """Memory that `edits` need beside the buffers, at most; for the estimate of a dry run."""
+    edit_bytes: int = 0  # Memory that `edits` need beside the buffers, at most; for the estimate of a dry run
     prepare: Callable[[], None] | None = None
     """Called when the job is sound and before anything is written, to begin what runs beside and set `recipe`."""
     accept: Callable[[], None] | None = None
@@ -152,17 +141,13 @@ class Job:
     """Directory inside the destination → what is built there: the parts of a step, published with the rest at once."""
     part: Part | None = None
     """Which one of several processes this is: it writes its files, and the last one publishes them all."""
-    only_commit: bool = False
-    """Write no part: publish what all have written."""
-    command: str = ""
-    """What was asked for, in JSON; for `ckpt commit`."""
+    only_commit: bool = False  # Write no part: publish what all have written
+    command: str = ""  # What was asked for, in JSON; for `ckpt commit`
     overwrite: bool = False
     keep_pickles: bool = False
-    use_dtensor: bool = False
-    """Write the data files through torch (`--engine dtensor`) instead of the executor."""
+    use_dtensor: bool = False  # Write the data files through torch (`--engine dtensor`) instead of the executor
     num_workers: int = 1
-    progress: Callable[[int], Progress] | None = None
-    """Given the bytes to move, returns what reports them."""
+    progress: Callable[[int], Progress] | None = None  # Given the bytes to move, returns what reports them
 
     @property
     def named(self) -> Checkpoint:

@@ -18,8 +18,7 @@ from ckpt_tools.options import options_of
 from ckpt_tools.sandbox.wire import error_from_json, error_to_json
 from ckpt_tools.storage.locations import absolute
 
-MAX_LOSSES = 5
-"""How often a part is run again after the process or the node that ran it was lost."""
+MAX_LOSSES = 5  # How often a part is run again after the process or the node that ran it was lost
 _CPUS = 2
 
 

@@ -55,8 +55,7 @@ from ckpt_tools.transfer.task import Task
 from ckpt_tools.transfer.tensor_digest import DisagreementError, Seen
 from ckpt_tools.units import format_duration, format_size
 
-_BASE_BYTES = 64 << 20
-"""Of the interpreter and the modules, in estimates."""
+_BASE_BYTES = 64 << 20  # Of the interpreter and the modules, in estimates
 
 
 def run(job: Job, *, dry_run: bool) -> Conversion:
@@ -192,10 +191,8 @@ def _run_with_dtensor(job: Job, start: float) -> Conversion:
 
 # What a run in parts, or to a store, would take: for the notes of a dry run
 
-_BYTES_PER_S = 5e8
-"""Of one machine and a store in its region; where nothing was measured."""
-_MAX_ITEMS = 1 << 17
-"""Of a plan that is gone through block by block: a second or two."""
+_BYTES_PER_S = 5e8  # Of one machine and a store in its region; where nothing was measured
+_MAX_ITEMS = 1 << 17  # Of a plan that is gone through block by block: a second or two
 
 
 def preview(job: Job, plan: Plan) -> tuple[int, list[str]]:
@@ -245,8 +242,7 @@ class Allotment:
     """A part among the others: which files each has. Every part computes the same."""
 
     part: Part
-    shares: Sequence[range]
-    """Per part the positions of its files."""
+    shares: Sequence[range]  # Per part the positions of its files
     files: Sequence[str]
     fingerprint: str
 

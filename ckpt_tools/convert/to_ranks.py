@@ -23,8 +23,7 @@ from ckpt_tools.text import first_few
 
 _CONFIG = "fsdp_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
-_REPLICATE, _SHARD = "dp_replicate", "dp_shard"
-"""What the dims of verl's mesh are; the last one is always there."""
+_REPLICATE, _SHARD = "dp_replicate", "dp_shard"  # What the dims of verl's mesh are; the last one is always there
 
 
 def is_of_verl(opened: Opened) -> bool:

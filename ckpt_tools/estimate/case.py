@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.options.estimate import TrainingOptions
 
-DEFAULT_WORLD_SIZE = 8
-"""Ranks when nothing says how many: one node."""
+DEFAULT_WORLD_SIZE = 8  # Ranks when nothing says how many: one node
 _DEFAULT_MESH = Mesh((("dp_shard", DEFAULT_WORLD_SIZE),))
 
 
@@ -20,10 +19,8 @@ class Case(TrainingOptions):
     strategy: str = "full_shard"
     """One of `STRATEGIES`, or hybrid_shard_zero2: hybrid_shard whose parameters stay after forward."""
     mesh: Mesh = _DEFAULT_MESH
-    activation_checkpointing: bool = False
-    """Blocks run again in backward instead of keeping their activations."""
-    lora: int | None = None
-    """Rank of adapters on all linear layers but the output's; None trains every parameter."""
+    activation_checkpointing: bool = False  # Blocks run again in backward instead of keeping their activations
+    lora: int | None = None  # Rank of adapters on all linear layers but the output's; None trains every parameter
 
     @property
     def num_shards(self) -> int:
@@ -112,8 +109,7 @@ CONTEXT_BYTES = 600 << 20
 that has done one product)."""
 WORKSPACE_BYTES = 128 << 20
 """Workspaces that cuBLAS and cuDNN take on the streams that FSDP uses: cuBLAS takes 32 MiB a stream on Hopper."""
-NCCL_BYTES = 400 << 20
-"""Buffers of one NCCL communicator: channels of 4 MiB each way and protocol, per neighbour."""
+NCCL_BYTES = 400 << 20  # Buffers of one NCCL communicator: channels of 4 MiB each way and protocol, per neighbour
 FRAGMENTATION = 0.06
 """Part of the peak that the caching allocator holds in blocks that fit nothing; a few percent with
 `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, more without."""
@@ -125,10 +121,8 @@ class Margin:
 
     context: int
     workspace: int
-    nccl: int
-    """Communicators: one per mesh axis with more than one rank."""
-    fragmentation: int
-    """What the allocator cannot use."""
+    nccl: int  # Communicators: one per mesh axis with more than one rank
+    fragmentation: int  # What the allocator cannot use
 
     @property
     def total(self) -> int:

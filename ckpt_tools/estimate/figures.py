@@ -13,8 +13,7 @@ from ckpt_tools.errors import UsageError
 _NUMBER = re.compile(r"^(.*?)\.(\d+)\.(.+)$")
 _OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out|output_projection|output)\.weight$")
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|tok_embeddings|shared)\.weight$")
-DEFAULT_VOCAB = 32000
-"""Rows of the output layer when only `--params` describes the model: Llama's."""
+DEFAULT_VOCAB = 32000  # Rows of the output layer when only `--params` describes the model: Llama's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,33 +22,24 @@ class Block:
 
     count: int
     params: int
-    matrices: int
-    """Parameters of its linear layers' weights, which is what adapters and quantisation go for."""
-    outputs: int
-    """O: outputs of its linear layers, summed up."""
+    matrices: int  # Parameters of its linear layers' weights, which is what adapters and quantisation go for
+    outputs: int  # O: outputs of its linear layers, summed up
     matrix_sides: int
     """Inputs plus outputs of its linear layers, summed up: an adapter of rank 1 has as many parameters."""
-    hidden: int
-    """h: width of its input."""
+    hidden: int  # h: width of its input
     widest: int
-    experts: int = 0
-    """Parameters of its experts."""
+    experts: int = 0  # Parameters of its experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
     """A model in numbers."""
 
-    params: int
-    """P."""
-    blocks: tuple[Block, ...]
-    """Every kind of block; without one the root is all there is."""
-    hidden: int
-    """h of the root."""
-    vocab: int
-    """V: rows of the output layer, 0 for none."""
-    tokens: int | None = None
-    """Of a sample that is no text: patches of an image. None leaves it to the case."""
+    params: int  # P
+    blocks: tuple[Block, ...]  # Every kind of block; without one the root is all there is
+    hidden: int  # h of the root
+    vocab: int  # V: rows of the output layer, 0 for none
+    tokens: int | None = None  # Of a sample that is no text: patches of an image. None leaves it to the case
 
     @property
     def largest(self) -> Block:
@@ -156,12 +146,10 @@ NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
 class OptimizerCost:
     """What an optimizer keeps per trained value."""
 
-    values: int
-    """Moments."""
+    values: int  # Moments
     nbytes: float | None = None
     """Bytes of one of them, scales of its blocks included; None: the dtype of the state decides."""
-    is_paged: bool = False
-    """The driver may move its state to host memory when the device is full."""
+    is_paged: bool = False  # The driver may move its state to host memory when the device is full
 
 
 _INT8 = 1 + 4 / 256

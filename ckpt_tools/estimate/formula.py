@@ -59,12 +59,9 @@ from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.figures import DTYPE_BYTES, NF4_SCALE_BYTES, OPTIMIZERS, Block, Figures
 from ckpt_tools.estimate.report import Memory
 
-NF4_BYTES = 0.5
-"""Of a packed weight."""
-LOSS_BYTES = 12
-"""Per token and word."""
-STEP_COPIES = 2
-"""Temporary copies of one parameter in a step that goes parameter by parameter (`foreach=False`)."""
+NF4_BYTES = 0.5  # Of a packed weight
+LOSS_BYTES = 12  # Per token and word
+STEP_COPIES = 2  # Temporary copies of one parameter in a step that goes parameter by parameter (`foreach=False`)
 
 
 def estimate(figures: Figures, case: Case) -> Memory:
@@ -206,12 +203,10 @@ class Stage:
 
     rank: int
     first: int
-    count: int
-    """Its layers: of all of its stages together, where a schedule gives it several."""
+    count: int  # Its layers: of all of its stages together, where a schedule gives it several
     has_embedding: bool = True
     has_output: bool = True
-    in_flight: float = 1.0
-    """Forwards whose activations it keeps at one time, each through all of its layers."""
+    in_flight: float = 1.0  # Forwards whose activations it keeps at one time, each through all of its layers
 
 
 def stages_of(num_layers: int, case: Case) -> tuple[Stage, ...]:

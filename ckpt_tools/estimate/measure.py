@@ -39,27 +39,20 @@ GROUPS = {
     "Reduce Scatter": "gathered",
 }
 """The tracker's categories → ours."""
-_HOST = ("params", "grads", "optimizer")
-"""What offload keeps in host memory."""
+_HOST = ("params", "grads", "optimizer")  # What offload keeps in host memory
 _STEP = "step"
-Bytes = Mapping[str, int]
-"""Bytes by group."""
+Bytes = Mapping[str, int]  # Bytes by group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
     """What one run showed."""
 
-    moments: Mapping[str, Bytes]
-    """Moment ("fwd model.layers.3") → what was held when it was most in all."""
-    most: Mapping[str, Bytes]
-    """Moment → the most of every group."""
-    held: Bytes
-    """Between steps, gradients as they are once backward is over."""
-    saved: int
-    """Activations when the last block has run forward: what a micro-batch in flight keeps."""
-    passing: int
-    """What passes through the device on its way from and to host memory."""
+    moments: Mapping[str, Bytes]  # Moment ("fwd model.layers.3") → what was held when it was most in all
+    most: Mapping[str, Bytes]  # Moment → the most of every group
+    held: Bytes  # Between steps, gradients as they are once backward is over
+    saved: int  # Activations when the last block has run forward: what a micro-batch in flight keeps
+    passing: int  # What passes through the device on its way from and to host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,8 +321,7 @@ def _tracker_class() -> Any:  # noqa: ANN401, C901 - private to torch, imported 
     class Tracker(FSDPMemTracker):  # type: ignore[no-untyped-call]
         """Keeps what is on the device when it is most, for every moment of a step, instead of peaks by module."""
 
-        host: tuple[str, ...] = ()
-        """Groups that are not on the device."""
+        host: tuple[str, ...] = ()  # Groups that are not on the device
 
         def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             super().__init__(model, optimizer)

@@ -19,10 +19,8 @@ from ckpt_tools.units import parse_count, parse_size
 STRATEGIES = ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
 """From the one that needs the most memory; side by side they stand in this order."""
 
-NODE_SIZE = 8
-"""Ranks that hybrid_shard cuts over when the mesh does not say."""
-MAX_COUNT = 10**15
-"""Parameters, tokens or layers; more are a slip of the keyboard."""
+NODE_SIZE = 8  # Ranks that hybrid_shard cuts over when the mesh does not say
+MAX_COUNT = 10**15  # Parameters, tokens or layers; more are a slip of the keyboard
 MAX_WORLD_SIZE = 10**6
 SIZES_HINT = "name a config.json, its directory or a checkpoint, or write --params 7B --layers 32 --hidden 4096"
 """What says how large a model is."""

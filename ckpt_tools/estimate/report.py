@@ -16,12 +16,9 @@ class UntrackedError(Exception):
 class Moment:
     """What is held while one block runs, when it is the most."""
 
-    phase: str
-    """"forward", "backward" (with what is recomputed in it) or "step", the optimizer's."""
-    block: str
-    """The block's name; "" for what runs outside of blocks. What runs before a block goes backward with it."""
-    held: Mapping[str, int]
-    """Bytes on the device, as in `Memory.at_peak`."""
+    phase: str  # "forward", "backward" (with what is recomputed in it) or "step", the optimizer's
+    block: str  # The block's name; "" for what runs outside of blocks. What runs before a block goes backward with it
+    held: Mapping[str, int]  # Bytes on the device, as in `Memory.at_peak`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,24 +29,16 @@ class Memory:
     their sum.
     """
 
-    params: int
-    """This rank's part of the parameters, trained and frozen, and the buffers."""
-    grads: int
-    """This rank's part of the gradients, once backward is over."""
-    optimizer: int
-    """State of the optimizer between steps."""
-    activations: int
-    """Inputs, what forward keeps for backward, and what backward computes with."""
-    gathered: int
-    """Parameters gathered from other ranks and gradients on their way to them."""
-    peak: int
-    """The most at any time, on the device."""
-    host: int = 0
-    """Held in host memory instead (offload)."""
+    params: int  # This rank's part of the parameters, trained and frozen, and the buffers
+    grads: int  # This rank's part of the gradients, once backward is over
+    optimizer: int  # State of the optimizer between steps
+    activations: int  # Inputs, what forward keeps for backward, and what backward computes with
+    gathered: int  # Parameters gathered from other ranks and gradients on their way to them
+    peak: int  # The most at any time, on the device
+    host: int = 0  # Held in host memory instead (offload)
     at_peak: Mapping[str, int] = field(default_factory=dict)
     """What `peak` is made of: the five above, and "step", what the optimizer's step needs for itself."""
-    moments: tuple[Moment, ...] = ()
-    """The training step in order, where it was tracked; the highest holds `peak`."""
+    moments: tuple[Moment, ...] = ()  # The training step in order, where it was tracked; the highest holds `peak`
 
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it, without the moments."""
@@ -61,18 +50,13 @@ class CaseEstimate:
     """One way to train the model, and what it takes."""
 
     case: Case
-    formula: Memory
-    """By arithmetic."""
-    tracked: Memory | None
-    """By PyTorch's tracker, of a step that was run without data."""
-    why_not_tracked: str | None = None
-    """When it was not."""
-    margin: Margin
-    """Beside the tensors."""
+    formula: Memory  # By arithmetic
+    tracked: Memory | None  # By PyTorch's tracker, of a step that was run without data
+    why_not_tracked: str | None = None  # When it was not
+    margin: Margin  # Beside the tensors
     fits: bool | None = None
     """Do peak and margin fit in the device? None when nothing says how large it is, or `doubt` decides."""
-    doubt: str | None = None
-    """Why it is not known whether it fits, although the device's size is."""
+    doubt: str | None = None  # Why it is not known whether it fits, although the device's size is
 
     @property
     def per_rank(self) -> Memory:
@@ -116,8 +100,7 @@ class CaseEstimate:
 class Proposal:
     """A change that was tried because nothing fitted."""
 
-    what: str
-    """The change, in words and options."""
+    what: str  # The change, in words and options
     estimate: CaseEstimate
 
     def to_json(self) -> dict[str, object]:
@@ -129,21 +112,14 @@ class Proposal:
 class Estimate:
     """What `estimate` found."""
 
-    model: str
-    """What was estimated, and where its sizes come from."""
+    model: str  # What was estimated, and where its sizes come from
     params: int
-    cases: tuple[CaseEstimate, ...]
-    """Every way that was asked for."""
-    gpu_memory: int | None = None
-    """Bytes of a device."""
-    proposals: tuple[Proposal, ...] = ()
-    """When nothing fits: what was tried, and the first that fits last."""
-    notes: tuple[str, ...] = ()
-    """What the numbers do not cover."""
-    seconds: float = 0.0
-    """What the estimate took."""
-    peak_rss_bytes: int = 0
-    """Memory of the process that tracked, at most."""
+    cases: tuple[CaseEstimate, ...]  # Every way that was asked for
+    gpu_memory: int | None = None  # Bytes of a device
+    proposals: tuple[Proposal, ...] = ()  # When nothing fits: what was tried, and the first that fits last
+    notes: tuple[str, ...] = ()  # What the numbers do not cover
+    seconds: float = 0.0  # What the estimate took
+    peak_rss_bytes: int = 0  # Memory of the process that tracked, at most
 
     @property
     def per_rank(self) -> Memory:

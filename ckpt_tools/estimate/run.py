@@ -132,16 +132,11 @@ def _find_figures(options: EstimateOptions) -> tuple[str, Figures, tuple[str, ..
 
 # From cases to an estimate: formula and tracker side by side, what fits, and what to change when nothing does
 
-Track = Callable[[Case], Memory | str]
-"""Returns what was tracked, or why it cannot be."""
-_ROUGH = 1.5
-"""How far the formula may be below where it is the only opinion on a pipeline or on a cut sequence."""
-_HOPELESS = 1.25
-"""A proposal that by the formula needs so many times the device's memory is not worth a tracked step."""
-_MAX_TRACKED = 4
-"""Proposals that are tracked at most: each costs seconds."""
-MIN_SEQ_LEN = 256
-"""Shorter sequences are not proposed."""
+Track = Callable[[Case], Memory | str]  # Returns what was tracked, or why it cannot be
+_ROUGH = 1.5  # How far the formula may be below where it is the only opinion on a pipeline or on a cut sequence
+_HOPELESS = 1.25  # A proposal that by the formula needs so many times the device's memory is not worth a tracked step
+_MAX_TRACKED = 4  # Proposals that are tracked at most: each costs seconds
+MIN_SEQ_LEN = 256  # Shorter sequences are not proposed
 COMPILED_AWAY = 0.5
 """Part of the activations that torch.compile saves at most: element-wise results that it computes again."""
 OFFLOAD_UNDERESTIMATE = 1.7

@@ -207,20 +207,16 @@ def _fill(model: nn.Module, shapes: dict[int, tuple[int, ...]]) -> None:
 _SHOWN = 4
 """Layers that are kept of a row of equal ones: the first, the second, the last but one, the last. Neighbours of a layer
 decide what is gathered beside it, so these four stand for all."""
-_LONGEST_PERIOD = 12
-"""Layers of several kinds may take turns, every so many."""
+_LONGEST_PERIOD = 12  # Layers of several kinds may take turns, every so many
 
 
 @dataclass(frozen=True, slots=True)
 class Slim:
     """Layers to run in place of all, and how to tell from them what all would take."""
 
-    base: tuple[int, ...]
-    """Indices of those that are kept."""
-    longer: tuple[int, ...]
-    """The same with one more of what repeats."""
-    left_out: int
-    """How many times what `longer` has more than `base` is missing in `base`."""
+    base: tuple[int, ...]  # Indices of those that are kept
+    longer: tuple[int, ...]  # The same with one more of what repeats
+    left_out: int  # How many times what `longer` has more than `base` is missing in `base`
 
 
 def slim(kinds: Sequence[Hashable]) -> Slim:
@@ -252,20 +248,16 @@ def slim(kinds: Sequence[Hashable]) -> Slim:
 # The layers of a model as rows of equal ones, and the model with some of them only
 
 _INDEXED = re.compile(r"(.+)\.(\d+)")
-_COUNTED = ("layer_idx", "layer_id", "layer_number", "block_idx")
-"""What differs between layers that are equal."""
+_COUNTED = ("layer_idx", "layer_id", "layer_number", "block_idx")  # What differs between layers that are equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRow:
     """The blocks in one list of modules."""
 
-    name: str
-    """FQN of the list."""
-    kinds: tuple[Hashable, ...]
-    """What each of its members is; equal ones take the same memory."""
-    start: int = 0
-    """Of a stage: which member `kinds` begins with."""
+    name: str  # FQN of the list
+    kinds: tuple[Hashable, ...]  # What each of its members is; equal ones take the same memory
+    start: int = 0  # Of a stage: which member `kinds` begins with
 
     def shifted(self, indices: Iterable[int]) -> tuple[int, ...]:
         """Return indices into `kinds` as indices into the list."""

@@ -26,8 +26,7 @@ _RECIPES = ("init_buffers", "reset_buffers", "_init_buffers", "_reset_buffers")
 """Methods by which modules (re)compute their buffers, by the conventions of several libraries."""
 _POISONS: dict[torch.dtype, tuple[int, int]] = {torch.bool: (0, 1), torch.uint8: (0xA5, 0x5A), torch.int8: (-91, 90)}
 _WIDE_INTEGER = (-0x5A5A, 0x5A5B)
-_RTOL = 1e-2
-"""Between a buffer and its recomputation in another dtype: bf16 keeps 8 bits."""
+_RTOL = 1e-2  # Between a buffer and its recomputation in another dtype: bf16 keeps 8 bits
 
 
 def materialise_buffers(model: nn.Module, device: torch.device | str, *, skip: Collection[str] = ()) -> tuple[str, ...]:

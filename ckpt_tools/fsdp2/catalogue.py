@@ -19,18 +19,14 @@ Found = Literal["exception", "audit", "ranks", "watch"]
 class DiagnosisEntry:
     """One row of the table."""
 
-    id: str
-    """Stable kebab-case identifier; the code of findings."""
+    id: str  # Stable kebab-case identifier; the code of findings
     symptom: str
     cause: str
     fix: str
     found_by: tuple[Found, ...]
-    silent: bool = False
-    """Training goes on, with wrong numbers."""
-    text: str = ""
-    """Regular expression for errors that mean this and nothing else; its group `where` names the place."""
-    inside: tuple[str, ...] = ()
-    """Functions of which one runs when they are raised."""
+    silent: bool = False  # Training goes on, with wrong numbers
+    text: str = ""  # Regular expression for errors that mean this and nothing else; its group `where` names the place
+    inside: tuple[str, ...] = ()  # Functions of which one runs when they are raised
 
 
 def _read_entries() -> Mapping[str, DiagnosisEntry]:
@@ -43,8 +39,7 @@ def _read_entries() -> Mapping[str, DiagnosisEntry]:
     return found
 
 
-CATALOGUE: Mapping[str, DiagnosisEntry] = MappingProxyType(_read_entries())
-"""Diagnosis id → entry."""
+CATALOGUE: Mapping[str, DiagnosisEntry] = MappingProxyType(_read_entries())  # Diagnosis id → entry
 
 
 def build_finding(code: str, where: str, what: str) -> Finding:

@@ -18,24 +18,18 @@ from ckpt_tools.fsdp2.internals import local_of, mesh_axes, non_persistent_names
 from ckpt_tools.fsdp2.local import bytes_of
 from ckpt_tools.text import first_few
 
-_MAX_FINDINGS = 8
-"""Findings per code and rank: a whole model that differs says the same thing a thousand times."""
+_MAX_FINDINGS = 8  # Findings per code and rank: a whole model that differs says the same thing a thousand times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
     """What one rank's model looks like, small enough to send."""
 
-    structure: tuple[str, ...]
-    """Every wrapped module with its mesh and resharding, sorted."""
-    parameters: tuple[str, ...]
-    """FQN, shape, dtype and requires_grad of every parameter, in the order of the model."""
-    replicas: Mapping[str, str]
-    """Tensor that other ranks have too → digest of its bytes."""
-    buffers: Mapping[str, str]
-    """Non-persistent buffer → digest of its bytes."""
-    with_grad: tuple[str, ...]
-    """FQNs of the managed parameters that have a gradient."""
+    structure: tuple[str, ...]  # Every wrapped module with its mesh and resharding, sorted
+    parameters: tuple[str, ...]  # FQN, shape, dtype and requires_grad of every parameter, in the order of the model
+    replicas: Mapping[str, str]  # Tensor that other ranks have too → digest of its bytes
+    buffers: Mapping[str, str]  # Non-persistent buffer → digest of its bytes
+    with_grad: tuple[str, ...]  # FQNs of the managed parameters that have a gradient
 
 
 def compare_ranks(model: nn.Module, *, group: dist.ProcessGroup | None = None) -> list[Finding]:

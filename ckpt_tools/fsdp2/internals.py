@@ -29,8 +29,7 @@ from ckpt_tools.errors import CkptError
 LOGGER = "torch.distributed.fsdp.fully_shard"
 """Name of the logger that tells, at DEBUG, when a group enters and leaves its passes."""
 
-StridedShard = _StridedShard
-"""FSDP's mark for a cut inside of tensor parallelism's cut of the same dim."""
+StridedShard = _StridedShard  # FSDP's mark for a cut inside of tensor parallelism's cut of the same dim
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -42,51 +41,35 @@ Training = Literal["IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"]
 class ManagedParam:
     """One parameter of a group, with the live tensors."""
 
-    fqn: str
-    """Its first name in the model."""
-    module: nn.Module
-    """The module that it is registered on."""
-    sharded: torch.Tensor
-    """What the rank keeps: a DTensor in a sound model."""
-    registered: torch.Tensor | None
-    """What the module has under that name now."""
+    fqn: str  # Its first name in the model
+    module: nn.Module  # The module that it is registered on
+    sharded: torch.Tensor  # What the rank keeps: a DTensor in a sound model
+    registered: torch.Tensor | None  # What the module has under that name now
     shared: tuple[tuple[str, torch.Tensor | None], ...]
     """Further names that it had when it was sharded, with what they hold now."""
-    uid: int | None
-    """The same number for the same original parameter."""
-    placements: tuple[Placement, ...] | None
-    """As sharded; None where PyTorch keeps them in another form."""
-    mesh: DeviceMesh | None
-    """As sharded."""
-    first_dtype: torch.dtype | None
-    """Its dtype at the first forward pass; None before."""
+    uid: int | None  # The same number for the same original parameter
+    placements: tuple[Placement, ...] | None  # As sharded; None where PyTorch keeps them in another form
+    mesh: DeviceMesh | None  # As sharded
+    first_dtype: torch.dtype | None  # Its dtype at the first forward pass; None before
     gathered: torch.Tensor | None
     """What forward passes use; its storage is empty while the parameter is sharded. None before the first one."""
-    has_unreduced: bool
-    """Is there a gradient of this rank alone?"""
+    has_unreduced: bool  # Is there a gradient of this rank alone?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpGroup:
     """One parameter group, with the live modules."""
 
-    modules: tuple[nn.Module, ...]
-    """What `fully_shard` was called on."""
+    modules: tuple[nn.Module, ...]  # What `fully_shard` was called on
     fqns: tuple[str, ...]
     params: tuple[ManagedParam, ...]
-    sharding: Sharding
-    """Which form is registered."""
+    sharding: Sharding  # Which form is registered
     training: Training
-    expected_after_forward: Sharding
-    """By its strategy."""
-    reshards_after_backward: bool
-    """False while a user keeps parameters gathered between backward passes."""
-    mesh: DeviceMesh
-    """What it communicates over."""
-    replicated: bool
-    """`replicate()` rather than `fully_shard`."""
-    compute_dtype: torch.dtype | None
-    """What parameters and forward's arguments are cast to."""
+    expected_after_forward: Sharding  # By its strategy
+    reshards_after_backward: bool  # False while a user keeps parameters gathered between backward passes
+    mesh: DeviceMesh  # What it communicates over
+    replicated: bool  # `replicate()` rather than `fully_shard`
+    compute_dtype: torch.dtype | None  # What parameters and forward's arguments are cast to
 
     @property
     def fqn(self) -> str:
@@ -100,12 +83,9 @@ class UnitState:
 
     modules: tuple[nn.Module, ...]
     fqns: tuple[str, ...]
-    is_root: bool | None
-    """None before the first forward pass."""
-    groups: tuple[FsdpGroup, ...]
-    """Usually one."""
-    keeps: bool
-    """Do its parameters stay gathered after forward, as a root's usually do?"""
+    is_root: bool | None  # None before the first forward pass
+    groups: tuple[FsdpGroup, ...]  # Usually one
+    keeps: bool  # Do its parameters stay gathered after forward, as a root's usually do?
 
 
 def _guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -355,15 +335,12 @@ def checkpoint_activations(unit: nn.Module) -> None:
 class GroupEvent:
     """What a group logged, with what was to be seen at that moment."""
 
-    key: int
-    """The same for the same group."""
+    key: int  # The same for the same group
     modules: tuple[nn.Module, ...]
-    reshards: bool
-    """Will its forward pass end with sharded parameters?"""
+    reshards: bool  # Will its forward pass end with sharded parameters?
     without_grad: tuple[str, ...]
     """Trainable parameters that this backward pass has not reached (meaningful in "post_backward")."""
-    output: object
-    """What the module returned (in "post_forward")."""
+    output: object  # What the module returned (in "post_forward")
 
 
 @_guarded

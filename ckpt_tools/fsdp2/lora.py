@@ -46,8 +46,7 @@ _RESETS: Mapping[str, Callable[[Any, str, Any], None]] = {
     "OFT": lambda layer, name, config: layer.reset_oft_parameters(name, config.init_weights),
 }
 """Types whose start values do not depend on the base weights, by the layer's own method."""
-_BASE_FREE = (True, False, "gaussian", "lycoris")
-"""Initialisations that do not look at the base weights."""
+_BASE_FREE = (True, False, "gaussian", "lycoris")  # Initialisations that do not look at the base weights
 _ADAPTER_PARTS = re.compile(r"^(base_model\.model\.)|(?<=\.)(base_layer|original_module|modules_to_save\.[^.]+)\.")
 
 

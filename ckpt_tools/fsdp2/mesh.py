@@ -9,8 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ckpt_tools.checkpoint.layout import AXES, FSDP_AXIS, Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 
-FSDP_AXES = ("dp_replicate", FSDP_AXIS)
-"""The axes that `fully_shard` gets."""
+FSDP_AXES = ("dp_replicate", FSDP_AXIS)  # The axes that `fully_shard` gets
 TP_AXIS = "tp"
 
 

@@ -16,8 +16,7 @@ from ckpt_tools.errors import UsageError
 Methods = Mapping[str | type, Sequence[str]] | Sequence[str]
 """Methods of the root, or by FQN, glob, class or class name the methods of other units."""
 
-DOUBLE_WRAP = "double-wrap"
-"""The diagnosis of a method that is registered and that forward dispatches to."""
+DOUBLE_WRAP = "double-wrap"  # The diagnosis of a method that is registered and that forward dispatches to
 
 
 class DoubleWrapError(UsageError):

@@ -35,10 +35,8 @@ Shapes = Mapping[str, tuple[int, ...] | None]
 class Match:
     """Which tensors of a checkpoint a model gets."""
 
-    found: Mapping[str, Whole] = field(default_factory=dict)
-    """Name of the model → what to read."""
-    left: tuple[str, ...] = ()
-    """FQNs of the checkpoint that are left over."""
+    found: Mapping[str, Whole] = field(default_factory=dict)  # Name of the model → what to read
+    left: tuple[str, ...] = ()  # FQNs of the checkpoint that are left over
     whose: str = ""
     """By whose map the names are found; empty where they are those of the file, perhaps under another root."""
 
@@ -216,13 +214,10 @@ def describe_misfit(missing: Collection[str], unexpected: Collection[str]) -> st
 class LiveArchitecture:
     """A class of transformers, with its config."""
 
-    expected: Expected
-    """Its rules and base prefix; names, ties and counts only where the table knows it."""
+    expected: Expected  # Its rules and base prefix; names, ties and counts only where the table knows it
     config: Mapping[str, object]
-    source: str
-    """Of which transformers the rules are."""
-    is_known: bool
-    """The table has it, so that `ckpt shard` and `ckpt gather` go by the same rules."""
+    source: str  # Of which transformers the rules are
+    is_known: bool  # The table has it, so that `ckpt shard` and `ckpt gather` go by the same rules
 
 
 def architecture_of(model: nn.Module) -> LiveArchitecture | None:

@@ -198,12 +198,10 @@ def load_quantised(
     return report
 
 
-Names = Callable[[str], str | None]
-"""From a name of the model to the one in the checkpoint."""
+Names = Callable[[str], str | None]  # From a name of the model to the one in the checkpoint
 
 
-Layers = Mapping[str, tuple[nn.Module, QuantisedLayer]]
-"""Name in the checkpoint → 4-bit layer, and what it is."""
+Layers = Mapping[str, tuple[nn.Module, QuantisedLayer]]  # Name in the checkpoint → 4-bit layer, and what it is
 
 
 def _layers_of(root: nn.Module, names: Names) -> Layers:

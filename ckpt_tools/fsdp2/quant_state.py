@@ -22,14 +22,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckpt_tools.errors import UnreadableError, UsageError
 
-BLOCK_ELEMS = 64
-"""Weights that share a scale: bitsandbytes' default on every device."""
-NESTED_BLOCK_ELEMS = 256
-"""Scales that share a scale, with double quantisation."""
-TEXT_PREFIX = "quant_state.bitsandbytes__"
-"""Of the part that holds a JSON text as bytes; the quant type follows."""
-MAX_TEXT_BYTES = 4096
-"""Largest such text that is read; real ones have some 170 bytes."""
+BLOCK_ELEMS = 64  # Weights that share a scale: bitsandbytes' default on every device
+NESTED_BLOCK_ELEMS = 256  # Scales that share a scale, with double quantisation
+TEXT_PREFIX = "quant_state.bitsandbytes__"  # Of the part that holds a JSON text as bytes; the quant type follows
+MAX_TEXT_BYTES = 4096  # Largest such text that is read; real ones have some 170 bytes
 _DTYPES = ("float32", "float16", "bfloat16")
 _ATTRIBUTE = "ckpt_quantised"
 
@@ -38,18 +34,12 @@ _ATTRIBUTE = "ckpt_quantised"
 class QuantisedLayer:
     """What a 4-bit layer is, kept on the layer; the only thing that changes is the text's length."""
 
-    fqn: str
-    """When it was quantised, for messages."""
-    shape: tuple[int, int]
-    """(out, in) of the weights."""
-    quant_type: str
-    """nf4 or fp4."""
-    storage: torch.dtype
-    """Of the packed tensor."""
-    double_quant: bool
-    """The scales are quantised too."""
-    text_nbytes: int | None = None
-    """Length of the text that a load will bring, once known."""
+    fqn: str  # When it was quantised, for messages
+    shape: tuple[int, int]  # (out, in) of the weights
+    quant_type: str  # nf4 or fp4
+    storage: torch.dtype  # Of the packed tensor
+    double_quant: bool  # The scales are quantised too
+    text_nbytes: int | None = None  # Length of the text that a load will bring, once known
 
     @property
     def text_key(self) -> str:

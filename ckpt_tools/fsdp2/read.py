@@ -26,10 +26,8 @@ class Whole:
     """A tensor to read: one of the checkpoint's, or parts of several put together."""
 
     fqn: str
-    mosaic: Mosaic
-    """How it is put together."""
-    entries: Mapping[str, TensorEntry]
-    """FQN → tensor of the checkpoint; those of the mosaic are among them."""
+    mosaic: Mosaic  # How it is put together
+    entries: Mapping[str, TensorEntry]  # FQN → tensor of the checkpoint; those of the mosaic are among them
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -73,8 +73,7 @@ class _Saving(Future[None]):
             self.set_result(None)
 
 
-_last: _Saving | None = None
-"""The save that runs in the background, or the last one that did."""
+_last: _Saving | None = None  # The save that runs in the background, or the last one that did
 _groups: list[dist.ProcessGroup | None] = [None, None]
 """The default group, and the group of all its ranks for saves in the background."""
 

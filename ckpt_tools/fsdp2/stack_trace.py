@@ -28,10 +28,8 @@ class StackLine:
     """One line of a traceback, outermost first."""
 
     frame: FrameType
-    number: int
-    """Line that runs, or raised."""
-    lasti: int
-    """Instruction that runs, in bytes of code."""
+    number: int  # Line that runs, or raised
+    lasti: int  # Instruction that runs, in bytes of code
 
     @property
     def code(self) -> CodeType:
@@ -61,20 +59,16 @@ class MethodCall:
     module: nn.Module
     method: str
     line: StackLine
-    caller: StackLine | None
-    """The nearest line outside of PyTorch that led to it."""
+    caller: StackLine | None  # The nearest line outside of PyTorch that led to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """What was running when an exception was raised."""
 
-    lines: tuple[StackLine, ...]
-    """Outermost first."""
-    calls: tuple[MethodCall, ...]
-    """Methods of modules among them."""
-    entered: tuple[nn.Module, ...]
-    """Modules whose hooks ran: called as `module(...)` or through a registered method."""
+    lines: tuple[StackLine, ...]  # Outermost first
+    calls: tuple[MethodCall, ...]  # Methods of modules among them
+    entered: tuple[nn.Module, ...]  # Modules whose hooks ran: called as `module(...)` or through a registered method
 
     @property
     def site(self) -> str:

@@ -9,8 +9,7 @@ from torch import nn
 from ckpt_tools.checkpoint.globs import find_named
 from ckpt_tools.checkpoint.transform import strip_wrappers
 
-Ties = tuple[tuple[str, ...], ...]
-"""Groups of FQNs, each of one parameter, in the order of the module tree."""
+Ties = tuple[tuple[str, ...], ...]  # Groups of FQNs, each of one parameter, in the order of the module tree
 
 
 def tied_groups(model: nn.Module) -> Ties:

@@ -32,15 +32,11 @@ from ckpt_tools.fsdp2.compare import Trace, read_structure
 from ckpt_tools.fsdp2.internals import shown
 from ckpt_tools.text import first_few
 
-_MAX_DEPTH = 3
-"""Levels of attributes that are searched for hidden tensors."""
-_PATIENCE_S = 1.0
-"""What other ranks get to stop writing their traces."""
-_MAX_SAMPLE_ELEMS = 4096
-"""Elements of every parameter that a step is compared on."""
+_MAX_DEPTH = 3  # Levels of attributes that are searched for hidden tensors
+_PATIENCE_S = 1.0  # What other ranks get to stop writing their traces
+_MAX_SAMPLE_ELEMS = 4096  # Elements of every parameter that a step is compared on
 Mode = Literal["grad", "no_grad", "reentrant"]
-_MAX_EVENTS = 200_000
-"""Events that are kept in memory; a watch is for some steps, not for a training run."""
+_MAX_EVENTS = 200_000  # Events that are kept in memory; a watch is for some steps, not for a training run
 
 
 class Watch:

@@ -23,20 +23,16 @@ from ckpt_tools.text import escape_name
 if TYPE_CHECKING:
     import jinja2
 
-Library = Literal["peft", "diffusers", "transformers"]
-"""Which library loads the weights; the hub shows its snippet."""
-Row = tuple[str, str, str]
-"""(what, value, where it came from)."""
-MAX_CARD_BYTES = 4 << 20
-"""A README above this size is left as it is."""
+Library = Literal["peft", "diffusers", "transformers"]  # Which library loads the weights; the hub shows its snippet
+Row = tuple[str, str, str]  # (what, value, where it came from)
+MAX_CARD_BYTES = 4 << 20  # A README above this size is left as it is
 LISTS = ("tags", "language", "datasets", "widget")
 """Keys of which a card that is there gets what was asked for beside what it has."""
 _SECTION = re.compile(r"<!-- ckpt:([a-z]+) -->.*?<!-- /ckpt:\1 -->", re.DOTALL)
 _MARKUP = re.compile(r"""[\\`*_\[\]<>|&~$#!:@(){}"']""")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}", re.ASCII)
 _PLAIN = re.compile(r"[\w./-]{1,255}", re.ASCII)
-_BASE_PLACEHOLDER = "path/or/id/of/the/base-model"
-"""Stands in the code where the base model is not known by a hub id."""
+_BASE_PLACEHOLDER = "path/or/id/of/the/base-model"  # Stands in the code where the base model is not known by a hub id
 _VLLM_RANKS = (16, 32, 64, 128, 256, 320, 512)
 """Source: vLLM, config/lora.py: what --max-lora-rank takes, from its default on."""
 _MADE = {"quantized": "Quantized from", "merge": "Merged from", "finetune": "Trained from"}
@@ -46,23 +42,16 @@ _MADE = {"quantized": "Quantized from", "merge": "Merged from", "finetune": "Tra
 class LoadFacts:
     """What the code needs to know beyond the names."""
 
-    is_adapter: bool = False
-    """There is a base model to load first."""
+    is_adapter: bool = False  # There is a base model to load first
     auto_class: str | None = None
     """Class of transformers that loads the model (for an adapter: its base); AutoModel by default."""
     has_tokenizer: bool = False
-    weight_name: str | None = None
-    """File name of a LoRA, where it is not the one that its library looks for."""
-    is_pipeline: bool = False
-    """A whole diffusers pipeline, not one of its models."""
-    model_class: str | None = None
-    """Class of diffusers that loads a single model."""
-    component: str | None = None
-    """What a diffusers pipeline calls the model that an adapter of PEFT's is for."""
-    rank: int | None = None
-    """The adapter's largest."""
-    loaders: tuple[str, ...] = ()
-    """Others that take the adapter, as check-lora names them."""
+    weight_name: str | None = None  # File name of a LoRA, where it is not the one that its library looks for
+    is_pipeline: bool = False  # A whole diffusers pipeline, not one of its models
+    model_class: str | None = None  # Class of diffusers that loads a single model
+    component: str | None = None  # What a diffusers pipeline calls the model that an adapter of PEFT's is for
+    rank: int | None = None  # The adapter's largest
+    loaders: tuple[str, ...] = ()  # Others that take the adapter, as check-lora names them
 
 
 class Sample(NamedTuple):

@@ -27,14 +27,10 @@ if TYPE_CHECKING:
 Kind = Literal["peft", "diffusers", "transformers", "weights"]
 """What the directory holds, and so which library loads it; weights: tensors that no config says more about."""
 
-ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's; without it nothing loads the adapter."""
-ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-"""PEFT's."""
-DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"
-"""The name under which diffusers looks for a LoRA."""
-PIPELINE_CONFIG = "model_index.json"
-"""Of a diffusers pipeline, whose models lie in directories of their own."""
+ADAPTER_CONFIG = "adapter_config.json"  # PEFT's; without it nothing loads the adapter
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # PEFT's
+DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"  # The name under which diffusers looks for a LoRA
+PIPELINE_CONFIG = "model_index.json"  # Of a diffusers pipeline, whose models lie in directories of their own
 _PART = re.compile(r".+-\d+-of-\d+\.safetensors", re.ASCII)
 _OLD_WEIGHTS = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin", re.ASCII)
 _SINGLE_FILES = ("kohya", "comfyui", "ai-toolkit", "diffusers")

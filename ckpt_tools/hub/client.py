@@ -27,16 +27,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Log = Callable[[str], None]
-WAITS_S = (1.0, 2.0, 4.0, 8.0)
-"""Pauses between the tries of one request: five tries."""
-MAX_CONNECTS = 3
-"""Tries to reach a hub that does not even take the connection."""
+WAITS_S = (1.0, 2.0, 4.0, 8.0)  # Pauses between the tries of one request: five tries
+MAX_CONNECTS = 3  # Tries to reach a hub that does not even take the connection
 SILENCE_TIMEOUT_S = 300.0
 """Without a byte in either direction; a large commit takes the hub a minute. The client's own default is for ever."""
-ASK_FILES = 256
-"""Files in one question about how they will be kept; the hub's own limit."""
-SAMPLE_BYTES = 512
-"""First bytes of a file that it asks for, and tells text from."""
+ASK_FILES = 256  # Files in one question about how they will be kept; the hub's own limit
+SAMPLE_BYTES = 512  # First bytes of a file that it asks for, and tells text from
 
 
 class Hub:

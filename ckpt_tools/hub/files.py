@@ -17,10 +17,8 @@ from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.transfer.execute import Progress
 
-MAX_DEPTH = 32
-"""Directories below the root; deeper ones are refused, not left out."""
-MAX_BLOB_BYTES = 64 << 20
-"""Git's own name is worked out up to this size; the hub keeps nothing as large inside of git."""
+MAX_DEPTH = 32  # Directories below the root; deeper ones are refused, not left out
+MAX_BLOB_BYTES = 64 << 20  # Git's own name is worked out up to this size; the hub keeps nothing as large inside of git
 _STATE = re.compile(
     r"(?:optimizer|scheduler|scaler|rng_state|training_args|random_states)(?:_\d+)*\.(?:pt|pth|bin|pkl)"
     r"|(?:bf16_)?zero_pp_rank_.*_optim_states\.pt",

@@ -13,12 +13,10 @@ import yaml
 
 from ckpt_tools.errors import UnreadableError
 
-CARD_NAME = "README.md"
-"""Where the hub looks for a card."""
+CARD_NAME = "README.md"  # Where the hub looks for a card
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-_OLD_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-"""Of a model from before there were namespaces ("gpt2")."""
+_OLD_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)  # Of a model from before there were namespaces ("gpt2")
 _NO_IDS = (".git", ".", ".safetensors", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 """Ends of what looks like an id and is a file."""
 _CACHE = re.compile(r"(?:^|/)models--([\w.-]+?)--([\w.-]+?)(?:/|$)", re.ASCII)

@@ -15,22 +15,19 @@ if TYPE_CHECKING:
 
 State = Literal["new", "changed", "unchanged", "ignored", "deleted"]
 """ignored: the repository's .gitignore leaves the file out. deleted: on the hub only, and asked to go."""
-Mode = Literal["lfs", "regular"]
-"""How the hub keeps a file: as a large object named by its sha256, or inside of git."""
+Mode = Literal["lfs", "regular"]  # How the hub keeps a file: as a large object named by its sha256, or inside of git
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFile:
     """A file to push, and what it holds."""
 
-    path: str
-    """Relative, with forward slashes."""
+    path: str  # Relative, with forward slashes
     nbytes: int
     sha256: str
     blob_id: str | None
     """Git's name of the content (SHA-1), hexadecimal; None for a file too large to be kept inside of git."""
-    content: bytes | None = None
-    """The bytes themselves where they are not those of a file: the model card."""
+    content: bytes | None = None  # The bytes themselves where they are not those of a file: the model card
 
     def read(self, source: Source, offset: int, nbytes: int) -> bytes:
         """Return a part of it."""
@@ -42,12 +39,9 @@ class LocalFile:
 class Remote:
     """A repository at a revision, as it was at one moment."""
 
-    exists: bool
-    """False: the first push creates it."""
-    private: bool | None = None
-    """None: the hub did not say."""
-    commit: str | None = None
-    """What the revision stands for; None while there is no commit."""
+    exists: bool  # False: the first push creates it
+    private: bool | None = None  # None: the hub did not say
+    commit: str | None = None  # What the revision stands for; None while there is no commit
     files: Mapping[str, RemoteFile]
     """Path → size of the content, and its `oid`: of a large object the sha256, inside of git the blob's id."""
 
@@ -68,15 +62,11 @@ class KeepAnswer(NamedTuple):
 class PlannedFile:
     """One line of the plan."""
 
-    path: str
-    """Relative, the same on both sides."""
-    nbytes: int
-    """Size here; of a file to be deleted, there."""
+    path: str  # Relative, the same on both sides
+    nbytes: int  # Size here; of a file to be deleted, there
     state: State
-    mode: Mode | None
-    """None where the hub was not asked: a repository that does not exist yet, or a file to be deleted."""
-    sha256: str
-    """Of the content; empty for a file to be deleted."""
+    mode: Mode | None  # None where the hub was not asked: a repository that does not exist yet, or a file to be deleted
+    sha256: str  # Of the content; empty for a file to be deleted
 
     @property
     def is_sent(self) -> bool:
@@ -91,32 +81,20 @@ class PushResult:
     directory: str
     repo: str
     url: str
-    revision: str
-    """Branch that was pushed to, or that the pull request is for."""
-    dry_run: bool
-    """True: nothing was sent."""
-    created: bool
-    """The repository was created, or would be."""
-    private: bool | None
-    """Whether the repository is private; None: the hub did not say."""
-    parent: str | None
-    """Commit that the plan was made on."""
-    commit: str | None
-    """The new commit; None when there was nothing to commit."""
-    pull_request: str | None
-    """Where to find the pull request."""
-    files: tuple[PlannedFile, ...]
-    """In the order of their paths."""
-    left_out: tuple[tuple[str, str], ...]
-    """(path, why) of what the directory holds and was not pushed."""
-    num_checked: int
-    """Files whose bytes were read back from the hub."""
+    revision: str  # Branch that was pushed to, or that the pull request is for
+    dry_run: bool  # True: nothing was sent
+    created: bool  # The repository was created, or would be
+    private: bool | None  # Whether the repository is private; None: the hub did not say
+    parent: str | None  # Commit that the plan was made on
+    commit: str | None  # The new commit; None when there was nothing to commit
+    pull_request: str | None  # Where to find the pull request
+    files: tuple[PlannedFile, ...]  # In the order of their paths
+    left_out: tuple[tuple[str, str], ...]  # (path, why) of what the directory holds and was not pushed
+    num_checked: int  # Files whose bytes were read back from the hub
     checked_bytes: int
-    findings: tuple[Finding, ...]
-    """What arrived differently."""
+    findings: tuple[Finding, ...]  # What arrived differently
     notes: tuple[str, ...]
-    seconds: float
-    """From the first request to the last."""
+    seconds: float  # From the first request to the last
 
     @property
     def ok(self) -> bool:

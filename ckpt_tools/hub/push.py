@@ -37,10 +37,8 @@ from ckpt_tools.units import format_size
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-MAX_COMMIT_TRIES = 5
-"""Tries of one commit, after answers that may be overcome."""
-READ_BACK_BYTES = 16 << 20
-"""Of a file that one request reads back."""
+MAX_COMMIT_TRIES = 5  # Tries of one commit, after answers that may be overcome
+READ_BACK_BYTES = 16 << 20  # Of a file that one request reads back
 _XET_BOUNDS = {
     "HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "4",
     "HF_XET_CLIENT_RETRY_BASE_DELAY": "1s",

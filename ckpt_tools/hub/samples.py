@@ -22,18 +22,15 @@ from ckpt_tools.hub.training import ai_toolkit_config, value_at
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import escape_name, first_few
 
-MAX_SAMPLES = 24
-"""Shown in a gallery; of more, the first by name."""
-MAX_SAMPLE_BYTES = 32 << 20
-"""Larger files are no samples."""
+MAX_SAMPLES = 24  # Shown in a gallery; of more, the first by name
+MAX_SAMPLE_BYTES = 32 << 20  # Larger files are no samples
 _MEDIA = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4", ".webm")
 _MAX_TEXT_BYTES = 1 << 20
 _MAX_CHUNKS = 10_000
 _MAX_PROMPT_CHARS = 2_000
 _OF_STEP = re.compile(r".*?__(\d+)_(\d+)\.\w+|(?:.*_)?(e?\d{6})_(\d{2})_\d{14}(?:_\d+)?\.\w+", re.ASCII)
 """Step and index in the names that ai-toolkit, and those that kohya and musubi give."""
-_NEGATIVE = re.compile(r"\n(?:Negative prompt: |Steps: \d)")
-"""Ends the prompt in AUTOMATIC1111's text."""
+_NEGATIVE = re.compile(r"\n(?:Negative prompt: |Steps: \d)")  # Ends the prompt in AUTOMATIC1111's text
 
 
 def add_gallery(directory: str, root: str, local: dict[str, LocalFile]) -> tuple[tuple[Sample, ...], tuple[str, ...]]:

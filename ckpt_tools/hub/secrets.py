@@ -22,21 +22,17 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
-MAX_SEARCHED_BYTES = 1 << 30
-"""Larger files that are no weights are not searched, and named in the notes."""
+MAX_SEARCHED_BYTES = 1 << 30  # Larger files that are no weights are not searched, and named in the notes
 BLOCK_BYTES = 8 << 20
-OVERLAP_BYTES = 8 << 10
-"""Of two blocks that follow each other; longer than any pattern."""
-_MAX_NAMED = 5
-"""Places that an error names."""
+OVERLAP_BYTES = 8 << 10  # Of two blocks that follow each other; longer than any pattern
+_MAX_NAMED = 5  # Places that an error names
 _ALONE = (r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))", r"(?![A-Za-z0-9_])")
 """Before and after a token: no part of a word, other than an escape of JSON."""
 _UUID = re.compile(rb"[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 _RUN_BYTES = bytes(
     ord("a" if chr(byte).isascii() and (chr(byte).isalnum() or chr(byte) in "_-+/=%.~") else " ") for byte in range(256)
 )
-_RUN = b"a" * 20
-"""What a block is searched for once its bytes are only "part of a value" or not: no secret is shorter."""
+_RUN = b"a" * 20  # What a block is searched for once its bytes are only "part of a value" or not: no secret is shorter
 _BEFORE_BYTES, _AFTER_BYTES = 256, 8
 
 

@@ -25,8 +25,7 @@ from ckpt_tools.hub.card import Row
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 
-Paths = Mapping[str, tuple[str, ...]]
-"""Fact → dotted paths of which the first that is there counts."""
+Paths = Mapping[str, tuple[str, ...]]  # Fact → dotted paths of which the first that is there counts
 
 _JSON: Mapping[str, Paths] = {
     "trainer_state.json": {
@@ -71,8 +70,7 @@ _FLAT: Paths = {
     "sequence length": ("sequence_len", "cutoff_len", "max_length"),
     "seed": ("seed",),
 }
-_PROCESS = "config.process.0"
-"""Where ai-toolkit's config.yaml has what it does."""
+_PROCESS = "config.process.0"  # Where ai-toolkit's config.yaml has what it does
 _BASE_KEYS = ("base_model", "model_name_or_path")
 """A YAML file with one of these and a learning rate is axolotl's, LLaMA-Factory's or TRL's."""
 _MAX_BYTES = 64 << 20

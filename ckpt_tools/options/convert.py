@@ -10,8 +10,7 @@ from ckpt_tools.checkpoint.identity import TrainerName
 from ckpt_tools.options import AnyPath, Option, common
 from ckpt_tools.units import parse_size
 
-DEFAULT_MAX_SHARD_SIZE = "5GB"
-"""Largest HF file when nothing else says how to split, as in huggingface_hub."""
+DEFAULT_MAX_SHARD_SIZE = "5GB"  # Largest HF file when nothing else says how to split, as in huggingface_hub
 PartsFrom = Literal["auto", "none", "torchrun", "slurm", "k8s", "mpi"]
 
 

@@ -10,8 +10,7 @@ from ckpt_tools.options import AnyPath, Argument, Option, common
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
 """Of pipelines, by the part of the step that keeps activations."""
-DEFAULT_LORA_RANK = 16
-"""Rank of the adapters when nothing says it."""
+DEFAULT_LORA_RANK = 16  # Rank of the adapters when nothing says it
 _DTYPES = "bf16|f16|f32"
 
 

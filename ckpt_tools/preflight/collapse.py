@@ -27,8 +27,7 @@ from ckpt_tools.text import escape_name
 # Kept are the ratio of heads to key-value heads (up to 8), that of experts to those a token goes to, the kinds of
 # layers, and everything that is no size. Keys are those of transformers' configs (5.23).
 
-NUM_LAYERS = 2
-"""Layers that are left of a uniform stack."""
+NUM_LAYERS = 2  # Layers that are left of a uniform stack
 _MAX_LAYERS = 8  # layers that are left at most, where there are several kinds
 _HEAD_DIM = 16
 _MAX_RATIO = 8
@@ -224,8 +223,7 @@ def _nested(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _nested(value)
 
 
-MAX_RANKS = 4
-"""Ranks of a smoke run on this machine."""
+MAX_RANKS = 4  # Ranks of a smoke run on this machine
 _KEPT = 2  # ranks along an axis that is kept
 _IMPORTANCE = (FSDP_AXIS, "tp", "dp_replicate")
 """Which axes are kept when there are not ranks enough for all, most telling first."""

@@ -18,8 +18,7 @@ from ckpt_tools.transfer.placement.place import cut_entry
 # shares elements with it, whole; its safetensors reader takes slices.
 # Source: `FileSystemReader.read_data` and `HuggingFaceStorageReader._process_read_request` of torch 2.13.
 
-MAX_RANKS = 64
-"""Ranks that are counted; of larger worlds as many, spread evenly."""
+MAX_RANKS = 64  # Ranks that are counted; of larger worlds as many, spread evenly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +77,7 @@ def count_reads(
     )
 
 
-MAX_ELEMS = 12_000_000
-"""Parameters of a model that is tried as it is: more take longer than a minute on a laptop."""
+MAX_ELEMS = 12_000_000  # Parameters of a model that is tried as it is: more take longer than a minute on a laptop
 Kind = Literal["parameter", "buffer", "transient"]
 
 
@@ -89,8 +87,7 @@ class ModelTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    kind: Kind
-    """"buffer" is saved, "transient" is a buffer that is not."""
+    kind: Kind  # "buffer" is saved, "transient" is a buffer that is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +96,14 @@ class FoundTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    fqns: tuple[str, ...]
-    """Its names there; several when the model fuses them."""
+    fqns: tuple[str, ...]  # Its names there; several when the model fuses them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """A model cut down, and whether it runs by itself."""
 
-    path: str | None
-    """Its config.json; None when nothing could be cut so that it runs."""
+    path: str | None  # Its config.json; None when nothing could be cut so that it runs
     num_elems: int = 0
     why: str = ""
 
@@ -118,15 +113,13 @@ class Comparison:
     """A model, and which of a checkpoint's tensors belong to it, by the model's names."""
 
     title: str
-    base_prefix: str
-    """What transformers adds to or takes from a file's names by itself."""
+    base_prefix: str  # What transformers adds to or takes from a file's names by itself
     num_elems: int
     tensors: Mapping[str, ModelTensor]
     ties: tuple[tuple[str, ...], ...]
     found: Mapping[str, FoundTensor] = field(default_factory=dict)
     left: tuple[str, ...] = ()
-    contract: Contract = field(default_factory=Contract)
-    """What loading makes of names that only one side has."""
+    contract: Contract = field(default_factory=Contract)  # What loading makes of names that only one side has
     adapters: tuple[str, ...] = ()
     refused: tuple[str, str | None] | None = None
     trial: Trial | None = None
@@ -140,8 +133,7 @@ class ModelQuestion:
     config: str
     checkpoint: str | None
     mesh: Mesh | None
-    cuts: tuple[str, ...]
-    """Smaller configs, tried in order when the model has more than `MAX_ELEMS` parameters."""
+    cuts: tuple[str, ...]  # Smaller configs, tried in order when the model has more than `MAX_ELEMS` parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,15 +52,11 @@ class HostPath:
 
     path: str
     exists: bool
-    is_rootless: bool = False
-    """Not even the first directory of it is there."""
-    filesystem: str | None = None
-    """nfs4, lustre, ext4, …: of the path, or of the nearest directory above it."""
+    is_rootless: bool = False  # Not even the first directory of it is there
+    filesystem: str | None = None  # nfs4, lustre, ext4, …: of the path, or of the nearest directory above it
     free_bytes: int | None = None
-    problem: str = ""
-    """Why nothing can be written there; "" where it can, or was not tried."""
-    seconds_ahead: float | None = None
-    """What the file system's clock is ahead of this machine's."""
+    problem: str = ""  # Why nothing can be written there; "" where it can, or was not tried
+    seconds_ahead: float | None = None  # What the file system's clock is ahead of this machine's
 
     @property
     def is_shared(self) -> bool:
@@ -82,17 +78,14 @@ class Host:
     torch: str | None = None
     torch_cuda: str | None = None
     nccl: str | None = None
-    memory_bytes: int | None = None
-    """That can still be allocated, within the job's limit."""
+    memory_bytes: int | None = None  # That can still be allocated, within the job's limit
     shm_bytes: int | None = None
     open_files: int | None = None
-    locked_bytes: int | None = None
-    """Memory that a process may lock; -1 for no limit."""
+    locked_bytes: int | None = None  # Memory that a process may lock; -1 for no limit
     processes_left: int | None = None
     """Processes and threads that the job may still start; None where there is no limit."""
     has_infiniband: bool = False
-    has_compat_libraries: bool = False
-    """CUDA's forward-compatible libraries, with which an older driver may do."""
+    has_compat_libraries: bool = False  # CUDA's forward-compatible libraries, with which an older driver may do
     places: Mapping[str, HostPath] = field(default_factory=dict)
     addresses: tuple[str, ...] | None = None
     port_is_free: bool | None = None
@@ -113,14 +106,11 @@ class Needs:
     nodes: int | None = None
     uses_gpus: bool = True
     saves: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    """Files and directories of the data and the model that the config names as paths."""
+    reads: tuple[str, ...] = ()  # Files and directories of the data and the model that the config names as paths
     checkpoint_bytes: int | None = None
     kept: int = 1
-    gathered_bytes: int = 0
-    """What one rank gathers in host memory at a save."""
-    resident_bytes: int = 0
-    """What the ranks of this machine keep in host memory: offloaded parameters and moments."""
+    gathered_bytes: int = 0  # What one rank gathers in host memory at a save
+    resident_bytes: int = 0  # What the ranks of this machine keep in host memory: offloaded parameters and moments
     meeting: tuple[str, int] = ("", 0)
     is_first: bool = True
 

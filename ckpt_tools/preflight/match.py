@@ -33,10 +33,8 @@ from ckpt_tools.storage.locations import absolute, is_directory, is_file, open_s
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 
-COMPARE = "ckpt_tools.preflight.meta_model:compare"
-"""What runs in the child."""
-SAMPLE_BYTES = 128 << 20
-"""Of the smallest tensors, whose values are looked at."""
+COMPARE = "ckpt_tools.preflight.meta_model:compare"  # What runs in the child
+SAMPLE_BYTES = 128 << 20  # Of the smallest tensors, whose values are looked at
 _TIED_BYTES = 1 << 16  # of two tied tensors, to see whether they are the same
 _SAVES_OPTIMIZER: Mapping[str, str] = {
     "torchtitan": "or load only the weights: checkpoint.initial_load_path with initial_load_model_only = true",

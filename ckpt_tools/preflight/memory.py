@@ -44,10 +44,8 @@ class MemoryQuestion:
     options: EstimateOptions | None
     notes: tuple[str, ...] = ()
     why_not: str = ""
-    is_upper: bool = False
-    """The run needs less than is counted: what does not fit here may fit."""
-    assumed: tuple[str, ...] = ()
-    """What the config does not say, and more of which would need more."""
+    is_upper: bool = False  # The run needs less than is counted: what does not fit here may fit
+    assumed: tuple[str, ...] = ()  # What the config does not say, and more of which would need more
     is_part: bool = False
     """Others share the devices with what is counted: the rollout, the reference and the critic with the actor."""
 

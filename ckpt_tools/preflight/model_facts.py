@@ -48,8 +48,7 @@ class Quantization:
 
     method: str
     bits: int | None = None
-    storage: str | None = None
-    """Dtype that the packed bytes pretend to be: uint8, bfloat16, …"""
+    storage: str | None = None  # Dtype that the packed bytes pretend to be: uint8, bfloat16, …
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +59,7 @@ class ModelFacts:
     architecture: str | None = None
     num_layers: int | None = None
     num_heads: int | None = None
-    num_kv_heads: int | None = None
-    """Key and value heads; the query heads where the config names none."""
+    num_kv_heads: int | None = None  # Key and value heads; the query heads where the config names none
     num_experts: int | None = None
     vocab_size: int | None = None
     intermediate_sizes: tuple[int, ...] = ()
@@ -181,8 +179,7 @@ class Sources:
     """What there is to look at."""
 
     model: str | None = None
-    weights: str | None = None
-    """Where the base model's weights are, when they are here."""
+    weights: str | None = None  # Where the base model's weights are, when they are here
     checkpoint: str | None = None
     """What to load: what was passed, else what the config resumes from, else the base model's weights."""
     resumes: bool = False

@@ -11,8 +11,7 @@ _INDEX = re.compile(r"\[(\d+)\]")
 _TABLE = re.compile(r"\s*\[\[?\s*([^\]\[]+?)\s*\]\]?\s*(#.*)?")
 _ASSIGNED = re.compile(r"\s*([\w.\"'-]+)\s*=")
 
-OVERRIDES = "the command line"
-"""Path of what follows `--`."""
+OVERRIDES = "the command line"  # Path of what follows `--`
 
 
 @dataclass(frozen=True, slots=True)

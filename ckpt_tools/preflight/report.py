@@ -37,31 +37,24 @@ class CheckResult:
 class PreflightReport:
     """What `preflight` found."""
 
-    config: str
-    """The config, or several, as the user named them."""
+    config: str  # The config, or several, as the user named them
     framework: str
-    mesh: str | None
-    """The run's mesh; None when the number of ranks is not known, or does not fit."""
-    spec: ParallelSpec | None
-    """What the config asks for; None where it was not read."""
-    checks: tuple[CheckResult, ...]
-    """One per name of `CHECKS`, and "host" where it was asked for."""
+    mesh: str | None  # The run's mesh; None when the number of ranks is not known, or does not fit
+    spec: ParallelSpec | None  # What the config asks for; None where it was not read
+    checks: tuple[CheckResult, ...]  # One per name of `CHECKS`, and "host" where it was asked for
     findings: tuple[Finding, ...]
-    options: Options | None = None
-    """How much of the config is understood; None where it was not read."""
+    options: Options | None = None  # How much of the config is understood; None where it was not read
     estimate: Estimate | None = None
     verify: Verification | None = None
     checkpoint: CheckpointMatch | None = None
     smoke: SmokeReport | None = None
-    not_checked: tuple[str, ...] = ()
-    """What a green report says nothing about."""
+    not_checked: tuple[str, ...] = ()  # What a green report says nothing about
     notes: tuple[str, ...] = ()
     """On what terms something was checked: assumptions of the estimate, what the smoke run folded."""
     configs: tuple[str, ...] = ()
     ignored: tuple[Finding, ...] = ()
     places: Mapping[Finding, Place] = field(default_factory=dict)
-    is_strict: bool = False
-    """Do warnings fail, and checks that could not be made?"""
+    is_strict: bool = False  # Do warnings fail, and checks that could not be made?
     left_out: tuple[CheckName, ...] = ()
 
     @property

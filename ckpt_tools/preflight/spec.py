@@ -21,8 +21,7 @@ class AdapterSpec:
     kind: str = "lora"
     rank: int | None = None
     alpha: float | None = None
-    targets: tuple[str, ...] = ()
-    """Module names or suffixes; empty when the config leaves them to the trainer."""
+    targets: tuple[str, ...] = ()  # Module names or suffixes; empty when the config leaves them to the trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +35,18 @@ class ParallelSpec:
     """Mesh axis (dp_replicate, dp_shard, tp, ep, cp, pp, sp) → size as the config says; -1 is "the rest"."""
     mesh: Mesh | None = None
     """The mesh of `axes` over `world_size` ranks, in rank order; None when they do not fit together."""
-    strategy: str | None = None
-    """full_shard, shard_grad_op, hybrid_shard or no_shard."""
+    strategy: str | None = None  # full_shard, shard_grad_op, hybrid_shard or no_shard
     reshard_after_forward: bool | int | None = None
     param_dtype: str | None = None
     reduce_dtype: str | None = None
-    master_dtype: str | None = None
-    """Of the parameters that the optimizer updates."""
-    offload_params: bool = False
-    """Parameters, gradients and optimizer state live in host memory."""
+    master_dtype: str | None = None  # Of the parameters that the optimizer updates
+    offload_params: bool = False  # Parameters, gradients and optimizer state live in host memory
     offload_optimizer: bool = False
     activation_checkpointing: bool = False
     selective_checkpointing: str | None = None
     """What is run again of it: "op", all but the results of costly operations; or another choice of the trainer's."""
     sequence_parallel: bool = False
-    loss_parallel: bool = False
-    """tp also cuts the logits."""
+    loss_parallel: bool = False  # tp also cuts the logits
     schedule: str | None = None
     micro_batch: int = 1
     wrap_classes: tuple[str, ...] = ()
@@ -60,8 +55,7 @@ class ParallelSpec:
     quantize: str | None = None
     optimizer: str | None = None
     seq_len: int | None = None
-    batch_size: int | None = None
-    """Samples per rank and step."""
+    batch_size: int | None = None  # Samples per rank and step
     wraps_blocks: bool = True
     state_dict_type: str | None = None
     cpu_ram_efficient_loading: bool | None = None

@@ -33,8 +33,7 @@ class _Note:
     """What is removed."""
 
     roots: tuple[str, ...]
-    objects: Mapping[str, str]
-    """Key below the folder → its version."""
+    objects: Mapping[str, str]  # Key below the folder → its version
 
 
 class BucketFolder(Folder):

@@ -46,8 +46,7 @@ _TRASH = re.compile(r"([0-9a-f]{8,9})-([0-9a-f]+)-(.+)", re.ASCII | re.DOTALL)
 _MOST_LINKS = 100_000
 _OWN = (RECORD_NAME, _LOCK_NAME, _PART_NAME, _LINK_NAME)
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_RESERVED_BYTES = 64 << 10
-"""For a record, beside twice what the last one took."""
+_RESERVED_BYTES = 64 << 10  # For a record, beside twice what the last one took
 _COUNTED = re.compile(r"checkpoint_\d+", re.ASCII)
 """accelerate takes whatever lies beside these for one of them, counts it, and may load it as the latest: nothing of
 ckpt's may lie there.

@@ -36,10 +36,8 @@ from ckpt_tools.transfer.task import Look
 
 _SAMPLES, _PIECE_ELEMS = 16, 1 << 16
 _MOST_MOVES = 8
-_FEW = 8
-"""Elements below which a tensor is not judged."""
-_HEAD_BYTES = 16 << 20
-"""Of a file without tensors, what is digested; larger ones have checksums of their own."""
+_FEW = 8  # Elements below which a tensor is not judged
+_HEAD_BYTES = 16 << 20  # Of a file without tensors, what is digested; larger ones have checksums of their own
 _TOKENIZER = re.compile(
     r"(?:.*/)?(?:tokenizer\w*\.(?:json|model)|vocab\.\w+|merges\.txt|special_tokens_map\.json|added_tokens\.json|"
     r"chat_template\.\w+|\w*config\.json|spiece\.model)"
@@ -56,8 +54,7 @@ class Profile:
     """Name of a tensor → rms, largest magnitude, share of elements that equal the one before, and some elements.
 
     That share is 1 for a constant tensor, and about 1/2 where half of it is."""
-    content: str = ""
-    """Digest of every element, and of small files beside them."""
+    content: str = ""  # Digest of every element, and of small files beside them
     moves: tuple[float, ...] = ()
     """By how much the model of it and of its predecessors has changed a step of training, the latest last."""
 

@@ -14,12 +14,9 @@ from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.runs.series import SeriesPlace, parse_name
 from ckpt_tools.storage.locations import is_remote, local, scheme_of
 
-TRASH_PREFIX = ".ckpt-trash-"
-"""What is removed lies below such a name, which no trainer looks for."""
-LATEST_GOOD = "latest-good"
-"""A link to the newest fit checkpoint, in a bucket an object with its name."""
-MAX_READ_BYTES = 64 << 20
-"""Of one document that says something about a checkpoint."""
+TRASH_PREFIX = ".ckpt-trash-"  # What is removed lies below such a name, which no trainer looks for
+LATEST_GOOD = "latest-good"  # A link to the newest fit checkpoint, in a bucket an object with its name
+MAX_READ_BYTES = 64 << 20  # Of one document that says something about a checkpoint
 
 
 class BusyError(CkptError):
@@ -33,8 +30,7 @@ class Facts:
     """What a listing says of a file."""
 
     nbytes: int
-    version: str
-    """Differs when the file was written again: its time of modification, an ETag, what a link leads to."""
+    version: str  # Differs when the file was written again: its time of modification, an ETag, what a link leads to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +38,10 @@ class Saved:
     """A checkpoint as it lies there, whole or not."""
 
     place: SeriesPlace
-    roots: tuple[str, ...]
-    """The files or directories directly in the folder that it consists of."""
-    files: Mapping[str, Facts]
-    """Relative to the folder."""
-    stamp: str
-    """Of names, sizes and times of all files."""
-    oddity: str = ""
-    """Why it cannot be removed: something in it that is not its own."""
+    roots: tuple[str, ...]  # The files or directories directly in the folder that it consists of
+    files: Mapping[str, Facts]  # Relative to the folder
+    stamp: str  # Of names, sizes and times of all files
+    oddity: str = ""  # Why it cannot be removed: something in it that is not its own
 
     @property
     def name(self) -> str:
@@ -72,10 +64,8 @@ class Saved:
 class Listing:
     """What a folder holds at one time."""
 
-    saved: tuple[Saved, ...]
-    """By series, the earliest first."""
-    unknown: tuple[str, ...]
-    """Names that no trainer gives to a checkpoint: they are never touched."""
+    saved: tuple[Saved, ...]  # By series, the earliest first
+    unknown: tuple[str, ...]  # Names that no trainer gives to a checkpoint: they are never touched
     links: Mapping[str, str] = field(default_factory=dict)
     """Name in the folder that a symbolic link leads to → the link."""
     leftovers: Mapping[str, str] = field(default_factory=dict)
@@ -93,10 +83,8 @@ class Folder(ABC):
         path: As the user named it.
     """
 
-    unseen: tuple[str, ...] = ()
-    """What nobody can see here of who uses a checkpoint, in words."""
-    notes: tuple[str, ...] = ()
-    """What the last look has to tell."""
+    unseen: tuple[str, ...] = ()  # What nobody can see here of who uses a checkpoint, in words
+    notes: tuple[str, ...] = ()  # What the last look has to tell
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -22,11 +22,9 @@ class TendingJob:
     """What to tend."""
 
     path: str
-    names: tuple[str, ...] = ()
-    """What was saved, or is being saved."""
+    names: tuple[str, ...] = ()  # What was saved, or is being saved
     settings: Settings
-    patience_s: float
-    """For so long nothing changes before a save counts as given up."""
+    patience_s: float  # For so long nothing changes before a save counts as given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +33,7 @@ class TendingAnswer:
 
     findings: tuple[Finding, ...] = ()
     failed: tuple[str, ...] = ()
-    last_verified: str = ""
-    """Path of the latest good one."""
+    last_verified: str = ""  # Path of the latest good one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

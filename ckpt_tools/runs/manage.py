@@ -26,14 +26,10 @@ from ckpt_tools.storage.run_folder import RECORD_NAME, leased
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
-_MAX_FINDINGS = 20
-"""Of one checkpoint."""
-_SMALL_BYTES = 16 << 20
-"""What is not worth a second thread."""
-_NO_SPACE_BYTES = 64 << 10
-"""With less, the quarantine is emptied at once."""
-_RECORD_S = 10.0
-"""What a killed pass has to verify again at most, beside the checkpoint that it was at."""
+_MAX_FINDINGS = 20  # Of one checkpoint
+_SMALL_BYTES = 16 << 20  # What is not worth a second thread
+_NO_SPACE_BYTES = 64 << 10  # With less, the quarantine is emptied at once
+_RECORD_S = 10.0  # What a killed pass has to verify again at most, beside the checkpoint that it was at
 _RESTORE = "restore it, or resume from another checkpoint"
 
 
@@ -82,16 +78,12 @@ class Settings:
     """What to do with a folder."""
 
     rules: Rules = field(default_factory=Rules)
-    level: Level | None = "values"
-    """How to verify what is new; None: not at all."""
-    quiet_s: float = 10.0
-    """For so long a checkpoint must not have changed before it is read or removed."""
+    level: Level | None = "values"  # How to verify what is new; None: not at all
+    quiet_s: float = 10.0  # For so long a checkpoint must not have changed before it is read or removed
     patience_s: float | None = None
     """For so long one that is not whole must not have changed before it counts as given up; None: twice `quiet_s`."""
-    quarantine_s: float = 86400.0
-    """For so long what was removed can be brought back."""
-    accept: tuple[str, ...] = ()
-    """Names of checkpoints that are fit, whatever sets them apart from those before them."""
+    quarantine_s: float = 86400.0  # For so long what was removed can be brought back
+    accept: tuple[str, ...] = ()  # Names of checkpoints that are fit, whatever sets them apart from those before them
     num_workers: int = 1
     dry_run: bool = False
     send: Mapping[str, Callable[[str, str], None]] = field(default_factory=dict)

@@ -22,23 +22,16 @@ _VERSION = 2
 class Entry:
     """What is known of a checkpoint since it was verified."""
 
-    stamp: str
-    """Of its files' names, sizes and times (on a store their ETags)."""
-    written: str = ""
-    """As `stamp`, of names, sizes and times of modification alone."""
+    stamp: str  # Of its files' names, sizes and times (on a store their ETags)
+    written: str = ""  # As `stamp`, of names, sizes and times of modification alone
     ok: bool
     level: str
-    order: int
-    """Which verification in this folder, counted from 1."""
-    codes: tuple[str, ...] = ()
-    """Of the findings that make it bad."""
-    sent: tuple[str, ...] = ()
-    """Where it was gathered or pushed to."""
-    unfit: tuple[str, ...] = ()
-    """Why it must not succeed the checkpoints before it, though its bytes are right."""
+    order: int  # Which verification in this folder, counted from 1
+    codes: tuple[str, ...] = ()  # Of the findings that make it bad
+    sent: tuple[str, ...] = ()  # Where it was gathered or pushed to
+    unfit: tuple[str, ...] = ()  # Why it must not succeed the checkpoints before it, though its bytes are right
     profile: Profile = field(default_factory=Profile)
-    is_back: bool = False
-    """It was removed, and brought back."""
+    is_back: bool = False  # It was removed, and brought back
 
     @property
     def is_fit(self) -> bool:

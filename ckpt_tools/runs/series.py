@@ -30,12 +30,9 @@ _IN_NAME = re.compile(rf"([A-Za-z_][\w/]*)=({_NUMBER.pattern})(?=[-.]|$)", re.AS
 class SeriesPlace:
     """What a name tells."""
 
-    name: str
-    """Of the checkpoint: that of its file or directory, or what the names of its several files have in common."""
-    series: str
-    """Checkpoints of one series follow each other by their steps."""
-    step: int | None
-    """None where the name has no number: `last.ckpt`."""
+    name: str  # Of the checkpoint: that of its file or directory, or what the names of its several files have in common
+    series: str  # Checkpoints of one series follow each other by their steps
+    step: int | None  # None where the name has no number: `last.ckpt`
 
 
 def parse_name(name: str, *, is_directory: bool) -> SeriesPlace | None:

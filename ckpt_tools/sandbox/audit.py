@@ -39,10 +39,8 @@ SYSTEM_FILES = (
 )
 """What libraries read about the machine they run on."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_IMPORTERS = ("importlib", "_frozen_importlib", "zipimport")
-"""Modules that open what they import."""
-_READERS = ("ckpt_tools.storage.source", "ckpt_tools.storage.safe_open")
-"""Modules that may read a checkpoint."""
+_IMPORTERS = ("importlib", "_frozen_importlib", "zipimport")  # Modules that open what they import
+_READERS = ("ckpt_tools.storage.source", "ckpt_tools.storage.safe_open")  # Modules that may read a checkpoint
 _STARTERS = frozenset(f"multiprocessing.popen_{kind}" for kind in ("fork", "forkserver", "spawn_posix", "spawn_win32"))
 """Modules that are imported when a process is to be started; what they call then raises no event."""
 _UNPICKLERS = "torch.distributed."
@@ -61,18 +59,12 @@ class Breach(BaseException):
 class Sandbox:
     """Where the sandbox ends."""
 
-    subject: str
-    """What is built, for errors: "a LlamaForCausalLM"."""
-    where: str
-    """The config, for errors; escaped."""
-    scratch: str
-    """The one directory that may be written to."""
-    sources: tuple[str, ...] = ()
-    """Checkpoints that ckpt's own readers may read."""
-    foreign: tuple[str, ...] = ()
-    """Directories of strangers: nothing of them may be opened, wherever they lie."""
-    on_breach: Callable[[RefusedConfigError], NoReturn] | None = None
-    """Ends the process; None raises `Breach`."""
+    subject: str  # What is built, for errors: "a LlamaForCausalLM"
+    where: str  # The config, for errors; escaped
+    scratch: str  # The one directory that may be written to
+    sources: tuple[str, ...] = ()  # Checkpoints that ckpt's own readers may read
+    foreign: tuple[str, ...] = ()  # Directories of strangers: nothing of them may be opened, wherever they lie
+    on_breach: Callable[[RefusedConfigError], NoReturn] | None = None  # Ends the process; None raises `Breach`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

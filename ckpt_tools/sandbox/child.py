@@ -34,13 +34,11 @@ from ckpt_tools.text import escape_name
 
 TIMEOUT_S = 300.0
 """What a call may take when nobody says otherwise. Most build a model on the meta device, or read headers."""
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-"""Network interface that ranks of one machine talk over."""
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # Network interface that ranks of one machine talk over
 _LOG_NAME = "log"
 _RESULT_NAME = "result.json"
 _POLL_S = 0.02
-_GRACE_S = 3.0
-"""What a child gets to end what it has started itself; after that everything in its session is killed."""
+_GRACE_S = 3.0  # What a child gets to end what it has started itself; after that everything in its session is killed
 _TAIL_BYTES = 3000
 _PR_SET_PDEATHSIG = 1
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE")
@@ -74,10 +72,8 @@ A = TypeVar("A")
 class Here:
     """Where a child finds itself."""
 
-    directory: str
-    """Private to it and the caller."""
-    parent: int
-    """The caller's process."""
+    directory: str  # Private to it and the caller
+    parent: int  # The caller's process
 
 
 @dataclass(eq=False, repr=False)
@@ -107,8 +103,7 @@ class Child(Generic[A]):
     relief: str = "end what else runs, and try again"
     gpu: bool = False
     sandboxed: bool = False
-    directory: str = field(init=False)
-    """Private to the child and the caller; there once the context is entered."""
+    directory: str = field(init=False)  # Private to the child and the caller; there once the context is entered
 
     @property
     def _name(self) -> str:

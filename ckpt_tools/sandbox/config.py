@@ -19,12 +19,9 @@ _LOADER_HINT = (
     "ckpt builds nothing that loads what a config names; for code that you trust, use --factory pkg.mod:callable"
 )
 _NUMBER_HINT = "is the file damaged? Compare it with the one that the model was published with"
-_MAX_DEPTH = 20
-"""Configs inside of configs."""
-_MAX_ITEMS = 1_000_000
-"""Entries of one list or object: real ones list labels and layers."""
-_MAX_EXPERT_LAYERS = 1_000_000
-"""Experts of all layers together: DeepSeek-V3 has 15 thousand."""
+_MAX_DEPTH = 20  # Configs inside of configs
+_MAX_ITEMS = 1_000_000  # Entries of one list or object: real ones list labels and layers
+_MAX_EXPERT_LAYERS = 1_000_000  # Experts of all layers together: DeepSeek-V3 has 15 thousand
 
 
 def check_config(config: Mapping[str, object], where: str) -> None:

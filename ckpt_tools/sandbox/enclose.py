@@ -21,10 +21,8 @@ from ckpt_tools.sandbox.audit import Sandbox, code_directories, raise_audit
 class Limits:
     """What a process may take. None: as much as there is."""
 
-    memory_bytes: int | None = None
-    """Of its own memory, above what it has now."""
-    cpu_s: int | None = None
-    """Seconds of computing, beyond those it has used."""
+    memory_bytes: int | None = None  # Of its own memory, above what it has now
+    cpu_s: int | None = None  # Seconds of computing, beyond those it has used
 
 
 def enter_sandbox(sandbox: Sandbox, limits: Limits, *, kernel: bool = True) -> tuple[str, ...]:
@@ -75,8 +73,7 @@ _EXECUTE = 1 << 0
 _READ = _READ_FILE | _READ_DIR
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | _IOCTL_DEV
 """Accesses that a rule on a file, and no directory, may name."""
-_NUM_ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15}
-"""ABI → number of file accesses that it knows; 16 from the fifth on."""
+_NUM_ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15}  # ABI → number of file accesses that it knows; 16 from the fifth on
 _TCP = 1 << 0 | 1 << 1
 _SCOPES = 1 << 0 | 1 << 1
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")

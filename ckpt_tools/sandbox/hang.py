@@ -17,8 +17,7 @@ _LIBRARY = re.compile(r"/(torch|ckpt_tools|threading\.py|multiprocessing|concurr
 _WAITS = re.compile(
     r"all_gather|all_reduce|reduce_scatter|barrier|broadcast|_object|gather|scatter|send|recv|wait|monitored"
 )
-MAX_STACK_CHARS = 20_000
-"""Of a dump that is kept."""
+MAX_STACK_CHARS = 20_000  # Of a dump that is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +37,7 @@ class Hang:
     """Ranks that do not go on."""
 
     finding: Finding
-    culprits: tuple[int, ...]
-    """Ranks that do not wait for the others, but do something else."""
+    culprits: tuple[int, ...]  # Ranks that do not wait for the others, but do something else
 
 
 def parse_stack(text: str) -> tuple[Place, ...]:

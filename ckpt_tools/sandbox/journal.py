@@ -27,16 +27,13 @@ class Event:
     kind: Literal["phase", "done", "skip", "finding", "fact", "note", "error"]
     """A phase begun, ended or left out; a finding; a value for the report; a remark; an error that ends the run."""
     time: float = field(default_factory=time.time)
-    name: str = ""
-    """Of the phase, or of the fact."""
+    name: str = ""  # Of the phase, or of the fact
     ok: bool = True
     seconds: float = 0.0
-    what: str = ""
-    """What was done, why not, or the remark."""
+    what: str = ""  # What was done, why not, or the remark
     finding: Finding | None = None
     value: object = None
-    error: Mapping[str, str | None] | None = None
-    """As `wire.error_to_json` tells it."""
+    error: Mapping[str, str | None] | None = None  # As `wire.error_to_json` tells it
 
 
 class Journal:

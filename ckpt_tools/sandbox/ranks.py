@@ -18,8 +18,7 @@ from ckpt_tools.sandbox.hang import MAX_STACK_CHARS, describe_hang, parse_stack
 from ckpt_tools.sandbox.journal import Journal, RankLog, events_path, read_events
 
 _POLL_S = 0.05
-_GRACE_S = 4.0
-"""What the other ranks get to end once one has failed: mostly they wait for it."""
+_GRACE_S = 4.0  # What the other ranks get to end once one has failed: mostly they wait for it
 
 
 @dataclass(slots=True)
@@ -28,12 +27,10 @@ class Outcome:
 
     logs: dict[int, RankLog]
     findings: list[Finding] = field(default_factory=list)
-    stacks: dict[int, str] = field(default_factory=dict)
-    """After a hang."""
+    stacks: dict[int, str] = field(default_factory=dict)  # After a hang
     has_parted: bool = False
     """Ranks waited for each other in different places, or aborted: gloo does when they send what does not fit."""
-    has_lost_rank: bool = False
-    """A rank was ended from outside, or has crashed."""
+    has_lost_rank: bool = False  # A rank was ended from outside, or has crashed
 
     def add_ends(
         self, ended: Mapping[int, int | None], *, relief: str, tail: Callable[[int], str] = lambda _: ""

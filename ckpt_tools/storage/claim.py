@@ -16,8 +16,7 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
 from ckpt_tools.storage.joined import CLAIM_NAME, MAX_CLAIM_BYTES, SHARED_DIRECTORY, BuildClaim
 
 STAGING_PREFIX = ".ckpt-tmp-"
-NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
-"""What flock answers on file systems without locks."""
+NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)  # What flock answers on file systems without locks
 _PATIENCE_S = 2.0
 
 

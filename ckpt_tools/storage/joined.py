@@ -28,12 +28,9 @@ class BuildClaim:
     version: str = __version__
     host: str = ""
     pid: int = 0
-    time: float = 0.0
-    """Seconds since 1970."""
-    nonce: str = ""
-    """Tells this claim from any other."""
-    command: str = ""
-    """What builds it, in JSON, for whoever comes to publish it; "" where that cannot be said."""
+    time: float = 0.0  # Seconds since 1970
+    nonce: str = ""  # Tells this claim from any other
+    command: str = ""  # What builds it, in JSON, for whoever comes to publish it; "" where that cannot be said
 
     @classmethod
     def new(cls, fingerprint: str, num_parts: int, command: str = "") -> BuildClaim:

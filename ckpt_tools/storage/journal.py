@@ -14,24 +14,20 @@ import zlib
 from dataclasses import dataclass
 
 JOURNAL_NAME = ".ckpt-journal"
-MAX_JOURNAL_BYTES = 1 << 28
-"""A larger one is not read (2²⁸ bytes are some three million blocks, 12 TB)."""
-MAX_LINE_BYTES = 1 << 20
-"""A longer line counts for nothing."""
+MAX_JOURNAL_BYTES = 1 << 28  # A larger one is not read (2²⁸ bytes are some three million blocks, 12 TB)
+MAX_LINE_BYTES = 1 << 20  # A longer line counts for nothing
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
     """A block that was written."""
 
-    digest: str
-    """Hexadecimal digest of its bytes."""
+    digest: str  # Hexadecimal digest of its bytes
     reads: tuple[tuple[int, int, int, int], ...]
     """(chunk, offset, bytes, CRC-32) of every part that was read of a source chunk with a recorded CRC-32."""
 
 
-Records = dict[tuple[int, int], BlockRecord]
-"""(tensor, block) → record; both count in the order of the plan."""
+Records = dict[tuple[int, int], BlockRecord]  # (tensor, block) → record; both count in the order of the plan
 
 
 def read_journal(directory: str, fingerprint: str) -> Records | None:

@@ -15,18 +15,15 @@ from typing import NamedTuple, TextIO
 
 RECORD_NAME = ".ckpt-tend.json"
 LEASE_PREFIX = ".ckpt-lease-"
-LEASE_S = 3600.0
-"""For so long the lease of another machine is no stale one."""
-_MOST_LEVELS = 4
-"""By which what is read lies below the run's folder."""
+LEASE_S = 3600.0  # For so long the lease of another machine is no stale one
+_MOST_LEVELS = 4  # By which what is read lies below the run's folder
 
 
 class Home(NamedTuple):
     """A directory for files of ckpt's own."""
 
     directory: str
-    tag: str
-    """What their names have to tell from those of other folders; with "-"."""
+    tag: str  # What their names have to tell from those of other folders; with "-"
 
     def path(self, file: str) -> str:
         """Return where a file lies."""

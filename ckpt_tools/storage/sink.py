@@ -15,22 +15,14 @@ from ckpt_tools.storage.source import Source
 class Sink(ABC):
     """A directory under construction; see `Staging`, which is one on this machine."""
 
-    destination: str
-    """What `publish` makes appear, for messages."""
-    records: Records
-    """What an interrupted run of the same fingerprint had written, after `begin`."""
-    found_other: bool = False
-    """`begin` has removed the work of another run."""
-    is_published: bool = False
-    """The destination is complete."""
-    left_behind: str | None = None
-    """The old checkpoint, when it is replaced and could not be removed."""
-    goes_front_to_back: bool = False
-    """Files are sent in the order of their bytes: what comes early is held in memory."""
-    not_checked: tuple[str, ...] = ()
-    """What of the result was not compared with what was sent."""
-    notes: tuple[str, ...] = ()
-    """What to tell people of how it was written."""
+    destination: str  # What `publish` makes appear, for messages
+    records: Records  # What an interrupted run of the same fingerprint had written, after `begin`
+    found_other: bool = False  # `begin` has removed the work of another run
+    is_published: bool = False  # The destination is complete
+    left_behind: str | None = None  # The old checkpoint, when it is replaced and could not be removed
+    goes_front_to_back: bool = False  # Files are sent in the order of their bytes: what comes early is held in memory
+    not_checked: tuple[str, ...] = ()  # What of the result was not compared with what was sent
+    notes: tuple[str, ...] = ()  # What to tell people of how it was written
 
     def __enter__(self) -> Self:
         return self
@@ -118,8 +110,7 @@ class SharedSink(Sink):
     nobody takes for a part of the checkpoint. Nothing else passes between processes, and any of them may be the last.
     """
 
-    command: str = ""
-    """What builds it, for the claim; see `storage.joined`."""
+    command: str = ""  # What builds it, for the claim; see `storage.joined`
 
     @abstractmethod
     def find_claim(self) -> BuildClaim | None:

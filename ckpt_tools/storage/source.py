@@ -22,16 +22,12 @@ from ckpt_tools.text import is_plain_path
 
 T = TypeVar("T")
 
-MAX_OPEN_FILES = 256
-"""Descriptors that one cache keeps open; least recently used ones are closed first."""
+MAX_OPEN_FILES = 256  # Descriptors that one cache keeps open; least recently used ones are closed first
 MAX_FILES = 1_000_000
-MAX_LISTED_DEPTH = 3
-"""Directories below the root in which files are looked for."""
-OPEN_FILES_HINT = "raise the limit of open files: ulimit -n 4096"
-"""What to do about EMFILE and ENFILE."""
+MAX_LISTED_DEPTH = 3  # Directories below the root in which files are looked for
+OPEN_FILES_HINT = "raise the limit of open files: ulimit -n 4096"  # What to do about EMFILE and ENFILE
 
-_OTHER_DESCRIPTORS = 12
-"""Descriptors that are needed beside those caches: streams, the journal, directories."""
+_OTHER_DESCRIPTORS = 12  # Descriptors that are needed beside those caches: streams, the journal, directories
 
 _Identity = tuple[int, int, int, int]
 
@@ -94,10 +90,8 @@ class Lease:
 class Source(ABC):
     """The files below one root, read only."""
 
-    root: str
-    """As the user named it, for messages and to find what lies beside; never with a secret in it."""
-    notes: tuple[str, ...] = ()
-    """What people should know of how it is read."""
+    root: str  # As the user named it, for messages and to find what lies beside; never with a secret in it
+    notes: tuple[str, ...] = ()  # What people should know of how it is read
 
     def __enter__(self) -> Self:
         return self

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.transfer.counts import count_values
 
-Array = NDArray[Any]
-"""Of any of the types below."""
+Array = NDArray[Any]  # Of any of the types below
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any] | None:

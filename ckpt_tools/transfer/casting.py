@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 _PIECE_ELEMS = 1 << 17
 """Cast at once: half a megabyte. Less stays in the cache, and more threads wait for Python's lock (a merge took 13 %
 longer)."""
-_ROOM = threading.local()
-"""Of each thread: what casts use again and again."""
-_SUBNORMAL = 113 << 23
-"""Exponent bits in float32 of 2**-14, below which float16 has steps of one size."""
-_TOO_LARGE = 143 << 23
-"""Those of 2**16, beyond float16."""
+_ROOM = threading.local()  # Of each thread: what casts use again and again
+_SUBNORMAL = 113 << 23  # Exponent bits in float32 of 2**-14, below which float16 has steps of one size
+_TOO_LARGE = 143 << 23  # Those of 2**16, beyond float16
 
 
 def cast(source: memoryview, source_dtype: DType, target: memoryview, target_dtype: DType) -> None:

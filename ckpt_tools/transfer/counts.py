@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.transfer.threads import make_room_for_numpy
 
-_PIECE_BYTES = 4 << 20
-"""What is looked at together: temporary memory is twice as much."""
+_PIECE_BYTES = 4 << 20  # What is looked at together: temporary memory is twice as much
 _FEW_BYTES = 16 << 10
 """So few are counted in Python where numpy is not there yet: to import it takes a tenth of a second."""
 
@@ -69,10 +68,8 @@ class _BitPattern(NamedTuple):
 
     strange: int | None = None
     """The smallest magnitude that is not finite: an infinity, or NaN of a type without one; None where all are."""
-    has_inf: bool = False
-    """It is an infinity, and what lies above is NaN."""
-    nan: int | None = None
-    """The only NaN of a type that has no magnitudes."""
+    has_inf: bool = False  # It is an infinity, and what lies above is NaN
+    nan: int | None = None  # The only NaN of a type that has no magnitudes
     has_zero: bool = True
 
 

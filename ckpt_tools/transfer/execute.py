@@ -56,10 +56,8 @@ class Outcome:
     """File → digest of what was written around its payloads (`framing`); of those that hold such things."""
     bytes_read: int = 0
     bytes_written: int = 0
-    bytes_kept: int = 0
-    """Logical bytes that an interrupted run had written, and that were read back and found right."""
-    chunks_checked: int = 0
-    """Source chunks whose CRC-32 was compared with their writer's."""
+    bytes_kept: int = 0  # Logical bytes that an interrupted run had written, and that were read back and found right
+    chunks_checked: int = 0  # Source chunks whose CRC-32 was compared with their writer's
 
 
 class _Execution:

@@ -17,8 +17,7 @@ _STARTERS: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 """Variables with index and count; the first pair that is set counts."""
 _OF_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_FIRST = {"SLURM_ARRAY_TASK_ID": "SLURM_ARRAY_TASK_MIN"}
-"""Index → variable with the smallest one."""
+_FIRST = {"SLURM_ARRAY_TASK_ID": "SLURM_ARRAY_TASK_MIN"}  # Index → variable with the smallest one
 
 
 def parse_part(text: str) -> Part:

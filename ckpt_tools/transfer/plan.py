@@ -37,14 +37,10 @@ class Copy(NamedTuple):
     """One box of one tensor, to be written at one place. A tuple: a plan has millions, and they are made faster."""
 
     source: TensorEntry
-    dtype: DType
-    """Element type to write; casts when it is not the source's."""
-    box: Box
-    """Elements of the global tensor."""
-    offset: int
-    """First byte of the payload in the destination file."""
-    encoding: Encoding = "raw"
-    """What surrounds the payload."""
+    dtype: DType  # Element type to write; casts when it is not the source's
+    box: Box  # Elements of the global tensor
+    offset: int  # First byte of the payload in the destination file
+    encoding: Encoding = "raw"  # What surrounds the payload
 
     @property
     def nbytes(self) -> int:
@@ -56,14 +52,11 @@ class Copy(NamedTuple):
 class FilePlan:
     """One file to write."""
 
-    file: str
-    """Name relative to the destination."""
+    file: str  # Name relative to the destination
     nbytes: int
     copies: tuple[Copy, ...]
-    head: bytes = b""
-    """Fixed bytes at the beginning (a safetensors header)."""
-    seal: Seal | None = None
-    """What closes a file that holds the CRC-32s of its payloads (an archive)."""
+    head: bytes = b""  # Fixed bytes at the beginning (a safetensors header)
+    seal: Seal | None = None  # What closes a file that holds the CRC-32s of its payloads (an archive)
 
 
 @dataclass(frozen=True)
@@ -74,14 +67,10 @@ class Plan:
         UnreadableError: The source's chunks do not tile a tensor exactly.
     """
 
-    source: Checkpoint
-    """Chunks are raw (see `Opened.resolve`)."""
-    target: Checkpoint
-    """Tensors with the source's FQNs and shapes; dtypes may differ (casts)."""
-    heads: Mapping[str, bytes]
-    """File → fixed bytes at its beginning."""
-    seals: Mapping[str, Seal] = field(default_factory=dict)
-    """File → what closes it."""
+    source: Checkpoint  # Chunks are raw (see `Opened.resolve`)
+    target: Checkpoint  # Tensors with the source's FQNs and shapes; dtypes may differ (casts)
+    heads: Mapping[str, bytes]  # File → fixed bytes at its beginning
+    seals: Mapping[str, Seal] = field(default_factory=dict)  # File → what closes it
 
     def __post_init__(self) -> None:
         for entry in self.source.tensors:

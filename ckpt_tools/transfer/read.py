@@ -18,8 +18,7 @@ from ckpt_tools.transfer.casting import cast
 from ckpt_tools.transfer.plan import blocks_of, chunk_index
 from ckpt_tools.transfer.strides import MAX_WASTE, StridedPart, byte_box, is_contiguous, move, row_major, start_of
 
-ALIGNMENT = 64
-"""Bytes of a cache line: positions that differ by a multiple of it are aligned alike."""
+ALIGNMENT = 64  # Bytes of a cache line: positions that differ by a multiple of it are aligned alike
 _WORTH_ALIGNING_BYTES = 64 << 10
 _CRC_PASS_BYTES = 4 << 20
 
@@ -101,15 +100,12 @@ class Read(NamedTuple):
     """A run that was read of a chunk."""
 
     chunk: Chunk
-    start: int
-    """First byte in the chunk's payload."""
+    start: int  # First byte in the chunk's payload
     nbytes: int
-    crc32: int | None
-    """CRC-32 of the run, when the chunk's writer recorded one."""
+    crc32: int | None  # CRC-32 of the run, when the chunk's writer recorded one
 
 
-Parts = list[tuple[int, int, int]]
-"""(first byte, bytes, CRC-32) of runs of one payload, in any order."""
+Parts = list[tuple[int, int, int]]  # (first byte, bytes, CRC-32) of runs of one payload, in any order
 
 
 def combine_crcs(parts: Parts) -> tuple[int, int]:

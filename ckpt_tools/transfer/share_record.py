@@ -19,41 +19,35 @@ from ckpt_tools.transfer.counts import Counts
 
 SCHEMA_VERSION = 2
 MAX_RECORD_BYTES = 256 << 20
-MAX_PARTS = 1 << 20
-"""Processes that may share a conversion."""
+MAX_PARTS = 1 << 20  # Processes that may share a conversion
 _MAX_CONTAINERS = 8_000_000
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _CHECKSUM_BYTES = len('"checksum": "", ') + 32
 _WHAT = "the record of a part"
 
-Run = tuple[int, int, int]
-"""(first byte, bytes, CRC-32)."""
+Run = tuple[int, int, int]  # (first byte, bytes, CRC-32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
     """What a share saw of a tensor of which others have parts too."""
 
-    digests: Mapping[int, str] = field(default_factory=dict)
-    """Block that the share owns → its digest."""
+    digests: Mapping[int, str] = field(default_factory=dict)  # Block that the share owns → its digest
     runs: Mapping[int, tuple[Run, ...]] = field(default_factory=dict)
     """Block of which several shares have parts → itself, where this one read it whole, and what it wrote of it."""
     sources: tuple[tuple[tuple[int, ...], tuple[Run, ...]], ...] = ()
     """(offsets of a source chunk with a recorded CRC-32, what was read of it for blocks that the share owns)."""
     stored: Mapping[int, str] = field(default_factory=dict)
     """Block as the source stores it, of a tensor that is cast, that begins in an owned block → its digest."""
-    counts: Counts | None = None
-    """What the values of the owned blocks are like, where they can be counted."""
+    counts: Counts | None = None  # What the values of the owned blocks are like, where they can be counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFile:
     """A file that a share wrote."""
 
-    identity: Mapping[str, object]
-    """What tells it from any other of its name; see `SharedSink.identity`."""
-    frames: str | None = None
-    """Digest of what lies around its payloads; None when there is nothing."""
+    identity: Mapping[str, object]  # What tells it from any other of its name; see `SharedSink.identity`
+    frames: str | None = None  # Digest of what lies around its payloads; None when there is nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +57,14 @@ class ShareRecord:
     fingerprint: str
     index: int
     count: int
-    number: int = 0
-    """Of the pass."""
+    number: int = 0  # Of the pass
     files: Mapping[str, PartFile] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)
-    """Tensor that the share has whole → digest."""
-    counts: Mapping[str, Counts] = field(default_factory=dict)
-    """Of those."""
+    digests: Mapping[str, str] = field(default_factory=dict)  # Tensor that the share has whole → digest
+    counts: Mapping[str, Counts] = field(default_factory=dict)  # Of those
     parts: Mapping[str, TensorPart] = field(default_factory=dict)
     stored: Mapping[str, str] = field(default_factory=dict)
     """Tensor that the share read whole, and that is cast or written in parts → digest of what was read."""
-    chunks_checked: int = 0
-    """Source chunks whose CRC-32 was compared with their writer's."""
+    chunks_checked: int = 0  # Source chunks whose CRC-32 was compared with their writer's
     schema_version: int = SCHEMA_VERSION
 
 

@@ -15,8 +15,7 @@ from ckpt_tools.checkpoint.layout import Blocks, Box, BoxIndex
 class Part:
     """Which of the processes that share a conversion this is."""
 
-    index: int
-    """From 0."""
+    index: int  # From 0
     count: int
 
     def __str__(self) -> str:

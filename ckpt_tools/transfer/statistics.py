@@ -23,25 +23,21 @@ from ckpt_tools.transfer.strides import start_of
 if TYPE_CHECKING:
     from ckpt_tools.transfer.arrays import Array
 
-_PIECE_ELEMS = 1 << 16
-"""What is counted, or computed in float64, at once stays in a core's cache."""
+_PIECE_ELEMS = 1 << 16  # What is counted, or computed in float64, at once stays in a core's cache
 MAX_EXPONENT = 127
 """Histograms have a bin for every power of two from here down to its negative, where everything smaller is too."""
-_BINS = 256
-"""Of a sign: exponents as float32 has them, biased by `MAX_EXPONENT`."""
+_BINS = 256  # Of a sign: exponents as float32 has them, biased by `MAX_EXPONENT`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
     """Figures of the finite elements of a tensor, in float64."""
 
-    num_elems: int
-    """Finite elements; the figures of none are 0."""
+    num_elems: int  # Finite elements; the figures of none are 0
     min: float
     max: float
     mean: float
-    std: float
-    """Of these elements as the whole population."""
+    std: float  # Of these elements as the whole population
     histogram: tuple[tuple[int, int, int], ...]
     """(sign, exponent e, elements with 2**e <= |x| < 2**(e+1)), from the smallest to the largest; zeros are in none.
     The lowest exponent has all that is smaller as well, the highest all that is larger."""
@@ -57,8 +53,7 @@ class Moments:
         return math.hypot(self.mean, self.std)
 
 
-_Part = tuple[int, int, float, float]
-"""(first element, elements, mean, sum of squared deviations)."""
+_Part = tuple[int, int, float, float]  # (first element, elements, mean, sum of squared deviations)
 
 
 def measures(dtype: DType) -> bool:

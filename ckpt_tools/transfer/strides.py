@@ -59,10 +59,8 @@ def move(part: Box, source: memoryview, source_box: Box, target: memoryview, tar
     to_array[...] = from_array
 
 
-_SHORT_BYTES = 4 << 10
-"""Reading a run takes as long as copying about so much."""
-MAX_WASTE = 2
-"""Bytes that are read for one that is wanted, where runs are short and the next one is near."""
+_SHORT_BYTES = 4 << 10  # Reading a run takes as long as copying about so much
+MAX_WASTE = 2  # Bytes that are read for one that is wanted, where runs are short and the next one is near
 
 
 class StridedPart:

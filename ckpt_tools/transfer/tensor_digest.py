@@ -22,15 +22,13 @@ from ckpt_tools.transfer.share_record import Run, TensorPart
 from ckpt_tools.transfer.split import has_whole_rows
 from ckpt_tools.transfer.strides import start_of
 
-_AGAIN_ELEMS = 1 << 16
-"""Read at once, of what is read again."""
+_AGAIN_ELEMS = 1 << 16  # Read at once, of what is read again
 
 
 class DisagreementError(CkptError):
     """Shares have read different bytes of one tensor."""
 
-    shares: tuple[str, ...] = ()
-    """Those that may be wrong, by the names that `merge` was given."""
+    shares: tuple[str, ...] = ()  # Those that may be wrong, by the names that `merge` was given
 
 
 class AsStored:

@@ -14,13 +14,10 @@ from ckpt_tools.errors import StorageError
 
 U = TypeVar("U")
 
-_STACK_BYTES = 8 << 20
-"""Address space of a thread's stack where nobody has set another."""
-_THREAD_BYTES = 4 << 20
-"""Address space that Python takes for a thread beside its stack."""
+_STACK_BYTES = 8 << 20  # Address space of a thread's stack where nobody has set another
+_THREAD_BYTES = 4 << 20  # Address space that Python takes for a thread beside its stack
 
-_NUMPY_BYTES = 96 << 20
-"""Address space of numpy's libraries, and of OpenBLAS's one buffer."""
+_NUMPY_BYTES = 96 << 20  # Address space of numpy's libraries, and of OpenBLAS's one buffer
 
 _POLL_S = 0.0001
 _WINDOW = 4

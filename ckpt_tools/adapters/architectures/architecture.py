@@ -18,12 +18,9 @@ Spelling = Literal["native", "alias", "diffusers"]
 class Part:
     """One model of a pipeline."""
 
-    component: str = "transformer"
-    """What diffusers calls it: transformer, unet, text_encoder, …"""
-    sections: tuple[str, ...] = ()
-    """Of maps/comfyui.txt, with its names."""
-    comfyui: str = "diffusion_model"
-    """What ComfyUI puts in front of the native path."""
+    component: str = "transformer"  # What diffusers calls it: transformer, unet, text_encoder, …
+    sections: tuple[str, ...] = ()  # Of maps/comfyui.txt, with its names
+    comfyui: str = "diffusion_model"  # What ComfyUI puts in front of the native path
     kohya: tuple[str, ...] = ("lora_unet", "lora_transformer", "lycoris")
     """What kohya and its relatives put in front of the underscored path; the first is written."""
     is_in_diffusers: bool = True
@@ -39,16 +36,11 @@ class ComfyUI:
     Source: ComfyUI, comfy/lora.py `model_lora_keys_unet`.
     """
 
-    dotted: tuple[str, ...] = ()
-    """In front of diffusers' paths."""
-    flat: tuple[str, ...] = ()
-    """In front of diffusers' paths with underscores."""
-    aliases: tuple[str, ...] = ()
-    """In front of the paths of another implementation of the authors'."""
-    flat_native: tuple[str, ...] = ("lora_unet_",)
-    """In front of native paths with underscores."""
-    lacks: tuple[str, ...] = ()
-    """Parts of diffusers' paths that its map does not have."""
+    dotted: tuple[str, ...] = ()  # In front of diffusers' paths
+    flat: tuple[str, ...] = ()  # In front of diffusers' paths with underscores
+    aliases: tuple[str, ...] = ()  # In front of the paths of another implementation of the authors'
+    flat_native: tuple[str, ...] = ("lora_unet_",)  # In front of native paths with underscores
+    lacks: tuple[str, ...] = ()  # Parts of diffusers' paths that its map does not have
     has_processors: bool = False
     """Of dotted paths it takes only those from before PEFT: attn1.processor.to_q, attn1.processor.to_out."""
 
@@ -112,32 +104,25 @@ class Kohya:
 
     tool: str = "sd-scripts"
     spelling: Spelling = "native"
-    blocks: tuple[str, ...] = ()
-    """Beginnings of the native paths that its networks look for by themselves."""
-    outside: tuple[str, ...] = ()
-    """Beginnings among these that they do not."""
-    takes_rank: bool = False
-    """Takes the rank for an alpha that is missing, instead of an error."""
+    blocks: tuple[str, ...] = ()  # Beginnings of the native paths that its networks look for by themselves
+    outside: tuple[str, ...] = ()  # Beginnings among these that they do not
+    takes_rank: bool = False  # Takes the rank for an alpha that is missing, instead of an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """A model family: a table of families.toml."""
 
-    name: str
-    """As `--architecture` and the notes have it."""
+    name: str  # As `--architecture` and the notes have it
     title: str
-    parts: tuple[Part, ...]
-    """The main model first."""
-    classes: tuple[str, ...]
-    """`_class_name` in diffusers' config.json."""
+    parts: tuple[Part, ...]  # The main model first
+    classes: tuple[str, ...]  # `_class_name` in diffusers' config.json
     config: Mapping[str, object] = field(default_factory=dict)
     """Values in that file which tell families of one class apart; "" for null."""
     skeleton: str = ""
     """End of native paths of which a base has all or, where only some of its weights are there, none: with fewer blocks
     others have other numbers."""
-    is_told_by_names: bool = True
-    """False where another family has the same names, and only the base tells."""
+    is_told_by_names: bool = True  # False where another family has the same names, and only the base tells
     sizes: tuple[Mapping[str, int], ...] = ()
     """How wide and deep published models are: end of a diffusers path → columns of its weight, and list of blocks →
     number of its last one."""
@@ -147,18 +132,12 @@ class Architecture:
     """Which rules of their own diffusers' conversions have; None where `conversions` says everything."""
     conversions: tuple[Conversion, ...] = ()
     """What diffusers' pipeline converts, the first that applies; its own names are always read."""
-    lokr: tuple[Spelling, ...] = ()
-    """Spellings in which diffusers loads LoKr; none where it does not."""
-    comfyui: ComfyUI | None = None
-    """None where ComfyUI does not support the model."""
-    kohya: Kohya | None = None
-    """None where no tool that is known here reads kohya's names for it."""
-    model_spec: str = ""
-    """Value of modelspec.architecture; "" where none is known."""
-    base_version: str = ""
-    """Value of ss_base_model_version."""
-    implementation: str = ""
-    """Value of modelspec.implementation: whose names the native ones are."""
+    lokr: tuple[Spelling, ...] = ()  # Spellings in which diffusers loads LoKr; none where it does not
+    comfyui: ComfyUI | None = None  # None where ComfyUI does not support the model
+    kohya: Kohya | None = None  # None where no tool that is known here reads kohya's names for it
+    model_spec: str = ""  # Value of modelspec.architecture; "" where none is known
+    base_version: str = ""  # Value of ss_base_model_version
+    implementation: str = ""  # Value of modelspec.implementation: whose names the native ones are
     resolution: str = "1024x1024"
     """Value of modelspec.resolution where nothing says that of the training: what kohya's tools write then."""
 

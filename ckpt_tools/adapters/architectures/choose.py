@@ -205,8 +205,7 @@ _BLOCK = re.compile(r"((?:\w+_)?blocks|layers)\.(\d+)\..*")
 
 # Which model family a base model is of: by the class in its config.json, else by its weights. Never by a part of them.
 
-_INNER = "diffusion_model."
-"""In front of the diffusion model's names where a file holds a whole pipeline."""
+_INNER = "diffusion_model."  # In front of the diffusion model's names where a file holds a whole pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,15 +215,12 @@ class BaseFamily:
     possible: tuple[str, ...]
     """Families with tables that it can be of: one, or several for a base of few weights; none where it is of another
     family."""
-    title: str
-    """For people: its class, or its family."""
+    title: str  # For people: its class, or its family
     source: str
     component: Literal["transformer", "unet"] | None = None
     """What diffusers' pipelines call it; None where it is not known to be one of diffusers' models."""
-    is_language_model: bool = False
-    """A model of transformers, whose adapters are PEFT's."""
-    is_of_diffusers: bool = False
-    """Does its config.json name a class of diffusers'?"""
+    is_language_model: bool = False  # A model of transformers, whose adapters are PEFT's
+    is_of_diffusers: bool = False  # Does its config.json name a class of diffusers'?
 
     @property
     def name(self) -> ModelFamily | None:

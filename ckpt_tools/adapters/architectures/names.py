@@ -17,8 +17,7 @@ from ckpt_tools.checkpoint.names.keymap_lines import Line, Numbers, Patterns, fi
 from ckpt_tools.checkpoint.names.keymap_steps import LineStep, share_out, size_of
 from ckpt_tools.errors import UsageError
 
-_ROOTS = ("", "diffusion_model.", "model.diffusion_model.")
-"""What may stand in front of a native path."""
+_ROOTS = ("", "diffusion_model.", "model.diffusion_model.")  # What may stand in front of a native path
 _LANGUAGE_MODEL = re.compile(
     r"(?:.*\.)?(?:layers|h|blocks|block|layer)\.\d+\..*(?:attn|attention|mlp|feed_forward|experts|ffn).*"
 )
@@ -29,14 +28,12 @@ class Place:
     """A module of a pipeline."""
 
     part: Part
-    line: Line
-    """Its modules in diffusers, in the order of their rows, and the spellings of the native one."""
+    line: Line  # Its modules in diffusers, in the order of their rows, and the spellings of the native one
     numbers: Numbers
     at: int | None
     """Which of several modules the name is, in diffusers or where an implementation has them apart; None for the native
     one."""
-    pattern: str
-    """The spelling that it was found by, with dots."""
+    pattern: str  # The spelling that it was found by, with dots
 
     def _filled(self, pattern: str) -> str:
         return fill(pattern, signs_of(pattern), self.numbers)

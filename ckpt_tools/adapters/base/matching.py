@@ -25,37 +25,29 @@ if TYPE_CHECKING:
 Module = AdapterModule[TensorEntry]
 _RESPELLED = ("kohya", "comfyui", "ai-toolkit", "diffusers")
 """Conventions whose names can be those of another implementation."""
-_BIAS = {"B_bias": "bias", "diff_b": "bias"}
-"""Factors that change the bias beside the weight."""
+_BIAS = {"B_bias": "bias", "diff_b": "bias"}  # Factors that change the bias beside the weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedRows:
     """Rows of one base tensor that one module changes."""
 
-    module: int
-    """Index in `Adapter.modules`."""
+    module: int  # Index in `Adapter.modules`
     role: str = "weight"
     """"weight" for the adapted parameter, "bias" for the bias beside it, of a whole tensor (saved) its name."""
-    shape: tuple[int, ...]
-    """Of what the module changes: the tensor's, or that of the fused or stacked whole."""
-    start: int = 0
-    """First row of the tensor."""
+    shape: tuple[int, ...]  # Of what the module changes: the tensor's, or that of the fused or stacked whole
+    start: int = 0  # First row of the tensor
     count: int
-    offset: int = 0
-    """The module's row that belongs to the first one."""
-    transposed: bool = False
-    """The weight is stored as (in, out)."""
-    num_experts: int = 1
-    """Experts whose rows follow each other in `shape`."""
+    offset: int = 0  # The module's row that belongs to the first one
+    transposed: bool = False  # The weight is stored as (in, out)
+    num_experts: int = 1  # Experts whose rows follow each other in `shape`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseMatch:
     """Which tensors of the base an adapter changes."""
 
-    parts: Mapping[str, Sequence[ChangedRows]]
-    """FQN in the base → its parts."""
+    parts: Mapping[str, Sequence[ChangedRows]]  # FQN in the base → its parts
     notes: tuple[str, ...]
 
 

@@ -33,12 +33,9 @@ _ROOTS = ("model", "transformer", "backbone")
 class BaseModel:
     """What is known of the base model."""
 
-    shapes: Shapes
-    """Parameter → shape; by the names on disk until `as_named`."""
-    source: str
-    """For people: "--base", "the base model in the source"."""
-    task_type: Sourced[object] | None = None
-    """PEFT's task type, by the architecture in its config.json."""
+    shapes: Shapes  # Parameter → shape; by the names on disk until `as_named`
+    source: str  # For people: "--base", "the base model in the source"
+    task_type: Sourced[object] | None = None  # PEFT's task type, by the architecture in its config.json
     family: BaseFamily
     config: Mapping[str, object] = field(default_factory=dict)
 

@@ -114,8 +114,7 @@ def _task_type(config: Mapping[str, object]) -> Sourced[object] | None:
 
 # The frozen weights that a training checkpoint holds beside its adapter, compared with the base of a merge.
 
-_MAX_VECTOR_ELEMS = 1 << 20
-"""Longer ones are not compared: what is read stays small."""
+_MAX_VECTOR_ELEMS = 1 << 20  # Longer ones are not compared: what is read stays small
 
 
 def refuse_changed(

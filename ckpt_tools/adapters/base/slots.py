@@ -34,8 +34,7 @@ _STACKS: Mapping[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj
 """Parameter of stacked experts (transformers 5) → the modules of one expert whose rows it has."""
 _FLAT = re.compile(r"lora_(?:unet|transformer|prior_unet|te[12]?)_|lycoris_")
 """What kohya and its relatives put in front of flattened paths."""
-_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Mixtral's names of an expert's modules on disk."""
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names of an expert's modules on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +42,16 @@ class Rows:
     """Rows of one base tensor."""
 
     entry: TensorEntry
-    count: int
-    """How many; 0 where only the adapter tells (one of the parts of a fused tensor)."""
+    count: int  # How many; 0 where only the adapter tells (one of the parts of a fused tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """A name that a module could have, and what is behind it."""
 
-    rows: tuple[Rows, ...]
-    """One after the other, as the module has them."""
-    parts: tuple[str, ...] = ()
-    """Slots whose rows together are those of the fused tensor, in its order."""
-    num_experts: int = 1
-    """Experts whose rows follow each other."""
+    rows: tuple[Rows, ...]  # One after the other, as the module has them
+    parts: tuple[str, ...] = ()  # Slots whose rows together are those of the fused tensor, in its order
+    num_experts: int = 1  # Experts whose rows follow each other
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -33,17 +33,13 @@ if TYPE_CHECKING:
 class Share:
     """One adapter as it goes into a base."""
 
-    path: str
-    """As the user names it."""
-    weight: float
-    """Multiplies what the adapter adds."""
+    path: str  # As the user names it
+    weight: float  # Multiplies what the adapter adds
     read: OpenedAdapter
     stored: Adapter[TensorEntry]
-    adapter: Adapter[TensorEntry]
-    """What is stored, with the base's names."""
+    adapter: Adapter[TensorEntry]  # What is stored, with the base's names
     match: BaseMatch
-    settled: frozenset[str] = frozenset()
-    """Tensors of the base that are tied, and changed as their tie wants it."""
+    settled: frozenset[str] = frozenset()  # Tensors of the base that are tied, and changed as their tie wants it
     loading: LazyAdapter
 
     def change(self, rows: ChangedRows) -> Change:
@@ -68,10 +64,8 @@ class Part:
 
     rows: ChangedRows
     module: AdapterModule[TensorEntry]
-    owner: str
-    """Path of the adapter, of the first one where several are combined."""
-    change: Callable[[ChangedRows], Change]
-    """Computes it; called when the tensor's first block is."""
+    owner: str  # Path of the adapter, of the first one where several are combined
+    change: Callable[[ChangedRows], Change]  # Computes it; called when the tensor's first block is
 
     @property
     def needs_all(self) -> bool:
@@ -99,17 +93,12 @@ class TensorEdit:
     """Changes one tensor of the base; see `moving.read.Edit`."""
 
     entry: TensorEntry
-    dtype: DType
-    """As what it is written."""
-    parts: tuple[Part, ...]
-    """Whole tensors first."""
+    dtype: DType  # As what it is written
+    parts: tuple[Part, ...]  # Whole tensors first
     source: Source
-    turns: threading.Lock
-    """Shared by all edits of a merge: one whole tensor is computed at a time."""
-    has_changed: list[bool] = field(init=False)
-    """By part: has an element become another one?"""
-    should_change: list[bool] = field(init=False)
-    """By part: is there an element that it should change?"""
+    turns: threading.Lock  # Shared by all edits of a merge: one whole tensor is computed at a time
+    has_changed: list[bool] = field(init=False)  # By part: has an element become another one?
+    should_change: list[bool] = field(init=False)  # By part: is there an element that it should change?
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _arithmetic: Arithmetic | None = None
     _whole: memoryview | None = None

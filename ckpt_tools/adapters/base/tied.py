@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "shared")
 HEADS = ("lm_head", "embed_out", "output_layer", "output", "proj_out")
-HEAD = "lm_head.weight"
-"""Of every language model of transformers, whatever its own parts are called."""
+HEAD = "lm_head.weight"  # Of every language model of transformers, whatever its own parts are called
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of architectures' names whose models have a head, stored or tied."""
 UNTIE = "--untie gives the head a weight of its own, as it had in training (and config.json says so)"

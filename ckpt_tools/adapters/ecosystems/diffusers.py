@@ -30,8 +30,7 @@ _OLD_UNET = (
 _FLUX1_BLOCKS = {"double_blocks": 19, "single_blocks": 38}
 _ENDS = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias", ".lora_magnitude_vector")
 
-Keys = dict[str, str]
-"""Name after a conversion → name in the file."""
+Keys = dict[str, str]  # Name after a conversion → name in the file
 
 
 def load(file: AdapterFile, loading: Loading) -> None:

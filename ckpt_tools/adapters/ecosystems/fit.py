@@ -25,8 +25,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.transfer.arrays import Array, is_finite
 
 R = TypeVar("R")
-AsLora = Callable[[Module], Module]
-"""Makes an exact lora of a module, or raises `InexpressibleError`."""
+AsLora = Callable[[Module], Module]  # Makes an exact lora of a module, or raises `InexpressibleError`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +33,8 @@ class Placed:
     """A module with its place in the target."""
 
     part: Part
-    module: Module
-    """Its path is the one inside that model, in the target's spelling."""
-    is_apart: bool = False
-    """Is it part of a fused module of the authors', under diffusers' name?"""
+    module: Module  # Its path is the one inside that model, in the target's spelling
+    is_apart: bool = False  # Is it part of a fused module of the authors', under diffusers' name?
 
 
 def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple[Place, Module]]:
@@ -186,8 +183,7 @@ def _perhaps_as_lora(module: Module, as_lora: AsLora, move: Callable[[Module], R
         return move(as_lora(module))
 
 
-_FLOAT32 = 2.0**-20
-"""Relative error that is not reported."""
+_FLOAT32 = 2.0**-20  # Relative error that is not reported
 _KERNELS = (
     (r"(?:.*\.)?(?:conv_in|conv_out|conv1|conv2|(?:down|up)samplers\.\d+\.conv)", 3),
     (r"(?:.*\.)?conv_shortcut", 1),
@@ -202,12 +198,9 @@ Source: diffusers 0.42 `models/resnet.py`, `models/unets/unet_2d_condition.py`; 
 class Fitting:
     """Brings modules into the target's families, and remembers what that cost."""
 
-    svd_rank: int | None = None
-    """Rank of an approximation, where nothing exact exists; None to refuse."""
-    convention: Convention | None = None
-    """Whose tensors they were: decides on the axis of a magnitude that fits both."""
-    may_fuse: bool = True
-    """May modules be named that a model has only once its projections are fused?"""
+    svd_rank: int | None = None  # Rank of an approximation, where nothing exact exists; None to refuse
+    convention: Convention | None = None  # Whose tensors they were: decides on the axis of a magnitude that fits both
+    may_fuse: bool = True  # May modules be named that a model has only once its projections are fused?
     errors: dict[str, float] = field(default_factory=dict)
     """Module → error relative to the largest element of the change."""
     notes: list[str] = field(default_factory=list)

@@ -202,14 +202,12 @@ def _check_alphas(ends: Mapping[str, set[str]], *, takes_rank: bool) -> None:
 
 _NAME = re.compile(r"(?P<module>.+)\.(?:lora_[AB]\.weight|lora_embedding_[AB])")
 _DEFAULT_RANK = 16
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that --max-lora-rank takes."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that --max-lora-rank takes
 _FROZEN = (".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight")
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings")
 _INNER = ".base_layer"
 _EXPERTS = (".experts", f".experts{_INNER}")
-_HEADS = ("classifier", "score")
-"""What modules_to_save may name: the head of a classification model."""
+_HEADS = ("classifier", "score")  # What modules_to_save may name: the head of a classification model
 _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Initialisations that it does not refuse; lora_ga changes the base all the same."""
 _REFUSED = {

@@ -38,8 +38,7 @@ class Written:
     """An adapter in the names of its target."""
 
     file: str
-    tensors: Mapping[str, Array]
-    """Name → tensor, row-major; some may be the adapter's own arrays, or share memory."""
+    tensors: Mapping[str, Array]  # Name → tensor, row-major; some may be the adapter's own arrays, or share memory
     metadata: Mapping[str, str]
     notes: tuple[str, ...] = ()
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -69,10 +68,8 @@ class Item:
     name: str
     shape: tuple[int, ...]
     dtype: DType
-    stored: DType
-    """Of what `read` returns."""
-    read: Callable[[], memoryview]
-    """Returns the row-major bytes."""
+    stored: DType  # Of what `read` returns
+    read: Callable[[], memoryview]  # Returns the row-major bytes
 
     @property
     def entry(self) -> TensorEntry:
@@ -182,8 +179,7 @@ _TRAINING = ("ss_", "modelspec.", "training_info")
 _OF_THE_FILE = ("ss_network_", "modelspec.sai_model_spec", "modelspec.hash", "modelspec.impl", "modelspec.unet_dtype")
 """Beginnings of what a conversion makes anew: the network, the names, the bytes."""
 _MODEL_SPEC = "1.0.1"
-_LEGACY = slice(0x100000, 0x110000)
-"""Bytes of a file by which sd-webui-additional-networks once knew it."""
+_LEGACY = slice(0x100000, 0x110000)  # Bytes of a file by which sd-webui-additional-networks once knew it
 
 
 def header_of(file: str, modules: Sequence[Module], architecture: Architecture | None) -> dict[str, str]:

@@ -19,30 +19,22 @@ class AdapterFile:
     """An adapter as a loader finds it: the names in its file, not yet understood."""
 
     file: str
-    tensors: Mapping[str, TensorEntry]
-    """Name → tensor, in the order of the file."""
+    tensors: Mapping[str, TensorEntry]  # Name → tensor, in the order of the file
     metadata: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, object] | None = None
-    """adapter_config.json beside the file; None where there is none."""
-    siblings: tuple[str, ...] = ()
-    """Other safetensors files in its directory."""
-    is_named: bool = False
-    """The loader is told the file, not its directory alone."""
+    config: Mapping[str, object] | None = None  # adapter_config.json beside the file; None where there is none
+    siblings: tuple[str, ...] = ()  # Other safetensors files in its directory
+    is_named: bool = False  # The loader is told the file, not its directory alone
     architecture: ModelFamily | None = None
     base: Mapping[str, tuple[int, ...]] | None = None
     """Names and shapes of the base model's parameters, where it was given."""
-    base_class: str | None = None
-    """diffusers' class of the base model."""
-    base_type: str | None = None
-    """transformers' type of the base model."""
-    base_config: Mapping[str, object] = field(default_factory=dict)
-    """config.json of the base model."""
+    base_class: str | None = None  # diffusers' class of the base model
+    base_type: str | None = None  # transformers' type of the base model
+    base_config: Mapping[str, object] = field(default_factory=dict)  # config.json of the base model
     constrained: frozenset[str] = frozenset()
     """Modules whose rotations have a constraint (alpha of LyCORIS' OFT and BOFT)."""
 
 
-NEEDS_BASE = "loader-unchecked-base"
-"""Code of what a loader decides by the base model, which was not given."""
+NEEDS_BASE = "loader-unchecked-base"  # Code of what a loader decides by the base model, which was not given
 
 
 class RejectedError(Exception):
@@ -55,8 +47,7 @@ class Loading:
 
     used: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Tensor → modules of the model: several where a fused one is split."""
-    ignored: dict[str, str] = field(default_factory=dict)
-    """Tensor → why the loader leaves it out."""
+    ignored: dict[str, str] = field(default_factory=dict)  # Tensor → why the loader leaves it out
     findings: list[Finding] = field(default_factory=list)
 
     def use(self, name: str, module: str) -> None:
@@ -79,16 +70,12 @@ class Loading:
         """Add a finding."""
         self.findings.append(Finding(code=code, severity=severity, where=where, what=what, hint=hint))
 
-    misreads = partialmethod(say, "loader-misreads", "error")
-    """It loads, and computes something else."""
+    misreads = partialmethod(say, "loader-misreads", "error")  # It loads, and computes something else
     incomplete = partialmethod(say, "loader-incomplete", "error")
     """What the file lacks, or has too much, goes unnoticed."""
-    needs = partialmethod(say, "loader-needs", "warning")
-    """It loads on a condition."""
-    unchecked = partialmethod(say, "loader-unchecked", "warning")
-    """The rules here do not tell."""
-    needs_base = partialmethod(say, NEEDS_BASE, "info")
-    """The base model decides, which was not given."""
+    needs = partialmethod(say, "loader-needs", "warning")  # It loads on a condition
+    unchecked = partialmethod(say, "loader-unchecked", "warning")  # The rules here do not tell
+    needs_base = partialmethod(say, NEEDS_BASE, "info")  # The base model decides, which was not given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +83,7 @@ class LoaderReport:
     """Will a loader take the adapter, and will it change anything?"""
 
     loader: Loader
-    loads: bool | None
-    """Does it end without an error? None when the rules do not tell."""
+    loads: bool | None  # Does it end without an error? None when the rules do not tell
     matched: tuple[str, ...]
     num_matched: int
     unmatched: tuple[str, ...]

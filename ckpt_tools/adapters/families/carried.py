@@ -25,8 +25,7 @@ class Carried(Family):
     """(pattern before the adapter's own name, pattern behind it) of every tensor in a module."""
     weak: ClassVar[frozenset[str]] = frozenset()
     """Of these patterns those that prove no such type: others have them as well."""
-    root: ClassVar[str] = "base_model."
-    """What stands in front of tensors that all modules share."""
+    root: ClassVar[str] = "base_model."  # What stands in front of tensors that all modules share
     shared: ClassVar[tuple[tuple[str, str], ...]] = ()
     """As `names`, of these tensors; a live model has them in its modules as well."""
     peft_fields = frozenset(PEFT_COMMON.split())

@@ -29,10 +29,8 @@ time of the thin ones here (0.4 ns an element instead of 0.8 with a rank of 16).
 class Change:
     """What a module makes of rows of a weight, which has `rows` and `columns` as a matrix."""
 
-    is_rowwise = True
-    """May `apply` be given some of the rows?"""
-    is_additive = True
-    """Does it add what does not depend on the weight?"""
+    is_rowwise = True  # May `apply` be given some of the rows?
+    is_additive = True  # Does it add what does not depend on the weight?
 
     def __init__(self, rows: int, columns: int) -> None:
         self.rows = rows

@@ -17,8 +17,7 @@ from ckpt_tools.errors import UsageError
 if TYPE_CHECKING:
     from ckpt_tools.adapters.families.changes import Change
 
-COMPANIONS = ("magnitude", "B_bias")
-"""Factors that are not of what is added to the weight."""
+COMPANIONS = ("magnitude", "B_bias")  # Factors that are not of what is added to the weight
 
 
 def without_magnitude(module: AdapterModule[F]) -> AdapterModule[F]:

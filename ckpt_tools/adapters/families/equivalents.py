@@ -22,16 +22,14 @@ from ckpt_tools.adapters.families.family import Module
 from ckpt_tools.errors import UsageError
 from ckpt_tools.transfer.arrays import Array, is_finite
 
-_ROWS_AT_ONCE = 512
-"""Rows of two changes that are compared at once."""
+_ROWS_AT_ONCE = 512  # Rows of two changes that are compared at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equivalent:
     """A module that says the same as another one."""
 
-    module: Module
-    """Factors in float32."""
+    module: Module  # Factors in float32
     error: float
     """max |Δ before - Δ after| / max |Δ before|, over the elements of the change; 0 when nothing was computed."""
     how: str

@@ -37,8 +37,7 @@ Matrix = tuple[int | None, int | None]
 Ways = tuple[Mapping[str, Shape | None], ...]
 """Role → shape, None where several are right: in every way that something allows."""
 Factors = Mapping[str, "Array"]
-Module = AdapterModule["Array"]
-"""With its factors loaded."""
+Module = AdapterModule["Array"]  # With its factors loaded
 NONE: Mapping[str, str] = MappingProxyType({})
 _FLAT = ("magnitude", "B_bias", "rescale", "diff_b", "diff", "alpha")
 MERGE_HINT = "merge the adapter into the base: ckpt merge-lora BASE ADAPTER DST"
@@ -58,14 +57,10 @@ PEFT_LYCORIS = (
 class Setting:
     """What must be known beside a module to compute its change."""
 
-    scale: float = 1.0
-    """Multiplies what is added to the weight."""
-    transposed: bool = False
-    """The weight is stored as (in, out): GPT-2's Conv1D, PEFT's fan_in_fan_out."""
-    num_experts: int = 1
-    """Experts whose factors are stacked (PEFT's target_parameters of a 3-d parameter)."""
-    convention: Convention | None = None
-    """Whose tensors these are: decides on the axis of a magnitude that fits both."""
+    scale: float = 1.0  # Multiplies what is added to the weight
+    transposed: bool = False  # The weight is stored as (in, out): GPT-2's Conv1D, PEFT's fan_in_fan_out
+    num_experts: int = 1  # Experts whose factors are stacked (PEFT's target_parameters of a 3-d parameter)
+    convention: Convention | None = None  # Whose tensors these are: decides on the axis of a magnitude that fits both
     settings: Mapping[str, Sourced[object]] = field(default_factory=dict)
 
     def bool_of(self, name: str, default: bool | None = None) -> bool:
@@ -133,8 +128,7 @@ class Family:
 
     # The names of its tensors
 
-    marker: ClassVar[str] = ""
-    """What the names of its factors hold, and no other tensor's."""
+    marker: ClassVar[str] = ""  # What the names of its factors hold, and no other tensor's
     peft_names: ClassVar[Mapping[str, str]] = NONE
     """Role → the end of the name as `PeftModel.save_pretrained` writes it, without the adapter's own name; diffusers
     takes these over for transformers and U-Nets."""
@@ -142,21 +136,18 @@ class Family:
     """Role → the end of the name as kohya, LyCORIS and ComfyUI have it; beside them stands an `alpha`."""
     needs_own_paths: ClassVar[bool] = False
     """Do these names prove an adapter only in an ecosystem's own paths (lycoris_…), as a base model may have them?"""
-    lycoris_algorithm: ClassVar[str]
-    """What LyCORIS calls it."""
+    lycoris_algorithm: ClassVar[str]  # What LyCORIS calls it
     also_read: ClassVar[tuple[tuple[Style, str, str], ...]] = ()
     """(style, pattern, role) of names that are read, and that ckpt writes otherwise."""
 
     # PEFT's configuration
 
     peft_type: ClassVar[str | None] = None
-    also_types: ClassVar[tuple[str, ...]] = ()
-    """Further types of PEFT's with the same tensors."""
+    also_types: ClassVar[tuple[str, ...]] = ()  # Further types of PEFT's with the same tensors
     peft_fields: ClassVar[frozenset[str]] = frozenset()
     alpha_field: ClassVar[str] = "alpha"
     init_field: ClassVar[str] = "init_weights"
-    peft_checks_bias: ClassVar[bool] = False
-    """Does PEFT refuse an unknown value of `bias`?"""
+    peft_checks_bias: ClassVar[bool] = False  # Does PEFT refuse an unknown value of `bias`?
     peft_checks_layers: ClassVar[bool] = False
     """Does PEFT refuse layers_to_transform beside a pattern in target_modules?"""
     peft_checks_rank: ClassVar[bool] = False
@@ -168,29 +159,20 @@ class Family:
 
     # What kind of change it is
 
-    is_scaled: ClassVar[bool] = False
-    """Has it a rank and an alpha, of which the quotient multiplies the change?"""
+    is_scaled: ClassVar[bool] = False  # Has it a rank and an alpha, of which the quotient multiplies the change?
     is_rotation: ClassVar[bool] = False
-    is_carried: ClassVar[bool] = False
-    """Has it PEFT's names, bytes and configuration alone? See `carried`."""
-    may_prune: ClassVar[bool] = False
-    """May a module's rank be 0?"""
-    is_own: ClassVar[bool] = True
-    """Must it be the only one in a module?"""
+    is_carried: ClassVar[bool] = False  # Has it PEFT's names, bytes and configuration alone? See `carried`
+    may_prune: ClassVar[bool] = False  # May a module's rank be 0?
+    is_own: ClassVar[bool] = True  # Must it be the only one in a module?
     why_not_a_sum: ClassVar[str | None] = None
     """Why what it adds to a weight depends on the weight; None where it does not."""
-    how_as_lora: ClassVar[str] = "{0.title} as LoRA of rank {1}"
-    """What is done to say a module exactly as a LoRA."""
+    how_as_lora: ClassVar[str] = "{0.title} as LoRA of rank {1}"  # What is done to say a module exactly as a LoRA
     why_not_low_rank: ClassVar[str] = "its factors are full: an exact LoRA would be as large as the weight of shape {}"
     """Why there is no exact LoRA, where `low_rank` has none."""
-    joins: ClassVar[bool] = False
-    """Can modules be put together into one of the same family?"""
-    required: ClassVar[tuple[str, ...]] = ()
-    """Roles that every module has."""
-    core: ClassVar[str | None] = None
-    """The role of a Tucker core, without which the shapes tell the weight's."""
-    row_roles: ClassVar[tuple[str, ...]] = ()
-    """Factors whose first dim is the weight's rows."""
+    joins: ClassVar[bool] = False  # Can modules be put together into one of the same family?
+    required: ClassVar[tuple[str, ...]] = ()  # Roles that every module has
+    core: ClassVar[str | None] = None  # The role of a Tucker core, without which the shapes tell the weight's
+    row_roles: ClassVar[tuple[str, ...]] = ()  # Factors whose first dim is the weight's rows
 
     def kind(self, module: AdapterModule[F]) -> str:
         """Return what reports call a module: loha, dora-loha."""

@@ -44,10 +44,8 @@ _MAX_FACTOR = 1 << 16
 class Halves(NamedTuple):
     """The shapes of the two matrices of which the Kronecker product is the change, kernels apart."""
 
-    first: tuple[int, int]
-    """(l, m)."""
-    second: tuple[int, int]
-    """(out/l, in/m)."""
+    first: tuple[int, int]  # (l, m)
+    second: tuple[int, int]  # (out/l, in/m)
 
 
 class Lokr(ScaledFamily):

@@ -15,20 +15,16 @@ from ckpt_tools.adapters.families.family import Style
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError
 
-_GENERIC = ("alpha", "magnitude", "rescale", "diff_b")
-"""Roles that come beside those of a family."""
+_GENERIC = ("alpha", "magnitude", "rescale", "diff_b")  # Roles that come beside those of a family
 _WRAPPERS = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.)")
-_MAX_SAVED_EMBEDDINGS = 2
-"""PEFT saves `base_layer.weight` of targeted embeddings, of which a model has two."""
+_MAX_SAVED_EMBEDDINGS = 2  # PEFT saves `base_layer.weight` of targeted embeddings, of which a model has two
 
 
 class Named(NamedTuple):
     """A tensor of the source, and what its name says."""
 
-    name: str
-    """Without root and wrappers."""
-    key: Key | None
-    """None when it is none of an adapter's."""
+    name: str  # Without root and wrappers
+    key: Key | None  # None when it is none of an adapter's
     entry: TensorEntry
 
 
@@ -236,19 +232,14 @@ _NAME = r"(?:\.(?P<adapter>[^.]+))?"
 class Key:
     """What a tensor's name says."""
 
-    path: str
-    """Module path, or a flattened name; "" for what all modules share."""
+    path: str  # Module path, or a flattened name; "" for what all modules share
     family: FamilyName
     """Of the factor; "lora" for roles that several families have, until the module's other factors decide."""
-    role: str
-    """As in `adapter.py`; "alpha" for the scalar."""
+    role: str  # As in `adapter.py`; "alpha" for the scalar
     style: Style
-    adapter: str | None = None
-    """PEFT's adapter name, when the tensor's name has it."""
-    nesting: int = 0
-    """Number of `base_layer` in front of the suffix."""
-    is_weak: bool = False
-    """The suffix alone does not prove an adapter: a base model may have such names as well."""
+    adapter: str | None = None  # PEFT's adapter name, when the tensor's name has it
+    nesting: int = 0  # Number of `base_layer` in front of the suffix
+    is_weak: bool = False  # The suffix alone does not prove an adapter: a base model may have such names as well
 
 
 _WEAK_ROWS: tuple[tuple[str, FamilyName, str], ...] = (

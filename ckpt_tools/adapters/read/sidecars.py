@@ -24,16 +24,12 @@ from ckpt_tools.text import first_few
 from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 
 ADAPTER_CONFIG = "adapter_config.json"
-DIFFUSERS_KEY = "lora_adapter_metadata"
-"""Header of diffusers' files: the configuration of every model of the pipeline."""
-DIFFUSERS_HEADER = f"header {DIFFUSERS_KEY}"
-"""Source of what diffusers' own header says."""
+DIFFUSERS_KEY = "lora_adapter_metadata"  # Header of diffusers' files: the configuration of every model of the pipeline
+DIFFUSERS_HEADER = f"header {DIFFUSERS_KEY}"  # Source of what diffusers' own header says
 DORA_SCALE = "ckpt_dora_scale"
 """Header of the files whose dora_scale ckpt made for ComfyUI's normalisation: for other loaders it is wrong."""
-BASE_NORM = "base-norm"
-"""Value of `DORA_SCALE`: the magnitudes are to be divided by the norms of the base's weights."""
-ASSUMED = "ckpt_assumed"
-"""Header of exported files: what nothing said of the adapter, "use_rslora=false, …"."""
+BASE_NORM = "base-norm"  # Value of `DORA_SCALE`: the magnitudes are to be divided by the norms of the base's weights
+ASSUMED = "ckpt_assumed"  # Header of exported files: what nothing said of the adapter, "use_rslora=false, …"
 MODEL_FAMILY = ("ss_base_model_version", "modelspec.architecture")
 """Header of kohya's tools and relatives: what model an adapter is for."""
 _VERL = "lora_train_meta.json"
@@ -57,10 +53,8 @@ class Sidecars:
     peft: Mapping[str, Sourced[object]] = field(default_factory=dict)
     components: Mapping[str, Mapping[str, Sourced[object]]] = field(default_factory=dict)
     """As `peft`, by the component of a pipeline (diffusers' header: "transformer", "text_encoder", …)."""
-    alpha: Sourced[float] | None = None
-    """Of all modules, by a trainer's file or header."""
-    conv_alpha: Sourced[float] | None = None
-    """As `alpha`, for convolutions with a kernel."""
+    alpha: Sourced[float] | None = None  # Of all modules, by a trainer's file or header
+    conv_alpha: Sourced[float] | None = None  # As `alpha`, for convolutions with a kernel
     is_ai_toolkit: bool = False
     stated: Mapping[str, Sourced[object]] = field(default_factory=dict)
     """What the header says under `ASSUMED` and `MODEL_FAMILY`."""
@@ -140,8 +134,7 @@ def read_sidecars(
     )
 
 
-RUN_NAMES = frozenset(_RUNS)
-"""Those that trainers put a level above the weights."""
+RUN_NAMES = frozenset(_RUNS)  # Those that trainers put a level above the weights
 TRAINER_NAMES = RUN_NAMES | {_LYCORIS, *_AI_TOOLKIT}
 ALL_NAMES = TRAINER_NAMES | {ADAPTER_CONFIG}
 
@@ -264,12 +257,10 @@ _VERL_RANK = re.compile(r"model_world_size_\d+_rank_\d+\.pt")
 class Location:
     """What to open."""
 
-    path: str
-    """A safetensors file or a directory."""
+    path: str  # A safetensors file or a directory
     sidecars: tuple[tuple[str, frozenset[str]], ...]
     """Directories in which sidecars may lie, nearest first, and which of them."""
-    took_adapter: bool = False
-    """The adapter's name chose the directory."""
+    took_adapter: bool = False  # The adapter's name chose the directory
 
 
 def locate(path: str, adapter_name: str | None) -> Location:

@@ -19,28 +19,21 @@ from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.tiling import check_tiling
 
-MAX_RUNS = 100_000
-"""Into which one tensor may be taken apart."""
-ZEROS = "\0zeros "
-"""How the name of a source begins that is in no file."""
-STACKED = -1
-"""A dim of size 1 that the other tensor does not have."""
+MAX_RUNS = 100_000  # Into which one tensor may be taken apart
+ZEROS = "\0zeros "  # How the name of a source begins that is in no file
+STACKED = -1  # A dim of size 1 that the other tensor does not have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """A box of one tensor, and where its elements are in another."""
 
-    box: Box
-    """In the tensor that is put together."""
-    source: str
-    """FQN of the other."""
+    box: Box  # In the tensor that is put together
+    source: str  # FQN of the other
     axes: tuple[int, ...]
     """Dim of the box → dim of the source, or `STACKED`. Dims of the source that are not named stay at `starts`."""
-    starts: tuple[int, ...]
-    """Where the piece begins in the source, by dim of the source."""
-    steps: tuple[int, ...]
-    """How far one element of the box is from the next one in the source, by dim of the source."""
+    starts: tuple[int, ...]  # Where the piece begins in the source, by dim of the source
+    steps: tuple[int, ...]  # How far one element of the box is from the next one in the source, by dim of the source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +42,7 @@ class Mosaic:
 
     dtype: DType
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    """They tile the shape; none where it has no element."""
+    pieces: tuple[Piece, ...]  # They tile the shape; none where it has no element
 
     def is_only(self, shape: tuple[int, ...]) -> bool:
         """Is it one other tensor, of this shape, as it is?"""

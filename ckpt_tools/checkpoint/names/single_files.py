@@ -25,8 +25,7 @@ from ckpt_tools.checkpoint.names.mosaic import Mosaic
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import first_few
 
-CONVENTION = "comfyui"
-"""What `--names` calls the keys of single files."""
+CONVENTION = "comfyui"  # What `--names` calls the keys of single files
 _ROOTS = ("model.diffusion_model.", "diffusion_model.", "first_stage_model.", "vae.")
 """What may stand in front of all names of a single file."""
 _WORDS = ("title", "class", "of", "spell", "also", "root", "width", "may", "without", "unused")

@@ -15,16 +15,11 @@ from ckpt_tools.checkpoint.entries import Chunk, TensorEntry
 from ckpt_tools.checkpoint.infer import rank_of_file
 from ckpt_tools.checkpoint.summarise import Summary
 
-NOBODY = -1
-"""In place of a rank: no chunk holds this part of the tensor."""
-UNKNOWN = -2
-"""In place of a rank: the name of the file has none."""
-MAX_ROWS = 300
-"""Rows of the map of modules and ranks."""
-_MAX_BOXES = 500
-"""Chunks that are listed of a tensor that no grid explains."""
-_MAX_CELLS = 1 << 17
-"""Cells of a grid that is drawn."""
+NOBODY = -1  # In place of a rank: no chunk holds this part of the tensor
+UNKNOWN = -2  # In place of a rank: the name of the file has none
+MAX_ROWS = 300  # Rows of the map of modules and ranks
+_MAX_BOXES = 500  # Chunks that are listed of a tensor that no grid explains
+_MAX_CELLS = 1 << 17  # Cells of a grid that is drawn
 
 
 def encode_runs(numbers: Iterable[int]) -> list[int]:
@@ -135,8 +130,7 @@ def _is_grid(chunks: Sequence[Chunk], starts: Sequence[Sequence[int]], shape: Se
     )
 
 
-_MAX_DEPTH = 12
-"""Levels of the tree of modules; names with more dots keep the rest in one."""
+_MAX_DEPTH = 12  # Levels of the tree of modules; names with more dots keep the rest in one
 
 
 def dtype_names(summaries: Sequence[Summary]) -> list[str]:

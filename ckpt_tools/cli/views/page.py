@@ -16,14 +16,11 @@ from ckpt_tools.text import first_few
 Item = TypeVar("Item")
 Mood = Literal["good", "partly", "bad", "unknown"]
 """How a verdict is shown; its words say the same. Green is "good" alone: nothing was left unchecked or assumed."""
-MAX_FINDINGS = 5000
-"""Findings on a page; more are counted."""
-MAX_ROWS = 500
-"""Rows of a table of a page; more are counted."""
+MAX_FINDINGS = 5000  # Findings on a page; more are counted
+MAX_ROWS = 500  # Rows of a table of a page; more are counted
 _MAX_LAYERS = 256
 _MAX_KINDS = 48
-SEVERITIES = {"error": 0, "warning": 1, "info": 2}
-"""In the order in which they are shown."""
+SEVERITIES = {"error": 0, "warning": 1, "info": 2}  # In the order in which they are shown
 
 
 class FactList(NamedTuple):
@@ -37,13 +34,10 @@ class PageTable(NamedTuple):
 
     caption: str
     headers: Sequence[str]
-    align: str
-    """A letter per column: "l" left or "r" right."""
+    align: str  # A letter per column: "l" left or "r" right
     rows: Sequence[Sequence[str]]
-    left_out: int = 0
-    """Rows that are not shown, which is said."""
-    is_folded: bool = False
-    """Shown on request."""
+    left_out: int = 0  # Rows that are not shown, which is said
+    is_folded: bool = False  # Shown on request
 
     @classmethod
     def of(
@@ -93,8 +87,7 @@ class Bar(NamedTuple):
     name: str
     parts: Sequence[int]
     total: str
-    group: str = ""
-    """What it belongs to, with its neighbours: named below bars that stand upright."""
+    group: str = ""  # What it belongs to, with its neighbours: named below bars that stand upright
 
 
 class Bars(NamedTuple):
@@ -105,8 +98,7 @@ class Bars(NamedTuple):
     bars: Sequence[Bar]
     limit: int | None = None
     limit_name: str = ""
-    is_upright: bool = False
-    """They stand side by side, in the order of time."""
+    is_upright: bool = False  # They stand side by side, in the order of time
 
     @property
     def groups(self) -> list[tuple[str, int]]:
@@ -142,8 +134,7 @@ class HeatTable(NamedTuple):
     rows: Sequence[tuple[str, Sequence[tuple[str, float] | None]]]
     """(name, cell per column); a cell is its text and its heat from 0 to 1, or nothing."""
     legend: str = ""
-    left_out: int = 0
-    """Rows and columns that are not shown, which is said."""
+    left_out: int = 0  # Rows and columns that are not shown, which is said
 
 
 class ScriptDrawing(NamedTuple):
@@ -172,8 +163,7 @@ class Page(NamedTuple):
     sections: Sequence[PageSection]
     mood: Mood | None = None
     verdict: str = ""
-    data: object = None
-    """What the script draws from: whatever JSON holds."""
+    data: object = None  # What the script draws from: whatever JSON holds
 
 
 def count(number: int, noun: str) -> str:

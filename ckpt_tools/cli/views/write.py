@@ -79,8 +79,7 @@ def failed_page(command: str, subject: str, error: BaseException) -> Page:
 
 # A `Page` as one HTML file that needs nothing else: no network, no other file, no script but its own.
 
-MARK = "<!doctype html>\n<!-- ckpt report -->\n"
-"""How every report begins; nothing else is replaced by one."""
+MARK = "<!doctype html>\n<!-- ckpt report -->\n"  # How every report begins; nothing else is replaced by one
 _FILES = os.path.join(os.path.dirname(__file__), "page_files")
 _IN_MARKUP = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 """What would end a script element, or a line of it."""

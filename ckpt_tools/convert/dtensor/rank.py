@@ -30,8 +30,7 @@ from ckpt_tools.storage.source import LocalSource
 _FSDP_AXES = ("dp_replicate", FSDP_AXIS)
 """The axes of the mesh that `fully_shard` gets: its parameters live there, cut or not."""
 
-Placements = Mapping[str, Mapping[str, Placement]]
-"""FQN → axis → placement."""
+Placements = Mapping[str, Mapping[str, Placement]]  # FQN → axis → placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,12 +36,9 @@ _ADAPTERS: Mapping[str, Mapping[str, object]] = {
     "boft": {"peft_type": "BOFT", "boft_block_size": 4, **_RANDOM},
 }
 """Kind → PEFT's configuration."""
-SEED = 0
-"""Of weights that are drawn: all of them, or a head that the checkpoint lacks."""
-_BUDGET = 0.7
-"""Part of the free memory, and of the free disk, that a run may take."""
-_STATES = 4
-"""Parameters, gradients, and two moments of AdamW."""
+SEED = 0  # Of weights that are drawn: all of them, or a head that the checkpoint lacks
+_BUDGET = 0.7  # Part of the free memory, and of the free disk, that a run may take
+_STATES = 4  # Parameters, gradients, and two moments of AdamW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +46,8 @@ class Blueprint:
     """How every rank, and the reference, builds the same model."""
 
     setting: SmokeSetting
-    recipe: Recipe
-    """The setting's, perhaps with fewer layers."""
-    source: str
-    """Checkpoint of the base model."""
+    recipe: Recipe  # The setting's, perhaps with fewer layers
+    source: str  # Checkpoint of the base model
 
     def build_base(self) -> nn.Module:
         """Return the base model on meta, its parameters in the dtypes of the checkpoint."""
@@ -145,8 +140,7 @@ def write_random(recipe: Recipe, directory: str) -> None:
 class Fit:
     """What of a model the machine can hold twice: sharded, and as a reference."""
 
-    num_layers: int | None
-    """Depth to cut to; None leaves it as it is."""
+    num_layers: int | None  # Depth to cut to; None leaves it as it is
     has_reference: bool
     notes: tuple[str, ...]
 

@@ -34,8 +34,7 @@ from ckpt_tools.text import first_few
 from ckpt_tools.transfer.counts import Counts, count_values
 from ckpt_tools.transfer.strides import start_of
 
-LIVE_NAMES = "live-names"
-"""Code of a checkpoint whose names are not those of the live model."""
+LIVE_NAMES = "live-names"  # Code of a checkpoint whose names are not those of the live model
 GRADIENT_FLOOR = 1e-3
 """A gradient is compared relative to its largest element, or to this part of the largest of all parameters.
 
@@ -69,12 +68,9 @@ def expected_box(tensor: torch.Tensor) -> Box:
 class NameCheck:
     """How the names of the checkpoint are those of the model."""
 
-    title: str
-    """By which map they were found, for people."""
-    note: str = ""
-    """What `dcp.load` needs that this run does not know of."""
-    finding: Finding | None = None
-    """Why stock `dcp.load(model.state_dict())` would fail."""
+    title: str  # By which map they were found, for people
+    note: str = ""  # What `dcp.load` needs that this run does not know of
+    finding: Finding | None = None  # Why stock `dcp.load(model.state_dict())` would fail
 
 
 def judge_names(model: nn.Module, blueprint: Blueprint) -> NameCheck:
@@ -184,8 +180,7 @@ def _different(name: str, local: torch.Tensor, wanted: torch.Tensor, box: Box) -
 class GradientErrors:
     """How gradients differ from the reference."""
 
-    worst: float
-    """Largest relative error."""
+    worst: float  # Largest relative error
     worst_name: str
     compared: int
     findings: Sequence[Finding]
@@ -358,8 +353,7 @@ class FirstNotFinite:
 
     fqn: str
     what: str
-    step: int
-    """How many modules had ended, or begun, before."""
+    step: int  # How many modules had ended, or begun, before
 
 
 def explain_loss(model: nn.Module, what: str, again: Callable[[], object]) -> Finding:

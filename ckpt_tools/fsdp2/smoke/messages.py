@@ -10,14 +10,10 @@ from ckpt_tools.fsdp2.smoke.report import SmokeReport
 from ckpt_tools.sandbox.journal import Event
 from ckpt_tools.sandbox.ranks import Outcome
 
-WORLD_NAME = "world"
-"""Directory of the ranks that train."""
-RELOAD_NAME = "reload"
-"""Directory of the ranks that reload."""
-RELIEF = "try fewer ranks, or a smaller model"
-"""What to do when the machine runs out of memory."""
-OnPhase = Callable[[str, str], None]
-"""Told about progress: the phase, and "begun", "done" or "failed"."""
+WORLD_NAME = "world"  # Directory of the ranks that train
+RELOAD_NAME = "reload"  # Directory of the ranks that reload
+RELIEF = "try fewer ranks, or a smaller model"  # What to do when the machine runs out of memory
+OnPhase = Callable[[str, str], None]  # Told about progress: the phase, and "begun", "done" or "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +21,11 @@ class SavedWorld:
     """What one world has saved, for another to reload."""
 
     path: str
-    loss: float
-    """When it was saved."""
-    source: str
-    """Checkpoint of the base model."""
-    num_layers: int | None
-    """Depth that the model was cut to; None for its own."""
-    tp: int
-    """Size of the axis: worlds of the same add partial sums in the same order."""
-    loss_at: str | None
-    """Where the loss is in what forward returns."""
+    loss: float  # When it was saved
+    source: str  # Checkpoint of the base model
+    num_layers: int | None  # Depth that the model was cut to; None for its own
+    tp: int  # Size of the axis: worlds of the same add partial sums in the same order
+    loss_at: str | None  # Where the loss is in what forward returns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +33,7 @@ class LaunchJob:
     """What the launcher does."""
 
     options: SmokeOptions
-    saved: SavedWorld | None = None
-    """Reload this and do nothing else: the ranks that trained are torchrun's."""
+    saved: SavedWorld | None = None  # Reload this and do nothing else: the ranks that trained are torchrun's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,7 @@ from ckpt_tools.units import parse_size
 
 DEVICES = ("auto", "cpu", "cuda")
 AXES = ("dp_replicate", "dp_shard", "tp")
-DTYPES = ("keep", "bf16", "f16", "f32")
-"""Names of dtypes; "keep" is that of the parameters."""
+DTYPES = ("keep", "bf16", "f16", "f32")  # Names of dtypes; "keep" is that of the parameters
 QUANTIZATIONS = ("nf4",)
 DEFAULT_RANKS = 2
 

@@ -35,10 +35,8 @@ from ckpt_tools.models.recipe import Batch, call, find_loss, loss_of
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 
-NORM_TOLERANCE = 1e-4
-"""Relative, of the norm of all gradients."""
-MAX_NORM = 0.1
-"""Gradients are clipped to this norm, which untrained models exceed."""
+NORM_TOLERANCE = 1e-4  # Relative, of the norm of all gradients
+MAX_NORM = 0.1  # Gradients are clipped to this norm, which untrained models exceed
 
 
 def build(run: RankRun) -> str:
@@ -410,18 +408,15 @@ def _judge(run: RankRun, fact: str, model: nn.Module, saved: SavedWorld) -> str:
     return f"{run.setting.mesh}: loss {value:.6f}, {'bitwise the same' if bitwise else f'saved {saved.loss:.6f}'}"
 
 
-SEED = 20
-"""Of the batches; each data-parallel rank adds its index."""
+SEED = 20  # Of the batches; each data-parallel rank adds its index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tolerances:
     """How far results may be from the reference."""
 
-    loss: float
-    """Absolute for losses up to 1, relative beyond."""
-    gradient: float
-    """Relative, see `checks.GRADIENT_FLOOR`."""
+    loss: float  # Absolute for losses up to 1, relative beyond
+    gradient: float  # Relative, see `checks.GRADIENT_FLOOR`
 
 
 def tolerances_of(run: RankRun) -> Tolerances:

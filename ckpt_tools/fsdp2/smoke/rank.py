@@ -29,8 +29,7 @@ from ckpt_tools.sandbox import Breach, Limits, Sandbox, enter_sandbox, in_sandbo
 from ckpt_tools.sandbox.journal import Journal
 from ckpt_tools.sandbox.ranks import Outcome
 
-COLLECTIVE_GRACE_S = 60.0
-"""Seconds by which collectives wait longer than the watchdog: it shall speak first."""
+COLLECTIVE_GRACE_S = 60.0  # Seconds by which collectives wait longer than the watchdog: it shall speak first
 
 
 def run_rank(

@@ -19,10 +19,8 @@ from ckpt_tools.fsdp2.smoke.blueprint import SEED, Blueprint
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe, stopped
 from ckpt_tools.models.recipe import Batch, Recipe, call, find_loss, loss_of
 
-LEARNING_RATE = 1e-3
-"""Of every smoke run."""
-WEIGHT_DECAY = 0.01
-"""Of every smoke run."""
+LEARNING_RATE = 1e-3  # Of every smoke run
+WEIGHT_DECAY = 0.01  # Of every smoke run
 
 
 def make_optimizer(model: nn.Module, *, foreach: bool | None = None) -> torch.optim.Optimizer:

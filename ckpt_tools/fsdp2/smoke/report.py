@@ -42,14 +42,10 @@ class PhaseResult:
     """One phase."""
 
     name: str
-    ok: bool | None
-    """None: it did not run."""
-    seconds: float
-    """Of the slowest rank."""
-    what: str = ""
-    """What was done, found, or why it did not run."""
-    memory_bytes: int | None = None
-    """`HOW_HELD`; None where the phase did not end, or nothing tells."""
+    ok: bool | None  # None: it did not run
+    seconds: float  # Of the slowest rank
+    what: str = ""  # What was done, found, or why it did not run
+    memory_bytes: int | None = None  # `HOW_HELD`; None where the phase did not end, or nothing tells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +64,10 @@ class ReloadResult:
     """What came back from the checkpoint that was saved."""
 
     ok: bool
-    mesh: str
-    """Of the ranks that loaded it."""
+    mesh: str  # Of the ranks that loaded it
     loss: float
-    saved_loss: float
-    """What the loss was when it was saved, for the same batch."""
-    bitwise: bool
-    """The two are the same number."""
+    saved_loss: float  # What the loss was when it was saved, for the same batch
+    bitwise: bool  # The two are the same number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,8 +257,7 @@ def describe_verdict(report: SmokeReport) -> str:
 
 # One cause, one finding: what many ranks or many tensors say alike is said once, and what only follows is left out.
 
-RANK_LOST = "rank-lost"
-"""Code of a rank that failed because another one was gone."""
+RANK_LOST = "rank-lost"  # Code of a rank that failed because another one was gone
 _ECHOES = ("rank-died", "rank-skip", "hang", RANK_LOST)
 """What is also said of ranks that have lost one, or that gloo has aborted; the most telling first."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -16,11 +16,9 @@ from torch import nn
 from ckpt_tools.fsdp2.ties import owner_of
 
 _SEED = 20_000
-_STEPS = 1_000_003
-"""Between the seeds of two steps: more than there are ranks."""
+_STEPS = 1_000_003  # Between the seeds of two steps: more than there are ranks
 
-Buffers = Mapping[str, torch.Tensor]
-"""FQN → a copy of the buffer."""
+Buffers = Mapping[str, torch.Tensor]  # FQN → a copy of the buffer
 
 
 def seed(index: int, step: int) -> None:

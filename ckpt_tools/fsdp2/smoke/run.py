@@ -32,8 +32,7 @@ from ckpt_tools.sandbox.journal import Journal
 
 _ARGUMENT_PHASES = ("start", "build", "shard")
 """Phases in which a UsageError means the options, not the model's behaviour."""
-_RUNS_MODEL = ("forward", "backward")
-"""Phases that may fail because of the model, or of what ckpt feeds it."""
+_RUNS_MODEL = ("forward", "backward")  # Phases that may fail because of the model, or of what ckpt feeds it
 _GLOO = re.compile(r"gloo/transport/|Connection (closed|reset) by peer")
 _MAX_TRACE_CHARS = 20_000
 
@@ -53,41 +52,27 @@ class RankRun:
     setting: SmokeSetting
     rank: int
     device: torch.device
-    directory: str
-    """Private to the run, seen by all ranks."""
+    directory: str  # Private to the run, seen by all ranks
     journal: Journal
-    resources: ExitStack
-    """Closed when the rank ends."""
+    resources: ExitStack  # Closed when the rank ends
     device_mesh: DeviceMesh
     is_local: bool
-    blueprint: Blueprint = field(init=False)
-    """What phase build decided."""
-    model: nn.Module = field(init=False)
-    """What phase build made."""
-    optimizer: torch.optim.Optimizer = field(init=False)
-    """What phase states made."""
-    saved: SavedWorld = field(init=False)
-    """What phase save wrote."""
+    blueprint: Blueprint = field(init=False)  # What phase build decided
+    model: nn.Module = field(init=False)  # What phase build made
+    optimizer: torch.optim.Optimizer = field(init=False)  # What phase states made
+    saved: SavedWorld = field(init=False)  # What phase save wrote
     plan: ShardedPlan | None = None
-    reference: Reference | None = None
-    """On rank 0, when there is one."""
-    has_reference: bool = True
-    """Is there one on rank 0?"""
+    reference: Reference | None = None  # On rank 0, when there is one
+    has_reference: bool = True  # Is there one on rank 0?
     watch: Watch | None = None
     batch: Batch = field(default_factory=dict)
     loss: torch.Tensor | None = None
-    loss_at: str | None = None
-    """Where it is in what forward returns (`find_loss`)."""
-    has_drawn: bool = False
-    """Forward drew random numbers on this rank."""
-    losses: list[float] = field(default_factory=list)
-    """Of this run, mean over ranks, by step."""
-    reference_losses: list[float] = field(default_factory=list)
-    """The same without sharding, on rank 0."""
-    num_layers: int | None = None
-    """Depth that the model was cut to; None for its own."""
-    held: dict[str, int] = field(default_factory=dict)
-    """Phase → memory of this rank, in bytes (`HOW_HELD`)."""
+    loss_at: str | None = None  # Where it is in what forward returns (`find_loss`)
+    has_drawn: bool = False  # Forward drew random numbers on this rank
+    losses: list[float] = field(default_factory=list)  # Of this run, mean over ranks, by step
+    reference_losses: list[float] = field(default_factory=list)  # The same without sharding, on rank 0
+    num_layers: int | None = None  # Depth that the model was cut to; None for its own
+    held: dict[str, int] = field(default_factory=dict)  # Phase → memory of this rank, in bytes (`HOW_HELD`)
     num_errors: int = 0
 
     @property

@@ -22,8 +22,7 @@ from ckpt_tools.models.recipe import ModuleRecipe, Recipe
 from ckpt_tools.models.recipe_of import recipe_of
 from ckpt_tools.sandbox.journal import RankLog
 
-DEFAULT_TIMEOUT_S = 120.0
-"""Of a phase, for a model of no size."""
+DEFAULT_TIMEOUT_S = 120.0  # Of a phase, for a model of no size
 _SLOW_BYTES_PER_S = 20e6
 """What a phase does at least with a model: read it from a network disk, or compute with it on a busy machine."""
 
@@ -36,8 +35,7 @@ class SmokeSetting:
     mesh: Mesh
     policy: Policy
     recipe: Recipe
-    timeout_s: float
-    """Seconds that a phase may take."""
+    timeout_s: float  # Seconds that a phase may take
 
     @property
     def dp_size(self) -> int:

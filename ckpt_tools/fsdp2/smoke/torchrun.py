@@ -34,14 +34,11 @@ from ckpt_tools.sandbox.hang import Place
 from ckpt_tools.sandbox.journal import Event, Journal, RankLog, events_path, read_events
 from ckpt_tools.sandbox.ranks import Outcome
 
-RunLocal = Callable[[LaunchJob], Launched]
-"""Runs the world that reloads."""
+RunLocal = Callable[[LaunchJob], Launched]  # Runs the world that reloads
 _POLL_S = 0.2
-_GRACE_S = 5.0
-"""What the other ranks get to say what they know once one has failed."""
+_GRACE_S = 5.0  # What the other ranks get to say what they know once one has failed
 _EXIT_FINDINGS = 3
-_LINGER_S = 20.0
-"""How long torchrun is kept waiting for the watchdog; it kills after 30."""
+_LINGER_S = 20.0  # How long torchrun is kept waiting for the watchdog; it kills after 30
 
 
 def run_in_torchrun(

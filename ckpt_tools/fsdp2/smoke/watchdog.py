@@ -26,16 +26,12 @@ from ckpt_tools.sandbox.ranks import Outcome
 
 STACK, HUNG = "stack", "hung"
 """Facts of a rank that has given up: frames of its main thread, and after how many seconds without any event."""
-Speak = Callable[[Outcome, str], None]
-"""Report what became of the ranks, given their directory."""
+Speak = Callable[[Outcome, str], None]  # Report what became of the ranks, given their directory
 _DONE, _STOPPED, _HELP = b"d", b"s", b"h"
 _POLL_S = 0.1
-_GRACE_S = 4.0
-"""What the other ranks get to end once one has."""
-_STOPPED_S = 1.0
-"""The same when torchrun ends them: whoever was first has ended before."""
-_INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)
-"""How a rank ends that somebody has stopped."""
+_GRACE_S = 4.0  # What the other ranks get to end once one has
+_STOPPED_S = 1.0  # The same when torchrun ends them: whoever was first has ended before
+_INTERRUPTED = (130, 143, -signal.SIGINT, -signal.SIGTERM)  # How a rank ends that somebody has stopped
 
 
 def register(directory: str, rank: int) -> None:

@@ -24,8 +24,7 @@ from ckpt_tools.preflight.plain_values import as_truth, find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 
 _QUANTIZED = {"load_in_4bit": "nf4", "load_in_8bit": "int8", "gptq": "gptq"}
-ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")
-"""Rank order."""
+ORDER = ("ep", "dp_replicate", "dp_shard", "cp", "tp")  # Rank order
 _OPTIONS = section("axolotl")
 
 

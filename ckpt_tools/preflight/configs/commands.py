@@ -76,8 +76,7 @@ _CALL_COST = 64
 """Characters that a token of a function costs, each time that it is called: a dozen lines can call one a million times.
 """
 
-OpenFile = Callable[[str], tuple[str, str] | None]
-"""Name of a file in a script → its path and text, if it is here."""
+OpenFile = Callable[[str], tuple[str, str] | None]  # Name of a file in a script → its path and text, if it is here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +132,8 @@ class _Shell:
     stack: list[str] = field(default_factory=list)
     """Compounds that are open: if, for, {, (; call: what is called may not be."""
     pending: list[Token] = field(default_factory=list)
-    is_conditional: bool = False
-    """After && or ||, or in a pipe: it may not run, or not in this shell."""
-    frame: int = 0
-    """Compounds that were open when the function, or the file, began."""
+    is_conditional: bool = False  # After && or ||, or in a pipe: it may not run, or not in this shell
+    frame: int = 0  # Compounds that were open when the function, or the file, began
     over: str = ""
     targets: tuple[str, ...] = ()
     appends: bool = False

@@ -86,8 +86,7 @@ class Config:
     findings: tuple[Finding, ...] = ()
     files: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()
-    """Scripts that would say a part of it, and are not here."""
+    absent: tuple[str, ...] = ()  # Scripts that would say a part of it, and are not here
     place: Callable[[str], Place | None] = lambda _: None
     companions: tuple[Config, ...] = ()
     """Other configs of the same run, which all say together what `spec` has: the arguments below a launcher's."""

@@ -33,8 +33,7 @@ from ckpt_tools.preflight.spec import Engine
 # a relative path from the current directory.
 
 _STRATEGIES = {0: "no_shard", 2: "shard_grad_op", 3: "full_shard"}
-OFFLOAD_DEVICES = ("cpu", "nvme")
-"""Where parameters and optimizer state can go."""
+OFFLOAD_DEVICES = ("cpu", "nvme")  # Where parameters and optimizer state can go
 
 
 _MAX_PARENTS = 4

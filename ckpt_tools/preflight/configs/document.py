@@ -18,10 +18,8 @@ from ckpt_tools.preflight.places import Place, line_of_key, place_of_option
 from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 
-MAX_BYTES = 1 << 20
-"""Longest config that is read; real ones have some kilobytes."""
-MAX_DEPTH = 64
-"""Mappings and lists inside one another."""
+MAX_BYTES = 1 << 20  # Longest config that is read; real ones have some kilobytes
+MAX_DEPTH = 64  # Mappings and lists inside one another
 STDIN = "-"
 _MAX_UPS = 3  # folders around that of a script in which the files that it names may begin
 _MAX_DOTS = 10_000  # in TOML: tomllib takes time with the square of a key's parts
@@ -38,8 +36,7 @@ class Document(Script):
 
     path: str
     values: Mapping[str, object] | None = None
-    words_unread: tuple[str, ...] = ()
-    """Words of a command line that stand for nobody knows which options."""
+    words_unread: tuple[str, ...] = ()  # Words of a command line that stand for nobody knows which options
     overrides: tuple[str, ...] = ()
     starts_more: str = ""
     text: str = ""

@@ -154,8 +154,7 @@ def _wrong_options(values: Mapping[str, object], script: str) -> Iterable[Findin
         yield Finding.error("unknown-key", f"--{name}", what, f"write --{same}" if same is not None else "remove it")
 
 
-_OPTIONS = section("openrlhf")
-"""The options, each under its names of all versions."""
+_OPTIONS = section("openrlhf")  # The options, each under its names of all versions
 _DEFAULTS: Mapping[str, tuple[int | None, int]] = {
     "sft": (8, 2048), "dpo": (8, 512), "rm": (1, 512), "kto": (8, 2048), "kd": (8, 2048), "prm": (1, 2048),
     "ppo_ray": (None, 2048),

@@ -89,8 +89,7 @@ class Overrides:
     """What a command line overrides."""
 
     values: Mapping[str, object]
-    added: frozenset[str]
-    """Paths that were added with `+`: nobody knows them beforehand."""
+    added: frozenset[str]  # Paths that were added with `+`: nobody knows them beforehand
     findings: tuple[Finding, ...]
     unread: tuple[str, ...] = ()
     """Words that stand for nobody knows which options: `$@`, `$EXTRA`, groups (`actor@a.b=megatron`), other configs."""

@@ -53,11 +53,9 @@ _DECIDES = re.compile(
     r"|batch_size|seq_len|sequence_len|max_len|max_length|optim|quant|(4|8)bit|lora|adapter|zero_stage|wrap"
 )
 _MAX_GROUPED = 12
-MAX_GUESSES = 200
-"""Unknown names of one file that are compared with the known ones."""
+MAX_GUESSES = 200  # Unknown names of one file that are compared with the known ones
 
-Spell = Callable[[str], str]
-"""Key path in normalised values → key path in the user's file."""
+Spell = Callable[[str], str]  # Key path in normalised values → key path in the user's file
 Status = Literal["read", "known", "passed over", "misspelt", "unknown"]
 """read: a reader looks at it. known: the trainer has it, and nothing that is checked depends on it. passed over: it
 lies in a part of the config that is not looked at. misspelt: it is none, and one that is has nearly its name."""
@@ -438,8 +436,7 @@ class OptionSection(BaseModel):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=(), frozen=True)
 
-    known: ClassVar[frozenset[str]] = frozenset()
-    """Options that the framework has and no field here reads."""
+    known: ClassVar[frozenset[str]] = frozenset()  # Options that the framework has and no field here reads
     unknown: ClassVar[Severity | None] = "warning"
     """What another option is: an error where the framework stops at it; None where it takes anything."""
     extensible: ClassVar[bool] = False

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
-MAX_WORDS = 100_000
-"""Words of one script."""
+MAX_WORDS = 100_000  # Words of one script
 _OPERATORS = re.compile(r"\d*(<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)|&>>|&>|;;&|;;|;&|&&|\|\||\|&|[;&|()]")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ARRAY = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<plus>\+?)=")
@@ -32,15 +31,13 @@ _ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 class WordPiece:
     """A part of a word."""
 
-    text: str
-    """The text, or the expansion as it is written: `$X`, `${X:-a}`, `$(date)`."""
+    text: str  # The text, or the expansion as it is written: `$X`, `${X:-a}`, `$(date)`
     is_expansion: bool = False
     is_quoted: bool = False
     line: int = 0
 
 
-Word = tuple[WordPiece, ...]
-"""One word; empty quotes are one empty piece."""
+Word = tuple[WordPiece, ...]  # One word; empty quotes are one empty piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +45,8 @@ class Token:
     """One token."""
 
     kind: Literal["word", "operator", "newline", "array", "redirection", "heredoc"]
-    text: str = ""
-    """Of an operator or a redirection; the name of an array."""
-    word: Word = ()
-    """A word, the target of a redirection, or the body of a here-document."""
+    text: str = ""  # Of an operator or a redirection; the name of an array
+    word: Word = ()  # A word, the target of a redirection, or the body of a here-document
     items: tuple[Word, ...] = ()
     appends: bool = False
 
@@ -265,8 +260,7 @@ def _unescaped(found: re.Match[str]) -> str:
 # Functions of a shell script: their bodies as tokens, to be taken when they are called.
 
 ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<rest>\[[^]]*\])?(?P<plus>\+?)=")
-PREFIXES = frozenset({"then", "else", "elif", "do", "!", "time"})
-"""Words before a command."""
+PREFIXES = frozenset({"then", "else", "elif", "do", "!", "time"})  # Words before a command
 
 
 @dataclass(slots=True)

@@ -29,8 +29,7 @@ FSDP: tuple[Engine, ...] = ("fsdp1", "fsdp2")
 class Given:
     """What the function of a row looks at, and adds to: findings other than those on names and types."""
 
-    raw: Any
-    """The options in their types; one of a wrong type, or whose value is not in the file, counts as not given."""
+    raw: Any  # The options in their types; one of a wrong type, or whose value is not in the file, counts as not given
     values: object
     document: Document
     spec: ParallelSpec
@@ -38,8 +37,7 @@ class Given:
     findings: list[Finding] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     contents: dict[str, Mapping[str, object]] = field(default_factory=dict)
-    moot: list[str] = field(default_factory=list)
-    """Options whose values matter to nothing, given the others."""
+    moot: list[str] = field(default_factory=list)  # Options whose values matter to nothing, given the others
 
     @property
     def is_fsdp(self) -> bool:
@@ -61,14 +59,12 @@ class Given:
 class FieldRow:
     """Where one field of the spec comes from, or several that are said together."""
 
-    options: tuple[str, ...] = ()
-    """Options that say it; the first that is given counts, and is named in messages."""
+    options: tuple[str, ...] = ()  # Options that say it; the first that is given counts, and is named in messages
     default: object = None
     value: Callable[[Given], object] | None = None
     """Its value, where that is not the first option's; of several fields, one for each."""
     engines: tuple[Engine, ...] = ()
-    has_value: bool = True
-    """False: the options say something of the field, and its value comes from elsewhere."""
+    has_value: bool = True  # False: the options say something of the field, and its value comes from elsewhere
 
     def evaluate(self, given: Given) -> object:
         """Return the field's value."""
@@ -125,13 +121,11 @@ class ReaderInput:
     table: Table
     by_engine: Mapping[Engine, Table] = field(default_factory=dict)
     values: Mapping[str, object]
-    options: Mapping[str, object] | None = None
-    """The same in the spelling of `model`, where that is another one."""
+    options: Mapping[str, object] | None = None  # The same in the spelling of `model`, where that is another one
     spell: Spell = str
     part: Callable[[Any], OptionSection] = lambda raw: raw
     root: str = ""
-    added: Collection[str] = ()
-    """Paths of options that the user adds on purpose, whatever the framework has."""
+    added: Collection[str] = ()  # Paths of options that the user adds on purpose, whatever the framework has
     words: tuple[str, ...] = ()
     noun: str = "key"
     findings: tuple[Finding, ...] = ()

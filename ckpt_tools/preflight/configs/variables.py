@@ -32,8 +32,7 @@ class Variables:
     is_sourced: bool = False
     arguments: tuple[str, ...] | None = None
     takes_arguments: bool = False
-    has_other_arguments: bool = False
-    """`$@` is not what the script was called with: in a function, after `set -- …`."""
+    has_other_arguments: bool = False  # `$@` is not what the script was called with: in a function, after `set -- …`
     is_uncalled: bool = False
     num_chars: int = 0
     shadowed: list[dict[str, Value]] = field(default_factory=list)
@@ -213,10 +212,8 @@ def _splits_oddly(value: str, written: str, num_pieces: int) -> bool:
 # What an expansion of a shell stands for, where its variables are known: `${X%/}`, `${A[@]:1}`, `$((N * 8))`.
 # Source: POSIX Shell Command Language, 2.6.2 and 2.6.4; bash for `${X//a/b}`, `${X^^}`, slices and items of arrays.
 
-Value = str | tuple[str, ...] | None
-"""Of a variable; a tuple is an array, None what nobody knows here."""
-ValueOf = Callable[[str], Value]
-"""Name of a variable → its value."""
+Value = str | tuple[str, ...] | None  # Of a variable; a tuple is an array, None what nobody knows here
+ValueOf = Callable[[str], Value]  # Name of a variable → its value
 
 _GROUP_NAME = r"(?P<name>[A-Za-z_]\w*)"
 _SIMPLE = re.compile(rf"\$(?:(?P<bare>[A-Za-z_]\w*)|\{{{_GROUP_NAME}\}})")

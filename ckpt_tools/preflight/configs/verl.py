@@ -55,8 +55,7 @@ class Tree:
 
     values: Mapping[str, object]
     findings: tuple[Finding, ...] = ()
-    words: tuple[str, ...] = ()
-    """What may hold any options: other configs than verl's own, `$@`, programs of others."""
+    words: tuple[str, ...] = ()  # What may hold any options: other configs than verl's own, `$@`, programs of others
     is_command: bool = False
     added: frozenset[str] = frozenset()
     groups: Mapping[str, str] = field(default_factory=dict)

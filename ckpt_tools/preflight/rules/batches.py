@@ -299,14 +299,10 @@ def tokens_suffice(case: Subject) -> Iterator[Violation]:
 
 # CKPT10x: sizes that no run has, and numbers on the wrong side of zero.
 
-MAX_RANKS = 1_000_000
-"""Ranks, of the world or of one axis; the largest clusters have a few hundred thousand devices."""
-MAX_BATCH = 1_000_000
-"""Samples on one rank at once."""
-MAX_SEQ_LEN = 100_000_000
-"""Tokens of one sample; the longest contexts that were ever trained have some ten million."""
-MAX_LORA_RANK = 65_536
-"""Rank of an adapter; weights of language models are narrower."""
+MAX_RANKS = 1_000_000  # Ranks, of the world or of one axis; the largest clusters have a few hundred thousand devices
+MAX_BATCH = 1_000_000  # Samples on one rank at once
+MAX_SEQ_LEN = 100_000_000  # Tokens of one sample; the longest contexts that were ever trained have some ten million
+MAX_LORA_RANK = 65_536  # Rank of an adapter; weights of language models are narrower
 
 
 @error_rule(

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from ckpt_tools.preflight.configs.config import Config
 
 ALL: tuple[Framework, ...] = get_args(Framework)
-AI_PROCESS = "config.process[0]"
-"""ai-toolkit's first process, the one that is checked."""
+AI_PROCESS = "config.process[0]"  # ai-toolkit's first process, the one that is checked
 _NEW_NAMES = {
     "zero_stage": "ds.zero_stage", "ring_attn_size": "ds.ring_attn_size", "packing_samples": "ds.packing_samples",
     "param_dtype": "ds.param_dtype", "adam_offload": "ds.adam_offload", "load_in_4bit": "ds.load_in_4bit",
@@ -251,8 +250,7 @@ Check = Callable[[Subject], Iterator[Violation]]
 class ConfigRule:
     """One thing that can be wrong with configs of some frameworks, what would happen, and what to change."""
 
-    id: str
-    """CKPT0xx; never changed, never given to another rule."""
+    id: str  # CKPT0xx; never changed, never given to another rule
     severity: Severity
     title: str
     why: str
@@ -281,10 +279,8 @@ def _rule(
     return lambda check: made(frameworks=frameworks, check=check)
 
 
-error_rule = partial(_rule, "error")
-"""Decorator: the run fails, or trains something else."""
-warning_rule = partial(_rule, "warning")
-"""Decorator: it runs, but differently from what one may think."""
+error_rule = partial(_rule, "error")  # Decorator: the run fails, or trains something else
+warning_rule = partial(_rule, "warning")  # Decorator: it runs, but differently from what one may think
 
 
 def apply(rules: tuple[ConfigRule, ...], case: Subject) -> tuple[Finding, ...]:

@@ -8,8 +8,7 @@ from urllib.parse import urlsplit
 
 from ckpt_tools.errors import HubError, UsageError
 
-DEFAULT_ENDPOINT = "https://huggingface.co"
-"""Where the hub is unless HF_ENDPOINT says otherwise."""
+DEFAULT_ENDPOINT = "https://huggingface.co"  # Where the hub is unless HF_ENDPOINT says otherwise
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -17,10 +16,8 @@ _TRUE = ("1", "true", "yes", "on")
 class Account:
     """Where to go, and as whom."""
 
-    endpoint: str
-    """Without a slash at its end."""
-    token: str
-    """Never shown; "" for nobody's."""
+    endpoint: str  # Without a slash at its end
+    token: str  # Never shown; "" for nobody's
 
     def __repr__(self) -> str:
         """Leave the token out."""

@@ -22,13 +22,10 @@ from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import is_plain_path
 from ckpt_tools.units import format_size
 
-MAX_AGE_S = 600.0
-"""How long a branch stands for the commit that it had, where nothing of that is open any more."""
+MAX_AGE_S = 600.0  # How long a branch stands for the commit that it had, where nothing of that is open any more
 _MAX_DOCUMENT_BYTES = 64 << 20
-_MAX_PAGES = 200
-"""Of a listing; the hub's pages have 1000 entries, and a repository should have 100,000 files at most."""
-_MAX_LISTED_BYTES = 64 << 20
-"""Of all its pages."""
+_MAX_PAGES = 200  # Of a listing; the hub's pages have 1000 entries, and a repository should have 100,000 files at most
+_MAX_LISTED_BYTES = 64 << 20  # Of all its pages
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OID = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _NEXT = re.compile(r'<([^>]+)>\s*;\s*rel="?next"?')
@@ -40,11 +37,9 @@ _HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 class Address:
     """What a path names."""
 
-    repo: str
-    """namespace/name."""
+    repo: str  # namespace/name
     revision: str
-    path: str
-    """In the repository; "" for all of it."""
+    path: str  # In the repository; "" for all of it
 
     def __str__(self) -> str:
         """As `hf://` has it."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from ckpt_tools.text import escape_name
 
-MAX_MESSAGE_CHARS = 400
-"""Of a server's own words that are shown."""
+MAX_MESSAGE_CHARS = 400  # Of a server's own words that are shown
 _TOKEN = re.compile(r"\b(hf|api_org)_[A-Za-z0-9]{6,}")
 _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*")
 _PASSWORD = re.compile(r"(://[^\s/@:]*):[^\s/@]*@")

@@ -76,8 +76,7 @@ class Kept:
 
 # Many small ranges of remote files, fetched at once by few requests: neighbours are joined, and all are under way
 
-Range = tuple[str, int, int]
-"""File, first byte, number of bytes."""
+Range = tuple[str, int, int]  # File, first byte, number of bytes
 
 
 class Joined(NamedTuple):
@@ -144,16 +143,11 @@ def fetch_joined(
 
 HEAD_BYTES = 1 << 20
 """The first GET of a file asks for so many: nearly every header fits. Reads as long as this are never kept."""
-MAX_GAP_BYTES = 1 << 20
-"""Reads of a file that are no further apart follow each other."""
-MAX_RUN_BYTES = 16 << 20
-"""Most bytes that one request reads ahead."""
-MAX_KEPT_BYTES = 64 << 20
-"""Of one source."""
-_AT_ONCE = 16
-"""Requests for what is fetched ahead of its use, and files that are begun at the same time."""
-_MAX_FOLLOWED = 256
-"""Files whose sequence of reads is remembered."""
+MAX_GAP_BYTES = 1 << 20  # Reads of a file that are no further apart follow each other
+MAX_RUN_BYTES = 16 << 20  # Most bytes that one request reads ahead
+MAX_KEPT_BYTES = 64 << 20  # Of one source
+_AT_ONCE = 16  # Requests for what is fetched ahead of its use, and files that are begun at the same time
+_MAX_FOLLOWED = 256  # Files whose sequence of reads is remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,8 @@ from isal import isal_zlib
 from ckpt_tools.errors import CkptError, StorageError
 from ckpt_tools.storage.remote.store import Bucket, ChangedObjectError, MissingObjectError, StoredObject
 
-MIN_PART_BYTES = 16 << 20
-"""Smaller parts are more requests than a store takes in a second, when many processes write."""
-_MAX_PARTS = 9_000
-"""S3 takes 10,000."""
+MIN_PART_BYTES = 16 << 20  # Smaller parts are more requests than a store takes in a second, when many processes write
+_MAX_PARTS = 9_000  # S3 takes 10,000
 _MAX_CONCURRENCY = 8
 
 Checked = Literal["none", "sample", "all"]

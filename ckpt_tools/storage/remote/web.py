@@ -23,28 +23,18 @@ from ckpt_tools.storage.remote.refusals import Peers, RefusalError, next_address
 if TYPE_CHECKING:
     import httpx2
 
-TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses after which the same request may succeed."""
-MAX_WAIT_S = 120.0
-"""The longest pause that a server may ask for (Retry-After); a longer one ends the command."""
-CONNECT_TIMEOUT_S = 30.0
-"""Without an answer at all."""
-MAX_REDIRECTS = 5
-"""Of one request."""
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # Statuses after which the same request may succeed
+MAX_WAIT_S = 120.0  # The longest pause that a server may ask for (Retry-After); a longer one ends the command
+CONNECT_TIMEOUT_S = 30.0  # Without an answer at all
+MAX_REDIRECTS = 5  # Of one request
 
-_SILENCE_TIMEOUT_S = 60.0
-"""Without a byte."""
-_MIN_TIME_S = 180.0
-"""That one range may take, all tries together, and more at `_SLOWEST_BYTES_PER_S`."""
+_SILENCE_TIMEOUT_S = 60.0  # Without a byte
+_MIN_TIME_S = 180.0  # That one range may take, all tries together, and more at `_SLOWEST_BYTES_PER_S`
 _SLOWEST_BYTES_PER_S = 32 << 10
-_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses between tries that gained nothing."""
-_MAX_CONNECTS = 3
-"""Tries to reach a server that does not even take the connection."""
-_MAX_WHOLE_BYTES = 16 << 20
-"""A file for whose part the server sends all of it may be as long."""
-_EXPIRED = (401, 403, 404, 410)
-"""What the host of a redirect says when the address that it was given is no longer good."""
+_WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # Pauses between tries that gained nothing
+_MAX_CONNECTS = 3  # Tries to reach a server that does not even take the connection
+_MAX_WHOLE_BYTES = 16 << 20  # A file for whose part the server sends all of it may be as long
+_EXPIRED = (401, 403, 404, 410)  # What the host of a redirect says when the address that it was given is no longer good
 _peers = Peers()  # of the process, as its connections are
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
 

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from ckpt_tools.storage.remote.upload import held_bytes_of, part_bytes_of
 from ckpt_tools.units import format_size
 
-MEMORY_BYTES = 1 << 30
-"""For the parts of open objects, where nobody says otherwise."""
-_PASS_BYTES = 64 << 30
-"""More are too much to lose: what a killed pass has written is written again."""
-_FEW_REQUESTS = 8
-"""Of each kind, for the claim, records, documents and the marker."""
+MEMORY_BYTES = 1 << 30  # For the parts of open objects, where nobody says otherwise
+_PASS_BYTES = 64 << 30  # More are too much to lose: what a killed pass has written is written again
+_FEW_REQUESTS = 8  # Of each kind, for the claim, records, documents and the marker
 _DOLLARS_PER_PUT, _DOLLARS_PER_GET, _DOLLARS_PER_BYTE_MONTH = 5e-6, 4e-7, 0.023e-9
 """S3 Standard, us-east-1, within the region."""
 
@@ -22,12 +19,9 @@ _DOLLARS_PER_PUT, _DOLLARS_PER_GET, _DOLLARS_PER_BYTE_MONTH = 5e-6, 4e-7, 0.023e
 class WriteSettings:
     """How to write to buckets."""
 
-    memory_bytes: int = MEMORY_BYTES
-    """For the parts of open objects."""
-    needs_conditions: bool = True
-    """Refuse a store that overwrites where it should create."""
-    verify_all: bool = False
-    """Read everything back, not the ends of some objects."""
+    memory_bytes: int = MEMORY_BYTES  # For the parts of open objects
+    needs_conditions: bool = True  # Refuse a store that overwrites where it should create
+    verify_all: bool = False  # Read everything back, not the ends of some objects
 
 
 def describe_writing(sizes: Sequence[int], memory_bytes: int, *, num_sampled: int) -> str:

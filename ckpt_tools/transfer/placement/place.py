@@ -17,8 +17,7 @@ from ckpt_tools.transfer.placement.rule import Rule
 
 Uneven = Literal["refuse", "replicate"]
 """What to do with a cut that PyTorch could not load: refuse it, or keep the tensor off these axes."""
-_OWN: Names = {}
-"""Stands for the tensors' own names."""
+_OWN: Names = {}  # Stands for the tensors' own names
 
 
 def place_tensors(

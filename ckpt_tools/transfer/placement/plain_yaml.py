@@ -15,8 +15,7 @@ import yaml
 
 MAX_NODES = 100_000
 """Values in one file, aliases counted as often as they are used: ten lines of aliases can stand for a billion."""
-MAX_DEPTH = 32
-"""Mappings and lists inside one another; an alias of what it lies in has no end."""
+MAX_DEPTH = 32  # Mappings and lists inside one another; an alias of what it lies in has no end
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"

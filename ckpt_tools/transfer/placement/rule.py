@@ -48,20 +48,14 @@ def _axis_of(cut: Cut) -> str | None:
 class Rule:
     """Placements, or a style, for the tensors whose FQN matches a pattern."""
 
-    match: str
-    """The pattern; see `compile_glob`. With a style it may also name the module that holds the parameters."""
+    match: str  # The pattern; see `compile_glob`. With a style it may also name the module that holds the parameters
     place: Mapping[str, Placement] | None = None
     """Axis → placement; empty means that no axis but FSDP's cuts the tensor."""
-    style: str | None = None
-    """A key of `STYLES`. Exactly one of `place` and `style` is given."""
-    origin: str = "--set"
-    """Where the rule was written, for messages."""
-    optional: bool = False
-    """True when the rule may match nothing (parameters that a plan names and a model may lack)."""
-    hint: str = ""
-    """What to do when it matches nothing and should; without, the nearest names are shown."""
-    is_live: bool = False
-    """Is it about the names that are written alone? A plan is of the live model."""
+    style: str | None = None  # A key of `STYLES`. Exactly one of `place` and `style` is given
+    origin: str = "--set"  # Where the rule was written, for messages
+    optional: bool = False  # True when the rule may match nothing (parameters that a plan names and a model may lack)
+    hint: str = ""  # What to do when it matches nothing and should; without, the nearest names are shown
+    is_live: bool = False  # Is it about the names that are written alone? A plan is of the live model
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     """FQN → the shape that its dims are counted in, where that is known; another one is refused."""
 

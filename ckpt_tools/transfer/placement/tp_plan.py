@@ -37,8 +37,7 @@ _LLAMA = {
     "model.layers.*.mlp.up_proj": "colwise",
     "model.layers.*.mlp.down_proj": "rowwise",
 }
-LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types that the built-in table serves."""
+LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")  # Model types that the built-in table serves
 _SAFE_QUANTIZATION = ("fp8",)
 """Quantisations that keep the dims of a weight; others pack or transpose them, and a plan would cut amiss."""
 

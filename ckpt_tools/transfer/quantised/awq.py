@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _BITS = 4
 _IN_WORD = 8
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word, in steps of 4 bits, the outputs lie."""
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # Where in a word, in steps of 4 bits, the outputs lie
 
 
 def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:  # noqa: ARG001 - names say it all

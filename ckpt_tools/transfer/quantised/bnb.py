@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
 _STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 _MAX_STATE_BYTES = 1 << 16
-_FORMAT = "weight_format"
-"""Beside 8-bit weights: how they are laid out; 0 is row by row."""
-_RECIPROCAL = 7.874015718698502e-3
-"""1/127 as bitsandbytes has it."""
+_FORMAT = "weight_format"  # Beside 8-bit weights: how they are laid out; 0 is row by row
+_RECIPROCAL = 7.874015718698502e-3  # 1/127 as bitsandbytes has it
 
 
 def _find_all(tensors: Tensors, settings: Settings, read: ReadRun) -> Found:

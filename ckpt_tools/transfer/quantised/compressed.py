@@ -26,8 +26,7 @@ _FORMATS = (
     *("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision", None),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
 )
-_PACKED_BITS = (2, 4, 8)
-"""Those of which a whole number fits into 32."""
+_PACKED_BITS = (2, 4, 8)  # Those of which a whole number fits into 32
 _WORD = 32
 _LEFT_OUT = (
     *("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"),

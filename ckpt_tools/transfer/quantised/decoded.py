@@ -47,12 +47,9 @@ SCHEMES: tuple[Scheme, ...] = (
 KEY = "quantization_config"
 _OTHER_CONFIGS = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """What libraries also wrote their settings to, or only there, with the `quant_method`. Readers would believe them."""
-_PREFIX = "\0decoded/"
-"""Begins the names of files that nobody has written; no other file has a NUL in its name."""
-_PIECE_ELEMS = 1 << 20
-"""Decoded at once: a few megabytes of float32."""
-_MAX_KEPT_BYTES = 128 << 20
-"""Decoded matrices that are kept while they are read in the order of their columns."""
+_PREFIX = "\0decoded/"  # Begins the names of files that nobody has written; no other file has a NUL in its name
+_PIECE_ELEMS = 1 << 20  # Decoded at once: a few megabytes of float32
+_MAX_KEPT_BYTES = 128 << 20  # Decoded matrices that are kept while they are read in the order of their columns
 
 
 def dequantised(opened: Opened, dtype: str) -> Opened:
@@ -293,8 +290,7 @@ class _RunReader:
 
 # Matrices whose columns are wanted, as quantisers of [out, in] weights store them in [in, out]
 
-_BAND_BYTES = 16 << 20
-"""Columns that are read at once: runs of some kilobytes, of a matrix of any size."""
+_BAND_BYTES = 16 << 20  # Columns that are read at once: runs of some kilobytes, of a matrix of any size
 _MAX_BANDS_BYTES = 6 * _BAND_BYTES
 """Workers decode neighbouring rows, which lie in one band or two, beside their scales."""
 

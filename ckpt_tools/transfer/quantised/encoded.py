@@ -30,16 +30,11 @@ if TYPE_CHECKING:
 
     from ckpt_tools.transfer.arrays import Array
 
-SCALE = "_scale_inv"
-"""At the end of a scale's name: what a weight is multiplied by, the inverse of what it was."""
-_PREFIX = "\0encoded/"
-"""Begins the names of files that nobody has written; no other file has a NUL in its name."""
-_LARGEST = 448
-"""Of F8_E4M3."""
-_STRIP = 512
-"""Columns that are computed with at once: a quarter of a megabyte of float32."""
-_MAX_KEPT_BYTES = 64 << 20
-"""Encoded rows that are kept until the blocks that they are parts of have been read."""
+SCALE = "_scale_inv"  # At the end of a scale's name: what a weight is multiplied by, the inverse of what it was
+_PREFIX = "\0encoded/"  # Begins the names of files that nobody has written; no other file has a NUL in its name
+_LARGEST = 448  # Of F8_E4M3
+_STRIP = 512  # Columns that are computed with at once: a quarter of a megabyte of float32
+_MAX_KEPT_BYTES = 64 << 20  # Encoded rows that are kept until the blocks that they are parts of have been read
 
 
 class _BlockRow:

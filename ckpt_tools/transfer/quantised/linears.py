@@ -16,13 +16,10 @@ from dataclasses import dataclass
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.globs import Names, find_named
 
-BLOCK = 128
-"""Rows and columns of a block, as in DeepSeek-V3; kernels have no other."""
+BLOCK = 128  # Rows and columns of a block, as in DeepSeek-V3; kernels have no other
 _WEIGHT = ".weight"
-_PACKED = ".in_proj_weight"
-"""Of attention as torch has it, which transformers takes apart."""
-_HEAD = "lm_head"
-"""Stays; named even where the files do not have it, being tied to the embedding."""
+_PACKED = ".in_proj_weight"  # Of attention as torch has it, which transformers takes apart
+_HEAD = "lm_head"  # Stays; named even where the files do not have it, being tied to the embedding
 _LINEAR = re.compile(
     r"(?:(?:model|language_model|text_model|transformer|decoder)\.)*(?:layers|h)\.\d+\.(?:\w+\.)*?"
     r"(?:q_proj|k_proj|v_proj|qkv_proj|o_proj|self_attn\.out_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj"
@@ -47,16 +44,11 @@ _FIRST = {name: names[0] for names in _JOINED for name in names}
 class Chosen:
     """What is quantised, and what stays."""
 
-    weights: frozenset[str]
-    """Names of the tensors to quantise."""
-    kept: tuple[str, ...]
-    """Modules that stay: `modules_to_not_convert`."""
-    uneven: tuple[str, ...]
-    """Linear layers that stay because they are no whole number of blocks."""
-    asked: tuple[str, ...]
-    """Those that stay because the user says so."""
-    joined: tuple[str, ...]
-    """Those that stay because others do with which loaders join them."""
+    weights: frozenset[str]  # Names of the tensors to quantise
+    kept: tuple[str, ...]  # Modules that stay: `modules_to_not_convert`
+    uneven: tuple[str, ...]  # Linear layers that stay because they are no whole number of blocks
+    asked: tuple[str, ...]  # Those that stay because the user says so
+    joined: tuple[str, ...]  # Those that stay because others do with which loaders join them
 
 
 def choose(tensors: Sequence[TensorEntry], keep: Iterable[str], names: Names) -> Chosen:

@@ -21,8 +21,7 @@ from ckpt_tools.transfer.quantised.scheme import Found, Quantised, ReadRun, Sche
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "MXFP8")
 _MIXED = "MIXED_PRECISION"
 _SCALE = "_scale"
-_LEFT_OUT = ("input_scale", "k_scale", "v_scale", "k_bias", "v_bias")
-"""Of activations and caches."""
+_LEFT_OUT = ("input_scale", "k_scale", "v_scale", "k_bias", "v_bias")  # Of activations and caches
 _CHANGES_INPUTS = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 _GROUP = 32
 

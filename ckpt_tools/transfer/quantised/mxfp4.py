@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32
-_Whole = tuple[TensorEntry, bool]
-"""What all scales are multiplied by, or (True) divided."""
+_Whole = tuple[TensorEntry, bool]  # What all scales are multiplied by, or (True) divided
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 

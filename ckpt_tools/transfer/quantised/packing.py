@@ -40,12 +40,10 @@ class PackedLayer:
     weight: TensorEntry
     zeros: TensorEntry
     scales: TensorEntry
-    order: TensorEntry | None
-    """Which group each input is of; None where groups follow each other."""
+    order: TensorEntry | None  # Which group each input is of; None where groups follow each other
     bits: int
     num_inputs: int
-    group_size: int
-    """Inputs of a group; 0 where only an order says."""
+    group_size: int  # Inputs of a group; 0 where only an order says
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -69,10 +67,8 @@ class PackedLayer:
         return found.astype(np.int64)
 
 
-Parts = tuple[TensorEntry, TensorEntry, TensorEntry]
-"""Weight, zeros and scales."""
-Parse = Callable[[str, Parts, Tensors, Settings], PackedLayer]
-"""Makes a layer of its name and parts."""
+Parts = tuple[TensorEntry, TensorEntry, TensorEntry]  # Weight, zeros and scales
+Parse = Callable[[str, Parts, Tensors, Settings], PackedLayer]  # Makes a layer of its name and parts
 Unpack = Callable[[PackedLayer, ReadRun, int, int], "tuple[F32, F32]"]
 """Returns numbers and zeros of outputs [low, high): [outputs, inputs] and [outputs, groups]."""
 

@@ -13,8 +13,7 @@ from ckpt_tools.transfer.quantised.scheme import Quantised, ReadRun, Settings, T
 if TYPE_CHECKING:
     from ckpt_tools.transfer.quantised.scheme import Bytes
 
-OTHER_CONFIG = "is config.json the one of this checkpoint?"
-"""A hint."""
+OTHER_CONFIG = "is config.json the one of this checkpoint?"  # A hint
 _CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 """Model types whose layers are transformers' Conv1D: their weights are [in, out]."""
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     F32 = NDArray[np.float32]
     Bytes = NDArray[np.uint8]
 
-Settings = Mapping[str, object]
-"""`quantization_config` of config.json, and the `model_type` beside it."""
+Settings = Mapping[str, object]  # `quantization_config` of config.json, and the `model_type` beside it
 Tensors = Mapping[str, TensorEntry]
 
 
@@ -45,25 +44,20 @@ class Decode(Protocol):
 class Quantised:
     """One tensor that is stored quantised."""
 
-    fqn: str
-    """Name of what it stands for."""
-    shape: tuple[int, ...]
-    """Of what `decode` gives."""
+    fqn: str  # Name of what it stands for
+    shape: tuple[int, ...]  # Of what `decode` gives
     stored: tuple[TensorEntry, ...]
     decode: Decode
-    is_transposed: bool = False
-    """Does the model have the last two dims in each other's place?"""
+    is_transposed: bool = False  # Does the model have the last two dims in each other's place?
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What a scheme makes of a checkpoint."""
 
-    what: str
-    """The scheme, for people."""
+    what: str  # The scheme, for people
     tensors: tuple[Quantised, ...]
-    dropped: tuple[str, ...] = ()
-    """Tensors that only a quantised model has (scales of activations)."""
+    dropped: tuple[str, ...] = ()  # Tensors that only a quantised model has (scales of activations)
 
 
 Find = Callable[[Tensors, Settings, ReadRun], Found]
@@ -79,6 +73,5 @@ for settings that ckpt does not decode.
 class Scheme:
     """One way to quantise."""
 
-    method: str
-    """Value of `quant_method` in config.json."""
+    method: str  # Value of `quant_method` in config.json
     find: Find

@@ -16,8 +16,7 @@ from ckpt_tools.transfer.quantised.compressed import decode_plain, grid_of
 from ckpt_tools.transfer.quantised.parts import check_shape, companions
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, ReadRun, Scheme, Settings, Tensors
 
-NUMBERS = "_qdata"
-"""Ends the name of a weight's numbers."""
+NUMBERS = "_qdata"  # Ends the name of a weight's numbers
 _KINDS = {"Int8Tensor": ("I8",), "IntxUnpackedToInt8Tensor": ("I8",), "Float8Tensor": ("F8_E4M3", "F8_E5M2")}
 """Class → dtypes of its numbers. Others are laid out for kernels."""
 

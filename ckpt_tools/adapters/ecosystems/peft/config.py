@@ -32,8 +32,7 @@ _INFERRED = ("peft_type", "inference_mode", "rank_pattern", "alpha_pattern", "lo
 """Not to be given: tensors, or other options, say them."""
 _TEXT = ("peft_version", "revision", "task_type", "base_model_name_or_path", "bias", "megatron_core")
 """Fields that are text, even where it looks like a number."""
-_TRAINING_ONLY = ("velora_config",)
-"""Fields that ask for tensors which only training needs, and which are not exported."""
+_TRAINING_ONLY = ("velora_config",)  # Fields that ask for tensors which only training needs, and which are not exported
 
 
 def infer_config(adapter: Adapter[F], *, base: BaseModel | None = None, base_model: str | None = None) -> Fields:

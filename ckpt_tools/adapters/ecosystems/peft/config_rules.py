@@ -39,8 +39,7 @@ _WITHOUT_IDS = """
     wav2vec2-conformer wavlm whisper yolos zoedepth
 """
 """transformers' types whose models take pictures or sound, and no input_ids."""
-Levels = Mapping[int, Mapping[str, Shape]]
-"""Number of wrappers outside → role → shape."""
+Levels = Mapping[int, Mapping[str, Shape]]  # Number of wrappers outside → role → shape
 _MOST = 4
 """Parameters of one module that are tried in every order: which of them is the outer one, the model's class decides."""
 

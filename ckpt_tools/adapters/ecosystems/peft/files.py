@@ -16,8 +16,7 @@ from ckpt_tools.errors import UsageError
 ROOT = "base_model.model."
 _PREFIXES = ("transformer.", "unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3.", "base_model.model.")
 """Of one model in a pipeline; PEFT's adapters are for one model, and name its modules from its own root."""
-_SURE = {"unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3."}
-"""Those that no model has inside."""
+_SURE = {"unet.", "text_encoder.", "text_encoder_2.", "text_encoder_3."}  # Those that no model has inside
 
 
 def peft_names(adapter: Adapter[F]) -> Iterator[tuple[str, int, str]]:

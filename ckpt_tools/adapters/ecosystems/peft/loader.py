@@ -35,8 +35,7 @@ from ckpt_tools.text import escape_name, first_few
 if TYPE_CHECKING:
     from torch import nn
 
-_WRAPPED = ".base_layer"
-"""Ends the path of what PEFT wraps."""
+_WRAPPED = ".base_layer"  # Ends the path of what PEFT wraps
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 _SAVED_COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
 _STACKED = re.compile(r"\.experts\.\w+$")
@@ -387,26 +386,19 @@ _NAMED = re.compile(r"\.default(?=\.|$)")
 class PeftQuestion:
     """What the child is asked."""
 
-    base: str
-    """Text of the base's config.json."""
-    config: str
-    """Text of adapter_config.json."""
-    shapes: Mapping[str, Shape]
-    """Name in PEFT's file → shape."""
+    base: str  # Text of the base's config.json
+    config: str  # Text of adapter_config.json
+    shapes: Mapping[str, Shape]  # Name in PEFT's file → shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeftAnswer:
     """What PEFT says."""
 
-    refused: str = ""
-    """On what it raises."""
-    unknown: str = ""
-    """What it does not tell without data."""
-    missing: tuple[str, ...] = ()
-    """Names in the model that the file has nothing for, and which PEFT begins anew."""
-    ignored: tuple[str, ...] = ()
-    """Names in the file that PEFT has no place for."""
+    refused: str = ""  # On what it raises
+    unknown: str = ""  # What it does not tell without data
+    missing: tuple[str, ...] = ()  # Names in the model that the file has nothing for, and which PEFT begins anew
+    ignored: tuple[str, ...] = ()  # Names in the file that PEFT has no place for
 
 
 def ask(file: AdapterFile, config: Config, loading: Loading) -> None:
