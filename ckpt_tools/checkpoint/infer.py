@@ -239,7 +239,9 @@ def _looks_like_stages(patterns: tuple[_StoredAlike, ...], mesh: Mesh) -> bool:
     )
 
 
-def _name_axes(patterns: tuple[_StoredAlike, ...], mesh: Mesh, explained: list[tuple[Placement, ...]]) -> tuple[str, ...]:
+def _name_axes(
+    patterns: tuple[_StoredAlike, ...], mesh: Mesh, explained: list[tuple[Placement, ...]]
+) -> tuple[str, ...]:
     """Name the axes by what each cuts; grids alone do not tell tp, ep and dp_shard apart."""
     names = [axis for axis, _ in mesh.axes]
     cutting = [position for position, axis in enumerate(names) if axis != "dp_replicate"]

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import os
+import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.checkpoint.formats.digest import digest_bytes
+from ckpt_tools.checkpoint.formats.file_names import is_weights
+from ckpt_tools.checkpoint.formats.format import read_document
+from ckpt_tools.checkpoint.formats.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    FileRecord,
+    build_manifest,
+    parse_manifest,
+)
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.step import OpenedStep, open_like, open_repository, open_step
 from ckpt_tools.checkpoint.formats.steps import note_reading
 from ckpt_tools.checks import diff as diffing, stats as measuring, verify as verifying
-from ckpt_tools.checks.accept import accept
 from ckpt_tools.checks.diff import Difference
 from ckpt_tools.checks.stats import Stats
 from ckpt_tools.checks.step import Pair, join, pair_parts, verify_step
@@ -21,9 +33,35 @@ from ckpt_tools.models.opening import reconsider
 from ckpt_tools.options import default_num_workers, takes
 from ckpt_tools.options.check import DiffOptions, StatsOptions, VerifyOptions
 from ckpt_tools.storage.locations import absolute
+from ckpt_tools.storage.publish import replace_file
+from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import escape_name
 from ckpt_tools.transfer.part import parse_part
 from ckpt_tools.transfer.quantised.decoded import dequantised, is_told
+
+# Record in a manifest that files beside the weights were changed on purpose
+
+
+def accept(directory: str, files: Sequence[str]) -> None:
+    """Record these files, which lie beside the weights, as they are now, with the date and both digests."""
+    path = os.path.join(directory, MANIFEST_NAME)
+    if not os.path.isfile(path):
+        hint = "leave --accept out: where nothing is recorded, no file counts as changed"
+        raise UsageError(f"--accept needs a {MANIFEST_NAME} on this machine", where=directory, hint=hint)
+    today = datetime.now(UTC).date().isoformat()
+    with LocalSource(directory) as source:
+        manifest = parse_manifest(read_document(source, MANIFEST_NAME, MAX_MANIFEST_BYTES))
+        assets, accepted = dict(manifest.assets), dict(manifest.accepted)
+        for file in files:
+            if file in (*manifest.documents, *manifest.files, MANIFEST_NAME) or is_weights(file):
+                hint = "restore it, or write the checkpoint again"
+                raise UsageError(f"--accept takes files beside the weights, got {file}", where=directory, hint=hint)
+            content = read_document(source, file, MAX_MANIFEST_BYTES)
+            before = assets[file].digest if file in assets else ""
+            assets[file] = FileRecord(nbytes=len(content), digest=digest_bytes(content))
+            accepted[file] = {"date": today, "recorded": before, "digest": assets[file].digest}
+    content = build_manifest(replace(manifest, assets=assets, accepted=accepted))
+    replace_file(path, content, f"{path}.{uuid.uuid4().hex[:8]}")
 
 
 @takes(VerifyOptions)

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 from ckpt_tools.checkpoint.entries import (
     MAX_ELEMS,
@@ -17,12 +18,15 @@ from ckpt_tools.checkpoint.entries import (
     TensorEntry,
     say_census,
 )
+from ckpt_tools.checkpoint.formats.contracts import MODEL
 from ckpt_tools.checkpoint.formats.identify import HOLLOW
 from ckpt_tools.checkpoint.formats.inside import look_into
+from ckpt_tools.checkpoint.formats.judge import PICKLE, StepVerdict
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.formats.scan import with_executables
 from ckpt_tools.checkpoint.formats.step import judge
 from ckpt_tools.checkpoint.formats.steps import note_reading
+from ckpt_tools.checkpoint.formats.torch_zip import check_archive
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checkpoint.names.foreign import FLAT, FLAT_WAY
@@ -30,8 +34,8 @@ from ckpt_tools.checks.copies import equal_layouts
 from ckpt_tools.checks.data import check_blobs, check_data, firsts
 from ckpt_tools.checks.reading import Extent, account
 from ckpt_tools.checks.structure import check_structure, is_inside
-from ckpt_tools.checks.trainer import check_beside, check_trainer
 from ckpt_tools.checks.values import check_values, unseen_values
+from ckpt_tools.errors import UnreadableError
 from ckpt_tools.options.common import Level, Purpose
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.transfer.counts import Counts, counts_to_json
@@ -39,6 +43,47 @@ from ckpt_tools.transfer.execute import Outcome, Progress
 from ckpt_tools.transfer.split import Part, own_tensors
 from ckpt_tools.transfer.task import Look
 from ckpt_tools.units import format_size
+
+# Check that a step has what the trainer that saved it resumes from, and that all of it is of one step
+
+_WEIGHTS = "restore it; --for weights checks the weights alone"
+
+
+def check_beside(opened: Opened) -> tuple[list[Finding], set[str]]:
+    """Return the pickles beside a model of which a byte has changed, and those that their own sums prove."""
+    found, proven = [], set()
+    known = {*opened.checkpoint.files, *(() if opened.manifest is None else opened.manifest.assets)}
+    for name, nbytes in ({} if opened.format.is_file else opened.source.list_files(max_depth=1)).items():
+        if PICKLE.fullmatch(name) and nbytes and name not in known:
+            try:
+                if check_archive(nbytes, partial(opened.source.read, name)):
+                    proven.add(name)
+            except UnreadableError as error:
+                found.append(Finding.error("damaged-file", name, error.what, "restore it", file=name))
+    return found, proven
+
+
+def check_trainer(opened: Opened, purpose: Purpose | None, verdict: StepVerdict) -> Iterator[Finding]:
+    """Yield what the trainer would look for in vain, and what is of another step; by default as it was saved to be."""
+    for one, other in verdict.mixed:
+        hint = "restore the files of one save: a trainer that resumes from it mixes two"
+        yield Finding.error("mixed-steps", one.file, f"not of one step: {one}, {other}", hint)
+    if purpose == "weights":
+        lost = [each for each in verdict.reasons if each.of == MODEL and each.is_sure]
+        yield from (Finding.error("lost-weights", each.file, each.what, "restore it") for each in lost)
+        return
+    for reason in verdict.reasons:
+        if opened.broken and reason.file.rpartition("/")[2].startswith("optim"):
+            continue  # which is said already
+        what = f"{reason.what}: {reason.does}"
+        is_error = reason.is_sure or (purpose == "resume" and "stops" in reason.does)
+        make = Finding.error if is_error else Finding.warning
+        yield make("not-resumable" if is_error else "may-not-resume", escape_name(reason.file), what, _WEIGHTS)
+    if verdict.is_weights_only and (opened.format.has_parts or purpose):
+        make = Finding.info if purpose is None else Finding.error
+        code = "weights-only" if purpose is None else "not-resumable"
+        yield make(code, opened.source.root, "weights alone, to start from and not to resume from")
+
 
 # Findings put together by what brought them about: a missing file is one cause, whatever lay in it
 

@@ -2,27 +2,251 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 import os
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
+from ckpt_tools.checkpoint.dtypes import DType
+from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.formats.digest import digest_bytes
+from ckpt_tools.checkpoint.formats.inside import check_sealed, revealed
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.formats.step import refuse_mixed
+from ckpt_tools.checkpoint.layout import Box
+from ckpt_tools.checkpoint.names.foreign import is_factor
+from ckpt_tools.checkpoint.names.table import load_table
 from ckpt_tools.checkpoint.transform import select
-from ckpt_tools.convert.average import averaging_job, steps_of
+from ckpt_tools.checks.diff import match_names
+from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.convert.check_names import check_names
-from ckpt_tools.convert.job import Conversion, Job, check_whole, choose
-from ckpt_tools.convert.layers import first_layers
+from ckpt_tools.convert.job import STATE, Conversion, Job, check_separate, check_whole, choose, kept_by, with_config
 from ckpt_tools.convert.rewrite import renamed, rewrite_job
 from ckpt_tools.convert.run import run
 from ckpt_tools.convert.to_hf import written_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.naming import AssetList, Named, Naming
+from ckpt_tools.models.naming import AssetList, Named, Naming, claim_of, name_live
 from ckpt_tools.models.opening import open_asking
 from ckpt_tools.options import AnyPath, default_num_workers, takes
 from ckpt_tools.options.rewrite import AverageOptions, ExtractOptions, RenameOptions, WritingOptions
+from ckpt_tools.text import first_few
+from ckpt_tools.transfer.paired_reader import PairedReader, Reading
+
+# The first layers of a model: which tensors are theirs, and the config of the model that they are
+
+_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""Keys that configs have for the number of layers, by whatever name a class knows it."""
+_PARTS = ("text_config", "llm_config", "language_config")
+"""Where a model that also sees or hears keeps the config of its language model."""
+_OTHERS = re.compile(r"vision|visual|audio|image|speech")
+
+
+def first_layers(opened: Opened, num_layers: int) -> tuple[Checkpoint, AssetList, str]:
+    """Return what the first layers of a model need, its files with a config for them, and what was done, for people.
+
+    Everything outside of the layers stays.
+    """
+    where, assets = opened.source.root, opened.own_assets
+    claim = claim_of(assets)
+    expected = None if claim is None else load_table().expected(claim.architecture, claim.config)
+    if claim is None or expected is None:
+        what = f"no {CONFIG_NAME} beside the weights" if claim is None else f"{claim.architecture}, unknown to ckpt"
+        raise UsageError(
+            f"--layers needs the {CONFIG_NAME} of an architecture that ckpt knows, got {what}",
+            where=where,
+            hint="--include chooses tensors by their names; the config is then yours to cut",
+        )
+    stacks = {path: count for path, count in expected.counts.items() if not _OTHERS.search(path)}
+    if len(stacks) != 1:
+        what = f"{claim.architecture} has {len(stacks)} stacks of layers: {', '.join(stacks)}"
+        raise UsageError(what, where=where, hint="--include chooses tensors by their names")
+    ((path, count),) = stacks.items()
+    if num_layers > count:
+        raise UsageError(f"--layers {num_layers}: {CONFIG_NAME} says that there are {count}", where=where)
+    in_layer = re.compile(r"(?:.*\.)?" + re.escape(path).replace(r"\*", r"(\d+)") + r"(?:\..*)?")
+    numbers = {entry.fqn: found[1] for entry in opened.checkpoint.tensors if (found := in_layer.fullmatch(entry.fqn))}
+    if not numbers:  # files whose names are not the live model's
+        live = name_live(opened.checkpoint, assets, Naming(), opened.resolve).sources
+        numbers = {own: found[1] for fqn, own in live.items() if (found := in_layer.fullmatch(fqn))}
+    if not numbers:
+        hint = "bring it to the model's own names first: `ckpt rename`"
+        raise UsageError(f"no tensor is called {path}", where=where, hint=hint)
+    tensors = tuple(e for e in opened.checkpoint.tensors if int(numbers.get(e.fqn, "0")) < num_layers)
+    values: dict[str, Any] = copy.deepcopy(dict(claim.config))
+    changed = sorted({key for part in _parts(values) for key in _cut(part, count, num_layers)})
+    if not changed:
+        raise UsageError(f"{CONFIG_NAME} does not say how many layers there are", where=where)
+    note = f"the first {num_layers} of {count} layers; {CONFIG_NAME} has other {', '.join(changed)}"
+    return replace(opened.checkpoint, tensors=tensors), with_config(assets, values), note
+
+
+def _parts(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield values
+    yield from (part for key in _PARTS if isinstance(part := values.get(key), dict))
+
+
+def _cut(part: dict[str, Any], count: int, num_layers: int) -> Iterator[str]:
+    """Change a config to fewer layers; yield the keys that say so: their number, and lists that speak of each."""
+    counts = [key for key in _COUNTS if part.get(key) == count]
+    for key in counts:
+        part[key] = num_layers
+        yield key
+    for key, value in part.items():
+        if counts and isinstance(value, list) and len(value) == count and ("layer" in key or "block" in key):
+            part[key] = value[:num_layers]
+            yield key
+
+
+# The weighted average of several checkpoints as one conversion of the first: the others are read beside it
+
+_PIECE_ELEMS = 1 << 16
+_BLOCK_BYTES = 24 << 20  # Of a worker beside its buffers: a block of each source, and one in float32
+_LIBRARIES_BYTES = 64 << 20
+
+
+def steps_of(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return by which part of its distance every source but the first moves the mean."""
+    sums = list(accumulate(weights))
+    return tuple(weight / total for weight, total in zip(weights[1:], sums[1:], strict=True))
+
+
+def averaging_job(job: Job, others: Sequence[Opened], steps: Sequence[float]) -> Job:
+    """Return the job that writes the average of what `job` would write and of others, with one step for each."""
+    odd = {fqn for fqn, why in kept_by(job.opened, job.assets).items() if why != STATE}
+    odd |= {entry.fqn for entry in packed_tensors(job.source)}
+    odd |= {e.fqn for e in job.source.tensors if e.dtype.name[0] == "F" and not e.dtype.is_float}
+    if packed := [e.fqn for e in job.source.tensors if {e.fqn, job.names.get(e.fqn)} & odd]:
+        what = f"quantised weights have no average: {first_few(packed)}"
+        where = job.opened.source.root
+        raise UsageError(what, where=where, hint="`ckpt gather SRC DST --dequantize` each of them first")
+    reading = Reading()
+    besides: dict[str, list[PairedReader]] = {entry.fqn: [] for entry in job.source.tensors}
+    for other in map(revealed, others):
+        check_sealed(other)
+        check_separate(other, job.destination)
+        own = {id(entry) for entry in other.checkpoint.tensors}
+        for fqn, entry in _paired(job, other).items():
+            recorded = entry.fqn if id(entry) in own else ""
+            besides[fqn].append(PairedReader(entry, other, reading, recorded))
+    dtypes = {entry.fqn: entry.dtype for entry in job.target.tensors}
+    full = [entry for entry in job.source.tensors if entry.num_elems]
+    job.edits = {e.fqn: _Averaging(e, dtypes[e.fqn], tuple(besides[e.fqn]), tuple(steps), reading) for e in full}
+    sources = [job.opened, *others]
+    for other in others:
+        for file in other.checkpoint.files:
+            other.source.size(file)  # identities are of the files as they were opened
+    job.recipe = digest_bytes(json.dumps([[s.source.identities() for s in sources], list(steps)]).encode())
+    job.edit_bytes = _LIBRARIES_BYTES + job.num_workers * _BLOCK_BYTES
+    averaged = sum(entry.dtype.is_float for entry in full)
+    job.notes.append(f"averaged {averaged} tensors of {len(sources)} checkpoints in float32")
+    if counters := [entry.fqn for entry in full if entry.num_elems == 1 and not entry.dtype.is_float]:
+        job.notes.append(f"numbers that are not averaged are those of the last: {first_few(counters)}")
+
+    if factors := [entry.fqn for entry in full if is_factor(entry.fqn)]:
+        text = f"the factors of an adapter were averaged one by one ({first_few(factors)}): their product is not the "
+        job.warnings = (*job.warnings, f"{text}average of the adapters. Merge each into its base, and average those")
+
+    def accept() -> None:
+        for other in others:
+            other.source.check_unchanged()
+        for each in (one for some in besides.values() for one in some):
+            job.ledger.held.update(each.ledger.held)
+            job.ledger.missed.update(each.ledger.missed)
+
+    job.accept = accept
+    return job
+
+
+def _paired(job: Job, other: Opened) -> dict[str, TensorEntry]:
+    """Return the tensors of another checkpoint by the names of the job's source."""
+    where = other.source.root
+    ours, theirs = match_names(replace(job.opened, checkpoint=job.source), other, "auto")
+    own = {id(entry) for entry in job.source.tensors}
+    if any(id(entry) not in own for entry in ours.entries.values()):
+        hint = "bring both to the same names: `ckpt gather`, or `ckpt rename`"
+        raise UsageError("its names are those of another library than the first checkpoint's", where=where, hint=hint)
+    found = {entry.fqn: theirs.entries[name] for name, entry in ours.entries.items() if name in theirs.entries}
+    missing = [entry.fqn for entry in job.source.tensors if entry.fqn not in found]
+    used = {id(entry) for entry in found.values()}
+    extra = [fqn for fqn, entry in theirs.entries.items() if id(entry) not in used]
+    if missing or extra:
+        parts = [f"{len(missing)} tensors of the first are missing: {first_few(missing)}"] * bool(missing)
+        parts += [f"{len(extra)} are not in the first: {first_few(extra)}"] * bool(extra)
+        raise UsageError("; ".join(parts), where=where, hint="`ckpt diff --keys-only` lists the names")
+    for one in job.source.tensors:
+        entry = found[one.fqn]
+        if (one.shape, one.dtype) != (entry.shape, entry.dtype):
+            here, first = (f"{each.dtype.name} {list(each.shape)}" for each in (entry, one))
+            what = f"tensor {one.fqn!r} is {here}, and {first} in the first"
+            raise UsageError(what, where=where, hint="average checkpoints of one model and dtype")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Averaging:
+    """Averages one tensor; see `moving.read.Edit`. What is no floating-point tensor must be the same in all."""
+
+    entry: TensorEntry
+    target: DType  # As what it is written
+    others: tuple[PairedReader, ...]
+    steps: tuple[float, ...]
+    reading: Reading
+    is_settled: bool = True
+
+    def apply(self, block: Box, content: memoryview, result: memoryview) -> None:
+        """Compute the new elements of a block."""
+        if self.entry.dtype.is_float:
+            self._average(block, content, result)
+            return
+        for other in self.others:
+            theirs = other.read(block)
+            if self.entry.num_elems == 1:
+                result[:] = theirs
+            elif bytes(theirs) != bytes(content):
+                what = f"tensor {self.entry.fqn!r} of {self.entry.dtype.name} has no average, and differs"
+                hint = "are these checkpoints of one model? Quantised weights must be decoded first "
+                raise UsageError(what, where=other.root, hint=hint + "(`ckpt gather --dequantize`)")
+
+    def _average(self, block: Box, content: memoryview, result: memoryview) -> None:
+        import numpy as np
+
+        from ckpt_tools.transfer.arrays import array_of
+        from ckpt_tools.transfer.casting import cast_array
+
+        dtype = self.entry.dtype
+        kind = np.float64 if dtype.name == "F64" else np.float32
+        first = array_of(content, dtype, (-1,))
+        mean = np.frombuffer(self.reading.room.get(0, len(first) * np.dtype(kind).itemsize), kind)
+        piece = np.empty(min(len(first), _PIECE_ELEMS), kind)
+        places = [slice(at, at + _PIECE_ELEMS) for at in range(0, len(first), _PIECE_ELEMS)]
+        with np.errstate(all="ignore"):
+            cast_array(first, mean)
+            for other, step in zip(self.others, self.steps, strict=True):
+                values = array_of(other.read(block), dtype, (-1,))
+                for place in places:
+                    old = mean[place]
+                    new = piece[: len(old)]
+                    cast_array(values[place], new)
+                    infinite = np.isinf(old)  # from there no number moves the mean
+                    kept = old[infinite] + new[infinite] if infinite.any() else None
+                    np.subtract(new, old, out=new)
+                    np.multiply(new, kind(step), out=new)
+                    np.add(old, new, out=old)
+                    if kept is not None:
+                        old[infinite] = kept
+            cast_array(mean, array_of(result, self.target, (-1,)))
+
+    def finish(self) -> None:
+        """Hold what was read of the others against what is recorded of it."""
+        for other in self.others:
+            other.finish()
 
 
 @takes(AverageOptions)

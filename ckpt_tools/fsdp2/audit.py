@@ -38,7 +38,8 @@ _T = TypeVar("_T")
 Phase = Literal["built", "sharded", "loaded", "forward", "backward", "stepped"]
 """What was done last. "forward" is after a forward pass and before backward."""
 
-PHASES: tuple[str, ...] = get_args(Phase)  # What `audit` takes for its `phase`, in the order of a training script
+PHASES: tuple[str, ...] = get_args(Phase)
+"""What `audit` takes for its `phase`, in the order of a training script."""
 
 
 def audit(

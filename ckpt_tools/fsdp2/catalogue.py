@@ -39,7 +39,8 @@ def _read_entries() -> Mapping[str, DiagnosisEntry]:
     return found
 
 
-CATALOGUE: Mapping[str, DiagnosisEntry] = MappingProxyType(_read_entries())  # Diagnosis id → entry
+CATALOGUE: Mapping[str, DiagnosisEntry] = MappingProxyType(_read_entries())
+"""Diagnosis id → entry."""
 
 
 def build_finding(code: str, where: str, what: str) -> Finding:
