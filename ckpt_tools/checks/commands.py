@@ -36,8 +36,8 @@ from ckpt_tools.storage.locations import absolute
 from ckpt_tools.storage.publish import replace_file
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import escape_name
-from ckpt_tools.transfer.part import parse_part
 from ckpt_tools.transfer.quantised.decoded import dequantised, is_told
+from ckpt_tools.transfer.share_record import parse_part
 
 # Record in a manifest that files beside the weights were changed on purpose
 

@@ -14,9 +14,8 @@ from ckpt_tools.checkpoint.formats.repositories import may_be_one_of_several
 from ckpt_tools.checkpoint.formats.step import OpenedStep
 from ckpt_tools.checkpoint.formats.steps import HERE
 from ckpt_tools.checkpoint.identity import Identity
-from ckpt_tools.checks.reading import Extent
 from ckpt_tools.checks.structure import check_candidates
-from ckpt_tools.checks.verify import Looks, Unchecked, Verification, verify
+from ckpt_tools.checks.verify import Extent, Looks, Unchecked, Verification, verify
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.common import Level, Purpose
 from ckpt_tools.text import first_few

@@ -15,8 +15,7 @@ from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.transfer.counts import counts_to_json
-from ckpt_tools.transfer.part import find_part
-from ckpt_tools.transfer.share_record import MAX_PARTS
+from ckpt_tools.transfer.share_record import MAX_PARTS, find_part
 from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size, parse_size
 
@@ -45,8 +44,7 @@ def run(call: CommandCall[Conversion], how: RunOptions, output: OutputOptions) -
 
 
 def _set_how_to_write(how: RunOptions) -> None:
-    from ckpt_tools.storage.remote.object_sink import set_write_settings
-    from ckpt_tools.storage.remote.writing import MEMORY_BYTES, WriteSettings
+    from ckpt_tools.storage.remote.object_sink import MEMORY_BYTES, WriteSettings, set_write_settings
 
     memory_bytes = MEMORY_BYTES if how.memory is None else parse_size(how.memory)
     needs_conditions, verify_all = not how.no_conditional_writes, how.verify_written == "all"

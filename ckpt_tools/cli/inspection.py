@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from ckpt_tools.checkpoint.collapse import fold_blocks, format_placement, format_ranges
 from ckpt_tools.checkpoint.entries import BlobEntry, Chunk, TensorEntry, say_census
 from ckpt_tools.checkpoint.infer import rank_of_file
 from ckpt_tools.checkpoint.summarise import FileSummary, PrefixSummary, RankSummary, Summary, to_json
@@ -13,7 +12,14 @@ from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, pad, terminal
 from ckpt_tools.cli.views import page
-from ckpt_tools.cli.views.layouts import LayoutData, build_tree, dtype_names
+from ckpt_tools.cli.views.layouts import (
+    LayoutData,
+    build_tree,
+    dtype_names,
+    fold_blocks,
+    format_placement,
+    format_ranges,
+)
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.check import By, InspectView
 from ckpt_tools.options.output import OutputOptions

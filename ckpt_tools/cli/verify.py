@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckpt_tools.checkpoint.infer import rank_of_file
 from ckpt_tools.checkpoint.layout import Mesh
-from ckpt_tools.checks.reading import describe
-from ckpt_tools.checks.verify import Verification, to_json
+from ckpt_tools.checks.verify import Verification, describe, to_json
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import (
     error_json,
@@ -25,7 +24,7 @@ from ckpt_tools.cli.views import page
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.options.check import VerifyView
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.runs.series import checkpoints_in
+from ckpt_tools.runs.folder import checkpoints_in
 from ckpt_tools.text import escape_name
 from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size

@@ -25,7 +25,7 @@ from ckpt_tools.checkpoint.names import (
     tied,
 )
 from ckpt_tools.checkpoint.names.convert import partner
-from ckpt_tools.checkpoint.names.misfits import config_misfits
+from ckpt_tools.checkpoint.names.match import config_misfits
 from ckpt_tools.checkpoint.names.table import dig
 from ckpt_tools.convert.find import is_same, tensors_of
 from ckpt_tools.convert.job import Job

@@ -43,13 +43,12 @@ from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import Naming, claim_of, name_live
 from ckpt_tools.models.opening import open_asking
 from ckpt_tools.options import Parameter, default_num_workers, options_of, parameters, takes
-from ckpt_tools.options.convert import ConvertOptions, GatherOptions, ReshardOptions, ShardOptions
-from ckpt_tools.options.rewrite import CommitOptions
+from ckpt_tools.options.convert import CommitOptions, ConvertOptions, GatherOptions, ReshardOptions, ShardOptions
 from ckpt_tools.storage.locations import absolute, is_directory, is_remote, open_shared_sink
 from ckpt_tools.storage.run_folder import leased
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.part import parse_part
 from ckpt_tools.transfer.quantised.decoded import dequantised
+from ckpt_tools.transfer.share_record import parse_part
 
 # Jobs that end in files of ranks: a step of verl's for another number of ranks
 

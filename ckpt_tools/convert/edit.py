@@ -35,7 +35,7 @@ from ckpt_tools.models.config import CONFIG_NAME
 from ckpt_tools.models.naming import AssetList, Named, Naming, claim_of, name_live
 from ckpt_tools.models.opening import open_asking
 from ckpt_tools.options import AnyPath, default_num_workers, takes
-from ckpt_tools.options.rewrite import AverageOptions, ExtractOptions, RenameOptions, WritingOptions
+from ckpt_tools.options.convert import AverageOptions, ExtractOptions, RenameOptions, WritingOptions
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 

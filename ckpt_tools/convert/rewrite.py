@@ -14,8 +14,7 @@ from ckpt_tools.convert.to_hf import gathering_job
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.naming import Named, Naming, name_live
 from ckpt_tools.options.adapters import MergeOptions
-from ckpt_tools.options.convert import GatherOptions
-from ckpt_tools.options.rewrite import WritingOptions
+from ckpt_tools.options.convert import GatherOptions, WritingOptions
 from ckpt_tools.text import first_few
 
 

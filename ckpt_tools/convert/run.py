@@ -19,6 +19,7 @@ from ckpt_tools.checkpoint.formats.table import check_replaceable, format_of
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.convert.finish import (
     APART,
+    can_adopt,
     carry_assets,
     conversion,
     finish,
@@ -29,7 +30,6 @@ from ckpt_tools.convert.finish import (
     to_digest,
 )
 from ckpt_tools.convert.job import Conversion, Job, check_claims, check_separate, fingerprint, rewrite_assets
-from ckpt_tools.convert.parts import can_adopt
 from ckpt_tools.convert.record import planned_files
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.floors import refuse_older

@@ -23,13 +23,12 @@ from ckpt_tools.models.naming import Named, Naming
 from ckpt_tools.options.common import MeshOptions
 from ckpt_tools.options.convert import ConvertOptions
 from ckpt_tools.storage.locations import open_source
-from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.storage.source import read_named_file
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.placement.auto_plan import auto_plan
 from ckpt_tools.transfer.placement.parse import parse_rules, parse_set
 from ckpt_tools.transfer.placement.place import cut_entry, place_tensors
 from ckpt_tools.transfer.placement.rule import Rule
-from ckpt_tools.transfer.placement.tp_plan import tp_plan_rules
+from ckpt_tools.transfer.placement.tp_plan import auto_plan, tp_plan_rules
 
 _Own = Mapping[str, str]
 _MAX_RULES_BYTES = 16 << 20

@@ -26,8 +26,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.floors import installed_release
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.conventions import CONVENTIONS, UnclearNamesError, agreed, conventions_of, map_of, named_by
-from ckpt_tools.storage.named_file import read_named_file
-from ckpt_tools.storage.source import Source
+from ckpt_tools.storage.source import Source, read_named_file
 from ckpt_tools.text import escape_name, first_few
 
 AssetList = Sequence[tuple[Source, Asset]]  # Files that belong to a model and hold no weights, and where from

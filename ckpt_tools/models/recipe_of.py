@@ -16,10 +16,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.models.computed import parameters_on_meta
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe
 from ckpt_tools.models.hf_recipe import HfRecipe
-from ckpt_tools.models.parameters import replace_parameters
+from ckpt_tools.models.parameters import parameters_on_meta, replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch
 
 

@@ -18,7 +18,7 @@ from ckpt_tools.checkpoint.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import Policy, Precision
 from ckpt_tools.fsdp2.blocks import Blocks
-from ckpt_tools.fsdp2.fsdp1 import INSTEAD
+from ckpt_tools.fsdp2.policy import INSTEAD
 from ckpt_tools.preflight.configs.commands import read_script
 from ckpt_tools.preflight.configs.document import Document, read_document
 from ckpt_tools.preflight.configs.read import understand

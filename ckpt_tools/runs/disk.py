@@ -32,9 +32,10 @@ from ckpt_tools.runs.folder import (
     Listing,
     Saved,
     gather_saved,
+    parse_name,
+    place_of,
     stamp_of,
 )
-from ckpt_tools.runs.series import parse_name, place_of
 from ckpt_tools.storage.claim import staging_path, try_lock
 from ckpt_tools.storage.publish import sync_directory
 from ckpt_tools.storage.run_folder import LEASE_PREFIX, RECORD_NAME, homes_of, is_locked

@@ -26,7 +26,7 @@ from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.transform import find_model, is_optimizer
 from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.errors import CkptError
-from ckpt_tools.runs.series import parse_name
+from ckpt_tools.runs.folder import parse_name
 from ckpt_tools.storage.locations import open_source
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.execute import scan

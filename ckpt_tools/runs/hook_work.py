@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.runs.folder import BusyError, open_folder
+from ckpt_tools.runs.folder import BusyError, open_folder, place_of
 from ckpt_tools.runs.manage import PruneResult, RunManager, Settings
-from ckpt_tools.runs.series import place_of
 from ckpt_tools.sandbox.child import Here
 
 _POLL_S = 1.0

@@ -13,10 +13,9 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
-from ckpt_tools.storage.named_file import read_named_file
 from ckpt_tools.storage.shared_staging import SharedStaging, under_way
 from ckpt_tools.storage.sink import SharedSink, Sink
-from ckpt_tools.storage.source import LocalSource, Source
+from ckpt_tools.storage.source import LocalSource, Source, read_named_file
 from ckpt_tools.storage.staging import Staging
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

@@ -19,8 +19,18 @@ from contextlib import contextmanager
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError
 from ckpt_tools.storage import publish
-from ckpt_tools.storage.claim import empty_directory, is_same, open_directory, read_claim, staging_path, try_lock
-from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY, BuildClaim
+from ckpt_tools.storage.claim import (
+    CLAIM_NAME,
+    RECORD_PREFIX,
+    SHARED_DIRECTORY,
+    BuildClaim,
+    empty_directory,
+    is_same,
+    open_directory,
+    read_claim,
+    staging_path,
+    try_lock,
+)
 from ckpt_tools.storage.journal import JournalWriter, read_journal
 from ckpt_tools.storage.sink import SharedSink
 from ckpt_tools.storage.staging import Staging, check_destination

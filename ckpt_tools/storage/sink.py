@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
-from ckpt_tools.storage.joined import BuildClaim
+from ckpt_tools.storage.claim import BuildClaim
 from ckpt_tools.storage.journal import BlockRecord, Records
 from ckpt_tools.storage.source import Source
 

@@ -15,7 +15,7 @@ from samples import write_model
 
 from ckpt_tools.cli import main
 from ckpt_tools.errors import LimitError, StorageError, UnreadableError, UsageError
-from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.storage.source import read_named_file
 
 
 @contextmanager

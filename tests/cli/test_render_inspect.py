@@ -7,13 +7,13 @@ from textwrap import dedent
 
 import pytest
 
-from ckpt_tools.checkpoint.collapse import format_ranges
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.checkpoint.layout import Box, Layout, Mesh, Shard
 from ckpt_tools.checkpoint.summarise import overlay, summarise
 from ckpt_tools.cli.inspection import render
 from ckpt_tools.cli.screen import Screen
+from ckpt_tools.cli.views.layouts import format_ranges
 
 
 def _whole(fqn: str, shape, *, dtype: str = "F32", file: str = "model.safetensors") -> TensorEntry:

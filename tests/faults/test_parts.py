@@ -19,7 +19,7 @@ from samples import files_of, small_blocks, staging_left, tensor, write_model
 from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transfer.part import find_part
+from ckpt_tools.transfer.share_record import find_part
 
 BLOCK = 256
 COUNT = 3

@@ -13,9 +13,8 @@ from samples import content
 
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError
 from ckpt_tools.storage.remote import store as remote_store
-from ckpt_tools.storage.remote.object_sink import ObjectSink
+from ckpt_tools.storage.remote.object_sink import ObjectSink, WriteSettings
 from ckpt_tools.storage.remote.store import Bucket
-from ckpt_tools.storage.remote.writing import WriteSettings
 from ckpt_tools.storage.shared_staging import SharedStaging
 from ckpt_tools.storage.sink import Sink
 from ckpt_tools.storage.staging import Staging

@@ -14,10 +14,9 @@ from samples import content
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError
 from ckpt_tools.storage.remote import store as remote_store
-from ckpt_tools.storage.remote.object_sink import ObjectSink
+from ckpt_tools.storage.remote.object_sink import ObjectSink, WriteSettings
 from ckpt_tools.storage.remote.object_source import ObjectSource, open_place
 from ckpt_tools.storage.remote.store import Bucket
-from ckpt_tools.storage.remote.writing import WriteSettings
 
 obstore = pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")
 

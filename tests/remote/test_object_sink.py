@@ -25,9 +25,9 @@ from ckpt_tools import api
 from ckpt_tools.convert.job import Conversion
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.remote import object_sink, upload
+from ckpt_tools.storage.remote.object_sink import WriteSettings, cut_passes
 from ckpt_tools.storage.remote.store import Bucket
 from ckpt_tools.storage.remote.upload import PartStream
-from ckpt_tools.storage.remote.writing import WriteSettings, cut_passes
 from ckpt_tools.storage.staging import Staging
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'ckpt-tools[remote]'")

@@ -13,7 +13,7 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UnclearLossError, UsageError
 from ckpt_tools.fsdp2.smoke import rng
 from ckpt_tools.fsdp2.smoke.report import causes, fold, of_ranks
-from ckpt_tools.models.computed import adopt_computed
+from ckpt_tools.models.parameters import adopt_computed
 from ckpt_tools.models.recipe import find_loss, loss_of
 
 LOSS = torch.tensor(2.0, requires_grad=True)

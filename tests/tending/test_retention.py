@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ckpt_tools.runs.record import Entry, build_record, parse_record
+from ckpt_tools.runs.assess import Entry, build_record, parse_record
+from ckpt_tools.runs.folder import metric_in_name, parse_name
 from ckpt_tools.runs.retention import Candidate, Rules, plan_retention
-from ckpt_tools.runs.series import metric_in_name, parse_name
 
 STATES = ("verified", "bad", "complete", "incomplete", "changing")
 candidates = st.lists(

@@ -4,8 +4,7 @@
 """
 
 from ckpt_tools.checkpoint.names.foreign import common_prefix, is_adapter, is_factor, origins_of
-from ckpt_tools.checkpoint.names.match import Held, folded, hold, live_names, tied
-from ckpt_tools.checkpoint.names.misfits import config_misfits
+from ckpt_tools.checkpoint.names.match import Held, config_misfits, folded, hold, live_names, tied
 from ckpt_tools.checkpoint.names.table import Expected, Table, load_table
 
 __all__ = [

@@ -15,7 +15,7 @@ from itertools import chain
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.preflight.configs.commands import Script, read_script
 from ckpt_tools.preflight.places import Place, line_of_key, place_of_option
-from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.storage.source import read_named_file
 from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 
 MAX_BYTES = 1 << 20  # Longest config that is read; real ones have some kilobytes

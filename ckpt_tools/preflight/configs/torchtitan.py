@@ -20,7 +20,7 @@ from ckpt_tools.preflight.configs.overrides import put, read_flags, started
 from ckpt_tools.preflight.configs.schema import section
 from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, mesh_row, row
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, resolved, sharding_strategy
-from ckpt_tools.storage.named_file import read_named_file
+from ckpt_tools.storage.source import read_named_file
 
 _SEQ_LEN = 2048
 

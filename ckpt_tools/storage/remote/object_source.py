@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 
 from ckpt_tools.errors import CkptError, UnreadableError
-from ckpt_tools.storage.joined import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY
+from ckpt_tools.storage.claim import CLAIM_NAME, RECORD_PREFIX, SHARED_DIRECTORY
 from ckpt_tools.storage.remote.source import RemoteFile, RemoteSource
 from ckpt_tools.storage.remote.store import Bucket, ChangedObjectError, DeniedError, MissingObjectError, StoredObject
 

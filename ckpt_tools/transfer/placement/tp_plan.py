@@ -12,14 +12,56 @@ along the vocabulary.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.sandbox import check_config, demand_sandbox
+from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
 from ckpt_tools.sandbox.config import without_code_keys
 from ckpt_tools.transfer.placement.rule import STYLES, Rule
+
+# The tensor-parallel plan of a model, found by transformers in a child in the sandbox. No torch here
+
+RESOLVE = "ckpt_tools.transfer.placement.tp_plan:resolve"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What the child is asked."""
+
+    config: Mapping[str, object]
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What it says."""
+
+    plan: TpPlan | None
+
+
+def auto_plan(config: Mapping[str, object], directory: str) -> TpPlan | None:
+    """Return the plan that transformers has for the model of a config.json, None where it is not installed."""
+    check_config(config, directory)
+    check_quantization(config)
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        return None
+    job = Question(config=config, directory=directory)
+    with Child(RESOLVE, job, Answer, does="finds the tensor-parallel plan", sandboxed=True) as child:
+        return child.result().plan
+
+
+def resolve(job: Question, here: Here) -> Answer:
+    """Find the plan; what `auto_plan` calls in a child."""
+    named = job.config.get("architectures")
+    subject = f"a {named[0]}" if isinstance(named, list) and named else "the model"
+    import_model_class(job.config)
+    build_in_sandbox(here, subject=subject, where=job.directory, foreign=(job.directory,))
+    return Answer(plan=find_tp_plan(job.config))
+
 
 _ORIGIN = "--tp-plan auto"
 _WRITE_RULES = "write the rules yourself: --rules FILE, or --set 'GLOB=tp:S(0)'"
