@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from typing import Literal
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Shapes, Sourced
@@ -17,9 +18,6 @@ from ckpt_tools.adapters.architectures.choose import choose_families, family_nam
 from ckpt_tools.adapters.architectures.names import Place, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
-from ckpt_tools.adapters.ecosystems import diffusers
-from ckpt_tools.adapters.ecosystems.loaders import load_in_comfyui, load_in_kohya, load_in_vllm
-from ckpt_tools.adapters.ecosystems.peft import loader as peft
 from ckpt_tools.adapters.ecosystems.simulation import (
     NEEDS_BASE,
     AdapterFile,
@@ -435,14 +433,21 @@ def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
 
 # Loaders of adapters, simulated by their key rules: what they map, leave out silently, or refuse.
 
-LOADERS: Mapping[Loader, Callable[[AdapterFile, Loading], None]] = {
-    "peft": peft.load,
-    "diffusers": diffusers.load,
-    "comfyui": load_in_comfyui,
-    "kohya": load_in_kohya,
-    "vllm": load_in_vllm,
+LOADERS: Mapping[Loader, str] = {
+    "peft": "peft.loader:load",
+    "diffusers": "diffusers:load",
+    "comfyui": "loaders:load_in_comfyui",
+    "kohya": "loaders:load_in_kohya",
+    "vllm": "loaders:load_in_vllm",
 }
 """Loader → its rules: they fill in a `Loading`, and raise `RejectedError` where the loader raises."""
+
+
+def _rules_of(loader: Loader) -> Callable[[AdapterFile, Loading], None]:
+    file, _, name = LOADERS[loader].partition(":")
+    module = import_module(f"ckpt_tools.adapters.ecosystems.{file}")
+    found: Callable[[AdapterFile, Loading], None] = getattr(module, name)
+    return found
 
 
 def simulate(file: AdapterFile, loader: Loader, families: Sequence[ModelFamily] = ()) -> LoaderReport:
@@ -465,7 +470,7 @@ def _simulate(file: AdapterFile, loader: Loader) -> LoaderReport:
         hint += "; what vLLM lacks can be merged into the base: ckpt merge-lora"
     loads: bool | None = True
     try:
-        LOADERS[loader](file, loading)
+        _rules_of(loader)(file, loading)
     except RejectedError as error:
         loads = False
         loading.used.clear()

@@ -31,9 +31,8 @@ from ckpt_tools.checkpoint.formats.torch_zip import check_archive
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checkpoint.names.foreign import FLAT, FLAT_WAY
-from ckpt_tools.checks.copies import equal_layouts
 from ckpt_tools.checks.data import check_blobs, check_data, firsts
-from ckpt_tools.checks.structure import Lost, check_structure, is_inside
+from ckpt_tools.checks.structure import Lost, check_structure, equal_layouts, is_inside
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.options.common import Level, Purpose

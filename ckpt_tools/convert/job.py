@@ -26,9 +26,8 @@ from ckpt_tools.checkpoint.quantised_units import find_units, grouped
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.errors import PartError, UnreadableError, UsageError
-from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
+from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES, restate_dtype
 from ckpt_tools.models.naming import AssetList, claim_of
-from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.locations import is_remote, local
 from ckpt_tools.storage.source import short_file

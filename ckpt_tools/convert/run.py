@@ -25,12 +25,12 @@ from ckpt_tools.convert.finish import (
     finish,
     kept_or_discarded,
     notes_of_parts,
+    planned_files,
     read_apart,
     recorded_apart,
     to_digest,
 )
 from ckpt_tools.convert.job import Conversion, Job, check_claims, check_separate, fingerprint, rewrite_assets
-from ckpt_tools.convert.record import planned_files
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.storage.locations import is_remote, local, open_shared_sink, open_sink, open_source

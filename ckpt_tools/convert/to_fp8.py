@@ -17,8 +17,7 @@ from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.quantised.decoded import KEY, settings_beside, without_key
-from ckpt_tools.transfer.quantised.encoded import SCALE, Encoder, peak_bytes
-from ckpt_tools.transfer.quantised.linears import BLOCK, Chosen, choose
+from ckpt_tools.transfer.quantised.encoded import BLOCK, SCALE, Chosen, Encoder, choose, peak_bytes
 
 _METHOD = "fp8"
 _PACKED = (_METHOD, "mxfp4", "bitsandbytes", "gptq", "awq")

@@ -25,8 +25,7 @@ from ckpt_tools.options.convert import ConvertOptions
 from ckpt_tools.storage.locations import open_source
 from ckpt_tools.storage.source import read_named_file
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.placement.parse import parse_rules, parse_set
-from ckpt_tools.transfer.placement.place import cut_entry, place_tensors
+from ckpt_tools.transfer.placement.place import cut_entry, parse_rules, parse_set, place_tensors
 from ckpt_tools.transfer.placement.rule import Rule
 from ckpt_tools.transfer.placement.tp_plan import auto_plan, tp_plan_rules
 

@@ -23,10 +23,9 @@ from ckpt_tools.fsdp2.qlora import Quantisation, load_quantised, quantise_linear
 from ckpt_tools.fsdp2.save import async_save_checkpoint, save_checkpoint
 from ckpt_tools.fsdp2.scatter import rank0_load
 from ckpt_tools.fsdp2.state import PerRank, RngState
-from ckpt_tools.fsdp2.tensor_parallel import TpPlan
 from ckpt_tools.fsdp2.train import accumulate, clip_grad_norm, frozen, offload_optimizer, parameter_groups
 from ckpt_tools.fsdp2.watch import Watch, read_traces, watch
-from ckpt_tools.fsdp2.wrap import ShardedPlan, plan_of, shard_model
+from ckpt_tools.fsdp2.wrap import ShardedPlan, TpPlan, plan_of, shard_model
 
 __all__ = [
     "CATALOGUE", "PHASES", "STRATEGIES", "Blocks", "Diagnosis", "GroupState", "LoadReport", "Methods", "PerRank",

@@ -15,14 +15,24 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats.format import read_document
 from ckpt_tools.errors import CkptError, HubError, UnreadableError, UsageError
-from ckpt_tools.hub.answers import client_errors, is_transient, to_refusal
 from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, notes_on
 from ckpt_tools.hub.check import check_directory
-from ckpt_tools.hub.client import Hub, Log, quiet_client
+from ckpt_tools.hub.client import Hub, Log, client_errors, is_transient, quiet_client, to_refusal
 from ckpt_tools.hub.facts import facts_of
-from ckpt_tools.hub.files import changed, digest_files, file_of_bytes, list_directory, read_whole
 from ckpt_tools.hub.front_matter import CARD_NAME, name_base, read_front_matter
-from ckpt_tools.hub.plan import LocalFile, PlannedFile, PushResult, Remote, plan_files, stale_weights
+from ckpt_tools.hub.plan import (
+    LocalFile,
+    PlannedFile,
+    PushResult,
+    Remote,
+    changed,
+    digest_files,
+    file_of_bytes,
+    list_directory,
+    plan_files,
+    read_whole,
+    stale_weights,
+)
 from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.training import ai_toolkit_config, value_at
 from ckpt_tools.options import Doc, default_num_workers, takes

@@ -21,8 +21,7 @@ from ckpt_tools.checkpoint.formats.safetensors import parse_header, parse_length
 from ckpt_tools.checkpoint.layout import Box, Mesh
 from ckpt_tools.convert.dtensor import save_with_dtensor, torchrun_rank
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
-from ckpt_tools.transfer.placement.parse import parse_rules, parse_set
-from ckpt_tools.transfer.placement.place import cut_entry, place_tensors
+from ckpt_tools.transfer.placement.place import cut_entry, parse_rules, parse_set, place_tensors
 
 EXOTIC = (
     *("bool", "int8", "int16", "uint16", "int32", "uint32", "uint64", "float16", "bfloat16", "float64", "complex64"),

@@ -28,8 +28,7 @@ from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
 from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.checkpoint.layout import Box, Mesh
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transfer.placement.parse import parse_rules
-from ckpt_tools.transfer.placement.place import cut_entry, place_tensors
+from ckpt_tools.transfer.placement.place import cut_entry, parse_rules, place_tensors
 from ckpt_tools.transfer.placement.tp_plan import auto_plan, tp_plan_rules
 
 LLAMA_RULES = """

@@ -35,7 +35,7 @@ import ckpt_tools
 from ckpt_tools.checkpoint.formats._pickle_names import judge, walk
 from ckpt_tools.checkpoint.formats.scan import scan_files
 from ckpt_tools.cli import main
-from ckpt_tools.hub.files import list_directory
+from ckpt_tools.hub.plan import list_directory
 from ckpt_tools.storage.source import LocalSource
 
 MARK = "/dev/null/executed"

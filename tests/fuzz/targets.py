@@ -46,7 +46,7 @@ from ckpt_tools.checkpoint.layout import Box, Mesh, Shard
 from ckpt_tools.checkpoint.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.storage.journal import JOURNAL_NAME, BlockRecord, JournalWriter, read_journal
-from ckpt_tools.transfer.placement.parse import parse_rules
+from ckpt_tools.transfer.placement.place import parse_rules
 
 
 @dataclass(frozen=True, slots=True)

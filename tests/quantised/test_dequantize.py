@@ -15,7 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ckpt_tools.cli import main
-from ckpt_tools.transfer.quantised.decoded import SCHEMES
+from ckpt_tools.transfer.quantised.decoded import SCHEMES, load_scheme
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -198,7 +198,8 @@ def test_what_cannot_be_decoded_is_refused(tmp_path, capsys, stored, settings, w
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_scheme_has_a_row_on_the_page(scheme) -> None:
+@pytest.mark.parametrize("method", SCHEMES)
+def test_scheme_has_a_row_on_the_page(method) -> None:
     page = (Path(__file__).parents[2] / "docs/concepts/formats.md").read_text(encoding="utf-8")
-    assert f"| `{scheme.method}` |" in page
+    assert load_scheme(method).method == method
+    assert f"| `{method}` |" in page

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.fsdp2 import adapter_state, add_lora, finish_adapters, load_base, quantise_linears, shard_model
-from ckpt_tools.fsdp2.tensor_parallel import find_styles
+from ckpt_tools.fsdp2.wrap import find_styles
 
 TARGETS = ["a", "b"]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.fsdp2 import find_blocks, frozen
-from ckpt_tools.fsdp2.tensor_parallel import find_styles
+from ckpt_tools.fsdp2.wrap import find_styles
 
 pytestmark = pytest.mark.full
 

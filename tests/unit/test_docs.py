@@ -71,7 +71,7 @@ def test_docs_mutants_made_by_hand_change_what_is_there() -> None:
 
 
 def test_docs_guide_rules_parse() -> None:
-    from ckpt_tools.transfer.placement.parse import parse_rules
+    from ckpt_tools.transfer.placement.place import parse_rules
 
     text = (ROOT / "docs" / "guides" / "convert.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)

@@ -14,8 +14,14 @@ from ckpt_tools import api
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.formats.manifest import parse_manifest
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
-from ckpt_tools.models.config import MAX_CONFIG_BYTES, config_beside, config_in, parse_config, read_config
-from ckpt_tools.models.restate import restate_dtype
+from ckpt_tools.models.config import (
+    MAX_CONFIG_BYTES,
+    config_beside,
+    config_in,
+    parse_config,
+    read_config,
+    restate_dtype,
+)
 from ckpt_tools.storage.source import LocalSource
 
 NESTED = b"""{

@@ -5,24 +5,25 @@ A new family is a file with a subclass of `Family`, its name in `FamilyName`, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from types import MappingProxyType
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, FamilyName, Shape
 from ckpt_tools.adapters.families.carried import CARRIED
 from ckpt_tools.adapters.families.family import Family
-from ckpt_tools.adapters.families.full import Full, Saved
-from ckpt_tools.adapters.families.glora import Glora
-from ckpt_tools.adapters.families.loha import Loha
-from ckpt_tools.adapters.families.lokr import Lokr
-from ckpt_tools.adapters.families.lora import Lora
-from ckpt_tools.adapters.families.oft import Boft, Oft
-from ckpt_tools.adapters.families.tokens import Tokens
 
 __all__ = ["FAMILIES", "PEFT_TYPES", "Family", "columns_of", "family_of", "rows_of", "shape_of"]
 
+
+def _made(table: str) -> Iterator[Family]:
+    for module, kind in (row.split(".") for row in table.split()):
+        yield getattr(import_module(f"{__name__}.{module}"), kind)()
+
+
+_OWN = (*_made("lora.Lora loha.Loha lokr.Lokr oft.Oft oft.Boft tokens.Tokens"), *CARRIED)
 FAMILIES: Mapping[FamilyName, Family] = MappingProxyType(
-    {each.name: each for each in (Lora(), Loha(), Lokr(), Oft(), Boft(), Tokens(), *CARRIED, Glora(), Full(), Saved())}
+    {each.name: each for each in (*_OWN, *_made("glora.Glora full.Full full.Saved"))}
 )
 """By name; those of PEFT first."""
 PEFT_TYPES: Mapping[str, Family] = MappingProxyType(

@@ -6,13 +6,14 @@ Pure functions; no torch, no framework is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.preflight.model_facts import ModelFacts
-from ckpt_tools.preflight.rules import batches, fsdp, mesh, model, precision, words
+from ckpt_tools.preflight.rules import words
 from ckpt_tools.preflight.rules.rule import ALL, ConfigRule, Subject, apply
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ _HEADINGS = (
     "Launch", "Schedules", "Words that options take", "Options that exclude or need each other",
 )  # fmt: skip
 """The tens of an id are its heading."""
-_ALL = chain(words.TABLE_RULES, *(vars(module).values() for module in (batches, fsdp, mesh, model, precision, words)))
+_FILES = ("batches", "fsdp", "mesh", "model", "precision", "words")
+_ALL = chain(words.TABLE_RULES, *(vars(import_module(f"{__name__}.{each}")).values() for each in _FILES))
 RULES: tuple[ConfigRule, ...] = tuple(
     sorted((one for one in _ALL if isinstance(one, ConfigRule)), key=lambda one: one.id)
 )

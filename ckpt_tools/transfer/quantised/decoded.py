@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from itertools import takewhile
 from math import prod
 from typing import TYPE_CHECKING
@@ -23,14 +24,13 @@ from ckpt_tools.checkpoint.layout import Box, flat_boxes
 from ckpt_tools.checkpoint.quantised_units import find_units, is_code
 from ckpt_tools.checkpoint.transform import is_optimizer, plain_names
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.models.config import CONFIG_NAME, config_beside
+from ckpt_tools.models.config import CONFIG_NAME, config_beside, restate_dtype
 from ckpt_tools.models.naming import AssetList
-from ckpt_tools.models.restate import restate_dtype
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.boxes import BytesReader
-from ckpt_tools.transfer.quantised import awq, bnb, comfyui, compressed, fp8, gptq, modelopt, mxfp4, torchao
+from ckpt_tools.transfer.quantised import comfyui, torchao
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, Scheme, Tensors
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 # Every scheme of quantisation that ckpt decodes, by the `quant_method` of config.json
 
-SCHEMES: tuple[Scheme, ...] = (
-    *(fp8.SCHEME, mxfp4.SCHEME, bnb.SCHEME, compressed.SCHEME),
-    *(gptq.SCHEME, gptq.AUTO_ROUND, awq.SCHEME, modelopt.SCHEME, torchao.SCHEME, comfyui.SCHEME),
-)
+SCHEMES: Mapping[str, str] = {
+    "fp8": "fp8", "mxfp4": "mxfp4", "bitsandbytes": "bnb", "compressed-tensors": "compressed", "gptq": "gptq",
+    "auto-round": "gptq:AUTO_ROUND", "awq": "awq", "modelopt": "modelopt", "torchao": "torchao", "comfyui": "comfyui",
+}  # fmt: skip
 
 
 KEY = "quantization_config"
@@ -120,17 +120,23 @@ def _find(opened: Opened, tensors: Tensors) -> tuple[Found, Mapping[str, object]
         what = f"--dequantize: no {CONFIG_NAME} beside the weights has a {KEY}, which says how they are quantised"
         hint = f"put the model's {CONFIG_NAME} there; weights that are not quantised need no --dequantize"
         raise UsageError(what, where=where, hint=hint)
-    scheme = next((each for each in SCHEMES if each.method == settings.get("quant_method")), None)
-    if scheme is None:
-        known = ", ".join(scheme.method for scheme in SCHEMES)
-        what = f"ckpt does not decode {settings.get('quant_method')!r}"
-        raise UsageError(what, where=where, hint=f"it does: {known}")
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in SCHEMES:
+        raise UsageError(f"ckpt does not decode {method!r}", where=where, hint=f"it does: {', '.join(SCHEMES)}")
+    scheme = load_scheme(method)
     header = torchao.header_of(opened) if scheme is torchao.SCHEME else None
     settings = {**settings, "model_type": config.values.get("model_type"), "header": header}
     found = scheme.find(tensors, settings, _RunReader(opened))
     if not found.tensors:
         raise UsageError(f"{CONFIG_NAME} says {scheme.method}, and no tensor is stored so", where=where)
     return found, config.values
+
+
+def load_scheme(method: str) -> Scheme:
+    """Return a scheme by the name that config.json has for it."""
+    module, _, name = SCHEMES[method].partition(":")
+    found: Scheme = getattr(import_module(f"{__package__}.{module}"), name or "SCHEME")
+    return found
 
 
 def is_quantised(opened: Opened) -> bool:
