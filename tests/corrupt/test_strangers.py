@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from corrupt.outliers.attacks import BY_DEED, BY_NAME, NESTED
-from corrupt.outliers.copies import STAND
-from corrupt.outliers.tomorrow import COMPILED
+from corrupt.strangers.attacks import BY_DEED, BY_NAME, NESTED
+from corrupt.strangers.copies import STAND
+from corrupt.strangers.tomorrow import COMPILED
 
 from ckpt_tools.cli import main
 from ckpt_tools.sandbox.enclose import landlock_version
@@ -97,8 +97,8 @@ def test_loader_of_tomorrow_is_stopped_by_walls(world, name):
 
 def test_watch_sees_what_walls_would_have_stopped(tmp_path):
     """The same deeds without walls do harm, and are seen."""
-    from corrupt.outliers.runner import Canary
-    from corrupt.outliers.tomorrow import DEEDS
+    from corrupt.strangers.runner import Canary
+    from corrupt.strangers.tomorrow import DEEDS
 
     canary = Canary(tmp_path)
     for name in ("unpickle", "numpy", "c_open", "c_system", "connect", "popen", "import_file"):

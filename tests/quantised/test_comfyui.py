@@ -65,7 +65,7 @@ def assert_equal(directory: Path, wanted: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("beside", "what"),
+    ("companions", "what"),
     [
         ({f"{PATH}.weight_scale_inv": torch.ones(1, 1)}, "that only a config.json tells"),
         ({f"{PATH}.weight_scale": torch.ones(24)}, "one number is needed"),

@@ -22,7 +22,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.cli import main
-from ckpt_tools.transfer.quantised import linears
+from ckpt_tools.transfer.quantised import encoded
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -143,7 +143,7 @@ def test_torch_reads_it(tmp_path) -> None:
 def test_what_is_quantised_is_what_transformers_takes_for_quantised(at: int, monkeypatch, request) -> None:
     """Of every architecture: its modules that become `FP8Linear` or `FP8Experts` by our list are those we encode."""
     transformers.utils.logging.set_verbosity(logging.CRITICAL)
-    monkeypatch.setattr(linears, "BLOCK", 1)
+    monkeypatch.setattr(encoded, "BLOCK", 1)
     num_right, wrong = 0, {}
     for name in zoo.part(at, 2, whole=request.config.getoption("--zoo"), of=6):
         found = compare(name) if name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) else None
@@ -167,7 +167,7 @@ def compare(name: str) -> str | None:
         for fqn, tensor in as_saved(live, dict(live.state_dict())).items()
         if fqn not in tied
     ]
-    chosen = linears.choose(entries, (), {})
+    chosen = encoded.choose(entries, (), {})
     if not chosen.weights:
         return None
     settings = transformers.FineGrainedFP8Config(modules_to_not_convert=list(chosen.kept))

@@ -6,8 +6,8 @@ import json
 import tempfile
 
 import pytest
-from corrupt.outliers.attacks import BY_DEED, fill
-from corrupt.outliers.runner import Canary
+from corrupt.strangers.attacks import BY_DEED, fill
+from corrupt.strangers.runner import Canary
 
 from ckpt_tools.errors import RefusedConfigError, UsageError
 

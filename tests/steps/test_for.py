@@ -23,7 +23,7 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "part", "root", "beside"),
+    ("trainer", "part", "root", "companions"),
     [
         ("accelerate", "pytorch_model_fsdp_0", "model", set()),
         ("trainer", "pytorch_model_fsdp_0", "model", set()),

@@ -14,7 +14,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 
 
 @pytest.mark.parametrize(
-    ("name", "beside"),
+    ("name", "companions"),
     [
         ("accelerate", ["random_states_*.pkl (2 files)", "scheduler.bin"]),
         ("trainer", ["rng_state_*.pth (2 files)", "scheduler.pt", "trainer_state.json"]),

@@ -292,8 +292,8 @@ def test_walled_child_has_of_the_environment_what_libraries_need(monkeypatch):
 
 BUILD = """
 import sys
-from ckpt_tools.sandbox import Walls, in_sandbox
-with in_sandbox(Walls(subject="a model", where="x", scratch=sys.argv[1])):
+from ckpt_tools.sandbox import Sandbox, in_sandbox
+with in_sandbox(Sandbox(subject="a model", where="x", scratch=sys.argv[1])):
     import email.mime.text, wave
 """
 

@@ -90,7 +90,7 @@ def sandbox(directory):
 
 
 def test_walls_are_demanded():
-    with pytest.raises(RuntimeError, match="without walls"):
+    with pytest.raises(RuntimeError, match="outside of the sandbox"):
         demand_sandbox()
 
 
@@ -99,9 +99,9 @@ def test_model_of_a_config_is_not_built_without_walls():
     from ckpt_tools.models.hf_recipe import HfRecipe
     from ckpt_tools.transfer.placement.tp_plan import find_tp_plan
 
-    with pytest.raises(RuntimeError, match="without walls"):
+    with pytest.raises(RuntimeError, match="outside of the sandbox"):
         HfRecipe(LLAMA, "config.json").build()
-    with pytest.raises(RuntimeError, match="without walls"):
+    with pytest.raises(RuntimeError, match="outside of the sandbox"):
         find_tp_plan(LLAMA)
 
 
@@ -138,8 +138,8 @@ def test_model_directory_stays_shut_where_sys_path_names_it(tmp_path, monkeypatc
 
 LIMITED = """
 import sys, tempfile
-from ckpt_tools.sandbox import Limits, Walls, enter_sandbox
-walls = Walls(subject="a model", where="config.json", scratch=tempfile.mkdtemp())
+from ckpt_tools.sandbox import Limits, Sandbox, enter_sandbox
+walls = Sandbox(subject="a model", where="config.json", scratch=tempfile.mkdtemp())
 enter_sandbox(walls, Limits(memory_bytes=64 << 20, cpu_s=1))
 if sys.argv[1] == "memory":
     try:

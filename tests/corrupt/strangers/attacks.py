@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from corrupt.outliers.tomorrow import DEEDS
+from corrupt.strangers.tomorrow import DEEDS
 
 TEXT = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,

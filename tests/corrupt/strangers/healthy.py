@@ -78,7 +78,7 @@ def _without(config):
 
 
 def main(count):
-    from corrupt.outliers.copies import build_in_a_copy
+    from corrupt.strangers.copies import build_in_a_copy
 
     warnings.simplefilter("ignore")
     import torch  # noqa: F401 - imported once, for all copies

@@ -18,8 +18,8 @@ import warnings
 import zipfile
 from pathlib import Path
 
-from corrupt.outliers.attacks import BY_DEED, BY_NAME, NESTED, fill
-from corrupt.outliers.copies import build_in_a_copy
+from corrupt.strangers.attacks import BY_DEED, BY_NAME, NESTED, fill
+from corrupt.strangers.copies import build_in_a_copy
 
 _IS_DIRECTORY = 0x40000000
 _ALL_BUT_DIRECTORIES = 0x0FFF
@@ -121,7 +121,7 @@ def main(root):
     warnings.simplefilter("ignore")
     import torch  # noqa: F401 - imported once, for all copies
     import transformers  # noqa: F401
-    from corrupt.outliers.tomorrow import register
+    from corrupt.strangers.tomorrow import register
 
     import ckpt_tools.models.hf_recipe  # noqa: F401
 
