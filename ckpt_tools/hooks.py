@@ -1,4 +1,4 @@
-"""Tend the checkpoints of a run from inside of it: verified in the background, superseded ones removed.
+"""Manage the checkpoints of a run from inside of it: verified in the background, superseded ones removed.
 
     trainer = Trainer(…, callbacks=[hooks.TrainerTending(keep_last=3)])             # transformers, TRL
     trainer = lightning.Trainer(…, callbacks=[hooks.LightningTending(keep_last=3)])

@@ -243,7 +243,7 @@ def _compare(
                 if not patterns.matches(inside, name, {})
             }
             missing = patterns.missing(inside, patterns.tree(names), {})
-            lacking.append({patterns.fold(inside, name) for name in missing})
+            lacking.append({patterns.pattern_of(inside, name) for name in missing})
     always = set.intersection(*lacking) if lacking else set()
     for pattern in set().union(*lacking) - always:
         extra[f"{where}.{pattern}"] = False

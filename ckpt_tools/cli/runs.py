@@ -20,7 +20,7 @@ _MAX_SHOWN = 100
 
 
 def run(call: CommandCall[PruneResult], view: HtmlOptions, output: OutputOptions) -> int:
-    """Tend the folder, and print what was found and done."""
+    """Manage the folder, and print what was found and done."""
     one_thread_each()
     goes_on = call.given.get("once") is False and not call.given["status"]
     if goes_on and (output.json or view.html is not None):

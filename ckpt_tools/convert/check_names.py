@@ -14,13 +14,13 @@ from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.names import (
     Expected,
-    Held,
+    NameMatch,
     common_prefix,
-    folded,
-    hold,
+    group_names,
     is_adapter,
     live_names,
     load_table,
+    match_names,
     origins_of,
     tied,
 )
@@ -89,7 +89,7 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
         return
     if claim is None:
         if is_adapter(names):
-            _decide(job, Held(foreign=tuple(names)), Held(), "a whole model", None, allow_foreign)
+            _decide(job, NameMatch(foreign=tuple(names)), NameMatch(), "a whole model", None, allow_foreign)
         elif owners := origins_of(names):
             what = (
                 f"the names are {owners[0].what}, and no {CONFIG_NAME} names the model: transformers does not load them"
@@ -102,23 +102,25 @@ def check_names(job: Job, originals: Iterable[Opened], *, allow_foreign: bool, i
     original = next((one for one in originals if one.source is claim.source), None)
     before = () if original is None or original.origin is None else [e.fqn for e in tensors_of(original.origin)]
     expected = expected_for(
-        claim.architecture, claim.config, lambda one: is_adapter(names) or hold(names, one, claim.config).is_whole
+        claim.architecture,
+        claim.config,
+        lambda one: is_adapter(names) or match_names(names, one, claim.config).is_whole,
     )
     if expected is not None:
-        held = hold(names, expected, claim.config)
-        excused = hold(before, expected, claim.config) if before else Held()
+        held = match_names(names, expected, claim.config)
+        excused = match_names(before, expected, claim.config) if before else NameMatch()
         if is_selection:
             excused = replace(excused, missing=(*excused.missing, *_left_out(job, held.missing)))
     elif before and original is not None:
         title = f"the {title} in {escape_name(original.source.root)}"
-        held = Held(
+        held = NameMatch(
             missing=tuple(name for name in before if name not in set(names)),
             foreign=tuple(name for name in names if name not in set(before)),
         )
-        excused = Held(missing=tuple(_left_out(job, held.missing))) if is_selection else Held()
+        excused = NameMatch(missing=tuple(_left_out(job, held.missing))) if is_selection else NameMatch()
     else:
         if is_adapter(names):
-            _decide(job, Held(foreign=tuple(names)), Held(), title, None, allow_foreign)
+            _decide(job, NameMatch(foreign=tuple(names)), NameMatch(), title, None, allow_foreign)
         job.not_checked = (f"names were not compared with {title}: not known to ckpt",)
         return
     if _decide(job, held, excused, title, expected, allow_foreign):
@@ -146,7 +148,9 @@ def _left_out(job: Job, missing: Iterable[str]) -> Iterator[str]:
     return (name for name in missing if any(fqn == name or fqn.endswith(f".{name}") for fqn in others))
 
 
-def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected | None, allow_foreign: bool) -> bool:
+def _decide(
+    job: Job, held: NameMatch, before: NameMatch, title: str, expected: Expected | None, allow_foreign: bool
+) -> bool:
     """Raise, or warn of what is allowed or was in the original already; is all that is left whole?"""
     news, old = held.split(before)
     if not old.is_whole:
@@ -163,7 +167,7 @@ def _decide(job: Job, held: Held, before: Held, title: str, expected: Expected |
     return False
 
 
-def _describe(held: Held, title: str, expected: Expected | None) -> str:
+def _describe(held: NameMatch, title: str, expected: Expected | None) -> str:
     by = "not known how a loader fills them" if expected is None else f"by the names of {expected.by}"
     fate = "would be filled with random values" if expected is not None and expected.is_proven else by
     groups = (
@@ -172,13 +176,13 @@ def _describe(held: Held, title: str, expected: Expected | None) -> str:
     )
     return " and ".join(
         f"{len(names)} {noun}{' is' if len(names) == 1 else 's are'} {what} "
-        f"({first_few(folded(names, expected), limit=4)})"
+        f"({first_few(group_names(names, expected), limit=4)})"
         for names, noun, what in groups
         if names
     )
 
 
-def _way_on(names: Sequence[str], rest: Held, expected: Expected | None, source: str) -> str:
+def _way_on(names: Sequence[str], rest: NameMatch, expected: Expected | None, source: str) -> str:
     owners = origins_of(rest.foreign)
     if owners:
         return owners[0].way_on.replace("{source}", source)
@@ -186,7 +190,7 @@ def _way_on(names: Sequence[str], rest: Held, expected: Expected | None, source:
         return "`ckpt diff --keys-only` lists the names"
     for prefix in common_prefix(names):
         plain = [name[len(prefix) :] for name in names]
-        if hold(plain, expected, {}).is_whole:
+        if match_names(plain, expected, {}).is_whole:
             return f"--strip-prefix {prefix.removesuffix('.')}"
     others = load_table().architectures_of(names) if rest.foreign else []
     if others and expected.architecture not in others:

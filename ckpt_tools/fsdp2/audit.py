@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checkpoint.names import folded
+from ckpt_tools.checkpoint.names import group_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.buffers import check_buffers
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
@@ -312,7 +312,7 @@ def held_by(optimizers: Optimizers) -> list[torch.Tensor]:
 
 def _list(names: Sequence[str]) -> tuple[str, str]:
     """Return the first name, layers folded, and what to say of all of them."""
-    kinds = folded(names, None)
+    kinds = group_names(names, None)
     return kinds[0], first_few(kinds, 4)
 
 

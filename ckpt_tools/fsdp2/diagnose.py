@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checkpoint.names import folded
+from ckpt_tools.checkpoint.names import group_names
 from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.fsdp2.audit import audit, find_double_wraps, is_reentrant
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
@@ -321,9 +321,9 @@ def _graphs(case: DiagnosedCase) -> Diagnosis | None:
     ]
     reentrant = [fqn for mode, fqn in names if mode == "reentrant"]
     if reentrant or is_reentrant(case.model):
-        return case.build("reentrant-checkpoint", folded(reentrant or trainable, None)[0])
+        return case.build("reentrant-checkpoint", group_names(reentrant or trainable, None)[0])
     if names and all(mode == "no_grad" for mode, _ in names):
-        return case.build("grad-disabled", folded([fqn for _, fqn in names], None)[0])
+        return case.build("grad-disabled", group_names([fqn for _, fqn in names], None)[0])
     return case.build(
         "no-gradient", "", "the loss was cut off from all parameters: nothing that led to it keeps a graph"
     )

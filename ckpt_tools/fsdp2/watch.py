@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checkpoint.names import folded
+from ckpt_tools.checkpoint.names import group_names
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
@@ -201,7 +201,7 @@ class Watch:
         dtypes = ", ".join(sorted({str(old.dtype).removeprefix("torch.") for _, old in told}))
         rates = ", ".join(sorted({f"{float(group['lr']):.3g}" for group in optimizer.param_groups}))
         what = f"{len(told)} of {len(samples)} parameters with gradients did not move ({dtypes}, learning rate {rates})"
-        kinds = first_few(folded(names, None), 4)
+        kinds = first_few(group_names(names, None), 4)
         self.findings.append(build_warning("unchanged", type(optimizer).__name__, f"{what}: {kinds}"))
 
     def see_state_dict(self, module: nn.Module) -> None:

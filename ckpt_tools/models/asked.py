@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.checkpoint.names.match import hold
+from ckpt_tools.checkpoint.names.match import match_names
 from ckpt_tools.checkpoint.names.patterns import add
 from ckpt_tools.checkpoint.names.renames import RenameRule
 from ckpt_tools.checkpoint.names.table import Expected, Tie, load_table
@@ -54,7 +54,7 @@ def expected_for(architecture: str, config: Mapping[str, object], fits: Callable
     if (known is not None and fits(known)) or not _has_class(architecture, str(config.get("model_type"))):
         return known
     asked, live = _ask(architecture, json.dumps({k: v for k, v in config.items() if k != "quantization_config"}))
-    if known is None or (asked is not None and (fits(asked) or not hold(live, known, {}).is_whole)):
+    if known is None or (asked is not None and (fits(asked) or not match_names(live, known, {}).is_whole)):
         return asked
     known.is_proven = asked is not None
     return known

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from ckpt_tools.checkpoint.names.convert import Converted, to_hub, to_live
 from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps
 from ckpt_tools.checkpoint.names.keymap_steps import look_up
-from ckpt_tools.checkpoint.names.match import Held, hold
+from ckpt_tools.checkpoint.names.match import NameMatch, match_names
 from ckpt_tools.checkpoint.names.mosaic import Mosaic
 from ckpt_tools.checkpoint.names.table import load_table
 from ckpt_tools.errors import UsageError
@@ -123,7 +123,7 @@ def named_by(key_map: KeyMap, hub: Mapping[str, Mosaic], architecture: str, conf
         rules = repr((digest, expected.digest, expected.save_rules))
         digest = blake2b(rules.encode(), digest_size=16).hexdigest()
     found = key_map.forward(form, config)
-    held = Held() if expected is None else hold(hub, expected, config)
+    held = NameMatch() if expected is None else match_names(hub, expected, config)
     if lacking := [*held.missing, *held.incomplete]:
         raise UsageError(f"a {architecture} has tensors that the file has not: {first_few(lacking, 4)}")
     return found, digest

@@ -17,7 +17,7 @@ from ckpt_tools.checkpoint.formats.table import format_of
 from ckpt_tools.checkpoint.names.apply_mosaic import lay_out, zero_entry
 from ckpt_tools.checkpoint.names.convert import Converted, to_hub, to_live
 from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps, parse_key_maps
-from ckpt_tools.checkpoint.names.match import hold
+from ckpt_tools.checkpoint.names.match import match_names
 from ckpt_tools.checkpoint.names.mosaic import Mosaic, invert, whole
 from ckpt_tools.checkpoint.names.patterns import matches
 from ckpt_tools.checkpoint.names.single_files import CONVENTION, Family, convert
@@ -276,7 +276,7 @@ def _forward(tensors: Iterable[TensorEntry], assets: AssetList, naming: Naming) 
         return TensorMap(names=naming.names, architecture=title, digest=digest), found
     claim = _claim(assets)
     hub = _whole(tensors)
-    expected = _expected(claim, lambda one: hold(hub, one, claim.config).is_whole)
+    expected = _expected(claim, lambda one: match_names(hub, one, claim.config).is_whole)
     if claim.config.get("quantization_config") is not None:
         raise UsageError("the model is quantised, and what its tensors are in memory is its quantiser's to say")
     known = TensorMap(names="live", architecture=claim.architecture, digest=expected.digest, by=expected.by)

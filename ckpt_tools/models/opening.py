@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.checkpoint.formats.identify import read_config
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
-from ckpt_tools.checkpoint.names import hold
+from ckpt_tools.checkpoint.names import match_names
 from ckpt_tools.checkpoint.transform import find_model, strip_wrappers
 from ckpt_tools.errors import PartError
 
@@ -37,8 +37,8 @@ def reconsider(opened: Opened) -> Opened:
 
     model, prefix = find_model(opened.checkpoint)
     names = [strip_wrappers(entry.fqn)[len(prefix) :] for entry in model.tensors]
-    found = expected_for(identity.architecture, config, lambda one: hold(names, one, config).is_whole)
-    if found is None or not found.is_proven or not hold(names, found, config).is_whole:
+    found = expected_for(identity.architecture, config, lambda one: match_names(names, one, config).is_whole)
+    if found is None or not found.is_proven or not match_names(names, found, config).is_whole:
         return opened
     why = f"every weight of this {identity.architecture} is here, says {found.by}"
     return replace(opened, identity=replace(identity, whole="yes", evidence=(why,), by_names=False))

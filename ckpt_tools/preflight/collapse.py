@@ -275,7 +275,7 @@ def collapse_mesh(mesh: Mesh, *, max_ranks: int = MAX_RANKS) -> tuple[Mesh, tupl
             ranks *= _KEPT
     collapsed = [f"{axis}={sizes[axis]} to {_KEPT}" for axis in kept if sizes.get(axis, 1) > _KEPT]
     if collapsed:
-        notes.append(f"the mesh {mesh} is folded: {', '.join(collapsed)}")
+        notes.append(f"the mesh {mesh} is shrunk: {', '.join(collapsed)}")
     dropped = [axis for axis in _IMPORTANCE if wanted[axis] > 1 and axis not in kept]
     if dropped:
         left = ", ".join(f"{axis}={sizes[axis]}" for axis in dropped)

@@ -87,7 +87,7 @@ class BucketFolder(Folder):
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Nothing: a lock in a store would outlive its owner. Whoever else tends it does what this one would."""
+        """Nothing: a lock in a store would outlive its owner. Whoever else manages it does what this one would."""
         yield
 
     def users(self, saved: Collection[Saved]) -> Mapping[str, str]:

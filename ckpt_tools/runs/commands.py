@@ -19,7 +19,7 @@ from ckpt_tools.units import parse_duration
 
 
 def _manager(options: KeepOptions, directory: AnyPath, settings: Settings, **more: Any) -> RunManager:  # noqa: ANN401 - as Tender has it
-    """Return what tends a folder so."""
+    """Return what manages a folder so."""
     folder = open_folder(os.fspath(directory), [os.fspath(each) for each in options.also_used_by])
     kept = parse_duration(options.quarantine)
     return RunManager(folder, replace(settings, accept=tuple(options.accept), quarantine_s=kept), **more)
@@ -47,7 +47,7 @@ def prune(options: PruneOptions) -> PruneResult:
     Raises:
         UsageError: Nothing says what to keep, or no checkpoint has the metric.
         UnreadableError: There are no checkpoints of a run.
-        BusyError: Another ckpt tends the folder.
+        BusyError: Another ckpt manages the folder.
     """
     rules = rules_of(options, options.unverified)
     settings = Settings(rules=rules, level=None, quiet_s=options.settle, dry_run=options.dry_run)
@@ -75,7 +75,7 @@ def watch(options: WatchCall) -> PruneResult:
     Raises:
         UsageError: Options that contradict each other.
         UnreadableError: There is no such folder; with `once` or `status`, no checkpoints of a run.
-        BusyError: With `once`, another ckpt tends the folder.
+        BusyError: With `once`, another ckpt manages the folder.
     """
     path = os.fspath(options.directory)
     if options.push is not None and options.gather is None and is_remote(path):

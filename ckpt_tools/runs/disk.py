@@ -230,7 +230,7 @@ class DiskFolder(Folder):
             try:
                 try_lock(descriptor, fcntl.LOCK_EX)
             except BlockingIOError:
-                raise BusyError("another ckpt tends this folder", where=self.path, hint="wait for it") from None
+                raise BusyError("another ckpt manages this folder", where=self.path, hint="wait for it") from None
             self._reserve(0)
             yield
         finally:

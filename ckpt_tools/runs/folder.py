@@ -84,7 +84,7 @@ MAX_READ_BYTES = 64 << 20  # Of one document that says something about a checkpo
 
 
 class BusyError(CkptError):
-    """Another process tends the same folder."""
+    """Another process manages the same folder."""
 
     code = "busy"
 
@@ -167,7 +167,7 @@ class Folder(ABC):
 
     @abstractmethod
     def lock(self) -> AbstractContextManager[None]:
-        """Let one process tend the folder at a time, where that can be had; raise `BusyError` for another."""
+        """Let one process manage the folder at a time, where that can be had; raise `BusyError` for another."""
 
     @abstractmethod
     def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
@@ -212,7 +212,8 @@ def open_folder(path: str, also_used_by: Sequence[str] = ()) -> Folder:
 
         return DiskFolder(local(path), also_used_by)
     if scheme_of(path) not in ("s3", "gs", "az"):
-        raise UsageError("a run is tended on a disk or in a bucket", where=path, hint="give the folder of the run")
+        what = "a run's folder is managed on a disk or in a bucket"
+        raise UsageError(what, where=path, hint="give the folder of the run")
     from ckpt_tools.runs.bucket import BucketFolder
 
     return BucketFolder(path)

@@ -1,4 +1,4 @@
-"""Tend a run's checkpoints beside any training loop, in a process of its own: training never waits for it."""
+"""Manage a run's checkpoints beside any training loop, in a process of its own: training never waits for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckpt_tools.runs.retention import Rules
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.storage.run_folder import leased
 
-_DOES = "tends the run's checkpoints"
+_DOES = "manages the run's checkpoints"
 
 
 class BadCheckpointError(CkptError):
@@ -152,7 +152,7 @@ class Tending:
         texts = []
         for answer in answers:
             if isinstance(answer, CkptError):
-                self._warn(f"the run's checkpoints are not tended: {answer}")
+                self._warn(f"the run's checkpoints are not managed: {answer}")
                 continue
             for failure in answer.failed:
                 self._warn(failure)

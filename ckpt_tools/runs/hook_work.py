@@ -1,4 +1,4 @@
-"""What the process beside a training run does: it tends the folder until what was saved is settled."""
+"""What the process beside a training run does: it manages the folder until what was saved is settled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TendingJob:
-    """What to tend."""
+    """What to manage."""
 
     path: str
     names: tuple[str, ...] = ()  # What was saved, or is being saved
@@ -45,7 +45,7 @@ class ExportJob:
 
 
 def tend(job: TendingJob, here: Here) -> TendingAnswer:
-    """Tend the folder until everything that was saved is verified, or nothing more comes."""
+    """Manage the folder until everything that was saved is verified, or nothing more comes."""
     del here
     manager = RunManager(open_folder(job.path), job.settings)
     findings: dict[Finding, None] = {}

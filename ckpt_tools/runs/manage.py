@@ -1,4 +1,4 @@
-"""Tend a run's folder once: verify what is new and whole, send it where it is wanted, remove what is superseded."""
+"""Manage a run's folder once: verify what is new and whole, send it where it is wanted, remove what is superseded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _fit_ones(record: Mapping[str, Entry]) -> dict[str, list[tuple[int, str]]]:
 
 
 class RunManager:
-    """Tends one folder, pass by pass.
+    """Manages one folder, pass by pass.
 
     Args:
         folder: The folder.
@@ -131,7 +131,7 @@ class RunManager:
         """What → of which checkpoints; of none for what is not about one."""
 
     def once(self, *, wait: bool = True) -> PruneResult:
-        """Tend the folder; with `wait`, new checkpoints get the time that they must stay unchanged."""
+        """Manage the folder; with `wait`, new checkpoints get the time that they must stay unchanged."""
         if self._settings.dry_run:
             return self._pass(wait=False)
         if not self._seen and not self._folder.look().saved:  # nothing is written where no run is

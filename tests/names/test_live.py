@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.opening import open_path
-from ckpt_tools.checkpoint.names import hold, load_table
+from ckpt_tools.checkpoint.names import load_table, match_names
 from ckpt_tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -111,7 +111,7 @@ def test_layout_that_inspect_shows_is_the_one_that_shard_writes(experts, tmp_pat
 def test_experts_that_are_not_there_are_not_passed_over(experts, gone, config) -> None:
     """The others would be stacked without a gap, as other experts than they are."""
     names = [n for n in load_file(experts / "hub" / "model.safetensors") if f".1.mlp.experts.{gone}." not in n]
-    held = hold(names, load_table().expected("Qwen3MoeForCausalLM", config), config)
+    held = match_names(names, load_table().expected("Qwen3MoeForCausalLM", config), config)
     assert set(held.incomplete) == {f"model.layers.1.mlp.experts.{name}_proj" for name in ("gate_up", "down")}
 
 

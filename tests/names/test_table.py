@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from names.zoo import all_names
 
-from ckpt_tools.checkpoint.names import hold, load_table
+from ckpt_tools.checkpoint.names import load_table, match_names
 from ckpt_tools.checkpoint.names.patterns import patterns
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ def test_a_layer_is_dense_or_has_experts_and_has_all_of_it(names, missing):
     given = [f"model.layers.0.self_attn.{name}.weight" for name in attention]
     given += [f"model.layers.0.{name}_layernorm.weight" for name in ("input", "post_attention")]
     given += ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    held = hold([*given, *(f"model.layers.0.mlp.{name}" for name in names)], expected, config)
+    held = match_names([*given, *(f"model.layers.0.mlp.{name}" for name in names)], expected, config)
     assert held.foreign == ()
     found = {name.removeprefix("model.layers.0.mlp.") for name in (*held.missing, *held.incomplete)}
     assert found == missing if names else len(found) == 1
@@ -84,17 +84,17 @@ def test_a_bias_that_one_layer_has_lost_is_missed():
     given += [f"layers.{number}.norm.weight" for number in (0, 1)] + ["embeddings.weight", "norm_f.weight"]
     biases = [f"layers.{number}.mixer.conv1d.bias" for number in (0, 1)]  # use_conv_bias says whether there are any
     config = {"num_hidden_layers": 2}
-    assert hold(given, expected, config).is_whole
-    assert hold([*given, *biases], expected, config).is_whole
-    assert hold([*given, biases[0]], expected, config).missing == (biases[1],)
+    assert match_names(given, expected, config).is_whole
+    assert match_names([*given, *biases], expected, config).is_whole
+    assert match_names([*given, biases[0]], expected, config).missing == (biases[1],)
 
 
 def test_quantised_side_tensors_belong_to_their_weights():
     config = {"num_hidden_layers": 0, "quantization_config": {"quant_method": "fp8"}}
     expected = load_table().expected("LlamaForCausalLM", config)
     given = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "lm_head.weight_scale_inv"]
-    assert hold(given, expected, config).is_whole
-    assert hold(given, expected, {"num_hidden_layers": 0}).foreign == ("lm_head.weight_scale_inv",)
+    assert match_names(given, expected, config).is_whole
+    assert match_names(given, expected, {"num_hidden_layers": 0}).foreign == ("lm_head.weight_scale_inv",)
 
 
 SAMPLE = ["BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration", "Qwen3MoeForCausalLM"]

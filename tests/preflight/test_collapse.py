@@ -94,7 +94,7 @@ def test_fold_spec_takes_over_what_a_smoke_run_has_options_for():
     options = collapse.options
     assert (options.param_dtype, options.reduce_dtype, options.lora, options.quantize) == ("bf16", "f32", True, "nf4")
     assert (options.model, options.source) == ("model", "weights")
-    assert collapse.notes == ("the mesh dp_shard=8 is folded: dp_shard=8 to 2",)
+    assert collapse.notes == ("the mesh dp_shard=8 is shrunk: dp_shard=8 to 2",)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "oft", "boft"])
@@ -105,7 +105,7 @@ def test_fold_spec_tries_the_adapter_on_the_chosen_layers(kind):
     )
     assert (collapse.options.lora, collapse.options.adapter) == (True, kind)
     assert collapse.options.target == ("q_proj", "**.q_proj", "attn.out", "**.attn.out")
-    assert collapse.notes == ("the mesh dp_shard=8 is folded: dp_shard=8 to 2",)
+    assert collapse.notes == ("the mesh dp_shard=8 is shrunk: dp_shard=8 to 2",)
 
 
 @pytest.mark.parametrize(

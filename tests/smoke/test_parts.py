@@ -12,7 +12,7 @@ from torch import nn
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UnclearLossError, UsageError
 from ckpt_tools.fsdp2.smoke import rng
-from ckpt_tools.fsdp2.smoke.report import causes, fold, of_ranks
+from ckpt_tools.fsdp2.smoke.report import causes, group_findings, of_ranks
 from ckpt_tools.models.parameters import adopt_computed
 from ckpt_tools.models.recipe import find_loss, loss_of
 
@@ -67,7 +67,7 @@ def error(code, where="", what="wrong"):
 
 def test_findings_about_many_layers_are_folded_and_counted():
     names = [f"layers.{n}.{part}.weight" for n in range(20) for part in ("up", "down")] + ["head.weight", "norm.0.bias"]
-    folded = fold(error("missing-tensor", name) for name in names)
+    folded = group_findings(error("missing-tensor", name) for name in names)
     assert [finding.where for finding in folded] == [
         "layers.0.up.weight",
         "layers.0.down.weight",
@@ -76,11 +76,11 @@ def test_findings_about_many_layers_are_folded_and_counted():
     ]
     assert folded[0].what == "wrong; and 19 more at layers.*.up.weight"
     assert folded[2].what == "wrong"
-    many = fold(error("wrong-shard", f"{letter}.weight") for letter in "abcdefgh")
+    many = group_findings(error("wrong-shard", f"{letter}.weight") for letter in "abcdefgh")
     assert [finding.where for finding in many] == ["a.weight", "b.weight", "c.weight", "d.weight", "e.weight", "…"]
     assert many[-1].what == "3 more like these: f.weight, g.weight, h.weight"
     two = [error("x", "layers.0.w"), error("x", "layers.1.w")]
-    assert fold(two) == two
+    assert group_findings(two) == two
 
 
 def test_what_ranks_say_alike_is_said_once():

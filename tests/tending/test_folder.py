@@ -540,7 +540,7 @@ def test_removal_is_durable_before_it_is_told(run, monkeypatch):
 
 
 def test_one_ckpt_tends_a_folder_at_a_time(run):
-    with DiskFolder(str(run)).lock(), pytest.raises(BusyError, match="another ckpt tends this folder"):
+    with DiskFolder(str(run)).lock(), pytest.raises(BusyError, match="another ckpt manages this folder"):
         watch(run)
     assert watch(run).ok
 

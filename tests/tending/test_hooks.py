@@ -1,4 +1,4 @@
-"""A run tends its own folder: real trainers, a loop with torch's async_save, and what is left when they end."""
+"""A run manages its own folder: real trainers, a loop with torch's async_save, and what is left when they end."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_settings_that_make_no_sense_are_refused():
 
 def test_folder_that_is_not_there_is_a_warning(tmp_path):
     tending = hooks.Tending(tmp_path / "none", rank=0, **FAST)
-    with pytest.warns(RuntimeWarning, match="not tended: no such directory"):
+    with pytest.warns(RuntimeWarning, match="not managed: no such directory"):
         tending.close()
 
 

@@ -17,7 +17,15 @@ from ckpt_tools.checkpoint.formats.format import Opened, read_document
 from ckpt_tools.checkpoint.formats.judge import StepVerdict
 from ckpt_tools.checkpoint.identity import Identity, Whole
 from ckpt_tools.checkpoint.infer import block_of, rank_of_file
-from ckpt_tools.checkpoint.names import Expected, config_misfits, folded, hold, is_adapter, load_table, origins_of
+from ckpt_tools.checkpoint.names import (
+    Expected,
+    config_misfits,
+    group_names,
+    is_adapter,
+    load_table,
+    match_names,
+    origins_of,
+)
 from ckpt_tools.checkpoint.names.foreign import FLAT
 from ckpt_tools.checkpoint.transform import find_model, strip_wrappers
 from ckpt_tools.errors import CkptError
@@ -133,7 +141,7 @@ def _judge(
     expected = load_table().expected(architecture, config) if architecture and names else None
     if opened.format.is_file and not config and not is_remote(opened.source.root):
         expected, config = expected_beside(opened.source)
-    held = None if expected is None else hold(names, expected, config)
+    held = None if expected is None else match_names(names, expected, config)
     if held is not None and held.foreign and not architecture:
         held = None  # the config is of another file
     architecture = architecture or _architecture(config)
@@ -149,7 +157,7 @@ def _judge(
     absent = [*held.missing, *held.incomplete]
     # Many save without a pooler (add_pooling_layer), and a counter of batches starts at 0.
     if lacking := [n for n in absent if ".pooler." not in f".{n}" and not n.endswith(".num_batches_tracked")]:
-        shown = first_few(folded(lacking, expected), 4)
+        shown = first_few(group_names(lacking, expected), 4)
         return _Judged(
             "part", (f"{len(lacking)} weights of the {architecture} in {_CONFIG} are not here ({shown})",), True
         )

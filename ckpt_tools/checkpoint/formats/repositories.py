@@ -25,7 +25,7 @@ from ckpt_tools.checkpoint.formats.safetensors import FORMAT as ONE_FILE, read_f
 from ckpt_tools.checkpoint.formats.steps import HERE, Library, Part, Step
 from ckpt_tools.checkpoint.formats.table import FORMATS, detect_format, find_format
 from ckpt_tools.checkpoint.identity import Known
-from ckpt_tools.checkpoint.names import hold
+from ckpt_tools.checkpoint.names import match_names
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.storage.journal import JOURNAL_NAME
@@ -215,7 +215,7 @@ def find_models(source: Source, files: Mapping[str, int]) -> list[str]:
         seen.update(entry.fqn for entry in tensors)
         kinds.append(own)
     expected, config = expected_beside(source)
-    is_one = expected is not None and not hold(list(seen), expected, config).foreign
+    is_one = expected is not None and not match_names(list(seen), expected, config).foreign
     return [] if is_one else names  # else they are the parts of the model that config.json names
 
 

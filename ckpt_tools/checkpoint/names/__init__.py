@@ -4,10 +4,21 @@
 """
 
 from ckpt_tools.checkpoint.names.foreign import common_prefix, is_adapter, is_factor, origins_of
-from ckpt_tools.checkpoint.names.match import Held, config_misfits, folded, hold, live_names, tied
+from ckpt_tools.checkpoint.names.match import NameMatch, config_misfits, group_names, live_names, match_names, tied
 from ckpt_tools.checkpoint.names.table import Expected, Table, load_table
 
 __all__ = [
-    "Expected", "Held", "Table", "common_prefix", "config_misfits", "folded", "hold", "is_adapter", "is_factor",
-    "live_names", "load_table", "origins_of", "tied",
+    "Expected",
+    "NameMatch",
+    "Table",
+    "common_prefix",
+    "config_misfits",
+    "group_names",
+    "is_adapter",
+    "is_factor",
+    "live_names",
+    "load_table",
+    "match_names",
+    "origins_of",
+    "tied",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_tools.checkpoint.names.match import hold
+from ckpt_tools.checkpoint.names.match import match_names
 from ckpt_tools.checkpoint.names.mosaic import Mosaic
 from ckpt_tools.checkpoint.names.operations import Shapes, run
 from ckpt_tools.checkpoint.names.patterns import matches, missing, tree
@@ -35,7 +35,7 @@ class Converted:
 
 def to_live(tensors: Mapping[str, Mosaic], expected: Expected, config: Config) -> Converted:
     """Return what loading makes of a file's tensors, each whole; raise `UsageError` unless they are the whole model."""
-    held = hold(tensors, expected, config)
+    held = match_names(tensors, expected, config)
     if not held.is_whole:
         lacking = [*held.foreign, *held.missing, *held.incomplete]
         raise UsageError(f"its tensors are not those of a {expected.architecture}: {first_few(lacking, 4)}")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckpt_tools.checkpoint.names.keymap_steps import look_up
-from ckpt_tools.checkpoint.names.patterns import fold, matches, missing, tree
+from ckpt_tools.checkpoint.names.patterns import matches, missing, pattern_of, tree
 from ckpt_tools.checkpoint.names.renames import rename
 from ckpt_tools.checkpoint.names.table import Config, Expected, load_table
 from ckpt_tools.checkpoint.quantised_units import are_told, weights_of
@@ -158,7 +158,7 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_nu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class NameMatch:
     """What came of it."""
 
     missing: tuple[str, ...] = ()  # Live names of tensors that nothing fills: transformers gives them random values
@@ -173,11 +173,11 @@ class Held:
         """Does everything load, and fill everything?"""
         return not (self.missing or self.foreign or self.incomplete)
 
-    def split(self, before: Held) -> tuple[Held, Held]:
+    def split(self, before: NameMatch) -> tuple[NameMatch, NameMatch]:
         """Return what is new, and what `before` has as well."""
         missing, foreign = set(before.missing), set(before.foreign)
         new, old = (
-            Held(
+            NameMatch(
                 missing=tuple(name for name in self.missing if (name in missing) is known),
                 foreign=tuple(name for name in self.foreign if (name in foreign) is known),
                 incomplete={n: lacks for n, lacks in self.incomplete.items() if (n in before.incomplete) is known},
@@ -187,7 +187,7 @@ class Held:
         return new, old
 
 
-def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object]) -> Held:
+def match_names(names: Iterable[str], expected: Expected, config: Mapping[str, object]) -> NameMatch:
     """Compare the names of a file, or of a live model, with what an architecture expects (`Table.expected`)."""
     given = {name: name for name in names}
     if are_told(given, config):
@@ -217,7 +217,7 @@ def hold(names: Iterable[str], expected: Expected, config: Mapping[str, object])
         is_other=False,  # who converts a model without its head says so: --as-part
     )
     outside = set(contract.unexpected)
-    return Held(
+    return NameMatch(
         missing=contract.missing,
         foreign=tuple(name for name, plain in given.items() if plain in outside),
         incomplete=renamed.incomplete,
@@ -229,10 +229,10 @@ def _lost_biases(live: Collection[str], expected: Expected) -> Iterator[str]:
     """Yield the biases that are not there beside a weight, where the same module of other layers has one."""
     # A config says for all layers alike whether a module has one; biases that the table requires are found without
     # this.
-    kinds = {fold(expected.names, name) for name in live if name.endswith(".bias")}
+    kinds = {pattern_of(expected.names, name) for name in live if name.endswith(".bias")}
     for name in live:
         bias = name.removesuffix("weight") + "bias"
-        is_lost = name.endswith(".weight") and bias not in live and fold(expected.names, bias) in kinds
+        is_lost = name.endswith(".weight") and bias not in live and pattern_of(expected.names, bias) in kinds
         if is_lost and matches(expected.names, bias, expected.counts):
             yield bias
 
@@ -253,9 +253,9 @@ def tied(one: str, other: str, expected: Expected) -> bool:
     )
 
 
-def folded(names: Iterable[str], expected: Expected | None) -> tuple[str, ...]:
+def group_names(names: Iterable[str], expected: Expected | None) -> tuple[str, ...]:
     """Return names with the numbers of layers as ``*``, each once, in order."""
     root = expected.names if expected is not None else None
     if root is None:
         return tuple(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
-    return tuple(dict.fromkeys(fold(root, name) for name in names))
+    return tuple(dict.fromkeys(pattern_of(root, name) for name in names))

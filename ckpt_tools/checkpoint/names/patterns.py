@@ -131,7 +131,7 @@ def prune(root: Node, path: str) -> None:
         node.children.pop(last, None)
 
 
-def fold(root: Node, name: str) -> str:
+def pattern_of(root: Node, name: str) -> str:
     """Return the name with the numbers that the patterns know, or else all, as ``*``."""
     node: Node | None = root
     parts = []

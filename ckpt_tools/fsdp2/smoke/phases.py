@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt_tools.checkpoint.entries import Finding
-from ckpt_tools.checkpoint.names import folded, origins_of
+from ckpt_tools.checkpoint.names import group_names, origins_of
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import LoadReport, clip_grad_norm, load_optimizer, save_checkpoint, shard_model
 from ckpt_tools.fsdp2.audit import audit
@@ -213,7 +213,7 @@ def gradients(run: RankRun) -> str:
     errors = checks.compare_gradients(run.model, expected, tolerance)
     run.report(*errors.findings)
     if errors.rounded:
-        kinds = first_few(folded(errors.rounded, None), 4)
+        kinds = first_few(group_names(errors.rounded, None), 4)
         what = f"{len(errors.rounded)} gradients are compared to rounding of the largest alone, which is all they hold"
         run.note(f"{what}: {kinds}")
     run.fact("max_grad_error", errors.worst)

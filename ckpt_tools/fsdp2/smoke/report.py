@@ -270,7 +270,7 @@ def pattern_of(where: str) -> str:
     return _NUMBER.sub("*", where)
 
 
-def fold(findings: Iterable[Finding]) -> list[Finding]:
+def group_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings of one rank, those about many layers or many tensors as a few."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:

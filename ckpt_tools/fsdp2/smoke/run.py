@@ -23,7 +23,7 @@ from ckpt_tools.fsdp2.methods import DOUBLE_WRAP, DoubleWrapError
 from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
 from ckpt_tools.fsdp2.smoke.messages import SavedWorld
 from ckpt_tools.fsdp2.smoke.reference import Reference, failure_alone
-from ckpt_tools.fsdp2.smoke.report import RANK_LOST, fold
+from ckpt_tools.fsdp2.smoke.report import RANK_LOST, group_findings
 from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.fsdp2.watch import Watch
 from ckpt_tools.memory import rss_bytes
@@ -87,7 +87,7 @@ class RankRun:
 
     def report(self, *findings: Finding) -> None:
         """Report findings, many alike as one; errors fail the phase on every rank."""
-        for finding in fold(findings):
+        for finding in group_findings(findings):
             self.journal.finding(finding)
             self.num_errors += finding.severity == "error"
 
