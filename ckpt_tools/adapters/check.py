@@ -15,7 +15,7 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Shap
 from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ModelFamily
 from ckpt_tools.adapters.architectures.choose import choose_families, family_named
-from ckpt_tools.adapters.architectures.names import Place, readings, underscored
+from ckpt_tools.adapters.architectures.names import ModulePlace, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
 from ckpt_tools.adapters.ecosystems.simulation import (
@@ -129,7 +129,7 @@ def _base_for(adapter: Adapter[TensorEntry], base: BaseModel) -> BaseModel:
 
 
 @dataclass(slots=True)
-class _Run:
+class _CheckRun:
     """What was found so far."""
 
     findings: list[Finding]
@@ -143,7 +143,7 @@ def _check(
     families: tuple[ModelFamily, ...],
     wanted: tuple[Loader, ...],
 ) -> LoraCheck:
-    adapter, run = read.adapter, _Run(list(_check_tensors(read)), [])
+    adapter, run = read.adapter, _CheckRun(list(_check_tensors(read)), [])
     family = families[0] if len(families) == 1 else None
     if base is None:
         run.not_checked.append("the modules' names and shapes in the base model (--base)")
@@ -204,7 +204,7 @@ def _check_tensors(read: OpenedAdapter) -> Iterator[Finding]:
     yield from check_suspicions(adapter, table)
 
 
-def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loader], run: _Run) -> None:
+def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loader], run: _CheckRun) -> None:
     what = "no loader reads a training checkpoint: export the adapter first"
     hint = "ckpt export-lora SRC DST --to " + (next((x for x in wanted if x != "vllm"), "peft"))
     if adapter.convention == "trainer":  # whose rows have another order
@@ -215,7 +215,7 @@ def _say_training(adapter: Adapter[TensorEntry], path: str, wanted: Sequence[Loa
         run.not_checked.append(f"loaders: {what} ({hint})")
 
 
-def _judge(reports: Sequence[LoaderReport], run: _Run, *, needs_all: bool, has_base: bool) -> None:
+def _judge(reports: Sequence[LoaderReport], run: _CheckRun, *, needs_all: bool, has_base: bool) -> None:
     """Add what the judges find; of those of a shared format the one that does best speaks."""
     chosen = list(reports)
     if not needs_all:
@@ -419,7 +419,7 @@ def _shape_of(module: AdapterModule[TensorEntry], wanted: set[tuple[int, int]]) 
     yield Finding.error(code="adapter-shape", where=module.path, what=what, hint=hint)
 
 
-def _shapes_of(each: Place, base: Shapes) -> Iterator[tuple[int, int]]:
+def _shapes_of(each: ModulePlace, base: Shapes) -> Iterator[tuple[int, int]]:
     """Yield (out, in × kernel) of what a name means in the base: fused, or the rows of its parts together."""
     for root in ("", "model.diffusion_model.", f"{each.part.component}."):
         spellings = ([each.native], [each.spelled("alias")], each.parts, each.diffusers)

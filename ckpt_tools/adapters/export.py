@@ -66,7 +66,7 @@ Factor = Any  # A `TensorEntry`, whose bytes are moved, or an `Array` that a con
 
 
 @dataclass(slots=True, kw_only=True)
-class _Run:
+class _ExportRun:
     """One export under way."""
 
     options: ExportOptions
@@ -128,7 +128,7 @@ def export_lora(options: ExportOptions) -> Export:
         model, is_base_proven = base_of(read, options.base)
         whole = read.adapter if model is None else settings.settle_parameters(read.adapter, model.shapes)
         whole = settings.with_alpha(renested(whole) if whole.omitted else whole, options.alpha)
-        run = _Run(
+        run = _ExportRun(
             options=options,
             architecture=architecture,
             read=read,
@@ -164,7 +164,7 @@ def export_lora(options: ExportOptions) -> Export:
 # For PEFT: names, and nothing else where that is enough
 
 
-def _on_its_model(run: _Run, adapter: Adapter[TensorEntry]) -> Adapter[Factor]:
+def _on_its_model(run: _ExportRun, adapter: Adapter[TensorEntry]) -> Adapter[Factor]:
     """Return the adapter under the module paths of the model that PEFT would put it on."""
     base = run.model
     refuse_trainers_names(adapter, is_proven=run.options.base is not None)
@@ -184,7 +184,7 @@ def _on_its_model(run: _Run, adapter: Adapter[TensorEntry]) -> Adapter[Factor]:
     return adapter
 
 
-def _for_peft(run: _Run, adapter: Adapter[Factor]) -> tuple[Output, Fields]:
+def _for_peft(run: _ExportRun, adapter: Adapter[Factor]) -> tuple[Output, Fields]:
     base, base_model = run.model, run.options.base_model
     try:
         config = infer_config(adapter, base=base, base_model=base_model)
@@ -212,7 +212,7 @@ def _is_loaded(adapter: Adapter[Factor]) -> bool:
     return not any(isinstance(factor, TensorEntry) for module in adapter.modules for factor in module.factors.values())
 
 
-def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
+def _item(run: _ExportRun, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
     if isinstance(factor, TensorEntry):
         stored, read = factor.dtype, functools.partial(run.reader.read, factor)
     else:
@@ -227,7 +227,7 @@ def _item(run: _Run, name: str, factor: Factor, shape: tuple[int, ...]) -> Item:
 # For the others: names by tables, and arithmetic
 
 
-def _for_others(run: _Run, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
+def _for_others(run: _ExportRun, adapter: Adapter[TensorEntry], to: Target) -> tuple[Output, Fields]:
     rules.refuse_variants(adapter)
     rules.refuse_carried(adapter, "written for other libraries than PEFT", "--to peft")
     loaded = load(adapter, run.read.opened, run.reader)
@@ -252,7 +252,7 @@ def _for_others(run: _Run, adapter: Adapter[TensorEntry], to: Target) -> tuple[O
 
 
 @contextmanager
-def _base_weights(run: _Run) -> Iterator[tuple[Mapping[str, TensorEntry], TensorReader]]:
+def _base_weights(run: _ExportRun) -> Iterator[tuple[Mapping[str, TensorEntry], TensorReader]]:
     """Lend the base's tensors, by the names that a plain model gives them, and their reader."""
     if run.options.base is None:
         yield run.read.adapter.base_tensors, run.reader
@@ -264,7 +264,7 @@ def _base_weights(run: _Run) -> Iterator[tuple[Mapping[str, TensorEntry], Tensor
 # Writing
 
 
-def _publish(run: _Run, adapter: Adapter[Factor], output: Output, config: Fields) -> Export:
+def _publish(run: _ExportRun, adapter: Adapter[Factor], output: Output, config: Fields) -> Export:
     progress, destination = run.options.progress, os.fspath(run.options.destination)
     total = sum(item.entry.nbytes for item in output.items)
     advance = progress(total) if progress is not None else None
@@ -290,7 +290,7 @@ def _publish(run: _Run, adapter: Adapter[Factor], output: Output, config: Fields
     return _export(run, output, config, published=True)
 
 
-def _export(run: _Run, output: Output, config: Fields, *, published: bool = False) -> Export:
+def _export(run: _ExportRun, output: Output, config: Fields, *, published: bool = False) -> Export:
     dry_run = run.options.dry_run
     files = output.sizes() if output.items and (published or dry_run) else ()
     written = sum(nbytes for _, nbytes in files)

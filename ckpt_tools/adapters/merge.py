@@ -18,7 +18,7 @@ from ckpt_tools.adapters.base.matching import BaseMatch, ChangedRows, match_any_
 from ckpt_tools.adapters.base.model import live_tensors
 from ckpt_tools.adapters.base.reading import in_hub_names, refuse_changed
 from ckpt_tools.adapters.base.slots import find_slots, some
-from ckpt_tools.adapters.base.tensor_edit import Part, Share, TensorEdit
+from ckpt_tools.adapters.base.tensor_edit import Share, TensorEdit, TensorShare
 from ckpt_tools.adapters.base.tied import HEAD, Pair, refuse_equal, suspects, untied, with_tied_heads
 from ckpt_tools.adapters.ecosystems.peft.config_rules import refuse_carried, refuse_variants
 from ckpt_tools.adapters.families import family_of
@@ -39,7 +39,7 @@ from ckpt_tools.transfer.execute import scan
 from ckpt_tools.transfer.quantised.decoded import dequantised, is_quantised
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
     from ckpt_tools.transfer.arrays import Array
 
 _NUMPY_BYTES = 64 << 20  # Of numpy and its linear algebra, once imported
@@ -434,7 +434,7 @@ class Group:
             what = f"--combine {method} needs one rank; {where} has {' and '.join(map(str, ranks))}"
             raise UsageError(what, where=where, hint="--combine svd takes any ranks; so does a sum, without --combine")
 
-    def change(self, rows: ChangedRows) -> Change:
+    def change(self, rows: ChangedRows) -> WeightChange:
         """Return what the combined module makes of rows."""
         from ckpt_tools.adapters.families.changes import LowRank
 
@@ -491,11 +491,11 @@ class Group:
         return a.astype(np.float32), b.astype(np.float32)
 
 
-def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, tuple[Part, ...]]:
+def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, tuple[TensorShare, ...]]:
     """Return FQN in the base → what changes it, whole tensors first: of every adapter, or of those combined."""
     turns = threading.Lock()
     groups: dict[tuple[object, ...], Group] = {}
-    found: dict[str, list[Part]] = defaultdict(list)
+    found: dict[str, list[TensorShare]] = defaultdict(list)
     for share in shares:
         places: dict[int, list[tuple[str, ChangedRows]]] = defaultdict(list)
         for fqn, every in share.match.parts.items():
@@ -512,7 +512,7 @@ def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, 
                     continue
                 change = groups.setdefault(key, Group(combining, [(share, index)], turns)).change
             for fqn, rows in rows_of:
-                found[fqn].append(Part(rows, module, share.path, change))
+                found[fqn].append(TensorShare(rows, module, share.path, change))
     for group in groups.values():
         group.check()
     for fqn, parts in found.items():
@@ -522,9 +522,9 @@ def parts_of(shares: Sequence[Share], combining: Combining | None) -> dict[str, 
     return {fqn: tuple(parts) for fqn, parts in found.items()}
 
 
-def _meetings(parts: Iterable[Part]) -> Iterator[tuple[Part, Part]]:
+def _meetings(parts: Iterable[TensorShare]) -> Iterator[tuple[TensorShare, TensorShare]]:
     """Yield every two that change some row of a tensor, both ways round; experts of a stack are many that do not."""
-    earlier: list[Part] = []
+    earlier: list[TensorShare] = []
     for part in sorted(parts, key=lambda each: each.rows.start):
         earlier = [each for each in earlier if each.meets(part)]
         for each in earlier:
@@ -533,7 +533,7 @@ def _meetings(parts: Iterable[Part]) -> Iterator[tuple[Part, Part]]:
         earlier.append(part)
 
 
-def _refuse_meeting(fqn: str, one: Part, other: Part, combining: Combining | None) -> None:
+def _refuse_meeting(fqn: str, one: TensorShare, other: TensorShare, combining: Combining | None) -> None:
     if one.owner == other.owner:
         if one.module.is_saved != other.module.is_saved:
             return

@@ -16,7 +16,7 @@ from ckpt_tools.cli.smoke import MARKS, smoke_sections
 from ckpt_tools.cli.views import page
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.options.preflight import PreflightView
-from ckpt_tools.preflight.places import Place
+from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.report import CheckResult, PreflightReport, describe_spec, describe_verdict
 from ckpt_tools.text import escape_name
 
@@ -30,9 +30,9 @@ def run(call: CommandCall[PreflightReport], view: PreflightView, output: OutputO
         if state == "begun":
             line.show(f"{check} …")
 
-    places: Mapping[Finding, Place] = {}
+    places: Mapping[Finding, ConfigLocation] = {}
 
-    def keep(filling: Mapping[Finding, Place]) -> None:
+    def keep(filling: Mapping[Finding, ConfigLocation]) -> None:
         nonlocal places
         places = filling
 
@@ -71,7 +71,7 @@ def _print_for_ci(form: str, result: PreflightReport | Exception) -> None:
     say(json.dumps(to_sarif(result), indent=1) if form == "sarif" else "\n".join(to_github(result)))
 
 
-def _located(finding: Finding, places: Mapping[Finding, Place]) -> Finding:
+def _located(finding: Finding, places: Mapping[Finding, ConfigLocation]) -> Finding:
     """Return a finding with the file and line before its key."""
     place = places.get(finding)
     return finding if place is None else replace(finding, where=f"{place}: {finding.where}")

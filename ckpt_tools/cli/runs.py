@@ -11,7 +11,7 @@ from ckpt_tools.cli.views import page
 from ckpt_tools.errors import UsageError
 from ckpt_tools.options.output import HtmlOptions, OutputOptions
 from ckpt_tools.runs.manage import PruneResult, prune_json
-from ckpt_tools.runs.retention import Candidate
+from ckpt_tools.runs.retention import RunCheckpoint
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
@@ -83,7 +83,7 @@ def _table(pruned: PruneResult, most: int | None, *, whole: bool = False) -> pag
     """Return the latest checkpoints; the `whole` table has the metric, and when each goes, in any case."""
     has_goes = whole or pruned.dry_run
 
-    def cells(one: Candidate) -> list[str]:
+    def cells(one: RunCheckpoint) -> list[str]:
         fate = "stays" if one.stays else "would go" if pruned.dry_run else "removed"
         metric = "" if one.metric is None else f"{one.metric:.5g}"
         why = ", ".join((one.explained, *(rule for rule in one.kept_by if rule not in one.explained)))
@@ -127,7 +127,7 @@ def tending_page(pruned: PruneResult, command: str) -> page.Page:
     return page.Page(command, pruned.path, sections, page.mood_of(ok=pruned.ok, left=left), verdict)
 
 
-def _drawn(found: tuple[Candidate, ...]) -> list[page.Part]:
+def _drawn(found: tuple[RunCheckpoint, ...]) -> list[page.Part]:
     bars = []
     for each in found[-_MAX_BARS:]:
         place = {"verified": 2, "bad": 1, "unfit": 1}.get(each.state, 0)

@@ -15,7 +15,7 @@ from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.table import format_of
 from ckpt_tools.checkpoint.names import Expected, load_table
 from ckpt_tools.checkpoint.names.convert import convert
-from ckpt_tools.checkpoint.names.match import Contract, settle
+from ckpt_tools.checkpoint.names.match import NameContract, settle
 from ckpt_tools.checkpoint.names.mosaic import whole
 from ckpt_tools.checkpoint.names.operations import UnknownOperationError
 from ckpt_tools.checkpoint.names.renames import RenameRule
@@ -174,7 +174,7 @@ def settle_names(
     names: Collection[str],
     *,
     strict: bool = True,
-) -> Contract:
+) -> NameContract:
     """Judge the names that only the model has (`missing`, of `names`) or only the checkpoint, by the model's classes.
 
     `architecture` is the class that the checkpoint's config names; empty where none does. Without `strict` a head that

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.layout import Box
-from ckpt_tools.checkpoint.names.match import Contract
+from ckpt_tools.checkpoint.names.match import NameContract
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.fsdp2.collective import gather, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, install, sources_of, targets_of
@@ -53,7 +53,7 @@ def rank0_load(model: nn.Module, source: Source | None, *, strict: bool = True) 
             return stack.enter_context(_opened(model, targets, shared, source, strict=strict))
 
         sender = together(begin)
-        found, contract = share(([], Contract()) if sender is None else (list(sender.reads), sender.contract))
+        found, contract = share(([], NameContract()) if sender is None else (list(sender.reads), sender.contract))
         place = device_of(model)
         state: dict[str, torch.Tensor] = {}
         for name in found:
@@ -110,7 +110,7 @@ class _Sender:
 
     reads: Mapping[str, Callable[[], torch.Tensor]]
     """Name → what returns the whole tensor, in the model's dtype, on the CPU."""
-    contract: Contract
+    contract: NameContract
     reader: BoxReader | None
 
 

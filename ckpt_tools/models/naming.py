@@ -20,7 +20,7 @@ from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps, parse_key_
 from ckpt_tools.checkpoint.names.match import match_names
 from ckpt_tools.checkpoint.names.mosaic import Mosaic, invert, whole
 from ckpt_tools.checkpoint.names.patterns import matches
-from ckpt_tools.checkpoint.names.single_files import CONVENTION, Family, convert
+from ckpt_tools.checkpoint.names.single_files import CONVENTION, SingleFileFamily, convert
 from ckpt_tools.checkpoint.names.table import Expected
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.floors import installed_release
@@ -305,7 +305,9 @@ def _backward(tensors: Sequence[TensorEntry], assets: AssetList, naming: Naming)
     return to_hub(_whole(tensors), expected, claim.config)
 
 
-def _other_side(tensors: Iterable[TensorEntry], assets: AssetList, *, is_diffusers: bool) -> tuple[Family, Converted]:
+def _other_side(
+    tensors: Iterable[TensorEntry], assets: AssetList, *, is_diffusers: bool
+) -> tuple[SingleFileFamily, Converted]:
     """Return a base model's family, and its tensors as those of a single file or of diffusers."""
     claim = claim_of(assets)
     return convert(_whole(tensors), claim.config if claim else {}, is_diffusers=is_diffusers)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckpt_tools.checkpoint.entries import Chunk, TensorEntry
 from ckpt_tools.checkpoint.layout import BoxIndex, Mesh, Placement
-from ckpt_tools.checkpoint.names.match import Contract
+from ckpt_tools.checkpoint.names.match import NameContract
 from ckpt_tools.checkpoint.summarise import chunk_bytes
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.transfer.placement.place import cut_entry
@@ -119,7 +119,7 @@ class Comparison:
     ties: tuple[tuple[str, ...], ...]
     found: Mapping[str, FoundTensor] = field(default_factory=dict)
     left: tuple[str, ...] = ()
-    contract: Contract = field(default_factory=Contract)  # What loading makes of names that only one side has
+    contract: NameContract = field(default_factory=NameContract)  # What loading makes of names that only one side has
     adapters: tuple[str, ...] = ()
     refused: tuple[str, str | None] | None = None
     trial: Trial | None = None

@@ -15,7 +15,7 @@ OVERRIDES = "the command line"  # Path of what follows `--`
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ConfigLocation:
     """A line of a file; 0 of no line in particular."""
 
     path: str
@@ -30,16 +30,16 @@ class PlacedText(str):
     """A word of a command, which knows where it is written."""
 
     __slots__ = ("place",)
-    place: Place | None
+    place: ConfigLocation | None
 
-    def __new__(cls, text: str, place: Place | None = None) -> Self:
+    def __new__(cls, text: str, place: ConfigLocation | None = None) -> Self:
         """Make one."""
         made = super().__new__(cls, text)
         made.place = place
         return made
 
 
-def place_of_option(words: Iterable[str], where: str) -> Place | None:
+def place_of_option(words: Iterable[str], where: str) -> ConfigLocation | None:
     """Return where the last word stands that sets an option: `--name`, `--name=value`, `name=value`, or just so."""
     found = None
     name = where.lstrip("-+~").replace("-", "_")

@@ -11,7 +11,7 @@ from ckpt_tools.checks.verify import Verification, to_json as verification_to_js
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.fsdp2.smoke import SmokeReport
 from ckpt_tools.preflight.match import CheckpointMatch
-from ckpt_tools.preflight.places import Place
+from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name
 
@@ -53,7 +53,7 @@ class PreflightReport:
     """On what terms something was checked: assumptions of the estimate, what the smoke run folded."""
     configs: tuple[str, ...] = ()
     ignored: tuple[Finding, ...] = ()
-    places: Mapping[Finding, Place] = field(default_factory=dict)
+    places: Mapping[Finding, ConfigLocation] = field(default_factory=dict)
     is_strict: bool = False  # Do warnings fail, and checks that could not be made?
     left_out: tuple[CheckName, ...] = ()
 

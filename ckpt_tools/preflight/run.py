@@ -32,7 +32,7 @@ from ckpt_tools.preflight.memory import (
     start_estimate,
 )
 from ckpt_tools.preflight.model_facts import ModelFacts, Sources, checked_config, facts_of, find_sources, read_facts
-from ckpt_tools.preflight.places import Place
+from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
@@ -55,7 +55,7 @@ class PreflightOptions(PreflightFields):
         Doc("Called with new findings as soon as they are known, before the slow checks begin; each finding once."),
     ] = None
     on_places: Annotated[
-        Callable[[Mapping[Finding, Place]], None] | None,
+        Callable[[Mapping[Finding, ConfigLocation]], None] | None,
         Doc("Called once, at the beginning, with a mapping that fills: finding → the line that it points at."),
     ] = None
 
@@ -87,7 +87,7 @@ class PreflightRun:
     options: PreflightOptions
     findings: dict[Finding, None] = field(default_factory=dict)
     ignored: dict[Finding, None] = field(default_factory=dict)
-    places: dict[Finding, Place] = field(default_factory=dict)
+    places: dict[Finding, ConfigLocation] = field(default_factory=dict)
     checks: dict[CheckName, CheckResult] = field(default_factory=dict)
     not_checked: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -19,8 +19,8 @@ from ckpt_tools.errors import CkptError, UnreadableError, UnsupportedError, Usag
 from ckpt_tools.options import ProgressFactory
 from ckpt_tools.options.common import Level
 from ckpt_tools.runs.fitness import Profile
-from ckpt_tools.runs.folder import POINTERS, Folder, Listing, Saved, metric_in_name
-from ckpt_tools.runs.retention import Candidate, Rules, State
+from ckpt_tools.runs.folder import POINTERS, Folder, FolderListing, SavedCheckpoint, metric_in_name
+from ckpt_tools.runs.retention import Rules, RunCheckpoint, State
 from ckpt_tools.sandbox import wire
 from ckpt_tools.text import escape_name, first_few
 
@@ -106,11 +106,11 @@ class Assessor:
         self._examined: dict[str, tuple[State, str, frozenset[str]]] = {}
         """Stamp → by its headers, what the checkpoint is, why, and what it holds: what a resumed run would miss."""
 
-    def assess(self, look: Listing, record: Mapping[str, Entry], rules: Rules) -> tuple[Candidate, ...]:
+    def assess(self, look: FolderListing, record: Mapping[str, Entry], rules: Rules) -> tuple[RunCheckpoint, ...]:
         """Say what is known of every checkpoint."""
         named = dict(self._named(look, record))
-        found: list[Candidate] = []
-        last: dict[str, Saved] = {}  # whole, of each series
+        found: list[RunCheckpoint] = []
+        last: dict[str, SavedCheckpoint] = {}  # whole, of each series
         for saved in look.saved:
             entry = record.get(saved.name)
             series = saved.place.series
@@ -128,14 +128,14 @@ class Assessor:
                 f"the link {escape_name(link)} leads to it" if link else "",
                 named.get(saved.name, ""),
             )
-            one = Candidate(name=saved.name, series=series, step=saved.place.step, state=state, why=why)
+            one = RunCheckpoint(name=saved.name, series=series, step=saved.place.step, state=state, why=why)
             metric = self._metric(saved, rules.metric) if rules.best is not None else None
             unfit = entry.unfit if entry is not None and state == "unfit" else (why,) * (state in _UNFIT)
             order, pinned = 0 if entry is None else entry.order, next(filter(None, pins), "")
             found.append(replace(one, metric=metric, unfit=unfit, order=order, pinned=pinned, nbytes=saved.nbytes))
         return tuple(found)
 
-    def _look_at(self, saved: Saved, before: Saved | None) -> tuple[State, str]:
+    def _look_at(self, saved: SavedCheckpoint, before: SavedCheckpoint | None) -> tuple[State, str]:
         """Return the state of a checkpoint that nobody has verified, and why."""
         temporary = [name for name in saved.files if _TEMPORARY.fullmatch(name.rpartition("/")[2])]
         if temporary:
@@ -149,13 +149,13 @@ class Assessor:
             return state, f"lacks {first_few(sorted(lacks))}, which {before.name} has"
         return state, why
 
-    def _examine(self, saved: Saved) -> tuple[State, str, frozenset[str]]:
+    def _examine(self, saved: SavedCheckpoint) -> tuple[State, str, frozenset[str]]:
         """Say why a checkpoint cannot be read, as long as its save goes on; what can be and is wrong is bad."""
         if saved.stamp not in self._examined:
             self._examined[saved.stamp] = self._read_headers(saved)
         return self._examined[saved.stamp]
 
-    def _read_headers(self, saved: Saved) -> tuple[State, str, frozenset[str]]:
+    def _read_headers(self, saved: SavedCheckpoint) -> tuple[State, str, frozenset[str]]:
         holds: frozenset[str] = frozenset()
         for label, path in targets(self._folder, saved):
             try:
@@ -168,7 +168,7 @@ class Assessor:
                 return "incomplete", f"{each.where}: {each.what}", holds
         return "complete", "", holds
 
-    def _metric(self, saved: Saved, metric: str) -> float | None:
+    def _metric(self, saved: SavedCheckpoint, metric: str) -> float | None:
         """Return what the trainer has measured at this very step."""
         names = (metric, f"eval_{metric}")
         for root in saved.roots:
@@ -191,7 +191,7 @@ class Assessor:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def _named(self, look: Listing, record: Mapping[str, Entry]) -> Iterator[tuple[str, str]]:
+    def _named(self, look: FolderListing, record: Mapping[str, Entry]) -> Iterator[tuple[str, str]]:
         """Yield the checkpoints that files of the trainer name: the one to resume from, the best one."""
         for pointer in (each for each in POINTERS if each in look.unknown):
             text = (self._folder.read(pointer, _MAX_POINTER_BYTES) or b"").decode(errors="replace").strip()
@@ -212,7 +212,7 @@ class Assessor:
                 yield best.rstrip("/").rpartition("/")[2], f"{PROGRESS_FILE} names it as the best"
 
 
-def targets(folder: Folder, saved: Saved) -> Iterator[tuple[str, str]]:
+def targets(folder: Folder, saved: SavedCheckpoint) -> Iterator[tuple[str, str]]:
     """Yield what is verified of a checkpoint: (which part of it, path). verl's steps hold several models."""
     for root in saved.roots:
         path = os.path.join(folder.path, root)

@@ -17,8 +17,8 @@ from ckpt_tools.runs.folder import (
     TRASH_PREFIX,
     Facts,
     Folder,
-    Listing,
-    Saved,
+    FolderListing,
+    SavedCheckpoint,
     gather_saved,
     stamp_of,
 )
@@ -53,7 +53,7 @@ class BucketFolder(Folder):
         start = len(self._key(""))
         return {found.key[start:]: _facts(found) for found in self._bucket.list(prefix) if len(found.key) > start}
 
-    def look(self) -> Listing:
+    def look(self) -> FolderListing:
         """List every object below the prefix."""
         files: dict[str, dict[str, Facts]] = {}
         plain: dict[str, bool] = {}
@@ -70,7 +70,7 @@ class BucketFolder(Folder):
             for root, facts in files.items()
         }
         saved, unknown = gather_saved(items)
-        return Listing(saved=saved, unknown=unknown, leftovers=leftovers)
+        return FolderListing(saved=saved, unknown=unknown, leftovers=leftovers)
 
     def read(self, file: str, max_bytes: int = MAX_READ_BYTES) -> bytes | None:
         """Return the beginning of an object."""
@@ -90,12 +90,12 @@ class BucketFolder(Folder):
         """Nothing: a lock in a store would outlive its owner. Whoever else manages it does what this one would."""
         yield
 
-    def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
+    def users(self, saved: Collection[SavedCheckpoint]) -> Mapping[str, str]:
         """See what is being written by ckpt, from its claim."""
         claimed = (each.name for each in saved if any("/.ckpt/" in f"/{name}" for name in each.files))
         return dict.fromkeys(claimed, "a ckpt that is writing it")
 
-    def remove(self, saved: Sequence[Saved]) -> list[str]:
+    def remove(self, saved: Sequence[SavedCheckpoint]) -> list[str]:
         """Leave a note of each, and remove what it names, what makes it a checkpoint first."""
         gone = []
         for each in saved:
@@ -109,10 +109,10 @@ class BucketFolder(Folder):
             gone.append(each.name)
         return gone
 
-    def _now(self, saved: Saved) -> dict[str, Facts]:
+    def _now(self, saved: SavedCheckpoint) -> dict[str, Facts]:
         return {name: facts for root in saved.roots for name, facts in self._list(root).items()}
 
-    def stamp(self, saved: Saved) -> str:
+    def stamp(self, saved: SavedCheckpoint) -> str:
         """List it again."""
         return stamp_of(self._now(saved))
 

@@ -29,8 +29,8 @@ from ckpt_tools.runs.folder import (
     BusyError,
     Facts,
     Folder,
-    Listing,
-    Saved,
+    FolderListing,
+    SavedCheckpoint,
     gather_saved,
     parse_name,
     place_of,
@@ -75,7 +75,7 @@ class DiskFolder(Folder):
         self._leases: dict[str, str] = {}
         """Name in the folder → who holds it, by a file that says so."""
 
-    def look(self) -> Listing:
+    def look(self) -> FolderListing:
         """List it; what is directly in it and no checkpoint by its name is not looked into."""
         items: dict[str, tuple[bool, Mapping[str, Facts], str]] = {}
         links: dict[str, str] = {}
@@ -109,7 +109,7 @@ class DiskFolder(Folder):
         for directory in self._also:
             self._note_links_below(links, directory)
         saved, unknown = gather_saved(items)
-        return Listing(saved=saved, unknown=unknown, links=links, leftovers=leftovers)
+        return FolderListing(saved=saved, unknown=unknown, links=links, leftovers=leftovers)
 
     def _choose_home(self, names: Collection[str]) -> None:
         self._home = homes_of(self._real)[any(map(_COUNTED.fullmatch, names))]
@@ -236,7 +236,7 @@ class DiskFolder(Folder):
         finally:
             os.close(descriptor)
 
-    def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
+    def users(self, saved: Collection[SavedCheckpoint]) -> Mapping[str, str]:
         """Look for locks and claims of ckpt's, and for open and mapped files of processes that may be looked at."""
         found: dict[str, str] = {}
         used, hidden = _used_by_processes()
@@ -251,7 +251,7 @@ class DiskFolder(Folder):
                 found.setdefault(name, who)
         return found
 
-    def remove(self, saved: Sequence[Saved]) -> list[str]:
+    def remove(self, saved: Sequence[SavedCheckpoint]) -> list[str]:
         """Rename them, which takes no space, see that nobody came in between, and put back what somebody uses."""
         moved: dict[str, dict[str, str]] = {}
         """Name → what was renamed of it → its path now."""
@@ -315,14 +315,14 @@ class DiskFolder(Folder):
         sync_directory(self._real)
         return [*dict.fromkeys(back)]
 
-    def stamp(self, saved: Saved) -> str:
+    def stamp(self, saved: SavedCheckpoint) -> str:
         """Walk it again."""
         device, files = os.stat(self._real).st_dev, {}
         for root in saved.roots:
             files.update(self._walk(root, device, {})[0])
         return stamp_of(files)
 
-    def forget(self, saved: Saved) -> None:
+    def forget(self, saved: SavedCheckpoint) -> None:
         """Drop its pages from memory, where the kernel does."""
         for file in saved.files:
             with contextlib.suppress(OSError):

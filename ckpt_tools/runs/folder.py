@@ -98,7 +98,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint as it lies there, whole or not."""
 
     place: SeriesPlace
@@ -125,17 +125,17 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class FolderListing:
     """What a folder holds at one time."""
 
-    saved: tuple[Saved, ...]  # By series, the earliest first
+    saved: tuple[SavedCheckpoint, ...]  # By series, the earliest first
     unknown: tuple[str, ...]  # Names that no trainer gives to a checkpoint: they are never touched
     links: Mapping[str, str] = field(default_factory=dict)
     """Name in the folder that a symbolic link leads to → the link."""
     leftovers: Mapping[str, str] = field(default_factory=dict)
     """What was removed, or an interrupted removal has left → name of the checkpoint that it was."""
 
-    def find(self, name: str) -> Saved | None:
+    def find(self, name: str) -> SavedCheckpoint | None:
         """Return the checkpoint of that name."""
         return next((each for each in self.saved if each.name == name), None)
 
@@ -154,7 +154,7 @@ class Folder(ABC):
         self.path = path
 
     @abstractmethod
-    def look(self) -> Listing:
+    def look(self) -> FolderListing:
         """List it."""
 
     @abstractmethod
@@ -170,18 +170,18 @@ class Folder(ABC):
         """Let one process manage the folder at a time, where that can be had; raise `BusyError` for another."""
 
     @abstractmethod
-    def users(self, saved: Collection[Saved]) -> Mapping[str, str]:
+    def users(self, saved: Collection[SavedCheckpoint]) -> Mapping[str, str]:
         """Return name of a checkpoint → who reads or writes it, as far as that can be seen."""
 
     @abstractmethod
-    def remove(self, saved: Sequence[Saved]) -> list[str]:
+    def remove(self, saved: Sequence[SavedCheckpoint]) -> list[str]:
         """Remove checkpoints, no part of which ever looks like one; return those that nobody has opened or changed."""
 
     @abstractmethod
-    def stamp(self, saved: Saved) -> str:
+    def stamp(self, saved: SavedCheckpoint) -> str:
         """Return the stamp that a checkpoint has now."""
 
-    def forget(self, saved: Saved) -> None:  # noqa: B027
+    def forget(self, saved: SavedCheckpoint) -> None:  # noqa: B027
         """Let the next read of a checkpoint be one of the disk."""
 
     def free_bytes(self) -> float:
@@ -221,7 +221,7 @@ def open_folder(path: str, also_used_by: Sequence[str] = ()) -> Folder:
 
 def gather_saved(
     items: Mapping[str, tuple[bool, Mapping[str, Facts], str]],
-) -> tuple[tuple[Saved, ...], tuple[str, ...]]:
+) -> tuple[tuple[SavedCheckpoint, ...], tuple[str, ...]]:
     """Put what lies in a folder together to checkpoints.
 
     An item has: whether it is a directory, its files relative to the folder, and what is odd about it. Return the
@@ -242,7 +242,7 @@ def gather_saved(
         files = {file: facts for root in roots for file, facts in items[root][1].items()}
         stamp = stamp_of(files)
         oddity = next((items[root][2] for root in roots if items[root][2]), "")
-        saved.append(Saved(place=places[name], roots=tuple(roots), files=files, stamp=stamp, oddity=oddity))
+        saved.append(SavedCheckpoint(place=places[name], roots=tuple(roots), files=files, stamp=stamp, oddity=oddity))
     saved.sort(key=lambda each: (each.place.series, -1 if each.place.step is None else each.place.step, each.name))
     return tuple(saved), tuple(unknown)
 

@@ -18,8 +18,8 @@ from ckpt_tools.options import ProgressFactory
 from ckpt_tools.options.common import Level
 from ckpt_tools.runs.assess import MAX_RECORD_BYTES, Assessor, Entry, build_record, examine, parse_record, targets
 from ckpt_tools.runs.fitness import Profile, Profiler, compare, join_profiles
-from ckpt_tools.runs.folder import Folder, Listing, Saved, place_of
-from ckpt_tools.runs.retention import Candidate, Rules, plan_retention
+from ckpt_tools.runs.folder import Folder, FolderListing, SavedCheckpoint, place_of
+from ckpt_tools.runs.retention import Rules, RunCheckpoint, plan_retention
 from ckpt_tools.storage.run_folder import RECORD_NAME, leased
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
@@ -36,7 +36,7 @@ class PruneResult:
     """What was found in a folder, and done."""
 
     path: str
-    checkpoints: tuple[Candidate, ...] = ()
+    checkpoints: tuple[RunCheckpoint, ...] = ()
     """As it was before anything was removed."""
     unknown: tuple[str, ...] = ()
     """Names in the folder that are of no checkpoint."""
@@ -122,7 +122,7 @@ class RunManager:
         self._assessor = Assessor(folder)
         self._seen: dict[str, tuple[str, float]] = {}
         """Name → its stamp, and since when it is so, by a clock that does not jump."""
-        self._now = Listing(saved=(), unknown=())
+        self._now = FolderListing(saved=(), unknown=())
         self._record: dict[str, Entry] = {}
         self._fit: dict[str, list[tuple[int, str]]] = {}
         self._order = 0
@@ -207,10 +207,10 @@ class RunManager:
         self._seen = {saved.name: (saved.stamp, now) for saved in self._now.saved}
         self._seen |= {name: was for name, was in before.items() if self._seen.get(name, ("",))[0] == was[0]}
 
-    def _assess(self) -> tuple[Candidate, ...]:
+    def _assess(self) -> tuple[RunCheckpoint, ...]:
         return self._assessor.assess(self._now, self._record, self._settings.rules)
 
-    def _plan(self, found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    def _plan(self, found: Sequence[RunCheckpoint]) -> tuple[RunCheckpoint, ...]:
         """Decide, and look who uses what is to go; in a dry run, who uses anything."""
         planned = plan_retention(found, self._settings.rules)
         asked = [each.name for each in planned if self._settings.dry_run or not each.stays]
@@ -224,7 +224,7 @@ class RunManager:
         shown = ((name, datetime.fromtimestamp(end, UTC)) for end, name in ends if math.isfinite(end))
         return {name: end.isoformat(timespec="seconds") for name, end in shown}
 
-    def _verify_new(self, found: Sequence[Candidate]) -> bool:
+    def _verify_new(self, found: Sequence[RunCheckpoint]) -> bool:
         """Verify what nobody has; was there anything?"""
         written = time.monotonic()
         self._fit, self._order = _fit_ones(self._record), max((each.order for each in self._record.values()), default=0)
@@ -246,11 +246,11 @@ class RunManager:
             self._write_record()
         return bool(self._done.verified)
 
-    def _is_quiet(self, saved: Saved, times: int = 1) -> bool:
+    def _is_quiet(self, saved: SavedCheckpoint, times: int = 1) -> bool:
         stamp, since = self._seen[saved.name]
         return stamp == saved.stamp and time.monotonic() - since >= times * self._settings.quiet_s
 
-    def _pauses(self, found: Collection[Candidate]) -> list[float]:
+    def _pauses(self, found: Collection[RunCheckpoint]) -> list[float]:
         """Return for how long to wait, look by look, until it is known which saves have come to an end."""
         named, reads = self._settings.rules.unverified, self._settings.level is not None
         new = any(each.state == "complete" and reads for each in found)
@@ -286,7 +286,7 @@ class RunManager:
             if not self._settings.dry_run:
                 self._write_record()
 
-    def _read(self, saved: Saved, level: Level) -> tuple[list[tuple[str, Verification]], Profile]:
+    def _read(self, saved: SavedCheckpoint, level: Level) -> tuple[list[tuple[str, Verification]], Profile]:
         """Read a checkpoint whole: (part of it, what was found), and what it is like."""
         results, profiles = [], []
         for label, path in targets(self._folder, saved):
@@ -298,7 +298,7 @@ class RunManager:
             profiles.append(profiler.profile())
         return results, join_profiles(profiles)
 
-    def _verify(self, saved: Saved, lacks: str = "") -> Entry | None:
+    def _verify(self, saved: SavedCheckpoint, lacks: str = "") -> Entry | None:
         """Verify a checkpoint, whose headers tell what it `lacks`; return what is recorded, if anything."""
         level, done, before = self._settings.level or "values", self._done, self._record.get(saved.name)
         found: list[Finding] = []
@@ -343,7 +343,7 @@ class RunManager:
         self._say(f"{saved.name}: {state} ({nbytes} of data, level {level})")
         return entry
 
-    def _read_again(self, planned: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    def _read_again(self, planned: tuple[RunCheckpoint, ...]) -> tuple[RunCheckpoint, ...]:
         """Read those again whose last predecessors go; these stay where one is not what was verified."""
         rotten: dict[str, str] = {}
         """Series → the one that is not."""
@@ -373,7 +373,7 @@ class RunManager:
         why = f"{first_few([*rotten.values()])} is no longer what was verified"
         return _all_stay(self._plan(self._assess()), why, rotten)
 
-    def _send(self, planned: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    def _send(self, planned: tuple[RunCheckpoint, ...]) -> tuple[RunCheckpoint, ...]:
         """Bring what is verified and stays to where it is wanted; nothing goes before what follows it has arrived."""
         failed = len(self._done.failed)
         for saved in _named(self._now, [each.name for each in planned if each.stays and each.state == "verified"]):
@@ -393,7 +393,7 @@ class RunManager:
         is_sent = len(self._done.failed) == failed
         return planned if is_sent else _all_stay(planned, "what follows it has not arrived yet")
 
-    def _remove(self, going: Mapping[str, Candidate]) -> list[Saved]:
+    def _remove(self, going: Mapping[str, RunCheckpoint]) -> list[SavedCheckpoint]:
         """Remove what can go, and return it."""
         ready = self._ready(going)
         names = self._folder.remove(ready) if ready else []
@@ -404,7 +404,7 @@ class RunManager:
         self._done.failed += tuple(f"{name} stays: something has opened or changed it" for name in stay)
         return gone
 
-    def _ready(self, going: Mapping[str, Candidate]) -> list[Saved]:
+    def _ready(self, going: Mapping[str, RunCheckpoint]) -> list[SavedCheckpoint]:
         """Return what can go: what is, at this moment, as it was judged, and would be judged so again."""
         judged, self._now = self._now, self._folder.look()
         goes = {each.name for each in plan_retention(self._assess(), self._settings.rules) if not each.stays}
@@ -420,7 +420,7 @@ class RunManager:
                 ready.append(saved)
         return ready
 
-    def _bad(self, found: Sequence[Candidate]) -> Iterator[Finding]:
+    def _bad(self, found: Sequence[RunCheckpoint]) -> Iterator[Finding]:
         """Yield findings of what is bad or unfit, and of what is not whole, an error unless its save may go on."""
         told = {*self._done.verified, *(each.where for each in self._done.findings if each.code == "changed-since")}
         last = {each.series: each.step or 0 for each in found if each.state == "verified"}
@@ -461,13 +461,13 @@ class RunManager:
                 done.notes += (f"{leftover} stays, {what}",)
 
 
-def _named(look: Listing, names: Collection[str]) -> list[Saved]:
+def _named(look: FolderListing, names: Collection[str]) -> list[SavedCheckpoint]:
     """Return the checkpoints of these names."""
     wanted = set(names)
     return [saved for saved in look.saved if saved.name in wanted]
 
 
-def _check_rules(candidates: Sequence[Candidate], rules: Rules, *, must_measure: bool) -> None:
+def _check_rules(candidates: Sequence[RunCheckpoint], rules: Rules, *, must_measure: bool) -> None:
     names = {each.name for each in candidates}
     if missing := [name for name in rules.unverified if name not in names]:
         there = first_few(sorted(names), 6) or "nothing"
@@ -477,7 +477,9 @@ def _check_rules(candidates: Sequence[Candidate], rules: Rules, *, must_measure:
         raise UsageError(f"--keep-best: no checkpoint has a {rules.metric}", hint=hint)
 
 
-def _all_stay(planned: Sequence[Candidate], why: str, series: Collection[str] | None = None) -> tuple[Candidate, ...]:
+def _all_stay(
+    planned: Sequence[RunCheckpoint], why: str, series: Collection[str] | None = None
+) -> tuple[RunCheckpoint, ...]:
     """Let nothing go, or nothing of some series."""
     return tuple(
         each

@@ -16,7 +16,7 @@ _WAITS = ("complete", "incomplete", "changing")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class RunCheckpoint:
     """What is known of a checkpoint, and what becomes of it."""
 
     name: str
@@ -78,14 +78,14 @@ class Rules:
         return any(rule is not None for rule in (self.last, self.every, self.best))
 
 
-def plan_retention(candidates: Sequence[Candidate], rules: Rules) -> tuple[Candidate, ...]:
+def plan_retention(candidates: Sequence[RunCheckpoint], rules: Rules) -> tuple[RunCheckpoint, ...]:
     """Decide about every checkpoint.
 
     The last verified one of a series stays, and so does everything after it, everything that is not verified and
     everything that is pinned or in use; `Rules` tells of the others.
     """
-    verified: dict[str, list[Candidate]] = {}
-    waiting: dict[str, list[Candidate]] = {}
+    verified: dict[str, list[RunCheckpoint]] = {}
+    waiting: dict[str, list[RunCheckpoint]] = {}
     for each in sorted(candidates, key=lambda each: each.step or 0):
         found = verified if each.state == "verified" else waiting if each.state in _WAITS else None
         if found is not None and each.step is not None:
@@ -103,7 +103,7 @@ def plan_retention(candidates: Sequence[Candidate], rules: Rules) -> tuple[Candi
     return tuple(decided)
 
 
-def _kept(verified: Sequence[Candidate], rules: Rules) -> dict[str, tuple[str, ...]]:
+def _kept(verified: Sequence[RunCheckpoint], rules: Rules) -> dict[str, tuple[str, ...]]:
     """Return the verified checkpoints of a series that rules keep: name → which."""
     found: dict[str, tuple[str, ...]] = {}
     for one in verified[-rules.last :] if rules.last is not None else ():
@@ -116,7 +116,7 @@ def _kept(verified: Sequence[Candidate], rules: Rules) -> dict[str, tuple[str, .
     return found
 
 
-def _reason(one: Candidate, verified: Sequence[Candidate], kept_by: Sequence[str], rules: Rules) -> str | None:
+def _reason(one: RunCheckpoint, verified: Sequence[RunCheckpoint], kept_by: Sequence[str], rules: Rules) -> str | None:
     """Return why a checkpoint stays; None where it goes."""
     if one.used_by:
         return f"in use by {one.used_by}"
@@ -150,9 +150,9 @@ def _reason(one: Candidate, verified: Sequence[Candidate], kept_by: Sequence[str
 
 
 def _when(
-    one: Candidate,
-    verified: Sequence[Candidate],
-    waiting: Sequence[Candidate],
+    one: RunCheckpoint,
+    verified: Sequence[RunCheckpoint],
+    waiting: Sequence[RunCheckpoint],
     later: int,
     kept_by: Sequence[str],
     rules: Rules,
@@ -178,11 +178,11 @@ def _when(
     return ", ".join(filter(None, (rule, time if missing > 0 else "")))
 
 
-def _is_measured(one: Candidate) -> bool:
+def _is_measured(one: RunCheckpoint) -> bool:
     return one.metric is not None and math.isfinite(one.metric)
 
 
-def _best(verified: Sequence[Candidate], rules: Rules) -> Sequence[Candidate]:
+def _best(verified: Sequence[RunCheckpoint], rules: Rules) -> Sequence[RunCheckpoint]:
     """Return the best ones, and those that are as good as the last of them."""
     greater = rules.greater_is_better
     sign = -1 if (not rules.metric.endswith("loss") if greater is None else greater) else 1

@@ -21,7 +21,7 @@ MAX_STACK_CHARS = 20_000  # Of a dump that is kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StackFrame:
     """One frame."""
 
     file: str
@@ -40,21 +40,21 @@ class Hang:
     culprits: tuple[int, ...]  # Ranks that do not wait for the others, but do something else
 
 
-def parse_stack(text: str) -> tuple[Place, ...]:
+def parse_stack(text: str) -> tuple[StackFrame, ...]:
     """Return the frames of the main thread in a dump of `faulthandler`, innermost first."""
-    threads: list[tuple[bool, list[Place]]] = []
+    threads: list[tuple[bool, list[StackFrame]]] = []
     for line in text.splitlines():
         if head := _THREAD.match(line):
             threads.append((head[1].startswith("Current"), []))
         elif threads and (frame := _FRAME.fullmatch(line)):
-            threads[-1][1].append(Place(file=frame["file"], line=frame["line"], name=frame["name"]))
+            threads[-1][1].append(StackFrame(file=frame["file"], line=frame["line"], name=frame["name"]))
     for is_current, frames in threads:
         if is_current and frames:
             return tuple(frames)
     return tuple(threads[0][1]) if threads else ()
 
 
-def waits_in(frames: tuple[Place, ...]) -> str | None:
+def waits_in(frames: tuple[StackFrame, ...]) -> str | None:
     """Return the collective that a rank waits in, None when it is elsewhere."""
     for place in frames[:12]:
         if "distributed" in place.file and _WAITS.search(place.name):
@@ -62,13 +62,16 @@ def waits_in(frames: tuple[Place, ...]) -> str | None:
     return None
 
 
-def own_place(frames: tuple[Place, ...]) -> Place | None:
+def own_place(frames: tuple[StackFrame, ...]) -> StackFrame | None:
     """Return the innermost frame outside of torch and ckpt: the model's own code."""
     return next((place for place in frames if not _LIBRARY.search(place.file)), None)
 
 
 def describe_hang(
-    logs: Mapping[int, RankLog], stacks: Mapping[int, tuple[Place, ...]], hanging: Mapping[int, bool], timeout_s: float
+    logs: Mapping[int, RankLog],
+    stacks: Mapping[int, tuple[StackFrame, ...]],
+    hanging: Mapping[int, bool],
+    timeout_s: float,
 ) -> Hang:
     """Say where ranks did not go on; `stacks` are the frames of their main threads, innermost first."""
     parts = []

@@ -22,7 +22,7 @@ _GRACE_S = 4.0  # What the other ranks get to end once one has failed: mostly th
 
 
 @dataclass(slots=True)
-class Outcome:
+class RanksOutcome:
     """What became of a world."""
 
     logs: dict[int, RankLog]
@@ -119,12 +119,12 @@ class World:
         finally:
             os._exit(1)
 
-    def watch(self, here: Here, *, timeout_s: float | None) -> Outcome:
+    def watch(self, here: Here, *, timeout_s: float | None) -> RanksOutcome:
         """Wait until all ranks have ended, or one has failed and the others had their grace, or nobody goes on.
 
         Ranks count as hanging after `timeout_s` seconds without any event; None waits for ever.
         """
-        outcome = Outcome(logs=self._read_logs())
+        outcome = RanksOutcome(logs=self._read_logs())
         last_count, last_event = -1, time.monotonic()
         deadline: float | None = None
         while self._collect():
@@ -159,7 +159,7 @@ class World:
                     self._status[rank] = status
         return len(self._status) < len(self._pids)
 
-    def _add_hang(self, outcome: Outcome, timeout_s: float) -> None:
+    def _add_hang(self, outcome: RanksOutcome, timeout_s: float) -> None:
         running = {rank: rank not in self._status for rank in self._pids}
         for rank, is_running in running.items():
             if is_running:

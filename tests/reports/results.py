@@ -29,7 +29,7 @@ from ckpt_tools.estimate.report import CaseEstimate, Memory, Moment
 from ckpt_tools.fsdp2.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 from ckpt_tools.preflight.report import CHECKS, CheckResult, PreflightReport
 from ckpt_tools.runs.manage import PruneResult
-from ckpt_tools.runs.retention import Candidate, Rules, State, plan_retention
+from ckpt_tools.runs.retention import Rules, RunCheckpoint, State, plan_retention
 from ckpt_tools.transfer.counts import Counts
 from ckpt_tools.transfer.statistics import Moments
 
@@ -179,7 +179,7 @@ def pruned() -> PruneResult:
     """A run's folder with a checkpoint of every state."""
     states = get_args(State)
     found = [
-        Candidate(
+        RunCheckpoint(
             name=f"{HOSTILE[0]}-{step}", series="s", step=step, state=state, metric=1 / step, nbytes=step, why=state
         )
         for step, state in enumerate((*states, *states), 1)

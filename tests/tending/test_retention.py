@@ -11,12 +11,12 @@ from hypothesis import given, settings, strategies as st
 
 from ckpt_tools.runs.assess import Entry, build_record, parse_record
 from ckpt_tools.runs.folder import metric_in_name, parse_name
-from ckpt_tools.runs.retention import Candidate, Rules, plan_retention
+from ckpt_tools.runs.retention import Rules, RunCheckpoint, plan_retention
 
 STATES = ("verified", "bad", "complete", "incomplete", "changing")
 candidates = st.lists(
     st.builds(
-        Candidate,
+        RunCheckpoint,
         name=st.text("abcdefgh", min_size=6, max_size=6),
         series=st.sampled_from(["step-*", "epoch_*"]),
         step=st.none() | st.integers(0, 12),
@@ -83,7 +83,7 @@ def test_what_a_checkpoint_goes_with_or_when_is_true(found, last, every, best):
 
 
 def names_that_stay(rules, *rows):
-    found = [Candidate(name=f"step-{row[0]}", series="step-*", step=row[0], state=row[1], **row[2]) for row in rows]
+    found = [RunCheckpoint(name=f"step-{row[0]}", series="step-*", step=row[0], state=row[1], **row[2]) for row in rows]
     return [each.step for each in plan_retention(found, rules) if each.stays]
 
 

@@ -15,7 +15,7 @@ Spelling = Literal["native", "alias", "diffusers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ModelPart:
     """One model of a pipeline."""
 
     component: str = "transformer"  # What diffusers calls it: transformer, unet, text_encoder, …
@@ -54,7 +54,7 @@ class ComfyUI:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class KeyConversion:
     """Names that diffusers' pipeline of a model renames before it loads an adapter.
 
     Source: diffusers, loaders/lora_pipeline.py (`lora_state_dict`), loaders/lora_conversion_utils.py.
@@ -115,7 +115,7 @@ class Architecture:
 
     name: str  # As `--architecture` and the notes have it
     title: str
-    parts: tuple[Part, ...]  # The main model first
+    parts: tuple[ModelPart, ...]  # The main model first
     classes: tuple[str, ...]  # `_class_name` in diffusers' config.json
     config: Mapping[str, object] = field(default_factory=dict)
     """Values in that file which tell families of one class apart; "" for null."""
@@ -130,7 +130,7 @@ class Architecture:
     """Models without a table that share its names → regular expression of diffusers paths that they have not."""
     reader: Literal["ldm", "flux1", "flux2"] | None = None
     """Which rules of their own diffusers' conversions have; None where `conversions` says everything."""
-    conversions: tuple[Conversion, ...] = ()
+    conversions: tuple[KeyConversion, ...] = ()
     """What diffusers' pipeline converts, the first that applies; its own names are always read."""
     lokr: tuple[Spelling, ...] = ()  # Spellings in which diffusers loads LoKr; none where it does not
     comfyui: ComfyUI | None = None  # None where ComfyUI does not support the model
@@ -142,7 +142,7 @@ class Architecture:
     """Value of modelspec.resolution where nothing says that of the training: what kohya's tools write then."""
 
     @property
-    def main(self) -> Part:
+    def main(self) -> ModelPart:
         """The transformer or U-Net."""
         return self.parts[0]
 
@@ -150,14 +150,14 @@ class Architecture:
     def from_table(cls, name: str, table: Mapping[str, Any]) -> Architecture:
         """Return the family that a table of families.toml describes."""
         fields: dict[str, Any] = {key: _frozen(value) for key, value in table.items()}
-        main = Part(sections=fields.pop("sections"), ratios=fields.pop("ratios", {}), **fields.pop("main", {}))
+        main = ModelPart(sections=fields.pop("sections"), ratios=fields.pop("ratios", {}), **fields.pop("main", {}))
         encoders = [
-            Part(**{**each, "comfyui": f"text_encoders.{each['comfyui']}.transformer"}, is_encoder=True)
+            ModelPart(**{**each, "comfyui": f"text_encoders.{each['comfyui']}.transformer"}, is_encoder=True)
             for each in fields.pop("encoders", ())
         ]
         made = {"comfyui": ComfyUI, "kohya": Kohya}
         fields |= {key: kind(**fields[key]) for key, kind in made.items() if key in fields}
-        conversions = tuple(Conversion(**each) for each in fields.pop("conversions", ()))
+        conversions = tuple(KeyConversion(**each) for each in fields.pop("conversions", ()))
         return cls(name=name, parts=(main, *encoders), conversions=conversions, **fields)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ckpt_tools.adapters.architectures.architecture import Architecture, Part, Spelling
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelPart, Spelling
 from ckpt_tools.checkpoint.names.keymap import load_key_maps
 from ckpt_tools.checkpoint.names.keymap_lines import Line, Numbers, Patterns, fill, signs_of
 from ckpt_tools.checkpoint.names.keymap_steps import LineStep, share_out, size_of
@@ -24,10 +24,10 @@ _LANGUAGE_MODEL = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModulePlace:
     """A module of a pipeline."""
 
-    part: Part
+    part: ModelPart
     line: Line  # Its modules in diffusers, in the order of their rows, and the spellings of the native one
     numbers: Numbers
     at: int | None
@@ -148,20 +148,20 @@ def _patterns(sections: tuple[str, ...]) -> Patterns[tuple[Line, int | None, str
     return Patterns(found)
 
 
-def find(name: str, part: Part) -> Iterator[Place]:
+def find(name: str, part: ModelPart) -> Iterator[ModulePlace]:
     """Yield every place of a name without a prefix, dotted or with underscores, in each of its spellings."""
     for _, numbers, (line, at, pattern) in _patterns(part.sections).all(name):
-        yield Place(part, line, numbers, at, pattern)
+        yield ModulePlace(part, line, numbers, at, pattern)
 
 
-def find_as(name: str, part: Part, *spellings: Spelling) -> Place | None:
+def find_as(name: str, part: ModelPart, *spellings: Spelling) -> ModulePlace | None:
     """Return the module that `name` is in one of these spellings, dotted or with underscores."""
     return next((place for place in find(name, part) if place.is_spelled(*spellings)), None)
 
 
-def readings(path: str, architecture: Architecture) -> tuple[Place, ...]:
+def readings(path: str, architecture: Architecture) -> tuple[ModulePlace, ...]:
     """Return every module that `path` can mean in `architecture`; one unless the name is unknown or ambiguous."""
-    found: dict[tuple[str, str, int | None], Place] = {}
+    found: dict[tuple[str, str, int | None], ModulePlace] = {}
     for part in architecture.parts:
         for name in _inner_names(path, part):
             for place in find(name, part):
@@ -171,7 +171,7 @@ def readings(path: str, architecture: Architecture) -> tuple[Place, ...]:
     return tuple(found.values())
 
 
-def _inner_names(path: str, part: Part) -> Iterator[str]:
+def _inner_names(path: str, part: ModelPart) -> Iterator[str]:
     """Yield what is left of `path` when it is a module of `part`."""
     prefixes = [f"{part.component}.", f"{part.comfyui}.", *(f"{prefix}_" for prefix in part.kohya)]
     if not part.is_encoder:
@@ -181,7 +181,7 @@ def _inner_names(path: str, part: Part) -> Iterator[str]:
             yield path[len(prefix) :]
 
 
-def place(path: str, architecture: Architecture) -> Place:
+def place(path: str, architecture: Architecture) -> ModulePlace:
     """Return the one module that `path` means; raise UsageError for none or several."""
     found = readings(path, architecture)
     if len(found) == 1:

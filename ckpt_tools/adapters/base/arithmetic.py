@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from ckpt_tools.adapters.base.tensor_edit import TensorEdit
-from ckpt_tools.adapters.families.changes import Change
+from ckpt_tools.adapters.families.changes import WeightChange
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.transfer.arrays import Array, array_of, is_finite, numpy_dtype
 from ckpt_tools.transfer.casting import cast_array
@@ -111,7 +111,7 @@ class Arithmetic:
         return result
 
 
-def _differs(change: Change, old: Array, new: Array, offset: int) -> bool:
+def _differs(change: WeightChange, old: Array, new: Array, offset: int) -> bool:
     if change.is_additive:
         return bool(change.delta(offset, offset + len(old)).any())
     return not np.array_equal(old.astype(np.float32), new)

@@ -26,7 +26,7 @@ from ckpt_tools.transfer.strides import byte_box, start_of
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.base.arithmetic import Arithmetic
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Share:
     settled: frozenset[str] = frozenset()  # Tensors of the base that are tied, and changed as their tie wants it
     loading: LazyAdapter
 
-    def change(self, rows: ChangedRows) -> Change:
+    def change(self, rows: ChangedRows) -> WeightChange:
         """Return what a module makes of its rows; imports numpy, and reads the adapter."""
         from ckpt_tools.adapters.families.changes import change_of
         from ckpt_tools.adapters.families.family import Setting
@@ -59,13 +59,13 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorShare:
     """Rows of one tensor of the base, and what changes them."""
 
     rows: ChangedRows
     module: AdapterModule[TensorEntry]
     owner: str  # Path of the adapter, of the first one where several are combined
-    change: Callable[[ChangedRows], Change]  # Computes it; called when the tensor's first block is
+    change: Callable[[ChangedRows], WeightChange]  # Computes it; called when the tensor's first block is
 
     @property
     def needs_all(self) -> bool:
@@ -82,7 +82,7 @@ class Part:
             return "it is DoRA: what it adds depends on the base"
         return family_of(self.module).why_not_a_sum
 
-    def meets(self, other: Part) -> bool:
+    def meets(self, other: TensorShare) -> bool:
         """Do both change some row?"""
         one, two = self.rows, other.rows
         return one.start < two.start + two.count and two.start < one.start + one.count
@@ -94,7 +94,7 @@ class TensorEdit:
 
     entry: TensorEntry
     dtype: DType  # As what it is written
-    parts: tuple[Part, ...]  # Whole tensors first
+    parts: tuple[TensorShare, ...]  # Whole tensors first
     source: Source
     turns: threading.Lock  # Shared by all edits of a merge: one whole tensor is computed at a time
     has_changed: list[bool] = field(init=False)  # By part: has an element become another one?

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from ckpt_tools.adapters.adapter import Shape
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import Architecture, Conversion, Part
-from ckpt_tools.adapters.architectures.names import Place, find, find_as, lines_of
+from ckpt_tools.adapters.architectures.architecture import Architecture, KeyConversion, ModelPart
+from ckpt_tools.adapters.architectures.names import ModulePlace, find, find_as, lines_of
 from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, expected, is_target, rank_of
 from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
@@ -142,7 +142,7 @@ def _flux2(keys: Keys, file: AdapterFile, architecture: Architecture, loading: L
     _inject(keys, architecture, file, loading)
 
 
-def _flux2_kohya(keys: Keys, part: Part) -> Keys:
+def _flux2_kohya(keys: Keys, part: ModelPart) -> Keys:
     outside = {"img_in", "txt_in", "time_in.in_layer", "time_in.out_layer", "final_layer.linear"}
     found: Keys = {}
     for key, name in keys.items():
@@ -153,7 +153,7 @@ def _flux2_kohya(keys: Keys, part: Part) -> Keys:
     return found
 
 
-def _flux2_native(keys: Keys, part: Part, loading: Loading) -> Keys:
+def _flux2_native(keys: Keys, part: ModelPart, loading: Loading) -> Keys:
     found: Keys = {}
     for key, name in keys.items():
         inner = key.removeprefix("diffusion_model.").replace("lora_down", "lora_A").replace("lora_up", "lora_B")
@@ -214,7 +214,7 @@ def _converted(keys: Keys, file: AdapterFile, architecture: Architecture, loadin
     _inject(keys, architecture, file, loading)
 
 
-def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
+def _convert(conversion: KeyConversion, keys: Keys, part: ModelPart) -> Keys:
     found: Keys = {}
     natives: set[str] = set()
     alphas: set[str] = set()
@@ -247,7 +247,7 @@ def _convert(conversion: Conversion, keys: Keys, part: Part) -> Keys:
     return found
 
 
-def _check_blocks(natives: Collection[str], part: Part, optional: str) -> None:
+def _check_blocks(natives: Collection[str], part: ModelPart, optional: str) -> None:
     """Raise where a block is not adapted as a whole, or one before it is not adapted at all."""
     numbers: dict[str, set[str]] = {}
     for path in natives:
@@ -305,12 +305,12 @@ def _all_lora(keys: Iterable[str]) -> None:
         raise RejectedError(f"{wrong} does not contain 'lora'")
 
 
-def _native(part: Part, name: str) -> Place | None:
+def _native(part: ModelPart, name: str) -> ModulePlace | None:
     """Read a native path, dotted or with underscores."""
     return next(find(name, part), None) if part.is_encoder else find_as(name, part, "native")
 
 
-def _spread(place: Place, suffix: str, name: str) -> Keys:
+def _spread(place: ModulePlace, suffix: str, name: str) -> Keys:
     """Name what a tensor becomes: one of several modules where the native one is fused."""
     ends = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight", "diff_b": "lora_B.bias"}
     paths = place.diffusers if place.at is None else (place.diffusers[place.at],)
@@ -350,7 +350,7 @@ def _inject(keys: Keys, architecture: Architecture, file: AdapterFile, loading: 
     }
 
 
-def _inject_one(keys: Keys, part: Part, loading: Loading) -> None:
+def _inject_one(keys: Keys, part: ModelPart, loading: Loading) -> None:
     if part.is_encoder:
         keys = _encoder_names(keys, part)
     elif "lora_A" not in next(iter(keys)):
@@ -373,7 +373,7 @@ def _renamed(key: str) -> str:
     return key
 
 
-def _encoder_names(keys: Keys, part: Part) -> Keys:
+def _encoder_names(keys: Keys, part: ModelPart) -> Keys:
     """Diffusers recognises a text encoder's names by those of its attention, or by its own suffix."""
     is_peft = any(".lora_A.weight" in key for key in keys)
     has_own = any("lora_linear_layer" in key for key in keys)

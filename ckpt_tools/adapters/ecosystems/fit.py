@@ -13,9 +13,9 @@ from typing import TypeVar
 import numpy as np
 
 from ckpt_tools.adapters.adapter import Adapter, Convention, Shape, Sourced
-from ckpt_tools.adapters.architectures.architecture import Architecture, Part, Spelling
+from ckpt_tools.adapters.architectures.architecture import Architecture, ModelPart, Spelling
 from ckpt_tools.adapters.architectures.choose import BaseFamily
-from ckpt_tools.adapters.architectures.names import Place, place
+from ckpt_tools.adapters.architectures.names import ModulePlace, place
 from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.families import FAMILIES, columns_of, dora, equivalents, family_of, rows_of, shape_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, Setting, refuse
@@ -32,23 +32,23 @@ AsLora = Callable[[Module], Module]  # Makes an exact lora of a module, or raise
 class Placed:
     """A module with its place in the target."""
 
-    part: Part
+    part: ModelPart
     module: Module  # Its path is the one inside that model, in the target's spelling
     is_apart: bool = False  # Is it part of a fused module of the authors', under diffusers' name?
 
 
-def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple[Place, Module]]:
+def place_all(adapter: Adapter[Array], architecture: Architecture) -> list[tuple[ModulePlace, Module]]:
     """Return every module with its place; raise UsageError for a name that the tables lack, or have twice."""
     return [(place(module.path, architecture), module) for module in adapter.modules]
 
 
 def unchanged(adapter: Adapter[Array], base: BaseFamily) -> list[Placed]:
     """Place modules where they are, for a model without tables: their paths are those of the base."""
-    part = Part(component=base.component or "transformer")
+    part = ModelPart(component=base.component or "transformer")
     return [Placed(part=part, module=module) for module in adapter.modules]
 
 
-def in_diffusers(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> list[Placed]:
+def in_diffusers(places: Sequence[tuple[ModulePlace, Module]], *, as_lora: AsLora) -> list[Placed]:
     """Return the modules as diffusers has them: split where the authors fuse."""
     placed: list[Placed] = []
     for where, module in places:
@@ -63,7 +63,7 @@ def in_diffusers(places: Sequence[tuple[Place, Module]], *, as_lora: AsLora) -> 
 
 
 def in_native(
-    places: Sequence[tuple[Place, Module]],
+    places: Sequence[tuple[ModulePlace, Module]],
     *,
     as_lora: AsLora,
     spelling: Spelling = "native",
@@ -76,7 +76,7 @@ def in_native(
     """
     placed: list[Placed] = []
     groups: dict[tuple[str, str, bool], dict[int, Module]] = {}
-    wheres: dict[tuple[str, str, bool], Place] = {}
+    wheres: dict[tuple[str, str, bool], ModulePlace] = {}
     for where, module in places:
         moved = replace(module, path=where.spelled(spelling))
         parts = where.parts if spelling == "alias" else ()
@@ -105,7 +105,9 @@ def in_native(
     return _once(placed)
 
 
-def _together(where: Place, group: Mapping[int, Module], path: str, as_lora: AsLora, *, may_stay: bool) -> list[Module]:
+def _together(
+    where: ModulePlace, group: Mapping[int, Module], path: str, as_lora: AsLora, *, may_stay: bool
+) -> list[Module]:
     """Return one module of several parts; the parts as they are, where that is not possible and they may stay."""
     apart = [replace(part, path=where.diffusers[index]) for index, part in group.items()]
     families = {part.family for part in apart}
@@ -144,7 +146,7 @@ def _twice(path: str) -> UsageError:
     return UsageError(what, where=path, hint="an adapter has one module per weight: remove one of them")
 
 
-def _split(where: Place, module: Module, paths: Sequence[str], as_lora: AsLora) -> tuple[Module, ...]:
+def _split(where: ModulePlace, module: Module, paths: Sequence[str], as_lora: AsLora) -> tuple[Module, ...]:
     rows = rows_of(module)
     if rows is None:
         raise refuse(module, f"its rows cannot be split into {', '.join(paths)}")
@@ -154,7 +156,7 @@ def _split(where: Place, module: Module, paths: Sequence[str], as_lora: AsLora) 
     return _perhaps_as_lora(module, as_lora, lambda each: family_of(each).split(each, sizes, paths))
 
 
-def _sizes(where: Place, parts: Mapping[int, Module]) -> Sequence[int]:
+def _sizes(where: ModulePlace, parts: Mapping[int, Module]) -> Sequence[int]:
     """Rows of every part, also of those that the adapter leaves alone."""
     some = next(iter(parts.values()))
     known = {index: rows for index, part in parts.items() if (rows := rows_of(part)) is not None}
@@ -165,7 +167,7 @@ def _sizes(where: Place, parts: Mapping[int, Module]) -> Sequence[int]:
     return sizes
 
 
-def _moved(where: Place, module: Module, as_lora: AsLora) -> Module:
+def _moved(where: ModulePlace, module: Module, as_lora: AsLora) -> Module:
     """Return a module under its new path, its halves exchanged where the two spellings order them otherwise."""
     swaps = where.swaps(rows_of(module), columns_of(module))
     if swaps is None:

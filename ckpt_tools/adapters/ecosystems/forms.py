@@ -18,7 +18,7 @@ from ckpt_tools.adapters.ecosystems.output import Written
 from ckpt_tools.adapters.ecosystems.peft.files import from_one_model
 from ckpt_tools.adapters.families import family_of
 from ckpt_tools.adapters.integrity import check_structure
-from ckpt_tools.adapters.read.assemble import Named, assemble, parse_key
+from ckpt_tools.adapters.read.assemble import NamedFactor, assemble, parse_key
 from ckpt_tools.adapters.read.opening import TensorReader, entry_of
 from ckpt_tools.adapters.read.sidecars import read_sidecars
 from ckpt_tools.adapters.settings import add_settings
@@ -64,7 +64,7 @@ def through_diffusers(
     """Return an adapter of a diffusion model under diffusers' module paths, which are also PEFT's."""
     written = to_target(loaded, "diffusers", architecture=architecture, base=base, svd_rank=svd_rank, may_fuse=False)
     notes += [*written.notes, *error_notes(written.errors)]
-    named = [Named(name, parse_key(name), entry_of(name, tensor)) for name, tensor in written.tensors.items()]
+    named = [NamedFactor(name, parse_key(name), entry_of(name, tensor)) for name, tensor in written.tensors.items()]
     described = assemble(
         named, convention="diffusers", is_training=False, trained=None, bias=None, path="the converted adapter"
     )

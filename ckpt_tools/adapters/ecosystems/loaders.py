@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ckpt_tools.adapters.architectures import ARCHITECTURES
-from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, Part, Spelling
+from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, ModelPart, Spelling
 from ckpt_tools.adapters.architectures.names import find, find_as
 from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.ecosystems.peft.config_rules import variants_in
@@ -95,7 +95,7 @@ def _module(name: str, architecture: Architecture, *, is_old: bool) -> str | Non
     return None
 
 
-def _main(name: str, part: Part, maps: ComfyUI | None, *, is_old: bool) -> str | None:
+def _main(name: str, part: ModelPart, maps: ComfyUI | None, *, is_old: bool) -> str | None:
     maps = maps or ComfyUI()
     takes_dotted = not maps.has_processors or is_old or ".processor." in name or ".to_" not in name
     ways: list[tuple[str, Spelling, bool]] = [
@@ -120,7 +120,7 @@ def _main(name: str, part: Part, maps: ComfyUI | None, *, is_old: bool) -> str |
     return None
 
 
-def _encoder(name: str, part: Part) -> str | None:
+def _encoder(name: str, part: ModelPart) -> str | None:
     prefixes = [(f"{part.comfyui}.", "."), *((f"{prefix}_", "_") for prefix in part.kohya)]
     if part.component != "text_encoder_3" and "t5" not in part.comfyui:
         prefixes.insert(1, (f"{part.component}.", "."))

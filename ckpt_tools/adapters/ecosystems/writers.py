@@ -23,7 +23,7 @@ import numpy as np
 from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.architectures.architecture import Architecture, Spelling
 from ckpt_tools.adapters.architectures.choose import BaseFamily
-from ckpt_tools.adapters.architectures.names import Place
+from ckpt_tools.adapters.architectures.names import ModulePlace
 from ckpt_tools.adapters.ecosystems.fit import Fitting, Placed, in_diffusers, in_native, place_all, require, unchanged
 from ckpt_tools.adapters.ecosystems.output import Written, file_name, header_of, put
 from ckpt_tools.adapters.families import dora, family_of, lokr
@@ -318,7 +318,7 @@ def _lora_config(modules: Sequence[Module], *, short: bool) -> Mapping[str, obje
     }
 
 
-def _place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architecture) -> list[Placed] | None:
+def _place_lokr(places: Sequence[tuple[ModulePlace, Module]], architecture: Architecture) -> list[Placed] | None:
     """Return an adapter of LoKr modules alone as diffusers' loaders that know it take it, or None when they would not.
 
     It rebuilds PEFT's LoKr configuration from the shapes alone: one `decompose_factor` must give the factors of every
@@ -347,7 +347,7 @@ def _place_lokr(places: Sequence[tuple[Place, Module]], architecture: Architectu
     return placed if _is_rebuilt([each.module for each in placed]) else None
 
 
-def _path(where: Place) -> str:
+def _path(where: ModulePlace) -> str:
     paths = where.diffusers
     if where.at is not None:
         return paths[where.at]

@@ -26,7 +26,7 @@ _TILE_PRODUCTS = 1_000_000
 time of the thin ones here (0.4 ns an element instead of 0.8 with a rank of 16)."""
 
 
-class Change:
+class WeightChange:
     """What a module makes of rows of a weight, which has `rows` and `columns` as a matrix."""
 
     is_rowwise = True  # May `apply` be given some of the rows?
@@ -49,7 +49,7 @@ class Change:
         return weight
 
 
-class LowRank(Change):
+class LowRank(WeightChange):
     """scale·(left · right), left (rows, r), right (r, columns)."""
 
     def __init__(self, left: Array, right: Array, scale: float) -> None:
@@ -77,7 +77,7 @@ class LowRank(Change):
         return product
 
 
-class Hadamard(Change):
+class Hadamard(WeightChange):
     """scale·(left1·right1 ⊙ left2·right2), LoHa."""
 
     def __init__(self, pairs: tuple[tuple[Array, Array], tuple[Array, Array]], scale: float) -> None:
@@ -97,7 +97,7 @@ class Hadamard(Change):
         return product
 
 
-class Kronecker(Change):
+class Kronecker(WeightChange):
     """scale·(w1 ⊗ w2), LoKr; w1 (l, m), w2 (out/l, columns/m)."""
 
     def __init__(self, w1: Array, w2: Array, scale: float) -> None:
@@ -114,7 +114,7 @@ class Kronecker(Change):
         return product
 
 
-class Difference(Change):
+class WeightDifference(WeightChange):
     """scale·diff."""
 
     def __init__(self, diff: Array, scale: float) -> None:
@@ -126,7 +126,7 @@ class Difference(Change):
         return self.diff[start:stop] * self.scale
 
 
-class Experts(Change):
+class Experts(WeightChange):
     """Low rank per expert, as PEFT's target_parameters: left (E, rows of one expert, r), right (E, r, columns)."""
 
     def __init__(self, left: Array, right: Array, scale: float) -> None:
@@ -145,7 +145,7 @@ class Experts(Change):
         return np.concatenate(pieces)
 
 
-class Decomposed(Change):
+class Decomposed(WeightChange):
     """DoRA: magnitude · (W + Δ)/‖W + Δ‖, the norm of every row, or with `by_column` of every column; `inner` gives Δ.
 
     `num_spatial` columns side by side share a magnitude: the elements of a kernel.
@@ -153,7 +153,7 @@ class Decomposed(Change):
 
     is_additive = False
 
-    def __init__(self, inner: Change, magnitude: Array, *, by_column: bool, num_spatial: int = 1) -> None:
+    def __init__(self, inner: WeightChange, magnitude: Array, *, by_column: bool, num_spatial: int = 1) -> None:
         super().__init__(inner.rows, inner.columns)
         self.inner, self.magnitude, self.num_spatial = inner, magnitude.reshape(-1), num_spatial
         self.is_rowwise = not by_column
@@ -171,7 +171,7 @@ class Decomposed(Change):
         return groups.reshape(new.shape)
 
 
-class Turned(Change):
+class Turned(WeightChange):
     """A weight that a function makes out of the old one: (rows, number of the first row) → new rows."""
 
     is_additive = False
@@ -189,7 +189,7 @@ class Turned(Change):
         return self.turn(weight, start)
 
 
-class Replacement(Change):
+class Replacement(WeightChange):
     """Whole tensors that take the base's place."""
 
     is_additive = False
@@ -225,7 +225,7 @@ def _quotient(magnitude: Array, norm: Array) -> Array:
     return np.divide(magnitude, norm, out=np.zeros_like(norm), where=norm != 0)
 
 
-def change_of(module: Module, shape: Shape, setting: Setting = PLAIN, role: str = "weight") -> Change:
+def change_of(module: Module, shape: Shape, setting: Setting = PLAIN, role: str = "weight") -> WeightChange:
     """Return what `module` makes of a tensor of `shape`; its factors are taken as float32.
 
     `role` is "weight" for the adapted parameter, "bias" for the bias beside it, for whole tensors (saved) their role.

@@ -15,7 +15,7 @@ from ckpt_tools.adapters.families.family import MERGE_HINT, PLAIN, Factors, Sett
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
 
 COMPANIONS = ("magnitude", "B_bias")  # Factors that are not of what is added to the weight
 
@@ -44,7 +44,9 @@ def is_by_column(module: AdapterModule[F], magnitude: Shape, weight: Shape, sett
     return True
 
 
-def decomposed(module: AdapterModule[F], inner: Change, factors: Factors, weight: Shape, setting: Setting) -> Change:
+def decomposed(
+    module: AdapterModule[F], inner: WeightChange, factors: Factors, weight: Shape, setting: Setting
+) -> WeightChange:
     """Return a change with the module's magnitude around it; raise ValueError for a magnitude of another length."""
     from ckpt_tools.adapters.families.changes import Decomposed
 

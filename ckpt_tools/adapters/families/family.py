@@ -25,7 +25,7 @@ from ckpt_tools.adapters.adapter import (
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
     from ckpt_tools.adapters.integrity import Values
     from ckpt_tools.transfer.arrays import Array
 
@@ -278,7 +278,7 @@ class Family:
         """Return what the product of the factors is multiplied by; raise UsageError if alpha is not known."""
         return 1.0
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return what the factors make of a tensor, for `change_of`; raise KeyError or ValueError if they misfit."""
         raise NotImplementedError
 
@@ -337,7 +337,7 @@ class ScaledFamily(Family):
             raise UsageError(what, hint="give it with --alpha; the trainer's configuration has it")
         return module.alpha.value / (math.sqrt(rank) if module.use_rslora else rank)
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return the product, with its magnitude around it where there is one."""
         from ckpt_tools.adapters.families import dora
 
@@ -352,6 +352,6 @@ class ScaledFamily(Family):
         """A factor is zero."""
         return any(role in seen and seen[role].is_zero for role in self.peft_names)
 
-    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
+    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> WeightChange:
         """Return what is added to the weight, magnitudes apart."""
         raise NotImplementedError

@@ -15,7 +15,7 @@ from ckpt_tools.adapters.adapter import Shape, Shapes
 from ckpt_tools.adapters.families.family import Factors, Family, Module, Setting, geometry
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
     from ckpt_tools.adapters.integrity import Values
     from ckpt_tools.transfer.arrays import Array
 
@@ -50,14 +50,14 @@ class Full(Family):
         """Every difference is zero."""
         return all(values.is_zero for values in seen.values()) and seen.keys() == set(roles)
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return the difference."""
-        from ckpt_tools.adapters.families.changes import Difference
+        from ckpt_tools.adapters.families.changes import WeightDifference
 
         if role == "bias":
-            return Difference(factors["diff_b"].reshape(-1, 1), setting.scale)
+            return WeightDifference(factors["diff_b"].reshape(-1, 1), setting.scale)
         diff = of_shape(factors["diff"], shape)
-        return Difference(diff.reshape(geometry(shape, setting.num_experts)), setting.scale)
+        return WeightDifference(diff.reshape(geometry(shape, setting.num_experts)), setting.scale)
 
     def join(self, parts: Mapping[int, Module], sizes: Sequence[int], path: str) -> Module:
         """Stack the differences; those of parts that lack are zero."""
@@ -99,7 +99,7 @@ class Saved(Family):
     is_own = False
     why_not_a_sum = "it replaces the weight: what it adds depends on the base"
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return the tensor."""
         from ckpt_tools.adapters.families.changes import Replacement
 

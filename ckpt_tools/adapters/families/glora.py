@@ -15,7 +15,7 @@ from ckpt_tools.adapters.adapter import Shape, Shapes
 from ckpt_tools.adapters.families.family import Factors, ScaledFamily, Setting
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
     from ckpt_tools.adapters.integrity import Values
     from ckpt_tools.transfer.arrays import Array
 
@@ -48,7 +48,7 @@ class Glora(ScaledFamily):
         pairs = (("a1", "a2"), ("b1", "b2"))
         return all(any(role in seen and seen[role].is_zero for role in pair) for pair in pairs)
 
-    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
+    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> WeightChange:
         """Return both products, of rows as they come."""
         import numpy as np
 

@@ -26,7 +26,7 @@ from ckpt_tools.adapters.families.family import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
     from ckpt_tools.adapters.families.family import Setting
     from ckpt_tools.transfer.arrays import Array
 
@@ -84,7 +84,7 @@ class Loha(ScaledFamily):
 
     # Arithmetic
 
-    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
+    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> WeightChange:
         """Return the product of the halves' products."""
         from ckpt_tools.adapters.families.changes import Hadamard
 

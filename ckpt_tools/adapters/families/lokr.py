@@ -32,7 +32,7 @@ from ckpt_tools.adapters.families.loha import effective_conv2d, half, peft_core
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
     from ckpt_tools.adapters.families.family import Setting
     from ckpt_tools.transfer.arrays import Array
 
@@ -118,24 +118,24 @@ class Lokr(ScaledFamily):
 
     # Arithmetic
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return the product; LyCORIS does not scale that of two whole factors, and PEFT does."""
         if setting.convention == "peft" and self.rank(module) is None:
             what = f"the rank of {module.path} is not known: PEFT scales full factors by alpha/r as well"
             raise UsageError(what, hint="put PEFT's adapter_config.json beside the adapter")
         return super().change(module, factors, shape, setting, role)
 
-    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
+    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> WeightChange:
         """Return the Kronecker product."""
         import numpy as np
 
-        from ckpt_tools.adapters.families.changes import Difference, Kronecker
+        from ckpt_tools.adapters.families.changes import Kronecker, WeightDifference
 
         w1 = factors["w1"] if "w1" in factors else np.matmul(*half(factors, 1))
         if setting.convention == "peft" and len(shape) == 3 and "w2" in factors and factors["w2"].ndim == 3:
             # PEFT leaves w1 as a matrix here, so that the Kronecker product takes its dims for the last two of the
             # convolution's. Its forward does the same: what was trained means this.
-            return Difference(np.kron(w1, factors["w2"]).reshape(geometry(shape)), scale)
+            return WeightDifference(np.kron(w1, factors["w2"]).reshape(geometry(shape)), scale)
         w2 = factors["w2"] if "w2" in factors else np.matmul(*half(factors, 2))
         return Kronecker(w1, w2.reshape(w2.shape[0], -1), scale)
 

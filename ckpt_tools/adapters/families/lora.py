@@ -30,7 +30,7 @@ from ckpt_tools.adapters.families.family import (
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
     from ckpt_tools.adapters.families.family import Setting
     from ckpt_tools.adapters.integrity import Values
     from ckpt_tools.transfer.arrays import Array
@@ -176,15 +176,15 @@ class Lora(ScaledFamily):
 
     # Arithmetic
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return the product; for the role "bias" what B_bias adds."""
         if role == "bias":
-            from ckpt_tools.adapters.families.changes import Difference
+            from ckpt_tools.adapters.families.changes import WeightDifference
 
-            return Difference(factors["B_bias"].reshape(-1, 1), self.scale(module) * setting.scale)
+            return WeightDifference(factors["B_bias"].reshape(-1, 1), self.scale(module) * setting.scale)
         return super().change(module, factors, shape, setting, role)
 
-    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> Change:
+    def product(self, factors: Factors, shape: Shape, scale: float, setting: Setting) -> WeightChange:
         """Return B·A, of experts one by one."""
         from ckpt_tools.adapters.families.changes import Experts, LowRank
 

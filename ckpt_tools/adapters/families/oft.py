@@ -29,7 +29,7 @@ from ckpt_tools.adapters.families.family import (
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
     from ckpt_tools.adapters.integrity import Values
     from ckpt_tools.transfer.arrays import Array
 
@@ -53,7 +53,7 @@ class RotatingFamily(Family):
         """Return the rows that LyCORIS' blocks cover."""
         return math.prod(shapes["blocks"][-3:-1]), None
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return the rotation: of the outputs by LyCORIS' blocks, or PEFT's of the inputs."""
         rows, columns = geometry(shape, setting.num_experts)
         if "blocks" not in factors:
@@ -75,7 +75,9 @@ class RotatingFamily(Family):
 
         return changes.Turned(rows, columns, turn, is_rowwise=False)
 
-    def inputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting) -> Change:
+    def inputs_rotated(
+        self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting
+    ) -> WeightChange:
         """Return PEFT's rotation of the inputs."""
         raise NotImplementedError
 
@@ -170,7 +172,9 @@ class Oft(RotatingFamily):
 
     # Arithmetic
 
-    def inputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting) -> Change:
+    def inputs_rotated(
+        self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting
+    ) -> WeightChange:
         """Return the rotation by R."""
         import numpy as np
 
@@ -332,7 +336,9 @@ class Boft(RotatingFamily):
 
     # Arithmetic
 
-    def inputs_rotated(self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting) -> Change:
+    def inputs_rotated(
+        self, module: Module, factors: Factors, rows: int, columns: int, setting: Setting
+    ) -> WeightChange:
         """Return the rotation, and PEFT's scale of the rows."""
         from ckpt_tools.adapters.families.changes import Turned, rotate_inputs_by_butterfly
 

@@ -19,7 +19,7 @@ from ckpt_tools.adapters.families.family import PEFT_COMMON, Factors, Family, Ma
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
-    from ckpt_tools.adapters.families.changes import Change
+    from ckpt_tools.adapters.families.changes import WeightChange
 
 _FIELDS = {"tokens": "token_indices", "beside": "trainable_token_indices"}
 """Role → field of PEFT's configuration that says which tokens they are."""
@@ -50,7 +50,7 @@ class Tokens(Family):
         """Of no LoRA."""
         return "it replaces rows of an embedding, which no LoRA does"
 
-    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> Change:
+    def change(self, module: Module, factors: Factors, shape: Shape, setting: Setting, role: str) -> WeightChange:
         """Return the rows in their places."""
         from ckpt_tools.adapters.families.changes import RowReplacement
 

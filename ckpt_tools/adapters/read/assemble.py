@@ -20,7 +20,7 @@ _WRAPPERS = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.)")
 _MAX_SAVED_EMBEDDINGS = 2  # PEFT saves `base_layer.weight` of targeted embeddings, of which a model has two
 
 
-class Named(NamedTuple):
+class NamedFactor(NamedTuple):
     """A tensor of the source, and what its name says."""
 
     name: str  # Without root and wrappers
@@ -29,7 +29,7 @@ class Named(NamedTuple):
 
 
 def assemble(
-    named: Sequence[Named],
+    named: Sequence[NamedFactor],
     *,
     convention: Convention,
     is_training: bool,
@@ -48,7 +48,7 @@ def assemble(
     strong = {(item.key.path, item.key.family) for item in named if item.key is not None and not item.key.is_weak}
     strong |= {(path, "") for path, _ in strong}
     groups: dict[tuple[str, int], dict[str, tuple[Key, TensorEntry]]] = defaultdict(dict)
-    plain: list[Named] = []
+    plain: list[NamedFactor] = []
     for item in named:
         if item.key is None or (item.key.is_weak and not _counts(item.key, strong, is_live, is_training)):
             plain.append(item)
@@ -163,7 +163,7 @@ def _rank(family: FamilyName, factors: Mapping[str, TensorEntry], nesting: int) 
 
 
 def _split_plain(
-    plain: Sequence[Named],
+    plain: Sequence[NamedFactor],
     adapted: Collection[str],
     convention: Convention,
     is_live: bool,
@@ -171,7 +171,7 @@ def _split_plain(
     trained: Collection[str] | None,
     bias: object,
     all_names: Sequence[str] | None,
-) -> tuple[list[Named] | None, list[Named]]:
+) -> tuple[list[NamedFactor] | None, list[NamedFactor]]:
     """Divide what is no factor into trained tensors and the base model's; None where it can be neither."""
     if adapted == {""}:  # a prompt, beside which nothing of the base is wrapped
         return [], list(plain)
@@ -211,7 +211,7 @@ def _trained_with(trained: Collection[str] | None, bias: object, adapted: Collec
     return is_saved
 
 
-def _saved(items: Iterable[Named]) -> list[AdapterModule[TensorEntry]]:
+def _saved(items: Iterable[NamedFactor]) -> list[AdapterModule[TensorEntry]]:
     groups: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
     for item in items:
         path, _, role = _WRAPPERS.sub("", item.name).rpartition(".")

@@ -21,7 +21,7 @@ from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Convention, Sour
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES
 from ckpt_tools.adapters.families.tokens import without_copies
 from ckpt_tools.adapters.read.assemble import (
-    Named,
+    NamedFactor,
     assemble,
     is_for_training,
     parse_key,
@@ -135,7 +135,7 @@ def _refusal(kind: str, path: str) -> UnknownTypeError:
     return UnknownTypeError(f"an adapter of the type {kind}, which ckpt does not convert", where=path, hint=hint)
 
 
-def _name(opened: Opened, path: str) -> list[Named]:
+def _name(opened: Opened, path: str) -> list[NamedFactor]:
     """Name every tensor as a plain model does, adapters' suffixes apart."""
     checkpoint = opened.checkpoint
     prefix = ""
@@ -149,7 +149,7 @@ def _name(opened: Opened, path: str) -> list[Named]:
         name = f"{root}.{inner}" if root is not None and is_pipeline else inner
         if is_for_training(name):
             continue
-        named.append(Named(name, parse_key(name), entry))
+        named.append(NamedFactor(name, parse_key(name), entry))
     if len(roots) > 1 and not is_pipeline:
         shown = ", ".join(sorted(roots))
         what = f"adapters of {len(roots)} models: {shown}"
@@ -190,7 +190,7 @@ def _omitted(whole: Opened, chosen: Checkpoint) -> frozenset[str]:
     return frozenset(paths)
 
 
-def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[list[Named], str]:
+def _choose(named: list[NamedFactor], adapter_name: str | None, path: str) -> tuple[list[NamedFactor], str]:
     """Keep the tensors of one adapter, and whatever carries no adapter's name."""
     names = sorted({item.key.adapter for item in named if item.key is not None and item.key.adapter is not None})
     shown = ", ".join(names)
@@ -205,7 +205,7 @@ def _choose(named: list[Named], adapter_name: str | None, path: str) -> tuple[li
     return kept, chosen or "default"
 
 
-def _convention(named: list[Named], sidecars: Sidecars) -> Convention:
+def _convention(named: list[NamedFactor], sidecars: Sidecars) -> Convention:
     keys = [item.key for item in named if item.key is not None]
     if any(key.adapter is not None for key in keys) or any(_PEFT_ROOT in item.entry.fqn for item in named):
         return "peft"
@@ -247,7 +247,7 @@ def _trained(opened: Opened) -> frozenset[str] | None:
     return frozenset(names)
 
 
-def _left_out(opened: Opened, named: list[Named], adapter: Adapter[TensorEntry]) -> tuple[str, ...]:
+def _left_out(opened: Opened, named: list[NamedFactor], adapter: Adapter[TensorEntry]) -> tuple[str, ...]:
     checkpoint = opened.checkpoint
     used = {entry.fqn for module in adapter.modules for entry in module.factors.values()} | set(adapter.unknown)
     optimizer = sum(map(is_optimizer, checkpoint.tensors)) if opened.format.is_training else 0

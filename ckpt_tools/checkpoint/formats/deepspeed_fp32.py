@@ -347,7 +347,7 @@ FORMAT = DeepSpeedFp32()
 
 
 @dataclass(slots=True, kw_only=True)
-class _Located:
+class _ZeroLayout:
     """What lies where."""
 
     note: str
@@ -365,7 +365,7 @@ class _Located:
 # The parts of all ranks
 
 
-def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: str) -> _Located:
+def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: str) -> _ZeroLayout:
     for what, names in (("optimizer's", save.optimizers), ("model's", save.models or save.optimizers)):
         if lacking := set(range(max((0, *save.optimizers, *save.models)) + 1)) - names.keys():
             shown = first_few(list(map(str, sorted(lacking))), 6)
@@ -388,7 +388,7 @@ def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: s
         if [list(each.items()) for each in shapes] != [list(each.items()) for each in groups]:
             raise UnreadableError("its parameters are not those of rank 0", where=other.name, hint=ALL_RANKS)
         check_number(other, "global_steps", integer_of(models[0], "global_steps", 0), ALL_RANKS)
-    return _Located(
+    return _ZeroLayout(
         note=f"reads the fp32 weights of ZeRO's stage {stage}, of {len(ranks)} ranks",
         files=files,
         ranks=ranks,
@@ -398,7 +398,7 @@ def _read_ranks(source: Source, save: Save, models: Sequence[TorchFile], path: s
     )
 
 
-def _add_frozen(found: _Located, models: Sequence[TorchFile]) -> None:
+def _add_frozen(found: _ZeroLayout, models: Sequence[TorchFile]) -> None:
     """Add what was not trained in stage 3: every rank has a part of each parameter, as it is computed with."""
     (shapes,) = read_shapes([content_of(models[0]).get("frozen_param_shapes") or {}], models[0].name)
     for name, shape in shapes.items():
@@ -417,7 +417,7 @@ def _add_frozen(found: _Located, models: Sequence[TorchFile]) -> None:
 # The universal form: a directory for every parameter, with a file for each of its states
 
 
-def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> _Located:
+def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> _ZeroLayout:
     rank = Rank(file=save.directory, stage=3 if save.models else 2)
     known = {}
     if models and not save.parts:  # otherwise these have parts of parameters
@@ -451,7 +451,7 @@ def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> 
     if lacking := [name for name in known if name not in shapes]:
         what = f"{len(lacking)} of {len(known)} parameters have no fp32 weights here: {first_few(lacking)}"
         raise UnreadableError(what, where=save.directory, hint="convert it again")
-    return _Located(
+    return _ZeroLayout(
         note="reads the fp32 weights of DeepSpeed's universal form",
         files=files,
         ranks=[rank],
@@ -463,7 +463,7 @@ def _read_universal(source: Source, save: Save, models: Sequence[TorchFile]) -> 
 # The tensors
 
 
-def _model(models: Sequence[TorchFile], found: _Located, *, is_stage_3: bool) -> Iterator[TensorEntry]:
+def _model(models: Sequence[TorchFile], found: _ZeroLayout, *, is_stage_3: bool) -> Iterator[TensorEntry]:
     """Yield the model's tensors in its own order: fp32 where there is that, else as the model's file has them."""
     entries = {}
     for name, shape in found.shapes.items():
@@ -487,7 +487,7 @@ def _model(models: Sequence[TorchFile], found: _Located, *, is_stage_3: bool) ->
     yield from (entry for name, entry in entries.items() if name not in pieces)
 
 
-def _options(found: _Located) -> Iterator[tuple[KeyPath, object]]:
+def _options(found: _ZeroLayout) -> Iterator[tuple[KeyPath, object]]:
     """Yield what the optimizer's groups say, with the names of their parameters, by the keys that FSDP2 has for it."""
     for number, options in enumerate(found.ranks[0].options if found.groups else ()):
         root: KeyPath = (ROOT, "param_groups", number)
@@ -499,7 +499,7 @@ def _options(found: _Located) -> Iterator[tuple[KeyPath, object]]:
                 yield (*root, key), value
 
 
-def _optimizer(found: _Located, source: Source, file: str, numbers: bytearray) -> Iterator[TensorEntry]:
+def _optimizer(found: _ZeroLayout, source: Source, file: str, numbers: bytearray) -> Iterator[TensorEntry]:
     """Yield the optimizer's state of every parameter, named as FSDP2 has it; adds to what `file` has."""
     ranks = list(enumerate(found.ranks))
     for key in dict.fromkeys(key for rank in found.ranks for key in rank.states):

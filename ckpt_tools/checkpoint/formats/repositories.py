@@ -22,7 +22,7 @@ from ckpt_tools.checkpoint.formats.format import Opened, read_document
 from ckpt_tools.checkpoint.formats.identify import expected_beside
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.safetensors import FORMAT as ONE_FILE, read_file
-from ckpt_tools.checkpoint.formats.steps import HERE, Library, Part, Step
+from ckpt_tools.checkpoint.formats.steps import HERE, Library, Step, StepPart
 from ckpt_tools.checkpoint.formats.table import FORMATS, detect_format, find_format
 from ckpt_tools.checkpoint.identity import Known
 from ckpt_tools.checkpoint.names import match_names
@@ -254,7 +254,7 @@ def without_markers(files: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in files.items() if name not in MARKERS}
 
 
-def choose(step: Step | None, component: str, path: str) -> tuple[Step, Part]:
+def choose(step: Step | None, component: str, path: str) -> tuple[Step, StepPart]:
     """Return the repository, and its component of this name."""
     if step is None:
         what = f"--component is for repositories of several models ({PIPELINE_NAME}, {MODULES_NAME}, a file for each)"

@@ -17,7 +17,7 @@ from ckpt_tools.checkpoint.formats.judge import StepVerdict, judge_step
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.formats.repositories import MARKERS, find_repository, is_repository
-from ckpt_tools.checkpoint.formats.steps import HERE, MODEL_PART, OPTIMIZER_PART, Part, Step, find_step, is_part
+from ckpt_tools.checkpoint.formats.steps import HERE, MODEL_PART, OPTIMIZER_PART, Step, StepPart, find_step, is_part
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.errors import PartError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.locations import is_directory, is_remote, local, open_place, open_source
@@ -77,8 +77,8 @@ class OpenedStep:
     root: Opened
     """The directory itself: the files beside the parts, and what a manifest of ckpt's says of all. It has tensors where
     the models are files in it: those of all."""
-    parts: tuple[tuple[Part, Opened], ...]
-    broken: tuple[tuple[Part, UnreadableError], ...]  # The parts that are not complete, readable checkpoints
+    parts: tuple[tuple[StepPart, Opened], ...]
+    broken: tuple[tuple[StepPart, UnreadableError], ...]  # The parts that are not complete, readable checkpoints
     passed_over: tuple[str, ...]  # Hidden directories, links to directories and to nothing, and what is no regular file
 
     def __enter__(self) -> Self:

@@ -48,7 +48,7 @@ _LOADER = re.compile(r"dataloader\.dp_rank_\d+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StepPart:
     """A DCP directory inside of a step."""
 
     directory: str  # Its name in the step
@@ -68,7 +68,7 @@ class Step:
     """The directory of a step that keeps the model and the optimizer apart."""
 
     trainer: Literal["accelerate", "trainer", "verl"] | Library
-    parts: tuple[Part, ...]  # Models before optimizers
+    parts: tuple[StepPart, ...]  # Models before optimizers
     companions: tuple[Asset, ...]  # Every other file
     lacking: tuple[str, ...] = ()  # Models that a repository says it has, and that have no weights here
 
@@ -78,7 +78,7 @@ class Step:
     ) -> Self:
         """Return one of models alone (directory → bytes), beside which lie these files."""
         named = enumerate(sizes.items())
-        parts = (Part(directory=d, holds="model", index=i, nbytes=n, is_saved=True) for i, (d, n) in named)
+        parts = (StepPart(directory=d, holds="model", index=i, nbytes=n, is_saved=True) for i, (d, n) in named)
         assets = (Asset(file=name, nbytes=size) for name, size in companions.items())
         return cls(trainer=trainer, parts=tuple(parts), companions=tuple(assets), lacking=lacking)
 
@@ -103,7 +103,7 @@ class Step:
         return tuple(part.name or HERE for part in self.parts) if self.is_repository else ()
 
     @property
-    def models(self) -> tuple[Part, ...]:
+    def models(self) -> tuple[StepPart, ...]:
         """The parts that hold a model."""
         return tuple(part for part in self.parts if part.holds == "model")
 
@@ -222,9 +222,9 @@ def dataloader_ranks(checkpoint: Checkpoint) -> int:
     return sum(_LOADER.fullmatch(blob.fqn) is not None for blob in checkpoint.blobs)
 
 
-def _part(name: str, nbytes: int, files: Mapping[str, int]) -> Part:
+def _part(name: str, nbytes: int, files: Mapping[str, int]) -> StepPart:
     kind, _, number = name.rpartition("_")
-    return Part(
+    return StepPart(
         directory=name,
         holds=_HOLDS[kind],
         index=int(number),

@@ -25,7 +25,7 @@ def is_factor(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class NameOrigin:
     """Something that names tensors its own way."""
 
     code: str
@@ -34,8 +34,8 @@ class Origin:
     way_on: str  # What to do; {source} and {destination} stand for the paths
 
 
-def _origin(code: str, names: str, what: str, way_on: str) -> Origin:
-    return Origin(code=code, names=re.compile(names), what=what, way_on=way_on)
+def _origin(code: str, names: str, what: str, way_on: str) -> NameOrigin:
+    return NameOrigin(code=code, names=re.compile(names), what=what, way_on=way_on)
 
 
 ADAPTER = "adapter"  # Code of what is an adapter's
@@ -114,7 +114,7 @@ ORIGINS = (
 )
 
 
-def origins_of(names: Collection[str]) -> tuple[Origin, ...]:
+def origins_of(names: Collection[str]) -> tuple[NameOrigin, ...]:
     """Return whose names they are, those with most names first; empty when nobody's that is known."""
     counts = {origin.code: sum(1 for name in names if origin.names.search(name)) for origin in ORIGINS}
     found = [origin for origin in ORIGINS if counts[origin.code]]

@@ -91,7 +91,7 @@ _POOLER = re.compile(r"(^|\.)pooler\.")  # What `add_pooling_layer` adds: files 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contract:
+class NameContract:
     """The names of a model, and of a file, that the other does not have."""
 
     computed: tuple[str, ...] = ()  # Names of the model that its modules compute, and that files need not hold
@@ -118,7 +118,7 @@ def settle(
     ignored: Iterable[str],
     base: str,
     is_other: bool,
-) -> Contract:
+) -> NameContract:
     """Judge the names that only one side has: of the model, whose others are `present`, or of the file (`left`)."""
     # `may_miss` and `ignored` are transformers' `_keys_to_ignore_on_load_missing` and `…_unexpected`, `base` is its
     # `base_model_prefix`. `is_other`: the file's config names another class, or its names lack that prefix.
@@ -144,7 +144,7 @@ def settle(
         return bool(is_known or (base and (is_of_head or _POOLER.search(name))))
 
     out = tuple(filter(is_out, left := tuple(left)))
-    return Contract(
+    return NameContract(
         computed=computed,
         anew=anew,
         missing=() if anew else rest,
@@ -166,7 +166,9 @@ class NameMatch:
     incomplete: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Live name → what is not there of the several tensors that it is put together from."""
 
-    contract: Contract = field(default_factory=Contract)  # Of all names that only one side has, harmless ones too
+    contract: NameContract = field(
+        default_factory=NameContract
+    )  # Of all names that only one side has, harmless ones too
 
     @property
     def is_whole(self) -> bool:

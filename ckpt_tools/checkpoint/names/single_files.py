@@ -33,7 +33,7 @@ _Tensors = Mapping[str, Mosaic]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class SingleFileFamily:
     """A kind of base models; the fields are words of single_files.txt."""
 
     title: str
@@ -106,7 +106,7 @@ class Family:
         return UsageError(f"{self.title} has tensors that are not there (diffusers' names): {first_few(names, 4)}")
 
 
-def convert(tensors: _Tensors, config: Config, *, is_diffusers: bool) -> tuple[Family, Converted]:
+def convert(tensors: _Tensors, config: Config, *, is_diffusers: bool) -> tuple[SingleFileFamily, Converted]:
     """Return a base model's family, and its tensors, diffusers' or a single file's, by the names of the other side."""
     root = "" if is_diffusers else next((r for r in _ROOTS if all(name.startswith(r) for name in tensors)), "")
     plain = {name[len(root) :]: tensor for name, tensor in tensors.items()}
@@ -131,7 +131,11 @@ def convert(tensors: _Tensors, config: Config, *, is_diffusers: bool) -> tuple[F
 
 
 def _unknown(
-    names: Collection[str], families: Sequence[Family], strange: Mapping[str, Sequence[str]], *, is_diffusers: bool
+    names: Collection[str],
+    families: Sequence[SingleFileFamily],
+    strange: Mapping[str, Sequence[str]],
+    *,
+    is_diffusers: bool,
 ) -> UsageError:
     """Return the refusal of keys that no family has all of."""
     nearest, others = min(strange.items(), key=lambda one: len(one[1]))
@@ -161,7 +165,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
 
 
 @cache
-def load_families() -> tuple[Family, ...]:
+def load_families() -> tuple[SingleFileFamily, ...]:
     """Return the families that come with ckpt."""
     path = os.path.join(os.path.dirname(__file__), "single_files.txt")
     with open(path, encoding="utf-8") as file:
@@ -178,7 +182,7 @@ def load_families() -> tuple[Family, ...]:
     return tuple(_family(rows, maps[name].section) for name, rows in said.items())
 
 
-def _family(rows: Mapping[str, Sequence[str]], own: MapSection) -> Family:
+def _family(rows: Mapping[str, Sequence[str]], own: MapSection) -> SingleFileFamily:
     words = {word: " ".join(rest).split() for word, rest in rows.items()}
     title, without = " ".join(words["title"]), tuple(map(_pattern, words["without"]))
     modules = [line for name in words["of"] for line in load_key_maps(CONVENTION)[name].section.lines]
@@ -189,7 +193,7 @@ def _family(rows: Mapping[str, Sequence[str]], own: MapSection) -> Family:
     lines = (*(line for line in weights if not any(one.fullmatch(line.hub[0]) for one in without)), *own.lines)
     own_names = (*(name for line in lines for one in line.spellings for name in one.names), *words["unused"])
     sides = (own_names, [name for line in lines for name in line.hub])
-    return Family(
+    return SingleFileFamily(
         title=title,
         key_map=KeyMap(title=title, section=MapSection(lines=lines)),
         classes=tuple(words["class"]),

@@ -32,7 +32,7 @@ from ckpt_tools.convert.dtensor.rank import Placements, RankJob, describe, save_
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.sandbox.child import Child, Here
 from ckpt_tools.sandbox.journal import Journal
-from ckpt_tools.sandbox.ranks import Outcome, World
+from ckpt_tools.sandbox.ranks import RanksOutcome, World
 from ckpt_tools.storage.locations import is_remote
 
 _LAUNCH = "ckpt_tools.convert.dtensor:launch"
@@ -160,7 +160,7 @@ def launch(job: RankJob, here: Here) -> None:
         raise failure
 
 
-def _failure(outcome: Outcome) -> CkptError | None:
+def _failure(outcome: RanksOutcome) -> CkptError | None:
     """Return the error of the rank that failed first; what the others say is mostly that it is gone."""
     for finding in outcome.findings:
         return CkptError(finding.what, where=finding.where, hint=finding.hint)

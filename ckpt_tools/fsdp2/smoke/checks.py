@@ -17,7 +17,7 @@ from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.layout import Box, Mesh, Placement, Shard, cut_tensor
-from ckpt_tools.checkpoint.names.foreign import Origin
+from ckpt_tools.checkpoint.names.foreign import NameOrigin
 from ckpt_tools.checkpoint.transform import find_model, strip_wrappers
 from ckpt_tools.checks.values import NOT_FINITE, Strange, may_be_infinite, place_of, report_strange
 from ckpt_tools.fsdp2.collective import gather
@@ -118,7 +118,7 @@ def _make_live(setting: SmokeSetting) -> str:
     return f"write the live names: `ckpt reshard {setting.options.label} DST --mesh {setting.mesh} --names live`"
 
 
-def foreign_names(missing: Sequence[str], num_names: int, owner: Origin, setting: SmokeSetting) -> Finding:
+def foreign_names(missing: Sequence[str], num_names: int, owner: NameOrigin, setting: SmokeSetting) -> Finding:
     """Return the finding that a checkpoint has the names of somebody else's model, `owner`'s."""
     way_on = owner.way_on.replace("{source}", setting.options.label)
     if owner.code in CONVENTIONS:

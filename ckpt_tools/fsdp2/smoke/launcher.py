@@ -20,7 +20,7 @@ from ckpt_tools.fsdp2.smoke.report import assemble, first_error
 from ckpt_tools.memory import available_bytes
 from ckpt_tools.sandbox.child import Here
 from ckpt_tools.sandbox.journal import Journal
-from ckpt_tools.sandbox.ranks import Outcome, World
+from ckpt_tools.sandbox.ranks import RanksOutcome, World
 
 if TYPE_CHECKING:
     from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
@@ -50,7 +50,7 @@ def launch(job: LaunchJob, here: Here) -> Launched:
     error = first_error(first.logs)
     if error is not None:
         raise error
-    second: Outcome | None = None
+    second: RanksOutcome | None = None
     reloading, why_not = other_world(setting, first.logs[0])
     is_sound = not first.findings and not any(log.failed for log in first.logs.values())
     if reloading is not None and is_sound:
@@ -86,12 +86,14 @@ def _try(setting: SmokeSetting, here: Here) -> None:
     gc.freeze()
 
 
-def _watch(setting: SmokeSetting, here: Here, name: str, size: int, run: Callable[[int, Journal], bool]) -> Outcome:
+def _watch(
+    setting: SmokeSetting, here: Here, name: str, size: int, run: Callable[[int, Journal], bool]
+) -> RanksOutcome:
     with World(os.path.join(here.directory, name), size, run, relief=RELIEF) as world:
         return world.watch(here, timeout_s=setting.timeout_s)
 
 
-def _run_world(setting: SmokeSetting, here: Here, name: str, saved: SavedWorld | None = None) -> Outcome:
+def _run_world(setting: SmokeSetting, here: Here, name: str, saved: SavedWorld | None = None) -> RanksOutcome:
     from ckpt_tools.fsdp2.smoke.rank import run_rank
 
     private = os.path.join(here.directory, name)
@@ -113,7 +115,7 @@ def _run_world(setting: SmokeSetting, here: Here, name: str, saved: SavedWorld |
     return _watch(setting, here, name, size, be_rank)
 
 
-def judge_traces(directory: str, outcome: Outcome) -> None:
+def judge_traces(directory: str, outcome: RanksOutcome) -> None:
     """Add to an outcome where the ranks of a world parted, when they did not all come to an end."""
     traces = os.path.join(directory, "traces")
     if not outcome.has_parted or not os.path.isdir(traces):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpt_tools.fsdp2.smoke.options import SmokeOptions
 from ckpt_tools.fsdp2.smoke.report import SmokeReport
 from ckpt_tools.sandbox.journal import Event
-from ckpt_tools.sandbox.ranks import Outcome
+from ckpt_tools.sandbox.ranks import RanksOutcome
 
 WORLD_NAME = "world"  # Directory of the ranks that train
 RELOAD_NAME = "reload"  # Directory of the ranks that reload
@@ -41,7 +41,7 @@ class Launched:
     """What came of it: a report, or what became of ranks that only reloaded."""
 
     report: SmokeReport | None = None
-    reloaded: Outcome | None = None
+    reloaded: RanksOutcome | None = None
 
 
 def tell(on_phase: OnPhase | None, event: Event) -> None:

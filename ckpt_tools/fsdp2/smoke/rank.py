@@ -27,7 +27,7 @@ from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.models.config_recipe import ConfigRecipe
 from ckpt_tools.sandbox import Breach, Limits, Sandbox, enter_sandbox, in_sandbox
 from ckpt_tools.sandbox.journal import Journal
-from ckpt_tools.sandbox.ranks import Outcome
+from ckpt_tools.sandbox.ranks import RanksOutcome
 
 COLLECTIVE_GRACE_S = 60.0  # Seconds by which collectives wait longer than the watchdog: it shall speak first
 
@@ -169,7 +169,7 @@ def try_build(setting: SmokeSetting, journal: Journal, scratch: str) -> bool:
     return True
 
 
-def judge_trial(setting: SmokeSetting, outcome: Outcome) -> CkptError | None:
+def judge_trial(setting: SmokeSetting, outcome: RanksOutcome) -> CkptError | None:
     """Return what a trial that ended without a word means: nothing of it is the fault of FSDP2, or of the mesh."""
     if not outcome.findings:
         return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.sandbox.journal import RankLog
-from ckpt_tools.sandbox.ranks import Outcome
+from ckpt_tools.sandbox.ranks import RanksOutcome
 from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
@@ -169,11 +169,11 @@ def first_error(logs: Mapping[int, RankLog]) -> CkptError | None:
 
 
 def assemble(
-    setting: SmokeSetting, trained: Outcome, reloaded: Outcome | None = None, *, reload_skipped: str = ""
+    setting: SmokeSetting, trained: RanksOutcome, reloaded: RanksOutcome | None = None, *, reload_skipped: str = ""
 ) -> SmokeReport:
     """Return the report of what trained and of the world that reloaded, or of why there is none."""
     logs = trained.logs
-    reloaded = reloaded or Outcome(logs={})
+    reloaded = reloaded or RanksOutcome(logs={})
     facts, other = (world.logs.get(0) or RankLog(rank=0) for world in (trained, reloaded))
     results = [_phase(name, reloaded.logs if name == "reload-other-world" else logs) for name in PHASES]
     if reload_skipped:

@@ -24,7 +24,7 @@ from ckpt_tools.fsdp2.smoke.watchdog import Watchdog
 from ckpt_tools.models.config import component_of
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.sandbox.journal import events_path, read_events
-from ckpt_tools.sandbox.ranks import Outcome
+from ckpt_tools.sandbox.ranks import RanksOutcome
 from ckpt_tools.storage.locations import is_remote, open_place
 from ckpt_tools.units import format_size
 
@@ -125,7 +125,7 @@ def _with_other(report: SmokeReport, options: SmokeOptions, on_phase: OnPhase | 
 
 
 def _speak_for_ranks(
-    options: SmokeOptions, label: str, speak: Callable[[SmokeReport], None], outcome: Outcome, directory: str
+    options: SmokeOptions, label: str, speak: Callable[[SmokeReport], None], outcome: RanksOutcome, directory: str
 ) -> None:
     """Report in the watchdog, which knows the options alone."""
     from ckpt_tools.fsdp2.smoke.launcher import judge_traces

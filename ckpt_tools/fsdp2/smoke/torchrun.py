@@ -30,9 +30,9 @@ from ckpt_tools.fsdp2.smoke.report import SmokeReport, assemble, first_error
 from ckpt_tools.fsdp2.smoke.setting import SmokeSetting, other_world, resolve
 from ckpt_tools.fsdp2.smoke.watchdog import HUNG, STACK, Watchdog, read_logs, register
 from ckpt_tools.sandbox import aside
-from ckpt_tools.sandbox.hang import Place
+from ckpt_tools.sandbox.hang import StackFrame
 from ckpt_tools.sandbox.journal import Event, Journal, RankLog, events_path, read_events
-from ckpt_tools.sandbox.ranks import Outcome
+from ckpt_tools.sandbox.ranks import RanksOutcome
 
 RunLocal = Callable[[LaunchJob], Launched]  # Runs the world that reloads
 _POLL_S = 0.2
@@ -83,10 +83,10 @@ def run_in_torchrun(
         if error is not None:
             raise error
         if watchdog is None:
-            return replace(assemble(setting, Outcome(logs={rank: own})), is_primary=False)
+            return replace(assemble(setting, RanksOutcome(logs={rank: own})), is_primary=False)
         if not guard.has_all(setting.timeout_s if done else _GRACE_S):
             guard.hand_over()
-        outcome = Outcome(logs=read_logs(directory, world_size))
+        outcome = RanksOutcome(logs=read_logs(directory, world_size))
         report = assemble(setting, outcome)
         if done and not report.failed:
             report = _with_reload(setting, outcome, run_local)
@@ -95,7 +95,7 @@ def run_in_torchrun(
         return report
 
 
-def _with_reload(setting: SmokeSetting, trained: Outcome, run_local: RunLocal) -> SmokeReport:
+def _with_reload(setting: SmokeSetting, trained: RanksOutcome, run_local: RunLocal) -> SmokeReport:
     """Return the report with the phase that needs ranks of its own, which the launcher starts."""
     reloading, why_not = other_world(setting, trained.logs[0])
     if reloading is None:
@@ -202,7 +202,7 @@ class _Guard:
         frame = sys._current_frames().get(self._main)  # noqa: SLF001 - documented, for debuggers
         frames = [] if frame is None else traceback.extract_stack(frame)[::-1]
         self._journal.fact(
-            STACK, tuple(Place(file=one.filename, line=str(one.lineno), name=one.name) for one in frames)
+            STACK, tuple(StackFrame(file=one.filename, line=str(one.lineno), name=one.name) for one in frames)
         )
         self.leave(failed=True)
         if self._watchdog is not None:

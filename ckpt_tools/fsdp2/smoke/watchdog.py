@@ -20,13 +20,13 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ckpt_tools.fsdp2.smoke.messages import RELIEF
-from ckpt_tools.sandbox.hang import Place, describe_hang
+from ckpt_tools.sandbox.hang import StackFrame, describe_hang
 from ckpt_tools.sandbox.journal import RankLog, events_path, read_events
-from ckpt_tools.sandbox.ranks import Outcome
+from ckpt_tools.sandbox.ranks import RanksOutcome
 
 STACK, HUNG = "stack", "hung"
 """Facts of a rank that has given up: frames of its main thread, and after how many seconds without any event."""
-Speak = Callable[[Outcome, str], None]  # Report what became of the ranks, given their directory
+Speak = Callable[[RanksOutcome, str], None]  # Report what became of the ranks, given their directory
 _DONE, _STOPPED, _HELP = b"d", b"s", b"h"
 _POLL_S = 0.1
 _GRACE_S = 4.0  # What the other ranks get to end once one has
@@ -107,7 +107,7 @@ def _watch(directory: str, world_size: int, heard: int, speak: Speak) -> None:
                 ended[rank] = _exit_code(ranks[rank][0])
                 if rank == 0:
                     deadline = time.monotonic() + _GRACE_S
-    outcome = Outcome(logs=read_logs(directory, world_size))
+    outcome = RanksOutcome(logs=read_logs(directory, world_size))
     is_stopped = word == _STOPPED or any(code in _INTERRUPTED for code in ended.values())
     outcome.add_ends({rank: code for rank, code in ended.items() if code not in _INTERRUPTED}, relief=RELIEF)
     if not outcome.findings and not any(log.has_said for log in outcome.logs.values()):
@@ -123,9 +123,9 @@ def read_logs(directory: str, world_size: int) -> dict[int, RankLog]:
     return {rank: RankLog(rank=rank, events=read_events(events_path(directory, rank))) for rank in ranks}
 
 
-def _add_hang(outcome: Outcome) -> None:
+def _add_hang(outcome: RanksOutcome) -> None:
     """Say where the ranks are that do not go on."""
-    places = {rank: log.fact(STACK, tuple[Place, ...]) or () for rank, log in outcome.logs.items()}
+    places = {rank: log.fact(STACK, tuple[StackFrame, ...]) or () for rank, log in outcome.logs.items()}
     outcome.stacks = {rank: "\n".join(map(str, frames)) for rank, frames in places.items() if frames}
     hung = [seconds for log in outcome.logs.values() if (seconds := log.fact(HUNG, float)) is not None]
     hang = describe_hang(outcome.logs, places, dict.fromkeys(outcome.logs, True), max(hung, default=_GRACE_S))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.options.preflight import Framework
-from ckpt_tools.preflight.places import Place
+from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name, first_few
@@ -87,7 +87,7 @@ class Config:
     files: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()  # Scripts that would say a part of it, and are not here
-    place: Callable[[str], Place | None] = lambda _: None
+    place: Callable[[str], ConfigLocation | None] = lambda _: None
     companions: tuple[Config, ...] = ()
     """Other configs of the same run, which all say together what `spec` has: the arguments below a launcher's."""
 

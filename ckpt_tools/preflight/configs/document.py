@@ -14,7 +14,7 @@ from itertools import chain
 
 from ckpt_tools.errors import CkptError, LimitError, UnreadableError, UsageError
 from ckpt_tools.preflight.configs.commands import Script, read_script
-from ckpt_tools.preflight.places import Place, line_of_key, place_of_option
+from ckpt_tools.preflight.places import ConfigLocation, line_of_key, place_of_option
 from ckpt_tools.storage.source import read_named_file
 from ckpt_tools.transfer.placement.plain_yaml import load_yaml
 
@@ -47,11 +47,11 @@ class Document(Script):
         """The words of all commands."""
         return tuple(chain.from_iterable(self.commands))
 
-    def place(self, where: str) -> Place | None:
+    def place(self, where: str) -> ConfigLocation | None:
         """Return where a key path or an option is written, as far as it can be told."""
         found = place_of_option((*self.words, *self.overrides), where)
         if found is None and self.kind and (line := line_of_key(self.text, self.kind, where)) is not None:
-            found = Place(self.path, line)
+            found = ConfigLocation(self.path, line)
         return found
 
     def keyed(self) -> Mapping[str, object]:

@@ -22,7 +22,7 @@ from ckpt_tools.preflight.configs.launch import (
 from ckpt_tools.preflight.configs.overrides import overridden
 from ckpt_tools.preflight.configs.schema import OptionSection, check_variables, option_names
 from ckpt_tools.preflight.configs.table import TrainerReader, read_source
-from ckpt_tools.preflight.places import OVERRIDES, Place, PlacedText
+from ckpt_tools.preflight.places import OVERRIDES, ConfigLocation, PlacedText
 from ckpt_tools.preflight.plain_values import as_truth, find_value, read_rows
 from ckpt_tools.preflight.spec import ParallelSpec
 
@@ -222,7 +222,7 @@ def read_config(
     overrides: Sequence[str] = (),
 ) -> Config:
     """Read a trainer's config and those of the same run, or raise NotReadError; `given` fields are known otherwise."""
-    placed = tuple(PlacedText(word, Place(OVERRIDES, 0)) for word in overrides)
+    placed = tuple(PlacedText(word, ConfigLocation(OVERRIDES, 0)) for word in overrides)
     found = [read_document(path, placed or None) for path in paths]
     if any(one.takes_arguments for one in found):
         placed = ()  # they are the script's

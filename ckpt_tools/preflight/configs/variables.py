@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ckpt_tools.preflight.configs.shell import ASSIGNMENT, Token, Word, literal, pieces_of
-from ckpt_tools.preflight.places import Place, PlacedText
+from ckpt_tools.preflight.places import ConfigLocation, PlacedText
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _DEFAULT = re.compile(r"\$\{(?P<name>[A-Za-z_]\w*|[1-9])(?P<how>:?[-=+])(?P<default>.*)\}", re.DOTALL)
@@ -118,7 +118,7 @@ class Variables:
             fields += parts
             is_open = True
         line = word[0].line if word else 0
-        place = Place(self.path, line) if self.path is not None and line else None
+        place = ConfigLocation(self.path, line) if self.path is not None and line else None
         return [one if isinstance(one, PlacedText) else PlacedText(one, place) for one in fields]
 
     def _as_written(self, text: str) -> str:
