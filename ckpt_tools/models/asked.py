@@ -17,8 +17,8 @@ from ckpt_tools.checkpoint.names.renames import RenameRule
 from ckpt_tools.checkpoint.names.table import Expected, Tie, load_table
 from ckpt_tools.errors import CkptError
 from ckpt_tools.floors import installed_release
-from ckpt_tools.sandbox import check_config
 from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
+from ckpt_tools.sandbox.config import check_config
 
 _KINDS = {
     "WeightRenaming": "rename",

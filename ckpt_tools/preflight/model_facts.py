@@ -16,7 +16,7 @@ from ckpt_tools.checkpoint.names.match import EXPERT_COUNTS
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, component_of, config_beside, config_path, read_config
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.sandbox import check_config
+from ckpt_tools.sandbox.config import check_config
 from ckpt_tools.storage.locations import absolute, exists, is_directory, is_file, open_source
 from ckpt_tools.text import escape_name
 

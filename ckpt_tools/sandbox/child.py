@@ -27,7 +27,9 @@ from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from ckpt_tools.errors import CkptError, StorageError
-from ckpt_tools.sandbox import Limits, Sandbox, enter_sandbox, wire
+from ckpt_tools.sandbox import wire
+from ckpt_tools.sandbox.audit import Sandbox
+from ckpt_tools.sandbox.enclose import Limits, enter_sandbox
 from ckpt_tools.sandbox.wire import error_from_json, error_to_json
 from ckpt_tools.signals import hold_signals
 from ckpt_tools.text import escape_name

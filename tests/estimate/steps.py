@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 
-from ckpt_tools.sandbox import Sandbox, in_sandbox
+from ckpt_tools.sandbox.audit import Sandbox, in_sandbox
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -48,7 +48,7 @@ def track_both(rank, world_size):
     from ckpt_tools.estimate import track
     from ckpt_tools.estimate.track import Slim
     from ckpt_tools.models.hf_recipe import HfRecipe
-    from ckpt_tools.sandbox import in_sandbox
+    from ckpt_tools.sandbox.audit import in_sandbox
 
     recipes = {name: HfRecipe(config, "config") for name, (config, _) in JOBS.items()}
     wordy = HfRecipe(WORDY, "config")

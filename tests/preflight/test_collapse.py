@@ -242,7 +242,7 @@ def try_cuts(paths, scratch):
     """What the child does once it is behind its walls."""
     from ckpt_tools.models.config import read_config
     from ckpt_tools.preflight.meta_model import _try_cuts
-    from ckpt_tools.sandbox import Sandbox, in_sandbox
+    from ckpt_tools.sandbox.audit import Sandbox, in_sandbox
 
     cuts = [(path, read_config(path)) for path in paths]
     with in_sandbox(Sandbox(subject="a cut model", where="config.json", scratch=str(scratch))):

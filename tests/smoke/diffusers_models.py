@@ -76,7 +76,7 @@ def try_all(path):
     from ckpt_tools.fsdp2 import find_blocks
     from ckpt_tools.models.recipe import call, find_loss, loss_of
     from ckpt_tools.models.recipe_of import recipe_of
-    from ckpt_tools.sandbox import Sandbox, in_sandbox
+    from ckpt_tools.sandbox.audit import Sandbox, in_sandbox
 
     torch.set_num_threads(1)
     recipes = {name: recipe_of(config_of(name), name) for name in CONFIGS}

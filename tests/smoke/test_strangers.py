@@ -110,7 +110,7 @@ def test_what_a_class_raises_is_told_as_what_it_was(error, kind, what):
 
 def test_cut_that_the_class_refuses_is_ckpts_own(models):
     from ckpt_tools.models.hf_recipe import HfRecipe
-    from ckpt_tools.sandbox import Sandbox, in_sandbox
+    from ckpt_tools.sandbox.audit import Sandbox, in_sandbox
 
     recipe = HfRecipe(json.loads((models / "llama" / "config.json").read_text()), "config.json").shallower(1)
     recipe._values["hidden_size"] = "wide"

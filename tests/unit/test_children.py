@@ -292,7 +292,7 @@ def test_walled_child_has_of_the_environment_what_libraries_need(monkeypatch):
 
 BUILD = """
 import sys
-from ckpt_tools.sandbox import Sandbox, in_sandbox
+from ckpt_tools.sandbox.audit import Sandbox, in_sandbox
 with in_sandbox(Sandbox(subject="a model", where="x", scratch=sys.argv[1])):
     import email.mime.text, wave
 """

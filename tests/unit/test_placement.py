@@ -20,7 +20,7 @@ from ckpt_tools.checkpoint.globs import compile_glob
 from ckpt_tools.checkpoint.layout import Box, Mesh, Replicate, Shard
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import is_older
-from ckpt_tools.sandbox import Sandbox, in_sandbox
+from ckpt_tools.sandbox.audit import Sandbox, in_sandbox
 from ckpt_tools.transfer.placement.place import cut_entry, parse_rules, parse_set, place_tensors
 from ckpt_tools.transfer.placement.rule import STYLES, Rule
 from ckpt_tools.transfer.placement.tp_plan import (

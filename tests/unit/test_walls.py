@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import RefusedConfigError
-from ckpt_tools.sandbox import Breach, Sandbox, aside, check_config, demand_sandbox, in_sandbox
+from ckpt_tools.sandbox.audit import Breach, Sandbox, aside, demand_sandbox, in_sandbox
+from ckpt_tools.sandbox.config import check_config
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16}
 TABLES = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))
@@ -138,7 +139,8 @@ def test_model_directory_stays_shut_where_sys_path_names_it(tmp_path, monkeypatc
 
 LIMITED = """
 import sys, tempfile
-from ckpt_tools.sandbox import Limits, Sandbox, enter_sandbox
+from ckpt_tools.sandbox.audit import Sandbox
+from ckpt_tools.sandbox.enclose import Limits, enter_sandbox
 walls = Sandbox(subject="a model", where="config.json", scratch=tempfile.mkdtemp())
 enter_sandbox(walls, Limits(memory_bytes=64 << 20, cpu_s=1))
 if sys.argv[1] == "memory":

@@ -25,7 +25,8 @@ from ckpt_tools.fsdp2.smoke.report import PHASES
 from ckpt_tools.fsdp2.smoke.run import RankRun, Stopped, explain
 from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.models.config_recipe import ConfigRecipe
-from ckpt_tools.sandbox import Breach, Limits, Sandbox, enter_sandbox, in_sandbox
+from ckpt_tools.sandbox.audit import Breach, Sandbox, in_sandbox
+from ckpt_tools.sandbox.enclose import Limits, enter_sandbox
 from ckpt_tools.sandbox.journal import Journal
 from ckpt_tools.sandbox.ranks import RanksOutcome
 

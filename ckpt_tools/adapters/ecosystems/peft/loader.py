@@ -28,8 +28,8 @@ from ckpt_tools.adapters.read.assemble import Key, is_for_training, parse_key
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import CkptError
-from ckpt_tools.sandbox import check_config as check_model_config
 from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
+from ckpt_tools.sandbox.config import check_config as check_model_config
 from ckpt_tools.text import escape_name, first_few
 
 if TYPE_CHECKING:
