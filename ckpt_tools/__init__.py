@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     )
     from ckpt_tools.fsdp2.smoke.report import SmokeReport as SmokeReport
     from ckpt_tools.runs.manage import PruneResult as PruneResult
-    from ckpt_tools.transfer.counts import Counts as Counts
+    from ckpt_tools.transfer.value_counts import Counts as Counts
 
 _ROOMS = {
     "_version": "__version__",
@@ -94,7 +94,7 @@ _ROOMS = {
     "checkpoint.summarise": "Summary",
     "errors": "CkptError DestinationExistsError HubError LimitError PartError UnreadableError UsageError",
     "checkpoint.formats.scan": "Executable Scan",
-    "transfer.counts": "Counts",
+    "transfer.value_counts": "Counts",
     "fsdp2.smoke.report": "SmokeReport",
     "runs.manage": "PruneResult",
 }

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from ckpt_tools.adapters.export import export_lora as export_lora
     from ckpt_tools.adapters.merge_lora import merge_lora as merge_lora
     from ckpt_tools.checks.commands import diff as diff, stats as stats, verify as verify
+    from ckpt_tools.convert.average_rename import average as average, extract as extract, rename as rename
     from ckpt_tools.convert.commands import commit as commit, gather as gather, reshard as reshard, shard as shard
-    from ckpt_tools.convert.edit import average as average, extract as extract, rename as rename
     from ckpt_tools.convert.inspect import (
         identify as identify,
         inspect as inspect,
@@ -40,7 +40,7 @@ _ROOMS = {
     "convert.inspect": "identify inspect open_checkpoint scan",
     "runs.commands": "prune watch",
     "fsdp2.smoke": "smoke",
-    "convert.edit": "average extract rename",
+    "convert.average_rename": "average extract rename",
     "options": "ProgressFactory default_num_workers",
 }
 """Module → names that are public here."""

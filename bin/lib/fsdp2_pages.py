@@ -22,13 +22,13 @@ The import loads torch. The [guides](../guides/README.md#train-with-fsdp2) show 
 """
 SECTIONS = {
     "Mesh and policy": ("mesh", "policy"),
-    "Shard": ("train.frozen", "wrap", "blocks", "methods"),
+    "Shard": ("train.frozen", "wrap", "blocks", "entry_methods"),
     "Load": ("load", "scatter", "buffers"),
     "Train": ("train",),
     "Save and resume": ("save", "optimizer", "state"),
     "Adapters": ("lora",),
     "4-bit weights": ("qlora",),
-    "Check and diagnose": ("audit", "compare", "watch", "diagnose", "catalogue", "internals", "local"),
+    "Check and diagnose": ("audit", "compare_ranks", "watch", "diagnose", "catalogue", "internals", "local"),
 }
 """Heading → modules, or single names of them. What is in none of them comes last."""
 REST = "More"

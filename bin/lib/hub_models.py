@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 from ckpt_tools.checkpoint.formats._json import parse_json
-from ckpt_tools.preflight.collapse import cut_depth
+from ckpt_tools.preflight.shrink_run import cut_depth
 
 AUTO: dict[str, Any] = {
     "base": modeling_auto.MODEL_MAPPING_NAMES,

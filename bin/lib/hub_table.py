@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightTransform
 from ckpt_tools.checkpoint.names import patterns
 from ckpt_tools.checkpoint.names.patterns import Node, find, is_number, merge, prune
 from ckpt_tools.checkpoint.names.table import add_names, parse_section, split
-from ckpt_tools.models.asked import rule_of
+from ckpt_tools.models.ask_transformers import rule_of
 
 _WORTH_SHARING = 4
 """Lines of names; fewer are written out even where another section has them."""

@@ -18,7 +18,7 @@ from ckpt_tools.adapters.architectures.choose import choose_families, family_nam
 from ckpt_tools.adapters.architectures.names import ModulePlace, readings, underscored
 from ckpt_tools.adapters.base.model import BaseModel, adapted_paths, as_named, base_path, parents_of, replicated
 from ckpt_tools.adapters.base.reading import on_base, read_base
-from ckpt_tools.adapters.ecosystems.simulation import (
+from ckpt_tools.adapters.ecosystems.loader_report import (
     NEEDS_BASE,
     AdapterFile,
     Loader,
@@ -435,7 +435,7 @@ def _shapes_of(each: ModulePlace, base: Shapes) -> Iterator[tuple[int, int]]:
 
 LOADERS: Mapping[Loader, str] = {
     "peft": "peft.loader:load",
-    "diffusers": "diffusers:load",
+    "diffusers": "diffusers_loader:load",
     "comfyui": "loaders:load_in_comfyui",
     "kohya": "loaders:load_in_kohya",
     "vllm": "loaders:load_in_vllm",

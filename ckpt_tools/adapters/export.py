@@ -17,11 +17,11 @@ from ckpt_tools.adapters.architectures.architecture import ModelFamily
 from ckpt_tools.adapters.architectures.choose import family_named, is_native
 from ckpt_tools.adapters.base.model import BaseModel, refuse_trainers_names
 from ckpt_tools.adapters.base.reading import base_of, on_base
-from ckpt_tools.adapters.ecosystems import forms
+from ckpt_tools.adapters.ecosystems import to_target
 from ckpt_tools.adapters.ecosystems.output import Item, Output, staged, with_training, write
 from ckpt_tools.adapters.ecosystems.peft import config_rules as rules
-from ckpt_tools.adapters.ecosystems.peft.config import infer_config, live_settings, parse_overrides
 from ckpt_tools.adapters.ecosystems.peft.files import config_text, from_one_model, peft_names, renested
+from ckpt_tools.adapters.ecosystems.peft.infer_config import infer_config, live_settings, parse_overrides
 from ckpt_tools.adapters.families import dora
 from ckpt_tools.adapters.families.family import InexpressibleError
 from ckpt_tools.adapters.integrity import Values, check_adapter, check_structure, check_values, look_at
@@ -30,7 +30,7 @@ from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.formats.opening import open_path
-from ckpt_tools.checkpoint.formats.steps import note_reading
+from ckpt_tools.checkpoint.formats.step_layouts import note_reading
 from ckpt_tools.checkpoint.formats.table import check_replaceable
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.convert.job import DTYPES, Conversion, check_separate
@@ -38,7 +38,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import ExportOptions
-from ckpt_tools.storage.run_folder import leased
+from ckpt_tools.storage.run_leases import leased
 from ckpt_tools.storage.staging import check_destination, check_space
 from ckpt_tools.text import escape_name
 
@@ -99,7 +99,7 @@ def export_lora(options: ExportOptions) -> Export:
         DestinationExistsError: The destination exists.
     """
     start = time.monotonic()
-    ecosystem = forms.target_of(options.to)
+    ecosystem = to_target.target_of(options.to)
     architecture = family_named(options.architecture)
     if options.dtype not in DTYPES:
         raise UsageError(f"{options.dtype!r} is not a dtype", hint=f"--dtype takes {', '.join(DTYPES)}")
@@ -169,7 +169,7 @@ def _on_its_model(run: _ExportRun, adapter: Adapter[TensorEntry]) -> Adapter[Fac
     base = run.model
     refuse_trainers_names(adapter, is_proven=run.options.base is not None)
     if adapter.convention in ("kohya", "comfyui") or is_native(adapter):
-        if base is not None and (named := forms.under_base_names(adapter, base.shapes)) is not None:
+        if base is not None and (named := to_target.under_base_names(adapter, base.shapes)) is not None:
             return named
         if run.architecture is None and not candidates([module.path for module in adapter.modules]):
             what = "the names are neither the model's own nor those of a diffusion model that ckpt has tables for"
@@ -180,7 +180,7 @@ def _on_its_model(run: _ExportRun, adapter: Adapter[TensorEntry]) -> Adapter[Fac
         if run.has_error:
             return loaded
         family = base.family if base else None
-        return forms.through_diffusers(loaded, run.notes, run.architecture, run.options.svd_rank, family)
+        return to_target.through_diffusers(loaded, run.notes, run.architecture, run.options.svd_rank, family)
     return adapter
 
 
@@ -195,7 +195,7 @@ def _for_peft(run: _ExportRun, adapter: Adapter[Factor]) -> tuple[Output, Fields
         run.findings += check_adapter(loaded)
         if run.has_error:
             return _NOTHING, {}
-        adapter = forms.as_loras(loaded, run.notes, run.options.svd_rank, base.shapes if base else {})
+        adapter = to_target.as_loras(loaded, run.notes, run.options.svd_rank, base.shapes if base else {})
         config = infer_config(adapter, base=base, base_model=base_model)
     items = []
     for name, number, role in peft_names(adapter):
@@ -232,10 +232,10 @@ def _for_others(run: _ExportRun, adapter: Adapter[TensorEntry], to: Target) -> t
     rules.refuse_carried(adapter, "written for other libraries than PEFT", "--to peft")
     loaded = load(adapter, run.read.opened, run.reader)
     run.findings += check_adapter(loaded, repairs=True)
-    known = forms.summary(adapter, run.options.base_model)
+    known = to_target.summary(adapter, run.options.base_model)
     if run.has_error:
         return _NOTHING, known
-    written = forms.write_names(
+    written = to_target.write_names(
         loaded,
         to,
         base=run.model,
@@ -245,7 +245,7 @@ def _for_others(run: _ExportRun, adapter: Adapter[TensorEntry], to: Target) -> t
         notes=run.notes,
     )
     run.notes += written.notes
-    run.notes += forms.error_notes(written.errors)
+    run.notes += to_target.error_notes(written.errors)
     items = [_item(run, name, tensor, tuple(tensor.shape)) for name, tensor in written.tensors.items()]
     output = Output(file=written.file, items=items, metadata=written.metadata, documents={})
     return output if to == "diffusers" else with_training(output, run.read.opened.metadata), known

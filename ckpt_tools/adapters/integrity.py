@@ -38,7 +38,7 @@ from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, DType
 from ckpt_tools.checkpoint.entries import Finding, Severity, TensorEntry
 from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.counts import count_values
+from ckpt_tools.transfer.value_counts import count_values
 
 if TYPE_CHECKING:
     from ckpt_tools.transfer.arrays import Array

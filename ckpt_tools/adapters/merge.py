@@ -31,7 +31,7 @@ from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.convert.assets import choose_assets, tokens_in
-from ckpt_tools.convert.edit import rewrite_job
+from ckpt_tools.convert.average_rename import rewrite_job
 from ckpt_tools.convert.job import Job, check_separate, with_config
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.options.adapters import MergeOptions

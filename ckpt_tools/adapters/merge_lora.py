@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
-from ckpt_tools.adapters.ecosystems.peft.config import parse_overrides
+from ckpt_tools.adapters.ecosystems.peft.infer_config import parse_overrides
 from ckpt_tools.adapters.merge import Weighted, merging_job
 from ckpt_tools.adapters.read.opening import read_adapter
 from ckpt_tools.checkpoint.entries import Asset, Checkpoint

@@ -16,7 +16,7 @@ from typing import Literal
 from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import Asset, BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry, say_census
 from ckpt_tools.checkpoint.identity import Identity
-from ckpt_tools.checkpoint.infer import block_of, infer_mesh, rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import block_of, infer_mesh, rank_of_file
 from ckpt_tools.checkpoint.layout import Layout, Mesh, Placement, Replicate, cut_tensor
 
 MAX_PREFIXES = 12  # Rows that the FQN tree is folded to

@@ -22,14 +22,14 @@ from ckpt_tools.checkpoint.formats.manifest import (
 )
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.step import OpenedStep, open_like, open_repository, open_step
-from ckpt_tools.checkpoint.formats.steps import note_reading
+from ckpt_tools.checkpoint.formats.step_layouts import note_reading
 from ckpt_tools.checks import diff as diffing, stats as measuring, verify as verifying
 from ckpt_tools.checks.diff import Difference
 from ckpt_tools.checks.stats import Stats
 from ckpt_tools.checks.step import Pair, join, pair_parts, verify_step
 from ckpt_tools.checks.verify import Verification
 from ckpt_tools.errors import UsageError
-from ckpt_tools.models.opening import reconsider
+from ckpt_tools.models.open_asking import reconsider
 from ckpt_tools.options import default_num_workers, takes
 from ckpt_tools.options.check import DiffOptions, StatsOptions, VerifyOptions
 from ckpt_tools.storage.locations import absolute

@@ -8,7 +8,7 @@ from itertools import product
 from math import isfinite
 
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
-from ckpt_tools.checkpoint.formats.inside import Missed, check_sealed, revealed
+from ckpt_tools.checkpoint.formats.blob_contents import Missed, check_sealed, revealed
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.globs import choose_names
 from ckpt_tools.checkpoint.identity import Identity
@@ -16,16 +16,16 @@ from ckpt_tools.checkpoint.quantised_units import find_units
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.checks.updates import Update, Updating
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.models.naming import AssetList, Named, Naming, name_known, name_live
+from ckpt_tools.models.output_names import AssetList, Named, Naming, name_known, name_live
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.box_bytes import byte_box
 from ckpt_tools.transfer.execute import Progress, scan
 from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 from ckpt_tools.transfer.plan import check_complete
 from ckpt_tools.transfer.read import read_blocks
 from ckpt_tools.transfer.split import Part, own_tensors
 from ckpt_tools.transfer.statistics import measures
-from ckpt_tools.transfer.strides import byte_box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.checkpoint.formats.file_names import is_for_people
-from ckpt_tools.checkpoint.formats.frames import digest_frames
+from ckpt_tools.checkpoint.formats.item_frames import digest_frames
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, FileRecord, Manifest
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.errors import CkptError, UnreachableError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
-from ckpt_tools.checkpoint.formats.inside import check_sealed, revealed
+from ckpt_tools.checkpoint.formats.blob_contents import check_sealed, revealed
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.identity import Identity
@@ -19,19 +19,19 @@ from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.quantised_units import find_units
 from ckpt_tools.checkpoint.transform import find_model, plain_names, select
 from ckpt_tools.checks.diff import match_names
-from ckpt_tools.checks.siblings import gathered, kind_of, layer_of, outliers
+from ckpt_tools.checks.sibling_tensors import gathered, kind_of, layer_of, outliers
 from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.counts import Counts
 from ckpt_tools.transfer.execute import Outcome, Progress, scan
 from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 from ckpt_tools.transfer.plan import check_complete, chunk_index
 from ckpt_tools.transfer.read import Buffers, read_block
 from ckpt_tools.transfer.statistics import Moments, Tally, measures
 from ckpt_tools.transfer.task import Look
+from ckpt_tools.transfer.value_counts import Counts
 
 # How many directions a matrix uses, to judge by a sample of its rows
 

@@ -12,7 +12,7 @@ from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.repositories import may_be_one_of_several
 from ckpt_tools.checkpoint.formats.step import OpenedStep
-from ckpt_tools.checkpoint.formats.steps import HERE
+from ckpt_tools.checkpoint.formats.step_layouts import HERE
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checks.structure import check_candidates
 from ckpt_tools.checks.verify import Extent, Looks, Unchecked, Verification, verify

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from ckpt_tools.checkpoint.entries import Finding, TensorEntry
 from ckpt_tools.checkpoint.globs import Names, find_named
 from ckpt_tools.checkpoint.layout import Box
-from ckpt_tools.checks.siblings import gathered
+from ckpt_tools.checks.sibling_tensors import gathered
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.paired_reader import PairedReader
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.checkpoint.entries import Checkpoint, Finding, TensorEntry
 from ckpt_tools.checkpoint.formats.opening import Opened
-from ckpt_tools.checkpoint.infer import rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.checkpoint.names.foreign import is_factor
 from ckpt_tools.checkpoint.transform import find_model, strip_wrappers
-from ckpt_tools.checks.siblings import gathered
+from ckpt_tools.checks.sibling_tensors import gathered
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.counts import Counts, has_values
 from ckpt_tools.transfer.execute import scan
+from ckpt_tools.transfer.value_counts import Counts, has_values
 
 NOT_FINITE = "not-finite"
 ALL_ZERO = "all-zero"

@@ -19,28 +19,28 @@ from ckpt_tools.checkpoint.entries import (
     TensorEntry,
     say_census,
 )
-from ckpt_tools.checkpoint.formats.contracts import MODEL
+from ckpt_tools.checkpoint.formats.blob_contents import look_into
 from ckpt_tools.checkpoint.formats.identify import HOLLOW
-from ckpt_tools.checkpoint.formats.inside import look_into
-from ckpt_tools.checkpoint.formats.judge import PICKLE, StepVerdict
+from ckpt_tools.checkpoint.formats.judge_step import PICKLE, StepVerdict
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.formats.scan import with_executables
 from ckpt_tools.checkpoint.formats.step import judge
-from ckpt_tools.checkpoint.formats.steps import note_reading
+from ckpt_tools.checkpoint.formats.step_layouts import note_reading
 from ckpt_tools.checkpoint.formats.torch_zip import check_archive
+from ckpt_tools.checkpoint.formats.trainer_contracts import MODEL
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checkpoint.names.foreign import FLAT, FLAT_WAY
-from ckpt_tools.checks.data import check_blobs, check_data, firsts
+from ckpt_tools.checks.checksums import check_blobs, check_data, firsts
 from ckpt_tools.checks.structure import Lost, check_structure, equal_layouts, is_inside
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.options.common import Level, Purpose
 from ckpt_tools.text import escape_name, first_few
-from ckpt_tools.transfer.counts import Counts, counts_to_json
 from ckpt_tools.transfer.execute import Outcome, Progress
 from ckpt_tools.transfer.split import Part, own_tensors
 from ckpt_tools.transfer.task import Look
+from ckpt_tools.transfer.value_counts import Counts, counts_to_json
 from ckpt_tools.units import format_size
 
 # What of every file was read, and what was not and why: no file of a checkpoint goes without a word

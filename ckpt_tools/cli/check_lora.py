@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.adapters.check import LoraCheck, to_json
-from ckpt_tools.adapters.ecosystems.simulation import LoaderReport
+from ckpt_tools.adapters.ecosystems.loader_report import LoaderReport
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, say, say_findings, waiting
 from ckpt_tools.options.output import OutputOptions

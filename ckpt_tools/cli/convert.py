@@ -14,9 +14,9 @@ from ckpt_tools.options.convert import PartsFrom, RunOptions
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.text import escape_name, first_few
-from ckpt_tools.transfer.counts import counts_to_json
 from ckpt_tools.transfer.share_record import MAX_PARTS, find_part
 from ckpt_tools.transfer.threads import one_thread_each
+from ckpt_tools.transfer.value_counts import counts_to_json
 from ckpt_tools.units import format_size, parse_size
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from ckpt_tools.checks.diff import Change, Difference, to_json
-from ckpt_tools.checks.siblings import kind_of
+from ckpt_tools.checks.sibling_tensors import kind_of
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say
 from ckpt_tools.cli.views import page

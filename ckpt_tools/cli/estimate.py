@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ckpt_tools.checkpoint.infer import block_of
+from ckpt_tools.checkpoint.infer_mesh import block_of
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, terminal

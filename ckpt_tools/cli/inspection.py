@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from ckpt_tools.checkpoint.entries import BlobEntry, Chunk, TensorEntry, say_census
-from ckpt_tools.checkpoint.infer import rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.checkpoint.summarise import FileSummary, PrefixSummary, RankSummary, Summary, to_json
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import print_json, report_to, waiting

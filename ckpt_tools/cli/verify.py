@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ckpt_tools.checkpoint.infer import rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checks.verify import Verification, describe, to_json
 from ckpt_tools.cli.build import CommandCall

@@ -14,7 +14,7 @@ from ckpt_tools.checkpoint.formats.file_names import is_hf_asset, is_weights
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.models.naming import AssetList
+from ckpt_tools.models.output_names import AssetList
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.locations import is_directory, open_source
 from ckpt_tools.storage.source import Source

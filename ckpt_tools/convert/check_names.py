@@ -25,14 +25,14 @@ from ckpt_tools.checkpoint.names import (
     tied,
 )
 from ckpt_tools.checkpoint.names.convert import partner
-from ckpt_tools.checkpoint.names.match import config_misfits
+from ckpt_tools.checkpoint.names.match_architecture import config_misfits
 from ckpt_tools.checkpoint.names.table import dig
-from ckpt_tools.convert.find import is_same, tensors_of
+from ckpt_tools.convert.find_model import is_same, tensors_of
 from ckpt_tools.convert.job import Job
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.models.asked import expected_for
+from ckpt_tools.models.ask_transformers import expected_for
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.naming import AssetList, Claim, claim_of
+from ckpt_tools.models.output_names import AssetList, Claim, claim_of
 from ckpt_tools.text import escape_name, first_few
 
 Ties = Callable[[str, str], bool]  # Does the architecture give both names to one tensor?

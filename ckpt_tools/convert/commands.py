@@ -23,7 +23,7 @@ from ckpt_tools.checkpoint.layout import Mesh, parse_mesh
 from ckpt_tools.checkpoint.names import single_files
 from ckpt_tools.convert.assets import choose_assets, model_beside, own_assets
 from ckpt_tools.convert.check_names import check_names
-from ckpt_tools.convert.find import model_in
+from ckpt_tools.convert.find_model import model_in
 from ckpt_tools.convert.job import Conversion, Job, choose
 from ckpt_tools.convert.run import run
 from ckpt_tools.convert.to_fp8 import quantised_job, warn_of_settings
@@ -40,12 +40,12 @@ from ckpt_tools.convert.to_step import (
 )
 from ckpt_tools.errors import DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.naming import Naming, claim_of, name_live
-from ckpt_tools.models.opening import open_asking
+from ckpt_tools.models.open_asking import open_asking
+from ckpt_tools.models.output_names import Naming, claim_of, name_live
 from ckpt_tools.options import Parameter, default_num_workers, options_of, parameters, takes
 from ckpt_tools.options.convert import CommitOptions, ConvertOptions, GatherOptions, ReshardOptions, ShardOptions
 from ckpt_tools.storage.locations import absolute, is_directory, is_remote, open_shared_sink
-from ckpt_tools.storage.run_folder import leased
+from ckpt_tools.storage.run_leases import leased
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.quantised.decoded import dequantised
 from ckpt_tools.transfer.share_record import parse_part

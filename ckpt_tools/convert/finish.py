@@ -25,8 +25,8 @@ from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.formats.scan import DANGER
 from ckpt_tools.checkpoint.formats.step import open_step
 from ckpt_tools.checkpoint.formats.table import format_of
-from ckpt_tools.checkpoint.ledger import LEFT_OUT
-from ckpt_tools.checks.data import firsts
+from ckpt_tools.checkpoint.recorded_checks import LEFT_OUT
+from ckpt_tools.checks.checksums import firsts
 from ckpt_tools.checks.manifest import changed_asset
 from ckpt_tools.checks.step import verify_step
 from ckpt_tools.checks.structure import json_problem

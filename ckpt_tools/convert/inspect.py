@@ -7,16 +7,16 @@ from dataclasses import replace
 from itertools import starmap
 
 from ckpt_tools.checkpoint.entries import Checkpoint
-from ckpt_tools.checkpoint.formats.inside import look_into
+from ckpt_tools.checkpoint.formats.blob_contents import look_into
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.scan import Scan, scan_place, with_executables
-from ckpt_tools.checkpoint.formats.steps import list_contents
+from ckpt_tools.checkpoint.formats.step_layouts import list_contents
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.summarise import ContentSummary, MeshSource, Summary, overlay, summarise
 from ckpt_tools.checkpoint.transform import select
 from ckpt_tools.errors import UsageError
-from ckpt_tools.models.naming import Named, Naming, name_live
-from ckpt_tools.models.opening import reconsider
+from ckpt_tools.models.open_asking import reconsider
+from ckpt_tools.models.output_names import Named, Naming, name_live
 from ckpt_tools.options import takes
 from ckpt_tools.options.check import InspectOptions, ScanOptions
 
@@ -87,7 +87,7 @@ def _named(opened: Opened, options: InspectOptions, notes: list[str], *, is_over
     """Return what is chosen of a checkpoint, by the names that are asked for, or those that `shard` would write."""
     naming = Naming.of(options.names, options.map)
     if naming.names != "auto":
-        from ckpt_tools.convert.find import name_again, shown_again
+        from ckpt_tools.convert.find_model import name_again, shown_again
 
         also = shown_again(opened, naming) if options.include or options.exclude else {}
         chosen = select(opened.checkpoint, include=options.include, exclude=options.exclude, also=also)

@@ -13,33 +13,33 @@ from ckpt_tools.checkpoint.entries import Asset, Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.checkpoint.formats.opening import Opened, check_candidates, read_document
-from ckpt_tools.checkpoint.formats.steps import is_part, note_reading
+from ckpt_tools.checkpoint.formats.step_layouts import is_part, note_reading
 from ckpt_tools.checkpoint.formats.table import format_of
 from ckpt_tools.checkpoint.globs import find_named
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.layout import Mesh, Placement
-from ckpt_tools.checkpoint.ledger import Ledger
 from ckpt_tools.checkpoint.names.foreign import FLAT, FLAT_WAY, origins_of
 from ckpt_tools.checkpoint.names.patterns import matches
 from ckpt_tools.checkpoint.names.table import load_table
 from ckpt_tools.checkpoint.quantised_units import find_units, grouped
+from ckpt_tools.checkpoint.recorded_checks import Ledger
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.errors import PartError, UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES, restate_dtype
-from ckpt_tools.models.naming import AssetList, claim_of
+from ckpt_tools.models.output_names import AssetList, claim_of
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.locations import is_remote, local
 from ckpt_tools.storage.source import short_file
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.counts import Counts
 from ckpt_tools.transfer.execute import Progress
 from ckpt_tools.transfer.plan import Seal, check_names
 from ckpt_tools.transfer.quantised.decoded import is_told
 from ckpt_tools.transfer.quantised.torchao import NUMBERS
 from ckpt_tools.transfer.read import Edit
 from ckpt_tools.transfer.split import Part
+from ckpt_tools.transfer.value_counts import Counts
 
 DTYPES = ("keep", "bf16", "f16", "f32")  # Values of `--dtype`
 _PART = "parts of quantised weights, which --dequantize decodes"

@@ -12,7 +12,7 @@ from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.convert.job import Job, shown_names, with_config
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, config_in
-from ckpt_tools.models.naming import AssetList
+from ckpt_tools.models.output_names import AssetList
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few

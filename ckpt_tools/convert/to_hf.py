@@ -9,18 +9,18 @@ from dataclasses import replace
 
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats import hf, safetensors, torch_directory
+from ckpt_tools.checkpoint.formats.blob_contents import revealed
 from ckpt_tools.checkpoint.formats.file_names import INDEX_SUFFIX, PICKLES
-from ckpt_tools.checkpoint.formats.inside import revealed
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Origin
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.names import origins_of, single_files
 from ckpt_tools.checkpoint.transform import rename, select, strip_prefix
 from ckpt_tools.convert.check_names import Ties, ties_in
-from ckpt_tools.convert.find import as_stored, check_copies, differences, is_same, leave_out, model_in
+from ckpt_tools.convert.find_model import as_stored, check_copies, differences, is_same, leave_out, model_in
 from ckpt_tools.convert.job import Job, cast_target, check_whole, notes_on
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, config_in
-from ckpt_tools.models.naming import AssetList, Naming, name_back, name_hub
+from ckpt_tools.models.output_names import AssetList, Naming, name_back, name_hub
 from ckpt_tools.options.convert import GatherOptions
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.transfer.plan import Seal

@@ -9,17 +9,17 @@ from dataclasses import replace
 
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.dcp_placing import place
-from ckpt_tools.checkpoint.formats.hf_sharded import notes_on_loading, place_sharded
+from ckpt_tools.checkpoint.formats.dcp_safetensors import notes_on_loading, place_sharded
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.globs import Names
 from ckpt_tools.checkpoint.layout import Layout, Placement, Shard, parse_mesh
 from ckpt_tools.checkpoint.transform import is_optimizer, rename, select, strip_wrappers
 from ckpt_tools.convert.check_names import warn_of_ties
-from ckpt_tools.convert.find import name_again, shown_again, with_zeros
+from ckpt_tools.convert.find_model import name_again, shown_again, with_zeros
 from ckpt_tools.convert.job import Job, cast_target, check_whole, notes_on, shown_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.config import config_beside
-from ckpt_tools.models.naming import Named, Naming
+from ckpt_tools.models.output_names import Named, Naming
 from ckpt_tools.options.common import MeshOptions
 from ckpt_tools.options.convert import ConvertOptions
 from ckpt_tools.storage.locations import open_source

@@ -10,23 +10,23 @@ from functools import partial
 
 from ckpt_tools.checkpoint.entries import Checkpoint
 from ckpt_tools.checkpoint.formats import hf, step as steps_format
+from ckpt_tools.checkpoint.formats.blob_contents import check_sealed, revealed
 from ckpt_tools.checkpoint.formats.file_names import is_weights
-from ckpt_tools.checkpoint.formats.inside import check_sealed, revealed
-from ckpt_tools.checkpoint.formats.judge import StepVerdict
+from ckpt_tools.checkpoint.formats.judge_step import StepVerdict
 from ckpt_tools.checkpoint.formats.manifest import TensorRecord
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.formats.repositories import FILES_NAME
 from ckpt_tools.checkpoint.formats.step import OpenedStep, judge, judge_path, refuse_mixed
-from ckpt_tools.checkpoint.formats.steps import TRAINERS, TrainerLayout, dataloader_ranks
+from ckpt_tools.checkpoint.formats.step_layouts import TRAINERS, TrainerLayout, dataloader_ranks
 from ckpt_tools.checkpoint.identity import TrainerName
 from ckpt_tools.checkpoint.layout import Layout, Mesh
 from ckpt_tools.checkpoint.names import origins_of
-from ckpt_tools.convert.find import model_in, name_again
+from ckpt_tools.convert.find_model import model_in, name_again
 from ckpt_tools.convert.job import PART_NOTE, Job
 from ckpt_tools.convert.to_mesh import find_layout, resharding_job, sharding_job
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.models.config import config_beside
-from ckpt_tools.models.naming import Named, Naming
+from ckpt_tools.models.output_names import Named, Naming
 from ckpt_tools.options.convert import ConvertOptions, GatherOptions
 from ckpt_tools.text import first_few
 

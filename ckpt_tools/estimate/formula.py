@@ -56,7 +56,7 @@ from dataclasses import dataclass, replace
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.figures import DTYPE_BYTES, NF4_SCALE_BYTES, OPTIMIZERS, Block, Figures
+from ckpt_tools.estimate.model_sizes import DTYPE_BYTES, NF4_SCALE_BYTES, OPTIMIZERS, Block, Figures
 from ckpt_tools.estimate.report import Memory
 
 NF4_BYTES = 0.5  # Of a packed weight

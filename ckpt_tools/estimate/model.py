@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.figures import NF4_SCALE_BYTES, Block, Figures, block_of
+from ckpt_tools.estimate.model_sizes import NF4_SCALE_BYTES, Block, Figures, block_of
 from ckpt_tools.estimate.report import UntrackedError
 from ckpt_tools.fsdp2 import Policy, Precision, add_lora, find_blocks, parse_policy, shard_model
 from ckpt_tools.fsdp2.internals import checkpoint_activations
@@ -29,8 +29,8 @@ from ckpt_tools.fsdp2.mesh import TP_AXIS, fsdp_mesh
 from ckpt_tools.fsdp2.ties import input_layer, output_layer, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import apply_policy
 from ckpt_tools.models.hf_recipe import max_positions
-from ckpt_tools.models.parameters import DTYPES, replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch, Recipe
+from ckpt_tools.models.replace_parameters import DTYPES, replace_parameters
 
 
 def build(recipe: Recipe, case: Case, prepare: Callable[[nn.Module], None] | None = None) -> nn.Module:

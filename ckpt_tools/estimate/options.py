@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_tools.checkpoint.layout import Mesh, parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import DEFAULT_WORLD_SIZE, Case
-from ckpt_tools.estimate.figures import DTYPE_BYTES, GPUS, OPTIMIZERS, gpu_bytes
+from ckpt_tools.estimate.model_sizes import DTYPE_BYTES, GPUS, OPTIMIZERS, gpu_bytes
 from ckpt_tools.options import refuse_other
 from ckpt_tools.options.common import find_strategy
 from ckpt_tools.options.estimate import DEFAULT_LORA_RANK, SCHEDULES, EstimateFields, TrainingOptions

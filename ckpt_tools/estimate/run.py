@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
+from ckpt_tools.checkpoint.formats.hollow_copy import skeleton
 from ckpt_tools.checkpoint.formats.opening import open_path
-from ckpt_tools.checkpoint.formats.skeleton import skeleton
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checkpoint.transform import is_optimizer
 from ckpt_tools.errors import CkptError, RefusedConfigError, UsageError
 from ckpt_tools.estimate import formula
 from ckpt_tools.estimate.case import Case, Margin, margin_of
-from ckpt_tools.estimate.figures import OPTIMIZERS, Figures, figures_from_counts, figures_from_shapes
+from ckpt_tools.estimate.model_sizes import OPTIMIZERS, Figures, figures_from_counts, figures_from_shapes
 from ckpt_tools.estimate.options import SIZES_HINT, EstimateOptions, cases_of
 from ckpt_tools.estimate.report import CaseEstimate, Estimate, Memory, Proposal
 from ckpt_tools.memory import peak_rss_bytes

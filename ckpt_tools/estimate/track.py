@@ -28,9 +28,9 @@ from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import CkptError
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.formula import Stage, stages_of
-from ckpt_tools.estimate.measure import GROUPS, StepTrace, measure, step_of, total
 from ckpt_tools.estimate.model import batch_of, build, shard
 from ckpt_tools.estimate.report import Memory, UntrackedError
+from ckpt_tools.estimate.trace_step import GROUPS, StepTrace, measure, step_of, total
 from ckpt_tools.floors import FLOORS, is_older
 from ckpt_tools.fsdp2 import build_device_mesh, find_blocks
 from ckpt_tools.fsdp2.internals import local_of

@@ -9,14 +9,14 @@ from ckpt_tools.fsdp2.audit import PHASES, audit
 from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
 from ckpt_tools.fsdp2.buffers import materialise_buffers
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
-from ckpt_tools.fsdp2.compare import Trace, compare_ranks, compare_traces
+from ckpt_tools.fsdp2.compare_ranks import Trace, compare_ranks, compare_traces
 from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
+from ckpt_tools.fsdp2.entry_methods import Methods
 from ckpt_tools.fsdp2.internals import GroupState, snapshot
 from ckpt_tools.fsdp2.load import LoadReport, load_checkpoint
 from ckpt_tools.fsdp2.local import local_box, placements_of
 from ckpt_tools.fsdp2.lora import adapter_state, add_lora, finish_adapters, load_adapters, load_base
 from ckpt_tools.fsdp2.mesh import build_device_mesh, data_rank, fsdp_mesh, mesh_of, tp_mesh
-from ckpt_tools.fsdp2.methods import Methods
 from ckpt_tools.fsdp2.optimizer import load_optimizer
 from ckpt_tools.fsdp2.policy import STRATEGIES, Policy, Precision, parse_policy, parse_strategy
 from ckpt_tools.fsdp2.qlora import Quantisation, load_quantised, quantise_linears

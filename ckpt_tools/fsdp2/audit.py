@@ -16,6 +16,7 @@ from ckpt_tools.checkpoint.names import group_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2.buffers import check_buffers
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
+from ckpt_tools.fsdp2.entry_methods import entry_path
 from ckpt_tools.fsdp2.internals import (
     FsdpGroup,
     ManagedParam,
@@ -26,7 +27,6 @@ from ckpt_tools.fsdp2.internals import (
     shown,
 )
 from ckpt_tools.fsdp2.local import cut_dim
-from ckpt_tools.fsdp2.methods import entry_path
 from ckpt_tools.fsdp2.ties import wanted_ties
 from ckpt_tools.fsdp2.watch import last_watch
 from ckpt_tools.text import first_few

@@ -18,7 +18,7 @@ from ckpt_tools.checkpoint.names import group_names
 from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.fsdp2.audit import audit, find_double_wraps, is_reentrant
 from ckpt_tools.fsdp2.catalogue import CATALOGUE
-from ckpt_tools.fsdp2.compare import compare_traces
+from ckpt_tools.fsdp2.compare_ranks import compare_traces
 from ckpt_tools.fsdp2.internals import FsdpGroup, owner_of_frame, read_groups, registered_methods, shown
 from ckpt_tools.fsdp2.stack_trace import MethodCall, Stack, named_tensors, read_stack, written_tensor
 from ckpt_tools.fsdp2.watch import Watch, find_parameter, last_watch

@@ -43,7 +43,7 @@ from ckpt_tools.fsdp2.state import (
 )
 from ckpt_tools.fsdp2.ties import declared_ties, plain_fqns, tie, tied_groups
 from ckpt_tools.fsdp2.wrap import plan_of
-from ckpt_tools.storage.run_folder import leased
+from ckpt_tools.storage.run_leases import leased
 from ckpt_tools.text import first_few
 
 T = TypeVar("T")

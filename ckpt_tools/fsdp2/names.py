@@ -15,16 +15,16 @@ from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.table import format_of
 from ckpt_tools.checkpoint.names import Expected, load_table
 from ckpt_tools.checkpoint.names.convert import convert
-from ckpt_tools.checkpoint.names.match import NameContract, settle
+from ckpt_tools.checkpoint.names.match_architecture import NameContract, settle
 from ckpt_tools.checkpoint.names.mosaic import whole
 from ckpt_tools.checkpoint.names.operations import UnknownOperationError
-from ckpt_tools.checkpoint.names.renames import RenameRule
+from ckpt_tools.checkpoint.names.transformers_renames import RenameRule
 from ckpt_tools.checkpoint.transform import find_model, is_optimizer, strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import installed_release
 from ckpt_tools.fsdp2.buffers import is_transformers
 from ckpt_tools.fsdp2.read import Whole, as_whole
-from ckpt_tools.models.asked import rule_of
+from ckpt_tools.models.ask_transformers import rule_of
 from ckpt_tools.text import escape_name, first_few
 
 Shapes = Mapping[str, tuple[int, ...] | None]

@@ -17,7 +17,7 @@ from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.names.apply_mosaic import lay_out
 from ckpt_tools.checkpoint.names.mosaic import Mosaic, crop, whole
 from ckpt_tools.errors import UsageError
-from ckpt_tools.transfer.boxes import BytesReader
+from ckpt_tools.transfer.box_reader import BytesReader
 from ckpt_tools.transfer.plan import check_complete
 
 

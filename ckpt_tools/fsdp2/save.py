@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ckpt_tools._version import __version__
 from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
-from ckpt_tools.checkpoint.formats.frames import digest_frames
+from ckpt_tools.checkpoint.formats.item_frames import digest_frames
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, build_manifest
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.table import check_replaceable

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.layout import Box
-from ckpt_tools.checkpoint.names.match import NameContract
+from ckpt_tools.checkpoint.names.match_architecture import NameContract
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.fsdp2.collective import gather, share, this_rank, together
 from ckpt_tools.fsdp2.load import LoadReport, device_of, install, sources_of, targets_of

@@ -28,7 +28,7 @@ from ckpt_tools.errors import UnreadableError
 from ckpt_tools.fsdp2 import internals
 from ckpt_tools.fsdp2.catalogue import build_finding, build_warning
 from ckpt_tools.fsdp2.collective import this_rank
-from ckpt_tools.fsdp2.compare import Trace, read_structure
+from ckpt_tools.fsdp2.compare_ranks import Trace, read_structure
 from ckpt_tools.fsdp2.internals import shown
 from ckpt_tools.text import first_few
 

@@ -19,9 +19,9 @@ from ckpt_tools.checkpoint.transform import strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.fsdp2.blocks import Blocks, find_blocks
+from ckpt_tools.fsdp2.entry_methods import Methods, find_methods, register_methods
 from ckpt_tools.fsdp2.internals import checkpoint_activations, replicate_function
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS, fsdp_mesh, tp_mesh
-from ckpt_tools.fsdp2.methods import Methods, find_methods, register_methods
 from ckpt_tools.fsdp2.policy import Policy
 from ckpt_tools.fsdp2.ties import Ties, find_parameters, owner_of, tied_groups
 from ckpt_tools.transfer.placement.rule import STYLES

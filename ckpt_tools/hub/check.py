@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
+from ckpt_tools.checkpoint.formats.dcp_safetensors import SHARDED_FILE
 from ckpt_tools.checkpoint.formats.file_names import INDEX_SUFFIX, METADATA_NAME
-from ckpt_tools.checkpoint.formats.hf_sharded import SHARDED_FILE
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path, read_file
 from ckpt_tools.checkpoint.formats.scan import DANGER

@@ -18,7 +18,7 @@ from ckpt_tools.hub.front_matter import CARD_NAME
 from ckpt_tools.hub.plan import KeepAnswer, LocalFile, Remote
 from ckpt_tools.storage.remote.account import Account
 from ckpt_tools.storage.remote.hub_source import HubSource, open_commit
-from ckpt_tools.storage.remote.refusals import RefusalError, scrub
+from ckpt_tools.storage.remote.server_checks import RefusalError, scrub
 from ckpt_tools.storage.remote.source import RemoteFile
 from ckpt_tools.storage.remote.web import CONNECT_TIMEOUT_S, MAX_WAIT_S, TRANSIENT, retry_after
 from ckpt_tools.storage.source import Source

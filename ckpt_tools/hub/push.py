@@ -39,8 +39,8 @@ from ckpt_tools.options import Doc, default_num_workers, takes
 from ckpt_tools.options.hub import PushFields
 from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.storage.remote.account import find_pusher
-from ckpt_tools.storage.remote.refusals import RefusalError
-from ckpt_tools.storage.run_folder import leased
+from ckpt_tools.storage.remote.server_checks import RefusalError
+from ckpt_tools.storage.run_leases import leased
 from ckpt_tools.storage.source import LocalSource, Source
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.transfer.execute import Progress

@@ -13,7 +13,7 @@ from torch import nn
 from ckpt_tools.errors import RefusedConfigError, UsageError
 from ckpt_tools.models.recipe import Batch, Recipe, without_dropout
 from ckpt_tools.sandbox.audit import HINT, demand_sandbox
-from ckpt_tools.sandbox.config import check_config, without_code_keys
+from ckpt_tools.sandbox.check_config import check_config, without_code_keys
 
 USE_FACTORY = "use --factory pkg.mod:callable"
 FEEDS_ITSELF = f"{USE_FACTORY}, whose model has example_batch(batch_size, seq_len)"  # For a model that ckpt cannot feed

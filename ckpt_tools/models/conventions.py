@@ -11,13 +11,13 @@ from hashlib import blake2b
 from ckpt_tools.checkpoint.names.convert import Converted, to_hub, to_live
 from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps
 from ckpt_tools.checkpoint.names.keymap_steps import look_up
-from ckpt_tools.checkpoint.names.match import NameMatch, match_names
+from ckpt_tools.checkpoint.names.match_architecture import NameMatch, match_names
 from ckpt_tools.checkpoint.names.mosaic import Mosaic
 from ckpt_tools.checkpoint.names.table import load_table
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import first_few
 
-CONVENTIONS = ("torchtitan", "megatron", "meta", "torchtune")  # Each is a file of `maps`; see `maps.keymap`
+CONVENTIONS = ("torchtitan", "megatron", "meta", "torchtune")  # Each is a file of `names`; see `names.keymap`
 _Config = Mapping[str, object]
 
 
@@ -76,7 +76,7 @@ _OTHERWISE = {
     "rotary_interleaved": "rows of queries and keys are in another order",
     "attention_output_gate": "rows of gates lie between those of queries and keys",
 }
-"""Megatron's settings under which its tensors are not those of `maps/megatron.txt`."""
+"""Megatron's settings under which its tensors are not those of `names/megatron.txt`."""
 _CUTS = {
     "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads",

@@ -13,8 +13,8 @@ from torch import nn
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, LAYERDROP, USE_FACTORY, ConfigRecipe, nested
-from ckpt_tools.models.parameters import replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, SEQ_LEN, Batch
+from ckpt_tools.models.replace_parameters import replace_parameters
 from ckpt_tools.text import first_few
 
 _SPECIAL = re.compile(r".*token(_id|_index|_ids)?(_.*)?|.*_(id|index)")

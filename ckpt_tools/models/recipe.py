@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpt_tools.errors import UnclearLossError, UsageError
 from ckpt_tools.models.builtin import SmallTransformer
-from ckpt_tools.models.parameters import adopt_computed
+from ckpt_tools.models.replace_parameters import adopt_computed
 from ckpt_tools.text import first_few
 
 BATCH_SIZE = 2  # Samples per data-parallel rank

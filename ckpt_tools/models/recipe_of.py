@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe
 from ckpt_tools.models.hf_recipe import HfRecipe
-from ckpt_tools.models.parameters import parameters_on_meta, replace_parameters
 from ckpt_tools.models.recipe import BATCH_SIZE, Batch
+from ckpt_tools.models.replace_parameters import parameters_on_meta, replace_parameters
 
 
 def recipe_of(config: Mapping[str, Any], where: str, *, otherwise: str | None = None) -> ConfigRecipe:

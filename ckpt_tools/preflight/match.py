@@ -11,20 +11,20 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import Checkpoint, Finding
-from ckpt_tools.checkpoint.formats.contracts import OPTIMIZER, describe
 from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
+from ckpt_tools.checkpoint.formats.hollow_copy import skeleton
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
-from ckpt_tools.checkpoint.formats.skeleton import skeleton
-from ckpt_tools.checkpoint.formats.steps import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part
+from ckpt_tools.checkpoint.formats.step_layouts import MODEL_PART, OPTIMIZER_PART, POLICY_PART, is_model_part
 from ckpt_tools.checkpoint.formats.table import format_of
-from ckpt_tools.checkpoint.infer import infer_mesh
+from ckpt_tools.checkpoint.formats.trainer_contracts import OPTIMIZER, describe
+from ckpt_tools.checkpoint.infer_mesh import infer_mesh
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checkpoint.transform import is_optimizer, strip_wrappers
 from ckpt_tools.checks.values import sample
 from ckpt_tools.checks.verify import Verification, verify
 from ckpt_tools.errors import CkptError, ForeignLayoutError, RefusedConfigError, UnreadableError
 from ckpt_tools.models.config import CONFIG_NAME, config_path
-from ckpt_tools.preflight.comparison import Comparison, ModelQuestion, ModelView, RankReads, Reads
+from ckpt_tools.preflight.model_comparison import Comparison, ModelQuestion, ModelView, RankReads, Reads
 from ckpt_tools.preflight.model_facts import read_facts
 from ckpt_tools.preflight.names_match import check_names, group_names, is_native_titan
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh

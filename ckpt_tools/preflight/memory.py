@@ -13,7 +13,7 @@ from itertools import pairwise
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.layout import FSDP_AXIS, Mesh
 from ckpt_tools.estimate import Estimate, EstimateOptions, run
-from ckpt_tools.estimate.figures import OPTIMIZERS
+from ckpt_tools.estimate.model_sizes import OPTIMIZERS
 from ckpt_tools.preflight.plain_values import as_truth, find_value, is_variable, words_of
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh, strategy_on
 from ckpt_tools.sandbox.child import Child

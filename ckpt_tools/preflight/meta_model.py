@@ -23,7 +23,7 @@ from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.models.config import ModelConfig
 from ckpt_tools.models.recipe import call, find_loss, loss_of
 from ckpt_tools.models.recipe_of import recipe_of
-from ckpt_tools.preflight.comparison import (
+from ckpt_tools.preflight.model_comparison import (
     MAX_ELEMS,
     Comparison,
     FoundTensor,

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.checkpoint.formats.file_names import is_weights
 from ckpt_tools.checkpoint.formats.opening import open_path
-from ckpt_tools.checkpoint.names.match import EXPERT_COUNTS
+from ckpt_tools.checkpoint.names.match_architecture import EXPERT_COUNTS
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, ModelConfig, component_of, config_beside, config_path, read_config
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.sandbox.config import check_config
+from ckpt_tools.sandbox.check_config import check_config
 from ckpt_tools.storage.locations import absolute, exists, is_directory, is_file, open_source
 from ckpt_tools.text import escape_name
 

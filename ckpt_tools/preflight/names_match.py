@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.transform import WRAPPERS, strip_wrappers
 from ckpt_tools.options.preflight import Framework
-from ckpt_tools.preflight.comparison import Comparison
+from ckpt_tools.preflight.model_comparison import Comparison
 from ckpt_tools.text import escape_name
 
 DCP_ROOTS: Mapping[str, str] = {"accelerate": "model.", "trainer": "model.", "axolotl": "model.", "torchtitan": ""}

@@ -17,8 +17,6 @@ from ckpt_tools.estimate import Estimate
 from ckpt_tools.fsdp2.smoke import SmokeReport, run_smoke
 from ckpt_tools.options import Doc, takes
 from ckpt_tools.options.preflight import PreflightFields
-from ckpt_tools.preflight.collapse import collapse_spec, describe_chosen, write_cuts
-from ckpt_tools.preflight.comparison import ModelView
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
 from ckpt_tools.preflight.host import Needs, check_host, look_at, needs_of
 from ckpt_tools.preflight.match import CheckpointMatch, check_checkpoint, look_at_model
@@ -31,11 +29,13 @@ from ckpt_tools.preflight.memory import (
     savers_of,
     start_estimate,
 )
+from ckpt_tools.preflight.model_comparison import ModelView
 from ckpt_tools.preflight.model_facts import ModelFacts, Sources, checked_config, facts_of, find_sources, read_facts
 from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, PreflightReport
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
+from ckpt_tools.preflight.shrink_run import collapse_spec, describe_chosen, write_cuts
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.text import escape_name

@@ -12,13 +12,13 @@ from typing import Any
 
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.formats.step import open_step
-from ckpt_tools.checkpoint.formats.steps import PROGRESS_FILE, ROLES
+from ckpt_tools.checkpoint.formats.step_layouts import PROGRESS_FILE, ROLES
 from ckpt_tools.checks.step import verify_step
 from ckpt_tools.checks.verify import Looks, Verification, verify
 from ckpt_tools.errors import CkptError, UnreadableError, UnsupportedError, UsageError
 from ckpt_tools.options import ProgressFactory
 from ckpt_tools.options.common import Level
-from ckpt_tools.runs.fitness import Profile
+from ckpt_tools.runs.compare_series import Profile
 from ckpt_tools.runs.folder import POINTERS, Folder, FolderListing, SavedCheckpoint, metric_in_name
 from ckpt_tools.runs.retention import Rules, RunCheckpoint, State
 from ckpt_tools.sandbox import wire

@@ -208,13 +208,13 @@ class Folder(ABC):
 def open_folder(path: str, also_used_by: Sequence[str] = ()) -> Folder:
     """Open a run's folder, which need not hold anything yet; links in other directories hold what they lead to."""
     if not is_remote(path):
-        from ckpt_tools.runs.disk import DiskFolder
+        from ckpt_tools.runs.disk_folder import DiskFolder
 
         return DiskFolder(local(path), also_used_by)
     if scheme_of(path) not in ("s3", "gs", "az"):
         what = "a run's folder is managed on a disk or in a bucket"
         raise UsageError(what, where=path, hint="give the folder of the run")
-    from ckpt_tools.runs.bucket import BucketFolder
+    from ckpt_tools.runs.bucket_folder import BucketFolder
 
     return BucketFolder(path)
 

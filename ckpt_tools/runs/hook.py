@@ -19,7 +19,7 @@ from ckpt_tools.runs.hook_work import ExportJob, TendingAnswer, TendingJob
 from ckpt_tools.runs.manage import Settings
 from ckpt_tools.runs.retention import Rules
 from ckpt_tools.sandbox.child import Child
-from ckpt_tools.storage.run_folder import leased
+from ckpt_tools.storage.run_leases import leased
 
 _DOES = "manages the run's checkpoints"
 

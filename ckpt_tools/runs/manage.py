@@ -17,10 +17,10 @@ from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageErr
 from ckpt_tools.options import ProgressFactory
 from ckpt_tools.options.common import Level
 from ckpt_tools.runs.assess import MAX_RECORD_BYTES, Assessor, Entry, build_record, examine, parse_record, targets
-from ckpt_tools.runs.fitness import Profile, Profiler, compare, join_profiles
+from ckpt_tools.runs.compare_series import Profile, Profiler, compare, join_profiles
 from ckpt_tools.runs.folder import Folder, FolderListing, SavedCheckpoint, place_of
 from ckpt_tools.runs.retention import Rules, RunCheckpoint, plan_retention
-from ckpt_tools.storage.run_folder import RECORD_NAME, leased
+from ckpt_tools.storage.run_leases import RECORD_NAME, leased
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 

@@ -14,7 +14,7 @@ from typing import Self
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.sandbox.child import Here, describe_end, die_with_parent
-from ckpt_tools.sandbox.hang import MAX_STACK_CHARS, describe_hang, parse_stack
+from ckpt_tools.sandbox.hang_report import MAX_STACK_CHARS, describe_hang, parse_stack
 from ckpt_tools.sandbox.journal import Journal, RankLog, events_path, read_events
 
 _POLL_S = 0.05

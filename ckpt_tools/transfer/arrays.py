@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME, DType
-from ckpt_tools.transfer.counts import count_values
+from ckpt_tools.transfer.value_counts import count_values
 
 Array = NDArray[Any]  # Of any of the types below
 

@@ -24,15 +24,15 @@ from ckpt_tools.errors import CkptError, UnreachableError
 from ckpt_tools.storage.journal import BlockRecord
 from ckpt_tools.storage.sink import Sink
 from ckpt_tools.storage.source import Source
-from ckpt_tools.transfer.counts import Counts
+from ckpt_tools.transfer.box_bytes import byte_box, is_contiguous, move, start_of
 from ckpt_tools.transfer.plan import TILE_BLOCKS, Copy, FilePlan, Seal, blocks_at_once, group_by_tensor, is_plain
 from ckpt_tools.transfer.read import ALIGNMENT, Buffers, Edit, Parts, Read, combine_crcs, edit_block, read_block
 from ckpt_tools.transfer.share_record import TensorPart
 from ckpt_tools.transfer.split import hull
-from ckpt_tools.transfer.strides import byte_box, is_contiguous, move, start_of
 from ckpt_tools.transfer.task import Look, Task
 from ckpt_tools.transfer.tensor_digest import AsStored
 from ckpt_tools.transfer.threads import Crew
+from ckpt_tools.transfer.value_counts import Counts
 
 Progress = Callable[[int], None]
 """Called with the number of logical bytes that have been moved since the last call; from any thread."""

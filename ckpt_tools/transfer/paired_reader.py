@@ -7,7 +7,7 @@ import threading
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.layout import Box
-from ckpt_tools.checkpoint.ledger import Ledger
+from ckpt_tools.checkpoint.recorded_checks import Ledger
 from ckpt_tools.transfer.plan import check_complete, chunk_index
 from ckpt_tools.transfer.read import Buffers, Checksums, read_block
 from ckpt_tools.transfer.tensor_digest import AsStored

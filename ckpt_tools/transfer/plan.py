@@ -20,8 +20,8 @@ from ckpt_tools.checkpoint.layout import Blocks, Box, BoxIndex, split_blocks
 from ckpt_tools.checkpoint.tiling import check_tiling
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.text import first_few, is_plain_path
+from ckpt_tools.transfer.box_bytes import MAX_WASTE
 from ckpt_tools.transfer.split import restrict
-from ckpt_tools.transfer.strides import MAX_WASTE
 
 TILE_BLOCKS = 4
 """With rows of 1.4 KiB in a block (transposed experts of gpt-oss), these take half as long as one by one.

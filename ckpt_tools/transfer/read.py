@@ -14,9 +14,9 @@ from ckpt_tools.checkpoint.entries import Chunk, TensorEntry
 from ckpt_tools.checkpoint.layout import Box, BoxIndex
 from ckpt_tools.errors import CkptError, UnreadableError
 from ckpt_tools.storage.source import Source
+from ckpt_tools.transfer.box_bytes import MAX_WASTE, StridedPart, byte_box, is_contiguous, move, row_major, start_of
 from ckpt_tools.transfer.casting import cast
 from ckpt_tools.transfer.plan import blocks_of, chunk_index
-from ckpt_tools.transfer.strides import MAX_WASTE, StridedPart, byte_box, is_contiguous, move, row_major, start_of
 
 ALIGNMENT = 64  # Bytes of a cache line: positions that differ by a multiple of it are aligned alike
 _WORTH_ALIGNING_BYTES = 64 << 10

@@ -16,8 +16,8 @@ from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.sandbox import wire
 from ckpt_tools.text import is_plain_path
-from ckpt_tools.transfer.counts import Counts
 from ckpt_tools.transfer.split import Part
+from ckpt_tools.transfer.value_counts import Counts
 
 # Which one of several processes this is, as whoever started it says: no process asks another
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.layout import Box
-from ckpt_tools.transfer.counts import Counts, count_values
-from ckpt_tools.transfer.strides import start_of
+from ckpt_tools.transfer.box_bytes import start_of
+from ckpt_tools.transfer.value_counts import Counts, count_values
 
 if TYPE_CHECKING:
     from ckpt_tools.transfer.arrays import Array

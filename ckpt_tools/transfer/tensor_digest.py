@@ -15,12 +15,12 @@ from ckpt_tools.checkpoint.formats.digest import digest_tensor
 from ckpt_tools.checkpoint.layout import Blocks, Box, BoxIndex, flat_boxes
 from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.source import Source
-from ckpt_tools.transfer.counts import Counts, count_values
+from ckpt_tools.transfer.box_bytes import start_of
 from ckpt_tools.transfer.plan import blocks_of
 from ckpt_tools.transfer.read import Buffers, Checksums, Parts, Read, combine_crcs, read_block
 from ckpt_tools.transfer.share_record import Run, TensorPart
 from ckpt_tools.transfer.split import has_whole_rows
-from ckpt_tools.transfer.strides import start_of
+from ckpt_tools.transfer.value_counts import Counts, count_values
 
 _AGAIN_ELEMS = 1 << 16  # Read at once, of what is read again
 

@@ -15,8 +15,8 @@ from arrays import to_array, to_tensor
 from torch import nn
 
 from ckpt_tools.adapters.adapter import Adapter, AdapterModule, Sourced
-from ckpt_tools.adapters.ecosystems.forms import to_target as to_target_of_arrays
 from ckpt_tools.adapters.ecosystems.output import Written
+from ckpt_tools.adapters.ecosystems.to_target import to_target as to_target_of_arrays
 
 TOYS = tomllib.loads((Path(__file__).parent / "toys.toml").read_text())
 

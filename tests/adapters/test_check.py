@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ckpt_tools.adapters.check import check_lora, simulate
-from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, LoaderReport
+from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, LoaderReport
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.cli import main

@@ -9,7 +9,7 @@ from adapters.maths import delta_of_arrays as delta, scale_of, weight_of_arrays 
 from arrays import to_array
 
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-from ckpt_tools.adapters.ecosystems.fit import Fitting
+from ckpt_tools.adapters.ecosystems.place_modules import Fitting
 from ckpt_tools.adapters.families.equivalents import Equivalent, as_lora, by_svd, error_between
 from ckpt_tools.adapters.families.family import Setting
 from ckpt_tools.errors import UsageError

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save, save_file
 
 from ckpt_tools import api
 from ckpt_tools.adapters.adapter import AdapterModule, Sourced
-from ckpt_tools.adapters.ecosystems.forms import to_target
+from ckpt_tools.adapters.ecosystems.to_target import to_target
 from ckpt_tools.adapters.export import export_lora
 from ckpt_tools.errors import UsageError
 

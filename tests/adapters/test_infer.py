@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from ckpt_tools import api
 from ckpt_tools.adapters.base.model import parents_of
 from ckpt_tools.adapters.check import check_lora
-from ckpt_tools.adapters.ecosystems.peft.config import exact_pattern, minimal_saved, minimal_suffixes
 from ckpt_tools.adapters.ecosystems.peft.config_rules import matched
+from ckpt_tools.adapters.ecosystems.peft.infer_config import exact_pattern, minimal_saved, minimal_suffixes
 from ckpt_tools.adapters.families import PEFT_TYPES
 from ckpt_tools.adapters.families.lokr import factorization
 from ckpt_tools.adapters.families.oft import adjusted

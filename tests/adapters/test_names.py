@@ -22,8 +22,8 @@ from ckpt_tools.adapters.architectures.architecture import Architecture
 from ckpt_tools.adapters.architectures.choose import choose_families, model_family_of
 from ckpt_tools.adapters.architectures.names import place
 from ckpt_tools.adapters.check import simulate
-from ckpt_tools.adapters.ecosystems.fit import in_native, place_all
-from ckpt_tools.adapters.ecosystems.simulation import AdapterFile
+from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile
+from ckpt_tools.adapters.ecosystems.place_modules import in_native, place_all
 from ckpt_tools.adapters.read.opening import entry_of
 from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps, of_weights
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from ckpt_tools import api
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, parse_manifest
 from ckpt_tools.checkpoint.formats.opening import open_path
-from ckpt_tools.checkpoint.infer import rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.cli import main
 
 pytestmark = pytest.mark.full

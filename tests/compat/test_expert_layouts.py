@@ -8,7 +8,7 @@ from fsdp2.ranks import run_ranks
 from safetensors.torch import load_file
 
 from ckpt_tools import api
-from ckpt_tools.checkpoint.infer import rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.cli import main
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -10,7 +10,7 @@ from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import Case, formula
 from ckpt_tools.estimate.case import CONTEXT_BYTES, FRAGMENTATION, NCCL_BYTES, WORKSPACE_BYTES, margin_of
-from ckpt_tools.estimate.figures import Block, Figures, figures_from_counts, figures_from_shapes
+from ckpt_tools.estimate.model_sizes import Block, Figures, figures_from_counts, figures_from_shapes
 
 # Two blocks of 1000 parameters, 900 of them in matrices (30 × 20 and 10 × 30), and a root of 500.
 BLOCK = Block(count=2, params=1000, matrices=900, outputs=40, matrix_sides=90, hidden=20, widest=600)

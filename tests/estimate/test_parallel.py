@@ -13,8 +13,8 @@ from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate import EstimateOptions
 from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.figures import GPUS, gpu_bytes
 from ckpt_tools.estimate.formula import stages_of
+from ckpt_tools.estimate.model_sizes import GPUS, gpu_bytes
 from ckpt_tools.estimate.options import cases_of
 from ckpt_tools.estimate.track import slim
 

@@ -10,7 +10,7 @@ import pytest
 from ckpt_tools import api
 from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.estimate import Case, formula
-from ckpt_tools.estimate.figures import figures_from_shapes
+from ckpt_tools.estimate.model_sizes import figures_from_shapes
 
 GB = 10**9
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "memory.md"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ckpt_tools.checkpoint.formats.opening import open_path
-from ckpt_tools.transfer.boxes import BytesReader
+from ckpt_tools.transfer.box_reader import BytesReader
 
 Flat = dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from ckpt_tools import api
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.errors import CkptError, PartError, UnreadableError, UsageError
-from ckpt_tools.transfer.boxes import BytesReader
+from ckpt_tools.transfer.box_reader import BytesReader
 
 pytestmark = pytest.mark.full
 

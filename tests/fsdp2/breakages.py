@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckpt_tools.fsdp2.audit import audit
-from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.compare_ranks import compare_ranks
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.watch import watch
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckpt_tools.fsdp2.audit import audit
-from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.compare_ranks import compare_ranks
 from ckpt_tools.fsdp2.load import load_checkpoint
 from ckpt_tools.fsdp2.train import clip_grad_norm
 from ckpt_tools.fsdp2.watch import watch

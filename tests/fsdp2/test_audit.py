@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ckpt_tools.errors import CkptError, UnreadableError, UsageError
 from ckpt_tools.fsdp2.audit import audit, find_double_wraps
-from ckpt_tools.fsdp2.compare import RankRecord, Trace, compare_ranks, compare_records, compare_traces
+from ckpt_tools.fsdp2.compare_ranks import RankRecord, Trace, compare_ranks, compare_records, compare_traces
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.internals import LOGGER, snapshot
 from ckpt_tools.fsdp2.watch import last_watch, read_traces, watch

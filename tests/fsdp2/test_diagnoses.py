@@ -10,7 +10,7 @@ from fsdp2.breakages import BREAKAGES, DISAGREEMENTS, SILENT, THREADS
 from fsdp2.ranks import RankLost, run_ranks
 
 from ckpt_tools.fsdp2.catalogue import CATALOGUE, render_catalogue
-from ckpt_tools.fsdp2.compare import compare_traces
+from ckpt_tools.fsdp2.compare_ranks import compare_traces
 from ckpt_tools.fsdp2.diagnose import Diagnosis, diagnose
 from ckpt_tools.fsdp2.watch import read_traces
 

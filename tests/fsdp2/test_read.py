@@ -16,7 +16,7 @@ from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.names import mosaic
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.fsdp2.read import BoxReader, Whole, as_whole
-from ckpt_tools.transfer.strides import MAX_WASTE
+from ckpt_tools.transfer.box_bytes import MAX_WASTE
 
 SHAPES = {"matrix": (13, 12), "cube": (5, 6, 8), "vector": (17,), "scalar": (), "strided": (6, 10)}
 

@@ -21,7 +21,7 @@ from ckpt_tools.fsdp2 import (
     parse_policy,
     parse_strategy,
 )
-from ckpt_tools.fsdp2.methods import dispatch_path
+from ckpt_tools.fsdp2.entry_methods import dispatch_path
 
 
 class Block(nn.Module):

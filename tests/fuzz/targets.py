@@ -29,7 +29,7 @@ from samples import memory_directory, safetensors_bytes, tensor, without_ranks
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Chunk, TensorEntry
-from ckpt_tools.checkpoint.formats import hf, hf_sharded
+from ckpt_tools.checkpoint.formats import dcp_safetensors as hf_sharded, hf
 from ckpt_tools.checkpoint.formats._torch_tensor import ItemHead
 from ckpt_tools.checkpoint.formats.dcp_metadata import ALLOWED_GLOBALS, build_metadata, parse_metadata
 from ckpt_tools.checkpoint.formats.manifest import (

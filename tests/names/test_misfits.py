@@ -12,7 +12,7 @@ import transformers
 from names import zoo
 
 from ckpt_tools.checkpoint.names import config_misfits
-from ckpt_tools.preflight.collapse import cut_depth
+from ckpt_tools.preflight.shrink_run import cut_depth
 
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32000, "hidden_size": 64,

@@ -164,7 +164,7 @@ def test_split_into_parts_that_are_not_the_whole_is_refused() -> None:
 
 
 def test_renaming_of_a_group_is_switched_on_by_its_first_for_all_names() -> None:
-    from ckpt_tools.checkpoint.names.renames import RenameRule, renamed
+    from ckpt_tools.checkpoint.names.transformers_renames import RenameRule, renamed
 
     rule = RenameRule(
         kind="group", sources=(r"blocks.(\d+).fc1", r"blocks.(\d+).fc2"), targets=(r"blocks.\1.fc0", r"blocks.\1.fc1")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
-from ckpt_tools.preflight.collapse import cut_depth, shrink_config
+from ckpt_tools.preflight.shrink_run import cut_depth, shrink_config
 
 
 def tiny(name):

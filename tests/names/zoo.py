@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ckpt_tools.checkpoint.formats._json import parse_json
-from ckpt_tools.preflight.collapse import cut_depth
+from ckpt_tools.preflight.shrink_run import cut_depth
 
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForImageClassification")
 _MOST_PARAMETERS = 6_000_000

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.preflight.collapse import (
+from ckpt_tools.preflight.shrink_run import (
     collapse_mesh,
     collapse_spec,
     cut_depth,

@@ -14,10 +14,10 @@ from preflight.rule_cases import NAMES, RIGHT, text_of
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs import names
 from ckpt_tools.preflight.configs.document import Document, read_document
+from ckpt_tools.preflight.configs.field_rows import FieldRow, ReaderInput
 from ckpt_tools.preflight.configs.names import known, newest_release
 from ckpt_tools.preflight.configs.read import READERS
 from ckpt_tools.preflight.configs.schema import OptionSection
-from ckpt_tools.preflight.configs.table import FieldRow, ReaderInput
 from ckpt_tools.preflight.spec import Engine, ParallelSpec
 
 SFT = {

@@ -26,8 +26,8 @@ from ckpt_tools import api
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.layout import Shard, cut_tensor, parse_mesh
 from ckpt_tools.preflight import match
-from ckpt_tools.preflight.comparison import count_reads
 from ckpt_tools.preflight.match import check_checkpoint, look_at_model
+from ckpt_tools.preflight.model_comparison import count_reads
 from ckpt_tools.preflight.model_facts import ModelFacts, read_facts
 from ckpt_tools.preflight.spec import AdapterSpec, ParallelSpec, shard_mesh
 from ckpt_tools.sandbox import child as children, wire

@@ -12,8 +12,8 @@ import pytest
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.preflight.rules import CATALOGUE
+from ckpt_tools.preflight.rules.option_words import holds, options_of, rows_of
 from ckpt_tools.preflight.rules.rule import Subject
-from ckpt_tools.preflight.rules.words import holds, options_of, rows_of
 from ckpt_tools.preflight.spec import ParallelSpec
 
 FRAMEWORKS = get_args(Framework)

@@ -13,8 +13,8 @@ from samples import content, examples, memory_directory, small_blocks, write_mod
 
 from ckpt_tools import api
 from ckpt_tools.checkpoint.dtypes import BY_NAME
-from ckpt_tools.transfer import counts as counting
-from ckpt_tools.transfer.counts import Counts, count_values, has_values
+from ckpt_tools.transfer import value_counts as counting
+from ckpt_tools.transfer.value_counts import Counts, count_values, has_values
 
 DTYPES = [name for name, dtype in BY_NAME.items() if has_values(dtype)]
 SPECIAL = (0x00, 0x80, 0x7F, 0xFF, 0x7C, 0xFC, 0xC0, 0xF8)

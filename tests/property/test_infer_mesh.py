@@ -8,7 +8,7 @@ from samples import examples
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, TensorEntry
-from ckpt_tools.checkpoint.infer import block_of, infer_mesh, rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import block_of, infer_mesh, rank_of_file
 from ckpt_tools.checkpoint.layout import Mesh, Placement, Replicate, Shard, cut_tensor
 
 S0, S1 = Shard(0), Shard(1)

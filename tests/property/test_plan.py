@@ -12,13 +12,13 @@ from samples import examples, small_blocks
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Checkpoint, Chunk, TensorEntry
 from ckpt_tools.checkpoint.formats import dcp_placing, hf
-from ckpt_tools.checkpoint.formats.hf_sharded import describe_sharded, place_sharded
+from ckpt_tools.checkpoint.formats.dcp_safetensors import describe_sharded, place_sharded
 from ckpt_tools.checkpoint.formats.safetensors import HeaderFile, parse_header
 from ckpt_tools.checkpoint.formats.torch_zip import item_frame
 from ckpt_tools.checkpoint.layout import Box, Mesh, Shard, cut_tensor
 from ckpt_tools.checkpoint.tiling import check_tiling
+from ckpt_tools.transfer.box_bytes import byte_box, is_contiguous, start_of
 from ckpt_tools.transfer.plan import FilePlan, Plan, blocks_of, chunk_index, group_by_tensor, plan_copies
-from ckpt_tools.transfer.strides import byte_box, is_contiguous, start_of
 
 AXES = ("dp_replicate", "dp_shard", "tp", "ep")
 

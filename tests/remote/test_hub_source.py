@@ -13,8 +13,8 @@ from hub.local_hub import READ_TOKEN, WRITE_TOKEN, Fault, Hub
 from remote.site import Answer, Asked, part, publish, site
 from samples import MODEL, content, files_of, safetensors_bytes, tensor, write_model
 
+from ckpt_tools.checkpoint.formats.hollow_copy import skeleton
 from ckpt_tools.checkpoint.formats.opening import open_path
-from ckpt_tools.checkpoint.formats.skeleton import skeleton
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.storage.remote import hub_source
 from ckpt_tools.storage.remote.hub_source import parse
@@ -411,7 +411,7 @@ def test_dtensor_engine_refuses_other_machines(run, hub: Hub, model: Path, tmp_p
 
 def test_smoke_refuses_to_copy_large_weights(run, hub: Hub, model: Path, monkeypatch) -> None:
     publish(hub, "org/name", model)
-    monkeypatch.setattr(importlib.import_module("ckpt_tools.fsdp2.smoke.start"), "DATA_LIMIT_BYTES", 100)
+    monkeypatch.setattr(importlib.import_module("ckpt_tools.fsdp2.smoke.run"), "DATA_LIMIT_BYTES", 100)
     assert "--model hf://org/name" in error_of(run("smoke", "hf://org/name"), 2)
 
 

@@ -12,7 +12,7 @@ from remote.site import Answer, part, site
 from samples import MODEL, files_of, safetensors_bytes, tensor, write_model
 
 from ckpt_tools.storage.remote import web
-from ckpt_tools.storage.remote.refusals import Peers
+from ckpt_tools.storage.remote.server_checks import Peers
 
 HELD = safetensors_bytes(MODEL)
 

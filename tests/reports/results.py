@@ -30,8 +30,8 @@ from ckpt_tools.fsdp2.smoke.report import PHASES, PhaseResult, RankMemory, Reloa
 from ckpt_tools.preflight.report import CHECKS, CheckResult, PreflightReport
 from ckpt_tools.runs.manage import PruneResult
 from ckpt_tools.runs.retention import Rules, RunCheckpoint, State, plan_retention
-from ckpt_tools.transfer.counts import Counts
 from ckpt_tools.transfer.statistics import Moments
+from ckpt_tools.transfer.value_counts import Counts
 
 HOSTILE = (
     "</script><img src=x onerror=window.hit=1>",

@@ -12,7 +12,7 @@ from torch import nn
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.fsdp2 import build_device_mesh, find_blocks, shard_model
 from ckpt_tools.fsdp2.audit import audit
-from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.compare_ranks import compare_ranks
 from ckpt_tools.fsdp2.lora import adapter_state, add_lora
 
 pytestmark = pytest.mark.full

@@ -15,7 +15,7 @@ from ckpt_tools.checkpoint.layout import parse_mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import build_device_mesh, load_checkpoint, shard_model
 from ckpt_tools.fsdp2.audit import audit
-from ckpt_tools.fsdp2.compare import compare_ranks
+from ckpt_tools.fsdp2.compare_ranks import compare_ranks
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.watch import watch
 

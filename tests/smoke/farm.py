@@ -17,7 +17,7 @@ import traceback
 
 from ckpt_tools.fsdp2.smoke.messages import Launched, LaunchJob
 from ckpt_tools.fsdp2.smoke.options import SmokeOptions
-from ckpt_tools.fsdp2.smoke.start import LAUNCH
+from ckpt_tools.fsdp2.smoke.run import LAUNCH
 from ckpt_tools.sandbox import wire
 from ckpt_tools.sandbox.child import environment, read_answer
 

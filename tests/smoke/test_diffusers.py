@@ -11,7 +11,7 @@ from smoke.diffusers_models import CONFIGS, config_of
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.config import component_of
-from ckpt_tools.preflight.collapse import describe_cut, shrink_config
+from ckpt_tools.preflight.shrink_run import describe_cut, shrink_config
 
 IDLE = {"SD3Transformer2DModel": "transformer_blocks.1.", "QwenImageTransformer2DModel": "transformer_blocks.1."}
 """What the last block makes of the text goes nowhere."""

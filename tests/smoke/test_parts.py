@@ -13,8 +13,8 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UnclearLossError, UsageError
 from ckpt_tools.fsdp2.smoke import rng
 from ckpt_tools.fsdp2.smoke.report import causes, group_findings, of_ranks
-from ckpt_tools.models.parameters import adopt_computed
 from ckpt_tools.models.recipe import find_loss, loss_of
+from ckpt_tools.models.replace_parameters import adopt_computed
 
 LOSS = torch.tensor(2.0, requires_grad=True)
 LOGITS = torch.ones(2, 3, requires_grad=True)

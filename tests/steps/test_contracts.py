@@ -13,8 +13,8 @@ from steps import toy_steps
 from torch.distributed.tensor import Shard
 
 from ckpt_tools import api
-from ckpt_tools.checkpoint.formats.contracts import CONTRACTS
 from ckpt_tools.checkpoint.formats.step import judge_path
+from ckpt_tools.checkpoint.formats.trainer_contracts import CONTRACTS
 from ckpt_tools.cli import main
 
 ZERO = Path(__file__).parents[1] / "formats" / "deepspeed.tar.xz"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ckpt_tools.runs.bucket import BucketFolder
+from ckpt_tools.runs.bucket_folder import BucketFolder
 from ckpt_tools.storage.remote import store
 from ckpt_tools.storage.remote.store import Bucket
 

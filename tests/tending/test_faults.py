@@ -11,7 +11,7 @@ from tending.runs import flip
 
 from ckpt_tools import api
 from ckpt_tools.storage.remote.store import Bucket
-from ckpt_tools.storage.run_folder import RECORD_NAME
+from ckpt_tools.storage.run_leases import RECORD_NAME
 
 
 class _KilledError(BaseException):

@@ -20,12 +20,12 @@ from ckpt_tools import api
 from ckpt_tools.cli import main
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError, UsageError
 from ckpt_tools.runs import assess, manage
-from ckpt_tools.runs.disk import DiskFolder
+from ckpt_tools.runs.disk_folder import DiskFolder
 from ckpt_tools.runs.folder import TRASH_PREFIX, BusyError
 from ckpt_tools.runs.manage import RunManager, Settings
 from ckpt_tools.runs.retention import Rules
 from ckpt_tools.storage.claim import staging_path
-from ckpt_tools.storage.run_folder import RECORD_NAME, leased
+from ckpt_tools.storage.run_leases import RECORD_NAME, leased
 
 QUICK = [
     "test_prune_removes_what_is_superseded",

@@ -21,7 +21,7 @@ from tending.runs import flip
 from ckpt_tools import api, hooks
 from ckpt_tools.errors import UsageError
 from ckpt_tools.runs.assess import parse_record
-from ckpt_tools.storage.run_folder import RECORD_NAME
+from ckpt_tools.storage.run_leases import RECORD_NAME
 
 pytestmark = pytest.mark.full(but=["test_settings_that_make_no_sense_are_refused", "test_other_ranks_do_nothing"])
 FAST = {"settle_s": 0.0, "patience_s": 20.0}

@@ -2,7 +2,7 @@ import re
 from importlib.resources import files
 
 from ckpt_tools.adapters.families import FAMILIES
-from ckpt_tools.adapters.families.carried import CARRIED
+from ckpt_tools.adapters.families.peft_only import CARRIED
 from ckpt_tools.checkpoint.names import is_factor
 
 _GENERIC = {"rescale", "diff", "diff_b"}

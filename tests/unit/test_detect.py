@@ -10,8 +10,8 @@ from samples import safetensors_bytes, tensor, write_model
 
 from ckpt_tools import api
 from ckpt_tools.checkpoint.formats.file_names import is_hf_asset, is_weights
-from ckpt_tools.checkpoint.formats.layouts import explain
 from ckpt_tools.checkpoint.formats.table import detect_format
+from ckpt_tools.checkpoint.formats.unsupported import explain
 from ckpt_tools.cli import main
 from ckpt_tools.errors import UnreadableError
 

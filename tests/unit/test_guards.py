@@ -29,7 +29,7 @@ from ckpt_tools import api
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import ByteSpan, Chunk, TensorEntry
 from ckpt_tools.checkpoint.formats.digest import digest_block
-from ckpt_tools.checkpoint.formats.frames import digest_frames
+from ckpt_tools.checkpoint.formats.item_frames import digest_frames
 from ckpt_tools.checkpoint.formats.torch_zip import END64, LOCATOR, archive_frame, parse_archive
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.convert.run import merge

@@ -7,8 +7,8 @@ from samples import safetensors_bytes, tensor
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import TensorEntry
+from ckpt_tools.checkpoint.formats.dcp_safetensors import SHARDED_FILE, describe_sharded
 from ckpt_tools.checkpoint.formats.hf import arrange, build_index, describe, parse_index, place
-from ckpt_tools.checkpoint.formats.hf_sharded import SHARDED_FILE, describe_sharded
 from ckpt_tools.checkpoint.formats.safetensors import HeaderFile, parse_header
 from ckpt_tools.errors import UnreadableError
 

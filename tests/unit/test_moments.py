@@ -11,8 +11,8 @@ import torch
 from ckpt_tools.checkpoint.dtypes import BY_TORCH_NAME
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.layout import split_blocks
-from ckpt_tools.transfer.counts import count_values
 from ckpt_tools.transfer.statistics import Moments, Tally
+from ckpt_tools.transfer.value_counts import count_values
 
 _DTYPES = [
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.layout import Box
-from ckpt_tools.transfer.strides import StridedPart, byte_box, is_contiguous, move, row_major, start_of
+from ckpt_tools.transfer.box_bytes import StridedPart, byte_box, is_contiguous, move, row_major, start_of
 
 
 @pytest.mark.parametrize(

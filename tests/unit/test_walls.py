@@ -13,7 +13,7 @@ import pytest
 
 from ckpt_tools.errors import RefusedConfigError
 from ckpt_tools.sandbox.audit import Breach, Sandbox, aside, demand_sandbox, in_sandbox
-from ckpt_tools.sandbox.config import check_config
+from ckpt_tools.sandbox.check_config import check_config
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 16}
 TABLES = tomllib.loads(Path(__file__).with_name("configs.toml").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Model families whose adapters have names of their own.
 
-A new one is a table of families.toml, and its names in maps/comfyui.txt.
+A new one is a table of families.toml, and its names in names/comfyui.txt.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class ModelPart:
     """One model of a pipeline."""
 
     component: str = "transformer"  # What diffusers calls it: transformer, unet, text_encoder, …
-    sections: tuple[str, ...] = ()  # Of maps/comfyui.txt, with its names
+    sections: tuple[str, ...] = ()  # Of names/comfyui.txt, with its names
     comfyui: str = "diffusion_model"  # What ComfyUI puts in front of the native path
     kohya: tuple[str, ...] = ("lora_unet", "lora_transformer", "lycoris")
     """What kohya and its relatives put in front of the underscored path; the first is written."""

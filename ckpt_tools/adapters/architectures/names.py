@@ -1,6 +1,6 @@
 """From a module's name in any spelling to the module: by the key maps, never by guessing.
 
-A line of maps/comfyui.txt ties the one native module, of the model's authors (BFL's FLUX, Stability's MMDiT, the LDM
+A line of names/comfyui.txt ties the one native module, of the model's authors (BFL's FLUX, Stability's MMDiT, the LDM
 U-Net), to the one or several diffusers modules that hold the same rows. kohya and ComfyUI use the native names.
 """
 

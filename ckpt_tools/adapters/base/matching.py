@@ -283,7 +283,7 @@ def _respellings(
 ) -> Iterator[tuple[Adapter[Array], str, tuple[str, ...]]]:
     from ckpt_tools.adapters.architectures import ARCHITECTURES
     from ckpt_tools.adapters.architectures.choose import choose_architectures, model_family_of
-    from ckpt_tools.adapters.ecosystems.fit import Fitting, in_diffusers, in_native, place_all
+    from ckpt_tools.adapters.ecosystems.place_modules import Fitting, in_diffusers, in_native, place_all
 
     try:
         base = model_family_of({name: known_shape(entry) for name, entry in tensors.items()}, config)

@@ -20,9 +20,9 @@ from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.layout import Blocks, Box
 from ckpt_tools.storage.source import Source
+from ckpt_tools.transfer.box_bytes import byte_box, start_of
 from ckpt_tools.transfer.plan import blocks_of
 from ckpt_tools.transfer.read import read_blocks
-from ckpt_tools.transfer.strides import byte_box, start_of
 
 if TYPE_CHECKING:
     from ckpt_tools.adapters.base.arithmetic import Arithmetic

@@ -9,9 +9,9 @@ from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, ComfyUI, ModelPart, Spelling
 from ckpt_tools.adapters.architectures.names import find, find_as
 from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.ecosystems.peft.config_rules import variants_in
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
-from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, BASE_NORM, DORA_SCALE, PEFT_FILE
 
 # ComfyUI: it never fails, it warns and goes on.

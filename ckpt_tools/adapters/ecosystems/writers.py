@@ -24,8 +24,16 @@ from ckpt_tools.adapters.adapter import Adapter, Sourced
 from ckpt_tools.adapters.architectures.architecture import Architecture, Spelling
 from ckpt_tools.adapters.architectures.choose import BaseFamily
 from ckpt_tools.adapters.architectures.names import ModulePlace
-from ckpt_tools.adapters.ecosystems.fit import Fitting, Placed, in_diffusers, in_native, place_all, require, unchanged
 from ckpt_tools.adapters.ecosystems.output import Written, file_name, header_of, put
+from ckpt_tools.adapters.ecosystems.place_modules import (
+    Fitting,
+    Placed,
+    in_diffusers,
+    in_native,
+    place_all,
+    require,
+    unchanged,
+)
 from ckpt_tools.adapters.families import dora, family_of, lokr
 from ckpt_tools.adapters.families.changes import change_of
 from ckpt_tools.adapters.families.family import InexpressibleError, Module, Setting, refuse

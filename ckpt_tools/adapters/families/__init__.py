@@ -10,8 +10,8 @@ from importlib import import_module
 from types import MappingProxyType
 
 from ckpt_tools.adapters.adapter import AdapterModule, F, FamilyName, Shape
-from ckpt_tools.adapters.families.carried import CARRIED
 from ckpt_tools.adapters.families.family import Family
+from ckpt_tools.adapters.families.peft_only import CARRIED
 
 __all__ = ["FAMILIES", "PEFT_TYPES", "Family", "columns_of", "family_of", "rows_of", "shape_of"]
 

@@ -288,13 +288,13 @@ class Family:
 
     def split(self, module: Module, sizes: Sequence[int], paths: Sequence[str]) -> tuple[Module, ...]:
         """Cut a module by rows into sizes[0], sizes[1], …; raise InexpressibleError if its factors have other rows."""
-        from ckpt_tools.adapters.families import rows
+        from ckpt_tools.adapters.families import factor_rows as rows
 
         return rows.split(module, self.roles_of_rows(module), sizes, paths)
 
     def swap_halves(self, module: Module) -> Module:
         """Exchange the upper and the lower half of the rows; raise InexpressibleError if the factors have no halves."""
-        from ckpt_tools.adapters.families import rows
+        from ckpt_tools.adapters.families import factor_rows as rows
 
         return rows.swap_halves(module, self.roles_of_rows(module))
 

@@ -63,7 +63,7 @@ class Full(Family):
         """Stack the differences; those of parts that lack are zero."""
         import numpy as np
 
-        from ckpt_tools.adapters.families.rows import stack
+        from ckpt_tools.adapters.families.factor_rows import stack
 
         factors: dict[str, Array] = {}
         for role in self.row_roles:

@@ -151,7 +151,7 @@ class Lokr(ScaledFamily):
 
     def split(self, module: Module, sizes: Sequence[int], paths: Sequence[str]) -> tuple[Module, ...]:
         """Rows of a Kronecker product come in blocks as high as w2: parts of whole blocks take their rows of w1."""
-        from ckpt_tools.adapters.families.rows import cut, with_pieces
+        from ckpt_tools.adapters.families.factor_rows import cut, with_pieces
 
         height = module.factors["w2" if "w2" in module.factors else "w2_a"].shape[0]
         role = first_role(module.factors)
@@ -164,7 +164,7 @@ class Lokr(ScaledFamily):
 
     def swap_halves(self, module: Module) -> Module:
         """Swap those of w1."""
-        from ckpt_tools.adapters.families.rows import swapped
+        from ckpt_tools.adapters.families.factor_rows import swapped
 
         role = first_role(module.factors)
         if module.factors[role].shape[0] % 2 or module.is_dora:

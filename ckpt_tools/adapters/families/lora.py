@@ -251,7 +251,7 @@ class Lora(ScaledFamily):
         """
         import numpy as np
 
-        from ckpt_tools.adapters.families.rows import stack
+        from ckpt_tools.adapters.families.factor_rows import stack
 
         some = next(iter(parts.values()))
         if any("mid" in part.factors or part.factors["A"].ndim != 2 for part in parts.values()):
@@ -282,7 +282,7 @@ class Lora(ScaledFamily):
     def _joined(self, parts: Mapping[int, Module], sizes: Sequence[int], path: str, others: Factors) -> Module:
         import numpy as np
 
-        from ckpt_tools.adapters.families.rows import common_dtype, stack
+        from ckpt_tools.adapters.families.factor_rows import common_dtype, stack
 
         order = sorted(parts)
         scales = {i: self.scale(parts[i]) for i in order}

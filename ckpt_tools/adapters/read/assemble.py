@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from ckpt_tools.adapters.adapter import SAVED, Adapter, AdapterModule, Convention, FamilyName, Sourced
 from ckpt_tools.adapters.families import FAMILIES
-from ckpt_tools.adapters.families.carried import Carried
 from ckpt_tools.adapters.families.family import Style
+from ckpt_tools.adapters.families.peft_only import Carried
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError
 

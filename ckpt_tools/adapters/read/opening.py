@@ -1,4 +1,4 @@
-"""Read an adapter out of whatever holds one, from headers alone; `tensors.load` reads its bytes.
+"""Read an adapter out of whatever holds one, from headers alone; `load` reads its bytes.
 
 with read_adapter("runs/step-1000") as (opened, adapter):
     loaded = load(adapter, opened)
@@ -31,12 +31,12 @@ from ckpt_tools.adapters.read.assemble import (
 from ckpt_tools.adapters.read.sidecars import Sidecars, locate, read_sidecars
 from ckpt_tools.adapters.settings import add_settings
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
-from ckpt_tools.checkpoint.formats.inside import check_sealed, revealed
+from ckpt_tools.checkpoint.formats.blob_contents import check_sealed, revealed
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path, refuse_part
 from ckpt_tools.checkpoint.formats.step import open_optimizer, refuse_mixed
 from ckpt_tools.checkpoint.transform import find_model, is_optimizer, select, strip_wrappers
 from ckpt_tools.errors import UnreadableError, UsageError
-from ckpt_tools.transfer.boxes import BytesReader
+from ckpt_tools.transfer.box_reader import BytesReader
 
 if TYPE_CHECKING:
     from ckpt_tools.transfer.arrays import Array

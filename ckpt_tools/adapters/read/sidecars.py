@@ -15,7 +15,7 @@ from ckpt_tools.adapters.adapter import Sourced
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
 from ckpt_tools.checkpoint.formats.opening import Opened, read_document
-from ckpt_tools.checkpoint.formats.steps import ROLES, is_model_part
+from ckpt_tools.checkpoint.formats.step_layouts import ROLES, is_model_part
 from ckpt_tools.errors import LimitError, StorageError, UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.storage.locations import absolute, is_directory, is_file, is_remote, open_place, open_source, scheme_of

@@ -18,7 +18,7 @@ from ckpt_tools.checkpoint.formats.dcp_metadata import build_metadata, estimate_
 from ckpt_tools.checkpoint.formats.digest import digest_bytes
 from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME, is_hf_asset, is_step_file, is_weights
 from ckpt_tools.checkpoint.formats.format import Format, Opened, Reader, read_document
-from ckpt_tools.checkpoint.formats.frames import digest_frames, planned_payloads
+from ckpt_tools.checkpoint.formats.item_frames import digest_frames, planned_payloads
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.checkpoint.formats.torch_zip import check_archive, item_ends, parse_item, parse_own_item
 from ckpt_tools.errors import UnreadableError, UnsupportedError

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_tools.checkpoint.entries import BlobEntry, ByteSpan, Checkpoint, Chunk, Encoding, TensorEntry
 from ckpt_tools.checkpoint.formats.dcp import Dcp
 from ckpt_tools.checkpoint.formats.torch_zip import item_frame
-from ckpt_tools.checkpoint.infer import rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.checkpoint.layout import Box
 
 ITEM_ALIGNMENT = 64  # Items begin at multiples of this, so that payloads are aligned in the file too

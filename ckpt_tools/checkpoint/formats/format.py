@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 from ckpt_tools.checkpoint.entries import Asset, ByteSpan, Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats.manifest import Manifest, Origin
-from ckpt_tools.checkpoint.formats.steps import Step
+from ckpt_tools.checkpoint.formats.step_layouts import Step
 from ckpt_tools.checkpoint.identity import Candidate, Identity
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError

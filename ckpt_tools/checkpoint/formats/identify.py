@@ -14,9 +14,9 @@ from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats.file_names import NamedPart, parts_of, read_part_name
 from ckpt_tools.checkpoint.formats.format import Opened, read_document
-from ckpt_tools.checkpoint.formats.judge import StepVerdict
+from ckpt_tools.checkpoint.formats.judge_step import StepVerdict
 from ckpt_tools.checkpoint.identity import Identity, Whole
-from ckpt_tools.checkpoint.infer import block_of, rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import block_of, rank_of_file
 from ckpt_tools.checkpoint.names import (
     Expected,
     config_misfits,

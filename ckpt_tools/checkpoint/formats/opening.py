@@ -11,8 +11,7 @@ from ckpt_tools.checkpoint.formats._torch_file import is_torch_file
 from ckpt_tools.checkpoint.formats.file_names import read_part_name
 from ckpt_tools.checkpoint.formats.format import Format, Opened, Shapes, read_document
 from ckpt_tools.checkpoint.formats.identify import HOLLOW, identify
-from ckpt_tools.checkpoint.formats.judge import judge_step
-from ckpt_tools.checkpoint.formats.layouts import HEAD_BYTES, explain, explain_file
+from ckpt_tools.checkpoint.formats.judge_step import judge_step
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from ckpt_tools.checkpoint.formats.repositories import (
     WeightSet,
@@ -28,8 +27,9 @@ from ckpt_tools.checkpoint.formats.repositories import (
     without_markers,
 )
 from ckpt_tools.checkpoint.formats.safetensors import read_file
-from ckpt_tools.checkpoint.formats.steps import HERE
+from ckpt_tools.checkpoint.formats.step_layouts import HERE
 from ckpt_tools.checkpoint.formats.table import detect_format, find_format
+from ckpt_tools.checkpoint.formats.unsupported import HEAD_BYTES, explain, explain_file
 from ckpt_tools.checkpoint.identity import Candidate
 from ckpt_tools.checkpoint.names.foreign import FLAT, FLAT_WAY
 from ckpt_tools.errors import CkptError, PartError, UnreadableError

@@ -27,10 +27,10 @@ from ckpt_tools.checkpoint.formats._torch_pieces import (
 )
 from ckpt_tools.checkpoint.formats.file_names import is_hf_asset
 from ckpt_tools.checkpoint.formats.format import Format, Opened, Reader, Shapes
-from ckpt_tools.checkpoint.formats.frames import digest_frames
+from ckpt_tools.checkpoint.formats.item_frames import digest_frames
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.checkpoint.formats.rank_optimizer import read_optimizer
-from ckpt_tools.checkpoint.formats.steps import ROLES, Step
+from ckpt_tools.checkpoint.formats.step_layouts import ROLES, Step
 from ckpt_tools.checkpoint.formats.torch_save import list_tied, list_unread, read_state
 from ckpt_tools.checkpoint.layout import flat_boxes
 from ckpt_tools.checkpoint.transform import strip_wrappers

@@ -22,7 +22,7 @@ from ckpt_tools.checkpoint.formats.format import Opened, read_document
 from ckpt_tools.checkpoint.formats.identify import expected_beside
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.safetensors import FORMAT as ONE_FILE, read_file
-from ckpt_tools.checkpoint.formats.steps import HERE, Library, Step, StepPart
+from ckpt_tools.checkpoint.formats.step_layouts import HERE, Library, Step, StepPart
 from ckpt_tools.checkpoint.formats.table import FORMATS, detect_format, find_format
 from ckpt_tools.checkpoint.identity import Known
 from ckpt_tools.checkpoint.names import match_names

@@ -16,8 +16,8 @@ from ckpt_tools.checkpoint.dtypes import BY_NAME
 from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, TensorEntry, fqn_problem, is_possible_shape
 from ckpt_tools.checkpoint.formats._json import MAX_JSON_BYTES, parse_json
 from ckpt_tools.checkpoint.formats.format import Format, Opened
-from ckpt_tools.checkpoint.formats.layouts import HEAD_BYTES, explain_file
 from ckpt_tools.checkpoint.formats.manifest import Manifest, Origin
+from ckpt_tools.checkpoint.formats.unsupported import HEAD_BYTES, explain_file
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.storage.source import Source

@@ -13,11 +13,19 @@ from ckpt_tools.checkpoint.entries import Checkpoint
 from ckpt_tools.checkpoint.formats.dcp import Dcp
 from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
 from ckpt_tools.checkpoint.formats.format import Format, Opened, read_document
-from ckpt_tools.checkpoint.formats.judge import StepVerdict, judge_step
+from ckpt_tools.checkpoint.formats.judge_step import StepVerdict, judge_step
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checkpoint.formats.repositories import MARKERS, find_repository, is_repository
-from ckpt_tools.checkpoint.formats.steps import HERE, MODEL_PART, OPTIMIZER_PART, Step, StepPart, find_step, is_part
+from ckpt_tools.checkpoint.formats.step_layouts import (
+    HERE,
+    MODEL_PART,
+    OPTIMIZER_PART,
+    Step,
+    StepPart,
+    find_step,
+    is_part,
+)
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.errors import PartError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.locations import is_directory, is_remote, local, open_place, open_source

@@ -22,7 +22,7 @@ FORMATS: Mapping[str, str] = {
     "dcp": "dcp",
     "step": "step",
     "ranks": "rank_files",
-    "hf-sharded": "hf_sharded",
+    "hf-sharded": "dcp_safetensors",
     "hf": "hf",
     "deepspeed": "deepspeed",
     "deepspeed-fp32": "deepspeed_fp32",

@@ -15,12 +15,12 @@ from ckpt_tools.checkpoint.formats._json import MAX_JSON_BYTES
 from ckpt_tools.checkpoint.formats._pickle_values import Record, build_pickle
 from ckpt_tools.checkpoint.formats.file_names import PICKLES, is_side_file, is_weights
 from ckpt_tools.checkpoint.formats.format import Format, Opened, Reader, read_document
-from ckpt_tools.checkpoint.formats.frames import digest_frames
 from ckpt_tools.checkpoint.formats.hf import indexed_files, parse_index
-from ckpt_tools.checkpoint.formats.layouts import explain_part
+from ckpt_tools.checkpoint.formats.item_frames import digest_frames
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME, Manifest
 from ckpt_tools.checkpoint.formats.torch_save import list_parts, list_tied, list_unread, read_state, whole_tensor
 from ckpt_tools.checkpoint.formats.torch_zip import ArchiveFrame, archive_frame, plain_tensor
+from ckpt_tools.checkpoint.formats.unsupported import explain_part
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.storage.source import Source

@@ -2,7 +2,7 @@
 
 A step is a DCP checkpoint (`formats.dcp`) beside a metadata.json that names the backend. Its tensors are whole: what a
 rank holds of gate and up, or of a group of queries, is saved at its place in the whole tensor. Layers that are alike
-may be one tensor with a first dim of layers (`maps/megatron.txt`). NeMo 2 has the step in `weights/`.
+may be one tensor with a first dim of layers (`names/megatron.txt`). NeMo 2 has the step in `weights/`.
 
 Source: megatron-core `dist_checkpointing/{core,serialization,mapping}.py`, `dist_checkpointing/strategies/torch.py`,
 `optimizer/distrib_optimizer.py` (0.15.3, 0.16.1).

@@ -16,8 +16,8 @@ from ckpt_tools.checkpoint.formats._torch_file import TorchFile, is_torch_file, 
 from ckpt_tools.checkpoint.formats._torch_pieces import Content, TensorPiece, describe_state, settings_of
 from ckpt_tools.checkpoint.formats.file_names import PICKLES
 from ckpt_tools.checkpoint.formats.format import Format, Opened
-from ckpt_tools.checkpoint.formats.layouts import HEAD_BYTES, explain_file, explain_part
 from ckpt_tools.checkpoint.formats.manifest import Manifest
+from ckpt_tools.checkpoint.formats.unsupported import HEAD_BYTES, explain_file, explain_part
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few

@@ -4,7 +4,14 @@
 """
 
 from ckpt_tools.checkpoint.names.foreign import common_prefix, is_adapter, is_factor, origins_of
-from ckpt_tools.checkpoint.names.match import NameMatch, config_misfits, group_names, live_names, match_names, tied
+from ckpt_tools.checkpoint.names.match_architecture import (
+    NameMatch,
+    config_misfits,
+    group_names,
+    live_names,
+    match_names,
+    tied,
+)
 from ckpt_tools.checkpoint.names.table import Expected, Table, load_table
 
 __all__ = [

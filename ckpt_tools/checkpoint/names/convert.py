@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_tools.checkpoint.names.match import match_names
+from ckpt_tools.checkpoint.names.match_architecture import match_names
 from ckpt_tools.checkpoint.names.mosaic import Mosaic
 from ckpt_tools.checkpoint.names.operations import Shapes, run
 from ckpt_tools.checkpoint.names.patterns import matches, missing, tree
-from ckpt_tools.checkpoint.names.renames import Route, renamed, routes, routes_back
 from ckpt_tools.checkpoint.names.table import Expected
+from ckpt_tools.checkpoint.names.transformers_renames import Route, renamed, routes, routes_back
 from ckpt_tools.errors import UsageError
 from ckpt_tools.text import first_few
 

@@ -1,4 +1,4 @@
-"""The text of key maps: what is written there, and what of it is refused; the form is that of `maps.keymap`."""
+"""The text of key maps: what is written there, and what of it is refused; the form is that of `names.keymap`."""
 
 from __future__ import annotations
 

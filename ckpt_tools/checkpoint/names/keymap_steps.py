@@ -1,4 +1,4 @@
-"""What a line of a key map does to tensors, as mosaics, and how it is undone; the words stand in `maps.keymap`."""
+"""What a line of a key map does to tensors, as mosaics, and how it is undone; the words stand in `names.keymap`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a conversion does to tensors, by the names that transformers gives its operations; each is a step of mosaics.
 
-An operation is written ``Name(key=value;…)``, several with commas between them (`maps.table`). Sources:
+An operation is written ``Name(key=value;…)``, several with commas between them (`names.table`). Sources:
 `ConversionOps` of transformers 5.23 (`core_model_loading.py`).
 """
 

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import cast
 
 from ckpt_tools.checkpoint.names.patterns import NUMBERS, Node, add, find, matches, merge, missing, prune, tree
-from ckpt_tools.checkpoint.names.renames import RenameRule
+from ckpt_tools.checkpoint.names.transformers_renames import RenameRule
 
 # The sections of the table of architectures, as they are written.
 #

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from ckpt_tools.checkpoint.entries import Chunk, TensorEntry
-from ckpt_tools.checkpoint.infer import block_of, rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import block_of, rank_of_file
 from ckpt_tools.checkpoint.layout import Replicate
 from ckpt_tools.checkpoint.summarise import BlockSummary, Summary
 

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, TypeVar
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.identity import Identity
-from ckpt_tools.checkpoint.infer import block_of
-from ckpt_tools.checks.siblings import kind_of
+from ckpt_tools.checkpoint.infer_mesh import block_of
+from ckpt_tools.checks.sibling_tensors import kind_of
 from ckpt_tools.text import first_few
 
 Item = TypeVar("Item")

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_tools.checkpoint.entries import Checkpoint
 from ckpt_tools.checkpoint.layout import Fsdp, Mesh
-from ckpt_tools.convert.dtensor.rank import Placements, RankJob, describe, save_rank
+from ckpt_tools.convert.dtensor.reference_rank import Placements, RankJob, describe, save_rank
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.sandbox.child import Child, Here
 from ckpt_tools.sandbox.journal import Journal

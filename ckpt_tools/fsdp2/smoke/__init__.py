@@ -12,7 +12,7 @@ from typing import Annotated
 
 from ckpt_tools.fsdp2.smoke.options import SmokeOptions
 from ckpt_tools.fsdp2.smoke.report import PhaseResult, RankMemory, ReloadResult, SmokeReport
-from ckpt_tools.fsdp2.smoke.start import run_smoke
+from ckpt_tools.fsdp2.smoke.run import run_smoke
 from ckpt_tools.options import Doc, takes
 
 __all__ = ["PhaseResult", "RankMemory", "ReloadResult", "SmokeOptions", "SmokeReport", "run_smoke"]

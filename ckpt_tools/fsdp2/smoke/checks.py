@@ -31,8 +31,8 @@ from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
 from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.models.conventions import CONVENTIONS
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.counts import Counts, count_values
-from ckpt_tools.transfer.strides import start_of
+from ckpt_tools.transfer.box_bytes import start_of
+from ckpt_tools.transfer.value_counts import Counts, count_values
 
 LIVE_NAMES = "live-names"  # Code of a checkpoint whose names are not those of the live model
 GRADIENT_FLOOR = 1e-3

@@ -120,7 +120,7 @@ def judge_traces(directory: str, outcome: RanksOutcome) -> None:
     traces = os.path.join(directory, "traces")
     if not outcome.has_parted or not os.path.isdir(traces):
         return
-    from ckpt_tools.fsdp2.compare import compare_traces
+    from ckpt_tools.fsdp2.compare_ranks import compare_traces
     from ckpt_tools.fsdp2.watch import read_traces
 
     try:

@@ -30,7 +30,7 @@ from ckpt_tools.fsdp2.smoke.report import SmokeReport, assemble, first_error
 from ckpt_tools.fsdp2.smoke.setting import SmokeSetting, other_world, resolve
 from ckpt_tools.fsdp2.smoke.watchdog import HUNG, STACK, Watchdog, read_logs, register
 from ckpt_tools.sandbox.audit import aside
-from ckpt_tools.sandbox.hang import StackFrame
+from ckpt_tools.sandbox.hang_report import StackFrame
 from ckpt_tools.sandbox.journal import Event, Journal, RankLog, events_path, read_events
 from ckpt_tools.sandbox.ranks import RanksOutcome
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.preflight.configs.deepspeed import OFFLOAD_DEVICES, read_deepspeed, zero_strategy
 from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, named_by, row
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     PluginDefaults,
     plugin_mesh_row,
@@ -21,7 +22,6 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     without_prefix,
 )
 from ckpt_tools.preflight.configs.schema import STRATEGIES, section
-from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, named_by, row
 from ckpt_tools.preflight.plain_values import dtype_name, find_value
 from ckpt_tools.preflight.spec import Engine
 

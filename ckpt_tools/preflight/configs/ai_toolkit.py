@@ -15,9 +15,18 @@ from typing import Any
 
 from ckpt_tools.checkpoint.entries import Finding, Severity
 from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.field_rows import (
+    FSDP,
+    Given,
+    ReaderInput,
+    Table,
+    TrainerReader,
+    mesh_row,
+    named_by,
+    row,
+)
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import section
-from ckpt_tools.preflight.configs.table import FSDP, Given, ReaderInput, Table, TrainerReader, mesh_row, named_by, row
 from ckpt_tools.preflight.plain_values import dtype_name, find_value, nearest
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, mesh_row, named_by, row
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     plugin_rows,
@@ -18,7 +19,6 @@ from ckpt_tools.preflight.configs.fsdp_plugin import (
     without_prefix,
 )
 from ckpt_tools.preflight.configs.schema import section
-from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, mesh_row, named_by, row
 from ckpt_tools.preflight.configs.trainer import DEFAULTS
 from ckpt_tools.preflight.plain_values import as_truth, find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine

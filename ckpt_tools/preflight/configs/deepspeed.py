@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
-from ckpt_tools.preflight.configs.schema import section
-from ckpt_tools.preflight.configs.table import (
+from ckpt_tools.preflight.configs.field_rows import (
     FieldRow,
     Given,
     ReaderInput,
@@ -26,6 +25,7 @@ from ckpt_tools.preflight.configs.table import (
     row,
     value_at,
 )
+from ckpt_tools.preflight.configs.schema import section
 from ckpt_tools.preflight.spec import Engine
 
 # DeepSpeed's own JSON, as Trainer, axolotl and accelerate are told of it: a path, or its content.

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ckpt_tools.checkpoint.layout import Mesh
+from ckpt_tools.preflight.configs.field_rows import FSDP, FieldRow, Given, ReaderInput, Table, row
 from ckpt_tools.preflight.configs.schema import STATE_DICTS, STRATEGIES
-from ckpt_tools.preflight.configs.table import FSDP, FieldRow, Given, ReaderInput, Table, row
 from ckpt_tools.preflight.plain_values import as_truth
 from ckpt_tools.preflight.spec import Engine, build_mesh, sharding_strategy
 

@@ -16,11 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.fsdp_plugin import resumed_from
-from ckpt_tools.preflight.configs.launch import launched_ranks
-from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.schema import section
-from ckpt_tools.preflight.configs.table import (
+from ckpt_tools.preflight.configs.field_rows import (
     Given,
     ReaderInput,
     Table,
@@ -30,6 +26,10 @@ from ckpt_tools.preflight.configs.table import (
     reshard_row,
     row,
 )
+from ckpt_tools.preflight.configs.fsdp_plugin import resumed_from
+from ckpt_tools.preflight.configs.launch import launched_ranks
+from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.schema import section
 from ckpt_tools.preflight.configs.trainer import (
     ARGUMENT_ROWS,
     arguments_of,

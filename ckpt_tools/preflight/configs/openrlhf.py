@@ -18,10 +18,10 @@ from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.deepspeed import zero_strategy
 from ckpt_tools.preflight.configs.document import Document
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, named_by, reshard_row, row
 from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
 from ckpt_tools.preflight.configs.names import known, newest_release
 from ckpt_tools.preflight.configs.schema import section
-from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, named_by, reshard_row, row
 from ckpt_tools.preflight.plain_values import find_value, is_variable
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh
 

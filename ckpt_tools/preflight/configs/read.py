@@ -12,6 +12,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.configs.config import Config, Options
 from ckpt_tools.preflight.configs.document import Document, read_document
+from ckpt_tools.preflight.configs.field_rows import TrainerReader, read_source
 from ckpt_tools.preflight.configs.launch import (
     check_meeting,
     launched_documents,
@@ -21,7 +22,6 @@ from ckpt_tools.preflight.configs.launch import (
 )
 from ckpt_tools.preflight.configs.overrides import overridden
 from ckpt_tools.preflight.configs.schema import OptionSection, check_variables, option_names
-from ckpt_tools.preflight.configs.table import TrainerReader, read_source
 from ckpt_tools.preflight.places import OVERRIDES, ConfigLocation, PlacedText
 from ckpt_tools.preflight.plain_values import as_truth, find_value, read_rows
 from ckpt_tools.preflight.spec import ParallelSpec

@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.document import MAX_BYTES, Document
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, mesh_row, row
 from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.overrides import put, read_flags, started
 from ckpt_tools.preflight.configs.schema import section
-from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, mesh_row, row
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, resolved, sharding_strategy
 from ckpt_tools.storage.source import read_named_file
 

@@ -14,6 +14,7 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
 from ckpt_tools.preflight.configs.deepspeed import deepspeed_rows
 from ckpt_tools.preflight.configs.document import Document, find_file, read_document
+from ckpt_tools.preflight.configs.field_rows import Given, ReaderInput, Table, TrainerReader, named_by, row
 from ckpt_tools.preflight.configs.fsdp_plugin import (
     SECTION,
     PluginDefaults,
@@ -27,7 +28,6 @@ from ckpt_tools.preflight.configs.launch import launched_ranks
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.overrides import Program, read_flags, started
 from ckpt_tools.preflight.configs.schema import STRATEGIES, section
-from ckpt_tools.preflight.configs.table import Given, ReaderInput, Table, TrainerReader, named_by, row
 from ckpt_tools.preflight.plain_values import as_truth, dtype_name
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
 

@@ -19,11 +19,7 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.errors import LimitError
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
-from ckpt_tools.preflight.configs.names import known
-from ckpt_tools.preflight.configs.overrides import is_override, read_overrides, resolve
-from ckpt_tools.preflight.configs.schema import OptionSection, option_names, section
-from ckpt_tools.preflight.configs.table import (
+from ckpt_tools.preflight.configs.field_rows import (
     FSDP,
     FieldRow,
     Given,
@@ -36,6 +32,10 @@ from ckpt_tools.preflight.configs.table import (
     row,
     value_at,
 )
+from ckpt_tools.preflight.configs.launch import launched_ranks, lost_options, programs, several_commands
+from ckpt_tools.preflight.configs.names import known
+from ckpt_tools.preflight.configs.overrides import is_override, read_overrides, resolve
+from ckpt_tools.preflight.configs.schema import OptionSection, option_names, section
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine, build_mesh, sharding_strategy
 

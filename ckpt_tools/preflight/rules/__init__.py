@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.preflight.model_facts import ModelFacts
-from ckpt_tools.preflight.rules import words
+from ckpt_tools.preflight.rules import option_words
 from ckpt_tools.preflight.rules.rule import ALL, ConfigRule, Subject, apply
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ _HEADINGS = (
     "Launch", "Schedules", "Words that options take", "Options that exclude or need each other",
 )  # fmt: skip
 """The tens of an id are its heading."""
-_FILES = ("batches", "fsdp", "mesh", "model", "precision", "words")
-_ALL = chain(words.TABLE_RULES, *(vars(import_module(f"{__name__}.{each}")).values() for each in _FILES))
+_FILES = ("batches", "fsdp", "mesh", "model", "precision", "option_words")
+_ALL = chain(option_words.TABLE_RULES, *(vars(import_module(f"{__name__}.{each}")).values() for each in _FILES))
 RULES: tuple[ConfigRule, ...] = tuple(
     sorted((one for one in _ALL if isinstance(one, ConfigRule)), key=lambda one: one.id)
 )

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ckpt_tools.options.preflight import Framework
+from ckpt_tools.preflight.rules.option_words import below_limits, frameworks_of
 from ckpt_tools.preflight.rules.rule import Stated, Subject, Violation, enabled, error_rule, shown
-from ckpt_tools.preflight.rules.words import below_limits, frameworks_of
 
 # CKPT11x: batches, which are products of sizes that stand far apart in a config, and the lengths of samples.
 

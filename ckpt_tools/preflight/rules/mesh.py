@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ckpt_tools.preflight.plain_values import words_of
+from ckpt_tools.preflight.rules.option_words import below_limits
 from ckpt_tools.preflight.rules.rule import Subject, Violation, enabled, error_rule, shown, warning_rule
-from ckpt_tools.preflight.rules.words import below_limits
 
 # CKPT00x: ranks, and the mesh that they are meant to form.
 

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 
 from ckpt_tools.errors import CkptError, HubError, LimitError, UnreadableError, UsageError
 from ckpt_tools.storage.remote.account import Account, find_account, hub_directory, is_offline
-from ckpt_tools.storage.remote.refusals import RefusalError
+from ckpt_tools.storage.remote.server_checks import RefusalError
 from ckpt_tools.storage.remote.source import RemoteFile, RemoteSource
 from ckpt_tools.storage.remote.web import ChangedError, Web, explain, is_same_host
 from ckpt_tools.storage.source import LocalSource, Source

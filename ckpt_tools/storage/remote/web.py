@@ -18,7 +18,7 @@ from urllib.request import getproxies
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, StorageError
-from ckpt_tools.storage.remote.refusals import Peers, RefusalError, next_address, scrub
+from ckpt_tools.storage.remote.server_checks import Peers, RefusalError, next_address, scrub
 
 if TYPE_CHECKING:
     import httpx2

@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.remote import hub_source
-from ckpt_tools.storage.remote.refusals import RefusalError
+from ckpt_tools.storage.remote.server_checks import RefusalError
 from ckpt_tools.storage.remote.source import RemoteFile, RemoteSource
 from ckpt_tools.storage.remote.web import ChangedError, Web, explain
 from ckpt_tools.storage.source import Source

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.sandbox.audit import demand_sandbox
+from ckpt_tools.sandbox.check_config import check_config, without_code_keys
 from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
-from ckpt_tools.sandbox.config import check_config, without_code_keys
 from ckpt_tools.transfer.placement.rule import STYLES, Rule
 
 # The tensor-parallel plan of a model, found by transformers in a child in the sandbox. No torch here

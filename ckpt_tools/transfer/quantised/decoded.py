@@ -25,11 +25,11 @@ from ckpt_tools.checkpoint.quantised_units import find_units, is_code
 from ckpt_tools.checkpoint.transform import is_optimizer, plain_names
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, config_beside, restate_dtype
-from ckpt_tools.models.naming import AssetList
+from ckpt_tools.models.output_names import AssetList
 from ckpt_tools.storage.source import Source
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import first_few
-from ckpt_tools.transfer.boxes import BytesReader
+from ckpt_tools.transfer.box_reader import BytesReader
 from ckpt_tools.transfer.quantised import comfyui, torchao
 from ckpt_tools.transfer.quantised.scheme import Found, Quantised, Scheme, Tensors
 

@@ -1,6 +1,6 @@
 """What a scheme of quantisation is to the rest of ckpt: which tensors belong together, and what they decode to.
 
-A scheme is one module of this room that ends in `SCHEME = …`, and one line of `table.SCHEMES`. It decodes runs of
+A scheme is one module of this room that ends in `SCHEME = …`, and one line of `decoded.SCHEMES`. It decodes runs of
 elements, in row-major order, of the tensor that was quantised; everything else treats that tensor as bytes in a file.
 """
 

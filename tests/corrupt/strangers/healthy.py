@@ -16,7 +16,7 @@ def configs(count=None):
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    from ckpt_tools.preflight.collapse import cut_depth
+    from ckpt_tools.preflight.shrink_run import cut_depth
 
     names = {}
     for table in (

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
 
 from ckpt_tools.adapters.adapter import Adapter, F, Shape, Sourced
-from ckpt_tools.adapters.ecosystems.simulation import Loading, RejectedError
+from ckpt_tools.adapters.ecosystems.loader_report import Loading, RejectedError
 from ckpt_tools.adapters.families import Family, family_of
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, DORA_SCALE, by_pattern, matches
 from ckpt_tools.errors import UsageError

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 from ckpt_tools.adapters.adapter import SAVED, TOKENS, AdapterModule, Shape, Sourced
 from ckpt_tools.adapters.base.model import base_path, parents_of
 from ckpt_tools.adapters.base.tied import HEADS
+from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.ecosystems.peft import config_rules as rules
 from ckpt_tools.adapters.ecosystems.peft.config_rules import Config
 from ckpt_tools.adapters.ecosystems.peft.files import ROOT
-from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES, PEFT_TYPES, Family
 from ckpt_tools.adapters.families.tokens import beyond, indices_of, why_wrong
 from ckpt_tools.adapters.read.assemble import Key, is_for_training, parse_key
 from ckpt_tools.adapters.read.sidecars import ADAPTER_CONFIG, PEFT_FILE
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import CkptError
+from ckpt_tools.sandbox.check_config import check_config as check_model_config
 from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
-from ckpt_tools.sandbox.config import check_config as check_model_config
 from ckpt_tools.text import escape_name, first_few
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckpt_tools.checkpoint.entries import Chunk, TensorEntry
 from ckpt_tools.checkpoint.layout import BoxIndex, Mesh, Placement
-from ckpt_tools.checkpoint.names.match import NameContract
+from ckpt_tools.checkpoint.names.match_architecture import NameContract
 from ckpt_tools.checkpoint.summarise import chunk_bytes
 from ckpt_tools.preflight.model_facts import ModelFacts
 from ckpt_tools.transfer.placement.place import cut_entry

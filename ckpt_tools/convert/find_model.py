@@ -10,7 +10,7 @@ from itertools import takewhile, zip_longest
 
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
 from ckpt_tools.checkpoint.formats import safetensors
-from ckpt_tools.checkpoint.formats.inside import check_sealed
+from ckpt_tools.checkpoint.formats.blob_contents import check_sealed
 from ckpt_tools.checkpoint.formats.manifest import Origin
 from ckpt_tools.checkpoint.formats.opening import Opened, read_document
 from ckpt_tools.checkpoint.names.apply_mosaic import ZEROS_FILE
@@ -19,7 +19,7 @@ from ckpt_tools.checks.diff import without_zeros
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, MAX_CONFIG_BYTES
 from ckpt_tools.models.conventions import check_settings, refuse_lost
-from ckpt_tools.models.naming import AssetList, Named, Naming, claim_of, name_back, name_hub, name_live
+from ckpt_tools.models.output_names import AssetList, Named, Naming, claim_of, name_back, name_hub, name_live
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.transfer.placement.plain_yaml import load_yaml

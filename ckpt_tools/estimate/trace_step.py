@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.estimate.case import Case
-from ckpt_tools.estimate.figures import DTYPE_BYTES, OPTIMIZERS, TRACKED_OPTIMIZERS
 from ckpt_tools.estimate.formula import Stage, state_bytes
 from ckpt_tools.estimate.model import fuse_loss
+from ckpt_tools.estimate.model_sizes import DTYPE_BYTES, OPTIMIZERS, TRACKED_OPTIMIZERS
 from ckpt_tools.estimate.report import Memory, Moment, UntrackedError
 from ckpt_tools.fsdp2.internals import local_of
 from ckpt_tools.fsdp2.ties import output_layer
@@ -80,7 +80,7 @@ def step_of(model: nn.Module, batch: Batch, case: Case, stage: Stage, width: int
     if case.sequence_parallel:
         batch["position_ids"] = torch.empty((1, tokens), dtype=torch.long, device="meta")
     if not stage.has_embedding:
-        from ckpt_tools.models.parameters import DTYPES
+        from ckpt_tools.models.replace_parameters import DTYPES
 
         del batch["input_ids"]
         shape = (samples, tokens // tp, width)

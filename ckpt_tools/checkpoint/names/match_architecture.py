@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.checkpoint.names.keymap_steps import look_up
 from ckpt_tools.checkpoint.names.patterns import matches, missing, pattern_of, tree
-from ckpt_tools.checkpoint.names.renames import rename
 from ckpt_tools.checkpoint.names.table import Config, Expected, load_table
+from ckpt_tools.checkpoint.names.transformers_renames import rename
 from ckpt_tools.checkpoint.quantised_units import are_told, weights_of
 from ckpt_tools.text import first_few
 

@@ -11,14 +11,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.checkpoint.names.match import match_names
+from ckpt_tools.checkpoint.names.match_architecture import match_names
 from ckpt_tools.checkpoint.names.patterns import add
-from ckpt_tools.checkpoint.names.renames import RenameRule
 from ckpt_tools.checkpoint.names.table import Expected, Tie, load_table
+from ckpt_tools.checkpoint.names.transformers_renames import RenameRule
 from ckpt_tools.errors import CkptError
 from ckpt_tools.floors import installed_release
+from ckpt_tools.sandbox.check_config import check_config
 from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
-from ckpt_tools.sandbox.config import check_config
 
 _KINDS = {
     "WeightRenaming": "rename",
@@ -79,7 +79,7 @@ def _ask(architecture: str, config: str) -> tuple[Expected | None, tuple[str, ..
         check_config(json.loads(config), "config.json")
         job = NamesQuestion(config=config)
         with Child(
-            "ckpt_tools.models.asked:answer", job, NamesAnswer, does="asks transformers", sandboxed=True
+            "ckpt_tools.models.ask_transformers:answer", job, NamesAnswer, does="asks transformers", sandboxed=True
         ) as child:
             found = child.result()
     except CkptError:

@@ -19,9 +19,9 @@ import xxhash
 
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.checkpoint.formats._torch_file import read_torch_file
-from ckpt_tools.checkpoint.formats.contracts import describe
-from ckpt_tools.checkpoint.formats.judge import PICKLE
+from ckpt_tools.checkpoint.formats.judge_step import PICKLE
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
+from ckpt_tools.checkpoint.formats.trainer_contracts import describe
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.transform import find_model, is_optimizer
 from ckpt_tools.checks.values import packed_tensors
@@ -29,9 +29,9 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.runs.folder import parse_name
 from ckpt_tools.storage.locations import open_source
 from ckpt_tools.text import first_few
+from ckpt_tools.transfer.box_bytes import start_of
 from ckpt_tools.transfer.execute import scan
 from ckpt_tools.transfer.statistics import measures
-from ckpt_tools.transfer.strides import start_of
 from ckpt_tools.transfer.task import Look
 
 _SAMPLES, _PIECE_ELEMS = 16, 1 << 16

@@ -9,7 +9,7 @@ from ckpt_tools.checkpoint.entries import Chunk, TensorEntry
 from ckpt_tools.checkpoint.formats.manifest import BLOCK_BYTES
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.layout import Box, BoxIndex, split_blocks
-from ckpt_tools.checkpoint.ledger import Ledger
+from ckpt_tools.checkpoint.recorded_checks import Ledger
 from ckpt_tools.storage.source import short_file
 from ckpt_tools.transfer.plan import check_complete, chunk_index
 from ckpt_tools.transfer.read import Buffers, Checksums, read_block

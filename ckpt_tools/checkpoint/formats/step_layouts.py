@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self, get_args
 
 from ckpt_tools.checkpoint.entries import Asset, Checkpoint
-from ckpt_tools.checkpoint.formats.contracts import describe
 from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME, is_hf_asset
 from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.trainer_contracts import describe
 from ckpt_tools.checkpoint.identity import TrainerName
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.text import first_few

@@ -33,7 +33,7 @@ def reconsider(opened: Opened) -> Opened:
     identity, (config, _) = opened.identity, read_config(opened)
     if not identity.by_names or not identity.architecture:
         return opened
-    from ckpt_tools.models.asked import expected_for  # which knows how to start a process
+    from ckpt_tools.models.ask_transformers import expected_for  # which knows how to start a process
 
     model, prefix = find_model(opened.checkpoint)
     names = [strip_wrappers(entry.fqn)[len(prefix) :] for entry in model.tensors]

@@ -38,7 +38,7 @@ from ckpt_tools.runs.folder import (
 )
 from ckpt_tools.storage.claim import staging_path, try_lock
 from ckpt_tools.storage.publish import sync_directory
-from ckpt_tools.storage.run_folder import LEASE_PREFIX, RECORD_NAME, homes_of, is_locked
+from ckpt_tools.storage.run_leases import LEASE_PREFIX, RECORD_NAME, homes_of, is_locked
 from ckpt_tools.storage.source import MAX_FILES
 from ckpt_tools.text import first_few
 

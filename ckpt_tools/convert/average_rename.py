@@ -15,9 +15,9 @@ from typing import Any
 
 from ckpt_tools.checkpoint.dtypes import DType
 from ckpt_tools.checkpoint.entries import Checkpoint, TensorEntry
+from ckpt_tools.checkpoint.formats.blob_contents import check_sealed, revealed
 from ckpt_tools.checkpoint.formats.dcp_placing import kept_cells, place
 from ckpt_tools.checkpoint.formats.digest import digest_bytes
-from ckpt_tools.checkpoint.formats.inside import check_sealed, revealed
 from ckpt_tools.checkpoint.formats.opening import Opened
 from ckpt_tools.checkpoint.formats.step import refuse_mixed
 from ckpt_tools.checkpoint.layout import Box
@@ -27,7 +27,7 @@ from ckpt_tools.checkpoint.transform import find_model, select
 from ckpt_tools.checks.diff import match_names
 from ckpt_tools.checks.values import packed_tensors
 from ckpt_tools.convert.check_names import check_names
-from ckpt_tools.convert.find import model_in, name_again, omitted, with_zeros
+from ckpt_tools.convert.find_model import model_in, name_again, omitted, with_zeros
 from ckpt_tools.convert.job import (
     STATE,
     Conversion,
@@ -44,8 +44,8 @@ from ckpt_tools.convert.run import run
 from ckpt_tools.convert.to_hf import gathering_job, written_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.config import CONFIG_NAME
-from ckpt_tools.models.naming import AssetList, Named, Naming, claim_of, name_live
-from ckpt_tools.models.opening import open_asking
+from ckpt_tools.models.open_asking import open_asking
+from ckpt_tools.models.output_names import AssetList, Named, Naming, claim_of, name_live
 from ckpt_tools.options import AnyPath, default_num_workers, takes
 from ckpt_tools.options.adapters import MergeOptions
 from ckpt_tools.options.convert import AverageOptions, ExtractOptions, GatherOptions, RenameOptions, WritingOptions

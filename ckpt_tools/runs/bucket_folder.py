@@ -24,7 +24,7 @@ from ckpt_tools.runs.folder import (
 )
 from ckpt_tools.sandbox import wire
 from ckpt_tools.storage.remote.store import Bucket, MissingObjectError, StoredObject
-from ckpt_tools.storage.run_folder import RECORD_NAME
+from ckpt_tools.storage.run_leases import RECORD_NAME
 from ckpt_tools.text import is_plain_path
 
 

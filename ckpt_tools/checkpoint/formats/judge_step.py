@@ -21,7 +21,13 @@ from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats._pickle_values import Record
 from ckpt_tools.checkpoint.formats._torch_file import TorchFile, read_torch_file
 from ckpt_tools.checkpoint.formats._torch_pieces import TensorPiece, read_piece
-from ckpt_tools.checkpoint.formats.contracts import (
+from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
+from ckpt_tools.checkpoint.formats.format import Opened, read_document
+from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
+from ckpt_tools.checkpoint.formats.safetensors import read_file
+from ckpt_tools.checkpoint.formats.torch_value import parse_value
+from ckpt_tools.checkpoint.formats.torch_zip import check_archive
+from ckpt_tools.checkpoint.formats.trainer_contracts import (
     KEY,
     MODEL,
     OPTIMIZER,
@@ -31,14 +37,8 @@ from ckpt_tools.checkpoint.formats.contracts import (
     Need,
     find_contract,
 )
-from ckpt_tools.checkpoint.formats.file_names import METADATA_NAME
-from ckpt_tools.checkpoint.formats.format import Opened, read_document
-from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
-from ckpt_tools.checkpoint.formats.safetensors import read_file
-from ckpt_tools.checkpoint.formats.torch_value import parse_value
-from ckpt_tools.checkpoint.formats.torch_zip import check_archive
 from ckpt_tools.checkpoint.identity import Known, StepCount
-from ckpt_tools.checkpoint.infer import rank_of_file
+from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.errors import LimitError, UnreadableError
 from ckpt_tools.storage.source import Source
 

@@ -15,8 +15,8 @@ from ckpt_tools.adapters.architectures import ARCHITECTURES
 from ckpt_tools.adapters.architectures.architecture import Architecture, KeyConversion, ModelPart
 from ckpt_tools.adapters.architectures.names import ModulePlace, find, find_as, lines_of
 from ckpt_tools.adapters.base.model import parents_of
+from ckpt_tools.adapters.ecosystems.loader_report import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.ecosystems.peft.config_rules import Config, expected, is_target, rank_of
-from ckpt_tools.adapters.ecosystems.simulation import AdapterFile, Loading, RejectedError
 from ckpt_tools.adapters.families import FAMILIES
 from ckpt_tools.adapters.read.sidecars import DIFFUSERS_FILE, DIFFUSERS_KEY, DIFFUSERS_TRAPS
 

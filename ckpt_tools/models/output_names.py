@@ -1,4 +1,4 @@
-"""By which names a conversion writes tensors: the file's, the live model's or the hub's; see `maps.convert`.
+"""By which names a conversion writes tensors: the file's, the live model's or the hub's; see `names.convert`.
 
 A map acts on descriptions alone. What it takes apart or joins is moved as views of the source's chunks, and no name is
 guessed: with `auto`, tensors that are not certainly those of the architecture keep the names that they have.
@@ -17,7 +17,7 @@ from ckpt_tools.checkpoint.formats.table import format_of
 from ckpt_tools.checkpoint.names.apply_mosaic import lay_out, zero_entry
 from ckpt_tools.checkpoint.names.convert import Converted, to_hub, to_live
 from ckpt_tools.checkpoint.names.keymap import KeyMap, load_key_maps, parse_key_maps
-from ckpt_tools.checkpoint.names.match import match_names
+from ckpt_tools.checkpoint.names.match_architecture import match_names
 from ckpt_tools.checkpoint.names.mosaic import Mosaic, invert, whole
 from ckpt_tools.checkpoint.names.patterns import matches
 from ckpt_tools.checkpoint.names.single_files import CONVENTION, SingleFileFamily, convert
@@ -330,7 +330,7 @@ def _claim(assets: AssetList) -> Claim:
 
 
 def _expected(claim: Claim, fits: Callable[[Expected], bool]) -> Expected:
-    from ckpt_tools.models.asked import expected_for  # with the sandbox
+    from ckpt_tools.models.ask_transformers import expected_for  # with the sandbox
 
     expected = expected_for(claim.architecture, claim.config, fits)
     if expected is None:

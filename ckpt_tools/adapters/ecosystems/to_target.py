@@ -219,7 +219,7 @@ def to_target(
     the model as it is.
     """
     from ckpt_tools.adapters.ecosystems import writers
-    from ckpt_tools.adapters.ecosystems.fit import Fitting
+    from ckpt_tools.adapters.ecosystems.place_modules import Fitting
 
     write = {"diffusers": writers.to_diffusers, "kohya": writers.to_kohya, "comfyui": writers.to_comfyui}[target]
     if architecture is None and base is not None and passes_unchanged(base, target):
