@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 _SPEC = spec_from_file_location("house_of_ckpt", ROOT / "bin" / "lib" / "house.py")
-assert _SPEC is not None and _SPEC.loader is not None
+assert _SPEC is not None
+assert _SPEC.loader is not None
 _MODULE: Any = module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_MODULE)
 MOST, House = _MODULE.MOST, _MODULE.House
