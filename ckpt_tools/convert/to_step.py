@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from ckpt_tools.checkpoint.entries import Checkpoint
 from ckpt_tools.checkpoint.formats import hf, step as steps_format
@@ -27,6 +28,7 @@ from ckpt_tools.convert.to_mesh import find_layout, resharding_job, sharding_job
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.output_names import Named, Naming
+from ckpt_tools.options import parameters
 from ckpt_tools.options.convert import ConvertOptions, GatherOptions
 from ckpt_tools.text import first_few
 
@@ -199,11 +201,11 @@ def _refuse_options(step: OpenedStep, options: ConvertOptions | GatherOptions, f
 
 
 def given_flags(options: ConvertOptions | GatherOptions, fields: Sequence[str]) -> Iterator[str]:
-    """Yield those of some options that are given, as the command line has them."""
-    given = (
-        f for f in fields if getattr(options, f, None) not in (None, (), [], "", "auto", "keep", "safetensors", False)
-    )
-    yield from ({"trainer": "--for"}.get(field, "--" + field.replace("_", "-")) for field in given)
+    """Yield those of some options that are given, as the command line has them: that are not as they are by default."""
+    stated = {each.name: each for each in parameters(cast("type", type(options)))}
+    for each in (stated[name] for name in fields if name in stated):
+        if getattr(options, each.name) not in (None, (), [], "", False, each.default):
+            yield each.flag
 
 
 def _give(step: OpenedStep) -> str:

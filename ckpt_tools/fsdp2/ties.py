@@ -48,7 +48,8 @@ def tied_modules(model: nn.Module) -> set[str]:
 def output_layer(model: nn.Module) -> nn.Module | None:
     """Return the layer that makes a model's outputs, as transformers says it."""
     get_output = getattr(model, "get_output_embeddings", None)
-    return get_output() if callable(get_output) else None
+    found = get_output() if callable(get_output) else None
+    return found if isinstance(found, nn.Module) else None
 
 
 def input_layer(model: nn.Module) -> nn.Module | None:

@@ -228,6 +228,8 @@ def shard_model(
         UsageError: What cannot work: the mesh, the policy, names, styles, and methods that would be entered twice.
     """
     policy = policy or Policy()
+    if policy.strategy == "no_shard":
+        refuse_older("torch", "no_shard")
     refuse_sharded(model, hint="build it again, or shard only what is not sharded yet")
     _check_axes(mesh, tp_plan)
     dp = fsdp_mesh(mesh)
@@ -287,10 +289,7 @@ def _expected(fqn: str, policy: Policy, dp: DeviceMesh, cuts: Mapping[str, Place
 
 def apply_policy(unit: nn.Module, policy: Policy, dp: DeviceMesh, *, root: bool = False, **extra: object) -> None:
     """Make a module a unit of FSDP."""
-    apply: Any = fully_shard
-    if policy.strategy == "no_shard":
-        refuse_older("torch", "no_shard")
-        apply = replicate_function()
+    apply: Any = replicate_function() if policy.strategy == "no_shard" else fully_shard
     apply(unit, **policy.kwargs(dp, root=root), **extra)
 
 

@@ -27,8 +27,9 @@ def meshes(**options):
     ],
 )
 def test_strategies_spelled_otherwise_are_those_of_fsdp2(strategy, spellings):
-    from ckpt_tools.fsdp2 import parse_policy
+    from ckpt_tools.fsdp2 import parse_policy, policy as policies
 
+    assert set(STRATEGIES) == set(policies.STRATEGIES)
     for text in (spelling for each in spellings.split() for spelling in (each, f"ShardingStrategy.{each.upper()}")):
         assert parse_strategy(text) == strategy
         policy = parse_policy(text)

@@ -223,6 +223,9 @@ def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
         ({"mesh": "dp_shard=3", "dtype": "bf16"}, "--dtype is given"),
         ({"mesh": "dp_shard=3", "exclude": ["norm"]}, "--exclude is given"),
         ({"mesh": "dp_shard=3", "set": ["*=dp_shard:S(1)"]}, "--set is given"),
+        ({"mesh": "dp_shard=3", "tp_plan": "auto"}, "--tp-plan is given"),
+        ({"mesh": "dp_shard=3", "rules": "keep"}, "--rules is given"),
+        ({"mesh": "dp_shard=3", "prefix": "auto"}, "--prefix is given"),
     ],
 )
 def test_what_verl_does_not_make_is_refused(options: dict[str, object], what: str, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from preflight.config_examples import (
 from ckpt_tools.errors import LimitError, UnreadableError, UsageError
 from ckpt_tools.preflight.configs import Config, read_config
 from ckpt_tools.preflight.configs.document import MAX_BYTES
-from ckpt_tools.preflight.configs.overrides import read_flags
+from ckpt_tools.preflight.configs.overrides import read_flags, resolve
 from ckpt_tools.preflight.plain_values import find_value
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh
 
@@ -252,3 +252,42 @@ def test_flags_are_split_as_argparse_does() -> None:
         "a": "1", "b_c": "x", "d": True, "e": ["p", "q"], "f": {"k": 1}, "g": False, "h": "-1", "i": "$V",
     }  # fmt: skip
     assert unread == ("$ARGS",)
+
+
+def _reads_zero3(path: Path) -> bool:
+    config = read_config(str(path), framework="axolotl")
+    return config.spec.strategy == "full_shard" and not config.options.unread
+
+
+def test_deepspeed_file_is_found_from_where_the_run_starts_and_from_where_the_config_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a config in a linked folder, from where it is linked; of what a script writes, from where the script lies."""
+    text, zero3 = "base_model: m\ndeepspeed: ds.json\n", json.dumps({"zero_optimization": {"stage": 3}})
+    for folder in ("cwd", "elsewhere/cfg", "proj"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "elsewhere/cfg/c.yaml").write_text(text)
+    assert not _reads_zero3(tmp_path / "elsewhere/cfg/c.yaml")
+    (tmp_path / "cwd/ds.json").write_text(zero3)
+    monkeypatch.chdir(tmp_path / "cwd")
+    assert _reads_zero3(tmp_path / "elsewhere/cfg/c.yaml")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "proj/ds.json").write_text(zero3)
+    (tmp_path / "proj/cfg").symlink_to(tmp_path / "elsewhere/cfg")
+    assert _reads_zero3(tmp_path / "proj/cfg/c.yaml")
+    script = f"cat > gen/c.yaml <<EOF\n{text}EOF\naxolotl train gen/c.yaml\n"
+    (tmp_path / "proj/run.sh").write_text(script)
+    assert _reads_zero3(tmp_path / "proj/run.sh")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"a": [1], "a[-5]": {"x": "${.y}", "y": 5}}, 5),
+        ({"a": [1], "a[x]": {"x": "${.y}", "y": 5}}, 5),
+        ({"fsdp_config.x": {"x": "${.r}", "r": 2}}, 2),
+    ],
+)
+def test_interpolation_in_a_mapping_with_a_key_that_looks_like_a_path_is_followed(values: dict, expected: int) -> None:
+    found = resolve(values)
+    assert next(each["x"] for each in found.values() if isinstance(each, dict)) == expected

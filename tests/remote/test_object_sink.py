@@ -22,6 +22,7 @@ from remote.servers import SECRETS, Server
 from samples import MODEL, files_of, small_blocks, tensor, write_model
 
 from ckpt_tools import api
+from ckpt_tools.convert import finish
 from ckpt_tools.convert.job import Conversion
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError, UnreadableError, UsageError
 from ckpt_tools.storage.remote import object_sink, upload
@@ -319,3 +320,35 @@ def test_parts_on_a_store_give_the_bytes_of_one_process(model, seaweed, use, set
     assert (results[2].bytes_read, results[3].published) == (0, True)
     assert objects(out) == files_of(model / "shard")
     assert api.verify(out, against=source).ok
+
+
+def test_refused_result_leaves_nothing(
+    model: Path, seaweed: Server, use: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what was written nor the claim: another command may write there."""
+    out = f"{use(seaweed)}/refused"
+
+    def refuse(*_: object) -> None:
+        raise CkptError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "_check_result", refuse)
+        with pytest.raises(CkptError, match="no"):
+            COMMANDS["shard"](model, out)
+    assert objects(out) == {}
+    assert COMMANDS["reshard"](model, out).published
+
+
+def test_changed_bits_are_found_when_they_are_read_back(
+    model: Path, proxy: Proxy, seaweed: Server, use: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else notices what a proxy, a cache or a store does to a body."""
+    out = f"{use(seaweed, proxy.url)}/flipped"
+    proxy.arm(None)
+    COMMANDS["shard"](model, f"{out}-not")
+    at = next(i for i, seen in enumerate(proxy.seen) if seen.method == "GET" and "distcp" in seen.target and seen.range)
+    proxy.arm("flipped", at=at)
+    with pytest.raises(StorageError, match="are not those sent"):
+        COMMANDS["shard"](model, out)
+    proxy.arm(None)
+    assert COMMANDS["shard"](model, out).published

@@ -60,7 +60,7 @@ class Own:
 
 
 def test_command_has_what_the_classes_state() -> None:
-    def run(call: build.Call[str], own: Own, output: OutputOptions) -> int:
+    def run(call: build.CommandCall[str], own: Own, output: OutputOptions) -> int:
         assert call(on_end=1) == ("here low 1" if own.loud else "here high 1")
         return 7 + output.json
 

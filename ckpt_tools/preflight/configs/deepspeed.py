@@ -45,8 +45,10 @@ Stage = tuple[str | None, bool, bool]
 def read_deepspeed(given: Given, option: str, value: object) -> Stage:
     """Read what an option says of sharding, content or a path; a file that cannot be read here is noted as unread."""
     if isinstance(value, str):
-        folder = os.path.dirname(os.path.abspath(given.document.path))
-        place = find_file(value, ("", *(os.path.join(folder, *[os.pardir] * up) for up in range(_MAX_PARENTS))))
+        folders = ["", os.path.dirname(os.path.abspath(given.document.path))]
+        for _ in range(_MAX_PARENTS - 1):  # by name: what a script writes lies in no folder that is there
+            folders.append(os.path.dirname(folders[-1]))
+        place = find_file(value, folders)
         try:
             value = None if place is None else read_document(place).values
         except CkptError:

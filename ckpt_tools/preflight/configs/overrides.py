@@ -11,7 +11,7 @@ from itertools import count
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UsageError
 from ckpt_tools.preflight.configs.document import Document
-from ckpt_tools.preflight.plain_values import find_value, is_variable
+from ckpt_tools.preflight.plain_values import is_variable
 from ckpt_tools.transfer.placement.plain_yaml import MAX_NODES, load_yaml
 
 # Options of a command line as argparse splits them: `--name value`, `--name=value`, `--name`, `--name a b`.
@@ -212,7 +212,9 @@ def _follow(values: Mapping[str, object], text: str, path: tuple[str | int, ...]
         name = match["path"].lstrip(".")
         ups = len(match["path"]) - len(name)  # leading dots begin at its own mapping, and above it
         here = (*(here[: len(here) - ups] if ups else ()), *name.split("."))
-        value = find_value(values, ".".join(map(str, here)), _UNKNOWN)
+        value = values
+        for part in here:
+            value = value.get(str(part), _UNKNOWN) if isinstance(value, Mapping) else _UNKNOWN
         if value is _UNKNOWN:
             default = match.groupdict().get("default")
             return _UNKNOWN if default is None else plain_value(default.strip())
