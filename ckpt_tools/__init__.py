@@ -75,7 +75,7 @@ if TYPE_CHECKING:
         UnreadableError as UnreadableError,
         UsageError as UsageError,
     )
-    from ckpt_tools.fsdp2.smoke.report import SmokeReport as SmokeReport
+    from ckpt_tools.preflight.smoke.report import SmokeReport as SmokeReport
     from ckpt_tools.runs.manage import PruneResult as PruneResult
     from ckpt_tools.transfer.value_counts import Counts as Counts
 
@@ -95,7 +95,7 @@ _ROOMS = {
     "errors": "CkptError DestinationExistsError HubError LimitError PartError UnreadableError UsageError",
     "checkpoint.formats.scan": "Executable Scan",
     "transfer.value_counts": "Counts",
-    "fsdp2.smoke.report": "SmokeReport",
+    "preflight.smoke.report": "SmokeReport",
     "runs.manage": "PruneResult",
 }
 """Module → names that are public here."""

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
         scan as scan,
     )
     from ckpt_tools.estimate.run import estimate as estimate
-    from ckpt_tools.fsdp2.smoke import smoke as smoke
     from ckpt_tools.hub.push import push as push
     from ckpt_tools.options import ProgressFactory as ProgressFactory, default_num_workers as default_num_workers
     from ckpt_tools.preflight.run import preflight as preflight
+    from ckpt_tools.preflight.smoke import smoke as smoke
     from ckpt_tools.runs.commands import prune as prune, watch as watch
 
 _ROOMS = {
@@ -39,7 +39,7 @@ _ROOMS = {
     "checks.commands": "diff stats verify",
     "convert.inspect": "identify inspect open_checkpoint scan",
     "runs.commands": "prune watch",
-    "fsdp2.smoke": "smoke",
+    "preflight.smoke": "smoke",
     "convert.average_rename": "average extract rename",
     "options": "ProgressFactory default_num_workers",
 }

@@ -8,7 +8,8 @@ from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import ChangingLine, note, print_json, report_to, say, say_findings
 from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.cli.views import page
-from ckpt_tools.fsdp2.smoke.report import (
+from ckpt_tools.options.output import HtmlOptions, OutputOptions
+from ckpt_tools.preflight.smoke.report import (
     HOW_HELD,
     HOW_MEMORY,
     PHASES,
@@ -18,7 +19,6 @@ from ckpt_tools.fsdp2.smoke.report import (
     describe_compared,
     describe_verdict,
 )
-from ckpt_tools.options.output import HtmlOptions, OutputOptions
 from ckpt_tools.text import escape_name
 from ckpt_tools.units import format_size
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checks.verify import Verification, to_json as verification_to_json
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.fsdp2.smoke import SmokeReport
 from ckpt_tools.preflight.match import CheckpointMatch
 from ckpt_tools.preflight.places import ConfigLocation
+from ckpt_tools.preflight.smoke import SmokeReport
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.text import escape_name
 

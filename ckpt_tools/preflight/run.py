@@ -14,7 +14,6 @@ from typing import Annotated, Any
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.estimate import Estimate
-from ckpt_tools.fsdp2.smoke import SmokeReport, run_smoke
 from ckpt_tools.options import Doc, takes
 from ckpt_tools.options.preflight import PreflightFields
 from ckpt_tools.preflight.configs import Config, NotReadError, read_config
@@ -36,6 +35,7 @@ from ckpt_tools.preflight.report import CHECKS, CheckName, CheckResult, Prefligh
 from ckpt_tools.preflight.rules import RULES, check_rules
 from ckpt_tools.preflight.rules.rule import look_up
 from ckpt_tools.preflight.shrink_run import collapse_spec, describe_chosen, write_cuts
+from ckpt_tools.preflight.smoke import SmokeReport, run_smoke
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.text import escape_name

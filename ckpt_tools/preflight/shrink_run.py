@@ -17,9 +17,9 @@ from typing import Any
 
 from ckpt_tools.checkpoint.layout import AXES, FSDP_AXIS, Mesh
 from ckpt_tools.checkpoint.names.match_architecture import EXPERT_COUNTS
-from ckpt_tools.fsdp2.smoke import SmokeOptions
 from ckpt_tools.models.config import config_path, read_config
 from ckpt_tools.options.smoke import ADAPTERS
+from ckpt_tools.preflight.smoke import SmokeOptions
 from ckpt_tools.preflight.spec import ParallelSpec, strategy_on
 from ckpt_tools.text import escape_name
 

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_tools import api
 from ckpt_tools.cli import main
-from ckpt_tools.fsdp2.smoke.report import PHASES
+from ckpt_tools.preflight.smoke.report import PHASES
 
 TESTS = str(Path(__file__).parent.parent)
 CKPT = [sys.executable, "-m", "ckpt_tools", "smoke"]

@@ -167,10 +167,10 @@ def test_names_that_type_checkers_see_are_those_that_are_there(package):
 
 def test_packages_do_not_hide_the_functions_of_their_names():
     script = (
-        "import ckpt_tools.fsdp2.smoke.report, ckpt_tools.estimate.report, ckpt_tools.preflight.report, inspect\n"
+        "import ckpt_tools.preflight.smoke.report, ckpt_tools.estimate.report, ckpt_tools.preflight.report, inspect\n"
         "from ckpt_tools import estimate, preflight, smoke\n"
         "assert all(map(inspect.isfunction, (estimate, preflight, smoke, ckpt_tools.smoke)))\n"
-        "import ckpt_tools.fsdp2.smoke.options\n"
+        "import ckpt_tools.preflight.smoke.options\n"
         "assert ckpt_tools.smoke is smoke"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

@@ -411,7 +411,7 @@ def test_dtensor_engine_refuses_other_machines(run, hub: Hub, model: Path, tmp_p
 
 def test_smoke_refuses_to_copy_large_weights(run, hub: Hub, model: Path, monkeypatch) -> None:
     publish(hub, "org/name", model)
-    monkeypatch.setattr(importlib.import_module("ckpt_tools.fsdp2.smoke.run"), "DATA_LIMIT_BYTES", 100)
+    monkeypatch.setattr(importlib.import_module("ckpt_tools.preflight.smoke.run"), "DATA_LIMIT_BYTES", 100)
     assert "--model hf://org/name" in error_of(run("smoke", "hf://org/name"), 2)
 
 

@@ -26,8 +26,8 @@ from ckpt_tools.cli.views.write import failed_page, unfinished_page
 from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.case import Case, Margin
 from ckpt_tools.estimate.report import CaseEstimate, Memory, Moment
-from ckpt_tools.fsdp2.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 from ckpt_tools.preflight.report import CHECKS, CheckResult, PreflightReport
+from ckpt_tools.preflight.smoke.report import PHASES, PhaseResult, RankMemory, ReloadResult, SmokeReport
 from ckpt_tools.runs.manage import PruneResult
 from ckpt_tools.runs.retention import Rules, RunCheckpoint, State, plan_retention
 from ckpt_tools.transfer.statistics import Moments

@@ -15,9 +15,9 @@ import sys
 import tempfile
 import traceback
 
-from ckpt_tools.fsdp2.smoke.messages import Launched, LaunchJob
-from ckpt_tools.fsdp2.smoke.options import SmokeOptions
-from ckpt_tools.fsdp2.smoke.run import LAUNCH
+from ckpt_tools.preflight.smoke.messages import Launched, LaunchJob
+from ckpt_tools.preflight.smoke.options import SmokeOptions
+from ckpt_tools.preflight.smoke.run import LAUNCH
 from ckpt_tools.sandbox import wire
 from ckpt_tools.sandbox.child import environment, read_answer
 
@@ -84,7 +84,7 @@ def launch(directory, path, job, plugin):
 
 def serve():
     """Fork for every line on stdin, until there are no more."""
-    from ckpt_tools.fsdp2.smoke.launcher import preload
+    from ckpt_tools.preflight.smoke.launcher import preload
 
     preload(SmokeOptions())
     with contextlib.suppress(ImportError):

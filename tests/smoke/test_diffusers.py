@@ -133,7 +133,7 @@ def test_gradient_that_is_only_rounding_is_none_of_the_references_business(off, 
     """A bias before a norm: what is left of a sum of large terms is rounding, and its largest element is, too."""
     import torch
 
-    from ckpt_tools.fsdp2.smoke.checks import compare_gradients
+    from ckpt_tools.preflight.smoke.checks import compare_gradients
 
     model = torch.nn.Linear(4, 4)
     model.weight.grad, model.bias.grad = torch.ones(4, 4), torch.full((4,), off)

@@ -6,7 +6,7 @@ import pytest
 
 from ckpt_tools import api
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2.smoke.report import PHASES
+from ckpt_tools.preflight.smoke.report import PHASES
 
 pytestmark = pytest.mark.full(but=["test_smoke_of_a_healthy_model_finds_nothing[llama-dp_shard=2]"])
 

@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_tools import api
 from ckpt_tools.fsdp2 import load_checkpoint
-from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
-from ckpt_tools.fsdp2.smoke.checks import judge_names
-from ckpt_tools.fsdp2.smoke.options import SmokeOptions
-from ckpt_tools.fsdp2.smoke.setting import resolve
 from ckpt_tools.models.builtin import SmallTransformer
+from ckpt_tools.preflight.smoke.blueprint import Blueprint
+from ckpt_tools.preflight.smoke.checks import judge_names
+from ckpt_tools.preflight.smoke.options import SmokeOptions
+from ckpt_tools.preflight.smoke.setting import resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SAME = "names as in the file"

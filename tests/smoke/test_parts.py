@@ -11,10 +11,10 @@ from torch import nn
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UnclearLossError, UsageError
-from ckpt_tools.fsdp2.smoke import rng
-from ckpt_tools.fsdp2.smoke.report import causes, group_findings, of_ranks
 from ckpt_tools.models.recipe import find_loss, loss_of
 from ckpt_tools.models.replace_parameters import adopt_computed
+from ckpt_tools.preflight.smoke import rng
+from ckpt_tools.preflight.smoke.report import causes, group_findings, of_ranks
 
 LOSS = torch.tensor(2.0, requires_grad=True)
 LOGITS = torch.ones(2, 3, requires_grad=True)

@@ -166,7 +166,7 @@ def test_tensor_parallel_plan_imports_its_libraries_before_the_walls_stand():
     # PyTorch's builds for GPUs start ldconfig when they are imported.
     code = """
 import sys
-import ckpt_tools.transfer.placement.auto_plan as auto_plan
+import ckpt_tools.transfer.placement.tp_plan as auto_plan
 
 def walls(*args, **options):
     sys.exit(0 if {"torch", "transformers.models.llama.modeling_llama"} <= set(sys.modules) else 1)

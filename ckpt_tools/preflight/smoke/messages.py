@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckpt_tools.fsdp2.smoke.options import SmokeOptions
-from ckpt_tools.fsdp2.smoke.report import SmokeReport
+from ckpt_tools.preflight.smoke.options import SmokeOptions
+from ckpt_tools.preflight.smoke.report import SmokeReport
 from ckpt_tools.sandbox.journal import Event
 from ckpt_tools.sandbox.ranks import RanksOutcome
 

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-from ckpt_tools.fsdp2.smoke.messages import RELIEF
+from ckpt_tools.preflight.smoke.messages import RELIEF
 from ckpt_tools.sandbox.hang_report import StackFrame, describe_hang
 from ckpt_tools.sandbox.journal import RankLog, events_path, read_events
 from ckpt_tools.sandbox.ranks import RanksOutcome

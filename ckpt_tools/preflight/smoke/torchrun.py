@@ -23,12 +23,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.fsdp2.smoke.messages import Launched, LaunchJob, OnPhase, SavedWorld, tell
-from ckpt_tools.fsdp2.smoke.options import SmokeOptions
-from ckpt_tools.fsdp2.smoke.rank import run_rank
-from ckpt_tools.fsdp2.smoke.report import SmokeReport, assemble, first_error
-from ckpt_tools.fsdp2.smoke.setting import SmokeSetting, other_world, resolve
-from ckpt_tools.fsdp2.smoke.watchdog import HUNG, STACK, Watchdog, read_logs, register
+from ckpt_tools.preflight.smoke.messages import Launched, LaunchJob, OnPhase, SavedWorld, tell
+from ckpt_tools.preflight.smoke.options import SmokeOptions
+from ckpt_tools.preflight.smoke.rank import run_rank
+from ckpt_tools.preflight.smoke.report import SmokeReport, assemble, first_error
+from ckpt_tools.preflight.smoke.setting import SmokeSetting, other_world, resolve
+from ckpt_tools.preflight.smoke.watchdog import HUNG, STACK, Watchdog, read_logs, register
 from ckpt_tools.sandbox.audit import aside
 from ckpt_tools.sandbox.hang_report import StackFrame
 from ckpt_tools.sandbox.journal import Event, Journal, RankLog, events_path, read_events

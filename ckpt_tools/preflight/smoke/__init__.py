@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Annotated
 
-from ckpt_tools.fsdp2.smoke.options import SmokeOptions
-from ckpt_tools.fsdp2.smoke.report import PhaseResult, RankMemory, ReloadResult, SmokeReport
-from ckpt_tools.fsdp2.smoke.run import run_smoke
 from ckpt_tools.options import Doc, takes
+from ckpt_tools.preflight.smoke.options import SmokeOptions
+from ckpt_tools.preflight.smoke.report import PhaseResult, RankMemory, ReloadResult, SmokeReport
+from ckpt_tools.preflight.smoke.run import run_smoke
 
 __all__ = ["PhaseResult", "RankMemory", "ReloadResult", "SmokeOptions", "SmokeReport", "run_smoke"]
 

@@ -21,17 +21,17 @@ from ckpt_tools.fsdp2.audit import audit
 from ckpt_tools.fsdp2.collective import from_rank0, gather, share
 from ckpt_tools.fsdp2.compare_ranks import compare_ranks
 from ckpt_tools.fsdp2.mesh import TP_AXIS
-from ckpt_tools.fsdp2.smoke import blueprint as blueprints, checks, rng
-from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
-from ckpt_tools.fsdp2.smoke.checks import explain_loss
-from ckpt_tools.fsdp2.smoke.launcher import free_memory
-from ckpt_tools.fsdp2.smoke.messages import SavedWorld
-from ckpt_tools.fsdp2.smoke.rank_run import RankRun, Skipped
-from ckpt_tools.fsdp2.smoke.reference import Reference, make_optimizer, on_device
-from ckpt_tools.fsdp2.smoke.report import RankMemory, ReloadResult
 from ckpt_tools.fsdp2.watch import watch
 from ckpt_tools.memory import peak_rss_bytes
 from ckpt_tools.models.recipe import Batch, call, find_loss, loss_of
+from ckpt_tools.preflight.smoke import blueprint as blueprints, checks, rng
+from ckpt_tools.preflight.smoke.blueprint import Blueprint
+from ckpt_tools.preflight.smoke.checks import explain_loss
+from ckpt_tools.preflight.smoke.launcher import free_memory
+from ckpt_tools.preflight.smoke.messages import SavedWorld
+from ckpt_tools.preflight.smoke.rank_run import RankRun, Skipped
+from ckpt_tools.preflight.smoke.reference import Reference, make_optimizer, on_device
+from ckpt_tools.preflight.smoke.report import RankMemory, ReloadResult
 from ckpt_tools.text import escape_name, first_few
 from ckpt_tools.units import format_size
 

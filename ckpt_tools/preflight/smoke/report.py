@@ -16,7 +16,7 @@ from ckpt_tools.text import first_few
 from ckpt_tools.units import format_size
 
 if TYPE_CHECKING:
-    from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
+    from ckpt_tools.preflight.smoke.setting import SmokeSetting
 
 
 PHASES = (

@@ -17,11 +17,11 @@ from ckpt_tools.checkpoint.formats.opening import open_path
 from ckpt_tools.checks.verify import verify
 from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import refuse_older
-from ckpt_tools.fsdp2.smoke.messages import RELOAD_NAME, WORLD_NAME, Launched, LaunchJob, OnPhase, tell
-from ckpt_tools.fsdp2.smoke.options import SmokeOptions, absolute
-from ckpt_tools.fsdp2.smoke.report import OtherStrategy, PhaseResult, SmokeReport, assemble
-from ckpt_tools.fsdp2.smoke.watchdog import Watchdog
 from ckpt_tools.models.config import component_of
+from ckpt_tools.preflight.smoke.messages import RELOAD_NAME, WORLD_NAME, Launched, LaunchJob, OnPhase, tell
+from ckpt_tools.preflight.smoke.options import SmokeOptions, absolute
+from ckpt_tools.preflight.smoke.report import OtherStrategy, PhaseResult, SmokeReport, assemble
+from ckpt_tools.preflight.smoke.watchdog import Watchdog
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.sandbox.journal import events_path, read_events
 from ckpt_tools.sandbox.ranks import RanksOutcome
@@ -30,7 +30,7 @@ from ckpt_tools.units import format_size
 
 DATA_LIMIT_BYTES = 2 << 30
 """Checkpoints up to this size are read whole to find damage; of larger ones only the structure is checked."""
-LAUNCH = "ckpt_tools.fsdp2.smoke.launcher:launch"
+LAUNCH = "ckpt_tools.preflight.smoke.launcher:launch"
 
 
 def run_smoke(
@@ -86,7 +86,7 @@ def _run(
         if is_first := os.environ["RANK"] == "0":
             watchdog = Watchdog(int(os.environ["WORLD_SIZE"]), partial(_speak_for_ranks, options, label, speak))
         try:
-            from ckpt_tools.fsdp2.smoke.torchrun import run_in_torchrun
+            from ckpt_tools.preflight.smoke.torchrun import run_in_torchrun
 
             check = SourceCheck(options if is_first else replace(options, source=None))
             report = run_in_torchrun(options, watchdog=watchdog, on_phase=on_phase, run_local=run_local)
@@ -128,8 +128,8 @@ def _speak_for_ranks(
     options: SmokeOptions, label: str, speak: Callable[[SmokeReport], None], outcome: RanksOutcome, directory: str
 ) -> None:
     """Report in the watchdog, which knows the options alone."""
-    from ckpt_tools.fsdp2.smoke.launcher import judge_traces
-    from ckpt_tools.fsdp2.smoke.setting import resolve
+    from ckpt_tools.preflight.smoke.launcher import judge_traces
+    from ckpt_tools.preflight.smoke.setting import resolve
 
     judge_traces(directory, outcome)
     setting = resolve(options, world_size=len(outcome.logs))

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.fsdp2.smoke.messages import RELIEF, RELOAD_NAME, WORLD_NAME, Launched, LaunchJob, SavedWorld
-from ckpt_tools.fsdp2.smoke.options import SmokeOptions
-from ckpt_tools.fsdp2.smoke.report import assemble, first_error
 from ckpt_tools.memory import available_bytes
+from ckpt_tools.preflight.smoke.messages import RELIEF, RELOAD_NAME, WORLD_NAME, Launched, LaunchJob, SavedWorld
+from ckpt_tools.preflight.smoke.options import SmokeOptions
+from ckpt_tools.preflight.smoke.report import assemble, first_error
 from ckpt_tools.sandbox.child import Here
 from ckpt_tools.sandbox.journal import Journal
 from ckpt_tools.sandbox.ranks import RanksOutcome, World
 
 if TYPE_CHECKING:
-    from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
+    from ckpt_tools.preflight.smoke.setting import SmokeSetting
 
 
 _PRELOAD = (
@@ -32,7 +32,7 @@ _PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.parallel",
-    "ckpt_tools.fsdp2.smoke.rank",
+    "ckpt_tools.preflight.smoke.rank",
 )
 
 
@@ -40,7 +40,7 @@ def launch(job: LaunchJob, here: Here) -> Launched:
     """Do a job; no rank is left when this returns."""
     options = job.options
     preload(options)
-    from ckpt_tools.fsdp2.smoke.setting import other_world, resolve
+    from ckpt_tools.preflight.smoke.setting import other_world, resolve
 
     setting = resolve(options)
     _try(setting, here)
@@ -73,7 +73,7 @@ def preload(options: SmokeOptions) -> None:
 
 def _try(setting: SmokeSetting, here: Here) -> None:
     """Build the model once on meta: a config that cannot be meant is refused before any rank starts."""
-    from ckpt_tools.fsdp2.smoke.rank import judge_trial, try_build
+    from ckpt_tools.preflight.smoke.rank import judge_trial, try_build
 
     if setting.options.factory is None:
         # In a process of its own, in the sandbox: this one starts others.
@@ -94,7 +94,7 @@ def _watch(
 
 
 def _run_world(setting: SmokeSetting, here: Here, name: str, saved: SavedWorld | None = None) -> RanksOutcome:
-    from ckpt_tools.fsdp2.smoke.rank import run_rank
+    from ckpt_tools.preflight.smoke.rank import run_rank
 
     private = os.path.join(here.directory, name)
     size = setting.mesh.world_size

@@ -27,9 +27,9 @@ from ckpt_tools.fsdp2.local import bytes_of
 from ckpt_tools.fsdp2.names import architecture_of, match_names, shapes_of
 from ckpt_tools.fsdp2.quant_state import quantised_of
 from ckpt_tools.fsdp2.read import BoxReader
-from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
-from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.models.conventions import CONVENTIONS
+from ckpt_tools.preflight.smoke.blueprint import Blueprint
+from ckpt_tools.preflight.smoke.setting import SmokeSetting
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.box_bytes import start_of
 from ckpt_tools.transfer.value_counts import Counts, count_values

@@ -18,10 +18,10 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import LoadReport, add_lora, load_base, load_checkpoint, load_quantised, quantise_linears
 from ckpt_tools.fsdp2.lora import base_name, linear_layers
 from ckpt_tools.fsdp2.names import match_names, shapes_of
-from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.fsdp2.ties import tied_groups
 from ckpt_tools.models.recipe import Recipe
 from ckpt_tools.models.replace_parameters import replace_parameters
+from ckpt_tools.preflight.smoke.setting import SmokeSetting
 from ckpt_tools.units import format_size
 
 _RANDOM = {"init_weights": False}

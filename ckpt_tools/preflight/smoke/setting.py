@@ -15,11 +15,11 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.floors import NF4_TORCH, refuse_older
 from ckpt_tools.fsdp2 import Policy, Precision, parse_policy
 from ckpt_tools.fsdp2.mesh import FSDP_AXES, TP_AXIS
-from ckpt_tools.fsdp2.smoke.options import DEFAULT_RANKS, SmokeOptions
 from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.recipe import ModuleRecipe, Recipe
 from ckpt_tools.models.recipe_of import recipe_of
 from ckpt_tools.models.replace_parameters import DTYPES
+from ckpt_tools.preflight.smoke.options import DEFAULT_RANKS, SmokeOptions
 from ckpt_tools.sandbox.journal import RankLog
 
 DEFAULT_TIMEOUT_S = 120.0  # Of a phase, for a model of no size

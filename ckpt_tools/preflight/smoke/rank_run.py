@@ -20,14 +20,14 @@ from ckpt_tools.fsdp2 import ShardedPlan
 from ckpt_tools.fsdp2.collective import gather
 from ckpt_tools.fsdp2.diagnose import diagnose
 from ckpt_tools.fsdp2.entry_methods import DOUBLE_WRAP, DoubleWrapError
-from ckpt_tools.fsdp2.smoke.blueprint import Blueprint
-from ckpt_tools.fsdp2.smoke.messages import SavedWorld
-from ckpt_tools.fsdp2.smoke.reference import Reference, failure_alone
-from ckpt_tools.fsdp2.smoke.report import RANK_LOST, group_findings
-from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.fsdp2.watch import Watch
 from ckpt_tools.memory import rss_bytes
 from ckpt_tools.models.recipe import Batch
+from ckpt_tools.preflight.smoke.blueprint import Blueprint
+from ckpt_tools.preflight.smoke.messages import SavedWorld
+from ckpt_tools.preflight.smoke.reference import Reference, failure_alone
+from ckpt_tools.preflight.smoke.report import RANK_LOST, group_findings
+from ckpt_tools.preflight.smoke.setting import SmokeSetting
 from ckpt_tools.sandbox.journal import Journal
 
 _ARGUMENT_PHASES = ("start", "build", "shard")

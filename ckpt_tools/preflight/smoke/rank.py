@@ -18,13 +18,13 @@ from torch.distributed.distributed_c10d import Store
 
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.fsdp2 import build_device_mesh
-from ckpt_tools.fsdp2.smoke import phases
-from ckpt_tools.fsdp2.smoke.launcher import choose_device, free_memory
-from ckpt_tools.fsdp2.smoke.messages import SavedWorld
-from ckpt_tools.fsdp2.smoke.rank_run import RankRun, Stopped, explain
-from ckpt_tools.fsdp2.smoke.report import PHASES
-from ckpt_tools.fsdp2.smoke.setting import SmokeSetting
 from ckpt_tools.models.config_recipe import ConfigRecipe
+from ckpt_tools.preflight.smoke import phases
+from ckpt_tools.preflight.smoke.launcher import choose_device, free_memory
+from ckpt_tools.preflight.smoke.messages import SavedWorld
+from ckpt_tools.preflight.smoke.rank_run import RankRun, Stopped, explain
+from ckpt_tools.preflight.smoke.report import PHASES
+from ckpt_tools.preflight.smoke.setting import SmokeSetting
 from ckpt_tools.sandbox.audit import Breach, Sandbox, in_sandbox
 from ckpt_tools.sandbox.enclose import Limits, enter_sandbox
 from ckpt_tools.sandbox.journal import Journal

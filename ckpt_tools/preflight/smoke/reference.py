@@ -14,10 +14,10 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.fsdp2 import parameter_groups
 from ckpt_tools.fsdp2.buffers import place
 from ckpt_tools.fsdp2.load import assign, complete, read_state
-from ckpt_tools.fsdp2.smoke import rng
-from ckpt_tools.fsdp2.smoke.blueprint import SEED, Blueprint
 from ckpt_tools.models.config_recipe import FEEDS_ITSELF, ConfigRecipe, stopped
 from ckpt_tools.models.recipe import Batch, Recipe, call, find_loss, loss_of
+from ckpt_tools.preflight.smoke import rng
+from ckpt_tools.preflight.smoke.blueprint import SEED, Blueprint
 
 LEARNING_RATE = 1e-3  # Of every smoke run
 WEIGHT_DECAY = 0.01  # Of every smoke run
