@@ -198,11 +198,19 @@ def test_families_without_a_proven_map_are_refused(name: str) -> None:
         to_single_file(ALL[name][1]().state_dict())
 
 
-@pytest.mark.parametrize("name", ["flux1", "sdxl", "vae"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flux1",
+        "sdxl",
+        "vae",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("flux2", "sd3.5", "wan", "z_image", "qwen_image")),
+    ],
+)
 def test_commands_there_and_back_give_the_same_bytes(name: str, tmp_path: Path, capsys) -> None:
     hub, parts, single, back = (tmp_path / part for part in ("hub", "parts", "single", "back"))
     model(name).save_pretrained(hub)
-    model(name).save_pretrained(parts, max_shard_size="100KB")
+    model(name).save_pretrained(parts, max_shard_size="40KB")
     assert len(list(parts.glob("*.safetensors"))) > 1
     assert main(["rename", str(parts), str(single), "--names", "comfyui", "-q"]) == 0
     assert [path.name for path in single.iterdir() if path.suffix != ".json"] == ["model.safetensors"]
@@ -210,7 +218,7 @@ def test_commands_there_and_back_give_the_same_bytes(name: str, tmp_path: Path, 
     assert_same(diffusers_own(name, load_file(single / "model.safetensors")), model(name).state_dict())
     gather = ["gather", str(single / "model.safetensors"), str(back), "--names", "comfyui"]
     assert main([*gather, "--assets", str(hub)]) == 0
-    assert "diffusers' " in capsys.readouterr().err
+    assert "diffusers' " in capsys.readouterr().err or name == "qwen_image"  # whose keys are the same on both sides
     file = "diffusion_pytorch_model.safetensors"
     assert (back / file).read_bytes() == (hub / file).read_bytes()
     assert (back / "config.json").read_bytes() == (hub / "config.json").read_bytes()
