@@ -355,8 +355,8 @@ def test_reader_holds_its_checkpoint_by_a_lease_until_it_has_ended(run, how, tmp
 
 def test_lease_of_a_process_that_is_gone_ends_by_itself_and_none_stops_a_reader(run, monkeypatch):
     watch(run)
-    code = "import sys\nfrom ckpt_tools.storage import run_folder\nrun_folder.LEASE_S = -1.0\n"
-    code += "with run_folder.leased(sys.argv[1]):\n    print(flush=True)\n    input()"
+    code = "import sys\nfrom ckpt_tools.storage import run_leases\nrun_leases.LEASE_S = -1.0\n"
+    code += "with run_leases.leased(sys.argv[1]):\n    print(flush=True)\n    input()"
     command = [sys.executable, "-c", code, str(run / "step-10")]
     reader = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     reader.stdout.readline()
