@@ -135,6 +135,25 @@ def test_no_block_in_the_middle_may_lack_what_a_later_one_has(part: str) -> None
         to_diffusers({name: t for name, t in single.items() if f"joint_blocks.0.{part}" not in name})
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "said"),
+    [
+        ("flux1", "guidance_embeds", False),
+        ("flux1-schnell", "guidance_embeds", True),
+        ("vae", "use_quant_conv", False),
+        ("hunyuan_video", "guidance_embeds", False),
+    ],
+)
+def test_config_that_says_otherwise_of_an_optional_part_is_refused(name: str, key: str, said: bool) -> None:
+    """A loader would give random values to what is lacking, or leave out what is there."""
+    own = model(name).state_dict()
+    single = to_single_file(own, {key: not said})
+    to_diffusers(single, {key: not said})
+    for turn, tensors in ((to_single_file, own), (to_diffusers, single)):
+        with pytest.raises(UsageError, match=f"config.json says {key} {said}, and its tensors are "):
+            turn(tensors, {key: said})
+
+
 def test_depth_and_what_stands_in_front_are_read_from_the_keys() -> None:
     single = to_single_file(model("flux1").state_dict())
     fewer = {key: tensor for key, tensor in single.items() if not key.startswith("single_blocks.2.")}

@@ -28,7 +28,7 @@ from ckpt_tools.text import first_few
 CONVENTION = "comfyui"  # What `--names` calls the keys of single files
 _ROOTS = ("model.diffusion_model.", "diffusion_model.", "first_stage_model.", "vae.")
 """What may stand in front of all names of a single file."""
-_WORDS = ("title", "class", "of", "spell", "also", "root", "width", "may", "without", "unused")
+_WORDS = ("title", "class", "of", "spell", "also", "root", "width", "may", "flag", "without", "unused")
 _Tensors = Mapping[str, Mosaic]
 
 
@@ -43,6 +43,7 @@ class SingleFileFamily:
     width: str
     may: tuple[tuple[re.Pattern[str], ...], ...]
     firsts: frozenset[int]  # of `may`: those that the first blocks have, and none after one without them
+    flags: tuple[tuple[str, re.Pattern[str]], ...]  # key of config.json → the tensors that it says are there
     unused: tuple[str, ...]
     counts: tuple[tuple[str, tuple[str, ...]], ...]
     names: tuple[Patterns[None], ...]  # of the single file, of diffusers
@@ -82,6 +83,12 @@ class SingleFileFamily:
         for place, (key, *_) in self.counts:
             if (said := look_up(key, config)) not in (None, counts[place]):
                 raise UsageError(f"config.json says {key} {said}, and there are {counts[place]} of {place}")
+        for key, pattern in self.flags:
+            said, is_there = look_up(key, config), any(map(pattern.fullmatch, names))
+            if said is not None and bool(said) != is_there:
+                raise UsageError(
+                    f"config.json says {key} {said}, and its tensors are {'' if is_there else 'not '}there"
+                )
         groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
         for line in lines:
             numbers = [range(counts[place]) for place in line.lists]
@@ -201,6 +208,7 @@ def _family(rows: Mapping[str, Sequence[str]], own: MapSection) -> SingleFileFam
         width="".join(f"{module}.weight" for module in words["width"]),
         may=tuple(tuple(map(_pattern, group.removeprefix("first ").split())) for group in rows["may"]),
         firsts=frozenset(at for at, group in enumerate(rows["may"]) if group.startswith("first ")),
+        flags=tuple((key, _pattern(glob)) for key, glob in (line.split() for line in rows["flag"])),
         unused=tuple(words["unused"]),
         counts=own.counts,
         names=tuple(Patterns((name, None) for name in side) for side in sides),
