@@ -220,9 +220,9 @@ class RunManager:
     def _quarantine(self) -> dict[str, str]:
         """Return what can be brought back, and until when, the next to go first."""
         start = time.time() + self._settings.quarantine_s
-        ends = sorted((start - self._folder.age(leftover), name) for leftover, name in self._now.leftovers.items())
-        shown = ((name, datetime.fromtimestamp(end, UTC)) for end, name in ends if math.isfinite(end))
-        return {name: end.isoformat(timespec="seconds") for name, end in shown}
+        aged = ((self._folder.age(leftover), name) for leftover, name in self._now.leftovers.items())
+        ends = sorted((round(start - age), name) for age, name in aged if age < math.inf)
+        return {name: datetime.fromtimestamp(end, UTC).isoformat(timespec="seconds") for end, name in ends}
 
     def _verify_new(self, found: Sequence[RunCheckpoint]) -> bool:
         """Verify what nobody has; was there anything?"""
