@@ -113,6 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ("root", lambda: is_asked_for, "mounts file systems: bin/test -m root"),
         ("root", lambda: os.geteuid() == 0, "needs root (loop devices, mounts, cgroups)"),
         ("gpu", _has_cuda, "needs a CUDA device"),
+        ("zoo", lambda: bool(config.getoption("zoo")), "one of many of its kind: bin/test --zoo"),
     )
     for mark, is_met, reason in needs:
         marked = [item for item in items if item.get_closest_marker(mark)]

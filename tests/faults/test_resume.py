@@ -121,6 +121,7 @@ def test_resume_after_a_kill_at_any_write_continues(runs, case):
     assert max(kept) >= 0.99 * NBYTES
 
 
+@pytest.mark.full
 def test_error_at_opening_a_staged_file_keeps_what_was_written(shard, case):
     kept = 0
     for nth in range(1, 100):

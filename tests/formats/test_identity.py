@@ -129,6 +129,7 @@ def rewrite(model: Path, change) -> None:
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.full
 def test_config_says_what_lacks(model, tmp_path, capsys):
     identity = api.identify(model)
     assert identity.title == "LlamaForCausalLM · 2 layers · 22,688 parameters · f32 · whole"

@@ -26,7 +26,7 @@ from ckpt_tools.models.config import read_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICK = ("MarianMTModel", "DeepseekV3ForCausalLM", "T5ForConditionalGeneration")
-_SLICES, _OF = 8, 8
+_SLICES, _OF = 8, 12
 KNOWN = dict.fromkeys(("ChineseCLIPModel", "ChineseCLIPTextModel"), "from_pretrained clears a row that it has loaded")
 
 

@@ -41,17 +41,17 @@ def watch(run: Path, **options: object) -> object:
 
 
 def test_promises_hold_in_random_lives() -> None:
-    for number in range(400, 408):
+    for number in range(400, 404):
         live(number, Counter())
 
 
 @pytest.mark.full
 def test_promises_hold_in_more_lives() -> None:
     counts: Counter[str] = Counter()
-    for number in range(40):
+    for number in range(24):
         live(number, counts)
-    assert counts["killed"] > 5
-    assert counts["removed"] > 30
+    assert counts["killed"] > 3
+    assert counts["removed"] > 18
     assert counts["left open"] < 5
 
 

@@ -118,6 +118,7 @@ def test_keys_are_those_that_are_published(line: str) -> None:
     assert set(keys) <= to_single_file(model(name).state_dict()).keys()
 
 
+@pytest.mark.full(but=["flux1", "vae"])
 @pytest.mark.parametrize("name", ["flux1", "sd3.5", "sdxl", "wan", "z_image", "qwen_image", "vae"])
 def test_no_tensor_may_be_lacking(name: str) -> None:
     hub = model(name).state_dict()
@@ -220,10 +221,11 @@ def test_families_without_a_proven_map_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "flux1",
-        "sdxl",
         "vae",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("flux2", "sd3.5", "wan", "z_image", "qwen_image")),
+        *(
+            pytest.param(n, marks=pytest.mark.full)
+            for n in ("flux1", "sdxl", "flux2", "sd3.5", "wan", "z_image", "qwen_image")
+        ),
     ],
 )
 def test_commands_there_and_back_give_the_same_bytes(name: str, tmp_path: Path, capsys) -> None:

@@ -118,6 +118,7 @@ def test_what_the_hub_has_no_place_for_is_for_the_user_to_leave_out(tmp_path, ca
     assert difference["changed"] == []
 
 
+@pytest.mark.full
 def test_what_was_not_compared_is_said(tmp_path, capsys) -> None:
     hub = str(toys.save("llama", tmp_path / "hub"))
     assert main(["shard", hub, str(tmp_path / "made"), "--mesh", "dp_shard=2", "--names", "megatron", "-q"]) == 0

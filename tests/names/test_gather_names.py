@@ -175,6 +175,7 @@ def test_an_adapter_alone_is_called_one_without_a_config_too(llama, tmp_path):
     assert "ckpt export-lora" in refusal.value.hint
 
 
+@pytest.mark.full
 def test_what_is_odd_in_the_original_comes_back_with_a_warning(llama, tmp_path):
     model, state, _, _ = llama
     model.save_pretrained(tmp_path / "hf", state_dict=state | {"cls.seq_relationship.weight": NEW})
@@ -260,6 +261,7 @@ def test_like_keeps_refusing_what_is_not_proven_to_be_tied(llama, tmp_path, diff
         api.gather(save_live(state | {"other.weight": extra}, tmp_path / "dcp"), tmp_path / "out", like=tmp_path / "hf")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_configuration_that_the_table_does_not_know_is_asked_of_transformers(tmp_path, capsys) -> None:
     """BLIP-2 with T5: the table knows it with OPT alone."""

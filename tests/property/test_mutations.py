@@ -26,7 +26,7 @@ def test_seeds_of_every_parser_are_accepted(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", TARGETS)
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=900, deadline=None)
 @given(which=st.integers(0, 99), operations=OPERATIONS)
 def test_mutation_is_accepted_soundly_or_refused(name: str, which: int, operations: list[tuple[int, int, int]]) -> None:
     target = TARGETS[name]

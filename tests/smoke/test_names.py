@@ -73,6 +73,7 @@ def test_live_names_are_those_of_the_file(hub, tmp_path):
     assert loads(model, tmp_path / "dcp")
 
 
+@pytest.mark.full(but=["model."])
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_names_of_the_hub_in_a_dcp_checkpoint_are_an_error_that_says_what_helps(hub, tmp_path, prefix):
     model, source = live(hub), tmp_path / "dcp"

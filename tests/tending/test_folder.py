@@ -316,6 +316,7 @@ def used(path, how):
     libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(4096))
 
 
+@pytest.mark.full(but=["open", "locked"])
 @pytest.mark.parametrize("how", ["open", "mapped", "locked", "staged"])
 def test_checkpoint_in_use_stays(run, how):
     watch(run)

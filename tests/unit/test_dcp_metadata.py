@@ -170,6 +170,7 @@ def test_parse_metadata_of_many_chunks_equals_torch(separate: bool, monkeypatch)
             assert chunk.encoding == "torch_zip"
 
 
+@pytest.mark.full
 def test_parse_metadata_uses_the_fast_path_for_real_files(monkeypatch) -> None:
     steps = []
     match = inert_pickle.ObjectRuns.match

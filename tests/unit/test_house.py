@@ -23,6 +23,7 @@ def house() -> Any:
     return House()
 
 
+@pytest.mark.full
 def test_architecture_has_a_row_for_every_room_with_what_it_uses(house: Any) -> None:
     rows = re.findall(r"^\| `(\w+)/` \| .* \| ([^|]*) \|$", PAGE, re.MULTILINE)
     stated = {room: set(uses.split(", ")) - {"none"} for room, uses in rows}
