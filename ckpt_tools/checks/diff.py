@@ -18,7 +18,7 @@ from ckpt_tools.checks.updates import Update, Updating
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.models.output_names import AssetList, Named, Naming, name_known, name_live
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, natural_order
 from ckpt_tools.transfer.box_bytes import byte_box
 from ckpt_tools.transfer.execute import Progress, scan
 from ckpt_tools.transfer.paired_reader import PairedReader, Reading
@@ -152,7 +152,7 @@ def match_names(
     kept = choose_names(shown, include, exclude) if include or exclude else shown.keys()
     check_sealed(a, kept=kept, missed=missed)
     check_sealed(b, kept=kept, missed=missed)
-    one, other = (replace(s, entries={fqn: e for fqn, e in s.entries.items() if fqn in kept}) for s in sides)
+    one, other = (replace(s, entries={f: s.entries[f] for f in natural_order(s.entries) if f in kept}) for s in sides)
     return one, other
 
 

@@ -24,7 +24,7 @@ from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, natural_order
 from ckpt_tools.transfer.execute import Outcome, Progress, scan
 from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 from ckpt_tools.transfer.plan import check_complete, chunk_index
@@ -149,7 +149,7 @@ def stats(
     else:
         chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
         check_sealed(chosen)
-        named = {entry.fqn: entry for entry in chosen.checkpoint.tensors}
+        named = {entry.fqn: entry for entry in natural_order(chosen.checkpoint.tensors, lambda entry: entry.fqn)}
     for entry in named.values():
         check_complete(entry)
     found = zip(named, opened.ahead(named.values()), strict=True)
@@ -275,7 +275,7 @@ def _joint(rows: Iterable[TensorStats], part_of: Callable[[str], str]) -> dict[s
         if row.update is not None:
             part = part_of(row.fqn)
             found[part] = found.get(part, Update()) + row.update
-    return found
+    return {part: found[part] for part in natural_order(found)}
 
 
 def to_json(result: Stats) -> dict[str, object]:

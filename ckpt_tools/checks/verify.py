@@ -36,7 +36,7 @@ from ckpt_tools.checks.structure import Lost, check_structure, equal_layouts, is
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.options.common import Level, Purpose
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import escape_name, first_few, natural_key, natural_order
 from ckpt_tools.transfer.execute import Outcome, Progress
 from ckpt_tools.transfer.split import Part, own_tensors
 from ckpt_tools.transfer.task import Look
@@ -92,8 +92,14 @@ def account(
             elif file not in data:
                 left[file, unread if file in assets else "nothing records what it should hold"] = nbytes
     return (
-        tuple(Extent(file=file, nbytes=nbytes) for file, nbytes in sorted(read.items())),
-        tuple(Extent(file=file, nbytes=nbytes, why=why) for (file, why), nbytes in sorted(left.items())),
+        tuple(
+            Extent(file=file, nbytes=nbytes)
+            for file, nbytes in sorted(read.items(), key=lambda one: natural_key(one[0]))
+        ),
+        tuple(
+            Extent(file=file, nbytes=nbytes, why=why)
+            for (file, why), nbytes in sorted(left.items(), key=lambda one: natural_key(one[0][0]))
+        ),
     )
 
 
@@ -331,7 +337,8 @@ def verify(
             unchecked.append(Unchecked(what=f"what non-tensor items mean, beyond their bytes: {first_few(holding)}"))
         counts = outcome.counts
         if level == "values":
-            findings += check_values(opened, replace(checkpoint, tensors=tuple(sound)), counts)
+            judged = tuple(natural_order(sound, lambda entry: entry.fqn))
+            findings += check_values(opened, replace(checkpoint, tensors=judged), counts)
         unchecked += _unseen_values(checkpoint, level)
     if opened.single_names:
         total = len(checkpoint.tensors) + len(checkpoint.blobs)
@@ -352,9 +359,9 @@ def verify(
         chunks=sum(len(entry.chunks) for entry in checkpoint.tensors),
         nbytes=nbytes,
         unchecked=tuple(unchecked),
-        findings=tuple(findings),
-        counts=counts,
-        files=tuple(dict.fromkeys(chunk.span.file for entry in checkpoint.tensors for chunk in entry.chunks)),
+        findings=tuple(natural_order(findings, _place)),
+        counts={fqn: counts[fqn] for fqn in natural_order(counts)},
+        files=tuple(sorted({c.span.file for entry in checkpoint.tensors for c in entry.chunks}, key=natural_key)),
         mesh=checkpoint.mesh,
         share=share,
         identities=(opened.identity,),
@@ -363,6 +370,11 @@ def verify(
         has=verdict.has,
         objects=objects,
     )
+
+
+def _place(finding: Finding) -> str:
+    """Return what puts findings of a kind together, by their numbers."""
+    return f"{finding.severity} {finding.code} {finding.where} {finding.tensor or ''}"
 
 
 def _part_findings(opened: Opened) -> Iterator[Finding]:

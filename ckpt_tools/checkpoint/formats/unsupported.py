@@ -93,7 +93,7 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
         inside = below[found[-1]]
         for named, what in parts_of([name for name in inside if is_weights(name) and "/" not in name], inside):
             return UnreadableError(f"a part of a model in {found[-1]}: {what}", where=path, hint=named.kind.whole)
-        shown = ", ".join(sorted(found)[-4:])
+        shown = ", ".join(found[-4:])
         what = f"a directory of checkpoints, not a checkpoint (it holds {shown})"
         return UnreadableError(what, where=path, hint=f"use {path}/{found[-1]}")
     for pattern, what, hint in _DIRECTORIES:
