@@ -90,7 +90,7 @@ class Identity:
         whole = {"yes": "whole", "part": part, "not known": "whole or not: not known"}[self.whole]
         parts = (
             self.architecture or (f"{len(self.components)} models" if self.components else "architecture not known"),
-            f"{self.num_layers} layers" if self.num_layers else "",
+            f"{self.num_layers} layer" + "s" * (self.num_layers != 1) if self.num_layers else "",
             f"{count_text(self.num_parameters)} parameters",
             self.quantisation or "+".join(name.lower() for name in list(self.dtypes)[:3]),
             who,
