@@ -157,6 +157,8 @@ def check_trainer(opened: Opened, purpose: Purpose | None, verdict: StepVerdict)
 # Findings put together by what brought them about: a missing file is one cause, whatever lay in it
 
 _ORDER: Sequence[Severity] = ("error", "warning", "info")
+OTHER_MODEL = "other-model"
+_OF_ANOTHER = ("missing-tensor", "extra-tensor", "different-tensor")  # Findings that another model explains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +179,15 @@ def find_causes(
     lost = {each.file: each.nbytes for each in not_read}
     total = sum(lost.values()) + sum(each.nbytes for each in read)
     groups: dict[tuple[Severity, str, str], list[int]] = {}
+    others = {each.where for each in findings if each.code == OTHER_MODEL}
     for number, each in enumerate(findings):
-        groups.setdefault((each.severity, each.code, each.file or each.where), []).append(number)
+        code = OTHER_MODEL if each.where in others and each.code in _OF_ANOTHER else each.code
+        groups.setdefault((each.severity, code, each.file or each.where), []).append(number)
     causes = []
     for (severity, code, place), numbers in sorted(groups.items(), key=lambda item: _ORDER.index(item[0][0])):
         group = [findings[number] for number in numbers]
         what = f"{group[0].where}: {group[0].what}"
-        if len(group) > 1:
+        if len(group) > 1 and code != OTHER_MODEL:
             named = [each for each in group if each.tensor is not None]
             names = {each.tensor for each in named}
             facts = [
