@@ -276,7 +276,7 @@ def _render_prefixes(summary: Summary, screen: Screen) -> None:
     widths = [max(map(display_width, column)) for column in zip(headers, *rows, strict=True)]
     room = min(screen.width - sum(widths) - 2 * len(widths) - 2, _MAX_BAR)
     if room < _MIN_BAR:
-        screen.table(columns, rows)
+        screen.table(columns, rows, less=("elements", "tensors"))
         return
     most = max((row.num_bytes for row in summary.prefixes), default=0)
     bars = (screen.bar(row.num_bytes, most, room) for row in summary.prefixes)

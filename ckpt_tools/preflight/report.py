@@ -150,6 +150,6 @@ def describe_verdict(report: PreflightReport) -> str:
         return f"NOT ok, strictly: {report.why_too_little}"
     skipped = [check.name for check in report.checks if check.ok is None]
     made = ", ".join(check.name for check in report.checks if check.ok)
-    left = f"; not checked: {', '.join(skipped)}" if skipped else ""
+    left = f" (not checked: {', '.join(skipped)})" if skipped else ""
     passed = f"; ignored: {', '.join(dict.fromkeys(one.code for one in report.ignored))}" if report.ignored else ""
-    return f"ok: {made}; {counted}{left}{passed}"
+    return f"GO{left}: {made}; {counted}{passed}"
