@@ -63,6 +63,11 @@ def first_few(names: Collection[str], limit: int = 3) -> str:
 _NUMBER = re.compile(r"(\d{1,18})", re.ASCII)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return "1 tensor", "2 tensors"."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 def natural_key(name: str) -> tuple[int | str, ...]:
     """Return what sorts `step-9` before `step-10`: texts and numbers take turns."""
     return tuple(int(part) if i % 2 else part for i, part in enumerate(_NUMBER.split(name)))

@@ -35,7 +35,7 @@ from ckpt_tools.options.check import DiffOptions, StatsOptions, VerifyOptions
 from ckpt_tools.storage.locations import absolute
 from ckpt_tools.storage.publish import replace_file
 from ckpt_tools.storage.source import LocalSource
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.transfer.quantised.decoded import dequantised, is_told
 from ckpt_tools.transfer.share_record import parse_part
 
@@ -154,7 +154,9 @@ def diff(options: DiffOptions) -> Difference:
             found = {pair.name: _diff(pair.ours, pair.theirs, options) for pair in pair_parts(step, other)}
             alone = [
                 tuple(
-                    f"{name} ({len(opened.checkpoint.tensors)} tensors)" for name, opened in side if name not in found
+                    f"{name} ({counted(len(opened.checkpoint.tensors), 'tensor')})"
+                    for name, opened in side
+                    if name not in found
                 )
                 for side in (step.models, other.models if isinstance(other, OpenedStep) else ())
             ]

@@ -36,7 +36,7 @@ from ckpt_tools.checks.structure import Lost, check_structure, equal_layouts, is
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.options.common import Level, Purpose
-from ckpt_tools.text import escape_name, first_few, natural_key, natural_order
+from ckpt_tools.text import counted, escape_name, first_few, natural_key, natural_order
 from ckpt_tools.transfer.execute import Outcome, Progress
 from ckpt_tools.transfer.split import Part, own_tensors
 from ckpt_tools.transfer.task import Look
@@ -109,8 +109,7 @@ def describe(extents: Iterable[Extent], most: int) -> Iterator[str]:
     for each in extents:
         groups.setdefault(each.why, {})[each.file] = each.nbytes
     for why, files in groups.items():
-        number = f"{len(files)} file" + "s" * (len(files) != 1)
-        yield f"{number}, {format_size(sum(files.values()))}: {why} ({first_few(files, most)})"
+        yield f"{counted(len(files), 'file')}, {format_size(sum(files.values()))}: {why} ({first_few(files, most)})"
 
 
 # Check that a step has what the trainer that saved it resumes from, and that all of it is of one step
@@ -192,7 +191,7 @@ def find_causes(
             names = {each.tensor for each in named}
             facts = [
                 escape_name(place),
-                f"{len(names)} of {num_tensors} tensors" if names else f"{len(group)} findings",
+                f"{len(names)} of {counted(num_tensors, 'tensor')}" if names else f"{counted(len(group), 'finding')}",
             ]
             if code in ("missing-file", "short-file") and place in lost:
                 facts.append(f"{format_size(lost[place])} of {format_size(total)}")
@@ -302,7 +301,8 @@ def verify(
     if level == "structure":
         unchecked.append(Unchecked(what="the bytes of the tensors (use --level data)"))
         if checkpoint.blobs:
-            unchecked.append(Unchecked(what=f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)"))
+            what = f"what {counted(len(checkpoint.blobs), 'non-tensor item')} hold (use --level data)"
+            unchecked.append(Unchecked(what=what))
     else:
         damaged: set[str] = set()
         is_first = share is None or share.index == 0
@@ -345,8 +345,8 @@ def verify(
             findings += check_values(opened, replace(checkpoint, tensors=judged), counts)
         unchecked += _unseen_values(checkpoint, level)
     if opened.single_names:
-        total = len(checkpoint.tensors) + len(checkpoint.blobs)
-        unchecked.append(Unchecked(what=f"{opened.single_names} of {total} names, which .metadata has only once"))
+        names = counted(opened.single_names, "name")
+        unchecked.append(Unchecked(what=f"{names} that .metadata stores only once"))
     unchecked += _unknown_places(opened)
     if opened.step is not None:
         unchecked.append(Unchecked(what=note_reading(opened.step)))
@@ -421,7 +421,7 @@ def _unchecked_chunks(
     covered = sum(summed.covers(chunk.span) for chunk in rest)
     missing = chunks - told - outcome.chunks_checked - covered
     if opened.manifest is None and missing > 0:
-        what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum"
+        what = f"the content of {missing:,} of {counted(chunks, 'chunk')}, without a recorded checksum"
         yield Unchecked(what=f"{what} (--against compares copies)", copy_tells=True)
 
 

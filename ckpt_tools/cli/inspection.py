@@ -25,7 +25,7 @@ from ckpt_tools.cli.views.layouts import (
 from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.options.check import By, InspectView
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.text import display_width, escape_message, escape_name, first_few
+from ckpt_tools.text import counted, display_width, escape_message, escape_name, first_few
 from ckpt_tools.units import format_size
 
 FOLD_ABOVE = 32  # Ranks, and files unless asked for, that are listed one by one
@@ -225,7 +225,7 @@ def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, s
         ordered = sorted(shown, key=lambda group: -group[0][0])
         shown = ordered[: FOLD_ABOVE // 2] + ordered[-FOLD_ABOVE // 2 :]
         left_out = sum(len(members) for _, members in ordered[FOLD_ABOVE // 2 : -FOLD_ABOVE // 2])
-        screen.line(f"  the fullest and the emptiest, {left_out:,} ranks between them left out")
+        screen.line(f"  the fullest and the emptiest, {counted(left_out, 'rank')} between them left out")
     rows = (
         (format_ranges(members), f"{len(members):,}", *_load(num_bytes, mean, most, screen), f"{num_chunks:,}")
         for (num_bytes, num_chunks), members in shown
@@ -446,8 +446,9 @@ def _hint_at_run(error: UnreadableError, source: str) -> None:
     """Let the error about the folder of a run say what shows it, and its last checkpoint."""
     from ckpt_tools.runs.folder import checkpoints_in  # rare, and slow to import
 
-    if found := checkpoints_in(source):
-        error.hint = f"ckpt watch {quote(source)} --status; the last one: ckpt inspect {quote(found[-1])}"
+    found = checkpoints_in(source)
+    if found and (error.hint or "").startswith("use "):
+        error.hint = f"ckpt inspect {quote(found[-1])}; the whole run: ckpt watch {quote(source)} --status"
 
 
 # The page

@@ -15,7 +15,7 @@ from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.cli.views import page
 from ckpt_tools.options.check import StatsView
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
 
@@ -45,11 +45,11 @@ def run(call: CommandCall[Stats], view: StatsView, output: OutputOptions) -> int
         _tables(result, terminal(), every=view.tensors)
         for where, fqns in (("SRC", result.only_in_source), ("--against", result.only_in_other)):
             if fqns:
-                say(f"only in {where}: {len(fqns)} tensors, e.g. {escape_name(fqns[0])}")
+                say(f"only in {where}: {counted(len(fqns), 'tensor')}, e.g. {escape_name(fqns[0])}")
         state = "ok" if result.ok else "NOT ok"
         stand_out = f"; findings: {len(result.findings)}" if result.findings else "; nothing stands out"
         size = format_size(result.nbytes)
-        say(f"{call.shown('source')}: {state} ({len(result.tensors)} tensors, {size}{stand_out})")
+        say(f"{call.shown('source')}: {state} ({counted(len(result.tensors), 'tensor')}, {size}{stand_out})")
     return 0 if result.ok else 3
 
 

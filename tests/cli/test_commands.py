@@ -307,7 +307,7 @@ def test_usage_errors_are_exit_2_and_write_nothing(argv, run: Path, tmp_path: Pa
     code, out, err = ckpt(*argv)
     assert code == 2
     assert out == ""
-    assert err.startswith("Error: ")
+    assert err.startswith("error: ")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
@@ -325,7 +325,7 @@ def test_no_such_source_is_exit_4(tmp_path: Path, ckpt: Ckpt, ckpt_json, verb: s
     assert document["error"]["where"] == str(tmp_path / "gone")
     code, _, err = ckpt(*argv)
     assert code == 4
-    assert err.splitlines() == ["Error: no such file or directory", f"   at: {tmp_path / 'gone'}"]
+    assert err.splitlines() == ["error: no such file or directory", f"   at: {tmp_path / 'gone'}"]
 
 
 @pytest.mark.parametrize("kind", ["directory", "empty", "file", "link", "dangling"])

@@ -126,7 +126,7 @@ def test_folder_of_a_run_is_no_checkpoint_and_leads_to_its_last_one(tmp_path, ca
     err = capsys.readouterr().err
     assert "(it holds checkpoint-9, checkpoint-10, checkpoint-100)" in err
     hint = err.partition(" hint: ")[2].strip()
-    watch, _, last = hint.partition("; the last one: ")
+    last, _, watch = hint.partition("; the whole run: ")
     assert last.endswith("checkpoint-100")
     for command in (watch, last):
         assert main(shlex.split(command)[1:]) == 0

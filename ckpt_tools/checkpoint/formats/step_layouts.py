@@ -20,7 +20,7 @@ from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.trainer_contracts import describe
 from ckpt_tools.checkpoint.identity import TrainerName
 from ckpt_tools.storage.journal import JOURNAL_NAME
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 Holds = Literal["model", "optimizer"]
 Library = Literal["diffusers", "sentence-transformers", "files"]
@@ -205,7 +205,7 @@ def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
         rows.setdefault(re.sub(r"\d+", "*", asset.file), []).append(asset)
     for pattern, assets in rows.items():
         one = len(assets) == 1
-        name = assets[0].file if one else f"{pattern} ({len(assets)} files)"
+        name = assets[0].file if one else f"{pattern} ({counted(len(assets), 'file')})"
         yield name, sum(asset.nbytes for asset in assets), describe(assets[0].file)
 
 
