@@ -122,7 +122,7 @@ def _print_conversion(result: Conversion, output: OutputOptions) -> None:
         note(f"warning: {text}")
     for text in result.not_checked:
         note(f"not checked: {text}")
-    if output.quiet:
+    if output.quiet and not result.dry_run:  # a plan is all that a dry run was started for
         return
     destination = escape_name(result.destination)
     files = counted(len(result.files), "file")

@@ -42,7 +42,7 @@ def print_push(result: PushResult, output: OutputOptions) -> None:
     say_findings(result.findings)
     for text in result.notes:
         note(f"note: {text}")
-    if output.quiet:
+    if output.quiet and not result.dry_run:
         return
     rows = [file for file in result.files if output.verbose or result.dry_run or file.state != "unchanged"]
     shown = rows if output.verbose else rows[:_MAX_SHOWN]

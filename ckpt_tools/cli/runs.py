@@ -56,7 +56,7 @@ def _print(pruned: PruneResult, output: OutputOptions) -> None:
     say_findings(pruned.findings, most=None if output.verbose else _MAX_SHOWN)
     for text in pruned.failed:
         note(f"warning: {escape_name(text)}")
-    if output.quiet:
+    if output.quiet and not pruned.dry_run:  # a plan is all that a dry run was started for
         return
     for text in pruned.notes:
         note(f"note: {escape_name(text)}")

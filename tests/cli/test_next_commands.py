@@ -157,3 +157,17 @@ def test_names_that_drive_a_terminal_are_quoted_and_still_work(tmp_path, capsys)
         ["bash", "-c", f'printf "%s\\0" {command[command.index("ckpt ") :]}'], check=True, capture_output=True
     )
     assert words.stdout.split(b"\0")[2].decode() == str(odd)
+
+
+def test_quiet_dry_run_prints_its_plan(tmp_path, capsys) -> None:
+    run = _dcp(tmp_path)
+    for argv in (["shard", tmp_path / "model"], ["gather", run], ["reshard", run]):
+        mesh = [] if argv[0] == "gather" else ["--mesh", "dp_shard=2"]
+        assert main([*map(str, argv), str(tmp_path / "new"), *mesh, "-n", "-q"]) == 0
+        out, err = capsys.readouterr()
+        assert out.startswith("would write ")
+        assert not err
+    (tmp_path / "out").mkdir()
+    _step(tmp_path).rename(tmp_path / "out" / "checkpoint-3")
+    assert main(["prune", str(tmp_path / "out"), "--keep-last", "1", "-n", "-q"]) == 0
+    assert "checkpoint-3" in capsys.readouterr().out
