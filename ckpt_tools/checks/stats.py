@@ -257,10 +257,10 @@ def _outliers(rows: Sequence[TensorStats]) -> Iterator[Finding]:
     }
     for name, (code, fewest_bits) in _FIGURES.items():
         found = {
-            fqn: f"its {name} is {figures[name][fqn]:.3g}, that of its siblings about {usual:.3g}"
+            fqn: f"its {name} is {figures[name][fqn]:.3g}, that of the same weight in other layers about {usual:.3g}"
             for fqn, usual in outliers(figures[name], alike, fewest_bits)
         }
-        yield from gathered(found, "warning", code, "the same weight of other layers is not like that")
+        yield from gathered(found, "warning", code, "was this layer loaded, initialised and trained like the others?")
 
 
 def _layer(fqn: str) -> str:

@@ -235,7 +235,7 @@ def check_candidates(opened: Opened) -> Iterator[Finding]:
     """Yield the sets of weights that lie beside the one that was opened."""
     for each in opened.candidates:
         if each.differs == "yes":
-            hint = "pass the one that is meant by its path, or by --from; converting refuses both"
+            hint = "choose one by its path, or by --from; converting refuses both"
             has_own = opened.identity.resumable == "yes" and not each.why.startswith("cannot be read")
             tell = Finding.warning if has_own else Finding.error  # its trainer has its own
             yield tell("several-weights", each.name, f"other weights lie beside it: {each.why}", hint)

@@ -446,9 +446,8 @@ def _hint_at_run(error: UnreadableError, source: str) -> None:
     """Let the error about the folder of a run say what shows it, and its last checkpoint."""
     from ckpt_tools.runs.folder import checkpoints_in  # rare, and slow to import
 
-    found = checkpoints_in(source)
-    if found and (error.hint or "").startswith("use "):
-        error.hint = f"ckpt inspect {quote(found[-1])}; the whole run: ckpt watch {quote(source)} --status"
+    if (error.hint or "").startswith("use ") and checkpoints_in(source):
+        error.hint = f"{error.hint}; the whole run: ckpt watch {quote(source)} --status"
 
 
 # The page

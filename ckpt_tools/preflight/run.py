@@ -426,7 +426,7 @@ def _check_checkpoint(
         run.not_checked += match.not_checked
         check.what = _describe_match(match)
         return match, match.view
-    check.what = "there is none"
+    check.what = "no checkpoint was given"
     if sources.model is None:
         return None, ModelView()
     return None, look_at_model(sources.model, cuts=cuts)

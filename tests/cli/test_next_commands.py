@@ -127,9 +127,8 @@ def test_folder_of_a_run_is_no_checkpoint_and_leads_to_its_last_one(tmp_path, ca
     assert "(it holds checkpoint-9, checkpoint-10, checkpoint-100)" in err
     hint = err.partition(" hint: ")[2].strip()
     last, _, watch = hint.partition("; the whole run: ")
-    assert last.endswith("checkpoint-100")
-    for command in (watch, last):
-        assert main(shlex.split(command)[1:]) == 0
+    assert last == f"use {tmp_path / 'out' / 'checkpoint-100'}"
+    assert main(shlex.split(watch)[1:]) == main(["inspect", last.removeprefix("use ")]) == 0
 
 
 def test_identity_is_the_first_line_and_what_stands_out_the_next(tmp_path, capsys) -> None:

@@ -135,16 +135,16 @@ TRAINERS: Mapping[TrainerName, TrainerLayout] = {
         prefix="model.",
         part=MODEL_PART,
         start="accelerate.utils.load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, {destination!r}) "
-        "loads it after prepare(); load_state wants an optimizer as well",
+        "loads it after prepare(); load_state also needs an optimizer",
     ),
     "trainer": TrainerLayout(
         prefix="model.",
         part=MODEL_PART,
         start="load_fsdp_model(trainer.accelerator.state.fsdp_plugin, trainer.accelerator, model, {destination!r}) "
-        "loads it, in a callback's on_train_begin; resume_from_checkpoint wants a step that the Trainer saved",
+        "loads it, in a callback's on_train_begin; resume_from_checkpoint needs a step that the Trainer saved",
     ),
     "torchtitan": TrainerLayout(
-        names="torchtitan", start="checkpoint.initial_load_path = {destination!r} begins there"
+        names="torchtitan", start="checkpoint.initial_load_path = {destination!r} starts from this checkpoint"
     ),
     "lightning": TrainerLayout(
         prefix="state_dict.",

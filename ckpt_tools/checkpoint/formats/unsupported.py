@@ -138,7 +138,7 @@ def _pickled(names: Sequence[str], path: str) -> UnreadableError:
     saved = [name for name in names if name.endswith(PICKLES)]
     if not saved:
         return ForeignLayoutError("only pickled objects, which ckpt does not execute", where=path, hint=_CONVERT)
-    what = f"files of torch.save's, and nothing says which are meant: {first_few(saved)}"
+    what = f"several files of torch.save; it is not known which belong together: {first_few(saved)}"
     return ForeignLayoutError(what, where=path, hint=f"pass one file: {os.path.join(path, saved[0])}")
 
 
