@@ -92,14 +92,8 @@ def account(
             elif file not in data:
                 left[file, unread if file in assets else "nothing records what it should hold"] = nbytes
     return (
-        tuple(
-            Extent(file=file, nbytes=nbytes)
-            for file, nbytes in sorted(read.items(), key=lambda one: natural_key(one[0]))
-        ),
-        tuple(
-            Extent(file=file, nbytes=nbytes, why=why)
-            for (file, why), nbytes in sorted(left.items(), key=lambda one: natural_key(one[0][0]))
-        ),
+        tuple(Extent(file=file, nbytes=read[file]) for file in sorted(read, key=natural_key)),
+        tuple(Extent(file=f, nbytes=left[f, why], why=why) for f, why in sorted(left, key=lambda k: natural_key(k[0]))),
     )
 
 
@@ -301,8 +295,8 @@ def verify(
     if level == "structure":
         unchecked.append(Unchecked(what="the bytes of the tensors (use --level data)"))
         if checkpoint.blobs:
-            what = f"what {counted(len(checkpoint.blobs), 'non-tensor item')} hold (use --level data)"
-            unchecked.append(Unchecked(what=what))
+            items = counted(len(checkpoint.blobs), "non-tensor item")
+            unchecked.append(Unchecked(what=f"what {items} hold (use --level data)"))
     else:
         damaged: set[str] = set()
         is_first = share is None or share.index == 0
@@ -345,8 +339,8 @@ def verify(
             findings += check_values(opened, replace(checkpoint, tensors=judged), counts)
         unchecked += _unseen_values(checkpoint, level)
     if opened.single_names:
-        names = counted(opened.single_names, "name")
-        unchecked.append(Unchecked(what=f"{names} that .metadata stores only once"))
+        single = counted(opened.single_names, "name")
+        unchecked.append(Unchecked(what=f"{single} that .metadata stores only once"))
     unchecked += _unknown_places(opened)
     if opened.step is not None:
         unchecked.append(Unchecked(what=note_reading(opened.step)))

@@ -42,6 +42,7 @@ _SOURCES = {
 }
 
 
+_WHOLE = {"yes": "whole", "not known": "whole?"}
 _RESUMES = {"yes": "resumable", "no": "not resumable", "not known": "resumable or not: not known"}
 
 
@@ -111,12 +112,7 @@ def _render_header(summary: Summary, screen: Screen) -> None:
         screen.line(escape_message(text), "warning")
     rows = [("path", escape_name(summary.path))]
     if identity is not None:
-        is_whole = identity.whole == "yes"
-        rows += [
-            ("whole" if is_whole else "whole?", escape_message(why))
-            for why in identity.evidence
-            if identity.whole != "part"
-        ]
+        rows += [(_WHOLE[identity.whole], why) for why in identity.evidence if identity.whole != "part"]
         rows += [("models", first_few(identity.components, 8))] if identity.components else []
         rows += [("taken" if one.is_taken else "not taken", f"{one.name}: {one.why}") for one in identity.candidates]
     if summary.contents:
@@ -154,13 +150,11 @@ def _holds(summary: Summary, names: str | None) -> list[tuple[str, str]]:
     if not summary.is_virtual:
         chunks += f", {format_size(sum(file.file_bytes or 0 for file in files))} on disk"
     assets = f"{page.count(len(summary.assets), 'file')}, {format_size(sum(asset.nbytes for asset in summary.assets))}"
+    elems = count_text(summary.num_elems)
     rows = [
         ("format", summary.format),
         ("names", names),
-        (
-            "tensors",
-            f"{summary.num_tensors:,}: {count_text(summary.num_elems)} elements, {format_size(summary.total_bytes)}",
-        ),
+        ("tensors", f"{summary.num_tensors:,}: {elems} elements, {format_size(summary.total_bytes)}"),
         ("chunks", chunks),
         ("dtypes", ", ".join(f"{name} {format_size(size)}" for name, size in summary.dtypes.items()) or "-"),
         ("mesh", _mesh(summary)),
@@ -276,7 +270,7 @@ def _render_prefixes(summary: Summary, screen: Screen) -> None:
     widths = [max(map(display_width, column)) for column in zip(headers, *rows, strict=True)]
     room = min(screen.width - sum(widths) - 2 * len(widths) - 2, _MAX_BAR)
     if room < _MIN_BAR:
-        screen.table(columns, rows, less=("elements", "tensors"))
+        screen.table(columns, rows)
         return
     most = max((row.num_bytes for row in summary.prefixes), default=0)
     bars = (screen.bar(row.num_bytes, most, room) for row in summary.prefixes)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckpt_tools.checkpoint.formats._json import parse_json
@@ -20,11 +21,34 @@ from ckpt_tools.storage.locations import is_remote, local
 from ckpt_tools.storage.source import LocalSource
 from ckpt_tools.text import escape_name
 
-_MOST = 3
-_PEFT = "adapter_config.json"
 _FILES = ("safetensors", "pt", "pth", "bin", "ckpt")
 _MAX_SMOKE = 10**9  # Parameters of a model that is tried on any machine
 _HOW_TO_OPEN = {"component": "--component", "format": "--from", "shapes_from": "--shapes-from"}
+_WHOLE = "is every byte whole?|verify SRC HOW"
+_VALUES = (
+    "are all values finite?|verify SRC --level values HOW",
+    "for 8 FSDP2 ranks|shard SRC NEW-dcp --mesh dp_shard=8 HOW",
+)
+_RANKS = "for other ranks|reshard SRC NEW-resharded --mesh dp_shard=RANKS HOW"
+_NEXT: Mapping[str, Sequence[str]] = {
+    "models": ("one model of it|inspect SRC --component ONE", _WHOLE, "the values of each|stats SRC"),
+    "hollow": ("the shapes of its tensors|inspect SRC --tensors HOW",),
+    "damaged": ("what is lost with it|verify SRC HOW",),
+    "adapter": ("will its loader take it? (--base DIR: in its model?)|check-lora SRC", _WHOLE),
+    "peft": (
+        "will its loader take it?|check-lora SRC --base BASE",
+        "written anew for PEFT|export-lora SRC NEW-peft --to peft --base BASE",
+        "merged into its model|merge-lora BASE SRC NEW-merged",
+    ),
+    "one of several": ("the whole model|inspect DIR",),
+    "part": ("its values|stats SRC HOW", "the part as safetensors|gather SRC NEW-hf --as-part HOW"),
+    "sharded": (_WHOLE, "as one model|gather SRC NEW-hf HOW", _RANKS),
+    "sharded without a config": (_WHOLE, "as one model (--assets DIR: its config)|gather SRC NEW-hf HOW", _RANKS),
+    "small model": (*_VALUES, "does it train?|smoke SRC"),
+    "model": (*_VALUES, "memory of a rank|estimate SRC --mesh dp_shard=8"),
+    "weights": (*_VALUES, "what its values are like|stats SRC HOW"),
+}
+"""Kind → what a command does, and its words; those in capitals stand for others."""
 
 
 class NextCommand(NamedTuple):
@@ -36,79 +60,54 @@ class NextCommand(NamedTuple):
 
 def next_commands(summary: Summary, given: Mapping[str, object]) -> list[NextCommand]:
     """Return what suits a checkpoint; `given` are the options of `inspect`."""
-    identity = summary.identity
+    identity, source = summary.identity, str(given["source"])
     if identity is None or summary.is_virtual:
         return []
+    source = f"./{source}" if source.startswith("-") else source
     how = [word for name, flag in _HOW_TO_OPEN.items() if given.get(name) for word in (flag, str(given[name]))]
-    source = str(given["source"])
-    found = _choose(summary, identity, f"./{source}" if source.startswith("-") else source, how)
-    return [NextCommand(" ".join(map(quote, ["ckpt", *words])), what) for what, words in found][:_MOST]
+    base, whole = _base_of(source), _whole_of(source)
+    words = {"SRC": [source], "HOW": how, "ONE": [*identity.components[:1]], "BASE": [base], "DIR": [whole]}
+    words["dp_shard=RANKS"] = [f"dp_shard={2 * (identity.num_ranks or 4)}"]
+
+    def fill(word: str) -> list[str]:
+        return [_beside(source, word[4:])] if word.startswith("NEW-") else words.get(word, [word])
+
+    lines = _NEXT[_kind(summary, identity, base, whole, how)]
+    if any(text.startswith(("dangerous", "unknown")) for text in identity.executables):
+        lines = ("what its files would run|scan SRC", *lines[:2])
+    split = (line.partition("|") for line in lines)
+    return [
+        NextCommand(" ".join(["ckpt", *map(quote, chain(*map(fill, text.split())))]), what) for what, _, text in split
+    ]
 
 
-def _choose(summary: Summary, identity: Identity, source: str, how: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield what a command does, and its words."""
+def _kind(summary: Summary, identity: Identity, base: str, whole: str, how: Sequence[str]) -> str:
+    """Return the kind of a checkpoint, a key of `_NEXT`."""
     stored = find_format(summary.format)
-    pickled = any(text.startswith(("dangerous", "unknown")) for text in identity.executables)
-    is_part = identity.whole == "part"
-    if pickled:
-        yield "what its files would run", ["scan", source]
     if identity.components and not how:
-        component = identity.components[0]
-        yield "one model of it", ["inspect", source, "--component", component]
-        yield "is every byte whole?", ["verify", source]
-        yield "the values of each", ["stats", source]
-    elif identity.hollow:
-        yield "the shapes of its tensors", ["inspect", source, "--tensors", *how]
-    elif is_adapter([entry.fqn for entry in summary.tensors]):
-        base = _base_of(source)
-        with_base = ["--base", base] if base else []
-        yield (
-            "will its loader take it?" + " (--base DIR: in its model?)" * (not base),
-            ["check-lora", source, *with_base],
-        )
-        yield "for PEFT", ["export-lora", source, beside(source, "peft"), "--to", "peft", *with_base]
-        if base:
-            yield "merged into its model", ["merge-lora", base, source, beside(source, "merged")]
-    elif any(file.file_bytes is None for file in summary.files):
-        yield "what is lost with it", ["verify", source, *how]
-    elif is_part and (whole := _whole_of(source)):
-        yield "the whole model", ["inspect", whole]
-    elif is_part:
-        yield "its values", ["stats", source, *how]
-        yield "the part as safetensors", ["gather", source, beside(source, "hf"), "--as-part", *how]
-    elif stored.is_sharded or summary.contents:
-        assets = "" if identity.architecture else " (--assets DIR: its config)"
-        size = 2 * (identity.num_ranks or 4)
-        yield "is every byte whole?", ["verify", source, *how]
-        yield f"as one model{assets}", ["gather", source, beside(source, "hf"), *how]
-        yield (
-            "for other ranks",
-            ["reshard", source, beside(source, f"{size}-ranks"), "--mesh", f"dp_shard={size}", *how],
-        )
-    else:
-        yield "are all values finite?", ["verify", source, "--level", "values", *how]
-        yield "for 8 ranks of FSDP2", ["shard", source, beside(source, "dcp"), "--mesh", "dp_shard=8", *how]
-        if identity.architecture and stored.name == "hf":
-            is_small = identity.num_parameters <= _MAX_SMOKE
-            yield (
-                ("does it train?", ["smoke", source])
-                if is_small
-                else (
-                    "memory of a rank",
-                    ["estimate", source, "--mesh", "dp_shard=8"],
-                )
-            )
-        else:
-            yield "what its values are like", ["stats", source, *how]
+        return "models"
+    if identity.hollow:
+        return "hollow"
+    if is_adapter([entry.fqn for entry in summary.tensors]):
+        return "peft" if base else "adapter"
+    if any(file.file_bytes is None for file in summary.files):
+        return "damaged"
+    if identity.whole == "part":
+        return "one of several" if whole else "part"
+    if stored.is_sharded or summary.contents:
+        return "sharded" if identity.architecture else "sharded without a config"
+    if not identity.architecture or stored.name != "hf":
+        return "weights"
+    return "small model" if identity.num_parameters <= _MAX_SMOKE else "model"
 
 
 def _base_of(source: str) -> str:
     """Return the directory of the model that PEFT says an adapter belongs to, where it is on this machine."""
-    directory = "" if is_remote(source) else local(source)
-    with suppress(CkptError, KeyError, TypeError), LocalSource(directory) as files:
-        config: Any = parse_json(read_document(files, _PEFT, 1 << 20), what=_PEFT, where=None)
+    name = "adapter_config.json"
+    with suppress(CkptError, KeyError, TypeError), LocalSource(local(source)) as files:
+        config: Any = parse_json(read_document(files, name, 1 << 20), what=name, where=None)
         base = str(config["base_model_name_or_path"])
-        return base if os.path.isfile(os.path.join(base, "config.json")) else ""
+        return base if os.path.isfile(os.path.join(base, "config.json")) and not base.startswith("-") else ""
     return ""
 
 
@@ -116,14 +115,14 @@ def _whole_of(source: str) -> str:
     """Return the directory that has all parts of the model that a file is one of; "" for any other."""
     directory, name = os.path.split(source)
     part = read_part_name(name)
-    if part is None or part.count is None or is_remote(source):
+    if part is None or is_remote(source):
         return ""
-    there = {found.index for each in os.listdir(local(directory or ".")) if (found := read_part_name(each)) is not None
-             and found.series == part.series}  # fmt: skip
+    found = map(read_part_name, os.listdir(local(directory or ".")))
+    there = {each.index for each in found if each is not None and each.series == part.series}
     return directory or "." if len(there) == part.count else ""
 
 
-def beside(source: str, what: str) -> str:
+def _beside(source: str, what: str) -> str:
     """Return a path that does not exist, for what is made of `source`: next to it, or here."""
     plain = source.rstrip("/") if is_remote(source) else os.path.normpath(source.removeprefix("file://"))
     name, directory = os.path.basename(plain), "" if is_remote(source) else os.path.dirname(plain)

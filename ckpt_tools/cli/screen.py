@@ -66,16 +66,11 @@ class Screen:
         self.line()
         self.line(title, "heading")
 
-    def table(self, columns: str, rows: Iterable[Sequence[str]], *, less: Sequence[str] = ()) -> None:
-        """Write a table, indented by two; `columns` are as `read_columns` takes them, `less` go where room lacks."""
+    def table(self, columns: str, rows: Iterable[Sequence[str]]) -> None:
+        """Write a table, indented by two; `columns` are as `read_columns` takes them."""
         headers, align = read_columns(columns)
         cells = [tuple(row) for row in rows]
         widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
-        if self.folds and less and sum(widths) + 2 * len(widths) > self.width:
-            kept = [number for number, name in enumerate(headers) if name != less[0]]
-            named = ", ".join(columns.split(", ")[number] for number in kept)
-            self.table(named, [[row[number] for number in kept] for row in cells], less=less[1:])
-            return
         lines = self._fold(widths, align)
         for number, row in enumerate((tuple(headers), *cells)):
             padded = [pad(cell, width, right=side == "r") for cell, width, side in zip(row, widths, align, strict=True)]

@@ -73,7 +73,7 @@ def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
         if has_updates:
             cells += _update_cells(sum((row.update for row in group if row.update is not None), Update()))
         rows.append(cells)
-    screen.table(", >".join(headers), rows, less=("rms", "std"))
+    screen.table(", >".join(headers), rows)
     if len(shown) < len(kinds):
         screen.line(f"  … and {len(kinds) - len(shown)} more (--tensors lists all)")
     layers = {layer: update for layer, update in result.updates["layer"].items() if layer != "none"}

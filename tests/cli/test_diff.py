@@ -153,3 +153,14 @@ def test_nan_is_seen_in_a_line_for_several(models, capsys) -> None:
         line = capsys.readouterr().out.splitlines()[0]
         assert line.startswith("~ model.layers.{0-2}.mlp.up_proj.weight ×3: values differ, relative change 0.")
         assert line.endswith(f"; 1 of them: {side} with NaN, Inf or numbers too large to square")
+
+
+def test_names_that_no_model_has_are_folded_without_harm(tmp_path, capsys) -> None:
+    names = ["1" * 19, "2" * 40, "3" * 60, "0x1.5", "0x1.6", "a.007.b", "a.7.b", "\u0663.w", "\u0664.w"]
+    save_file({name: torch.zeros(2) for name in names}, tmp_path / "a.safetensors")
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "b.safetensors")
+    assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(int(line.partition("×")[2].partition(":")[0] or 1) for line in lines if line.startswith("~")) == len(
+        names
+    )
