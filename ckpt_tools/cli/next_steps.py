@@ -42,6 +42,7 @@ _NEXT: Mapping[str, Sequence[str]] = {
     ),
     "one of several": ("the whole model|inspect DIR",),
     "part": ("its values|stats SRC HOW", "the part as safetensors|gather SRC NEW-hf --as-part HOW"),
+    "state": (_WHOLE, _RANKS),
     "sharded": (_WHOLE, "as one model|gather SRC NEW-hf HOW", _RANKS),
     "sharded without a config": (_WHOLE, "as one model (--assets DIR: its config)|gather SRC NEW-hf HOW", _RANKS),
     "small model": (*_VALUES, "does it train?|smoke SRC"),
@@ -95,6 +96,8 @@ def _kind(summary: Summary, identity: Identity, base: str, whole: str, how: Sequ
     if identity.whole == "part":
         return "one of several" if whole else "part"
     if stored.is_sharded or summary.contents:
+        if not identity.num_parameters:
+            return "state"
         return "sharded" if identity.architecture else "sharded without a config"
     if not identity.architecture or stored.name != "hf":
         return "weights"

@@ -42,6 +42,10 @@ def _step(at: Path) -> Path:
     return save_trainer(at / "checkpoint-3")
 
 
+def _optimizer(at: Path) -> Path:
+    return _step(at) / "optimizer_0"
+
+
 def _pickle(at: Path) -> Path:
     torch.save(FLOATS, at / "-model.pt")
     return at / "-model.pt"
@@ -89,6 +93,7 @@ KINDS: dict[Callable[[Path], Path], list[str]] = {
     _directory: ["verify", "shard", "stats"],
     _dcp: ["verify", "gather", "reshard"],
     _step: ["verify", "gather", "reshard"],
+    _optimizer: ["verify", "reshard"],
     _pickle: ["verify", "shard", "stats"],
     _adapter: ["check-lora", "export-lora", "merge-lora"],
     _one_of_several: ["inspect"],
@@ -170,3 +175,14 @@ def test_quiet_dry_run_prints_its_plan(tmp_path, capsys) -> None:
     _step(tmp_path).rename(tmp_path / "out" / "checkpoint-3")
     assert main(["prune", str(tmp_path / "out"), "--keep-last", "1", "-n", "-q"]) == 0
     assert "checkpoint-3" in capsys.readouterr().out
+
+
+def test_adapter_whose_model_is_not_here_is_not_known_and_says_what_is_needed(tmp_path, monkeypatch, capsys) -> None:
+    lora = _adapter(tmp_path)
+    monkeypatch.chdir(lora)  # where "base" leads nowhere
+    assert main(["inspect", "."]) == 0
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines[0].split("  ")[1:] == ["will its loader take it? (--base DIR: in its model?)", "ckpt check-lora ."]
+    assert main(["check-lora", "."]) == 3
+    assert "not known: nothing is wrong in what was checked" in capsys.readouterr().out
+    assert main(["check-lora", ".", "--base", str(tmp_path / "base")]) == 0
