@@ -33,7 +33,7 @@ _RANKS = "for other ranks|reshard SRC NEW-resharded --mesh dp_shard=RANKS HOW"
 _NEXT: Mapping[str, Sequence[str]] = {
     "models": ("one model of it|inspect SRC --component ONE", _WHOLE, "the values of each|stats SRC"),
     "hollow": ("the shapes of its tensors|inspect SRC --tensors HOW",),
-    "damaged": ("what is lost with it|verify SRC HOW",),
+    "damaged": ("what is wrong with it|verify SRC HOW",),
     "adapter": ("will its loader take it? (--base DIR: in its model?)|check-lora SRC", _WHOLE),
     "peft": (
         "will its loader take it?|check-lora SRC --base BASE",
@@ -71,7 +71,7 @@ def next_commands(summary: Summary, given: Mapping[str, object]) -> list[NextCom
     words["dp_shard=RANKS"] = [f"dp_shard={2 * (identity.num_ranks or 4)}"]
 
     def fill(word: str) -> list[str]:
-        return [_beside(source, word[4:])] if word.startswith("NEW-") else words.get(word, [word])
+        return [_new_path(source, word[4:])] if word.startswith("NEW-") else words.get(word, [word])
 
     lines = _NEXT[_kind(summary, identity, base, whole, how)]
     if any(text.startswith(("dangerous", "unknown")) for text in identity.executables):
@@ -91,7 +91,7 @@ def _kind(summary: Summary, identity: Identity, base: str, whole: str, how: Sequ
         return "hollow"
     if is_adapter([entry.fqn for entry in summary.tensors]):
         return "peft" if base else "adapter"
-    if any(file.file_bytes is None for file in summary.files):
+    if len(identity.steps) > 1 or any(file.file_bytes is None for file in summary.files):
         return "damaged"
     if identity.whole == "part":
         return "one of several" if whole else "part"
@@ -125,7 +125,7 @@ def _whole_of(source: str) -> str:
     return directory or "." if len(there) == part.count else ""
 
 
-def _beside(source: str, what: str) -> str:
+def _new_path(source: str, what: str) -> str:
     """Return a path that does not exist, for what is made of `source`: next to it, or here."""
     plain = source.rstrip("/") if is_remote(source) else os.path.normpath(source.removeprefix("file://"))
     name, directory = os.path.basename(plain), "" if is_remote(source) else os.path.dirname(plain)

@@ -133,8 +133,8 @@ def describe_spec(spec: ParallelSpec) -> str:
     return ", ".join(parts)
 
 
-def describe_verdict(report: PreflightReport) -> str:
-    """Return what the report comes to, in a line."""
+def describe_verdict(report: PreflightReport, *, begins: str = "ok") -> str:
+    """Return what the report comes to, in a line; one that passes begins with "ok", or with "GO" and what is left."""
     errors = sum(finding.severity == "error" for finding in report.findings)
     warnings = sum(finding.severity == "warning" for finding in report.findings)
     told = counted(warnings, "warning")
@@ -146,6 +146,8 @@ def describe_verdict(report: PreflightReport) -> str:
         return f"NOT ok, strictly: {report.why_too_little}"
     skipped = [check.name for check in report.checks if check.ok is None]
     made = ", ".join(check.name for check in report.checks if check.ok)
-    left = f" (not checked: {', '.join(skipped)})" if skipped else ""
+    left = f"not checked: {', '.join(skipped)}" if skipped else ""
     passed = f"; ignored: {', '.join(dict.fromkeys(one.code for one in report.ignored))}" if report.ignored else ""
-    return f"GO{left}: {made}; {told}{passed}"
+    if begins != "ok":
+        return f"{begins}{f' ({left})' if left else ''}: {made}; {told}{passed}"
+    return f"ok: {made}; {told}{f'; {left}' if left else ''}{passed}"

@@ -186,3 +186,13 @@ def test_adapter_whose_model_is_not_here_is_not_known_and_says_what_is_needed(tm
     assert main(["check-lora", "."]) == 3
     assert "not known: nothing is wrong in what was checked" in capsys.readouterr().out
     assert main(["check-lora", ".", "--base", str(tmp_path / "base")]) == 0
+
+
+def test_files_of_two_steps_stand_out_and_nothing_is_made_of_them(tmp_path, capsys) -> None:
+    step = _step(tmp_path)
+    (step / "trainer_state.json").write_text('{"global_step": 9}')
+    assert main(["inspect", str(step)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("of several steps: step 3: scheduler.pt; step 9: trainer_state.json")
+    assert lines[-2:] == ["next", f"  what is wrong with it  ckpt verify {step}"]
+    assert main(["verify", str(step)]) == 3

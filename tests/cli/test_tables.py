@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
+from reports import results
 from safetensors.torch import save_file
 from steps.toy_steps import save_trainer
 
 from ckpt_tools.cli import main
 from ckpt_tools.cli.screen import Screen
+from ckpt_tools.preflight.report import describe_verdict
 
 ROWS = [
     (f"model.layers.{n}.mlp.up_proj.weight", "F32", "[4096, 14336]", "1,234,567", "12.3 GiB", "a sentence " * n)
@@ -82,3 +85,13 @@ def test_what_has_no_figures_says_why(place, capsys) -> None:
     (norms,) = (row for row in rows if row[:1] == ["model.layers.*.post_attention_layernorm.weight"])
     assert norms[1:] == ["×4", "nothing", "finite", "16", "NaN", "or", "Inf"]
     assert ["0", "NaN", "or", "Inf"] in rows
+
+
+def test_preflight_goes_and_says_what_was_not_checked() -> None:
+    whole = results.preflight()
+    skipped = replace(whole, checks=(*whole.checks[:-1], replace(whole.checks[-1], ok=None)))
+    made = "config, rules, memory, checkpoint, smoke; 0 warnings"
+    assert describe_verdict(whole, begins="GO") == f"GO: {made}"
+    assert describe_verdict(skipped, begins="GO") == "GO (not checked: smoke): " + made.replace(", smoke", "")
+    failed = replace(whole, findings=results.FINDINGS)
+    assert describe_verdict(failed, begins="GO").startswith("NOT ok: ")
