@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 # Printable by category, yet invisible: joiners, Hangul fillers, inherent vowels, variation selectors, blank.
 _INVISIBLE = re.compile(
@@ -55,6 +58,30 @@ def first_few(names: Collection[str], limit: int = 3) -> str:
     """List up to `limit` names, escaped, and how many more there are: "a, b, c and 4 more"."""
     shown = ", ".join(escape_name(name) for name in islice(names, limit))
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+_NUMBER = re.compile(r"(\d{1,18})", re.ASCII)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 tensor", "2 tensors"."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
+def natural_key(name: str) -> tuple[int | str, ...]:
+    """Return what sorts `step-9` before `step-10`: texts and numbers take turns."""
+    return tuple(int(part) if i % 2 else part for i, part in enumerate(_NUMBER.split(name)))
+
+
+def natural_order(items: Iterable[Item], name: Callable[[Item], str] = str) -> list[Item]:
+    """Return `items` with layer 2 before layer 10; whatever differs in more than a number keeps its order."""
+    seen: dict[tuple[int | str, ...], int] = {}
+    placed = []
+    for item in items:
+        parts = natural_key(name(item))
+        places = (part if i % 2 else seen.setdefault(parts[: i + 1], len(seen)) for i, part in enumerate(parts))
+        placed.append((tuple(places), item))
+    return [item for _, item in sorted(placed, key=lambda pair: pair[0])]
 
 
 def _shorten(text: str) -> str:

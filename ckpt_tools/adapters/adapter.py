@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 if TYPE_CHECKING:
     from ckpt_tools.checkpoint.entries import TensorEntry
@@ -131,4 +131,4 @@ class Adapter(Generic[F]):
 
 def some_modules(modules: Sequence[AdapterModule[F]]) -> str:
     """Return how many modules, and the first names, for messages."""
-    return f"{len(modules)} modules ({first_few([module.path for module in modules])})"
+    return f"{counted(len(modules), 'module')} ({first_few([module.path for module in modules])})"

@@ -37,7 +37,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.options import takes
 from ckpt_tools.options.adapters import CheckOptions
 from ckpt_tools.storage.locations import is_directory, open_source
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import escape_name, first_few, natural_key, natural_order
 
 Verdict = Literal["loads", "fails", "unknown"]
 """loads: proven; fails: something is wrong; unknown: nothing is known to be wrong, and not everything was checked."""
@@ -178,7 +178,7 @@ def _check(
         alpha=alpha,
         alphas=dict(alphas.most_common()),
         num_modules=len(adapter.modules),
-        targets=tuple(sorted({NUMBER.sub("*", module.path) for module in adapter.modules})),
+        targets=tuple(sorted({NUMBER.sub("*", module.path) for module in adapter.modules}, key=natural_key)),
         convention=adapter.convention,
         architecture=family,
         judges=judges,
@@ -243,7 +243,7 @@ def _file(read: OpenedAdapter, path: str, family: ModelFamily | None, base: Base
     names = set[str]().union(*sidecars.list_directory(directory)) if is_directory(path) else ()
     return AdapterFile(
         file=os.path.basename(files[0]),
-        tensors={entry.fqn: entry for entry in opened.checkpoint.tensors},
+        tensors={entry.fqn: entry for entry in natural_order(opened.checkpoint.tensors, lambda entry: entry.fqn)},
         metadata=opened.metadata,
         config=_config(directory),
         siblings=tuple(sorted(name for name in names if name.endswith(".safetensors") and name != files[0])),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from ckpt_tools.text import escape_message
+from ckpt_tools.text import counted, escape_message
 
 Known = Literal["yes", "no", "not known"]
 Whole = Literal["yes", "part", "not known"]
@@ -84,13 +84,13 @@ class Identity:
         """One line: `Qwen3ForCausalLM · 36 layers · 8.2 B parameters · bf16 · torchtitan step 2000 · whole`."""
         step = " and ".join(str(count.step) for count in self.steps)
         who = " ".join(filter(None, (self.trainer, f"step {step}" if step else "")))
-        ranks = "" if self.num_ranks is None else f"{self.num_ranks} rank" + "s" * (self.num_ranks != 1)
+        ranks = "" if self.num_ranks is None else counted(self.num_ranks, "rank")
         resumable = {"yes": "resumable", "no": "not resumable", "not known": ""}[self.resumable]
         part = "a part, on purpose" if self.chosen else "a PART"
         whole = {"yes": "whole", "part": part, "not known": "whole or not: not known"}[self.whole]
         parts = (
             self.architecture or (f"{len(self.components)} models" if self.components else "architecture not known"),
-            f"{self.num_layers} layers" if self.num_layers else "",
+            counted(self.num_layers, "layer") if self.num_layers else "",
             f"{count_text(self.num_parameters)} parameters",
             self.quantisation or "+".join(name.lower() for name in list(self.dtypes)[:3]),
             who,

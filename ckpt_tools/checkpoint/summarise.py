@@ -7,7 +7,6 @@ what it takes on disk, with headers and item records. Shapes, offsets and sizes 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +17,12 @@ from ckpt_tools.checkpoint.entries import Asset, BlobEntry, ByteSpan, Checkpoint
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.infer_mesh import block_of, infer_mesh, rank_of_file
 from ckpt_tools.checkpoint.layout import Layout, Mesh, Placement, Replicate, cut_tensor
+from ckpt_tools.text import natural_key, natural_order
 
 MAX_PREFIXES = 12  # Rows that the FQN tree is folded to
 MAX_BLOCKS = 2000  # Rows of the rank × layer map; what is beyond goes into one row, `OTHER`
 OTHER = "(other)"  # Name of the row that takes what has no row of its own
 _MAX_DEPTH = 8  # Components of an FQN that the folded tree looks at
-_DIGITS = re.compile(r"(\d{1,18})", re.ASCII)
 
 
 MeshSource = Literal["manifest", "inferred", "overlay"]  # Who says it; "overlay" is the user who asks "what if"
@@ -163,11 +162,6 @@ def _row_name(fqn: str) -> str:
     return ".".join(fqn.split(".")[:-1][:2]) or fqn
 
 
-def _file_order(file: str) -> tuple[int | str, ...]:
-    """Sort key that puts `__10_0.distcp` after `__9_0.distcp`: texts and numbers take turns."""
-    return tuple(int(part) if i % 2 else part for i, part in enumerate(_DIGITS.split(file)))
-
-
 def _fold_prefixes(tensors: Sequence[TensorEntry]) -> tuple[PrefixSummary, ...]:
     """Open the heaviest branches of the FQN tree for as long as the rows stay few."""
     paths = []
@@ -257,7 +251,7 @@ def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: M
     """Return what `ckpt inspect` tells about `checkpoint`, calling it by its root unless `path` is given."""
     # The mesh is the recorded one ("manifest", unless `mesh_source` says otherwise; "overlay" marks the files as not
     # written); where none is, the one that explains the chunks (`infer_mesh`).
-    tensors = checkpoint.tensors
+    tensors = tuple(natural_order(checkpoint.tensors, lambda entry: entry.fqn))
     num_chunks, num_bytes, rows = _count(tensors)
     names = num_chunks.keys() | {blob.span.file for blob in checkpoint.blobs} | checkpoint.files.keys()
     files = tuple(
@@ -267,7 +261,7 @@ def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: M
             num_chunks=num_chunks.get(file, 0),
             num_bytes=num_bytes.get(file, 0),
         )
-        for file in sorted(names, key=_file_order)
+        for file in sorted(names, key=natural_key)
     )
     ranks = _summarise_ranks(files)
     distinct = {id(by_file): by_file for by_file in (rows.values() if ranks else ())}
@@ -295,7 +289,7 @@ def summarise(checkpoint: Checkpoint, *, path: str | None = None, mesh_source: M
         dtypes=_summarise_dtypes(tensors),
         files=files,
         ranks=ranks,
-        blobs=checkpoint.blobs,
+        blobs=tuple(natural_order(checkpoint.blobs, lambda blob: blob.fqn)),
         assets=checkpoint.assets,
         prefixes=_fold_prefixes(tensors),
         blocks=blocks,

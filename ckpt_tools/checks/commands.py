@@ -27,7 +27,7 @@ from ckpt_tools.checks import diff as diffing, stats as measuring, verify as ver
 from ckpt_tools.checks.diff import Difference
 from ckpt_tools.checks.stats import Stats
 from ckpt_tools.checks.step import Pair, join, pair_parts, verify_step
-from ckpt_tools.checks.verify import Verification
+from ckpt_tools.checks.verify import OTHER_MODEL, Verification
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.open_asking import reconsider
 from ckpt_tools.options import default_num_workers, takes
@@ -35,7 +35,7 @@ from ckpt_tools.options.check import DiffOptions, StatsOptions, VerifyOptions
 from ckpt_tools.storage.locations import absolute
 from ckpt_tools.storage.publish import replace_file
 from ckpt_tools.storage.source import LocalSource
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.transfer.quantised.decoded import dequantised, is_told
 from ckpt_tools.transfer.share_record import parse_part
 
@@ -117,6 +117,7 @@ def verify(options: VerifyOptions) -> Verification:
                 *sides, names=names, num_workers=workers, progress=receiver, share=share, missed=left_out
             )
             left_out += difference.notes
+            difference = replace(difference, identities=(pair.ours.identity, pair.theirs.identity))
             findings += _findings_of(difference, os.fspath(against or "") + (f" ({pair.name})" if pair.name else ""))
         if step is None:
             result = replace(result, identities=(pairs[0].ours.identity, pairs[0].theirs.identity))
@@ -130,7 +131,11 @@ def _findings_of(difference: Difference, against: str) -> tuple[Finding, ...]:
     rows += [("extra-tensor", fqn, "the reference does not have it") for fqn in difference.only_in_a]
     rows += [("different-tensor", change.fqn, change.what) for change in difference.changed]
     found = ((fqn, Finding.error(code, where, f"tensor {fqn!r}: {what}")) for code, fqn, what in rows)
-    return tuple(replace(finding, tensor=fqn) for fqn, finding in found)
+    told = [replace(finding, tensor=fqn) for fqn, finding in found]
+    if difference.other_model:
+        what, hint = f"another model: {difference.other_model}", "--against takes a copy of the same model"
+        told.insert(0, Finding.error(OTHER_MODEL, where, what, hint))
+    return tuple(told)
 
 
 @takes(DiffOptions)
@@ -149,7 +154,9 @@ def diff(options: DiffOptions) -> Difference:
             found = {pair.name: _diff(pair.ours, pair.theirs, options) for pair in pair_parts(step, other)}
             alone = [
                 tuple(
-                    f"{name} ({len(opened.checkpoint.tensors)} tensors)" for name, opened in side if name not in found
+                    f"{name} ({counted(len(opened.checkpoint.tensors), 'tensor')})"
+                    for name, opened in side
+                    if name not in found
                 )
                 for side in (step.models, other.models if isinstance(other, OpenedStep) else ())
             ]

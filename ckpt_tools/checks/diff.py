@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -18,7 +19,7 @@ from ckpt_tools.checks.updates import Update, Updating
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.models.output_names import AssetList, Named, Naming, name_known, name_live
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, natural_order
 from ckpt_tools.transfer.box_bytes import byte_box
 from ckpt_tools.transfer.execute import Progress, scan
 from ckpt_tools.transfer.paired_reader import PairedReader, Reading
@@ -26,6 +27,8 @@ from ckpt_tools.transfer.plan import check_complete
 from ckpt_tools.transfer.read import read_blocks
 from ckpt_tools.transfer.split import Part, own_tensors
 from ckpt_tools.transfer.statistics import measures
+
+_EMBEDDING = re.compile(r"(?:^|\.)(?:\w*(?:embed_tokens|embeddings)|wte|embed_in)\.weight$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class Change:
     what: str
     relative: float | None = None
     """|B - A| / |A| (2-norms), of floating-point values; None where shapes or dtypes differ, or A is zero."""
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Those of A and B, where they differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,25 @@ class Difference:
     def equal(self) -> bool:
         """True when nothing differs."""
         return not (self.only_in_a or self.only_in_b or self.changed)
+
+    @property
+    def other_model(self) -> str:
+        """In which numbers B is of another model than A, or in its architecture; "" where they may be of one."""
+        if self.equal or len(self.identities) != 2 or "part" in (each.whole for each in self.identities):
+            return ""
+        one, two = self.identities
+        embedding = next((c.shapes for c in self.changed if c.shapes and _EMBEDDING.search(c.fqn)), ((), ()))
+        sizes = [each[-1:] or (known.hidden_size,) for each, known in zip(embedding, (one, two), strict=True)]
+        said = {
+            "{} layers": (one.num_layers, two.num_layers),
+            "hidden {}": (sizes[0][0], sizes[1][0]),
+            "{}": (one.architecture, two.architecture),
+            "vocabulary {}": (embedding[0][:1] and embedding[0][0], embedding[1][:1] and embedding[1][0]),
+        }
+        facts = {w: f"{w.format(b)} instead of {a}" for w, (a, b) in said.items() if a and b and a != b}
+        if not facts and self.only_in_a and self.only_in_b and not (self.changed or self.num_equal):
+            return "no tensor has the same name"
+        return ", ".join(facts.values()) if facts.keys() - {"vocabulary {}"} else ""
 
 
 def diff(
@@ -88,7 +112,11 @@ def diff(
     shared = [fqn for fqn in ours if fqn in theirs]
     parts = {f: w for side in (ours, theirs) for f, w in find_units(replace(e, fqn=n) for n, e in side.items()).items()}
     kinds = ((fqn, _compare_kinds(ours[fqn], theirs[fqn])) for fqn in shared)
-    changed = {fqn: Change(fqn=fqn, what=what) for fqn, what in kinds if what is not None}
+    changed = {
+        f: Change(fqn=f, what=what, shapes=(ours[f].shape, theirs[f].shape) if what.startswith("shape ") else None)
+        for f, what in kinds
+        if what is not None
+    }
     left_out: tuple[str, ...] = ()
     if not keys_only:
         every = [fqn for fqn in shared if fqn not in changed]
@@ -152,7 +180,7 @@ def match_names(
     kept = choose_names(shown, include, exclude) if include or exclude else shown.keys()
     check_sealed(a, kept=kept, missed=missed)
     check_sealed(b, kept=kept, missed=missed)
-    one, other = (replace(s, entries={fqn: e for fqn, e in s.entries.items() if fqn in kept}) for s in sides)
+    one, other = (replace(s, entries={f: s.entries[f] for f in natural_order(s.entries) if f in kept}) for s in sides)
     return one, other
 
 

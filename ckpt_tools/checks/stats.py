@@ -24,7 +24,7 @@ from ckpt_tools.checks.updates import Update, Updating, check_updates
 from ckpt_tools.checks.values import check_values, is_weight, packed_tensors, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, natural_order
 from ckpt_tools.transfer.execute import Outcome, Progress, scan
 from ckpt_tools.transfer.paired_reader import PairedReader, Reading
 from ckpt_tools.transfer.plan import check_complete, chunk_index
@@ -149,7 +149,7 @@ def stats(
     else:
         chosen = replace(opened, checkpoint=select(opened.checkpoint, include=include, exclude=exclude))
         check_sealed(chosen)
-        named = {entry.fqn: entry for entry in chosen.checkpoint.tensors}
+        named = {entry.fqn: entry for entry in natural_order(chosen.checkpoint.tensors, lambda entry: entry.fqn)}
     for entry in named.values():
         check_complete(entry)
     found = zip(named, opened.ahead(named.values()), strict=True)
@@ -257,10 +257,10 @@ def _outliers(rows: Sequence[TensorStats]) -> Iterator[Finding]:
     }
     for name, (code, fewest_bits) in _FIGURES.items():
         found = {
-            fqn: f"its {name} is {figures[name][fqn]:.3g}, that of its siblings about {usual:.3g}"
+            fqn: f"its {name} is {figures[name][fqn]:.3g}, that of the same weight in other layers about {usual:.3g}"
             for fqn, usual in outliers(figures[name], alike, fewest_bits)
         }
-        yield from gathered(found, "warning", code, "the same weight of other layers is not like that")
+        yield from gathered(found, "warning", code, "was this layer loaded, initialised and trained like the others?")
 
 
 def _layer(fqn: str) -> str:
@@ -275,7 +275,7 @@ def _joint(rows: Iterable[TensorStats], part_of: Callable[[str], str]) -> dict[s
         if row.update is not None:
             part = part_of(row.fqn)
             found[part] = found.get(part, Update()) + row.update
-    return found
+    return {part: found[part] for part in natural_order(found)}
 
 
 def to_json(result: Stats) -> dict[str, object]:

@@ -22,7 +22,7 @@ from ckpt_tools.checkpoint.tiling import check_tiling
 from ckpt_tools.checks.manifest import check_frames, check_manifest
 from ckpt_tools.errors import CkptError, StorageError, UnreadableError
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, natural_key
 
 # Find files that stand in for one another: without a manifest nothing records whose bytes a file holds
 
@@ -55,7 +55,7 @@ def check_copies(tensors: Iterable[TensorEntry], source: Source) -> Iterator[Fin
         for key in found:
             holders[key].add(file)
     said: set[str] = set()
-    for file in sorted(prints.keys() - without):
+    for file in sorted(prints.keys() - without, key=natural_key):
         others = set.intersection(*(holders[key] for key in prints[file])) - {file}
         if not others or file in said:
             continue
@@ -63,7 +63,7 @@ def check_copies(tensors: Iterable[TensorEntry], source: Source) -> Iterator[Fin
         if not varied:
             continue
         said |= {other for other in others if prints[other].keys() == prints[file].keys()}
-        shown = first_few(sorted(others), limit=4)
+        shown = first_few(sorted(others, key=natural_key), limit=4)
         what = f"all of its {len(prints[file])} chunks are equal, place by place, to those of {shown}"
         if any(_are_parts(prints[file][key], prints[other][key]) for key in varied for other in others):
             hint = (
@@ -114,7 +114,7 @@ def equal_layouts(tensors: Sequence[TensorEntry]) -> list[str]:
     files: dict[tuple[tuple[_Place, str, tuple[int, ...]], ...], list[str]] = defaultdict(list)
     for file, layout in layouts.items():
         files[tuple(sorted(layout))].append(file)
-    return sorted(name for names in files.values() if len(names) > 1 for name in names)
+    return sorted((name for names in files.values() if len(names) > 1 for name in names), key=natural_key)
 
 
 Lost = Counter[tuple[str, str]]  # (file, why) → bytes of chunks and items that were not read; a finding's code says why
@@ -188,7 +188,7 @@ def _check_tensor(opened: Opened, entry: TensorEntry, findings: list[Finding], l
 
 def files_of(entry: TensorEntry) -> str:
     """Return the files of a tensor, for people."""
-    return first_few(sorted({chunk.span.file for chunk in entry.chunks}), limit=4)
+    return first_few(sorted({chunk.span.file for chunk in entry.chunks}, key=natural_key), limit=4)
 
 
 def _is_whole(opened: Opened, entry: TensorEntry, chunk: Chunk) -> bool:
@@ -235,7 +235,7 @@ def check_candidates(opened: Opened) -> Iterator[Finding]:
     """Yield the sets of weights that lie beside the one that was opened."""
     for each in opened.candidates:
         if each.differs == "yes":
-            hint = "pass the one that is meant by its path, or by --from; converting refuses both"
+            hint = "choose one by its path, or by --from; converting refuses both"
             has_own = opened.identity.resumable == "yes" and not each.why.startswith("cannot be read")
             tell = Finding.warning if has_own else Finding.error  # its trainer has its own
             yield tell("several-weights", each.name, f"other weights lie beside it: {each.why}", hint)

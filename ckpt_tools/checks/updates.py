@@ -128,5 +128,5 @@ def check_updates(
 
 
 def _describe(update: Update) -> str:
-    by = "" if update.relative is None else f", by {update.relative:.2g} of its size"
+    by = "" if update.relative is None else f", relative change {update.relative:.2g}"
     return f"{update.num_changed} of {update.num_elems} elements have changed{by}"

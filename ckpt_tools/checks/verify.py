@@ -36,7 +36,7 @@ from ckpt_tools.checks.structure import Lost, check_structure, equal_layouts, is
 from ckpt_tools.checks.values import check_values, unseen_values
 from ckpt_tools.errors import UnreadableError
 from ckpt_tools.options.common import Level, Purpose
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import counted, escape_name, first_few, natural_key, natural_order
 from ckpt_tools.transfer.execute import Outcome, Progress
 from ckpt_tools.transfer.split import Part, own_tensors
 from ckpt_tools.transfer.task import Look
@@ -92,8 +92,8 @@ def account(
             elif file not in data:
                 left[file, unread if file in assets else "nothing records what it should hold"] = nbytes
     return (
-        tuple(Extent(file=file, nbytes=nbytes) for file, nbytes in sorted(read.items())),
-        tuple(Extent(file=file, nbytes=nbytes, why=why) for (file, why), nbytes in sorted(left.items())),
+        tuple(Extent(file=file, nbytes=read[file]) for file in sorted(read, key=natural_key)),
+        tuple(Extent(file=f, nbytes=left[f, why], why=why) for f, why in sorted(left, key=lambda k: natural_key(k[0]))),
     )
 
 
@@ -103,8 +103,7 @@ def describe(extents: Iterable[Extent], most: int) -> Iterator[str]:
     for each in extents:
         groups.setdefault(each.why, {})[each.file] = each.nbytes
     for why, files in groups.items():
-        number = f"{len(files)} file" + "s" * (len(files) != 1)
-        yield f"{number}, {format_size(sum(files.values()))}: {why} ({first_few(files, most)})"
+        yield f"{counted(len(files), 'file')}, {format_size(sum(files.values()))}: {why} ({first_few(files, most)})"
 
 
 # Check that a step has what the trainer that saved it resumes from, and that all of it is of one step
@@ -151,6 +150,8 @@ def check_trainer(opened: Opened, purpose: Purpose | None, verdict: StepVerdict)
 # Findings put together by what brought them about: a missing file is one cause, whatever lay in it
 
 _ORDER: Sequence[Severity] = ("error", "warning", "info")
+OTHER_MODEL = "other-model"
+_OF_ANOTHER = ("missing-tensor", "extra-tensor", "different-tensor")  # Findings that another model explains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,18 +172,20 @@ def find_causes(
     lost = {each.file: each.nbytes for each in not_read}
     total = sum(lost.values()) + sum(each.nbytes for each in read)
     groups: dict[tuple[Severity, str, str], list[int]] = {}
+    others = {each.where for each in findings if each.code == OTHER_MODEL}
     for number, each in enumerate(findings):
-        groups.setdefault((each.severity, each.code, each.file or each.where), []).append(number)
+        code = OTHER_MODEL if each.where in others and each.code in _OF_ANOTHER else each.code
+        groups.setdefault((each.severity, code, each.file or each.where), []).append(number)
     causes = []
     for (severity, code, place), numbers in sorted(groups.items(), key=lambda item: _ORDER.index(item[0][0])):
         group = [findings[number] for number in numbers]
         what = f"{group[0].where}: {group[0].what}"
-        if len(group) > 1:
+        if len(group) > 1 and code != OTHER_MODEL:
             named = [each for each in group if each.tensor is not None]
             names = {each.tensor for each in named}
             facts = [
                 escape_name(place),
-                f"{len(names)} of {num_tensors} tensors" if names else f"{len(group)} findings",
+                f"{len(names)} of {counted(num_tensors, 'tensor')}" if names else f"{counted(len(group), 'finding')}",
             ]
             if code in ("missing-file", "short-file") and place in lost:
                 facts.append(f"{format_size(lost[place])} of {format_size(total)}")
@@ -292,7 +295,8 @@ def verify(
     if level == "structure":
         unchecked.append(Unchecked(what="the bytes of the tensors (use --level data)"))
         if checkpoint.blobs:
-            unchecked.append(Unchecked(what=f"what {len(checkpoint.blobs)} non-tensor items hold (use --level data)"))
+            items = counted(len(checkpoint.blobs), "non-tensor item")
+            unchecked.append(Unchecked(what=f"what {items} hold (use --level data)"))
     else:
         damaged: set[str] = set()
         is_first = share is None or share.index == 0
@@ -331,11 +335,12 @@ def verify(
             unchecked.append(Unchecked(what=f"what non-tensor items mean, beyond their bytes: {first_few(holding)}"))
         counts = outcome.counts
         if level == "values":
-            findings += check_values(opened, replace(checkpoint, tensors=tuple(sound)), counts)
+            judged = tuple(natural_order(sound, lambda entry: entry.fqn))
+            findings += check_values(opened, replace(checkpoint, tensors=judged), counts)
         unchecked += _unseen_values(checkpoint, level)
     if opened.single_names:
-        total = len(checkpoint.tensors) + len(checkpoint.blobs)
-        unchecked.append(Unchecked(what=f"{opened.single_names} of {total} names, which .metadata has only once"))
+        single = counted(opened.single_names, "name")
+        unchecked.append(Unchecked(what=f"{single} that .metadata stores only once"))
     unchecked += _unknown_places(opened)
     if opened.step is not None:
         unchecked.append(Unchecked(what=note_reading(opened.step)))
@@ -352,9 +357,9 @@ def verify(
         chunks=sum(len(entry.chunks) for entry in checkpoint.tensors),
         nbytes=nbytes,
         unchecked=tuple(unchecked),
-        findings=tuple(findings),
-        counts=counts,
-        files=tuple(dict.fromkeys(chunk.span.file for entry in checkpoint.tensors for chunk in entry.chunks)),
+        findings=tuple(natural_order(findings, _place)),
+        counts={fqn: counts[fqn] for fqn in natural_order(counts)},
+        files=tuple(sorted({c.span.file for entry in checkpoint.tensors for c in entry.chunks}, key=natural_key)),
         mesh=checkpoint.mesh,
         share=share,
         identities=(opened.identity,),
@@ -363,6 +368,11 @@ def verify(
         has=verdict.has,
         objects=objects,
     )
+
+
+def _place(finding: Finding) -> str:
+    """Return what puts findings of a kind together, by their numbers."""
+    return f"{finding.severity} {finding.code} {finding.where} {finding.tensor or ''}"
 
 
 def _part_findings(opened: Opened) -> Iterator[Finding]:
@@ -405,7 +415,7 @@ def _unchecked_chunks(
     covered = sum(summed.covers(chunk.span) for chunk in rest)
     missing = chunks - told - outcome.chunks_checked - covered
     if opened.manifest is None and missing > 0:
-        what = f"the content of {missing} of {chunks} chunks, which have no recorded checksum"
+        what = f"the content of {missing:,} of {counted(chunks, 'chunk')}, without a recorded checksum"
         yield Unchecked(what=f"{what} (--against compares copies)", copy_tells=True)
 
 

@@ -7,7 +7,7 @@ from ckpt_tools.adapters.ecosystems.loader_report import LoaderReport
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, say, say_findings, waiting
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 
 _MAX_SHOWN = 20
 _VERDICTS = {"loads": "ok", "fails": "NOT ok", "unknown": "not known: nothing is wrong in what was checked"}
@@ -38,7 +38,7 @@ def _say_adapter(result: LoraCheck, *, verbose: bool) -> None:
     ranks = " (others differ)" if len(result.ranks) > 1 else ""
     alphas = " (others differ)" if len(result.alphas) > 1 else ""
     family = "" if result.architecture is None else f", for {result.architecture}"
-    say(f"{result.kind} of {result.num_modules} modules{family}, in {result.convention}'s names")
+    say(f"{result.kind} of {counted(result.num_modules, 'module')}{family}, in {result.convention}'s names")
     say(f"rank {result.rank if result.rank is not None else 'none'}{ranks}, alpha {alpha}{alphas}")
     targets = result.targets if verbose else result.targets[:8]
     more = f" … and {len(result.targets) - len(targets)} more" if len(targets) < len(result.targets) else ""
@@ -49,7 +49,7 @@ def _say_loaders(result: LoraCheck, *, verbose: bool) -> None:
     told = set(result.findings)
     for report in result.loaders:
         total = report.num_matched + len(report.unmatched)
-        counts = f"{report.num_matched} of {total} tensors, {len(report.matched)} modules"
+        counts = f"{report.num_matched} of {total} tensors, {counted(len(report.matched), 'module')}"
         mark = "*" if report.loader in result.judges else " "
         say(f"{mark}{report.loader:>9}: {_verdict(report)}" + (f" ({counts})" if report.loads else ""))
         if verbose:

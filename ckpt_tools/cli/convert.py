@@ -13,7 +13,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.options.convert import PartsFrom, RunOptions
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.storage.locations import is_remote
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.transfer.share_record import MAX_PARTS, find_part
 from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.transfer.value_counts import counts_to_json
@@ -122,10 +122,10 @@ def _print_conversion(result: Conversion, output: OutputOptions) -> None:
         note(f"warning: {text}")
     for text in result.not_checked:
         note(f"not checked: {text}")
-    if output.quiet:
+    if output.quiet and not result.dry_run:  # a plan is all that a dry run was started for
         return
     destination = escape_name(result.destination)
-    files = f"{len(result.files)} file" + ("s" if len(result.files) != 1 else "")
+    files = counted(len(result.files), "file")
     size = format_size(result.bytes_written)
     if result.part is not None and not result.published:
         done = result.part.count - len(result.waiting_for)
@@ -137,7 +137,7 @@ def _print_conversion(result: Conversion, output: OutputOptions) -> None:
         room = "storage" if is_remote(result.destination) else "disk"
         say(f"needs about {format_size(result.peak_rss_bytes)} of memory and {size} of {room}")
     else:
-        say(f"wrote {result.num_tensors} tensors, {files}, {size}, to {destination}")
+        say(f"wrote {counted(result.num_tensors, 'tensor')}, {files}, {size}, to {destination}")
         rate = format_size(result.throughput_bytes_per_s)
         say(f"in {result.seconds:.1f} s ({rate}/s), peak memory {format_size(result.peak_rss_bytes)}")
     if checked := _checked(result):
@@ -155,7 +155,7 @@ def _checked(result: Conversion) -> str:
     if result.architecture:
         parts.append(f"names against {result.architecture}")
     if count := result.checked.get("digests"):
-        parts.append(f"{count} tensors against the source's digests")
+        parts.append(f"{counted(count, 'tensor')} against the source's digests")
     if count := result.checked.get("crcs"):
-        parts.append(f"{count} chunks against the source's CRC-32s")
+        parts.append(f"{counted(count, 'chunk')} against the source's CRC-32s")
     return ", ".join(parts)

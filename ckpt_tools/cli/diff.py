@@ -10,11 +10,12 @@ from ckpt_tools.checks.sibling_tensors import kind_of
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say
 from ckpt_tools.cli.views import page
+from ckpt_tools.cli.views.layouts import format_ranges
 from ckpt_tools.options.check import DiffView
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import escape_message, escape_name, natural_key
 
-_MOST = 20  # Changed tensors that are all listed; more are gathered by their place in the layers
+_MOST = 40  # Lines
 _TERMS = ("atol", "rtol", "include", "exclude")  # Options that let fewer differences count
 
 
@@ -36,32 +37,63 @@ def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) ->
     note_identities(difference.identities, output)
     for text in difference.notes:
         note(text)
-    for fqn in difference.only_in_a:
-        say(f"- {escape_name(fqn)}: only in {call.shown('a')}")
-    for fqn in difference.only_in_b:
-        say(f"+ {escape_name(fqn)}: only in {call.shown('b')}")
-    if view.tensors or len(difference.changed) <= _MOST:
-        for change in difference.changed:
-            relative = "" if change.relative is None else f", by {change.relative:.2g} of its size"
-            say(f"~ {escape_name(change.fqn)}: {change.what}{relative}")
-    else:
-        for line in _by_place(difference.changed):
-            say(line)
+    if difference.other_model:
+        say(f"another model: {escape_message(difference.other_model)}")
+    lines = list(_lines(difference, call.shown("a"), call.shown("b"), every=view.tensors))
+    for line in lines if view.tensors else lines[:_MOST]:
+        say(line)
+    if len(lines) > _MOST and not view.tensors:
+        say(f"… and {len(lines) - _MOST} more lines (--tensors lists every tensor)")
     if not output.quiet:
         say(_summary(difference, keys_only=call.given["keys_only"]))
     return 0 if difference.equal else 3
 
 
-def _by_place(changed: Sequence[Change]) -> Iterator[str]:
-    """Yield a line for all tensors of one name in different layers: how many, and by how much they changed."""
-    places: dict[str, list[Change]] = {}
-    for change in changed:
-        places.setdefault(kind_of(change.fqn), []).append(change)
-    for place, changes in places.items():
-        sizes = [change.relative for change in changes if change.relative is not None]
-        by = f", by {median(sizes):.2g} of their size (most {max(sizes):.2g})" if sizes else ""
-        say_how = f"{len(changes)} differ{by}" if len(changes) > 1 else f"{changes[0].what}{by}"
-        yield f"~ {escape_name(place)}: {say_how}"
+def _lines(difference: Difference, a: str, b: str, *, every: bool) -> Iterator[str]:
+    """Yield what differs: names, shapes, dtypes, values; a line for the same tensor of different layers."""
+    changes = sorted(difference.changed, key=_rank)
+    rows = [
+        *((fqn, ("-", f"only in {a}"), None) for fqn in difference.only_in_a),
+        *((fqn, ("+", f"only in {b}"), None) for fqn in difference.only_in_b),
+        *((c.fqn, ("~", c.what if _rank(c) < _VALUES else ""), c) for c in changes),
+    ]
+    groups: dict[tuple[str, ...], list[tuple[str, Change | None]]] = {}
+    for fqn, how, change in rows:
+        groups.setdefault((fqn if every else kind_of(fqn), *how), []).append((fqn, change))
+    for (_, sign, said), found in groups.items():
+        what = said or _describe([change for _, change in found if change is not None])
+        yield f"{sign} {_folded([fqn for fqn, _ in found])}: {what}"
+
+
+_VALUES = 2
+
+
+def _rank(change: Change) -> int:
+    """Return 0 for another shape, 1 for another dtype, 2 for other values."""
+    return 0 if change.shapes is not None else 1 if change.what.startswith("dtype ") else _VALUES
+
+
+def _describe(changes: Sequence[Change]) -> str:
+    """Return how the values of one tensor differ, or those of several."""
+    sizes = [change.relative for change in changes if change.relative is not None]
+    by = f", relative change {median(sizes):.2g}" if sizes else ""
+    if len(changes) == 1:
+        return changes[0].what + by
+    by += f" (most {max(sizes):.2g})" if sizes and f"{max(sizes):.2g}" != f"{median(sizes):.2g}" else ""
+    odd = [change.what.partition("; ")[2] for change in changes if "with NaN" in change.what]
+    return f"values differ{by}" + (f"; {len(odd)} of them: {odd[0]}" if odd else "")
+
+
+def _folded(fqns: Sequence[str]) -> str:
+    """Return names that differ in numbers as one: `layers.{0-35}.up ×36`."""
+    if len(fqns) == 1:
+        return escape_name(fqns[0])
+    columns = (list(dict.fromkeys(column)) for column in zip(*map(natural_key, fqns), strict=False))
+    parts = [  # texts differ in names that only a fuzzer has
+        str(c[0]) if len(c) == 1 else f"{{{format_ranges(sorted(map(int, c)))}}}" if i % 2 else "*"
+        for i, c in enumerate(columns)
+    ]
+    return f"{escape_name(''.join(parts))} ×{len(fqns)}"
 
 
 def _counts(difference: Difference) -> list[tuple[str, str]]:
@@ -79,9 +111,7 @@ def _summary(difference: Difference, *, keys_only: bool) -> str:
     sizes = [(change.relative, change.fqn) for change in difference.changed if change.relative is not None]
     if len(sizes) > 1:
         most, fqn = max(sizes)
-        text += (
-            f"\nchanged by {median(size for size, _ in sizes):.2g} of their size, most {most:.2g}: {escape_name(fqn)}"
-        )
+        text += f"\nrelative change {median(size for size, _ in sizes):.2g}, most {most:.2g}: {escape_name(fqn)}"
     return text
 
 

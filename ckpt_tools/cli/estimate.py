@@ -15,7 +15,7 @@ from ckpt_tools.estimate import Estimate
 from ckpt_tools.estimate.case import Case
 from ckpt_tools.estimate.report import CaseEstimate, Moment
 from ckpt_tools.options.output import HtmlOptions, OutputOptions
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.units import format_size
 
 
@@ -59,7 +59,7 @@ def _print(result: Estimate, output: OutputOptions) -> None:
 
 def _print_table(screen: Screen, result: Estimate) -> None:
     first = result.cases[0].case
-    ranks = f"{first.mesh.world_size} ranks" if first.mesh.world_size != 1 else "1 rank"
+    ranks = counted(first.mesh.world_size, "rank")
     screen.line(f"{escape_name(result.model)}: {result.params:,} parameters, {ranks}", "heading")
     tokens = f"{first.batch_size} × {first.seq_len} tokens per rank, {first.optimizer}"
     table = _table(result)
@@ -123,9 +123,9 @@ def _print_verdict(screen: Screen, result: Estimate, *, quiet: bool) -> None:
         screen.line(f"  {proposal.what}: {format_size(found.needed)} ({how}), {_VERDICTS[found.fits]}")
     advice = result.advice
     if advice is not None:
-        screen.line(f"hint: {advice.what}")
+        screen.line(f" hint: {advice.what}")
     elif result.proposals:
-        screen.line("hint: none of the changes tried fits: use a larger device, more ranks, or a smaller model")
+        screen.line(" hint: none of the changes tried fits: use a larger device, more ranks, or a smaller model")
 
 
 def _verdict(result: Estimate) -> str:

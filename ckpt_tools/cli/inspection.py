@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ckpt_tools.checkpoint.entries import BlobEntry, Chunk, TensorEntry, say_census
+from ckpt_tools.checkpoint.identity import count_text
 from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.checkpoint.summarise import FileSummary, PrefixSummary, RankSummary, Summary, to_json
 from ckpt_tools.cli.build import CommandCall
+from ckpt_tools.cli.next_steps import NextCommand, next_commands, quote
 from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, pad, terminal
 from ckpt_tools.cli.views import page
@@ -20,23 +22,28 @@ from ckpt_tools.cli.views.layouts import (
     format_placement,
     format_ranges,
 )
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.options.check import By, InspectView
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.text import display_width, escape_message, escape_name, first_few
+from ckpt_tools.text import counted, display_width, escape_message, escape_name, first_few
 from ckpt_tools.units import format_size
 
 FOLD_ABOVE = 32  # Ranks, and files unless asked for, that are listed one by one
-UNEVEN_ABOVE = 1.1  # Imbalance from which ranks are called uneven
+UNEVEN_ABOVE = 1.1  # Fullest rank ÷ mean from which ranks are called uneven
+_MOST_FILES = 8
 _MAX_MAP_ROWS = 48
 _MAX_BLOBS = 8
 _MIN_BAR, _MAX_BAR = 10, 24  # Columns that a bar beside a module may take; with less room there is none
 
 _SOURCES = {
-    "manifest": "from the manifest",
-    "inferred": "inferred from the chunks",
-    "overlay": "planned, nothing is written",
+    "manifest": " (from the manifest)",
+    "inferred": " (inferred from the chunks)",
+    "overlay": ", planned layout (nothing written)",
 }
+
+
+_WHOLE = {"yes": "whole", "not known": "whole?"}
+_RESUMES = {"yes": "resumable", "no": "not resumable", "not known": "resumable or not: not known"}
 
 
 def render(
@@ -46,6 +53,7 @@ def render(
     by: By | None = None,
     tensors: Sequence[TensorEntry] | None = None,
     grids: Sequence[TensorEntry] = (),
+    then: Sequence[NextCommand] = (),
 ) -> None:
     """Write `summary` for people: one table (`by`), `tensors`, or `grids` chunk by chunk; else the usual tables."""
     if grids:
@@ -67,15 +75,20 @@ def render(
         _render_prefixes(summary, screen)
         _render_map(summary, screen)
     else:
-        if summary.ranks:
+        if not summary.ranks and len(summary.files) > 1:
+            _render_files(summary, screen, most=_MOST_FILES)
+        elif summary.ranks and (summary.is_virtual or (summary.imbalance or 1) > UNEVEN_ABOVE):
             _render_ranks(summary, screen)
-        else:
-            _render_files(summary, screen, most=FOLD_ABOVE)
         _render_prefixes(summary, screen)
         _render_blobs(summary, screen)
         if summary.contents:
             screen.section("the step")
             screen.show(_contents(summary))
+        if then:
+            screen.section("next")
+            width = max(display_width(each.what) for each in then)
+            for each in then:
+                screen.line(f"  {pad(each.what, width)}  {each.command}")
 
 
 def _contents(summary: Summary) -> page.PageTable:
@@ -88,37 +101,60 @@ def _contents(summary: Summary) -> page.PageTable:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "-"
+    return f"{100 * part / whole:.1f}%" if whole else ""
 
 
 def _render_header(summary: Summary, screen: Screen) -> None:
-    screen.line(f"{'path':<9} {escape_name(summary.path)}")
-    for name, text in page.identity_rows(summary.identity, 8):
-        shown = escape_message(text)
-        shown = f"{name:<9} {shown}" if name in ("is", "models", "runs") else f"{'':<9} {escape_name(name)}: {shown}"
-        screen.line(shown, "warning" if name == "runs" and text.startswith("dangerous") else None)
+    identity = summary.identity
+    if identity is not None:
+        screen.line(identity.title, "heading")
+    for text in _stands_out(summary):
+        screen.line(escape_message(text), "warning")
+    rows = [("path", escape_name(summary.path))]
+    if identity is not None:
+        rows += [(_WHOLE[identity.whole], why) for why in identity.evidence if identity.whole != "part"]
+        rows += [("models", first_few(identity.components, 8))] if identity.components else []
+        rows += [("taken" if one.is_taken else "not taken", f"{one.name}: {one.why}") for one in identity.candidates]
     if summary.contents:
-        whole = "repository" if summary.identity is not None and summary.identity.components else "step"
-        screen.line(f"{'part':<9} {summary.contents[0].name} of the {whole}")
-    for name, text in _holds(summary, summary.names):
-        screen.line(f"{name:<9} {text}")
+        whole = "repository" if identity is not None and identity.components else "step"
+        rows.append(("part", f"{summary.contents[0].name} of the {whole}"))
+    ranks = _evenness(summary)
+    for name, text in (*rows, *_holds(summary, summary.names), *([("ranks", ranks)] if ranks else [])):
+        screen.line(f"{name:<9} {escape_message(text)}")
+
+
+def _stands_out(summary: Summary) -> Iterator[str]:
+    """Yield what somebody should know before anything else."""
     if missing := _missing(summary):
-        screen.line(f"missing   {first_few(missing)}", "warning")
+        yield f"missing: {len(missing)} of {page.count(len(summary.files), 'file')}: {first_few(missing)}"
+    identity, ranks = summary.identity, summary.ranks
+    if identity is not None:
+        part = f"a part, on purpose ({identity.chosen})" if identity.chosen else "a PART"
+        yield from (f"{part}: {why}" for why in identity.evidence if identity.whole == "part")
+        if len(identity.steps) > 1:
+            yield "of several steps: " + "; ".join(f"step {one.step}: {first_few(one.files)}" for one in identity.steps)
+        yield from (f"{_RESUMES[identity.resumable]}: {why}" for why in identity.reasons)
+        yield from identity.executables
+    if (imbalance := summary.imbalance) is not None and imbalance > UNEVEN_ABOVE:
+        fullest, mean = max(ranks, key=lambda rank: rank.num_bytes), sum(rank.num_bytes for rank in ranks) / len(ranks)
+        held = format_size(fullest.num_bytes)
+        yield f"uneven: rank {fullest.rank} holds {held}, the mean is {format_size(mean)}"
+    if ranks and summary.mesh is None:
+        yield "mesh not known: none explains every chunk"
 
 
 def _holds(summary: Summary, names: str | None) -> list[tuple[str, str]]:
     """Return how much a checkpoint holds, and in which form; `names` are those of its tensors."""
     files = [file for file in summary.files if file.num_chunks or file.file_bytes]
-    chunks = f"{summary.num_chunks:,} in {page.count(len(files), 'file')}"
+    chunks = f"{summary.num_chunks:,} in {files[0].file if len(files) == 1 else page.count(len(files), 'file')}"
     if not summary.is_virtual:
         chunks += f", {format_size(sum(file.file_bytes or 0 for file in files))} on disk"
     assets = f"{page.count(len(summary.assets), 'file')}, {format_size(sum(asset.nbytes for asset in summary.assets))}"
+    elems = count_text(summary.num_elems)
     rows = [
         ("format", summary.format),
         ("names", names),
-        ("tensors", f"{summary.num_tensors:,}"),
-        ("elements", f"{summary.num_elems:,}"),
-        ("bytes", f"{summary.total_bytes:,} ({format_size(summary.total_bytes)})"),
+        ("tensors", f"{summary.num_tensors:,}: {elems} elements, {format_size(summary.total_bytes)}"),
         ("chunks", chunks),
         ("dtypes", ", ".join(f"{name} {format_size(size)}" for name, size in summary.dtypes.items()) or "-"),
         ("mesh", _mesh(summary)),
@@ -130,8 +166,14 @@ def _holds(summary: Summary, names: str | None) -> list[tuple[str, str]]:
 
 def _mesh(summary: Summary) -> str | None:
     if summary.mesh is not None and summary.mesh_source is not None:
-        return f"{summary.mesh}, {page.count(summary.mesh.world_size, 'rank')} ({_SOURCES[summary.mesh_source]})"
-    return "unknown: no mesh explains every chunk" if summary.ranks else None
+        return f"{summary.mesh}, {page.count(summary.mesh.world_size, 'rank')}{_SOURCES[summary.mesh_source]}"
+    return None
+
+
+def _evenness(summary: Summary) -> str | None:
+    if summary.imbalance is None:
+        return None
+    return f"{len(summary.ranks):,} wrote, fullest rank ÷ mean {summary.imbalance:.2f}"
 
 
 def _missing(summary: Summary) -> list[str]:
@@ -142,16 +184,8 @@ def _render_ranks(summary: Summary, screen: Screen) -> None:
     if not summary.ranks:
         screen.section("ranks: the names of these files carry none; see --by file")
         return
-    imbalance = summary.imbalance
-    title = f"ranks: {len(summary.ranks):,} wrote"
-    if imbalance is not None:
-        title += f", imbalance {imbalance:.2f} (fullest / mean)"
-    screen.section(title)
+    screen.section(f"ranks: {_evenness(summary) or f'{len(summary.ranks):,} wrote'}")
     mean = sum(rank.num_bytes for rank in summary.ranks) / len(summary.ranks)
-    if imbalance is not None and imbalance > UNEVEN_ABOVE:
-        fullest = max(summary.ranks, key=lambda rank: rank.num_bytes)
-        held = format_size(fullest.num_bytes)
-        screen.line(f"  uneven: rank {fullest.rank} holds {held}, the mean is {format_size(mean)}", "warning")
     most = max(rank.num_bytes for rank in summary.ranks)
     if len(summary.ranks) > FOLD_ABOVE:
         _render_folded_ranks(summary.ranks, mean, most, screen)
@@ -161,7 +195,7 @@ def _render_ranks(summary: Summary, screen: Screen) -> None:
         files = escape_name(rank.files[0]) + (f" +{len(rank.files) - 1}" if len(rank.files) > 1 else "")
         return str(rank.rank), *_load(rank.num_bytes, mean, most, screen), f"{rank.num_chunks:,}", files
 
-    screen.table(">rank, >bytes, heat, , >chunks, files", map(cells, summary.ranks))
+    screen.table(">rank, >bytes, , , >chunks, files", map(cells, summary.ranks))
 
 
 def _load(num_bytes: int, mean: float, most: int, screen: Screen) -> tuple[str, str, str]:
@@ -185,12 +219,12 @@ def _render_folded_ranks(ranks: Sequence[RankSummary], mean: float, most: int, s
         ordered = sorted(shown, key=lambda group: -group[0][0])
         shown = ordered[: FOLD_ABOVE // 2] + ordered[-FOLD_ABOVE // 2 :]
         left_out = sum(len(members) for _, members in ordered[FOLD_ABOVE // 2 : -FOLD_ABOVE // 2])
-        screen.line(f"  the fullest and the emptiest, {left_out:,} ranks between them left out")
+        screen.line(f"  the fullest and the emptiest, {counted(left_out, 'rank')} between them left out")
     rows = (
         (format_ranges(members), f"{len(members):,}", *_load(num_bytes, mean, most, screen), f"{num_chunks:,}")
         for (num_bytes, num_chunks), members in shown
     )
-    screen.table("ranks, >count, >bytes each, heat, , >chunks each", rows)
+    screen.table("ranks, >count, >bytes each, , , >chunks each", rows)
 
 
 def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None:
@@ -199,7 +233,7 @@ def _render_files(summary: Summary, screen: Screen, *, most: int | None) -> None
     largest = max((file.num_bytes for file in summary.files), default=0)
     heat = [screen.heat(file.num_bytes, largest) * 4 for file in summary.files]
     rows = [(*row[:3], shade, row[3]) for row, shade in zip(table.rows, heat, strict=False)]
-    headers = (*table.headers[:3], "heat", table.headers[3])
+    headers = (*table.headers[:3], "", table.headers[3])
     screen.show(table._replace(headers=headers, rows=rows, align="lrrlr"))
     if table.left_out:
         screen.line(f"  ... and {table.left_out:,} more; --by file lists all")
@@ -229,7 +263,7 @@ def _render_prefixes(summary: Summary, screen: Screen) -> None:
 
     def cells(row: PrefixSummary) -> tuple[str, ...]:
         size, share = format_size(row.num_bytes), _share(row.num_bytes, summary.total_bytes)
-        return escape_name(row.prefix), f"{row.num_tensors:,}", f"{row.num_elems:,}", size, share
+        return escape_name(row.prefix), f"{row.num_tensors:,}", count_text(row.num_elems), size, share
 
     columns, rows = "module, >tensors, >elements, >bytes, >share", list(map(cells, summary.prefixes))
     headers, _ = page.read_columns(columns)
@@ -312,7 +346,7 @@ def render_tensor(summary: Summary, tensor: TensorEntry, *, screen: Screen) -> N
     placements = summary.placements_of(tensor.fqn)
     if placements is not None:
         said = ", ".join(f"{placement} on {axis}" for axis, placement in placements.items())
-        suffix = {"inferred": " (inferred)", "overlay": " (overlay)"}.get(summary.mesh_source or "", "")
+        suffix = {"inferred": " (inferred)", "overlay": " (planned)"}.get(summary.mesh_source or "", "")
         screen.line(f"  placement: {said}{suffix}")
     _draw_grid(tensor, screen)
     screen.line()
@@ -380,8 +414,12 @@ _AS_STORED = {"mesh": None, "rules": None, "set": (), "tp_plan": None, "world_si
 def run(call: CommandCall[Summary], view: InspectView, output: OutputOptions) -> int:
     """Print what a checkpoint holds."""
     with report_to(view.html, "inspect", str(call.given["source"]), output) as report:
-        with waiting(output, "looking"):
-            summary = call()
+        try:
+            with waiting(output, "looking"):
+                summary = call()
+        except UnreadableError as error:
+            _hint_at_run(error, str(call.given["source"]))
+            raise
         if report is not None:
             report(build_page(summary, call(**_AS_STORED) if summary.is_virtual else None))
     by_fqn = {entry.fqn: entry for entry in summary.tensors}
@@ -390,11 +428,20 @@ def run(call: CommandCall[Summary], view: InspectView, output: OutputOptions) ->
         raise UsageError(f"there is no tensor {unknown[0]!r}", hint="--tensors lists the names")
     chosen = [by_fqn[fqn] for fqn in view.tensor]
     listed = summary.tensors if view.tensors else None
+    then = [] if output.storage else next_commands(summary, call.given)
     if output.json:
-        print_json(to_json(summary, tensors=chosen or listed))
+        print_json({**to_json(summary, tensors=chosen or listed), "next": [each._asdict() for each in then]})
     elif not output.quiet:
-        render(summary, terminal(), by=view.by, tensors=listed, grids=chosen)
+        render(summary, terminal(), by=view.by, tensors=listed, grids=chosen, then=then)
     return 0
+
+
+def _hint_at_run(error: UnreadableError, source: str) -> None:
+    """Let the error about the folder of a run say what shows it, and its last checkpoint."""
+    from ckpt_tools.runs.folder import checkpoints_in  # rare, and slow to import
+
+    if (error.hint or "").startswith("use ") and checkpoints_in(source):
+        error.hint = f"{error.hint}; the whole run: ckpt watch {quote(source)} --status"
 
 
 # The page

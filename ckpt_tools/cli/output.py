@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ckpt_tools.errors import CkptError
 from ckpt_tools.options import AnyPath, ProgressFactory
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.units import format_duration, format_size
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def print_error(error: CkptError, *, as_json: bool) -> None:
         document = {"schema_version": SCHEMA_VERSION, **error_json(error)}
         note(json.dumps(document))
         return
-    note(f"Error: {error.what}")
+    note(f"error: {error.what}")
     if error.where is not None:
         note(f"   at: {error.where}")
     if error.hint is not None:
@@ -79,7 +79,7 @@ def say_findings(findings: Sequence[Finding], *, most: int | None = None, indent
         if finding.hint is not None:
             say(f"{indent} hint: {finding.hint}")
     if len(shown) < len(findings):
-        say(f"{indent}… and {len(findings) - len(shown)} more findings (-v shows all)")
+        say(f"{indent}… and {counted(len(findings) - len(shown), 'finding')} more (-v shows all)")
 
 
 def print_notes(error: BaseException) -> None:

@@ -85,7 +85,7 @@ def _print(report: PreflightReport, output: OutputOptions) -> None:
     screen = terminal()
     if output.quiet:
         if not report.was_read:
-            say(describe_verdict(report))
+            say(describe_verdict(report, begins="GO"))
         return
     if report.findings:
         screen.line()
@@ -106,7 +106,7 @@ def _print(report: PreflightReport, output: OutputOptions) -> None:
         for rank, text in sorted(report.smoke.stacks.items()):
             say(f"stacks of rank {rank}:")
             say("\n".join(escape_name(line) for line in text.splitlines()))
-    screen.line(describe_verdict(report), None if report.ok else "warning")
+    screen.line(describe_verdict(report, begins="GO"), None if report.ok else "warning")
 
 
 def _checks(report: PreflightReport) -> page.PageTable:

@@ -12,7 +12,7 @@ from ckpt_tools.hub.plan import PushResult
 from ckpt_tools.hub.push import result_json
 from ckpt_tools.options.hub import CardFields, PushView
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.units import format_size
 
 
@@ -42,7 +42,7 @@ def print_push(result: PushResult, output: OutputOptions) -> None:
     say_findings(result.findings)
     for text in result.notes:
         note(f"note: {text}")
-    if output.quiet:
+    if output.quiet and not result.dry_run:
         return
     rows = [file for file in result.files if output.verbose or result.dry_run or file.state != "unchanged"]
     shown = rows if output.verbose else rows[:_MAX_SHOWN]
@@ -77,5 +77,5 @@ def _proof(result: PushResult) -> list[str]:
         return ["NOT ok: what arrived is not what is here"]
     if not result.num_checked:
         return []
-    files = f"{result.num_checked} file" + ("s" if result.num_checked != 1 else "")
+    files = counted(result.num_checked, "file")
     return [f"checked: {files}, {format_size(result.checked_bytes)} read back, sha256 as here"]

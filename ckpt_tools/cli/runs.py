@@ -12,7 +12,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.options.output import HtmlOptions, OutputOptions
 from ckpt_tools.runs.manage import PruneResult, prune_json
 from ckpt_tools.runs.retention import RunCheckpoint
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
 
@@ -48,7 +48,7 @@ def run(call: CommandCall[PruneResult], view: HtmlOptions, output: OutputOptions
         return pruned.exit_code
     _print(pruned, output)
     if command == "prune" and any(each.state == "complete" for each in pruned.checkpoints):
-        note("hint: `ckpt watch DIR --once` verifies what is complete; only what is verified is removed")
+        note(" hint: `ckpt watch DIR --once` verifies what is complete; only what is verified is removed")
     return pruned.exit_code
 
 
@@ -56,7 +56,7 @@ def _print(pruned: PruneResult, output: OutputOptions) -> None:
     say_findings(pruned.findings, most=None if output.verbose else _MAX_SHOWN)
     for text in pruned.failed:
         note(f"warning: {escape_name(text)}")
-    if output.quiet:
+    if output.quiet and not pruned.dry_run:  # a plan is all that a dry run was started for
         return
     for text in pruned.notes:
         note(f"note: {escape_name(text)}")
@@ -74,7 +74,9 @@ def _print(pruned: PruneResult, output: OutputOptions) -> None:
     size = format_size(pruned.freed_bytes)
     gone = len(pruned.removed)
     would = "would remove" if pruned.dry_run else "removed"
-    done = f"{would} {gone} of {len(pruned.checkpoints)} checkpoints, {size}" if gone else "nothing to remove"
+    done = (
+        f"{would} {gone} of {counted(len(pruned.checkpoints), 'checkpoint')}, {size}" if gone else "nothing to remove"
+    )
     bad = sum(each.state in ("bad", "unfit") for each in pruned.checkpoints)
     say(f"{escape_name(pruned.path)}: {done}" + (f"; {bad} NOT ok" if bad else ""))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 from ckpt_tools.cli.views.page import PageTable, read_columns
 from ckpt_tools.text import display_width, escape_message
@@ -22,6 +23,8 @@ _STYLES: dict[Style, str] = {"heading": "\x1b[1m", "warning": "\x1b[33m", "dim":
 _RESET = "\x1b[0m"
 _HEAT = " ░▒▓█"
 _HEAT_ASCII = " .:*#"
+_INDENT = 2  # Of tables
+_MIN_TEXT = 30  # Columns that a sentence at the end of a row has at least
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -46,6 +49,7 @@ class Screen:
     stream: TextIO
     width: int = 100  # Terminal columns; lines of names may be longer, drawings are not
     colour: bool = False
+    folds: bool = False  # What is wider goes on in a second line: for eyes, not for `grep`
 
     def line(self, text: str = "", style: Style | None = None) -> None:
         """Write one line; what the stream cannot encode becomes a visible escape."""
@@ -67,9 +71,34 @@ class Screen:
         headers, align = read_columns(columns)
         cells = [tuple(row) for row in rows]
         widths = [max(map(display_width, column)) for column in zip(headers, *cells, strict=True)]
+        lines = self._fold(widths, align)
         for number, row in enumerate((tuple(headers), *cells)):
-            padded = (pad(cell, width, right=side == "r") for cell, width, side in zip(row, widths, align, strict=True))
-            self.line("  " + "  ".join(padded), None if number else "dim")
+            padded = [pad(cell, width, right=side == "r") for cell, width, side in zip(row, widths, align, strict=True)]
+            for indent, shown in lines:
+                if any(row[column] for column in shown):
+                    text = " " * indent + "  ".join(padded[column] for column in shown)
+                    last = indent + sum(widths[column] + 2 for column in shown[:-1])
+                    self._write_folded(text, last, None if number else "dim")
+
+    def _fold(self, widths: Sequence[int], align: str) -> list[tuple[int, list[int]]]:
+        """Return (indent, columns) of the lines that a row takes; the last column, of text, may have less room."""
+        lines, used = [(_INDENT, [0])], _INDENT + widths[0]
+        for column, width in enumerate(widths[1:], 1):
+            least = min(width, _MIN_TEXT) if column == len(widths) - 1 and align[column] == "l" else width
+            if self.folds and used + 2 + least > self.width:
+                lines.append((3 * _INDENT, []))
+                used = 3 * _INDENT - 2
+            lines[-1][1].append(column)
+            used += 2 + width
+        return lines
+
+    def _write_folded(self, text: str, indent: int, style: Style | None) -> None:
+        if not self.folds or display_width(text.rstrip()) <= self.width:
+            self.line(text, style)
+            return
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        for part in textwrap.wrap(text, self.width, subsequent_indent=" " * min(indent, self.width // 2), **options):
+            self.line(part, style)
 
     def show(self, table: PageTable) -> None:
         """Write a table whose cells are not escaped; how many rows it leaves out is for the caller to say."""
@@ -98,5 +127,7 @@ class Screen:
 
 def terminal() -> Screen:
     """Return stdout, with colour where that is wanted, and the width of its terminal; 100 columns without one."""
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return Screen(stream=sys.stdout, width=max(shutil.get_terminal_size((100, 24)).columns, 40), colour=colour)
+    is_live = sys.stdout.isatty()
+    colour = is_live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    width = max(shutil.get_terminal_size((100, 24)).columns, 40)
+    return Screen(stream=sys.stdout, width=width, colour=colour, folds=is_live or "COLUMNS" in os.environ)

@@ -19,7 +19,7 @@ from ckpt_tools.preflight.smoke.report import (
     describe_compared,
     describe_verdict,
 )
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.units import format_size
 
 
@@ -60,7 +60,7 @@ MARKS = {True: "ok", False: "FAILED", None: "not checked"}
 def _print(report: SmokeReport, output: OutputOptions) -> None:
     screen = terminal()
     if not output.quiet:
-        ranks = f"{report.world_size} rank" + ("s" if report.world_size != 1 else "")
+        ranks = counted(report.world_size, "rank")
         title = f"{escape_name(report.source)}: {escape_name(report.model)} on {ranks} ({report.mesh}), "
         screen.line(title + f"{report.strategy}, {report.device}", "heading")
         screen.show(_phases(report, with_memory=False))

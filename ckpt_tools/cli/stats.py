@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -14,7 +15,7 @@ from ckpt_tools.cli.screen import Screen, terminal
 from ckpt_tools.cli.views import page
 from ckpt_tools.options.check import StatsView
 from ckpt_tools.options.output import OutputOptions
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
 
@@ -44,11 +45,11 @@ def run(call: CommandCall[Stats], view: StatsView, output: OutputOptions) -> int
         _tables(result, terminal(), every=view.tensors)
         for where, fqns in (("SRC", result.only_in_source), ("--against", result.only_in_other)):
             if fqns:
-                say(f"only in {where}: {len(fqns)} tensors, e.g. {escape_name(fqns[0])}")
+                say(f"only in {where}: {counted(len(fqns), 'tensor')}, e.g. {escape_name(fqns[0])}")
         state = "ok" if result.ok else "NOT ok"
         stand_out = f"; findings: {len(result.findings)}" if result.findings else "; nothing stands out"
         size = format_size(result.nbytes)
-        say(f"{call.shown('source')}: {state} ({len(result.tensors)} tensors, {size}{stand_out})")
+        say(f"{call.shown('source')}: {state} ({counted(len(result.tensors), 'tensor')}, {size}{stand_out})")
     return 0 if result.ok else 3
 
 
@@ -57,7 +58,7 @@ def _tables(result: Stats, screen: Screen, *, every: bool) -> None:
     for row in result.tensors:
         kinds.setdefault(row.fqn if every else kind_of(row.fqn), []).append(row)
     shown = list(kinds.items()) if every else list(kinds.items())[:_MAX_KINDS]
-    headers = ["", "", "mean", "std", "rms", "|x| max", "zeros", "bad"]
+    headers = ["", "", "mean", "std", "rms", "|x| max", "zeros", "NaN/Inf"]
     ranks = any(row.spectrum is not None for row in result.tensors)
     has_updates = bool(result.updates["kind"])
     headers += ["rank"] * ranks + ["update", "cosine"] * has_updates
@@ -88,9 +89,10 @@ def _figures(group: Sequence[TensorStats]) -> list[str]:
     zeros, elems = (sum(n) for n in zip(*((r.counts.num_zero, r.counts.num_elems) for r in group), strict=True))
     bad = sum(row.counts.num_nan + row.counts.num_inf for row in group)
     share = f"{100 * zeros / elems:.3g}%" if zeros else ""
-    found = [row.moments for row in group if row.moments is not None]
+    found = [row.moments for row in group if row.moments is not None and row.moments.num_elems]
     if not found:
-        return ["", "", "", "", share, str(bad or "")]
+        why = "not measured" if not any(row.moments for row in group) else "nothing finite" if elems else "no elements"
+        return [why, "", "", "", share, str(bad or "")]
     middle = [f"{median(getattr(each, name) for each in found):.3g}" for name in ("mean", "std", "rms")]
     return [*middle, f"{max(each.absmax for each in found):.3g}", share, str(bad or "")]
 
@@ -98,7 +100,8 @@ def _figures(group: Sequence[TensorStats]) -> list[str]:
 def _update_cells(update: Update) -> tuple[str, str]:
     if not update.num_elems:
         return "", ""
-    relative = "" if update.relative is None else f"{update.relative:.2g}"
+    odd = "from zeros" if math.isfinite(update.change) else "NaN or Inf"
+    relative = odd if update.relative is None else f"{update.relative:.2g}"
     cosine = "" if update.cosine is None else f"{update.cosine:.4f}"
     return ("same", "") if not update.num_changed else (relative, cosine)
 

@@ -25,7 +25,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.options.check import VerifyView
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.runs.folder import checkpoints_in
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.transfer.threads import one_thread_each
 from ckpt_tools.units import format_size
 
@@ -106,7 +106,8 @@ def _say_state(path: str, result: Verification) -> None:
     state = "ok" if result.ok else "NOT ok"
     data = f", {format_size(result.nbytes)} of data" if result.level != "structure" else ", headers only"
     share = "" if result.share is None else f"part {result.share} "
-    say(f"{escape_name(path)}: {share}{state} ({result.tensors} tensors, {result.chunks} chunks{data})")
+    held = f"{counted(result.tensors, 'tensor')}, {counted(result.chunks, 'chunk')}{data}"
+    say(f"{escape_name(path)}: {share}{state} ({held})")
 
 
 # The page

@@ -420,7 +420,7 @@ def extract(options: ExtractOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     if not options.include and not options.exclude and options.layers is None:
-        raise UsageError("nothing says what to extract", hint="add --include GLOB, --exclude GLOB or --layers N")
+        raise UsageError("nothing selected", hint="add --include GLOB, --exclude GLOB or --layers N")
     with open_asking(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
         chosen, notes = opened.checkpoint, []
         assets: AssetList = opened.own_assets
@@ -453,7 +453,7 @@ def rename(options: RenameOptions) -> Conversion:
         DestinationExistsError: The destination exists.
     """
     if options.map is None and options.names is None:
-        raise UsageError("nothing says which names to write", hint="add --map FILE or --names comfyui")
+        raise UsageError("no target names given", hint="add --map FILE or --names comfyui")
     naming = Naming.of(options.names or "auto", options.map)
     with open_asking(os.fspath(options.source), format=options.format, as_part=options.as_part) as opened:
         if options.names is not None:

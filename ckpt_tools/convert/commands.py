@@ -438,9 +438,9 @@ def commit(options: CommitOptions) -> Conversion:
             claim = sink.find_claim()
     except DestinationExistsError:
         hint = "`ckpt verify` says whether it is whole"
-        raise DestinationExistsError("it is published already", where=destination, hint=hint) from None
+        raise DestinationExistsError("already complete", where=destination, hint=hint) from None
     if claim is None:
-        raise UnreadableError("nothing is being written here", where=destination, hint="is it published already?")
+        raise UnreadableError("nothing is being written here", where=destination, hint="is it complete already?")
     command = parse_command(claim.command)
     if command is None:
         hint = f"run any part again: --part 0/{claim.num_parts}"

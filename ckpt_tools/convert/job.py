@@ -32,7 +32,7 @@ from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.locations import is_remote, local
 from ckpt_tools.storage.source import short_file
 from ckpt_tools.storage.virtual import VirtualFile, VirtualSource
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 from ckpt_tools.transfer.execute import Progress
 from ckpt_tools.transfer.plan import Seal, check_names
 from ckpt_tools.transfer.quantised.decoded import is_told
@@ -367,7 +367,7 @@ def cast_target(
             left.setdefault(why, []).append(entry.fqn)
             is_cast = False
         tensors.append(replace(entry, dtype=BY_NAME[name.upper()]) if is_cast else entry)
-    notes = [f"not cast: {len(fqns)} tensors, {why}: {first_few(fqns)}" for why, fqns in left.items()]
+    notes = [f"not cast: {counted(len(fqns), 'tensor')}, {why}: {first_few(fqns)}" for why, fqns in left.items()]
     return replace(checkpoint, tensors=tuple(tensors)), notes
 
 

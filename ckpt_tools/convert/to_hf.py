@@ -22,7 +22,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.models.config import CONFIG_NAME, config_in
 from ckpt_tools.models.output_names import AssetList, Naming, name_back, name_hub
 from ckpt_tools.options.convert import GatherOptions
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import counted, escape_name, first_few
 from ckpt_tools.transfer.plan import Seal
 
 
@@ -236,7 +236,7 @@ def _same_keys(wanted: Mapping[str, TensorEntry], found: Mapping[str, TensorEntr
         return
     parts = []
     if missing:
-        parts.append(f"lacks {len(missing)} tensors of the reference ({first_few(missing)})")
+        parts.append(f"lacks {counted(len(missing), 'tensor')} of the reference ({first_few(missing)})")
     if extra:
         parts.append(f"has {len(extra)} that the reference does not have ({first_few(extra)})")
     owners = origins_of(extra)

@@ -30,7 +30,7 @@ from ckpt_tools.models.config import config_beside
 from ckpt_tools.models.output_names import Named, Naming
 from ckpt_tools.options import parameters
 from ckpt_tools.options.convert import ConvertOptions, GatherOptions
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 _OTHER_LIBRARIES = ("torchtitan", "megatron", "nanotron", "gguf")
 """Codes of names that no model of transformers or diffusers has, adapted or wrapped."""
@@ -281,7 +281,7 @@ def _notes_on_rest(opened: Opened, model: Checkpoint) -> Iterator[str]:
     """Say what of a step another trainer does not get."""
     checkpoint = opened.checkpoint
     count = len(checkpoint.tensors) - len(model.tensors)
-    rest = [f"{count} tensors (optimizer state and the like)"] if count else []
+    rest = [f"{counted(count, 'tensor')} (optimizer state and the like)"] if count else []
     rest += [f"{len(checkpoint.blobs)} items that are not tensors"] if checkpoint.blobs else []
     rest += [asset.file for asset in opened.companions]
     if rest:

@@ -30,7 +30,7 @@ from ckpt_tools.preflight.names_match import check_names, group_names, is_native
 from ckpt_tools.preflight.spec import ParallelSpec, shard_mesh
 from ckpt_tools.sandbox.child import Child
 from ckpt_tools.storage.locations import absolute, is_directory, is_file, open_source
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.units import format_size
 
 COMPARE = "ckpt_tools.preflight.meta_model:compare"  # What runs in the child
@@ -354,7 +354,7 @@ def check_mesh(
 def _whole_read(checkpoint: Checkpoint, where: str, mesh: Mesh, spec: ParallelSpec) -> Finding:
     """Return what it means that every rank calls from_pretrained."""
     size = format_size(checkpoint.total_bytes)
-    files = f"{len(checkpoint.files)} file" + ("s" if len(checkpoint.files) != 1 else "")
+    files = counted(len(checkpoint.files), "file")
     if spec.cpu_ram_efficient_loading:
         what = f"the first rank reads all {size} ({files}) and sends every rank its part"
         return Finding.info("checkpoint-mesh", where, what)

@@ -10,7 +10,7 @@ from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.transform import WRAPPERS, strip_wrappers
 from ckpt_tools.options.preflight import Framework
 from ckpt_tools.preflight.model_comparison import Comparison
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 
 DCP_ROOTS: Mapping[str, str] = {"accelerate": "model.", "trainer": "model.", "axolotl": "model.", "torchtitan": ""}
 """What the names of a DCP checkpoint must begin with for the trainer to find them. Source: `load_fsdp_model` of
@@ -245,7 +245,7 @@ def _check_left(comparison: Comparison, where: str) -> Iterator[Finding]:
         (inside, f"in layers of {comparison.title} where the model has none", other),
     ):
         if names:
-            what = f"the checkpoint has {len(names)} tensors {which}: {group_names(names)}"
+            what = f"the checkpoint has {counted(len(names), 'tensor')} {which}: {group_names(names)}"
             yield Finding.error("checkpoint-unexpected-key", where, f"{what}; they would be silently left out", advice)
     if others:
         what = f"{len(others)} tensors of the checkpoint are not the model's, and are ignored: {group_names(others)}"

@@ -13,7 +13,7 @@ from ckpt_tools.preflight.match import CheckpointMatch
 from ckpt_tools.preflight.places import ConfigLocation
 from ckpt_tools.preflight.smoke import SmokeReport
 from ckpt_tools.preflight.spec import ParallelSpec
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 
 if TYPE_CHECKING:
     from ckpt_tools.preflight.configs import Options
@@ -69,7 +69,7 @@ class PreflightReport:
             return ""
         warnings = sum(finding.severity == "warning" for finding in self.findings)
         left = [check.name for check in self.checks if check.ok is None and check.name not in self.left_out]
-        said = [_counted(warnings, "warning")] if warnings else []
+        said = [counted(warnings, "warning")] if warnings else []
         return "; ".join([*said, *([f"not checked: {', '.join(left)}"] if left else [])])
 
     @property
@@ -108,10 +108,6 @@ class PreflightReport:
         return asdict(finding) | {"file": place and place.path, "line": (place and place.line) or None}
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("s" if number != 1 else "")
-
-
 def _spec_json(spec: ParallelSpec) -> dict[str, object]:
     document = {name: getattr(spec, name) for name in spec.__slots__}
     document["mesh"] = None if spec.mesh is None else dict(spec.mesh.axes)
@@ -137,19 +133,21 @@ def describe_spec(spec: ParallelSpec) -> str:
     return ", ".join(parts)
 
 
-def describe_verdict(report: PreflightReport) -> str:
-    """Return what the report comes to, in a line."""
+def describe_verdict(report: PreflightReport, *, begins: str = "ok") -> str:
+    """Return what the report comes to, in a line; one that passes begins with "ok", or with "GO" and what is left."""
     errors = sum(finding.severity == "error" for finding in report.findings)
     warnings = sum(finding.severity == "warning" for finding in report.findings)
-    counted = _counted(warnings, "warning")
+    told = counted(warnings, "warning")
     if report.failed:
-        return f"NOT ok: {_counted(errors, 'error')}, {counted}"
+        return f"NOT ok: {counted(errors, 'error')}, {told}"
     if not report.was_read:
         return f"NOT CHECKED: {next(text for text in report.not_checked if text.startswith('the config: '))}"
     if report.why_too_little:
         return f"NOT ok, strictly: {report.why_too_little}"
     skipped = [check.name for check in report.checks if check.ok is None]
     made = ", ".join(check.name for check in report.checks if check.ok)
-    left = f"; not checked: {', '.join(skipped)}" if skipped else ""
+    left = f"not checked: {', '.join(skipped)}" if skipped else ""
     passed = f"; ignored: {', '.join(dict.fromkeys(one.code for one in report.ignored))}" if report.ignored else ""
-    return f"ok: {made}; {counted}{left}{passed}"
+    if begins != "ok":
+        return f"{begins}{f' ({left})' if left else ''}: {made}; {told}{passed}"
+    return f"ok: {made}; {told}{f'; {left}' if left else ''}{passed}"

@@ -38,7 +38,7 @@ from ckpt_tools.preflight.shrink_run import collapse_spec, describe_chosen, writ
 from ckpt_tools.preflight.smoke import SmokeReport, run_smoke
 from ckpt_tools.preflight.spec import ParallelSpec
 from ckpt_tools.sandbox.child import Child
-from ckpt_tools.text import escape_name
+from ckpt_tools.text import counted, escape_name
 from ckpt_tools.units import format_size, parse_size
 
 
@@ -426,7 +426,7 @@ def _check_checkpoint(
         run.not_checked += match.not_checked
         check.what = _describe_match(match)
         return match, match.view
-    check.what = "there is none"
+    check.what = "no checkpoint was given"
     if sources.model is None:
         return None, ModelView()
     return None, look_at_model(sources.model, cuts=cuts)
@@ -435,7 +435,7 @@ def _check_checkpoint(
 def _describe_match(match: CheckpointMatch) -> str:
     parts = [escape_name(match.path)]
     if match.verify is not None:
-        parts += [each.title for each in match.verify.identities] + [f"{match.verify.tensors} tensors"]
+        parts += [each.title for each in match.verify.identities] + [f"{counted(match.verify.tensors, 'tensor')}"]
     if match.comparison is not None:
         parts.append(f"{len(match.comparison.found)} of them the model's")
     return ", ".join(parts)

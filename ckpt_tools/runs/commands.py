@@ -55,7 +55,7 @@ def prune(options: PruneOptions) -> PruneResult:
     if options.undo:
         return manager.undo([name for name in options.undo if name != "all"])
     if not rules.removes:
-        raise UsageError("nothing says what to keep", hint="add --keep-last K, --keep-every N or --keep-best K")
+        raise UsageError("no rule for what to keep", hint="add --keep-last K, --keep-every N or --keep-best K")
     return _require(manager.once())
 
 

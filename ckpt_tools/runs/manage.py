@@ -21,7 +21,7 @@ from ckpt_tools.runs.compare_series import Profile, Profiler, compare, join_prof
 from ckpt_tools.runs.folder import Folder, FolderListing, SavedCheckpoint, place_of
 from ckpt_tools.runs.retention import Rules, RunCheckpoint, plan_retention
 from ckpt_tools.storage.run_leases import RECORD_NAME, leased
-from ckpt_tools.text import escape_name, first_few
+from ckpt_tools.text import escape_name, first_few, natural_key
 from ckpt_tools.units import format_size
 
 _MAX_FINDINGS = 20  # Of one checkpoint
@@ -221,8 +221,8 @@ class RunManager:
         """Return what can be brought back, and until when, the next to go first."""
         start = time.time() + self._settings.quarantine_s
         aged = ((self._folder.age(leftover), name) for leftover, name in self._now.leftovers.items())
-        ends = sorted((round(start - age), name) for age, name in aged if age < math.inf)
-        return {name: datetime.fromtimestamp(end, UTC).isoformat(timespec="seconds") for end, name in ends}
+        ends = sorted((round(start - age), natural_key(name), name) for age, name in aged if age < math.inf)
+        return {name: datetime.fromtimestamp(end, UTC).isoformat(timespec="seconds") for end, _, name in ends}
 
     def _verify_new(self, found: Sequence[RunCheckpoint]) -> bool:
         """Verify what nobody has; was there anything?"""
@@ -470,7 +470,7 @@ def _named(look: FolderListing, names: Collection[str]) -> list[SavedCheckpoint]
 def _check_rules(candidates: Sequence[RunCheckpoint], rules: Rules, *, must_measure: bool) -> None:
     names = {each.name for each in candidates}
     if missing := [name for name in rules.unverified if name not in names]:
-        there = first_few(sorted(names), 6) or "nothing"
+        there = first_few(sorted(names, key=natural_key), 6) or "nothing"
         raise UsageError(f"--unverified: no checkpoint is called {missing[0]!r}", hint=f"there is {there}")
     if must_measure and names and all(each.metric is None for each in candidates):
         hint = "--metric names what the Trainer logs at the steps that it saves, or what Lightning puts into names"

@@ -18,6 +18,7 @@ from typing import Any
 
 from ckpt_tools._version import __version__
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
+from ckpt_tools.text import counted
 
 # The claim of a destination that several processes build together: what every one of them must agree on
 
@@ -72,7 +73,7 @@ class BuildClaim:
         """Say who began what: "64 parts, started 14:02 by host-3"."""
         started = time.localtime(self.time)
         today = time.strftime("%F", started) == time.strftime("%F")
-        parts = f"{self.num_parts} part" + ("s" if self.num_parts != 1 else "")
+        parts = counted(self.num_parts, "part")
         return f"{parts}, started {time.strftime('%H:%M' if today else '%F %H:%M', started)} by {self.host}"
 
     def check(self, fingerprint: str | None, num_parts: int, *, where: str, directory: str) -> None:

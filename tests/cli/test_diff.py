@@ -37,14 +37,14 @@ def test_many_changes_are_gathered_by_place_with_their_sizes(steps, capsys, dtyp
     args = ["diff", str(steps / f"before-{dtype}.safetensors"), str(steps / f"after-{dtype}.safetensors")]
     assert main(args) == 3
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "~ layers.*.mlp.weight: 30 differ, by 0.01 of their size (most 0.5)"
+    assert lines[0] == "~ layers.{0-29}.mlp.weight ×30: values differ, relative change 0.01 (most 0.5)"
     assert lines[1] == "30 differ, 30 equal, 0 only in A, 0 only in B"
-    assert lines[2] == "changed by 0.01 of their size, most 0.5: layers.29.mlp.weight"
+    assert lines[2] == "relative change 0.01, most 0.5: layers.29.mlp.weight"
     assert len(lines) == 3
     assert main([*args, "--tensors"]) == 3
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 32
-    assert re.fullmatch(r"~ layers\.0\.mlp\.weight: values differ in \d+ of 256 .*, by 0\.01\d? of its size", lines[0])
+    assert re.fullmatch(r"~ layers\.0\.mlp\.weight: values differ in \d+ of 256 .*, relative change 0\.01\d?", lines[0])
 
 
 def test_what_differs_or_is_damaged_is_false(tmp_path, capsys) -> None:
@@ -99,3 +99,68 @@ def test_tolerance_is_of_the_first_one_and_needs_no_torch(rtol: float, code: int
     script = "import sys; sys.modules['torch'] = None; from ckpt_tools.cli import main; sys.exit(main(sys.argv[1:]))"
     argv = ["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors"), "--rtol", str(rtol)]
     assert subprocess.run([sys.executable, "-c", script, *argv], capture_output=True).returncode == code
+
+
+@pytest.fixture
+def models(tmp_path):
+    """Three layers of 128, and twelve of 256 with another dtype; and what differs in one layer by a NaN."""
+    sizes = {"small": (3, 8, torch.float32), "large": (12, 16, torch.float32), "cast": (3, 8, torch.bfloat16)}
+    for name, (layers, hidden, dtype) in sizes.items():
+        tensors = {f"model.layers.{n}.mlp.up_proj.weight": torch.ones(4, hidden, dtype=dtype) for n in range(layers)}
+        tensors["model.embed_tokens.weight"] = torch.ones(32, hidden, dtype=dtype)
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    tensors = {f"model.layers.{n}.mlp.up_proj.weight": torch.full((4, 8), 1.5) for n in range(3)}
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(tensors | {"model.embed_tokens.weight": torch.ones(32, 8)}, tmp_path / "nan.safetensors")
+    return {path.stem: str(path) for path in tmp_path.glob("*.safetensors")}
+
+
+def test_another_model_is_one_line_first_and_one_cause(models, capsys) -> None:
+    said = "another model: 12 layers instead of 3, hidden 16 instead of 8"
+    assert main(["diff", models["small"], models["large"]]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        said,
+        f"+ model.layers.{{3-11}}.mlp.up_proj.weight ×9: only in {models['large']}",
+        "~ model.embed_tokens.weight: shape [32, 8] and [32, 16]",
+        "~ model.layers.{0-2}.mlp.up_proj.weight ×3: shape [4, 8] and [4, 16]",
+    ]
+    assert main(["verify", models["small"], "--against", models["large"]]) == 3
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == f"error: other-model: {models['large']}: {said}"
+    assert len((out + err).splitlines()) <= 15
+    assert main(["verify", models["small"], "--against", models["large"], "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["findings"]) == 14
+    (cause,) = found["causes"]
+    assert cause["count"] == 14
+
+
+def test_another_vocabulary_or_dtype_or_a_part_is_no_other_model(models, tmp_path, capsys) -> None:
+    tensors = {f"model.layers.{n}.mlp.up_proj.weight": torch.ones(4, 8) for n in range(3)}
+    save_file(tensors | {"model.embed_tokens.weight": torch.ones(40, 8)}, tmp_path / "tokens.safetensors")
+    save_file(tensors, tmp_path / "model-00001-of-00002.safetensors")
+    for other in ("tokens", "model-00001-of-00002"):
+        assert not api.diff(models["small"], tmp_path / f"{other}.safetensors").other_model
+    assert not api.diff(models["small"], models["cast"]).other_model
+    assert main(["diff", models["small"], models["cast"]]) == 3
+    assert "~ model.layers.{0-2}.mlp.up_proj.weight ×3: dtype F32 and BF16" in capsys.readouterr().out
+
+
+def test_nan_is_seen_in_a_line_for_several(models, capsys) -> None:
+    for sides, side in ((("small", "nan"), "B"), (("nan", "small"), "A")):
+        assert main(["diff", *(models[each] for each in sides)]) == 3
+        line = capsys.readouterr().out.splitlines()[0]
+        assert line.startswith("~ model.layers.{0-2}.mlp.up_proj.weight ×3: values differ, relative change 0.")
+        assert line.endswith(f"; 1 of them: {side} with NaN, Inf or numbers too large to square")
+
+
+def test_names_that_no_model_has_are_folded_without_harm(tmp_path, capsys) -> None:
+    names = ["1" * 19, "2" * 40, "3" * 60, "0x1.5", "0x1.6", "a.007.b", "a.7.b", "\u0663.w", "\u0664.w"]
+    save_file({name: torch.zeros(2) for name in names}, tmp_path / "a.safetensors")
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "b.safetensors")
+    assert main(["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(int(line.partition("×")[2].partition(":")[0] or 1) for line in lines if line.startswith("~")) == len(
+        names
+    )

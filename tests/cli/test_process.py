@@ -177,6 +177,6 @@ def test_file_that_shrinks_while_it_is_read_is_an_error(large: Path, tmp_path: P
     os.truncate(large / "model.safetensors", 5000)
     out, err = process.communicate(timeout=60)
     assert process.returncode in (1, 4), err
-    assert err.startswith("Error: ")
+    assert err.startswith("error: ")
     assert out == ""
     assert not (tmp_path / "out").exists()

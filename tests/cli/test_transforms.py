@@ -118,7 +118,7 @@ def test_transformers_loads_the_first_layers(tmp_path) -> None:
         ("config", {"layers": 1}, "no config.json beside the weights"),
         ("unknown", {"layers": 1}, "NoSuchModel, unknown to ckpt"),
         ("names", {"layers": 1}, r"no tensor is called model\.layers"),
-        (None, {}, "nothing says what to extract"),
+        (None, {}, "nothing selected"),
         (None, {"include": ["nothing"]}, "--include nothing matches no tensor"),
     ],
 )

@@ -21,7 +21,7 @@ from ckpt_tools.errors import UnreadableError
 
 STATE = {"w": torch.arange(12.0).reshape(3, 4), "step": {"epoch": 3, "rng": torch.arange(40), "name": "x" * 50}}
 NO_PICKLE = "not a pickle of protocol 2 or later: it does not begin with PROTO"
-NAMES = "1 of 4 names, which .metadata has only once"
+NAMES = "1 name that .metadata stores only once"
 VALUES = "whether the values are finite (use --level values)"
 
 

@@ -213,7 +213,7 @@ def test_config_that_builds_nothing_is_an_error(tmp_path, config, error, what):
 )
 def test_cli_what_cannot_be_meant_exits_2(arguments, code, capsys):
     assert main(["estimate", *arguments]) == code
-    assert capsys.readouterr().err.startswith("Error: ")
+    assert capsys.readouterr().err.startswith("error: ")
 
 
 def test_empty_directory_is_not_a_checkpoint(tmp_path, capsys):

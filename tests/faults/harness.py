@@ -138,7 +138,7 @@ def assert_told(result: Result, *, names_file: bool = True) -> None:
     if result.code == 130:
         assert "interrupted" in result.err, result
     elif result.code > 0:
-        assert "Error: " in result.err, result
+        assert "error: " in result.err, result
         assert not names_file or "   at: " in result.err, result
 
 

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 HERE = Path(__file__).parent
 FLIPS = 7
 """In every file."""
-UNTOLD = ("checksum", "were swapped", "global shapes", "same layout", "equal layout", "which .metadata has only once")
+UNTOLD = ("checksum", "were swapped", "global shapes", "same layout", "equal layout", "that .metadata stores only once")
 """What `verify` says that it did not check, where bytes or files of a format could be others."""
 
 

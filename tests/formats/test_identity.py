@@ -81,7 +81,7 @@ def test_part_is_refused_by_what_writes_and_red_in_what_looks(kind, state, tmp_p
     file = PARTS[kind](tmp_path / "in", state)
     for source in (file, file.parent):
         if source is not file and main(["inspect", str(source)]) == 4:
-            continue  # a directory of several such files: nothing says which are meant
+            continue  # a directory of several such files: it is not known which belong together
         capsys.readouterr()
         for verb in WRITING if kind == "Meta" else ("gather",):
             more = {

@@ -628,7 +628,7 @@ def test_push_that_is_stopped_commits_nothing_and_is_run_again(hub, environment,
         _, err = process.communicate(timeout=60)
     assert process.returncode == (130 if sent == signal.SIGINT else -sent), err
     if sent == signal.SIGINT:
-        assert "Error: interrupted; nothing was committed" in err
+        assert "error: interrupted; nothing was committed" in err
         assert "already uploaded" in err
     assert len(hub.repos["me/model"].commits) == 1
     hub.requests.clear()

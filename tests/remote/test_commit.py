@@ -40,7 +40,7 @@ def test_what_all_parts_have_written_is_published(verb: str, tmp_path: Path, mon
     assert ckpt_tools.commit("out").published
     assert files_of(out) == files_of(tmp_path / "one")
     assert staging_left(tmp_path) == []
-    with pytest.raises(DestinationExistsError, match="published already"):
+    with pytest.raises(DestinationExistsError, match="already complete"):
         ckpt_tools.commit(out)
 
 

@@ -321,7 +321,7 @@ def test_store_that_goes_away_is_no_finding(store: Put, proxy: Proxy, samples: d
             proxy.arm(fault, at=at, times=1000)
             assert main(["verify", "-v", path]) == 1, each
             said = capsys.readouterr()
-            assert "Error: " in said.err
+            assert "error: " in said.err
             assert not [secret for secret in SECRETS if secret in said.err + said.out]
 
 

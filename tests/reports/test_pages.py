@@ -354,7 +354,7 @@ def test_failed_run_leaves_no_earlier_verdict(tmp_path, capsys):
     text = _Reader(page.read_bytes()).text
     assert code == 4
     assert "The command failed: there is no result." in text
-    assert escape_message(err.splitlines()[0].removeprefix("Error: ")) in text
+    assert escape_message(err.splitlines()[0].removeprefix("error: ")) in text
 
 
 def test_report_tells_of_this_run_from_its_first_moment(tmp_path, monkeypatch):

@@ -221,7 +221,7 @@ def test_readable_checkpoint_wins_over_another_framework_s_files_beside_it() -> 
 def test_safetensors_of_several_models_need_a_choice(tmp_path: Path) -> None:
     for name in ("adapter.safetensors", "other.safetensors"):
         (tmp_path / name).write_bytes(safetensors_bytes({"w": tensor("U8", 2)}))
-    with pytest.raises(UnreadableError, match="nothing says which") as caught:
+    with pytest.raises(UnreadableError, match="it is not known which") as caught:
         api.open_checkpoint(tmp_path)
     assert "adapter.safetensors" in str(caught.value.hint)
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes({"m": tensor("U8", 2)}))

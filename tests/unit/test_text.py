@@ -6,7 +6,7 @@ from samples import examples
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import UnreadableError
-from ckpt_tools.text import display_width, escape_message, escape_name, first_few
+from ckpt_tools.text import display_width, escape_message, escape_name, first_few, natural_key, natural_order
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,29 @@ def test_errors_and_findings_make_names_safe_themselves():
     for shown in (error, finding):
         assert (shown.what, shown.where, shown.hint) == (r"tensor '\x1b[2J'", r"a\x0ab", r"\u202e")
     assert str(error) == r"tensor '\x1b[2J'; at: a\x0ab; hint: \u202e"
+
+
+def test_numbers_in_names_count_and_the_rest_keeps_its_order() -> None:
+    names = [
+        "lm_head",
+        "layers.10.up",
+        "layers.10.down",
+        "layers.9.up",
+        "embed",
+        "layers.9.down",
+        "layers.9.experts.11",
+    ]
+    ordered = [
+        "lm_head",
+        "layers.9.up",
+        "layers.9.down",
+        "layers.9.experts.11",
+        "layers.10.up",
+        "layers.10.down",
+        "embed",
+    ]
+    assert natural_order(names) == ordered
+    assert sorted(["step-100", "step-9", "step-10"], key=natural_key) == ["step-9", "step-10", "step-100"]
+    assert natural_order([]) == []
+    huge = ["9" * 40, "8" * 40]
+    assert natural_order(huge) == huge[::-1]

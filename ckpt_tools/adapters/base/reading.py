@@ -24,6 +24,7 @@ from ckpt_tools.checkpoint.names.mosaic import unstack, whole
 from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.models.conventions import Convention, agreed, check_settings, conventions_of
+from ckpt_tools.text import natural_key
 
 _TASKS = {
     "ForCausalLM": "CAUSAL_LM",
@@ -229,7 +230,7 @@ def in_hub_names(read: OpenedAdapter, config: _Config) -> OpenedAdapter:
         raise UsageError(what, where=adapter.modules[0].path, hint=hint)
     check_settings(read.opened.settings, config)
     settled = {field: Sourced(value, f"{known[0].name} has no other") for field, value in _SETTLED.items()}
-    made = adapter.with_modules(sorted(_converted(read, known, config), key=lambda module: module.path))
+    made = adapter.with_modules(sorted(_converted(read, known, config), key=lambda module: natural_key(module.path)))
     settings = {**settled, **adapter.settings}
     return read._replace(adapter=replace(made, convention="peft", settings=settings, base_shapes={}, base_tensors={}))
 

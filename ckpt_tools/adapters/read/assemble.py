@@ -14,6 +14,7 @@ from ckpt_tools.adapters.families.family import Style
 from ckpt_tools.adapters.families.peft_only import Carried
 from ckpt_tools.checkpoint.entries import TensorEntry
 from ckpt_tools.errors import UnreadableError
+from ckpt_tools.text import natural_key
 
 _GENERIC = ("alpha", "magnitude", "rescale", "diff_b")  # Roles that come beside those of a family
 _WRAPPERS = re.compile(r"\.(?:base_layer|original_module|token_adapter)(?=\.)")
@@ -78,7 +79,7 @@ def assemble(
     if not modules:
         raise UnreadableError("no adapter here: only names that a base model may have as well", where=path)
     return Adapter(
-        modules=tuple(sorted(modules, key=lambda module: (module.path, module.nesting, module.family))),
+        modules=tuple(sorted(modules, key=lambda each: (natural_key(each.path), each.nesting, each.family))),
         convention=convention,
         unknown=tuple(unknown),
         is_training_state=is_training,

@@ -38,7 +38,7 @@ from ckpt_tools.checkpoint.formats.format import Reader
 from ckpt_tools.checkpoint.layout import Box
 from ckpt_tools.checkpoint.tiling import check_tiling
 from ckpt_tools.errors import LimitError, UnreadableError
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 MAX_COPIES = 1 << 12  # Parts of an expanded tensor, each a chunk on the same bytes
 _DTENSOR = frozenset({"torch.distributed.tensor.DTensor", "torch.distributed._tensor.api.DTensor"})
@@ -415,7 +415,7 @@ def _add_object(state: Content, path: KeyPath, value: object) -> None:
     if id(value) not in state.counts:
         state.counts[id(value)] = _count_tensors(value, state)
     if count := state.counts[id(value)]:
-        what = "a tensor" if name.startswith(REBUILD) else f"{name} with {count} tensors"
+        what = "a tensor" if name.startswith(REBUILD) else f"{name} with {counted(count, 'tensor')}"
         state.sealed[show_path(path)] = "a numpy array" if _ARRAY.fullmatch(name) else what
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 INDEX_SUFFIX = ".safetensors.index.json"
 METADATA_NAME = ".metadata"  # The file that makes a directory a DCP checkpoint; written last
@@ -157,7 +157,7 @@ def explain_parts(files: Iterable[str]) -> tuple[NamedPart, str] | None:
         return None
     names = [name for name, named in found.items() if named.series == series.most_common(1)[0][0]]
     named = found[names[0]]
-    return named, f"{len(names)} files, each {named.kind.what}: {first_few(sorted(names))}"
+    return named, f"{counted(len(names), 'file')}, each {named.kind.what}: {first_few(sorted(names))}"
 
 
 def parts_of(taken: Iterable[str], files: Iterable[str]) -> Iterator[tuple[NamedPart, str]]:

@@ -208,7 +208,7 @@ def _choose_files(source: Source, files: Mapping[str, int], path: str) -> tuple[
     if models := find_models(source, files):
         return None, models
     likeliest = max(singles or indexes, key=lambda name: files[name])
-    what = f"{len(singles)} safetensors files and {len(indexes)} indexes, and nothing says which belong together"
+    what = f"{len(singles)} safetensors files and {len(indexes)} indexes; it is not known which belong together"
     hint = f"pass one file: {os.path.join(path, likeliest)}, or restore the index"
     if not indexes and not _share_names(source, singles):
         hint = f"restore the index ({INDEX_SUFFIX[1:]}) that says which files make one model"

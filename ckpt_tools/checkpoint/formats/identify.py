@@ -31,7 +31,7 @@ from ckpt_tools.checkpoint.transform import find_model, strip_wrappers
 from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 16 << 20
@@ -136,7 +136,7 @@ def _judge(
     if any(owner.code == "fsdp1" for owner in origins_of(names)):
         partial.insert(0, FLAT)
     if opened.lost:
-        partial.append(f"{len(opened.lost)} of its files are missing: {first_few(opened.lost)}")
+        partial.append(f"{counted(len(opened.lost), 'file')} missing: {first_few(opened.lost)}")
     architecture = _architecture(config)
     expected = load_table().expected(architecture, config) if architecture and names else None
     if opened.format.is_file and not config and not is_remote(opened.source.root):

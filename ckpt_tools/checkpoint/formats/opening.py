@@ -152,7 +152,7 @@ def check_candidates(candidates: Sequence[Candidate], path: str) -> None:
     if other is not None:
         taken = next(each for each in candidates if each.is_taken)
         what = f"two sets of weights that differ lie here, {taken.name} ({taken.why}) and {other.name}: {other.why}"
-        hint = f"pass the one that is meant: {option_for(taken.name, path)} or {option_for(other.name, path)}"
+        hint = f"choose one: {option_for(taken.name, path)} or {option_for(other.name, path)}"
         raise UnreadableError(what, where=path, hint=hint)
 
 

@@ -31,7 +31,7 @@ from ckpt_tools.errors import UnreadableError, UsageError
 from ckpt_tools.storage.journal import JOURNAL_NAME
 from ckpt_tools.storage.locations import is_remote
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 # Sets of weights that lie together: which one a loader takes, and whether another is the same model. Trainers resume
 # from their own save. Source: transformers 5.23 `modeling_utils._get_resolved_checkpoint_files`; diffusers 0.42
@@ -128,7 +128,7 @@ def compare(taken: Opened, other: Opened) -> tuple[Known, str]:
     for name in chosen:
         if not _is_alike(taken, taken.resolve(ours[name]), other, other.resolve(theirs[name])):
             return "yes", f"{name!r} has other values"
-    return "no", f"equal wherever it was compared ({len(chosen)} tensors)"
+    return "no", f"equal wherever it was compared ({counted(len(chosen), 'tensor')})"
 
 
 def _is_alike(taken: Opened, one: TensorEntry, other: Opened, two: TensorEntry) -> bool:

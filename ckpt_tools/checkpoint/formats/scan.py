@@ -28,7 +28,7 @@ from ckpt_tools.checkpoint.formats.step import passed_over
 from ckpt_tools.errors import CkptError
 from ckpt_tools.storage.locations import is_remote, open_place, open_source
 from ckpt_tools.storage.source import Source
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 DANGER = "dangerous-pickle"  # Code of findings
 Kind = Literal["pickle", "code", "auto_map", "TorchScript"]
@@ -479,7 +479,7 @@ def describe_scan(scan: Scan) -> str:
     if counts["torch"]:
         told.append(f"{counts['torch']} with no more than torch needs")
     missed = f"; {len(scan.not_read)} not read" if scan.not_read else ""
-    return f"{', '.join(told) or 'nothing that could run'} ({scan.num_files} files{missed})"
+    return f"{', '.join(told) or 'nothing that could run'} ({counted(scan.num_files, 'file')}{missed})"
 
 
 def scan_to_json(scan: Scan) -> dict[str, object]:

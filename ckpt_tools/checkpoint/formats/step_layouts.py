@@ -20,7 +20,7 @@ from ckpt_tools.checkpoint.formats.manifest import MANIFEST_NAME
 from ckpt_tools.checkpoint.formats.trainer_contracts import describe
 from ckpt_tools.checkpoint.identity import TrainerName
 from ckpt_tools.storage.journal import JOURNAL_NAME
-from ckpt_tools.text import first_few
+from ckpt_tools.text import counted, first_few
 
 Holds = Literal["model", "optimizer"]
 Library = Literal["diffusers", "sentence-transformers", "files"]
@@ -135,16 +135,16 @@ TRAINERS: Mapping[TrainerName, TrainerLayout] = {
         prefix="model.",
         part=MODEL_PART,
         start="accelerate.utils.load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, {destination!r}) "
-        "loads it after prepare(); load_state wants an optimizer as well",
+        "loads it after prepare(); load_state also needs an optimizer",
     ),
     "trainer": TrainerLayout(
         prefix="model.",
         part=MODEL_PART,
         start="load_fsdp_model(trainer.accelerator.state.fsdp_plugin, trainer.accelerator, model, {destination!r}) "
-        "loads it, in a callback's on_train_begin; resume_from_checkpoint wants a step that the Trainer saved",
+        "loads it, in a callback's on_train_begin; resume_from_checkpoint needs a step that the Trainer saved",
     ),
     "torchtitan": TrainerLayout(
-        names="torchtitan", start="checkpoint.initial_load_path = {destination!r} begins there"
+        names="torchtitan", start="checkpoint.initial_load_path = {destination!r} starts from this checkpoint"
     ),
     "lightning": TrainerLayout(
         prefix="state_dict.",
@@ -205,7 +205,7 @@ def list_contents(step: Step) -> Iterator[tuple[str, int, str]]:
         rows.setdefault(re.sub(r"\d+", "*", asset.file), []).append(asset)
     for pattern, assets in rows.items():
         one = len(assets) == 1
-        name = assets[0].file if one else f"{pattern} ({len(assets)} files)"
+        name = assets[0].file if one else f"{pattern} ({counted(len(assets), 'file')})"
         yield name, sum(asset.nbytes for asset in assets), describe(assets[0].file)
 
 

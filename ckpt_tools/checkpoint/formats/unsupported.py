@@ -93,7 +93,7 @@ def explain(files: Mapping[str, int], path: str) -> UnreadableError:
         inside = below[found[-1]]
         for named, what in parts_of([name for name in inside if is_weights(name) and "/" not in name], inside):
             return UnreadableError(f"a part of a model in {found[-1]}: {what}", where=path, hint=named.kind.whole)
-        shown = ", ".join(sorted(found)[-4:])
+        shown = ", ".join(found[-4:])
         what = f"a directory of checkpoints, not a checkpoint (it holds {shown})"
         return UnreadableError(what, where=path, hint=f"use {path}/{found[-1]}")
     for pattern, what, hint in _DIRECTORIES:
@@ -138,7 +138,7 @@ def _pickled(names: Sequence[str], path: str) -> UnreadableError:
     saved = [name for name in names if name.endswith(PICKLES)]
     if not saved:
         return ForeignLayoutError("only pickled objects, which ckpt does not execute", where=path, hint=_CONVERT)
-    what = f"files of torch.save's, and nothing says which are meant: {first_few(saved)}"
+    what = f"several files of torch.save; it is not known which belong together: {first_few(saved)}"
     return ForeignLayoutError(what, where=path, hint=f"pass one file: {os.path.join(path, saved[0])}")
 
 

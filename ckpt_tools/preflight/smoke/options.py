@@ -28,7 +28,7 @@ class SmokeOptions(SmokeFields):
         refuse_other(self.param_dtype, DTYPES, "a dtype", "--param-dtype")
         refuse_other(self.reduce_dtype, DTYPES, "a dtype", "--reduce-dtype")
         if self.nproc is not None and self.nproc < 1:
-            raise UsageError(f"{self.nproc} ranks cannot train", hint="--nproc takes 1 or more")
+            raise UsageError(f"--nproc must be at least 1, got {self.nproc}")
         if self.compare is not None and (self.compare, self.strategy == self.compare) != ("no_shard", False):
             raise UsageError(
                 f"--compare {self.compare} of {self.strategy or 'the strategy of the mesh'}",
@@ -37,7 +37,7 @@ class SmokeOptions(SmokeFields):
         if self.compare is not None and "tp" in str(self.mesh or ""):
             raise UsageError("--compare is of data parallelism alone", hint="drop tp from the mesh")
         if self.steps < 1:
-            raise UsageError(f"{self.steps} steps prove nothing", hint="--steps takes 1 or more")
+            raise UsageError(f"--steps must be at least 1, got {self.steps}")
         if self.timeout is not None and self.timeout <= 0:
             raise UsageError("--timeout must be positive")
         self._check_adapters()

@@ -61,7 +61,7 @@ def build(run: RankRun) -> str:
     if source is None:
         source = os.path.join(run.directory, "random")
         from_rank0(partial(blueprints.write_random, recipe, source))
-        run.note("there is no checkpoint: the weights are random")
+        run.note("no checkpoint is loaded: the weights are random")
     run.blueprint = Blueprint(setting=run.setting, recipe=recipe, source=source)
     run.model = run.blueprint.build()
     run.report(*audit(run.model, phase="built"))

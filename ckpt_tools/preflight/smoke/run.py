@@ -146,7 +146,7 @@ class SourceCheck:
 
     def __init__(self, options: SmokeOptions) -> None:
         self._findings: tuple[Finding, ...] = ()
-        self._phase = PhaseResult(name="source", ok=None, seconds=0.0, what="there is no checkpoint")
+        self._phase = PhaseResult(name="source", ok=None, seconds=0.0, what="no checkpoint is loaded")
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if options.source is not None:

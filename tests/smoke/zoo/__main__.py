@@ -23,7 +23,7 @@ with Farm() as farm, tempfile.TemporaryDirectory() as directory:
         try:
             report = farm.smoke(steps=2, **what)
             said = [f"{found.severity}: {found.code}: {found.where}: {found.what}" for found in report.findings]
-            said += [f"note: {text}" for text in report.notes if not text.startswith("there is no checkpoint")]
+            said += [f"note: {text}" for text in report.notes if not text.startswith("no checkpoint is loaded")]
             alarms += bool(report.findings)
             worst = "-" if report.max_grad_error is None else f"{report.max_grad_error:.0e}"
             verdict = "ALARM" if report.findings else "ok"
