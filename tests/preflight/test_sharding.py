@@ -39,7 +39,7 @@ def test_plan_of_the_guide():
     import yaml
     from seeds import guide
 
-    names = guide.run("ai-toolkit", "plan", {"text": yaml.safe_dump(PLAN)})
+    names = guide.run("fsdp2-cookbook", "toolkit-plan", {"text": yaml.safe_dump(PLAN)})
     assert names["plan"].policy.precision == BF16
 
 

@@ -24,7 +24,7 @@ def train(rank, world_size, path, out):
     from ckpt_tools.fsdp2.audit import audit
 
     names = CLASSES | {"path": path, "world_size": world_size}
-    guide.run("accelerate", "pieces", names)
+    guide.run("fsdp2-cookbook", "accelerate-pieces", names)
     ours, findings = names["model"], []
     findings += audit(ours, phase="loaded", plan=names["plan"], optimizer=names["optimizer"])
 
@@ -34,9 +34,9 @@ def train(rank, world_size, path, out):
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model, save_fsdp_model
 
     names |= {"on_cpu": True, "find_blocks": find_blocks, "model": small.Ditty()}
-    guide.run("accelerate", "plugin", names)
-    guide.run("accelerate", "classes", names)
-    guide.run("accelerate", "converted", names)
+    guide.run("fsdp2-cookbook", "accelerate-plugin", names)
+    guide.run("fsdp2-cookbook", "accelerate-classes", names)
+    guide.run("fsdp2-cookbook", "accelerate-converted", names)
     accelerator, plugin = names["accelerator"], names["plugin"]
     prepared = type(accelerator.prepare(small.build())).__name__
     accelerator.state.fsdp_plugin = plugin  # what `prepare` does on a GPU; on a CPU it forgets the plugin
@@ -56,7 +56,7 @@ def train(rank, world_size, path, out):
             losses.append(loss.item())
         runs[name] = (losses, {fqn: p.detach().full_tensor().clone() for fqn, p in model.named_parameters()})
     save_fsdp_model(plugin, accelerator, theirs, str(out))
-    guide.run("accelerate", "pieces", names)
+    guide.run("fsdp2-cookbook", "accelerate-pieces", names)
     load_checkpoint(names["model"], out / "pytorch_model_fsdp_0")
     return {
         "runs": runs,
