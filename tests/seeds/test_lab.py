@@ -59,6 +59,20 @@ def batch(rank):
     return {"tokens": tokens, "targets": (tokens + 1) % VOCAB}
 
 
+def local_bytes(tensors):
+    from torch.distributed.tensor import DTensor
+
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def kept_by(model, optimizer):
+    """The bytes that a rank keeps between steps."""
+    state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    kept = {"parameters": model.parameters(), "gradients": gradients, "optimizer": state}
+    return {name: local_bytes(tensors) for name, tensors in kept.items()}
+
+
 def train(rank, world_size, directory):
     results = {}
     runs = [(strategy, torch.float32) for strategy in MESHES] + [("FULL_SHARD", torch.bfloat16)]
@@ -75,8 +89,7 @@ def train(rank, world_size, directory):
         guide.run("fsdp2-cookbook", "strategy-save", names)
         after = names["model"](names["tokens"], names["targets"])
         after.backward()
-        guide.run("fsdp2-cookbook", "strategy-bytes", names)
-        kept = names["kept"]
+        kept = kept_by(names["model"], names["optimizer"])
         # Into a new model, from the shards and from the full file.
         reloaded = []
         guide.run("fsdp2-cookbook", "strategy-wrap", names)
