@@ -66,7 +66,16 @@ def parse(command: str) -> None:
     words = shlex.split(command, comments=True)
     at = words.index("ckpt_tools" if "ckpt_tools" in words else "ckpt")
     name, *argv = words[at + 1 :]
-    _load(name).make_context(name, argv)
+    command = _load(name)
+    given = command.make_context(name, argv).params
+    for param in command.params:
+        choices, value = (param.metavar or "").split("|"), given.get(param.name)
+        if (
+            len(choices) > 1
+            and isinstance(value, str)
+            and not any(each.isupper() and len(each) > 1 for each in choices)
+        ):
+            assert value in choices or ("N" in choices and value.isdigit()), command
 
 
 def settled(text: str) -> list[str]:
