@@ -75,7 +75,7 @@ def parse(command: str) -> None:
             and isinstance(value, str)
             and not any(each.isupper() and len(each) > 1 for each in choices)
         ):
-            assert value in choices or ("N" in choices and value.isdigit()), command
+            assert value in choices or ("N" in choices and value.isdigit()), (param.name, value)
 
 
 def settled(text: str) -> list[str]:
