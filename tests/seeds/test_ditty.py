@@ -33,9 +33,10 @@ def train(rank, world_size, path, out):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | sizes
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model, save_fsdp_model
 
-    names |= {"on_cpu": True, "find_blocks": find_blocks, "model": small.Ditty()}
+    names |= {"on_cpu": True, "model": small.Ditty()}
     guide.run("fsdp2-cookbook", "accelerate-plugin", names)
-    guide.run("fsdp2-cookbook", "accelerate-classes", names)
+    kinds = [small.ResidualBlock, small.TransformerBlock], "ResidualBlock,TransformerBlock"
+    blocks = tuple(find_blocks(names["model"], each) for each in kinds)
     guide.run("fsdp2-cookbook", "accelerate-converted", names)
     accelerator, plugin = names["accelerator"], names["plugin"]
     prepared = type(accelerator.prepare(small.build())).__name__
@@ -61,7 +62,7 @@ def train(rank, world_size, path, out):
     return {
         "runs": runs,
         "units": sorted(fqn for fqn, module in theirs.named_modules() if fqn and isinstance(module, FSDPModule)),
-        "blocks": (names["by_classes"], names["by_names"]),
+        "blocks": blocks,
         "converted": plan_of(names["other"]).blocks,
         "prepared": prepared,
         "reloaded": {fqn: p.detach().full_tensor().clone() for fqn, p in names["model"].named_parameters()},
