@@ -27,8 +27,8 @@ WIDTH = 100
 
 HOOKS = """## Hooks
 
-`ckpt_tools.hooks` manages the checkpoints of a run from inside ([guide](../guides/tending.md)). `TrainerTending` is the
-callback of transformers' Trainer and `LightningTending` that of Lightning: both take the settings of `Tending`.
+`ckpt_tools.hooks` manages the checkpoints of a run from inside ([guide](../guides/retention.md)). `TrainerTending` is
+the callback of transformers' Trainer and `LightningTending` that of Lightning: both take the settings of `Tending`.
 """
 
 

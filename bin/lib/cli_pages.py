@@ -11,7 +11,7 @@ HEAD = """\
 <!-- Written by bin/docs from the command line itself. Do not edit. -->
 
 What `ckpt --help` and `ckpt COMMAND --help` print. How the commands work together:
-[converting](../guides/convert.md).
+[converting](../guides/start-sharded.md).
 """
 
 

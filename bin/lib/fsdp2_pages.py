@@ -16,9 +16,9 @@ HEAD = """\
 <!-- Written by bin/docs from signatures and docstrings. Do not edit. -->
 
 What `import ckpt_tools.fsdp2` offers: pieces for your own training script, in the order in which a script uses them.
-The import loads torch. The [guides](../guides/README.md#train-with-fsdp2) show the pieces at work;
+The import loads torch. The [guides](../guides/fsdp2-cookbook.md) show the pieces at work;
 [diagnoses](diagnoses.md) explains the codes of findings. What a launcher's options come to here:
-[`ckpt_tools.preflight.policy.read_sharding`](../guides/accelerate.md#the-same-wrapping-twice).
+[`ckpt_tools.preflight.policy.read_sharding`](../guides/fsdp2-cookbook.md#accelerates-plugin-and-qlora).
 """
 SECTIONS = {
     "Mesh and policy": ("mesh", "policy"),

@@ -37,7 +37,7 @@ def quantised_job(job: Job, *, keep: Sequence[str], max_file_nbytes: int, num_wo
     chosen = choose(sources, keep, shown_names(sources, job.names))
     if not chosen.weights:
         what = "; ".join(("--quantize fp8 found no linear layer to quantise", *_reasons(chosen)))
-        hint = "only language models with the hub's names are supported (docs/guides/convert.md)"
+        hint = "only language models with the hub's names are supported (docs/guides/export-a-model.md)"
         raise UsageError(what, where=job.opened.source.root, hint=hint)
     encoder = Encoder(job.opened.source)
     files: dict[str, VirtualFile] = {}

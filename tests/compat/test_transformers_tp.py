@@ -64,7 +64,7 @@ def load_stock(model, path):
 
 def load_by_the_guide(model, path):
     with contextlib.chdir(Path(path).parents[1]):
-        guide.run("convert", "packed", {"model": model})
+        guide.run("start-sharded", "packed", {"model": model})
 
 
 LOADS = {"stock": load_stock, "guide": load_by_the_guide, "ckpt": load_checkpoint}
@@ -202,7 +202,7 @@ def save_by_the_guide(rank, world_size, name, directory):
     with contextlib.suppress(dcp.api.CheckpointException):  # no Exception
         dcp.save(model.state_dict(), checkpoint_id=directory / "refused")
     with contextlib.chdir(directory):
-        guide.run("convert", "packed-save", guide.run("convert", "packed", {"model": model}))
+        guide.run("start-sharded", "packed-save", guide.run("start-sharded", "packed", {"model": model}))
 
 
 def test_experts_in_one_run_are_saved_and_come_back(tmp_path):

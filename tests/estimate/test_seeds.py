@@ -1,4 +1,4 @@
-"""The tables of docs/guides/memory.md, and what others have published, from the formula and from the guide itself."""
+"""The case studies of docs/concepts/calibration.md, and what others have published, by the formula."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt_tools.estimate import Case, formula
 from ckpt_tools.estimate.model_sizes import figures_from_shapes
 
 GB = 10**9
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "memory.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "concepts" / "calibration.md"
 
 
 def flux2_shapes():

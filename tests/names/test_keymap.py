@@ -256,6 +256,6 @@ def test_every_file_is_a_map_with_a_way_back(convention: str) -> None:
 def test_examples_of_the_docstring_and_of_the_guide_are_maps() -> None:
     doc = (keymap.__doc__ or "").partition("::\n")[2].partition("\n\nA section")[0]
     assert parse_key_maps(doc, where="doc")["qwen2"].knows(["layers.3.attention.wv.weight", "rope.freqs"])
-    guide = (ROOT / "docs" / "guides" / "convert.md").read_text()
-    text = next(block for block in re.findall(r"```text\n(.*?)```", guide, re.DOTALL) if block.startswith("[*]"))
-    assert parse_key_maps(text, where="guide")["*"].knows(["wte", "h.0.attn.q", "h.3.experts.w2.weight7"])
+    guide = (ROOT / "docs" / "guides" / "write-a-key-map.md").read_text()
+    text = re.findall(r"```text names.txt\n(.*?)```", guide, re.DOTALL)[0]
+    assert parse_key_maps(text, where="guide")["*"].knows(["wte", "h.0.attn.q", "h.3.fc1"])

@@ -35,12 +35,10 @@ LAUNCHER = {
 }
 
 
-def test_plan_of_the_guide():
+def test_plan_as_it_is_read_from_yaml():
     import yaml
-    from seeds import guide
 
-    names = guide.run("ai-toolkit", "plan", {"text": yaml.safe_dump(PLAN)})
-    assert names["plan"].policy.precision == BF16
+    assert read_sharding(yaml.safe_load(yaml.safe_dump(PLAN)), world_size=4).policy.precision == BF16
 
 
 def plan(**options):

@@ -138,7 +138,7 @@ def by_the_guide(kind, directory, world_size):
     """The names of the guide's block that builds the model."""
     names = {"Flux": Flux, "DoubleStreamBlock": DoubleStreamBlock, "SingleStreamBlock": SingleStreamBlock}
     names |= {"config": CONFIGS[kind], "path": directory / "flux.safetensors", "checkpoint": directory / kind}
-    return guide.run("ai-toolkit", "build", names | {"world_size": world_size})
+    return guide.run("fsdp2-cookbook", "toolkit-build", names | {"world_size": world_size})
 
 
 def train(rank, world_size, directory):
@@ -154,7 +154,7 @@ def train(rank, world_size, directory):
         losses = []
         for step in range(2):
             if step:
-                guide.run("ai-toolkit", "save", names)
+                guide.run("fsdp2-cookbook", "toolkit-save", names)
             loss = model(*batch(step, rank))
             loss.backward()
             if not step:
@@ -166,7 +166,7 @@ def train(rank, world_size, directory):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-        guide.run("ai-toolkit", "export", names)
+        guide.run("fsdp2-cookbook", "toolkit-export", names)
         own = adapter_state(reference)
         results[kind] = {
             "losses": losses,
@@ -200,7 +200,7 @@ def resume(rank, world_size, directory, data_rank=None):
     losses = {}
     for kind in CONFIGS:
         names = by_the_guide(kind, directory, world_size)
-        guide.run("ai-toolkit", "resume", names)
+        guide.run("fsdp2-cookbook", "toolkit-resume", names)
         steps = names["optimizer"].state_dict()["state"].values()
         loss = names["model"](*batch(1, rank if data_rank is None else data_rank))
         losses[kind] = (loss.item(), {int(state["step"]) for state in steps})
@@ -253,7 +253,7 @@ def test_adapter_on_flux2_of_diffusers_is_built_as_the_guide_says(tmp_path):
     with torch.device("meta"):
         model = diffusers.Flux2Transformer2DModel(**sizes, joint_attention_dim=24, axes_dims_rope=(4, 4, 4, 4))
     model.save_config(tmp_path)
-    names = guide.run("ai-toolkit", "flux2", {"torch": torch, "path": tmp_path})
+    names = guide.run("fsdp2-cookbook", "toolkit-flux2", {"torch": torch, "path": tmp_path})
     model = add_lora(names["model"], names["config"])
     trained = [name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad]
     assert set(trained) == {"to_q", "to_k", "to_v", "to_qkv_mlp_proj"}

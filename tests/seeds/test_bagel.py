@@ -95,22 +95,22 @@ def picture(model):
 
 
 def train(rank, world_size, path):
-    names = guide.run("bagel", "shard", {"Bagel": small.Bagel, "path": path, "world_size": world_size})
+    names = guide.run("fsdp2-cookbook", "bagel-shard", {"Bagel": small.Bagel, "path": path, "world_size": world_size})
     model, plan, optimizer = names["model"], names["plan"], names["optimizer"]
     findings = audit(model, phase="loaded", plan=plan, optimizer=optimizer) + compare_ranks(model)
     losses, gradients = [], {}
     for step in range(2):
         names["batch"] = small.batch(step, rank)
         with watch(model):
-            guide.run("bagel", "backward", names)
+            guide.run("fsdp2-cookbook", "bagel-backward", names)
         losses.append(names["loss"].item())
         if not step:
             trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             gradients = {name: p.grad.full_tensor() for name, p in trained}
-        guide.run("bagel", "step", names)
+        guide.run("fsdp2-cookbook", "bagel-step", names)
     findings += audit(model, phase="stepped", plan=plan, optimizer=optimizer)
     names["tokens"] = TOKENS
-    guide.run("bagel", "generate", names)
+    guide.run("fsdp2-cookbook", "bagel-generate", names)
     with torch.device("meta"):
         other = BagelOfMethods()
     other.vae.requires_grad_(False)
@@ -209,12 +209,13 @@ def break_it(rank, world_size, path):
 
     attempt("plain tensors", model, plain)
 
-    names = guide.run("bagel", "broken", {"model": small.build(device="cpu"), "mesh": mesh})
-    guide.run("bagel", "audit", names)
+    names = guide.run("fsdp2-cookbook", "bagel-broken", {"model": small.build(device="cpu"), "mesh": mesh})
+    guide.run("fsdp2-cookbook", "bagel-audit", names)
     told["double, audited"] = sorted({(f.code, f.where) for f in names["findings"]})
     attempt("double, run", names["model"], backward)
     told["double, gradient"] = names["model"].language_model.model.layers[0].q_proj.weight.grad.full_tensor()
-    names = guide.run("bagel", "broken", {"model": small.build(BagelThatWorksAfterwards, "cpu"), "mesh": mesh})
+    names = {"model": small.build(BagelThatWorksAfterwards, "cpu"), "mesh": mesh}
+    guide.run("fsdp2-cookbook", "bagel-broken", names)
     attempt("double, used later", names["model"], backward)
     try:
         methods = {"DecoderLayer": ["forward_train", "forward_inference"]}

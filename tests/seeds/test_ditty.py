@@ -24,7 +24,7 @@ def train(rank, world_size, path, out):
     from ckpt_tools.fsdp2.audit import audit
 
     names = CLASSES | {"path": path, "world_size": world_size}
-    guide.run("accelerate", "pieces", names)
+    guide.run("fsdp2-cookbook", "accelerate-pieces", names)
     ours, findings = names["model"], []
     findings += audit(ours, phase="loaded", plan=names["plan"], optimizer=names["optimizer"])
 
@@ -33,10 +33,11 @@ def train(rank, world_size, path, out):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"} | sizes
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model, save_fsdp_model
 
-    names |= {"on_cpu": True, "find_blocks": find_blocks, "model": small.Ditty()}
-    guide.run("accelerate", "plugin", names)
-    guide.run("accelerate", "classes", names)
-    guide.run("accelerate", "converted", names)
+    names |= {"on_cpu": True, "model": small.Ditty()}
+    guide.run("fsdp2-cookbook", "accelerate-plugin", names)
+    kinds = [small.ResidualBlock, small.TransformerBlock], "ResidualBlock,TransformerBlock"
+    blocks = tuple(find_blocks(names["model"], each) for each in kinds)
+    guide.run("fsdp2-cookbook", "accelerate-converted", names)
     accelerator, plugin = names["accelerator"], names["plugin"]
     prepared = type(accelerator.prepare(small.build())).__name__
     accelerator.state.fsdp_plugin = plugin  # what `prepare` does on a GPU; on a CPU it forgets the plugin
@@ -56,12 +57,12 @@ def train(rank, world_size, path, out):
             losses.append(loss.item())
         runs[name] = (losses, {fqn: p.detach().full_tensor().clone() for fqn, p in model.named_parameters()})
     save_fsdp_model(plugin, accelerator, theirs, str(out))
-    guide.run("accelerate", "pieces", names)
+    guide.run("fsdp2-cookbook", "accelerate-pieces", names)
     load_checkpoint(names["model"], out / "pytorch_model_fsdp_0")
     return {
         "runs": runs,
         "units": sorted(fqn for fqn, module in theirs.named_modules() if fqn and isinstance(module, FSDPModule)),
-        "blocks": (names["by_classes"], names["by_names"]),
+        "blocks": blocks,
         "converted": plan_of(names["other"]).blocks,
         "prepared": prepared,
         "reloaded": {fqn: p.detach().full_tensor().clone() for fqn, p in names["model"].named_parameters()},

@@ -59,6 +59,20 @@ def batch(rank):
     return {"tokens": tokens, "targets": (tokens + 1) % VOCAB}
 
 
+def local_bytes(tensors):
+    from torch.distributed.tensor import DTensor
+
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+def kept_by(model, optimizer):
+    """The bytes that a rank keeps between steps."""
+    state = [value for values in optimizer.state.values() for value in values.values() if torch.is_tensor(value)]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    kept = {"parameters": model.parameters(), "gradients": gradients, "optimizer": state}
+    return {name: local_bytes(tensors) for name, tensors in kept.items()}
+
+
 def train(rank, world_size, directory):
     results = {}
     runs = [(strategy, torch.float32) for strategy in MESHES] + [("FULL_SHARD", torch.bfloat16)]
@@ -67,26 +81,25 @@ def train(rank, world_size, directory):
         names |= {"strategy": strategy, "mesh_text": MESHES[strategy], "param_dtype": dtype}
         case = f"{strategy}-{dtype}".replace("torch.", "")
         names |= {"checkpoint": directory / case, "full": directory / f"{case}-full"}
-        guide.run("sharding-strategies", "wrap", names)
+        guide.run("fsdp2-cookbook", "strategy-wrap", names)
         losses = []
         for _ in range(STEPS):
-            guide.run("sharding-strategies", "step", names)
+            guide.run("fsdp2-cookbook", "strategy-step", names)
             losses.append(names["loss"].item())
-        guide.run("sharding-strategies", "save", names)
+        guide.run("fsdp2-cookbook", "strategy-save", names)
         after = names["model"](names["tokens"], names["targets"])
         after.backward()
-        guide.run("sharding-strategies", "bytes", names)
-        kept = names["kept"]
+        kept = kept_by(names["model"], names["optimizer"])
         # Into a new model, from the shards and from the full file.
         reloaded = []
-        guide.run("sharding-strategies", "wrap", names)
-        guide.run("sharding-strategies", "load", names)
+        guide.run("fsdp2-cookbook", "strategy-wrap", names)
+        guide.run("fsdp2-cookbook", "strategy-load", names)
         reloaded.append(names["model"](names["tokens"], names["targets"]).item())
         steps = {int(state["step"]) for state in names["optimizer"].state.values()}
         if rank == 0:
-            guide.run("sharding-strategies", "full", names)
+            guide.run("fsdp2-cookbook", "strategy-full", names)
         torch.distributed.barrier()
-        guide.run("sharding-strategies", "wrap", names := names | {"path": names["full"]})
+        guide.run("fsdp2-cookbook", "strategy-wrap", names := names | {"path": names["full"]})
         reloaded.append(names["model"](names["tokens"], names["targets"]).item())
         results[case] = {
             "losses": losses,

@@ -79,16 +79,16 @@ def train(rank, world_size, path):
     results = {}
     for dtype in (torch.float32, torch.bfloat16):
         names = {"config": config(), "path": path, "param_dtype": dtype}
-        guide.run("openrlhf", "wrap", names)
+        guide.run("fsdp2-cookbook", "openrlhf-wrap", names)
         model, optimizer = names["model"].train(), names["optimizer"]
         names |= {"old_scheduler": old_scheduler(), "make_scheduler": make_scheduler}
-        guide.run("openrlhf", "scheduler", names)
+        guide.run("fsdp2-cookbook", "openrlhf-scheduler", names)
         findings = audit(model, phase="loaded", plan=names["plan"], optimizer=optimizer)
         steps = []
         for step in range(STEPS):
             rate = optimizer.param_groups[0]["lr"]
             names["batches"] = batches(step, rank // 2)
-            guide.run("openrlhf", "step", names)
+            guide.run("fsdp2-cookbook", "openrlhf-step", names)
             steps.append((names["loss"].item(), names["norm"].item(), rate))
         weights = {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
         output = model(input_ids=torch.arange(8)[None])
@@ -105,8 +105,8 @@ def train(rank, world_size, path):
         }
     names |= {"critic_config": config()}
     names["critic_config"].num_labels = 1
-    guide.run("openrlhf", "critic", names)
-    guide.run("openrlhf", "reference", names)
+    guide.run("fsdp2-cookbook", "openrlhf-critic", names)
+    guide.run("fsdp2-cookbook", "openrlhf-reference", names)
     critic, reference, report = names["critic"], names["reference"], names["report"]
     prompt = torch.arange(4)[None] + rank // 2
     with torch.no_grad():

@@ -224,7 +224,7 @@ def test_qlora_adapters_resume_over_a_base_that_is_quantised_again(trained, dire
 def by_the_guide(rank, world_size, path):
     names = {"Ditty": small.Ditty, "rank": rank, "world_size": world_size}
     names["weights"] = load_file(path) if rank == 0 else None
-    guide.run("accelerate", "qlora", names)
+    guide.run("fsdp2-cookbook", "accelerate-qlora", names)
     model, optimizer = names["model"], names["optimizer"]
     losses = []
     for _ in range(6):

@@ -84,7 +84,7 @@ class Run:
         make, _, self.loss = TRAINERS[name]
         self.names = {"mesh_text": f"dp_shard={world_size}", "tp_plan": None, "make_actor": make, "make_critic": Critic}
         self.names["blocks"] = "auto"
-        guide.run("resume", "build", self.names)
+        guide.run("trainers/own-loop", "build", self.names)
 
     def start(self, weights):
         from ckpt_tools.fsdp2 import load_checkpoint
@@ -96,19 +96,19 @@ class Run:
     def resume(self, path):
         self.arm()
         self.names["path"] = path
-        guide.run("resume", "resume", self.names)
+        guide.run("trainers/own-loop", "resume", self.names)
         report = self.names["report"]
         assert (report.missing, report.unexpected, report.unread) == ((), (), ())
         return self
 
     def arm(self):
-        guide.run("resume", "optimizers", self.names)
-        guide.run("resume", "state", self.names)
+        guide.run("trainers/own-loop", "optimizers", self.names)
+        guide.run("trainers/own-loop", "state", self.names)
         return self
 
     def save(self, path, block="save"):
         self.names["path"] = path
-        guide.run("resume", block, self.names)
+        guide.run("trainers/own-loop", block, self.names)
 
     def train(self, num_steps, rank=0, world_size=1):
         return [self.step(rank, world_size) for _ in range(num_steps)]

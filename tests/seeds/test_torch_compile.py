@@ -63,7 +63,7 @@ def build(kind, names):
     from ckpt_tools.fsdp2 import Policy, build_device_mesh, shard_model
 
     if kind == "in place":
-        guide.run("torch-compile", "compile", names)
+        guide.run("fsdp2-cookbook", "compile-compile", names)
         return
     with torch.device("meta"):
         names["model"] = model = Transformer()
@@ -75,7 +75,7 @@ def build(kind, names):
             model.blocks.get_submodule(name).compile(backend=names["backend"], fullgraph=True)
         shard_model(model, mesh, blocks=["TransformerBlock"])
     elif kind.startswith("wrapped"):
-        guide.run("torch-compile", "wrapped", names | {"recompute": "recomputed" in kind})
+        guide.run("fsdp2-cookbook", "compile-wrapped", names | {"recompute": "recomputed" in kind})
     else:
         plan = shard_model(model, mesh, blocks=["TransformerBlock"], activation_checkpointing="recomputed" in kind)
         for name in plan.blocks if "in place" in kind else ():

@@ -33,13 +33,13 @@ def train(rank, world_size, directory):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (directory / "port").read_text()}
     names = {"Model": Transformer, "batches": batches, "mesh_text": MESH, "tp_plan": TP}
     names |= {"path": directory / "model.safetensors", "checkpoint": directory / "step"}
-    guide.run("training-script", "script", names)
+    guide.run("trainers/own-loop", "script", names)
     rendezvous = f"file://{directory}/again"
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     from ckpt_tools.fsdp2 import build_device_mesh, compare_ranks
 
     names["mesh"] = build_device_mesh(MESH)
-    guide.run("training-script", "fresh", names)
+    guide.run("trainers/own-loop", "fresh", names)
     findings = [finding.code for finding in compare_ranks(names["model"])]
     pairs = zip(names["model"].parameters(), fresh().parameters(), strict=True)
     whole = all(torch.equal(p.full_tensor(), other) for p, other in pairs)

@@ -300,7 +300,7 @@ def test_the_trainer_is_tended(tmp_path):
     callback = hooks.TrainerTending(keep_last=1, keep_best=1, **FAST)
     tiny_trainer(tmp_path, callback, eval_strategy="steps", eval_steps=1).train()
     taken = []
-    guide.run("tending", "trainer", {"trainer": SimpleNamespace(add_callback=taken.append)})
+    guide.run("retention", "trainer", {"trainer": SimpleNamespace(add_callback=taken.append)})
     assert isinstance(taken[0], hooks.TrainerTending)
     assert names(tmp_path) == ["checkpoint-4"]
     assert verified(tmp_path) == ["checkpoint-4"]
@@ -366,7 +366,7 @@ def test_lightning_is_tended(tmp_path):
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=guide.run("tending", "lightning", {"checkpointing": saves})["callbacks"],
+        callbacks=guide.run("retention", "lightning", {"checkpointing": saves})["callbacks"],
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
     assert names(tmp_path) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt"]

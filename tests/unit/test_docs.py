@@ -73,11 +73,11 @@ def test_docs_mutants_made_by_hand_change_what_is_there() -> None:
 def test_docs_guide_rules_parse() -> None:
     from ckpt_tools.transfer.placement.place import parse_rules
 
-    text = (ROOT / "docs" / "guides" / "convert.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    text = (ROOT / "docs" / "guides" / "start-sharded.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml rules.yaml\n(.*?)```", text, re.DOTALL)
     assert blocks
     for block in blocks:
-        parse_rules(block, where="convert.md")
+        parse_rules(block, where="rules.yaml")
 
 
 def test_docs_rows_of_the_five_documents_name_tests_that_exist() -> None:
