@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 # Printable by category, yet invisible: joiners, Hangul fillers, inherent vowels, variation selectors, blank.
@@ -37,6 +37,7 @@ def escape_name(text: str) -> str:
 
 
 MAX_MESSAGE_CHARS = 8192  # Characters of one part of an error or a finding
+_MAX_WORD = 100  # Characters of a mistyped word that are compared
 _LONG_WORD = re.compile(rf"\S{{{MAX_SHOWN_CHARS + 1},}}")
 
 
@@ -55,6 +56,20 @@ def first_few(names: Collection[str], limit: int = 3) -> str:
     """List up to `limit` names, escaped, and how many more there are: "a, b, c and 4 more"."""
     shown = ", ".join(escape_name(name) for name in islice(names, limit))
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """Return the known word that is most like `word`, if any is."""
+    import difflib  # which takes 3 ms, and only mistakes need it
+
+    found = difflib.get_close_matches(word[:_MAX_WORD], sorted(words), n=1, cutoff=0.7)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str | None:
+    """Return the question of a hint, if a known word is like the one that was given."""
+    near = nearest(word, words)
+    return None if near is None else f"did you mean {near}?"
 
 
 def _shorten(text: str) -> str:

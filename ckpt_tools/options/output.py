@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ckpt_tools.options import AnyPath, Option
+from ckpt_tools.options import AnyPath, Argument, Option
 
 Json = Annotated[bool, Option("One JSON document on stdout.", env=True)]
 Html = Annotated[
@@ -47,6 +47,15 @@ class EnvOptions:
     """The options of `ckpt env`."""
 
     json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelpOptions:
+    """What `ckpt help` is asked about."""
+
+    topic: Annotated[str | None, Argument("Command or topic (default: the list of topics).", "[TOPIC]")] = field(
+        default=None, kw_only=False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
