@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import os
 import platform
 import signal
@@ -23,6 +22,7 @@ from ckpt_tools.cli.output import note, print_error
 from ckpt_tools.cli.streams import OutputError, guarded_streams
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.signals import STOP_SIGNALS
+from ckpt_tools.storage.locations import likely
 from ckpt_tools.text import did_you_mean, escape_name
 
 _UNMAPPED = "failed to map segment"  # What the dynamic linker says when there is no address space for a library
@@ -119,17 +119,9 @@ class _CommandParser(TyperCommand):
         """Return the options of the command, and --help."""
         return _quickly(super().get_params(ctx), self.texts)
 
-    def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        """Return what follows the command's name in its usage."""
-        return ["[OPTIONS]", *help_text.usage_words(self.get_params(ctx))]
-
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Write arguments, and options by groups."""
-        help_text.write_options(ctx, formatter, self.get_params(ctx), commands.COMMANDS[str(self.name)].main)
-
-    def format_epilog(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Write examples, exit codes and topics."""
-        help_text.write_end(formatter, commands.COMMANDS[str(self.name)], self.get_params(ctx))
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
+        """Write what --help shows."""
+        help_text.write_help(self, ctx, formatter)
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Let words after `--` be overrides, where a command has them."""
@@ -166,21 +158,16 @@ class _Commands(TyperGroup):
             return super().resolve_command(ctx, args)
         if any(sign in word for sign in "/.") or os.path.lexists(word):
             return "inspect", _load("inspect"), args
-        hint = did_you_mean(word, [*self.commands, *os.listdir()])
+        hint = did_you_mean(word, self.commands) or likely(word)
         raise UsageError(f"no such command, file or directory: {word}", hint=_to_help(hint, "ckpt"))
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:  # type: ignore[override]  # noqa: ARG002
         """Load a command."""
         return _load(cmd_name) if cmd_name in self.commands else None
 
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
-        """Write the commands by groups, from the table alone, then the options."""
-        width = max(map(len, self.commands))
-        for group, rows in itertools.groupby(commands.COMMANDS.items(), key=lambda row: row[1].group):
-            with formatter.section(group):
-                formatter.write_dl([(name.ljust(width), listed.short) for name, listed in rows])
-        with formatter.section("Options"):
-            formatter.write_dl([each.get_help_record(ctx) for each in self.get_params(ctx)])
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
+        """Write what --help shows."""
+        help_text.write_root(self, ctx, formatter)
 
 
 @functools.cache
@@ -196,7 +183,7 @@ def _load(name: str) -> TyperCommand:
 
 @functools.cache
 def _application() -> Callable[..., object]:
-    app = _new_app(cls=_Commands, epilog=help_text.root_end())
+    app = _new_app(cls=_Commands)
     app.callback()(_root)
     for name, command in commands.COMMANDS.items():
         app.command(name, help=command.short)(lambda: 0)

@@ -108,6 +108,7 @@ def _typed(each: Parameter) -> inspect.Parameter:
     option = each.stated
     info: object = None
     kind = _kind(each)
+    value = next((word for one, word in _VALUES.items() if one in (kind, *get_args(kind))), None)  # None for a flag
     if isinstance(option, Argument):
         default = None if default == () else default
         info = typer.Argument(metavar=option.metavar, help=option.help)
@@ -116,7 +117,7 @@ def _typed(each: Parameter) -> inspect.Parameter:
         info = typer.Option(
             *filter(None, (option.short, each.flag)),
             envvar=f"CKPT_{each.name.upper()}" if option.env else None,
-            metavar=option.metavar or "|".join(filter(None, (option.none, *each.words))) or _shown(kind),
+            metavar=option.metavar or "|".join(filter(None, (option.none, *each.words))) or value,
             min=option.min,
             max=option.max,
             help=option.help,
@@ -124,11 +125,6 @@ def _typed(each: Parameter) -> inspect.Parameter:
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
-
-
-def _shown(kind: Any) -> str | None:  # noqa: ANN401 - a type
-    """Return what help shows in place of a value; None for a flag."""
-    return next((word for each, word in _VALUES.items() if each in (kind, *get_args(kind))), None)
 
 
 def _kind(each: Parameter) -> Any:  # noqa: ANN401 - a type

@@ -15,17 +15,13 @@ class ListedCommand(NamedTuple):
     run: str  # Module of this package whose `run`, or the function named after a dot, prints the result
     options: str
     """Classes in `ckpt_tools.options`: of the library's function (- without one), then of the command line alone."""
-    short: str
-    """Its row in `ckpt --help`."""
+    short: str  # Its row in `ckpt --help`
     help: str
-    topics: str
-    """Of `ckpt help`, those that belong to it."""
+    topics: str  # Those of `ckpt help` that belong to it
     examples: str
     group: str
-    main: str = ""
-    """Options that --help shows first."""
-    finding: str = ""
-    """What exit code 3 means; "" where it does not occur."""
+    main: str = ""  # Options that --help shows first
+    finding: str = ""  # What exit code 3 means, if it occurs
 
 
 def _read_table() -> dict[str, ListedCommand]:

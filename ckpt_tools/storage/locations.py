@@ -139,12 +139,12 @@ def likely(path: str) -> str | None:
         below.insert(0, name)
     try:
         near = nearest(below[0], os.listdir(here or ".")) if below else None
-    except OSError:
-        near = None
+        short = os.path.relpath(path)
+    except OSError:  # the current directory may be gone
+        return None
     if near is not None:
         whole = os.path.join(here, near, *below[1:])
         return f"did you mean {whole if os.path.lexists(whole) else os.path.join(here, near)}?"
-    short = os.path.relpath(path)
     is_repository = _REPOSITORY.fullmatch(short) and not os.path.lexists(os.path.dirname(short))
     return f"for a repository of the Hugging Face hub, write hf://{short}" if is_repository else None
 

@@ -181,7 +181,7 @@ def test_topics_are_short_and_true(ckpt: Run) -> None:
         code, page, err = ckpt(f"help {topic}")
         assert (code, err) == (0, "")
         assert len(page.splitlines()) <= 60
-        assert max(map(len, help_text.read_topic(topic).splitlines())) <= 80
+        assert max(map(len, help_text.topics()[topic].splitlines())) <= 80
         for option in re.findall(OPTION, page):
             assert any(option in flags for flags in known.values()), (topic, option)
         for verb, rest in re.findall(r"ckpt ([a-z-]+) ([^`\n]*)", page):
@@ -192,7 +192,7 @@ def test_topics_are_short_and_true(ckpt: Run) -> None:
 
 def test_topics_have_the_tables_of_the_code() -> None:
     assert all(f"- `{name}`: " in show_help.page("formats") for name in FORMATS)
-    assert all(f"- {code}: {text}" in show_help.page("exit-codes") for code, text in help_text.EXIT_CODES.items())
+    assert all(f"- {code} {text}" in show_help.page("exit-codes") for code, text in help_text.EXIT_CODES.items())
     assert "`destination-exists`" in show_help.page("exit-codes")
 
 
