@@ -52,10 +52,7 @@ class _InterruptedError(CkptError):
 
 
 def _guarded(name: str, command: Callable[..., int]) -> Callable[..., int]:
-    """Turn Ctrl-C into an error like any other: typer would swallow it, and what was noted about it.
-
-    What is wrong with the arguments, and has no hint of its own, leads to the command's help.
-    """
+    """Turn Ctrl-C into an error like any other, which typer would swallow, and lead from a misuse to the help."""
 
     @functools.wraps(command)
     def run(**options: object) -> int:

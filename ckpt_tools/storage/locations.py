@@ -115,15 +115,10 @@ def open_place(path: str) -> tuple[Source, str | None]:
         return cast("_SourceModule", _module(scheme, _READERS, path, "reads")).open_place(path)
     path = local(path)
     if not os.path.lexists(path):
-        raise under_way(path) or missing(path)
+        raise under_way(path) or UnreadableError("no such file or directory", where=path, hint=likely(path))
     if os.path.isdir(path):
         return LocalSource(path), None
     return LocalSource(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
-
-
-def missing(path: str, what: str = "no such file or directory") -> UnreadableError:
-    """Return what to say of a path of this machine that leads nowhere."""
-    return UnreadableError(what, where=path, hint=likely(path))
 
 
 def likely(path: str) -> str | None:
