@@ -22,7 +22,6 @@ from ckpt_tools.cli.output import note, print_error
 from ckpt_tools.cli.streams import OutputError, guarded_streams
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.signals import STOP_SIGNALS
-from ckpt_tools.storage.locations import likely
 from ckpt_tools.text import did_you_mean, escape_name
 
 _UNMAPPED = "failed to map segment"  # What the dynamic linker says when there is no address space for a library
@@ -97,15 +96,13 @@ def _value_of(
 
 def _refused(error: typer.TyperException, ctx: Any) -> UsageError:  # noqa: ANN401 - typer's
     """Return what typer says of wrong arguments, with the nearest option and the help to look at."""
-    option = getattr(error, "option_name", "")
+    hint, option = None, getattr(error, "option_name", "")
     what = error.message if option else error.format_message()
-    hint = None
     if what.startswith("No such option"):
         flags = [flag for each in ctx.command.get_params(ctx) for flag in (*each.opts, *each.secondary_opts)]
         longer = [flag for flag in flags if flag.startswith(option) and len(option) > 3]
         hint = f"did you mean {longer[0]}?" if longer else did_you_mean(option, flags)
-        if hint is None and ctx.parent is None:
-            hint = f"options follow a command: ckpt COMMAND {option}."
+        hint = hint or (None if ctx.parent else f"options follow a command: ckpt COMMAND {option}.")
     return UsageError(what[:1].lower() + what[1:].rstrip("."), hint=_to_help(hint, ctx.command_path))
 
 
@@ -151,11 +148,13 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:  # type: ignore[override]
         """Find the command; what looks like a place without one is inspected."""
         word = args[0]
+        if word not in self.commands and (any(sign in word for sign in "/.") or os.path.lexists(word)):
+            return "inspect", _load("inspect"), args
         if word in self.commands or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
-        if any(sign in word for sign in "/.") or os.path.lexists(word):
-            return "inspect", _load("inspect"), args
-        hint = did_you_mean(word, self.commands) or likely(word)
+        from ckpt_tools.storage.locations import likely
+
+        hint = did_you_mean(word.lower(), self.commands) or likely(word)
         raise UsageError(f"no such command, file or directory: {word}", hint=_to_help(hint, "ckpt"))
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:  # type: ignore[override]  # noqa: ARG002

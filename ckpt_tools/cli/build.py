@@ -114,13 +114,16 @@ def _typed(each: Parameter) -> inspect.Parameter:
         info = typer.Argument(metavar=option.metavar, help=option.help)
     elif isinstance(option, Option):
         default = None if option.is_tristate or default == () else option.none or default
+        text, value = option.help, option.metavar or "|".join(filter(None, (option.none, *each.words))) or value
+        if value and len(value) > 60:  # more than a line of help holds
+            text, value = f"{text} One of {value.replace('|', ', ')}.", "WORD"
         info = typer.Option(
             *filter(None, (option.short, each.flag)),
             envvar=f"CKPT_{each.name.upper()}" if option.env else None,
-            metavar=option.metavar or "|".join(filter(None, (option.none, *each.words))) or value,
+            metavar=value,
             min=option.min,
             max=option.max,
-            help=option.help,
+            help=text,
         )
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]

@@ -59,11 +59,12 @@ def write_help(command: Any, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 
     """Write the help of a command."""
     params, listed = command.get_params(ctx), COMMANDS[command.name]
     arguments = [each for each in params if isinstance(each, TyperArgument)]
-    words = [f"{each.metavar}{'...' * (each.nargs != 1)}" for each in arguments]
-    words = [word for word in words if f"{word}..." not in words]  # verify has SRC twice
+    arguments.sort(key=lambda each: not each.required)
+    words = [
+        (f"{each.metavar}" if each.required else f"[{each.metavar}]") + "..." * (each.nargs != 1) for each in arguments
+    ]
     formatter.write_usage(ctx.command_path, " ".join(["[OPTIONS]", *words]))
     command.format_help_text(ctx, formatter)
-    arguments.sort(key=lambda each: not each.required)
     _write_rows(formatter, "Arguments", [(str(each.metavar), str(each.help)) for each in arguments])
     for title, options in in_groups(params, listed.main).items():
         _write_rows(formatter, title, [each.get_help_record(ctx) for each in options])
@@ -71,7 +72,8 @@ def write_help(command: Any, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 
         formatter.write("".join(f"  {line}\n" for line in listed.examples.strip().splitlines()))
     last = 2 if listed.options.startswith("-") else 4 + any(each.name == "destination" for each in params)
     pages = f"See also: {', '.join(f'ckpt help {name}' for name in listed.topics.split())}"
-    meanings = (EXIT_CODES | {3: listed.finding}).items()
+    usage = EXIT_CODES[2] if any(each.name == "mesh" for each in params) else "usage"
+    meanings = (EXIT_CODES | {2: usage, 3: listed.finding}).items()
     _write_end(formatter, pages, {code: text for code, text in meanings if code <= last and text})
 
 

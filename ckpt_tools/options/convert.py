@@ -151,7 +151,7 @@ class GatherOptions:
     dequantize: common.Dequantize = False
     quantize: Annotated[
         Literal["fp8"] | None,
-        Option("Codes for linear layers (fp8: 8-bit floats with one scale per 128×128 block, as in DeepSeek-V3)."),
+        Option("Quantisation of linear layers (fp8: 8-bit floats, a scale per 128×128 block, as in DeepSeek-V3)."),
     ] = None
     keep_precision: Annotated[Sequence[str], Option("Tensors that --quantize skips (repeatable).", metavar="GLOB")] = ()
     strip_prefix: Annotated[

@@ -18,7 +18,7 @@ _DTYPES = "bf16|f16|f32"
 class _ModelAndRanks:
     model: Annotated[
         AnyPath | None,
-        Argument("A config.json or its directory; or a checkpoint without one, for the formula only.", "[MODEL]"),
+        Argument("A config.json or its directory; or a checkpoint without one, for the formula only.", "MODEL"),
     ] = field(default=None, kw_only=False)
     params: Annotated[
         int | str | None,

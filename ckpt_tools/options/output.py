@@ -51,7 +51,7 @@ class EnvOptions:
 class HelpOptions:
     """What `ckpt help` is asked about."""
 
-    topic: Annotated[str | None, Argument("Command or topic (default: the list of topics).", "[TOPIC]")] = field(
+    topic: Annotated[str | None, Argument("Command or topic (default: the list of topics).", "TOPIC")] = field(
         default=None, kw_only=False
     )
 

@@ -17,9 +17,7 @@ class SmokeFields:
 
     source: Annotated[
         AnyPath | None,
-        Argument(
-            "A safetensors file, a model directory or a DCP directory; without it the weights are random.", "[SRC]"
-        ),
+        Argument("A safetensors file, a model directory or a DCP directory; without it the weights are random.", "SRC"),
     ] = field(default=None, kw_only=False)
     model: Annotated[
         AnyPath | None, Option("Model config or its directory (default: beside SRC).", metavar="DIR|CONFIG")

@@ -32,7 +32,7 @@ _WRITERS: Mapping[str, str] = {"s3": "object_sink", "gs": "object_sink", "az": "
 """Scheme → module of this room with `open_sink(path, overwrite=…)`."""
 
 
-_REPOSITORY = re.compile(r"(?!.*\.(safetensors|ckpt|pth?|bin|gguf|json|ya?ml|toml|txt)$)\w[\w.-]*/\w[\w.-]*")
+_REPOSITORY = re.compile(r"(?!.*\.(safetensors|ckpt|pth?|bin|gguf|json|ya?ml|toml|txt)$)\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?")
 _REVISION = re.compile(r"[0-9A-Za-z]+")
 _MAX_REVISION = 256
 _options: dict[str, str] = {}
@@ -123,9 +123,7 @@ def open_place(path: str) -> tuple[Source, str | None]:
 
 def likely(path: str) -> str | None:
     """Return the hint of what is meant by a path that leads nowhere: a place elsewhere, or the nearest one here."""
-    if is_remote(path):
-        return None
-    scheme = re.match(r"([a-z0-9]+):/*", path)
+    scheme = re.match(r"([a-z0-9]+):/?(?!/)", path)
     if scheme is not None and scheme[1] in _READERS:
         return f"did you mean {scheme[1]}://{path[scheme.end() :]}?"
     here, below = path.rstrip("/"), list[str]()
@@ -135,7 +133,7 @@ def likely(path: str) -> str | None:
     try:
         near = nearest(below[0], os.listdir(here or ".")) if below else None
         short = os.path.relpath(path)
-    except OSError:  # the current directory may be gone
+    except (OSError, ValueError):  # no path, or the current directory is gone
         return None
     if near is not None:
         whole = os.path.join(here, near, *below[1:])

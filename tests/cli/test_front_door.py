@@ -88,6 +88,7 @@ def test_help_of_a_command(name: str, ckpt: Run) -> None:
     code, out, err = ckpt(f"{name} --help")
     assert (code, err) == (0, "")
     assert ckpt(f"help {name}") == ckpt(f"{name} -h") == (0, out, "")
+    assert max(map(len, out.splitlines())) <= 80
     for each in _load(name).params:
         shown = max(each.opts, key=len) if isinstance(each, TyperOption) else str(each.metavar)
         assert len(re.findall(rf"^  (-\w, )?{re.escape(shown)}( |$)", out, re.MULTILINE)) == 1 + (shown == "SRC") * (
@@ -98,6 +99,14 @@ def test_help_of_a_command(name: str, ckpt: Run) -> None:
     codes = re.findall(r"(\d) [a-z]", " ".join(out.split()).partition("Exit codes: ")[2])
     assert ("3" in codes) == bool(COMMANDS[name].finding)
     assert set(COMMANDS[name].topics.split()) <= {*help_text.topics()}
+
+
+def test_usage_says_what_may_be_left_out(ckpt: Run) -> None:
+    usage = {name: ckpt(f"{name} --help")[1].splitlines()[0].partition("[OPTIONS]")[2] for name in COMMANDS}
+    assert usage["verify"] == " SRC [SRC]..."
+    assert usage["preflight"] == " [CONFIG]..."
+    assert usage["smoke"] == " [SRC]"
+    assert usage["merge-lora"] == " BASE ADAPTER... DST"
 
 
 def test_every_option_is_in_one_group() -> None:
@@ -216,6 +225,10 @@ def test_a_place_alone_is_inspected(model: Path, tmp_path: Path, ckpt: Run) -> N
         ("insepct model", 2, "did you mean inspect? See ckpt --help"),
         ("modle", 2, "did you mean model? See ckpt --help"),
         ("zzz", 2, "See ckpt --help"),
+        ("SHARD model", 2, "did you mean shard? See ckpt --help"),
+        ("''", 2, "See ckpt --help"),
+        ("-- zzz", 2, "See ckpt --help"),
+        ("Qwen/Qwen3-8B@main", 4, "for a repository of the Hugging Face hub, write hf://Qwen/Qwen3-8B@main"),
         ("help msh", 2, "did you mean mesh? ckpt help lists the topics"),
         ("./modle", 4, "did you mean ./model?"),
         ("modle/model.safetensors", 4, "did you mean model/model.safetensors?"),
