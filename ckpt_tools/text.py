@@ -40,6 +40,7 @@ def escape_name(text: str) -> str:
 
 
 MAX_MESSAGE_CHARS = 8192  # Characters of one part of an error or a finding
+_MAX_WORD = 100  # Characters of a mistyped word that are compared
 _LONG_WORD = re.compile(rf"\S{{{MAX_SHOWN_CHARS + 1},}}")
 
 
@@ -82,6 +83,20 @@ def natural_order(items: Iterable[Item], name: Callable[[Item], str] = str) -> l
         places = (part if i % 2 else seen.setdefault(parts[: i + 1], len(seen)) for i, part in enumerate(parts))
         placed.append((tuple(places), item))
     return [item for _, item in sorted(placed, key=lambda pair: pair[0])]
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """Return the known word that is most like `word`, if any is."""
+    import difflib  # which takes 3 ms, and only mistakes need it
+
+    found = difflib.get_close_matches(word[:_MAX_WORD], sorted(words), n=1, cutoff=0.7)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str | None:
+    """Return the question of a hint, if a known word is like the one that was given."""
+    near = nearest(word, words)
+    return None if near is None else f"did you mean {near}?"
 
 
 def _shorten(text: str) -> str:

@@ -17,16 +17,12 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from ckpt_tools._version import __version__
-from ckpt_tools.cli import commands
+from ckpt_tools.cli import commands, help_text
 from ckpt_tools.cli.output import note, print_error
 from ckpt_tools.cli.streams import OutputError, guarded_streams
 from ckpt_tools.errors import CkptError, StorageError, UsageError
 from ckpt_tools.signals import STOP_SIGNALS
-from ckpt_tools.text import escape_name
-
-EXIT_CODES = """Exit codes: 0 done, 1 failed (I/O, fault), 2 usage, impossible mesh or rules, 3 findings (verify, diff,
-stats, smoke, estimate, preflight, the lora commands, push), 4 not a complete, readable checkpoint, 5 destination
-exists, 130 interrupted."""
+from ckpt_tools.text import did_you_mean, escape_name
 
 _UNMAPPED = "failed to map segment"  # What the dynamic linker says when there is no address space for a library
 _TRUE = ("1", "true", "t", "yes", "y", "on")  # Values of an environment variable that set a flag, as in click
@@ -41,7 +37,10 @@ def _print_version(wanted: bool) -> None:
 def _root(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Checkpoints for PyTorch FSDP2: convert, inspect, verify, try out, adapters."""
+    """Convert, inspect and verify PyTorch FSDP2 checkpoints; check runs; manage adapters.
+
+    `ckpt SRC` shows what SRC is: a file, a directory, a training step, or hf://org/name.
+    """
 
 
 class _InterruptedError(CkptError):
@@ -51,19 +50,27 @@ class _InterruptedError(CkptError):
     code = "interrupted"
 
 
-def _interruptible(command: Callable[..., int]) -> Callable[..., int]:
-    """Turn Ctrl-C into an error like any other: typer would swallow it, and what was noted about it."""
+def _guarded(name: str, command: Callable[..., int]) -> Callable[..., int]:
+    """Turn Ctrl-C into an error like any other, which typer would swallow, and lead from a misuse to the help."""
 
     @functools.wraps(command)
     def run(**options: object) -> int:
         try:
             return command(**options)
+        except UsageError as error:
+            if type(error) is UsageError and (error.hint or "?").endswith("?"):
+                error.hint = _to_help(error.hint, f"ckpt {name}")
+            raise
         except KeyboardInterrupt as error:
             notes: list[str] = getattr(error, "__notes__", [])
             what = "; ".join(["interrupted", *notes[:1]])
             raise _InterruptedError(what, hint="; ".join(notes[1:]) or None) from error
 
     return run
+
+
+def _to_help(hint: str | None, command: str) -> str:
+    return " ".join(filter(None, (hint, f"See {command} --help")))
 
 
 def _quickly(params: list[Any], texts: Collection[str] = ()) -> list[Any]:
@@ -87,6 +94,18 @@ def _value_of(
     return value if is_text and value is not None else convert(ctx, value)
 
 
+def _refused(error: typer.TyperException, ctx: Any) -> UsageError:  # noqa: ANN401 - typer's
+    """Return what typer says of wrong arguments, with the nearest option and the help to look at."""
+    hint, option = None, getattr(error, "option_name", "")
+    what = error.message if option else error.format_message()
+    if what.startswith("No such option"):
+        flags = [flag for each in ctx.command.get_params(ctx) for flag in (*each.opts, *each.secondary_opts)]
+        longer = [flag for flag in flags if flag.startswith(option) and len(option) > 3]
+        hint = f"did you mean {longer[0]}?" if longer else did_you_mean(option, flags)
+        hint = hint or (None if ctx.parent else f"options follow a command: ckpt COMMAND {option}.")
+    return UsageError(what[:1].lower() + what[1:].rstrip("."), hint=_to_help(hint, ctx.command_path))
+
+
 class _CommandParser(TyperCommand):
     texts: Collection[str] = ()  # Parameters that are text
 
@@ -94,12 +113,19 @@ class _CommandParser(TyperCommand):
         """Return the options of the command, and --help."""
         return _quickly(super().get_params(ctx), self.texts)
 
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
+        """Write what --help shows."""
+        help_text.write_help(self, ctx, formatter)
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Let words after `--` be overrides, where a command has them."""
         if "--" in args and any(param.name == "override" for param in self.params):
             at = args.index("--")
             args = [*args[:at], *(f"--override={word}" for word in args[at + 1 :])]
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            raise _refused(error, ctx) from None
 
 
 class _Commands(TyperGroup):
@@ -109,23 +135,42 @@ class _Commands(TyperGroup):
         """Return the options before a command."""
         return _quickly(super().get_params(ctx))
 
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Print the help where nothing is asked for; that is no success, so that no script takes it for one."""
+        if not args and not ctx.resilient_parsing:
+            note(ctx.get_help())
+            ctx.exit(2)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:
+            raise _refused(error, ctx) from None
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:  # type: ignore[override]
+        """Find the command; what looks like a place without one is inspected."""
+        word = args[0]
+        if word not in self.commands and (any(sign in word for sign in "/.") or os.path.lexists(word)):
+            return "inspect", _load("inspect"), args
+        if word in self.commands or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        from ckpt_tools.storage.locations import likely
+
+        hint = did_you_mean(word.lower(), self.commands) or likely(word)
+        raise UsageError(f"no such command, file or directory: {word}", hint=_to_help(hint, "ckpt"))
+
     def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand | None:  # type: ignore[override]  # noqa: ARG002
         """Load a command."""
         return _load(cmd_name) if cmd_name in self.commands else None
 
-    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ARG002, ANN401
-        """Write the list of --help, from the table alone."""
-        limit = formatter.width - 6 - max(map(len, self.commands))
-        rows = [(name, listed.get_short_help_str(limit)) for name, listed in self.commands.items()]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
+        """Write what --help shows."""
+        help_text.write_root(self, ctx, formatter)
 
 
 @functools.cache
 def _load(name: str) -> TyperCommand:
     app = _new_app(add_completion=False)
     found, function = commands.COMMANDS[name], commands.load(name)
-    app.command(name, cls=_CommandParser, help=found.help, epilog=EXIT_CODES)(_interruptible(function))
+    app.command(name, cls=_CommandParser, help=found.help)(_guarded(name, function))
     command = cast("_CommandParser", typer.main.get_command(app))
     kinds = {each.name: get_args(each.annotation)[0] for each in inspect.signature(function).parameters.values()}
     command.texts = [name for name, kind in kinds.items() if kind in (str, str | None, list[str] | None)]
@@ -134,10 +179,10 @@ def _load(name: str) -> TyperCommand:
 
 @functools.cache
 def _application() -> Callable[..., object]:
-    app = _new_app(cls=_Commands, no_args_is_help=True, epilog=EXIT_CODES)
+    app = _new_app(cls=_Commands)
     app.callback()(_root)
     for name, command in commands.COMMANDS.items():
-        app.command(name, help=command.help)(lambda: 0)
+        app.command(name, help=command.short)(lambda: 0)
     return typer.main.get_command(app)
 
 
@@ -184,12 +229,8 @@ def _run_command(argv: list[str]) -> int:
         result = _application()(args=argv, prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()
     except typer.TyperException as error:
-        code = int(error.exit_code)
-        failure: CkptError = (
-            UsageError(error.format_message(), hint="ckpt --help") if code == 2 else CkptError(str(error))
-        )
-        print_error(failure, as_json=as_json)
-        return code
+        print_error(UsageError(error.format_message(), hint="See ckpt --help"), as_json=as_json)
+        return UsageError.exit_code
     except OutputError as error:
         is_abandoned = isinstance(error.__cause__, BrokenPipeError)  # its reader has gone (`ckpt inspect … | head`)
         if error.hint is not None or not is_abandoned:

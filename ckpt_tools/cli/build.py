@@ -14,6 +14,7 @@ from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_name
 
 Result = TypeVar("Result")
+_VALUES = {int: "N", float: "X", str: "TEXT"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ def command(
 
     def callback(**values: Any) -> int:  # noqa: ANN401 - whatever typer reads
         given = {name: value for name, value in values.items() if not _is_absent(known[name], value)}
-        for each in (*added, *shown):
-            each.check(values[each.name])
+        for name, value in given.items():
+            known[name].check(value)
 
         def take(kind: Callable[..., Options], group: Iterable[Parameter]) -> Options:
             return kind(**{each.name: given.pop(each.name) for each in group if each.name in given})
@@ -106,20 +107,24 @@ def _typed(each: Parameter) -> inspect.Parameter:
     default = each.default
     option = each.stated
     info: object = None
+    kind = _kind(each)
+    value = next((word for one, word in _VALUES.items() if one in (kind, *get_args(kind))), None)  # None for a flag
     if isinstance(option, Argument):
         default = None if default == () else default
         info = typer.Argument(metavar=option.metavar, help=option.help)
     elif isinstance(option, Option):
         default = None if option.is_tristate or default == () else option.none or default
+        text, value = option.help, option.metavar or "|".join(filter(None, (option.none, *each.words))) or value
+        if value and len(value) > 60:  # more than a line of help holds
+            text, value = f"{text} One of {value.replace('|', ', ')}.", "WORD"
         info = typer.Option(
             *filter(None, (option.short, each.flag)),
             envvar=f"CKPT_{each.name.upper()}" if option.env else None,
-            metavar=option.metavar or "|".join(filter(None, (option.none, *each.words))) or None,
+            metavar=value,
             min=option.min,
             max=option.max,
-            help=option.help,
+            help=text,
         )
-    kind = _kind(each)
     return inspect.Parameter(
         each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )

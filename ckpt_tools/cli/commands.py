@@ -15,14 +15,21 @@ class ListedCommand(NamedTuple):
     run: str  # Module of this package whose `run`, or the function named after a dot, prints the result
     options: str
     """Classes in `ckpt_tools.options`: of the library's function (- without one), then of the command line alone."""
+    short: str  # Its row in `ckpt --help`
     help: str
+    topics: str  # Those of `ckpt help` that belong to it
+    examples: str
+    group: str
+    main: str = ""  # Options that --help shows first
+    finding: str = ""  # What exit code 3 means, if it occurs
 
 
 def _read_table() -> dict[str, ListedCommand]:
     with open(
         os.path.join(os.path.dirname(__file__), "commands.toml"), "rb"
     ) as file:  # importlib.resources costs 10 ms
-        return {name: ListedCommand(**fields) for name, fields in tomllib.load(file).items()}
+        groups = tomllib.load(file).items()
+    return {name: ListedCommand(**each, group=group) for group, listed in groups for name, each in listed.items()}
 
 
 COMMANDS = _read_table()

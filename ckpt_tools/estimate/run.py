@@ -24,7 +24,7 @@ from ckpt_tools.models.config import component_of, config_path, read_config
 from ckpt_tools.options import takes
 from ckpt_tools.options.estimate import DEFAULT_LORA_RANK
 from ckpt_tools.sandbox.child import Child, Here, build_in_sandbox
-from ckpt_tools.storage.locations import exists, is_directory, is_file
+from ckpt_tools.storage.locations import exists, is_directory, is_file, likely
 from ckpt_tools.text import escape_name
 
 ESTIMATE = "ckpt_tools.estimate.run:estimate_in_child"
@@ -100,7 +100,7 @@ def config_of(options: EstimateOptions) -> str | None:
         # Without a class of transformers or diffusers, the weights beside it answer.
         return file if is_file(file) and read_config(file, hint=SIZES_HINT).architecture is not None else None
     if not exists(path):
-        raise UsageError("no such file or directory", where=path, hint=SIZES_HINT)
+        raise UsageError("no such file or directory", where=path, hint=likely(path) or SIZES_HINT)
     if not path.endswith(".json") or path.endswith(".index.json"):
         return None
     return path

@@ -37,7 +37,7 @@ from ckpt_tools.hub.secrets import refuse_secrets
 from ckpt_tools.hub.training import ai_toolkit_config, value_at
 from ckpt_tools.options import Doc, default_num_workers, takes
 from ckpt_tools.options.hub import PushFields
-from ckpt_tools.storage.locations import is_remote
+from ckpt_tools.storage.locations import is_remote, likely
 from ckpt_tools.storage.remote.account import find_pusher
 from ckpt_tools.storage.remote.server_checks import RefusalError
 from ckpt_tools.storage.run_leases import leased
@@ -627,6 +627,6 @@ def push(options: PushOptions) -> PushResult:
     if not os.path.isdir(path):
         if os.path.lexists(path):
             raise UsageError("push takes a directory", where=path)
-        raise UnreadableError("no such directory", where=path)
+        raise UnreadableError("no such directory", where=path, hint=likely(path))
     with leased(path):
         return Push(options, options.num_workers or default_num_workers()).run()

@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.text import did_you_mean
 
 REMOTE_WORKERS = 16
 """Requests that are under way at once by default."""
@@ -104,7 +105,8 @@ class Parameter:
     def check(self, value: object) -> None:
         """Refuse a word that it does not take."""
         if self.words and isinstance(value, str) and value not in self.words:
-            raise UsageError(f"{self.flag} must be one of {', '.join(self.words)}, got {value!r}")
+            what = f"{self.flag} must be one of {', '.join(self.words)}, got {value!r}"
+            raise UsageError(what, hint=did_you_mean(value, self.words))
 
 
 def refuse_other(value: str | None, words: Collection[str], kind: str, option: str) -> None:

@@ -53,7 +53,7 @@ class ExportOptions:
     architecture: Architecture = None
     svd_rank: Annotated[
         int | None,
-        Option("Approximate what the format cannot express exactly; the error is reported.", metavar="R", min=1),
+        Option("Rank for what the format cannot express exactly; the error is reported.", metavar="R", min=1),
     ] = None
     dtype: common.DTypeName = "keep"
     include: common.Include = ()
@@ -109,22 +109,22 @@ class MergeOptions:
     ] = ()
     combine: Annotated[
         str,
-        Option("How adapters are combined: the exact sum of their changes, or a method of PEFT's.", metavar=METHODS),
+        Option("Method of combination: the exact sum of the changes, or a method of PEFT's.", metavar=METHODS),
     ] = "sum"
     density: Annotated[float | None, Option("Share of the elements that pruning methods keep.", metavar="P")] = None
     majority_sign: Annotated[
-        Literal["total", "frequency"] | None, Option("What ties elects a sign by (default: total).")
+        Literal["total", "frequency"] | None, Option("Election of signs in the ties methods (default: total).")
     ] = None
-    svd_rank: Annotated[int | None, Option("Rank that svd gives (default: the largest).", metavar="R", min=1)] = None
+    svd_rank: Annotated[int | None, Option("Rank of svd methods (default: the largest).", metavar="R", min=1)] = None
     seed: Annotated[int, Option("Seed of dare's random masks.", metavar="N", min=0)] = 0
     alpha: Alpha = None
     adapter_name: AdapterName = None
     config: Config = ()
     component: Annotated[str | None, Option("Component of a pipeline (default: by its names).", metavar="NAME")] = None
-    untie: Annotated[bool, Option("Give a tied head a weight of its own: it and the embedding may differ.")] = False
+    untie: Annotated[bool, Option("Give a tied head a weight of its own; it and the embedding may differ.")] = False
     max_shard_size: common.MaxShardSize = None
-    include: Annotated[Sequence[str], Option("Only these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
-    exclude: Annotated[Sequence[str], Option("Skip these tensors of the adapter (repeatable).", metavar="GLOB")] = ()
+    include: Annotated[Sequence[str], Option("Tensors of the adapter to take (repeatable).", metavar="GLOB")] = ()
+    exclude: Annotated[Sequence[str], Option("Tensors of the adapter to skip (repeatable).", metavar="GLOB")] = ()
     strict: Strict = False
     overwrite: common.Overwrite = False
     keep_pickles: common.KeepPickles = False

@@ -31,14 +31,16 @@ class InspectView:
     """What `ckpt inspect` shows."""
 
     tensors: Annotated[bool, Option("List every tensor.")] = False
-    tensor: Annotated[Sequence[str], Option("Show the chunks of a tensor (repeatable).", metavar="FQN")] = ()
-    by: Annotated[By | None, Option("Show only this table.")] = None
+    tensor: Annotated[Sequence[str], Option("Tensor whose chunks to show (repeatable).", metavar="FQN")] = ()
+    by: Annotated[By | None, Option("Only table to show.")] = None
     html: Html = None
 
 
 CheckedPart = Annotated[
     str | None,
-    Option("Read the bytes of one part of N of the tensors, from 0; nobody sums the parts up.", metavar="I/N"),
+    Option(
+        "Read only part I of N of the tensors (counted from 0); results of the parts are not combined.", metavar="I/N"
+    ),
 ]
 
 
@@ -47,22 +49,22 @@ class VerifyOptions:
     """The options of `verify`."""
 
     source: common.Source = field(kw_only=False)
-    against: Annotated[AnyPath | None, Option("Copy to compare with, bit for bit, of any format.", metavar="REF")] = (
+    against: Annotated[AnyPath | None, Option("Copy to compare with, bit for bit, in any format.", metavar="REF")] = (
         None
     )
     names: common.LibraryNames = "auto"
     level: Annotated[
         common.Level,
-        Option("What to check: structure, headers only; data, every byte; values, also NaN, Inf and all-zero weights."),
+        Option("Depth: structure, headers alone; data, every byte; values, also NaN, Inf and all-zero weights."),
     ] = "data"
     purpose: Annotated[
         common.Purpose | None,
-        Option("Purpose: resume, all that the trainer resumes from; weights (default: as saved).", name="--for"),
+        Option("Purpose: resume, everything that the trainer needs; or weights (default: as saved).", name="--for"),
     ] = None
     part: CheckedPart = None
     accept: Annotated[
         Sequence[str],
-        Option("Record that this file was changed on purpose, in the manifest (repeatable).", metavar="FILE"),
+        Option("File that was changed on purpose, to record in the manifest (repeatable).", metavar="FILE"),
     ] = ()
     num_workers: common.NumWorkers = None
     format: common.From = None
@@ -76,7 +78,7 @@ class VerifyView:
     """What `ckpt verify` takes beside one checkpoint."""
 
     more: Annotated[
-        Sequence[AnyPath], Argument("Further checkpoints; the folder of a run stands for all in it.", "SRC")
+        Sequence[AnyPath], Argument("Further checkpoints; a run's folder stands for all in it.", "SRC")
     ] = ()
     html: Html = None
 
@@ -85,9 +87,9 @@ class VerifyView:
 class DiffOptions:
     """The options of `diff`."""
 
-    a: Annotated[AnyPath, Argument("A checkpoint of any format.", "A")] = field(kw_only=False)
-    b: Annotated[AnyPath, Argument("The other checkpoint.", "B")] = field(kw_only=False)
-    keys_only: Annotated[bool, Option("Names, shapes and dtypes only; reads no tensor.")] = False
+    a: Annotated[AnyPath, Argument("Checkpoint in any format.", "A")] = field(kw_only=False)
+    b: Annotated[AnyPath, Argument("Checkpoint to compare it with, in any format.", "B")] = field(kw_only=False)
+    keys_only: Annotated[bool, Option("Compare names, shapes and dtypes alone; read no tensor.")] = False
     atol: Annotated[float | None, Option("Absolute tolerance (default: bitwise).", min=0)] = None
     rtol: Annotated[float | None, Option("Relative tolerance.", min=0)] = None
     include: common.Include = ()
@@ -114,15 +116,13 @@ class StatsOptions:
     source: common.Source = field(kw_only=False)
     against: Annotated[
         AnyPath | None,
-        Option("Earlier checkpoint of the same model, of any format, to measure the update from.", metavar="OTHER"),
+        Option("Earlier checkpoint of the same model, in any format, to measure the update from.", metavar="OTHER"),
     ] = None
     frozen: Annotated[
         Sequence[str], Option("Tensors that were not trained (repeatable; needs --against).", metavar="GLOB")
     ] = ()
     rank: Annotated[bool, Option("Also measure the effective rank of a sample of 256 rows of every matrix.")] = False
-    dequantize: Annotated[bool, Option("Measure what quantised weights stand for; without it packed ones are not.")] = (
-        False
-    )
+    dequantize: Annotated[bool, Option("Measure quantised weights decoded; else packed ones are left out.")] = False
     include: common.Include = ()
     exclude: common.Exclude = ()
     names: common.LibraryNames = "auto"
@@ -154,6 +154,4 @@ class ScanOptions:
 class ScanView:
     """How `ckpt scan` prints its result."""
 
-    format: Annotated[
-        Literal["text", "json", "sarif"], Option("How the result is printed; json is the same as --json.")
-    ] = "text"
+    format: Annotated[Literal["text", "json", "sarif"], Option("Output format (json: same as --json).")] = "text"

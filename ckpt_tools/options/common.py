@@ -13,9 +13,7 @@ Level = Literal["structure", "data", "values"]
 """How much `verify` reads: headers, every byte, or every byte and what the values are."""
 Purpose = Literal["resume", "weights"]
 
-Source = Annotated[
-    AnyPath, Argument("A safetensors file, a model directory, a DCP directory or a training step.", "SRC")
-]
+Source = Annotated[AnyPath, Argument("Checkpoint: file, model directory, DCP directory, training step or URL.", "SRC")]
 Destination = Annotated[AnyPath, Argument("Directory to create.", "DST")]
 MeshText = Annotated[
     str | Mesh | None,
@@ -27,14 +25,14 @@ MeshText = Annotated[
 ]
 WorldSize = Annotated[int | None, Option("Number of ranks, to infer -1 in --mesh.", min=1)]
 Dequantize = Annotated[
-    bool, Option("Decode quantised weights, as --dtype says or config.json; without it their bytes stay as they are.")
+    bool, Option("Decode quantised weights to --dtype, or to the dtype in config.json (default: bytes unchanged).")
 ]
 DTypeName = Annotated[
-    str, Option("Cast the model's floating-point tensors, but no quantised ones.", metavar="keep|bf16|f16|f32")
+    str, Option("Dtype of the model's floating-point tensors, quantised ones excepted.", metavar="keep|bf16|f16|f32")
 ]
 DTypeFor = Annotated[
     Sequence[str],
-    Option("Cast these floating-point tensors otherwise (repeatable; the first match wins).", metavar="GLOB=DTYPE"),
+    Option("Dtype of these tensors, in place of --dtype (repeatable; the first match wins).", metavar="GLOB=DTYPE"),
 ]
 MaxShardSize = Annotated[
     str | None,
@@ -46,31 +44,34 @@ MaxShardSize = Annotated[
 Include = Annotated[
     Sequence[str],
     Option(
-        "Only these tensors (repeatable). * stays inside one dotted component, ** crosses, {a,b} alternates.",
+        "Tensors to take (repeatable). * stays inside one dotted component, ** crosses dots, {a,b} alternates.",
         metavar="GLOB",
     ),
 ]
-Exclude = Annotated[Sequence[str], Option("Skip these tensors (repeatable).", metavar="GLOB")]
-Overwrite = Annotated[bool, Option("Replace DST; the old one is kept until the new one is durable.")]
+Exclude = Annotated[Sequence[str], Option("Tensors to skip (repeatable).", metavar="GLOB")]
+Overwrite = Annotated[bool, Option("Replace DST; the old one stays until the new one is durable.")]
 PartText = Annotated[
     str | None,
     Option(
-        "Write one part of N, from 0: run the same command once for each, anywhere; the last one publishes DST.",
+        "Part to write, counted from 0. Run the same command for every part, on any machine; the last publishes DST.",
         metavar="I/N",
     ),
 ]
-AsPart = Annotated[bool, Option("Take a known part of a model as what it is; without it a part is refused.")]
-KeepPickles = Annotated[bool, Option("Copy pickles and code that the checkpoint brought along.")]
+AsPart = Annotated[bool, Option("Accept a known part of a model (default: refused).")]
+KeepPickles = Annotated[bool, Option("Copy pickles and code as well, which can run when loaded.")]
 OnlyCommit = Annotated[bool, Doc("Write no part: publish what all parts have written.")]
-DryRun = Annotated[bool, Option("Plan only: files, bytes, memory, disk. Writes nothing.", short="-n")]
+DryRun = Annotated[bool, Option("Print the plan (files, bytes, memory, disk); write nothing.", short="-n")]
 NumWorkers = Annotated[int | None, Option("Number of threads.", short="-j", env=True, min=1, max=256)]
-Progress = Annotated[ProgressFactory | None, Doc("Makes the receiver of progress.")]
+Progress = Annotated[
+    ProgressFactory | None,
+    Doc("Called with the total number of bytes; returns a function that is called with each increment."),
+]
 ShapesFrom = Annotated[
     AnyPath | None,
     Option("Checkpoint of the same model, for the shapes of FSDP1's LOCAL_STATE_DICT pieces.", metavar="MODEL"),
 ]
 Component = Annotated[
-    str | None, Option("One model of several in a repository, e.g. unet (. for the one at the top).", metavar="NAME")
+    str | None, Option("Model in a repository of several, e.g. unet (. for the one at the top).", metavar="NAME")
 ]
 FORMATS = "safetensors|torch|torch-dist|dcp|step|ranks|hf-sharded|hf|deepspeed|deepspeed-fp32|torch-dir"
 """As `formats.table` has them, in its order."""
@@ -81,29 +82,27 @@ From = Annotated[str | None, Option("Format of SRC (default: detected).", name="
 ShardNames = Annotated[
     Literal["auto", "hub", "live", "torchtitan", "megatron", "meta", "torchtune"],
     Option(
-        "Names to write: those of the live model, of the hub's files, or of a library; auto is live where ckpt knows "
-        "the architecture, else the file's."
+        "Tensor names to write: the live model's, the hub's or a library's; auto is live where ckpt knows the "
+        "architecture, else the names of SRC."
     ),
 ]
 GatherNames = Annotated[
     Literal["auto", "hub", "live", "torchtitan", "megatron", "meta", "torchtune", "comfyui"],
     Option(
-        "Names to write: auto is hub where ckpt knows the architecture; live keeps those of SRC; a library's name says "
-        "whose those are, and writes the hub's (comfyui: of a single file of an image or video model, diffusers')."
+        "Tensor names: auto writes the hub's where ckpt knows the architecture; live keeps those of SRC; a library's "
+        "name states the names of SRC and writes the hub's (comfyui: those of a single file, written as diffusers')."
     ),
 ]
 OtherNames = Annotated[
     Literal["auto", "hub", "live", "torchtitan", "megatron", "meta", "torchtune"],
-    Option(
-        "Names of the weights: those of the live model, of the hub's files, or of a library; auto keeps those of SRC."
-    ),
+    Option("Tensor names: the live model's, the hub's or a library's; auto keeps those of SRC."),
 ]
 LibraryNames = Annotated[
     Literal["auto", "torchtitan", "megatron", "meta", "torchtune"],
-    Option("Library whose names are compared with the hub's; auto finds it."),
+    Option("Library whose tensor names are compared with the hub's; auto detects it."),
 ]
 MapFile = Annotated[
-    AnyPath | None, Option("Key map of your own, from the hub's names to others, instead of --names.", metavar="FILE")
+    AnyPath | None, Option("Key map from the hub's names to your own, in place of --names.", metavar="FILE")
 ]
 
 
@@ -133,20 +132,18 @@ class MeshOptions:
     set: Annotated[
         Sequence[str],
         Option(
-            "Placement rule (repeatable; before those of --rules; the first match wins); GLOB= means FSDP only, "
-            "AXIS:F that FSDP cuts over this axis, too.",
+            "Placement rule (repeatable; before those of --rules; the first match wins). GLOB= is FSDP alone; "
+            "AXIS:F lets FSDP cut over this axis as well.",
             metavar="GLOB=AXIS:S(D),…",
         ),
     ] = ()
     tp_plan: Annotated[
-        str | None, Option("Cut along tp as transformers cuts the architecture that config.json names.", metavar="auto")
+        str | None, Option("Plan for tp (auto: as transformers cuts the architecture in config.json).", metavar="auto")
     ] = None
     assets: Annotated[
-        AnyPath | None, Option("Directory with the config.json for --tp-plan, where SRC has none.", metavar="DIR")
+        AnyPath | None, Option("Directory with the config.json for --tp-plan (default: SRC).", metavar="DIR")
     ] = None
     tp_uneven: Annotated[
         Literal["refuse", "replicate"],
-        Option(
-            "Tensors whose dim both tp and dp_shard cut and tp does not divide: refuse them, or keep them whole on tp."
-        ),
+        Option("Tensors with a dim that tp and dp_shard both cut and tp does not divide: refused, or whole on tp."),
     ] = "refuse"

@@ -33,16 +33,16 @@ class WritingOptions:
 class AverageOptions(WritingOptions):
     """The options of `average`."""
 
-    sources: Annotated[Sequence[AnyPath], Argument("Checkpoints of one model, of any formats.", "SRC")] = field(
+    sources: Annotated[Sequence[AnyPath], Argument("Checkpoints of one model, in any formats.", "SRC")] = field(
         kw_only=False
     )
     destination: common.Destination = field(kw_only=False)
     weights: Annotated[
-        str | None, Option("Weight of every source, 1 together (default: equal weights).", metavar="W,W,…")
+        str | None, Option("Weight of each source, in their order, with a sum of 1 (default: equal).", metavar="W,W,…")
     ] = None
     ema: Annotated[
         float | None,
-        Option("Exponential moving average instead, oldest source first: how much of it stays.", metavar="DECAY"),
+        Option("Decay of an exponential average, oldest source first (default: plain average).", metavar="DECAY"),
     ] = None
 
 
@@ -55,7 +55,7 @@ class ExtractOptions(WritingOptions):
     include: common.Include = ()
     exclude: common.Exclude = ()
     layers: Annotated[
-        int | None, Option("Only the first N layers, with a config.json that says so.", metavar="N", min=1)
+        int | None, Option("Number of first layers to take; config.json is adapted.", metavar="N", min=1)
     ] = None
 
 
@@ -65,9 +65,9 @@ class RenameOptions(WritingOptions):
 
     source: common.Source = field(kw_only=False)
     destination: common.Destination = field(kw_only=False)
-    map: Annotated[AnyPath | None, Option("Key map, from the hub's names to those to write.", metavar="FILE")] = None
+    map: Annotated[AnyPath | None, Option("Key map from the hub's names to those to write.", metavar="FILE")] = None
     names: Annotated[
-        Literal["comfyui"] | None, Option("Instead of --map: diffusers' model as the single file that ComfyUI loads.")
+        Literal["comfyui"] | None, Option("Built-in map in place of --map (comfyui: the file that ComfyUI loads).")
     ] = None
 
 
@@ -92,16 +92,16 @@ class ConvertOptions(common.MeshOptions):
     dtype: common.DTypeName = "keep"
     dtype_for: common.DTypeFor = ()
     dequantize: common.Dequantize = False
-    prefix: Annotated[str, Option("Prefix for every name, e.g. model.", metavar="PFX")] = ""
+    prefix: Annotated[str, Option("Prefix before every name, e.g. model.", metavar="PFX")] = ""
     serialization: Annotated[
         Literal["torch", "safetensors"],
-        Option("torch: items that dcp.load reads; safetensors: only tensors, for torch's HuggingFaceStorageReader."),
+        Option("Items: torch, for dcp.load; safetensors, tensors alone, for torch's HuggingFaceStorageReader."),
     ] = "torch"
     include: common.Include = ()
     exclude: common.Exclude = ()
     trainer: Annotated[
         TrainerName | None,
-        Option("Write the names, prefix and directories that this trainer loads.", name="--for", after="prefix"),
+        Option("Trainer whose names, prefix and directories to write.", name="--for", after="prefix"),
     ] = None
     overwrite: common.Overwrite = False
     keep_pickles: common.KeepPickles = False
@@ -131,7 +131,7 @@ class ShardOptions(ConvertOptions):
     engine: Annotated[
         Literal["stream", "dtensor"],
         Option(
-            "stream, or the reference path through PyTorch: one process per rank, distribute_tensor, dcp.save.",
+            "Writer: stream, or dtensor, the reference path through PyTorch with one process per rank.",
             after="prefix",
         ),
     ] = "stream"
@@ -151,7 +151,7 @@ class GatherOptions:
     dequantize: common.Dequantize = False
     quantize: Annotated[
         Literal["fp8"] | None,
-        Option("Quantise linear layers (fp8: 8-bit floats with one scale per 128×128 block, as in DeepSeek-V3)."),
+        Option("Quantisation of linear layers (fp8: 8-bit floats, a scale per 128×128 block, as in DeepSeek-V3)."),
     ] = None
     keep_precision: Annotated[Sequence[str], Option("Tensors that --quantize skips (repeatable).", metavar="GLOB")] = ()
     strip_prefix: Annotated[
@@ -162,7 +162,7 @@ class GatherOptions:
         ),
     ] = "auto"
     assets: Annotated[
-        AnyPath | None, Option("Directory with the config and tokenizer that the source itself lacks.", metavar="DIR")
+        AnyPath | None, Option("Directory with the config and tokenizer, if SRC lacks them.", metavar="DIR")
     ] = None
     like: Annotated[
         AnyPath | None, Option("Reference model whose names, order, files and dtypes to restore.", metavar="REF")
@@ -186,7 +186,7 @@ class GatherOptions:
     shapes_from: common.ShapesFrom = None
     to: Annotated[
         Literal["safetensors", "torch"],
-        Option("What to write: model.safetensors, or pytorch_model.bin as torch.save does."),
+        Option("Files to write: model.safetensors, or pytorch_model.bin as torch.save does."),
     ] = "safetensors"
     progress: common.Progress = None
 
@@ -203,22 +203,25 @@ class RunOptions:
     parts: Annotated[
         str,
         Option(
-            "What says in the environment which part this process is (auto: torchrun, if it runs); with --on how many.",
+            "Launcher whose environment numbers the parts (auto: torchrun, if it runs); with --on, how many parts.",
             metavar="|".join((*get_args(PartsFrom), "N")),
             after="part",
         ),
     ] = "auto"
     on: Annotated[
-        str | None, Option("Run all parts as tasks of a Ray cluster.", metavar="ray|ray://HOST:PORT", after="parts")
+        str | None, Option("Ray cluster that runs all parts as tasks.", metavar="ray|ray://HOST:PORT", after="parts")
     ] = None
     memory: Annotated[
         str | None,
-        Option("Memory for what is on its way to a store (default: 1GiB).", metavar="SIZE", after="num_workers"),
+        Option("Memory for uploads to a store (default: 1GiB).", metavar="SIZE", after="num_workers"),
     ] = None
     verify_written: Annotated[
         Literal["sample", "all"],
-        Option("What to read back from a store: the ends of 64 files, or everything.", after="memory"),
+        Option("Bytes to read back from a store: the ends of 64 files, or all.", after="memory"),
     ] = "sample"
     no_conditional_writes: Annotated[
-        bool, Option("Write to a store that cannot keep a second writer out, too.", after="verify_written")
+        bool,
+        Option(
+            "Also write to stores without conditional writes, where two writers can collide.", after="verify_written"
+        ),
     ] = False

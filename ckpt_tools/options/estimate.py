@@ -18,13 +18,11 @@ _DTYPES = "bf16|f16|f32"
 class _ModelAndRanks:
     model: Annotated[
         AnyPath | None,
-        Argument("A config.json or its directory; or a checkpoint without one, for the formula only.", "[MODEL]"),
+        Argument("A config.json or its directory; or a checkpoint without one, for the formula only.", "MODEL"),
     ] = field(default=None, kw_only=False)
     params: Annotated[
         int | str | None,
-        Option(
-            "Parameters (7B) of a model without a config, for the formula; with --layers and --hidden.", metavar="N"
-        ),
+        Option("Parameter count (7B) without a config, for the formula; with --layers and --hidden.", metavar="N"),
     ] = None
     layers: Annotated[int | None, Option("With --params: number of blocks.")] = None
     hidden: Annotated[int | None, Option("With --params: hidden size.")] = None
@@ -85,7 +83,7 @@ class TrainingOptions:
     ] = None
     schedule: Annotated[str, Option("With pp: schedule of the pipeline.", metavar="|".join(SCHEDULES))] = "1f1b"
     compile: Annotated[bool, Option("Compile blocks with torch.compile.")] = False
-    fp8: Annotated[bool, Option("Linear layers compute in float8 (torchao).")] = False
+    fp8: Annotated[bool, Option("Compute linear layers in float8 (torchao).")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +104,8 @@ class EstimateFields(TrainingOptions, _ModelAndRanks):
     ] = None
     gpu_memory: Annotated[
         str | int | None,
-        Option(
-            "Memory of a device (80GB): shows what fits; if nothing does, suggests a change that would.", metavar="SIZE"
-        ),
+        Option("Memory of a device, e.g. 80GB; the result shows what fits, or a change that would.", metavar="SIZE"),
     ] = None
     gpu: Annotated[
-        str | None, Option("Device by name (H100-80GB, A100-40GB, RTX4090, …), in place of --gpu-memory.")
+        str | None, Option("Name of a device (H100-80GB, A100-40GB, RTX4090, …), in place of --gpu-memory.")
     ] = None

@@ -25,7 +25,8 @@ class ExportPush:
     """How `ckpt export-lora` pushes what it has written."""
 
     push: Annotated[
-        str | None, Option("Then push it to the hub, as `ckpt push DST REPO` does.", metavar="REPO", after="exclude")
+        str | None,
+        Option("Hub repository to push the result to, as `ckpt push` does.", metavar="REPO", after="exclude"),
     ] = None
     private: Private = False
     create_pr: CreatePr = False
@@ -52,7 +53,7 @@ class CardFields:
     ] = None
     relation: Annotated[
         Relation | None,
-        Option("How it was made from the base model, if ckpt cannot tell.", name="--base-model-relation"),
+        Option("Relation to the base model, if ckpt cannot tell.", name="--base-model-relation"),
     ] = None
     pipeline_tag: Annotated[
         str | None, Option("Task for the model card: text-to-image, text-generation, …", metavar="TASK")
@@ -64,8 +65,8 @@ class CardFields:
         Option("Directory of sample images or videos with their prompts, for the card's gallery.", metavar="DIR"),
     ] = None
     license: Annotated[str | None, Option("License for the model card: apache-2.0, other, …", metavar="NAME")] = None
-    license_name: Annotated[str | None, Option("Name of a license of its own (with other).", metavar="NAME")] = None
-    license_link: Annotated[str | None, Option("Where that license is: URL or LICENSE file.", metavar="LINK")] = None
+    license_name: Annotated[str | None, Option("Name of a custom license (with other).", metavar="NAME")] = None
+    license_link: Annotated[str | None, Option("URL or LICENSE file of that license.", metavar="LINK")] = None
     languages: Annotated[
         Sequence[str], Option("Language code for the card (repeatable).", name="--language", metavar="CODE")
     ] = ()
@@ -78,10 +79,10 @@ class CardFields:
 class PushFields:
     """The options of `push`."""
 
-    directory: Annotated[AnyPath, Argument("What to push: a model, an adapter, a checkpoint.", "DIR")] = field(
+    directory: Annotated[AnyPath, Argument("Directory to push: a model, an adapter or a checkpoint.", "DIR")] = field(
         kw_only=False
     )
-    repo: Annotated[str, Argument("NAMESPACE/NAME, or NAME for one of your own; created if new.", "REPO")] = field(
+    repo: Annotated[str, Argument("Repository, NAMESPACE/NAME or a NAME of yours; created if new.", "REPO")] = field(
         kw_only=False
     )
     private: Private = False
@@ -90,20 +91,20 @@ class PushFields:
     commit_message: CommitMessage = None
     include: Annotated[
         Sequence[str],
-        Option("Only these files (repeatable). Without a slash, names in every directory match.", metavar="GLOB"),
+        Option("Files to upload (repeatable). Without a slash, names in every directory match.", metavar="GLOB"),
     ] = ()
-    exclude: Annotated[Sequence[str], Option("Skip these files (repeatable).", metavar="GLOB")] = ()
+    exclude: Annotated[Sequence[str], Option("Files to skip (repeatable).", metavar="GLOB")] = ()
     keep_pickles: common.KeepPickles = False
     delete_stale: Annotated[bool, Option("Delete weights beside the new ones that only the hub has.")] = False
     check: Annotated[
         CheckLevel,
-        Option("Read back what was uploaded, everything, or nothing (the hub's digests are always compared)."),
+        Option("Files to read back: those sent, all, or none, names alone (the hub's digests are always compared)."),
     ] = "sent"
     token: Annotated[str | None, Doc("Access token (default: HF_TOKEN, or that of `hf auth login`).")] = field(
         default=None, repr=False
     )
     endpoint: Endpoint = None
-    dry_run: Annotated[bool, Option("Plan only: new, changed and unchanged files. Uploads nothing.", short="-n")] = (
+    dry_run: Annotated[bool, Option("Print the plan (new, changed, unchanged files); upload nothing.", short="-n")] = (
         False
     )
     num_workers: common.NumWorkers = None

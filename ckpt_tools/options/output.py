@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ckpt_tools.options import AnyPath, Option
+from ckpt_tools.options import AnyPath, Argument, Option
 
-Json = Annotated[bool, Option("One JSON document on stdout.", env=True)]
-Html = Annotated[
-    AnyPath | None, Option("Also write the result as a page for browsers: one self-contained file.", metavar="FILE")
-]
+Json = Annotated[bool, Option("Print one JSON document on stdout.", env=True)]
+Html = Annotated[AnyPath | None, Option("HTML report to write as well: one self-contained file.", metavar="FILE")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +20,12 @@ class OutputOptions:
     progress: Annotated[Literal["auto", "bar", "plain", "none"], Option("Progress on stderr.", env=True)] = "auto"
     """Only where the library tells of it."""
     json: Json = False
-    quiet: Annotated[bool, Option("Errors only.", short="-q", env=True)] = False
-    verbose: Annotated[bool, Option("More detail; tracebacks of failures.", short="-v", env=True)] = False
+    quiet: Annotated[bool, Option("Print errors only.", short="-q", env=True)] = False
+    verbose: Annotated[bool, Option("Print more detail, and tracebacks of failures.", short="-v", env=True)] = False
 
     storage: Annotated[
         Sequence[str],
-        Option("Setting of object stores by obstore's name, e.g. region (repeatable).", metavar="KEY=VALUE"),
+        Option("Setting of object stores by obstore's name, e.g. region=eu-west-1 (repeatable).", metavar="KEY=VALUE"),
     ] = ()
 
     @property
@@ -47,6 +45,15 @@ class EnvOptions:
     """The options of `ckpt env`."""
 
     json: Json = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelpOptions:
+    """What `ckpt help` is asked about."""
+
+    topic: Annotated[str | None, Argument("Command or topic (default: the list of topics).", "TOPIC")] = field(
+        default=None, kw_only=False
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

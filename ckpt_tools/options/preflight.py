@@ -22,8 +22,8 @@ class PreflightFields:
     config: Annotated[
         AnyPath | Sequence[AnyPath],
         Argument(
-            "What the run is started with: a trainer's config, accelerate's beside it, or the script or Slurm job that"
-            " names them (- for stdin).",
+            "Files that start the run: a trainer's config, accelerate's config, or the script or Slurm job that names"
+            " them (- for stdin).",
             "CONFIG",
         ),
     ] = field(default=(), kw_only=False)
@@ -36,28 +36,28 @@ class PreflightFields:
             "Checkpoint to load (default: the one that CONFIG resumes from, or the model's own weights).", metavar="SRC"
         ),
     ] = None
-    gpu_memory: Annotated[str | None, Option("Memory of a device (80GB).", metavar="SIZE")] = None
+    gpu_memory: Annotated[str | None, Option("Memory of a device, e.g. 80GB.", metavar="SIZE")] = None
     smoke: Annotated[
-        bool, Option("Train a few steps of the model, cut down, on this machine.", name="--smoke/--no-smoke")
+        bool, Option("Train a few steps of the cut-down model on this machine.", name="--smoke/--no-smoke")
     ] = True
     memory: Annotated[bool, Option("Estimate the memory of a rank.", name="--memory/--no-memory")] = True
     host: Annotated[
         bool,
         Option(
-            "Check this machine, as a job's prolog: GPUs, driver, disk, memory, limits, paths and port, with CONFIG or"
-            " without; leaves out memory, checkpoint and smoke."
+            "Check this machine, e.g. in a job's prolog: GPUs, driver, disk, memory, limits, paths and port (CONFIG is"
+            " optional); skip memory, checkpoint and smoke."
         ),
     ] = False
     only: Annotated[
-        Sequence[str], Option("Make only this check: rules, memory, checkpoint, smoke (repeatable).", metavar="CHECK")
+        Sequence[str], Option("Only check to make: rules, memory, checkpoint or smoke (repeatable).", metavar="CHECK")
     ] = ()
     ignore: Annotated[
         Sequence[str],
-        Option("Let findings with this code pass; they are listed as ignored (repeatable).", metavar="CODE"),
+        Option("Code of findings that may pass; they are listed as ignored (repeatable).", metavar="CODE"),
     ] = ()
-    strict: Annotated[bool, Option("Fail on warnings, and on a check that was asked for and not made.")] = False
+    strict: Annotated[bool, Option("Fail on warnings, and on requested checks that were not made.")] = False
     override: Annotated[
-        Sequence[str], Option("Override the trainer's config, as words after -- do (repeatable).", metavar="WORD")
+        Sequence[str], Option("Override for the trainer's config, like a word after -- (repeatable).", metavar="WORD")
     ] = ()
 
 
@@ -67,6 +67,6 @@ class PreflightView:
 
     format: Annotated[
         Literal["text", "json", "sarif", "github"],
-        Option("How the result is printed; github: as annotations of a workflow; json is the same as --json."),
+        Option("Output format (github: annotations of a workflow; json: same as --json)."),
     ] = "text"
     html: Html = None

@@ -8,12 +8,10 @@ from typing import Annotated, Literal
 
 from ckpt_tools.options import AnyPath, Argument, Doc, Option, common
 
-Run = Annotated[AnyPath, Argument("Folder that a run saves its checkpoints to, on a disk or in a bucket.", "DIR")]
-Unverified = Annotated[
-    Sequence[str], Option("Also remove this one, which is not verified (repeatable).", metavar="NAME")
-]
+Run = Annotated[AnyPath, Argument("Folder of a run's checkpoints, on a disk or in a bucket.", "DIR")]
+Unverified = Annotated[Sequence[str], Option("Unverified checkpoint to remove as well (repeatable).", metavar="NAME")]
 Quiet = Annotated[
-    float, Option("Seconds that a checkpoint must not change before it is read or removed.", metavar="SECONDS", min=0)
+    float, Option("Seconds without change before a checkpoint is read or removed.", metavar="SECONDS", min=0)
 ]
 Say = Callable[[str], None]
 
@@ -22,23 +20,23 @@ Say = Callable[[str], None]
 class KeepOptions:
     """What to keep, as the user said it."""
 
-    keep_last: Annotated[int | None, Option("Keep the latest K verified checkpoints.", metavar="K", min=1)] = None
-    keep_every: Annotated[int | None, Option("Keep those whose step is a multiple of N.", metavar="N", min=1)] = None
-    keep_best: Annotated[int | None, Option("Keep the K with the best metric.", metavar="K", min=1)] = None
+    keep_last: Annotated[int | None, Option("Number of last verified checkpoints to keep.", metavar="K", min=1)] = None
+    keep_every: Annotated[int | None, Option("Step interval: its multiples are kept.", metavar="N", min=1)] = None
+    keep_best: Annotated[int | None, Option("Number of best checkpoints to keep.", metavar="K", min=1)] = None
     metric: Annotated[str, Option("Metric of --keep-best, as the Trainer logs it or Lightning puts it into names.")] = (
         "eval_loss"
     )
     greater_is_better: Annotated[
-        bool | None, Option("Highest is best (default: unless the metric's name ends in loss).")
+        bool | None, Option("Take the highest metric as best (default: unless its name ends in loss).")
     ] = None
     accept: Annotated[
-        Sequence[str], Option("Let this one succeed the others although it differs (repeatable).", metavar="NAME")
+        Sequence[str], Option("Checkpoint that may differ from those before it (repeatable).", metavar="NAME")
     ] = ()
     quarantine: Annotated[
-        str, Option("How long what was removed can be brought back by prune --undo.", metavar="DURATION")
+        str, Option("Time for which prune --undo can restore what was removed.", metavar="DURATION")
     ] = "1d"
     also_used_by: Annotated[
-        Sequence[AnyPath], Option("Directory whose links keep what they lead to (repeatable).", metavar="DIR")
+        Sequence[AnyPath], Option("Directory whose links protect what they lead to (repeatable).", metavar="DIR")
     ] = ()
 
 
@@ -49,7 +47,7 @@ class PruneOptions(KeepOptions):
     directory: Run = field(kw_only=False)
     unverified: Unverified = ()
     undo: Annotated[
-        Sequence[str], Option("Bring this one back from quarantine, or all (repeatable).", metavar="NAME|all")
+        Sequence[str], Option("Checkpoint to restore from quarantine, or all (repeatable).", metavar="NAME|all")
     ] = ()
     settle: Quiet = 10.0
     dry_run: common.DryRun = False
@@ -63,20 +61,20 @@ class WatchOptions(KeepOptions):
     directory: Run = field(kw_only=False)
     level: Annotated[
         Literal["data", "values"],
-        Option("What to check of a new checkpoint; values: every byte, NaN and Inf; data: bytes with a checksum."),
+        Option("Depth of checks: values, every byte, NaN and Inf; data, bytes with a checksum."),
     ] = "values"
     gather: Annotated[
-        AnyPath | None, Option("Also convert what stays into full safetensors, below this directory.", metavar="OUT")
+        AnyPath | None, Option("Directory for full safetensors of the checkpoints that stay.", metavar="OUT")
     ] = None
     assets: Annotated[AnyPath | None, Option("Model with the config and tokenizer for --gather.", metavar="DIR")] = None
     push: Annotated[
-        str | None, Option("Also push what stays (with --gather, the result) to the hub.", metavar="REPO")
+        str | None, Option("Hub repository for what stays (with --gather, for the results).", metavar="REPO")
     ] = None
-    once: Annotated[bool, Option("Look once, and end: for cron. Exit code 3 with a bad checkpoint.")] = False
+    once: Annotated[bool, Option("Look once and exit, e.g. for cron (exit code 3: a bad checkpoint).")] = False
     status: Annotated[
-        bool, Option("Only show what is known and what goes when: nothing is verified or written. Exit code as --once.")
+        bool, Option("Show what is known and what is removed when; verify and write nothing (exit code as --once).")
     ] = False
-    interval: Annotated[float, Option("Seconds between two looks.", metavar="SECONDS", min=0.1)] = 30.0
+    interval: Annotated[float, Option("Seconds between looks.", metavar="SECONDS", min=0.1)] = 30.0
     settle: Quiet = 10.0
     num_workers: common.NumWorkers = None
     progress: common.Progress = None

@@ -17,9 +17,7 @@ class SmokeFields:
 
     source: Annotated[
         AnyPath | None,
-        Argument(
-            "A safetensors file, a model directory or a DCP directory; without it the weights are random.", "[SRC]"
-        ),
+        Argument("A safetensors file, a model directory or a DCP directory; without it the weights are random.", "SRC"),
     ] = field(default=None, kw_only=False)
     model: Annotated[
         AnyPath | None, Option("Model config or its directory (default: beside SRC).", metavar="DIR|CONFIG")
@@ -30,7 +28,7 @@ class SmokeFields:
     mesh: common.MeshText = None
     nproc: Annotated[int | None, Option("Number of ranks (default: 2, or what the mesh needs).", min=1)] = None
     device: Annotated[
-        str, Option("Where the ranks compute; auto takes GPUs if there is one per rank.", metavar="auto|cpu|cuda")
+        str, Option("Device of the ranks; auto takes GPUs if there is one per rank.", metavar="auto|cpu|cuda")
     ] = "auto"
     strategy: Annotated[
         str | None,
@@ -55,19 +53,19 @@ class SmokeFields:
     loss: Annotated[
         str | None,
         Option(
-            "Where the loss is in what forward returns: a position, a key, or a path such as losses.total "
+            "Loss in the output of forward: a position, a key, or a path such as losses.total "
             "(default: .loss, or the only scalar with a gradient).",
             metavar="NAME",
         ),
     ] = None
     compare: Annotated[
         str | None,
-        Option("Run once more with full copies; show memory and seconds per step of both.", metavar="no_shard"),
+        Option("Strategy of a second run: full copies; shows memory and seconds per step of both.", metavar="no_shard"),
     ] = None
     memory: Annotated[
         str | int | None,
         Option(
-            "Memory limit of the run, e.g. 8GB (default: what is free); larger models are tried with fewer layers.",
+            "Memory limit of the run, e.g. 8GB (default: what is free); larger models run with fewer layers.",
             metavar="SIZE",
         ),
     ] = None

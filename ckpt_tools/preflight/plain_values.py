@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 
@@ -72,12 +71,6 @@ _NUMBERS = re.compile(r"\d+")
 _MIN_TOKEN = 4  # letters of a word in which a slip of the pen can be told from another word: tp and cp are two words
 _LONG_TOKEN = 7
 _MAX_NAME = 100
-
-
-def nearest(key: str, names: Collection[str]) -> str | None:
-    """Return the known name that is most like `key`, if any is."""
-    found = difflib.get_close_matches(key[:_MAX_NAME], sorted(names), n=1, cutoff=0.7)
-    return found[0] if found else None
 
 
 def is_typo(key: str, name: str) -> bool:

@@ -37,6 +37,7 @@ from ckpt_tools.runs.folder import (
     stamp_of,
 )
 from ckpt_tools.storage.claim import staging_path, try_lock
+from ckpt_tools.storage.locations import likely
 from ckpt_tools.storage.publish import sync_directory
 from ckpt_tools.storage.run_leases import LEASE_PREFIX, RECORD_NAME, homes_of, is_locked
 from ckpt_tools.storage.source import MAX_FILES
@@ -65,7 +66,7 @@ class DiskFolder(Folder):
         if not os.path.isdir(path):
             if os.path.lexists(path):
                 raise UsageError("a run's folder is a directory", where=path)
-            raise UnreadableError("no such directory", where=path)
+            raise UnreadableError("no such directory", where=path, hint=likely(path))
         super().__init__(path)
         self._real = os.path.realpath(path)
         self._home = homes_of(self._real)[0]

@@ -104,7 +104,7 @@ class RunManager:
         folder: The folder.
         settings: What to do with it.
         say: Told what is done, line by line.
-        progress: Makes the receiver of progress.
+        progress: Called with the total number of bytes; returns a function that is called with each increment.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ from ckpt_tools.storage.shared_staging import SharedStaging, under_way
 from ckpt_tools.storage.sink import SharedSink, Sink
 from ckpt_tools.storage.source import LocalSource, Source, read_named_file
 from ckpt_tools.storage.staging import Staging
+from ckpt_tools.text import nearest
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
@@ -31,6 +32,7 @@ _WRITERS: Mapping[str, str] = {"s3": "object_sink", "gs": "object_sink", "az": "
 """Scheme → module of this room with `open_sink(path, overwrite=…)`."""
 
 
+_REPOSITORY = re.compile(r"(?!.*\.(safetensors|ckpt|pth?|bin|gguf|json|ya?ml|toml|txt)$)\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?")
 _REVISION = re.compile(r"[0-9A-Za-z]+")
 _MAX_REVISION = 256
 _options: dict[str, str] = {}
@@ -113,10 +115,31 @@ def open_place(path: str) -> tuple[Source, str | None]:
         return cast("_SourceModule", _module(scheme, _READERS, path, "reads")).open_place(path)
     path = local(path)
     if not os.path.lexists(path):
-        raise under_way(path) or UnreadableError("no such file or directory", where=path)
+        raise under_way(path) or UnreadableError("no such file or directory", where=path, hint=likely(path))
     if os.path.isdir(path):
         return LocalSource(path), None
     return LocalSource(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
+
+
+def likely(path: str) -> str | None:
+    """Return the hint of what is meant by a path that leads nowhere: a place elsewhere, or the nearest one here."""
+    scheme = re.match(r"([a-z0-9]+):/?(?!/)", path)
+    if scheme is not None and scheme[1] in _READERS:
+        return f"did you mean {scheme[1]}://{path[scheme.end() :]}?"
+    here, below = path.rstrip("/"), list[str]()
+    while not os.path.lexists(here or "."):
+        here, name = os.path.split(here)
+        below.insert(0, name)
+    try:
+        near = nearest(below[0], os.listdir(here or ".")) if below else None
+        short = os.path.relpath(path)
+    except (OSError, ValueError):  # no path, or the current directory is gone
+        return None
+    if near is not None:
+        whole = os.path.join(here, near, *below[1:])
+        return f"did you mean {whole if os.path.lexists(whole) else os.path.join(here, near)}?"
+    is_repository = _REPOSITORY.fullmatch(short) and not os.path.lexists(os.path.dirname(short))
+    return f"for a repository of the Hugging Face hub, write hf://{short}" if is_repository else None
 
 
 def open_source(path: str) -> Source:

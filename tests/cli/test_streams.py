@@ -45,6 +45,7 @@ CASES: dict[str, tuple[str, int]] = {
     "watch": ("watch . --once", 4),
     "prune": ("prune . --keep-last 1", 4),
     "env": ("env", 0),
+    "help": ("help mesh", 0),
     "--help": ("--help", 0),
     "--version": ("--version", 0),
     "misspelt": ("verrify model", 2),

@@ -27,8 +27,9 @@ from ckpt_tools.preflight.configs.field_rows import (
 )
 from ckpt_tools.preflight.configs.names import known
 from ckpt_tools.preflight.configs.schema import section
-from ckpt_tools.preflight.plain_values import dtype_name, find_value, nearest
+from ckpt_tools.preflight.plain_values import dtype_name, find_value
 from ckpt_tools.preflight.spec import AdapterSpec, Engine
+from ckpt_tools.text import nearest
 
 _ARCHS = known("ai_toolkit", "arch")
 """Models; another one is loaded as Stable Diffusion. Source: `toolkit/util/get_model.py:get_model_class`."""

@@ -40,10 +40,9 @@ from ckpt_tools.preflight.plain_values import (
     is_typo,
     is_variable,
     join_path,
-    nearest,
     read_rows,
 )
-from ckpt_tools.text import first_few
+from ckpt_tools.text import first_few, nearest
 
 # What becomes of every option of a config: read, known, passed over, not known, or not to be read here.
 
