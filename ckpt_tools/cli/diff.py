@@ -121,7 +121,7 @@ def _odd(difference: Difference) -> list[Finding]:
     sizes = {fqn: change.relative for fqn, change in changes.items() if change.relative is not None}
     far = dict(outliers(sizes, {fqn: kind_of(fqn) for fqn in sizes}, 1.0))
     others = "the same weight in other layers by about"
-    found = {fqn: f"changed by {page.people(sizes[fqn])}, {others} {usual:.2g}" for fqn, usual in far.items()}
+    found = {fqn: f"changed by {sizes[fqn]:.3g}, {others} {usual:.3g}" for fqn, usual in far.items()}
     found |= {fqn: change.what for fqn, change in changes.items() if change.relative is None}
     return list(gathered(found, "info", "stands-out", "`ckpt stats` shows what it is like in each"))
 
@@ -139,7 +139,7 @@ def _changed_sections(difference: Difference, odd: Sequence[Finding], otherwise:
         f"All {page.count(len(changed), 'changed tensor')}, the most changed first",
         "tensor, >relative change, what",
         ordered,
-        lambda change: (change.fqn, "≠" if change.relative is None else page.people(change.relative), change.what),
+        lambda change: (change.fqn, "≠" if change.relative is None else f"{change.relative:.3g}", change.what),
         is_folded=len(changed) > 20,
     )
     yield page.PageSection(f"Changed: {len(changed):,}", [*parts, table])

@@ -150,10 +150,8 @@ _SERIES = ("params", "grads", "optimizer", "activations", "gathered", "step")
 def estimate_page(result: Estimate) -> page.Page:
     """Return the page of an estimate: the one recommended first."""
     first = result.cases[0].case
-    title = (
-        f"{count_text(result.params)} parameters · {page.count(first.mesh.world_size, 'rank')} · {first.optimizer} · "
-    )
-    title += f"{first.batch_size} × {first.seq_len} tokens per rank · {_dtypes(first)}"
+    sizes = f"{count_text(result.params)} parameters · {page.count(first.mesh.world_size, 'rank')}"
+    title = f"{sizes} · {first.optimizer} · {first.batch_size} × {first.seq_len} tokens per rank · {_dtypes(first)}"
     sections, mood = estimate_sections(result), None
     verdict = "No device to compare with: give --gpu-memory."
     if result.gpu_memory is not None:

@@ -432,14 +432,9 @@ def build_page(summary: Summary, stored: Summary | None = None) -> page.Page:
 
 def _lost(summary: Summary) -> list[Finding]:
     """Return a finding for every file that is missing."""
-    hint, lost = "restore it; `ckpt verify` lists the tensors that it holds", _missing(summary)
-    return [
-        Finding.warning(
-            "missing-file", f.file, f"the file is missing, with {format_size(f.num_bytes)} of tensors", hint
-        )
-        for f in summary.files
-        if f.file in lost
-    ]
+    what, hint = "the file is missing, with {} of tensors", "restore it; `ckpt verify` lists the tensors that it holds"
+    sizes = {file.file: format_size(file.num_bytes) for file in summary.files}
+    return [Finding.warning("missing-file", name, what.format(sizes[name]), hint) for name in _missing(summary)]
 
 
 _HOW_MODULES = "Areas are bytes. Open a module for its parts, and a tensor for its chunks; Escape goes back."

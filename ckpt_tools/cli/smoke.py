@@ -150,16 +150,11 @@ def _phase_parts(report: SmokeReport) -> list[page.Part]:
 
 
 def _gradient_parts(report: SmokeReport) -> list[page.Part]:
-    caption = (
-        "Error relative to the largest element of the reference's gradient, by layer. A gap is no such parameter, "
-    )
-    caption += "or one whose gradient is frozen, missing, or compared to rounding alone"
+    caption = "Error relative to the largest element of the reference's gradient; a gap: not compared"
     chart = page.Depth(caption, {"": report.grad_errors}, report.findings)
     worst = sorted(report.grad_errors.items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
-    name = "The numbers, the largest first"
-    table = page.PageTable.of(
-        name, "parameter, >error", worst, lambda item: (item[0], f"{item[1]:.2g}"), is_folded=True
-    )
+    rows, name = [(name, f"{error:.2g}") for name, error in worst], "The numbers, the largest first"
+    table = page.PageTable.of(name, "parameter, >error", rows, lambda row: row, is_folded=True)
     return [*([chart] if chart.places() else []), table]
 
 

@@ -170,10 +170,9 @@ def _tensors(result: Verification) -> Iterator[page.PageSection]:
 def _extent(result: Verification) -> list[page.Part]:
     """Return how much was read, and what was not and why."""
     sizes = [sum(each.nbytes for each in some) for some in (result.read, result.not_read)]
-    said = f"{format_size(sizes[0])} read, {format_size(sizes[1])} not read"
-    bars = page.Bars("Bytes beside headers", ("read", page.UNREAD), [page.Bar("all files", sizes, said)])
-    listed = list(describe(result.not_read, page.MAX_ROWS))
-    return [bars, *([page.NoteList([f"not read: {text}" for text in listed])] if listed else [])] if any(sizes) else []
+    bar = page.Bar("all files", sizes, f"{format_size(sizes[0])} read, {format_size(sizes[1])} not read")
+    listed = [f"not read: {text}" for text in describe(result.not_read, page.MAX_ROWS)]
+    return [page.Bars("Bytes beside headers", ("read", page.UNREAD), [bar]), *[page.NoteList(listed)] * bool(listed)]
 
 
 _WIDTH = 16  # Ranks in a row, where no mesh says how many

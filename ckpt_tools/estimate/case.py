@@ -68,7 +68,7 @@ class Case(TrainingOptions):
     def cost(self) -> tuple[int, int]:
         """How much is computed again, and how often, and among how many ranks, parameters are gathered: by rank."""
         gathers = ("no_shard", "shard_grad_op", "hybrid_shard_zero2", "hybrid_shard", "full_shard")
-        return 2 * self.activation_checkpointing - self.selective_checkpointing, gathers.index(self.strategy)
+        return 2 * self.activation_checkpointing + self.selective_checkpointing, gathers.index(self.strategy)
 
     @property
     def label(self) -> str:

@@ -147,11 +147,9 @@ class Estimate:
         if best is None:
             return None if change is None else f"with {change.what} it would: {self._need(change.estimate)}"
         fitting = [case.case.cost[0] for case in self.cases if case.fits]
-        why = "; the only one that fits" if len(self.cases) > 1 else ""
-        if len(fitting) > 1:
-            least = ", then the least gathering of parameters" * (fitting.count(best.case.cost[0]) > 1)
-            why = f"; the least recomputation that fits{least}"
-        return self._need(best) + why
+        least = ", then the least gathering of parameters" * (fitting.count(best.case.cost[0]) > 1)
+        why = f"; the least recomputation that fits{least}" if len(fitting) > 1 else "; the only one that fits"
+        return self._need(best) + why * (len(self.cases) > 1)
 
     def _need(self, found: CaseEstimate) -> str:
         sizes = (found.per_rank.peak, found.margin.total, self.gpu_memory or 0)

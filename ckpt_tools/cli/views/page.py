@@ -185,7 +185,8 @@ class Depth(NamedTuple):
 def _drawn(value: float | str | None) -> float | str | None:
     if isinstance(value, str) or value is None:
         return value
-    return float(f"{value:.3g}") if math.isfinite(value) else "NaN or Inf"
+    short = float(f"{value:.3g}")  # which may be one that is too large
+    return "NaN or Inf" if not math.isfinite(value) else short if math.isfinite(short) else value
 
 
 def _place(fqn: str) -> tuple[str, int, str] | None:
@@ -290,13 +291,7 @@ def identity_rows(identity: Identity | None, most_models: int) -> list[tuple[str
 
 def identity_titles(identities: Sequence[Identity], names: Sequence[str] = "AB") -> list[str]:
     """Return the line that says what was looked at; of two, with their names."""
-    named = zip(names, identities, strict=False)
-    return [f"{name}: {each.title}" if len(identities) > 1 else each.title for name, each in named]
-
-
-def people(number: float) -> str:
-    """Return a number as people write it: 0.19, 400."""
-    return f"{number:.2g}" if abs(number) < 100 else f"{number:,.0f}"
+    return [f"{n}: {e.title}" if len(identities) > 1 else e.title for n, e in zip(names, identities, strict=False)]
 
 
 def identity_sections(identities: Sequence[Identity]) -> list[PageSection]:
@@ -308,7 +303,9 @@ def identity_sections(identities: Sequence[Identity]) -> list[PageSection]:
 
 def by_layer(numbers: Mapping[str, int], *, caption: str, legend: str, findings: Sequence[Finding] = ()) -> list[Part]:
     """Return numbers of tensors in layers as a map, neighbours that are alike in one row; the others as a table."""
-    heat_of, about = heats([*numbers.values()]), tensors_of(findings, numbers)
+    heat_of, about = heats([*numbers.values()]), dict[str, list[Finding]]()
+    for finding, fqn in tensors_of(findings, numbers).items():
+        about.setdefault(fqn, []).append(finding)
     layers: dict[tuple[str, int], dict[str, list[str]]] = {}
     for fqn in numbers:
         if (place := _place(fqn)) is not None:
@@ -324,11 +321,10 @@ def by_layer(numbers: Mapping[str, int], *, caption: str, legend: str, findings:
         name = f"{stack}.{format_ranges(number for _, number in blocks)}".removeprefix(".")
         cells: list[Cell | None] = []
         for kind in kinds[:_MAX_KINDS]:
-            fqns = {fqn for row in members for fqn in row.get(kind, ())}
             heat, sign = heat_of(max(by_kind.get(kind, [0])))
-            number = sum(by_kind.get(kind, []))
-            here = [finding for finding, fqn in about.items() if fqn in fqns]
-            cells.append(Cell(f"{sign}{number:,}", heat, findings=here) if fqns else None)
+            here = [each for row in members for fqn in row.get(kind, ()) for each in about.get(fqn, ())]
+            text = f"{sign}{sum(by_kind.get(kind, [])):,}"
+            cells.append(Cell(text, heat, findings=here) if kind in by_kind else None)
         rows.append((f"{name} × {len(blocks)}" if len(blocks) > 1 else name, cells))
     left_out = max(0, len(kinds) - _MAX_KINDS) + max(0, len(rows) - _MAX_LAYERS)
     others = [(fqn, f"{number:,}") for fqn, number in numbers.items() if block_of(fqn) is None]
