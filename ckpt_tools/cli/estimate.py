@@ -186,7 +186,8 @@ def estimate_sections(result: Estimate) -> list[page.PageSection]:
         )
         sections.append(page.PageSection("What would fit", [table]))
     table = _table(result)
-    table = table._replace(caption=f"{table.caption}; each column at any time, the peak less than their sum")
+    caption = f"In numbers: {table.caption}; each column at any time, the peak less than their sum"
+    table = table._replace(caption=caption, is_folded=len(result.cases) > 1)
     parts: list[page.Part] = [_memory_bars(result), table]
     sections.append(page.PageSection("Memory of the rank that holds the most", parts))
     if timelines := _timelines(result):

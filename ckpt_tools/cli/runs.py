@@ -92,7 +92,7 @@ def _table(pruned: PruneResult, most: int | None, *, whole: bool = False) -> pag
         row = [one.name, format_size(one.nbytes), one.state, *[metric] * whole, fate, why]
         return row + [one.goes_when] * has_goes
 
-    columns = f"checkpoint, >size, state, {'>metric, ' * whole}, why{', goes' * has_goes}"
+    columns = f"checkpoint, >size, state, {'>metric, outcome' * whole}, why{', goes' * has_goes}"
     latest = pruned.checkpoints if most is None else pruned.checkpoints[-most:]
     table = page.PageTable.of("By series and step", columns, latest, cells, most=None)
     return table._replace(left_out=len(pruned.checkpoints) - len(latest))
