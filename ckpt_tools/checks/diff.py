@@ -52,6 +52,8 @@ class Difference:
     changed: tuple[Change, ...]
     num_equal: int = 0
     """Tensors that are equal in both."""
+    same: tuple[str, ...] = ()
+    """Their names; JSON has the number alone."""
     notes: tuple[str, ...] = ()
     """What of the two was not compared, for people."""
     identities: tuple[Identity, ...] = ()
@@ -152,8 +154,9 @@ def diff(
         rows.setdefault(weight or change.fqn, replace(change, fqn=weight, what=what) if weight else change)
     only = [tuple(fqn for fqn in one if fqn not in other) for one, other in ((ours, theirs), (theirs, ours))]
     notes = tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out)))
-    equal = len(shared) - len(changed)
-    return Difference(only_in_a=only[0], only_in_b=only[1], changed=tuple(rows.values()), num_equal=equal, notes=notes)
+    same = tuple(fqn for fqn in shared if fqn not in changed)
+    found = Difference(only_in_a=only[0], only_in_b=only[1], changed=tuple(rows.values()), same=same, notes=notes)
+    return replace(found, num_equal=len(same))
 
 
 _Entries = Mapping[str, TensorEntry]
@@ -309,4 +312,5 @@ def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, ato
 def to_json(difference: Difference) -> dict[str, object]:
     """Return the document of `ckpt diff --json`."""
     document: dict[str, object] = {"equal": difference.equal, "identities": (), **asdict(difference)}
+    del document["same"]
     return document | {"identities": [each.to_json() for each in difference.identities]}

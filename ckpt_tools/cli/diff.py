@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checks.diff import Change, Difference, to_json
-from ckpt_tools.checks.sibling_tensors import kind_of
+from ckpt_tools.checks.sibling_tensors import gathered, kind_of, outliers
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say
 from ckpt_tools.cli.views import page
@@ -121,18 +123,16 @@ def _summary(difference: Difference, *, keys_only: bool) -> str:
 def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms: Sequence[str] = ()) -> page.Page:
     """Return the page of a comparison; `terms` are what limits it: tolerances, and names that were chosen."""
     compared = "names, shapes and dtypes; no data was read" if keys_only else "names, shapes, dtypes and every value"
-    rows = [("A", a), ("B", b), ("compared", compared), *_counts(difference)]
-    sections = [
-        *page.identity_sections(difference.identities),
-        page.PageSection("What was compared", [page.FactList(rows)]),
-    ]
-    sections += page.notes_section("On these terms", terms)
-    sections += page.notes_section("Not compared", difference.notes)
-    sections += _changed_sections(difference)
+    rows = [("compared", compared), *_counts(difference)]
+    sections = [*_changed_sections(difference, _odd(difference), page.UNREAD if keys_only else "equal")]
     for name, fqns in (("A", difference.only_in_a), ("B", difference.only_in_b)):
         if fqns:
             table = page.PageTable.of(f"Tensors only in {name}", "tensor", fqns, lambda fqn: (fqn,))
             sections.append(page.PageSection(f"Only in {name}: {len(fqns):,}", [table]))
+    sections += page.notes_section("Settings", terms)
+    sections += page.notes_section("Not compared", difference.notes)
+    sections += [page.PageSection("What was compared", [page.FactList(rows)])]
+    sections += page.identity_sections(difference.identities)
     mood: page.Mood | None = None
     if difference.equal:
         mood = page.mood_of(ok=True, left=difference.notes or keys_only or terms)
@@ -141,31 +141,36 @@ def diff_page(difference: Difference, a: str, b: str, *, keys_only: bool, terms:
         verdict += "; some things were not compared, listed below" if difference.notes else ""
     else:
         verdict = ", ".join(f"{number} {name}" for name, number in _counts(difference))
-    return page.Page("diff", f"{a} ↔ {b}", sections, mood, verdict)
+    titles = page.identity_titles(difference.identities)
+    return page.Page("diff", f"{a} ↔ {b}", sections, mood, verdict, titles=titles)
 
 
-def _changed_sections(difference: Difference) -> Iterator[page.PageSection]:
+def _odd(difference: Difference) -> list[Finding]:
+    """Return what stands out of a difference: other shapes or dtypes, NaN, changes unlike those of other layers."""
+    changes = {change.fqn: change for change in difference.changed}
+    sizes = {fqn: change.relative for fqn, change in changes.items() if change.relative is not None}
+    far = dict(outliers(sizes, {fqn: kind_of(fqn) for fqn in sizes}, 1.0))
+    others = "the same weight in other layers by about"
+    found = {fqn: f"changed by {sizes[fqn]:.3g}, {others} {usual:.3g}" for fqn, usual in far.items()}
+    found |= {fqn: change.what for fqn, change in changes.items() if change.relative is None}
+    return list(gathered(found, "info", "stands-out", "`ckpt stats` shows what it is like in each"))
+
+
+def _changed_sections(difference: Difference, odd: Sequence[Finding], otherwise: str) -> Iterator[page.PageSection]:
     changed = difference.changed
     if not changed:
         return
-    parts: list[page.Part] = []
-    sized = {change.fqn: _sized(change) for change in changed}
-    if any(change.relative is not None for change in changed):
-        parts += page.by_layer(
-            sized,
-            caption="Relative change |B − A| / |A| by layer and kind of weight",
-            legend="Colours are logarithmic. ≠: different without such a number. Empty: equal, or no such tensor.",
-        )
-    ordered = sorted(changed, key=lambda change: -sized[change.fqn].weight)
+    numbers: dict[str, float | str] = dict.fromkeys(difference.same, otherwise)
+    numbers |= {each.fqn: "different" if each.relative is None else each.relative for each in changed}
+    chart = page.Depth("Relative change |B − A| / |A| by layer, a line for each kind of weight", {"": numbers}, odd)
+    parts: list[page.Part] = [chart] if chart.places() else []
+    ordered = sorted(changed, key=lambda change: -math.inf if change.relative is None else -change.relative)
     table = page.PageTable.of(
         f"All {page.count(len(changed), 'changed tensor')}, the most changed first",
-        "tensor, >relative, what",
+        "tensor, >relative change, what",
         ordered,
-        lambda change: (change.fqn, sized[change.fqn].text, change.what),
+        lambda change: (change.fqn, "≠" if change.relative is None else f"{change.relative:.3g}", change.what),
         is_folded=len(changed) > 20,
     )
     yield page.PageSection(f"Changed: {len(changed):,}", [*parts, table])
-
-
-def _sized(change: Change) -> page.Sized:
-    return page.Sized(change.relative, "≠" if change.relative is None else f"{change.relative:.1e}")
+    yield from page.findings_section(odd, "What stands out")

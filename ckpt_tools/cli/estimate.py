@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
+from ckpt_tools.checkpoint.identity import count_text
 from ckpt_tools.checkpoint.infer_mesh import block_of
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import print_json, report_to, waiting
@@ -116,20 +116,27 @@ def _print_verdict(screen: Screen, result: Estimate, *, quiet: bool) -> None:
     if result.fits is not None:
         screen.line(_verdict(result))
     if result.fits:
+        screen.line(f"recommended: {result.recommendation}")
         return
     for proposal in () if quiet else result.proposals:
         found = proposal.estimate
         how = "formula" if found.tracked is None else "tracked"
         screen.line(f"  {proposal.what}: {format_size(found.needed)} ({how}), {_VERDICTS[found.fits]}")
-    advice = result.advice
-    if advice is not None:
-        screen.line(f" hint: {advice.what}")
+    if result.advice is not None:
+        screen.line(f" hint: {result.advice.what}")
     elif result.proposals:
-        screen.line(" hint: none of the changes tried fits: use a larger device, more ranks, or a smaller model")
+        screen.line(f" hint: {_NOTHING}")
+
+
+_NOTHING = "none of the changes tried fits: use a larger device, more ranks, or a smaller model"
+
+
+def _device(nbytes: int) -> str:
+    return f"{nbytes / 10**9:.3g} GB ({format_size(nbytes)})"
 
 
 def _verdict(result: Estimate) -> str:
-    device = f"{(result.gpu_memory or 0) / 10**9:.3g} GB ({format_size(result.gpu_memory or 0)})"
+    device = _device(result.gpu_memory or 0)
     if result.fits:
         return f"fits in {device}: {', '.join(case.case.label for case in result.cases if case.fits)}"
     return f"does NOT fit in {device}" if result.fits is False else f"not known whether it fits in {device}"
@@ -141,31 +148,33 @@ _SERIES = ("params", "grads", "optimizer", "activations", "gathered", "step")
 
 
 def estimate_page(result: Estimate) -> page.Page:
-    """Return the page of an estimate."""
-    if result.gpu_memory is None:
-        verdict = "No device to compare with: give --gpu-memory."
-        return page.Page("estimate", result.model, estimate_sections(result), verdict=verdict)
-    # An estimate has assumptions: only its words say yes.
-    moods: dict[bool | None, page.Mood] = {True: "partly", False: "bad", None: "unknown"}
-    return page.Page("estimate", result.model, estimate_sections(result), moods[result.fits], _verdict(result))
+    """Return the page of an estimate: the one recommended first."""
+    first = result.cases[0].case
+    sizes = f"{count_text(result.params)} parameters · {page.count(first.mesh.world_size, 'rank')}"
+    title = f"{sizes} · {first.optimizer} · {first.batch_size} × {first.seq_len} tokens per rank · {_dtypes(first)}"
+    sections, mood = estimate_sections(result), None
+    verdict = "No device to compare with: give --gpu-memory."
+    if result.gpu_memory is not None:
+        # An estimate has assumptions: only its words say yes.
+        moods: dict[bool | None, page.Mood] = {True: "partly", False: "bad", None: "unknown"}
+        mood = moods[result.fits]
+        advice = result.recommendation or (_NOTHING if result.proposals else "")
+        verdict = f"Recommended: {advice}" if result.fits else f"{_verdict(result)}{'; ' * bool(advice)}{advice}"
+    return page.Page("estimate", result.model, sections, mood, verdict, titles=[title])
+
+
+def _best_first(result: Estimate) -> list[CaseEstimate]:
+    """Return every way, first the recommended one, or the one that needs the least."""
+    best = result.recommended or min(result.cases, key=lambda case: case.needed)
+    return sorted(result.cases, key=lambda case: (case is not best, case.fits is not True))
 
 
 def estimate_sections(result: Estimate) -> list[page.PageSection]:
     """Return what an estimate found, as sections."""
-    first = result.cases[0].case
-    rows = [
-        ("parameters", f"{result.params:,}"),
-        ("dtypes", _dtypes(first)),
-        ("optimizer", first.optimizer),
-        ("batch", f"{first.batch_size} × {first.seq_len} tokens per rank"),
-    ]
-    table = _table(result)
-    table = table._replace(caption=f"{table.caption}; each column at any time, the peak less than their sum")
-    parts: list[page.Part] = [page.FactList(rows), _memory_bars(result.cases, result.gpu_memory), table]
-    sections = [page.PageSection("Memory of the rank that holds the most", parts)]
+    sections = []
     if result.proposals:
         table = page.PageTable.of(
-            "Changes that were tried",
+            "Changes that were tried; the last one fits" if result.advice else "Changes that were tried: none fits",
             "change, >needs, by, fits",
             result.proposals,
             lambda each: (
@@ -176,6 +185,11 @@ def estimate_sections(result: Estimate) -> list[page.PageSection]:
             ),
         )
         sections.append(page.PageSection("What would fit", [table]))
+    table = _table(result)
+    caption = f"In numbers: {table.caption}; each column at any time, the peak less than their sum"
+    table = table._replace(caption=caption, is_folded=len(result.cases) > 1)
+    parts: list[page.Part] = [_memory_bars(result), table]
+    sections.append(page.PageSection("Memory of the rank that holds the most", parts))
     if timelines := _timelines(result):
         sections.append(page.PageSection("One training step", timelines))
     doubts = [f"{case.case.label}: {case.doubt}" for case in result.cases if case.doubt]
@@ -183,23 +197,20 @@ def estimate_sections(result: Estimate) -> list[page.PageSection]:
     return [*sections, *page.notes_section("What the numbers do not cover", [*result.notes, *formula, *doubts])]
 
 
-def _memory_bars(cases: Sequence[CaseEstimate], limit: int | None) -> page.Bars:
-    bars = []
-    for case in cases:
+def _memory_bars(result: Estimate) -> page.Bars:
+    bars, limit = [], result.gpu_memory
+    for case in _best_first(result):
         memory = case.per_rank
         parts = [memory.at_peak.get(name, 0) for name in _SERIES]
         other = max(0, memory.peak - sum(parts))
         total = f"{format_size(memory.peak)} + {format_size(case.margin.total)} margin = {format_size(case.needed)}"
         if case.fits is not None or limit is not None:
             total += f", fits: {_FITS[case.fits]}"
-        name = f"{case.case.label} on {case.case.mesh}"
+        name = "recommended: " * (case is result.recommended) + f"{case.case.label} on {case.case.mesh}"
         bars.append(page.Bar(name, (*parts, other, case.margin.total), total))
     caption = "What is in memory at the peak, and the margin beside it"
-    limit_name = "the device" if limit is None else f"the device: {format_size(limit)}"
+    limit_name = "the device" if limit is None else f"the device: {_device(limit)}"
     return page.Bars(caption, (*_SERIES, "other", "margin"), bars, limit, limit_name)
-
-
-_MAX_TIMELINES = 4
 
 
 def _num_between(before: Moment | None, after: Moment) -> int:
@@ -211,33 +222,27 @@ def _num_between(before: Moment | None, after: Moment) -> int:
 
 
 def _timelines(result: Estimate) -> list[page.Part]:
-    """Return what is alive in a step of each way that was tracked, those that fit first."""
-    tracked = [case for case in result.cases if case.per_rank.moments]
-    shown = sorted(tracked, key=lambda case: case.fits is not True)[:_MAX_TIMELINES]
-    parts: list[page.Part] = []
-    for case in shown:
-        moments = case.per_rank.moments
-        bars = []
-        rows = []
-        for before, moment in zip((None, *moments), moments, strict=False):
-            if left_out := _num_between(before, moment):
-                what = f"{page.count(left_out, 'block')} alike, not drawn"
-                bars.append(page.Bar(moment.phase, [0] * len(_SERIES), what, moment.phase))
-            held = [moment.held.get(name, 0) for name in _SERIES]
-            block = moment.block or ("optimizer" if moment.phase == "step" else "outside of blocks")
-            name = f"{moment.phase}, {block}"
-            bars.append(page.Bar(name, held, format_size(sum(held)), moment.phase))
-            rows.append((name, *map(format_size, (*held, sum(held)))))
-        label = f"{case.case.label} on {case.case.mesh}"
-        caption = f"{label}: the most that is held while each block runs, without the margin"
-        caption += "; ⋯ stands for blocks like their neighbours" * any(not sum(bar.parts) for bar in bars)
-        limit = result.gpu_memory
-        # A device many times as large would leave no room for the step.
-        limit = None if limit is None or limit > 4 * case.per_rank.peak else limit
-        names = "" if limit is None else f"the device: {format_size(limit)}"
-        columns = ", >".join(("moment", *_SERIES, "all"))
-        table = page.PageTable.of(f"{label}, in numbers", columns, rows, lambda row: row, is_folded=True)
-        parts += [page.Bars(caption, _SERIES, bars, limit, names, is_upright=True), table]
-    if len(tracked) > len(shown):
-        parts.append(page.NoteList([f"{len(tracked) - len(shown)} more were tracked; --json lists each step"]))
-    return parts
+    """Return what is alive in a step of the first way that was tracked, the recommended one if it was."""
+    case = next((case for case in _best_first(result) if case.per_rank.moments), None)
+    if case is None:
+        return []
+    moments, bars, rows = case.per_rank.moments, [], []
+    for before, moment in zip((None, *moments), moments, strict=False):
+        if left_out := _num_between(before, moment):
+            what = f"{page.count(left_out, 'block')} alike, not drawn"
+            bars.append(page.Bar(moment.phase, [0] * len(_SERIES), what, moment.phase))
+        held = [moment.held.get(name, 0) for name in _SERIES]
+        block = moment.block or ("optimizer" if moment.phase == "step" else "outside of blocks")
+        name = f"{moment.phase}, {block}"
+        bars.append(page.Bar(name, held, format_size(sum(held)), moment.phase))
+        rows.append((name, *map(format_size, (*held, sum(held)))))
+    label = f"{case.case.label} on {case.case.mesh}"
+    caption = f"{label}: peak memory while each block runs, without the margin"
+    caption += "; ⋯ stands for blocks like their neighbours" * any(not sum(bar.parts) for bar in bars)
+    limit = result.gpu_memory
+    # A device many times as large would leave no room for the step.
+    limit = None if limit is None or limit > 4 * case.per_rank.peak else limit
+    names = "" if limit is None else f"the device: {_device(limit)}"
+    columns = ", >".join(("moment", *_SERIES, "all"))
+    table = page.PageTable.of(f"{label}, in numbers", columns, rows, lambda row: row, is_folded=True)
+    return [page.Bars(caption, _SERIES, bars, limit, names, is_upright=True), table]

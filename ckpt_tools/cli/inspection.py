@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ckpt_tools.checkpoint.entries import BlobEntry, Chunk, TensorEntry, say_census
+from ckpt_tools.checkpoint.entries import BlobEntry, Chunk, Finding, TensorEntry, say_census
 from ckpt_tools.checkpoint.identity import count_text
 from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.checkpoint.summarise import FileSummary, PrefixSummary, RankSummary, Summary, to_json
@@ -458,21 +458,30 @@ def build_page(summary: Summary, stored: Summary | None = None) -> page.Page:
     layouts = [LayoutData(each, name) for each, name in zip(summaries, names, strict=True)]
     tree = build_tree(summaries, layouts)
     drawn = [layout.to_json() for layout in layouts]
-    sections = [
-        *page.identity_sections([first.identity] if first.identity is not None else []),
-        page.PageSection("What it holds", _facts(first, summary)),
-        page.PageSection("Modules", [page.ScriptDrawing("modules", _HOW_MODULES + _RENAMED * renamed)]),
-    ]
+    identities = [first.identity] if first.identity is not None else []
+    sections = [page.PageSection("Modules", [page.ScriptDrawing("modules", _HOW_MODULES + _RENAMED * renamed)])]
     for number, (each, name) in enumerate(zip(summaries, names, strict=True)):
         sections += _layout_sections(each, number, f" ({name})" if stored is not None else "", drawn[number])
-    sections += _more_sections(first)
+    lost = _missing(first)
+    sections += page.findings_section(_lost(first), "Missing files")
+    sections += [page.PageSection("What it holds", _facts(first, summary)), *_more_sections(first)]
+    sections += page.identity_sections(identities)
     data = {
         "layouts": drawn,
         "tree": tree,
         "dtypes": dtype_names(summaries),
         "files": [file.file for file in first.files],
+        "missing": [(number, rank_of_file(f.file)) for number, f in enumerate(first.files) if f.file in lost],
     }
-    return page.Page("inspect", first.path, sections, "unknown" if _missing(first) else None, _verdict(first), data)
+    mood: page.Mood | None = "unknown" if lost else None
+    return page.Page("inspect", first.path, sections, mood, _verdict(first), data, page.identity_titles(identities))
+
+
+def _lost(summary: Summary) -> list[Finding]:
+    """Return a finding for every file that is missing."""
+    what, hint = "the file is missing, with {} of tensors", "restore it; `ckpt verify` lists the tensors that it holds"
+    sizes = {file.file: format_size(file.num_bytes) for file in summary.files}
+    return [Finding.warning("missing-file", name, what.format(sizes[name]), hint) for name in _missing(summary)]
 
 
 _HOW_MODULES = "Areas are bytes. Open a module for its parts, and a tensor for its chunks; Escape goes back."
@@ -481,7 +490,7 @@ _RENAMED = " Names are those of the plan; where what is stored has another name,
 
 def _verdict(summary: Summary) -> str:
     missing = _missing(summary)
-    lost = f"; {len(missing)} of {len(summary.files)} files missing" if missing else ""
+    lost = f"; NOT read: {len(missing)} of {len(summary.files)} files missing" if missing else ""
     held = f"{summary.num_tensors:,} tensors, {format_size(summary.total_bytes)}"
     return f"{held}, from headers alone: no data was read or checked{lost}"
 
@@ -492,9 +501,8 @@ def _facts(first: Summary, summary: Summary) -> list[page.Part]:
         rows.append(("plan", planned))
     for each in (first, summary) if first is not summary else (first,):
         if each.imbalance is not None:
-            rows.append(("imbalance", f"{each.imbalance:.2f} (fullest / mean of {len(each.ranks):,} ranks)"))
-    missing = [f"missing: {file}" for file in _missing(first)[:_MAX_FILES]]
-    return [page.FactList(rows), *([page.NoteList(missing)] if missing else [])]
+            rows.append(("fullest rank ÷ mean", f"{each.imbalance:.2f} of {len(each.ranks):,} ranks"))
+    return [page.FactList(rows)]
 
 
 def _layout_sections(summary: Summary, number: int, suffix: str, drawn: dict[str, object]) -> list[page.PageSection]:

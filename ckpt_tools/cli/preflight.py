@@ -120,23 +120,22 @@ def preflight_page(report: PreflightReport) -> page.Page:
     """Return the page of a preflight: one page for everybody who must agree to a run."""
     skipped = [check.name for check in report.checks if check.ok is None]
     mood = page.mood_of(ok=not report.failed, left=report.not_checked or skipped or report.findings)
-    go = "NO-GO" if report.failed else "NOT CHECKED" if not report.was_read else "GO, as far as it was checked"
-    if mood == "good":
-        go = "GO"
+    unseen: list[str] = [*skipped] or ["listed below"] * bool(report.not_checked)
+    go = "NO-GO" if report.failed else "NOT CHECKED" if not report.was_read else "GO"
+    go += f" (not checked: {', '.join(unseen)})" if go == "GO" and unseen else ""
     if not report.failed and not report.was_read:
         mood = "unknown"
-    facts = [("framework", report.framework), ("mesh", report.mesh or "not known")]
-    if report.spec is not None:
-        facts.append(("asks for", describe_spec(report.spec)))
-    unseen = report.not_checked or skipped
+    title = f"{report.framework} · mesh {report.mesh or 'not known'}"
+    title += "" if report.spec is None else f" · {describe_spec(report.spec)}"
     sections = [
+        page.PageSection("Checks", [_checks(report)]),
         *page.findings_section(report.findings),
-        page.PageSection("The run", [page.FactList(facts), _checks(report)]),
-        *page.notes_section(f"What could not be seen: {page.count(len(unseen), 'thing')}", unseen),
-        *page.notes_section("On what terms", report.notes),
+        *page.notes_section("Not checked", report.not_checked or skipped),
+        *page.notes_section("Settings", report.notes),
     ]
     if report.estimate is not None:
         sections += estimate_sections(report.estimate)
     if report.smoke is not None:
         sections += smoke_sections(report.smoke)
-    return page.Page("preflight", report.config, sections, mood, f"{go}. {describe_verdict(report)}")
+    verdict = f"{go}. {describe_verdict(report)}"
+    return page.Page("preflight", report.config, sections, mood, verdict, titles=[title])

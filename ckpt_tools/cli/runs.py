@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, print_json, progress_of, report_to, say, say_findings
 from ckpt_tools.cli.screen import terminal
@@ -92,7 +94,7 @@ def _table(pruned: PruneResult, most: int | None, *, whole: bool = False) -> pag
         row = [one.name, format_size(one.nbytes), one.state, *[metric] * whole, fate, why]
         return row + [one.goes_when] * has_goes
 
-    columns = f"checkpoint, >size, state, {'>metric, ' * whole}, why{', goes' * has_goes}"
+    columns = f"checkpoint, >size, state, {'>metric, outcome' * whole}, why{', goes' * has_goes}"
     latest = pruned.checkpoints if most is None else pruned.checkpoints[-most:]
     table = page.PageTable.of("By series and step", columns, latest, cells, most=None)
     return table._replace(left_out=len(pruned.checkpoints) - len(latest))
@@ -101,7 +103,7 @@ def _table(pruned: PruneResult, most: int | None, *, whole: bool = False) -> pag
 # The page
 
 _MAX_BARS = 100
-_KINDS = ("not known", "not fit or not readable", "fit")
+_KINDS = ("not verified", "bad or unfit", "fit")
 
 
 def tending_page(pruned: PruneResult, command: str) -> page.Page:
@@ -109,36 +111,36 @@ def tending_page(pruned: PruneResult, command: str) -> page.Page:
     found = pruned.checkpoints
     fit = [each for each in found if each.state == "verified"]
     would = "would go" if pruned.dry_run else "removed"
-    facts = [
-        ("checkpoints", f"{len(found):,}, {format_size(sum(each.nbytes for each in found))}"),
-        ("last verified", pruned.last_fit or "none"),
-        (would, f"{len(pruned.removed):,}, {format_size(pruned.freed_bytes)}"),
-    ]
+    title = f"{page.count(len(found), 'checkpoint')}, {format_size(sum(each.nbytes for each in found))} · "
+    title += f"last verified: {pruned.last_fit or 'none'} · "
+    title += f"{would}: {len(pruned.removed):,}, {format_size(pruned.freed_bytes)}"
+    table = _table(pruned, page.MAX_ROWS, whole=True)
     sections = [
-        page.PageSection("The folder", [page.FactList(facts)]),
+        page.PageSection("Checkpoints", [*_drawn(found, pruned.findings), table]),
         *page.findings_section(pruned.findings),
-        page.PageSection("Checkpoints", [*_drawn(found), _table(pruned, page.MAX_ROWS, whole=True)]),
     ]
     back = [f"{name} until {end}" for name, end in pruned.quarantine.items()]
     sections += page.notes_section("In quarantine, and brought back by `ckpt prune DIR --undo NAME`", back)
     sections += page.notes_section("Not done", pruned.failed)
     sections += page.notes_section("Not checked", pruned.not_checked)
     sections += page.notes_section("Notes", pruned.notes)
-    verdict = f"{'ok' if pruned.ok else 'NOT ok'}: {len(fit)} of {page.count(len(found), 'checkpoint')} fit"
+    verdict = "no bad one was found" if pruned.ok else "NOT ok"
+    verdict += f": {len(fit)} of {page.count(len(found), 'checkpoint')} verified and fit"
     left = len(fit) < len(found) or pruned.findings or pruned.not_checked or pruned.failed or pruned.notes
-    return page.Page(command, pruned.path, sections, page.mood_of(ok=pruned.ok, left=left), verdict)
+    return page.Page(command, pruned.path, sections, page.mood_of(ok=pruned.ok, left=left), verdict, titles=[title])
 
 
-def _drawn(found: tuple[RunCheckpoint, ...]) -> list[page.Part]:
+def _drawn(found: tuple[RunCheckpoint, ...], findings: Sequence[Finding]) -> list[page.Part]:
     bars = []
     for each in found[-_MAX_BARS:]:
         place = {"verified": 2, "bad": 1, "unfit": 1}.get(each.state, 0)
         sizes = [each.nbytes if place == number else 0 for number in range(len(_KINDS))]
-        bars.append(page.Bar(each.name, sizes, f"{format_size(each.nbytes)}, {each.state}"))
+        about = [finding for finding in findings if each.name in (finding.where, finding.file)]
+        bars.append(page.Bar(each.name, sizes, f"{format_size(each.nbytes)}, {each.state}", findings=about))
     left_out = len(found) - len(bars)
     caption = "Size by step" + (f"; {left_out} earlier ones are not drawn" if left_out else "")
     parts: list[page.Part] = [page.Bars(caption, _KINDS, bars, is_upright=True)]
     metrics = [each.metric for each in found if each.metric is not None]
     if len(metrics) > 1:
-        parts.append(page.Curves("Metric of the steps that have one, in order", [("metric", metrics)]))
+        parts.append(page.Depth.over_steps("Metric of the steps that have one, in order", {"metric": metrics}))
     return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from ckpt_tools.cli.build import CommandCall
@@ -96,15 +97,14 @@ def smoke_page(report: SmokeReport) -> page.Page:
     """Return the page of a smoke run."""
     skipped = [phase for phase in report.phases if phase.ok is None]
     mood = page.mood_of(ok=report.ok, left=report.notes or skipped or report.findings)
-    return page.Page("smoke", report.source, smoke_sections(report), mood, describe_verdict(report))
+    ranks = page.count(report.world_size, "rank")
+    title = f"{report.model} · {ranks} {report.mesh} · {report.strategy} · {report.device}"
+    return page.Page("smoke", report.source, smoke_sections(report), mood, describe_verdict(report), titles=[title])
 
 
 def smoke_sections(report: SmokeReport) -> list[page.PageSection]:
     """Return what a smoke run found, as sections."""
-    rows = [
-        ("model", report.model),
-        ("ranks", f"{report.world_size} ({report.mesh}), {report.strategy}, {report.device}"),
-    ]
+    rows = []
     if report.max_grad_error is not None:
         tolerances = ", ".join(f"{name} {value:.1e}" for name, value in report.tolerances.items())
         held = f"; tolerances: {tolerances}" if tolerances else ""
@@ -115,19 +115,11 @@ def smoke_sections(report: SmokeReport) -> list[page.PageSection]:
             rows.append((name, f"on {reload.mesh}: {same}" + ("" if reload.ok else " (FAILED)")))
     if report.compared is not None:
         rows.append(("compared", describe_compared(report, report.compared)))
-    sections = [page.PageSection("The smoke run", [page.FactList(rows)])]
-    sections += page.findings_section(report.findings, "Findings of the smoke run")
-    sections.append(page.PageSection("Phases", _phase_parts(report)))
+    sections = [page.PageSection("Phases", _phase_parts(report))]
     if report.grad_errors:
-        errors = {
-            name: page.Sized(error, f"{error:.0e}" if error else "0") for name, error in report.grad_errors.items()
-        }
-        legend = (
-            "Relative to the largest element of the reference's gradient; colours are logarithmic. "
-            "Empty: no such parameter, or one whose gradient is frozen, missing, or compared to rounding alone."
-        )
-        parts = page.by_layer(errors, caption="Gradient error by layer and kind of weight", legend=legend)
-        sections.append(page.PageSection("Gradients against the reference", parts))
+        sections.append(page.PageSection("Gradients against the reference", _gradient_parts(report)))
+    sections += page.findings_section(report.findings, "Findings of the smoke run")
+    sections += [page.PageSection("What was compared", [page.FactList(rows)])] if rows else []
     if report.losses:
         sections.append(page.PageSection("Losses", _loss_parts(report)))
     if report.memory:
@@ -157,13 +149,22 @@ def _phase_parts(report: SmokeReport) -> list[page.Part]:
     return [_phases(report, with_memory=True), *drawn]
 
 
+def _gradient_parts(report: SmokeReport) -> list[page.Part]:
+    caption = "Error relative to the largest element of the reference's gradient; a gap: not compared"
+    chart = page.Depth(caption, {"": report.grad_errors}, report.findings)
+    worst = sorted(report.grad_errors.items(), key=lambda item: -item[1] if math.isfinite(item[1]) else -math.inf)
+    rows, name = [(name, f"{error:.2g}") for name, error in worst], "The numbers, the largest first"
+    table = page.PageTable.of(name, "parameter, >error", rows, lambda row: row, is_folded=True)
+    return [*([chart] if chart.places() else []), table]
+
+
 def _loss_parts(report: SmokeReport) -> list[page.Part]:
     series = [("sharded", report.losses)]
     if report.reference_losses:
         series.append(("reference in one process", report.reference_losses))
     parts: list[page.Part] = []
     if len(report.losses) > 1:
-        parts.append(page.Curves("Loss per step", series))
+        parts.append(page.Depth.over_steps("Loss per step", dict(series)))
     steps = range(max(len(numbers) for _, numbers in series))
     caption = "Mean over ranks" if report.reference_losses else "Mean over ranks; there was no reference"
     table = page.PageTable.of(

@@ -116,35 +116,40 @@ def stats_page(result: Stats, source: str, against: str | None = None) -> page.P
         facts.append(("against", against))
         for name, fqns in (("only in SRC", result.only_in_source), ("only in the other", result.only_in_other)):
             facts.append((name, f"{len(fqns):,}" + (f", first {fqns[0]}" if fqns else "")))
+    chart = page.Depth("By layer, a line for each kind of weight", _measures(result), result.findings)
+    drawn: list[page.Part] = [chart] if chart.places() else []
     sections = [
-        *page.identity_sections(result.identities),
-        page.PageSection("What was measured", [page.FactList(facts)]),
+        page.PageSection("Values over depth", [*drawn, _table(result)]),
         *page.findings_section(result.findings),
         *page.notes_section("Not checked", result.not_checked),
         *page.notes_section("Notes", result.notes),
+        page.PageSection("What was measured", [page.FactList(facts)]),
+        *page.identity_sections(result.identities),
     ]
-    rms = {row.fqn: page.Sized(row.moments.rms, f"{row.moments.rms:.2g}") for row in result.tensors if row.moments}
-    updates = {
-        row.fqn: page.Sized(relative, "≠" if relative is None else f"{relative:.1e}")
-        for row in result.tensors
-        if row.update is not None and row.update.num_changed
-        for relative in [row.update.relative]
-    }
-    logarithmic = "Colours are logarithmic. Empty: "
-    if updates:
-        caption = "Relative update |new − old| / |old| by layer and kind of weight"
-        legend = "≠: changed, without such a number. " + logarithmic + "unchanged, or no such tensor."
-        sections.append(page.PageSection("Updates", page.by_layer(updates, caption=caption, legend=legend)))
-    if rms:
-        legend = logarithmic + "no such tensor, or one without figures."
-        parts = page.by_layer(rms, caption="Root of the mean square by layer and kind of weight", legend=legend)
-        sections.append(page.PageSection("Values", [*parts, _table(result)]))
     verdict = ("ok" if result.ok else "NOT ok") + f": {page.count(len(result.tensors), 'tensor')}, "
     verdict += f"{page.count(len(result.findings), 'finding')}" if result.findings else "nothing stands out"
     if result.not_checked:
         verdict += f"; not checked: {page.count(len(result.not_checked), 'thing')}, listed below"
     mood = page.mood_of(ok=result.ok, left=result.findings or result.not_checked or result.notes)
-    return page.Page("stats", source, sections, mood, verdict)
+    titles = page.identity_titles(result.identities, (source, f"against {against}"))
+    return page.Page("stats", source, sections, mood, verdict, titles=titles)
+
+
+def _measures(result: Stats) -> dict[str, dict[str, float | str]]:
+    """Return what is drawn over the layers, by tensor: a number, or why there is none."""
+
+    def figure(row: TensorStats, name: str) -> float | str:
+        if row.counts.num_nan + row.counts.num_inf:
+            return "NaN or Inf"
+        return "not measured" if row.moments is None else float(getattr(row.moments, name))
+
+    def update(row: Update) -> float | str:
+        return "unchanged" if not row.num_changed else "changed" if row.relative is None else row.relative
+
+    updates = {row.fqn: update(row.update) for row in result.tensors if row.update is not None}
+    names = {"root of the mean square": "rms", "standard deviation": "std", "largest |x|": "absmax"}
+    figures = {words: {row.fqn: figure(row, name) for row in result.tensors} for words, name in names.items()}
+    return {"relative update": updates, **figures} if updates else figures
 
 
 def _table(result: Stats) -> page.PageTable:
@@ -155,4 +160,4 @@ def _table(result: Stats) -> page.PageTable:
         return row.fqn, row.dtype, *figures, f"{row.counts.num_zero:,}", f"{row.counts.num_nan + row.counts.num_inf:,}"
 
     columns = "tensor, dtype, >min, >max, >mean, >std, >|x| max, >zeros, >NaN or Inf"
-    return page.PageTable.of("Figures of every tensor", columns, result.tensors, cells, is_folded=True)
+    return page.PageTable.of("The numbers, tensor by tensor", columns, result.tensors, cells, is_folded=True)

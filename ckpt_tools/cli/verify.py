@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.infer_mesh import rank_of_file
 from ckpt_tools.checkpoint.layout import Mesh
 from ckpt_tools.checks.verify import Verification, describe, to_json
@@ -127,49 +128,52 @@ def verify_page(result: Verification, source: str) -> page.Page:
         ("chunks", f"{result.chunks:,}"),
         ("data checked", format_size(result.nbytes) if result.level != "structure" else "none"),
     ]
-    sections = [
-        *page.identity_sections(result.identities),
-        page.PageSection("What was checked", [page.FactList(facts)]),
-        *page.notes_section("Not read", describe(result.not_read, page.MAX_ROWS)),
-        *page.notes_section("Not checked", result.not_checked),
-        *_places(result),
-    ]
-    if damaged := Counter(finding.tensor for finding in result.errors if finding.tensor is not None):
-        sizes = {fqn: page.Sized(float(number), f"{number:,}") for fqn, number in damaged.items()}
-        legend = (
-            "Empty: nothing wrong was found, or there is no such tensor. Findings about no single tensor are not here."
-        )
-        parts = page.by_layer(sizes, caption="Errors by layer and kind of weight", legend=legend)
-        sections.append(page.PageSection(f"Where: {page.count(len(damaged), 'tensor')}", parts))
-    strange = {
-        fqn: page.Sized(float(counts.num_nan + counts.num_inf), f"{counts.num_nan + counts.num_inf:,}")
-        for fqn, counts in result.counts.items()
-        if not counts.is_finite
-    }
-    if strange:
-        caption = "NaN and infinite elements by layer and kind of weight"
-        parts = page.by_layer(
-            strange, caption=caption, legend="Empty: every element is finite, or there is no such tensor."
-        )
-        sections.append(page.PageSection("Where values are not finite", parts))
+    sections = [*_places(result), *_tensors(result)]
     if causes := result.causes:
         groups = [(f"{c.code}: {c.what}", [result.findings[at] for at in c.findings[: page.MAX_ROWS]]) for c in causes]
         part = page.FindingList(groups, len(result.findings) - sum(len(found) for _, found in groups))
-        sections.append(
-            page.PageSection(f"Findings: {page.count(len(causes), 'cause')}, {len(result.findings):,}", [part])
-        )
+        title = f"Findings: {page.count(len(result.findings), 'finding')} of {page.count(len(causes), 'cause')}"
+        sections.append(page.PageSection(title, [part]))
+    sections += [
+        *page.notes_section("Not checked", result.not_checked),
+        page.PageSection("What was checked", [page.FactList(facts), *_extent(result)]),
+        *page.identity_sections(result.identities),
+    ]
     warnings = len(result.findings) - len(result.errors)
     others = f", {page.count(warnings, 'warning')}" if warnings else ""
+    verdict = f"ok at level {result.level}{others}"
     if not result.ok:
         verdict = f"NOT ok: {page.count(len(result.errors), 'error')}{others}"
-    else:
-        things = len(result.not_checked) + len({each.why for each in result.not_read})
-        left = f"; not checked: {page.count(things, 'thing')}, listed below" if things else ""
-        verdict = f"ok at level {result.level}{others}{left}"
+    if result.not_read:
+        verdict += f"; not read: {page.count(len({each.file for each in result.not_read}), 'file')}"
+    if result.not_checked:
+        verdict += f"; not checked: {page.count(len(result.not_checked), 'thing')}, listed below"
     mood = page.mood_of(
         ok=result.ok, left=result.not_checked or result.not_read or result.level == "structure" or warnings
     )
-    return page.Page("verify", source, sections, mood, verdict)
+    return page.Page("verify", source, sections, mood, verdict, titles=page.identity_titles(result.identities))
+
+
+def _tensors(result: Verification) -> Iterator[page.PageSection]:
+    """Yield what is wrong by layer and kind of weight."""
+    damaged = Counter(finding.tensor for finding in result.errors if finding.tensor is not None)
+    strange = {f: c.num_nan + c.num_inf for f, c in result.counts.items() if not c.is_finite}
+    legend = "▲: far more than in the others. Dotted: nothing was found, or there is no such tensor."
+    for title, caption, numbers in (
+        ("Tensors with errors", "Errors by layer and kind of weight, where they are about one tensor", damaged),
+        ("Tensors that are not finite", "NaN and infinite elements by layer and kind of weight", strange),
+    ):
+        if numbers:
+            parts = page.by_layer(numbers, caption=caption, legend=legend, findings=result.findings)
+            yield page.PageSection(f"{title}: {len(numbers):,}", parts)
+
+
+def _extent(result: Verification) -> list[page.Part]:
+    """Return how much was read, and what was not and why."""
+    sizes = [sum(each.nbytes for each in some) for some in (result.read, result.not_read)]
+    bar = page.Bar("all files", sizes, f"{format_size(sizes[0])} read, {format_size(sizes[1])} not read")
+    listed = [f"not read: {text}" for text in describe(result.not_read, page.MAX_ROWS)]
+    return [page.Bars("Bytes beside headers", ("read", page.UNREAD), [bar]), *[page.NoteList(listed)] * bool(listed)]
 
 
 _WIDTH = 16  # Ranks in a row, where no mesh says how many
@@ -177,56 +181,61 @@ _MAX_WHOLE = 32  # Rows of a map that is drawn whole
 
 
 def _places(result: Verification) -> Iterator[page.PageSection]:
-    """Yield what is wrong by the rank that wrote it, and by file."""
-    codes: dict[str, Counter[str]] = {}
+    """Yield what is wrong, or was not read, by the rank that wrote it, and by file."""
+
+    def cells(item: tuple[str, list[Finding]]) -> tuple[str, ...]:
+        codes = Counter(finding.code for finding in item[1]).most_common()
+        rank = found[item[0]]
+        what = ", ".join(f"{code} {number:,}" for code, number in codes)
+        return item[0], "" if rank is None else str(rank), f"{len(item[1]):,}", what
+
+    by_file: dict[str, list[Finding]] = {}
     for finding in result.errors:
         if finding.file is not None:
-            codes.setdefault(finding.file, Counter())[finding.code] += 1
-    if not codes:
-        return
-    found = {file: rank_of_file(file) for file in dict.fromkeys((*result.files, *codes))}
-    wrong: Counter[int] = Counter()
-    for file, kinds in codes.items():
+            by_file.setdefault(finding.file, []).append(finding)
+    found = {file: rank_of_file(file) for file in dict.fromkeys((*result.files, *by_file))}
+    wrong: dict[int, list[Finding]] = {}
+    for file, here in by_file.items():
         if (rank := found[file]) is not None:
-            wrong[rank] += kinds.total()
+            wrong.setdefault(rank, []).extend(here)
     ranks = {rank for rank in found.values() if rank is not None}
-    unread = {found[each.file] for each in result.not_read if each.file in found}
-    parts: list[page.Part] = [_rank_map(wrong, ranks, unread, result.mesh)] if wrong else []
-    caption = f"{page.count(len(codes), 'file')} with errors of {len(found):,}"
-    caption += "; errors that no single file explains are not here"
-
-    def cells(item: tuple[str, Counter[str]]) -> tuple[str, ...]:
-        file, kinds = item
-        what = ", ".join(f"{code} {number:,}" for code, number in kinds.most_common())
-        return file, "" if found[file] is None else str(found[file]), f"{kinds.total():,}", what
-
-    worst = sorted(codes.items(), key=lambda item: -item[1].total())
-    parts.append(page.PageTable.of(caption, "file, >rank, >errors, what", worst, cells))
-    title = f"Whose: {page.count(len(wrong), 'rank')} of {len(ranks):,}" if wrong else f"Which files: {len(codes):,}"
-    yield page.PageSection(title, parts)
+    unread = ranks & {found.get(each.file) for each in result.not_read}
+    parts: list[page.Part] = [_rank_map(wrong, ranks, unread, result.mesh)] if wrong or unread else []
+    title = f"Ranks with errors: {len(wrong):,} of {len(ranks):,}" if wrong else f"Files with errors: {len(by_file):,}"
+    if not by_file:
+        title = f"Ranks with bytes not read: {len(unread):,} of {len(ranks):,}"
+    else:
+        caption = f"{page.count(len(by_file), 'file')} with errors of {len(found):,}"
+        caption += "; errors that no single file explains are not here"
+        worst = sorted(by_file.items(), key=lambda item: -len(item[1]))
+        parts.append(page.PageTable.of(caption, "file, >rank, >errors, what", worst, cells))
+    if parts:
+        yield page.PageSection(title, parts)
 
 
 def _rank_map(
-    wrong: Mapping[int, int], ranks: Collection[int], unread: Collection[int | None], mesh: Mesh | None
+    wrong: Mapping[int, Sequence[Finding]], ranks: Collection[int], unread: Collection[int], mesh: Mesh | None
 ) -> page.HeatTable:
     """Return errors by rank: a row of the mesh's last axis in a row of the map, or sixteen ranks in each."""
     axis, width = "", _WIDTH
     if mesh is not None and len(mesh.axes) > 1 and 1 < mesh.axes[-1][1] <= 4 * _WIDTH:
         axis, width = f"{mesh.axes[-1][0]} ", mesh.axes[-1][1]
-    most = max(wrong.values())
+    heat_of = page.heats([len(found) for found in wrong.values()])
 
-    def show(rank: int) -> tuple[str, float] | None:
+    def show(rank: int) -> page.Cell | None:
         if rank not in ranks:
             return None
-        number = f"{wrong[rank]:,}" if rank in wrong else ""
-        text = f"{number} not read".strip() if rank in unread else number
-        return text, 0.2 + 0.8 * wrong[rank] / most if rank in wrong else 0.0
+        here = wrong.get(rank, ())
+        heat, sign = heat_of(len(here))
+        text = f"{sign}{len(here):,}" if here else ""
+        text = f"{text} {page.UNREAD}".strip() if rank in unread else text
+        return page.Cell(text, heat, rank in unread, here)
 
     firsts = sorted({rank // width * width for rank in ranks})
     is_small = len(firsts) <= _MAX_WHOLE
-    firsts = firsts if is_small else sorted({rank // width * width for rank in wrong})
+    firsts = firsts if is_small else sorted({rank // width * width for rank in (*wrong, *unread)})
     rows = [(f"{at}–{at + width - 1}", [show(at + i) for i in range(width)]) for at in firsts[: page.MAX_ROWS]]
     columns = [f"{axis}{'' if axis else '+'}{i}" for i in range(width)]
-    legend = "Empty: its files were read, and no error was found. Not read: all or a part. Dotted: no such rank."
-    legend += "" if is_small else " Rows without an error are left out."
+    legend = "Empty: its files were read, and no error was found. Hatched: all or a part was not read. Dotted: no such "
+    legend += "rank. ▲: far more than of the others." + ("" if is_small else " Rows without either are left out.")
     return page.HeatTable("Errors by rank that wrote the file", "ranks", columns, rows, legend, len(firsts) - len(rows))

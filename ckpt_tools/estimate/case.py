@@ -65,6 +65,12 @@ class Case(TrainingOptions):
         return self.strategy in ("no_shard", "shard_grad_op", "hybrid_shard_zero2")
 
     @property
+    def cost(self) -> tuple[int, int]:
+        """How much is computed again, and how often, and among how many ranks, parameters are gathered: by rank."""
+        gathers = ("no_shard", "shard_grad_op", "hybrid_shard_zero2", "hybrid_shard", "full_shard")
+        return 2 * self.activation_checkpointing + self.selective_checkpointing, gathers.index(self.strategy)
+
+    @property
     def label(self) -> str:
         """The strategy, and what is added to it."""
         extra = ["checkpointing"] if self.activation_checkpointing else []

@@ -136,6 +136,28 @@ class Estimate:
         return None if any(case.doubt for case in self.cases) else False
 
     @property
+    def recommended(self) -> CaseEstimate | None:
+        """Of the ways that fit, the one with the least recomputation, then the least gathering of parameters."""
+        return min((case for case in self.cases if case.fits), key=lambda each: each.case.cost, default=None)
+
+    @property
+    def recommendation(self) -> str | None:
+        """Which way to train, or which change would fit, and why; None where there is neither."""
+        best, change = self.recommended, self.advice
+        if best is None:
+            return None if change is None else f"with {change.what} it would: {self._need(change.estimate)}"
+        fitting = [case.case.cost[0] for case in self.cases if case.fits]
+        least = ", then the least gathering of parameters" * (fitting.count(best.case.cost[0]) > 1)
+        why = f"; the least recomputation that fits{least}" if len(fitting) > 1 else "; the only one that fits"
+        return self._need(best) + why * (len(self.cases) > 1)
+
+    def _need(self, found: CaseEstimate) -> str:
+        sizes = (found.per_rank.peak, found.margin.total, self.gpu_memory or 0)
+        label = found.case.label.replace(" + checkpointing", " with activation checkpointing")
+        held = "peak {} GB and margin {} GB of {} GB".format(*(f"{size / 10**9:.3g}" for size in sizes))
+        return f"{label} on {found.case.mesh}: {held}"
+
+    @property
     def advice(self) -> Proposal | None:
         """The cheapest change that fits."""
         return next((proposal for proposal in self.proposals if proposal.estimate.fits), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -114,7 +115,11 @@ def test_figures_alone_are_answered_by_the_formula_and_said_so(capsys):
     shown = capsys.readouterr().out
     assert "by the formula: there is no config.json" in shown
     assert "fits in 80 GB" in shown
-    rows = [line.split() for line in shown.splitlines() if "dp_" in line]
+    *lines, last = (line for line in shown.splitlines() if "dp_" in line)
+    assert re.fullmatch(
+        r"recommended: shard_grad_op on dp_shard=8: peak [\d.]+ GB and margin [\d.]+ GB of 80 GB; .*", last
+    )
+    rows = [line.split() for line in lines]
     assert len(rows) == 8
     assert {row[0]: row[-1] for row in rows}["no_shard"] == "no"
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from reports import results
 
+from ckpt_tools.checks.diff import Change
+from ckpt_tools.cli.views.page import Depth, PageSection
 from ckpt_tools.cli.views.write import build_html
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -163,3 +165,111 @@ def test_a_thousand_ranks_stay_responsive(browser, tmp_path):
     _open(browser, file)
     _drill(browser)
     assert time.monotonic() - start < 15  # 1 s on an idle machine
+
+
+@pytest.mark.parametrize("width", [400, 800, 1400])
+def test_verdict_and_worst_finding_are_seen_without_scrolling(browser, files, width):
+    for name in ("verify", "stats", "preflight", "watch", "diff"):
+        _open(browser, files[name], width=width)
+        browser.execute_script("document.querySelector('h1').textContent = 'a usual name'")  # not 10,000 characters
+        for selector in (".verdict", ".worst .what"):
+            box = browser.execute_script("return arguments[0].getBoundingClientRect().bottom", _find(browser, selector))
+            assert box < 900, (name, selector)
+
+
+def test_finding_and_its_mark_lead_to_each_other(browser, files, tmp_path):
+    changed = [Change(fqn=f"l.{i}.up", what="differs", relative=5.0 if i == 3 else 0.01) for i in range(8)]
+    page = results.diff_page(results.difference(changed=tuple(changed)), "a", "b", keys_only=False)
+    (tmp_path / "diff.html").write_bytes(build_html(page))
+    for file, marks in ((files["verify"], "a.pin"), (tmp_path / "diff.html", ".depth a")):
+        _open(browser, file, width=800)
+        mark = _find(browser, marks)
+        finding = mark.get_dom_attribute("href")[1:]
+        browser.execute_script("arguments[0].focus()", mark)
+        script = "return arguments[0].closest('figure').querySelector('.readout').textContent"
+        assert browser.execute_script(script, mark) == mark.get_dom_attribute("data-tip")
+        browser.execute_script("document.querySelectorAll('details').forEach(each => { each.open = false; })")
+        _press(browser, "\n")
+        assert browser.switch_to.active_element.get_attribute("id") == finding
+        assert _find(browser, f"#{finding} .what").is_displayed()
+        _find(browser, f"#{finding} .back a").send_keys("\n")
+        assert browser.switch_to.active_element.get_attribute("id") == mark.get_attribute("id")
+
+
+def test_chart_goes_by_key_from_layer_to_layer_and_shows_kinds_on_request(browser, files):
+    _open(browser, files["diff"])
+
+    def lines() -> int:
+        return len(browser.find_elements("css selector", ".depth path.line"))
+
+    def told() -> str:
+        return _find(browser, ".depth .readout").text
+
+    before = lines()
+    browser.execute_script("document.querySelector('.depth .plot').focus()")
+    _press(browser, "\ue014")  # right
+    assert told() == "layer 1, up: 0.1"
+    _press(browser, "\ue010", "\ue015")  # End, down
+    assert told() == "layer 4, down: 0.0001"
+    _press(browser, "\ue011", "\ue014", "\ue014", "\ue015")  # Home, right twice, down
+    assert told().startswith("layer 2, experts.*.up: 0.5")
+    kind = _find(browser, ".depth [aria-label=Lines] button")
+    kind.send_keys(" ")
+    assert (kind.get_attribute("aria-pressed"), lines()) == ("false", before - 1)
+    _find(browser, ".depth [aria-label=Lines] button", -1).send_keys("\n")
+    assert lines() == before
+    _open(browser, files["stats"])
+    measure = _find(browser, ".depth [aria-label=Measures] button", 1)
+    assert "unchanged" in _find(browser, ".depth").text
+    measure.send_keys("\n")
+    assert measure.get_attribute("aria-pressed") == "true"
+    assert "unchanged" not in _find(browser, ".depth").text
+
+
+def test_chart_marks_each_reason_for_no_number_in_its_own_way(browser, tmp_path):
+    numbers = {f"l.{i}.w": value for i, value in enumerate((1.0, 0.0, float("nan"), "equal", "not read", 2.0))}
+    page = results.Page("diff", "x", [PageSection("c", [Depth("c", {"": numbers})])])
+    (tmp_path / "page.html").write_bytes(build_html(page))
+    _open(browser, tmp_path / "page.html", width=400)
+    glyphs = [each.text for each in browser.find_elements("css selector", ".depth .glyph")]
+    assert sorted(glyphs) == sorted(["0", "✕", "○", "▨"])
+    heights = {each.location["y"] for each in browser.find_elements("css selector", ".depth .glyph")}
+    assert len(heights) == 4
+    for word in ("exactly 0", "NaN or Inf", "equal", "not read"):
+        assert word in _find(browser, ".depth").text
+    assert browser.get_log("browser") == []
+
+
+def test_charts_of_one_nan_many_layers_and_kinds_draw(browser, tmp_path):
+    many = {f"l.{i}.{k}": 10.0 ** (i % 7 - 3) for i in range(1000) for k in map("k{}".format, range(60))}
+    for number, numbers in enumerate(({"l.0.w": 3.0}, {"l.0.w": float("nan")}, {"l.5.w": -1.0, "l.9.w": 1.0}, many)):
+        file = tmp_path / f"{number}.html"
+        file.write_bytes(build_html(results.Page("diff", "x", [PageSection("c", [Depth("c", {"": numbers})])])))
+        _open(browser, file, width=400)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
+        assert "NaN" not in browser.execute_script("return document.querySelector('.depth .plot').innerHTML")
+        assert browser.get_log("browser") == []
+
+
+def test_repeated_layers_are_one_tile_and_open_on_request(browser, files):
+    _open(browser, files["plain"])
+    tiles = browser.find_elements("css selector", ".tile b")
+    assert "0–3 × 4" in [tile.text for tile in tiles]
+    browser.execute_script(
+        "[...document.querySelectorAll('.tile')].find(each => each.title.startsWith('0–3 × 4')).click()"
+    )
+    _find(browser, ".level summary").click()
+    assert [each.text for each in browser.find_elements("css selector", ".level th button")] == ["0", "1", "2", "3"]
+    _drill(browser)
+    assert _find(browser, ".tensor h3").text.startswith("model.layers.0.")  # no name of the group in it
+
+
+def test_pages_lose_nothing_in_print(browser, files):
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    metrics = {"width": 700, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    for name in NAMES:
+        browser.get(files[name].as_uri())
+        for each in browser.find_elements("css selector", ".scroll, .plot"):
+            assert each.value_of_css_property("overflow-x") == "visible"
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})

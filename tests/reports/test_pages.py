@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 from dataclasses import replace
@@ -19,7 +20,8 @@ from samples import examples, shard_model, write_model
 from ckpt_tools.checkpoint.entries import ByteSpan, Checkpoint, Chunk, Finding
 from ckpt_tools.checkpoint.layout import Box, Mesh
 from ckpt_tools.checkpoint.summarise import summarise
-from ckpt_tools.checks.verify import Unchecked
+from ckpt_tools.checks.stats import Stats, TensorStats
+from ckpt_tools.checks.verify import Extent, Unchecked
 from ckpt_tools.cli import main
 from ckpt_tools.cli.diff import diff_page
 from ckpt_tools.cli.estimate import estimate_page
@@ -28,14 +30,20 @@ from ckpt_tools.cli.output import report_to
 from ckpt_tools.cli.preflight import preflight_page
 from ckpt_tools.cli.runs import _print as print_tended, tending_page
 from ckpt_tools.cli.smoke import smoke_page
+from ckpt_tools.cli.stats import stats_page
 from ckpt_tools.cli.verify import verify_page
 from ckpt_tools.cli.views.layouts import LayoutData, encode_runs
-from ckpt_tools.cli.views.page import MAX_FINDINGS, Bars, PageTable
+from ckpt_tools.cli.views.page import MAX_FINDINGS, MAX_POINTS, Bars, Depth, PageTable, by_layer, heats
 from ckpt_tools.cli.views.write import MARK, build_html
+from ckpt_tools.estimate import Estimate
+from ckpt_tools.estimate.case import Case
+from ckpt_tools.estimate.report import Proposal
 from ckpt_tools.options.output import OutputOptions
 from ckpt_tools.text import escape_message
+from ckpt_tools.transfer.statistics import Moments
+from ckpt_tools.transfer.value_counts import Counts
 
-_LOADING = {"src", "href", "srcset", "action", "background", "data", "poster", "formaction"}
+_LOADING = {"src", "srcset", "action", "background", "data", "poster", "formaction"}
 
 
 class _Reader(HTMLParser):
@@ -45,6 +53,8 @@ class _Reader(HTMLParser):
         super().__init__()
         self.tags: set[str] = set()
         self.attributes: set[str] = set()
+        self.links: list[str] = []
+        self.ids: list[str] = []
         self.text = ""
         self.policy = ""
         self.scripts: list[str] = []
@@ -54,6 +64,8 @@ class _Reader(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
         self.attributes |= {name for name, _ in attrs}
+        self.links += [value or "" for name, value in attrs if name == "href"]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
         self._in = tag
         if ("http-equiv", "Content-Security-Policy") in attrs:
             self.policy = dict(attrs)["content"] or ""
@@ -78,15 +90,16 @@ def read() -> dict[str, _Reader]:
 def test_pages_keep_hostile_names_as_text_and_load_nothing(read, name):
     page = read[name]
     assert not page.tags & {"img", "svg", "b", "link", "iframe", "object", "base", "form"} - {"svg"}
-    assert ("svg" in page.tags) == (name in ("smoke", "preflight", "watch"))
+    assert "svg" not in page.tags
     assert not {each for each in page.attributes if each.startswith("on")} | (page.attributes & _LOADING)
+    assert all(re.fullmatch(r"#(finding|place|depth)-[\d-]+", link) for link in page.links)
     assert not re.search("[\0\r\u202e\u2028\u2029\ud800]", page.text)
     digest = base64.b64encode(hashlib.sha256(page.scripts[-1].encode()).digest()).decode()
     assert page.policy == (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    assert len(page.scripts) == (2 if name in ("inspect", "plain") else 1)
+    assert len(page.scripts) == (1 if name in ("verify", "estimate", "unfinished", "failed") else 2)
 
 
 @pytest.mark.parametrize("name", ["verify", "stats", "smoke", "preflight"])
@@ -210,8 +223,8 @@ def test_preflight_goes_only_as_far_as_it_was_checked():
     skipped = *checks[:-1], replace(checks[-1], ok=None)
     found = {
         "GO. ok:": results.preflight(),
-        "GO, as far as it was checked. ok:": results.preflight(checks=skipped),
-        "GO, as far as it was checked. ok": results.preflight(not_checked=("the schedule",)),
+        "GO (not checked: smoke). ok:": results.preflight(checks=skipped),
+        "GO (not checked: listed below). ok": results.preflight(not_checked=("the schedule",)),
         "NOT CHECKED. NOT CHECKED: the config: odd": results.preflight(checks=unread, not_checked=("the config: odd",)),
         "NO-GO. NOT ok: 11 errors": results.preflight(findings=results.FINDINGS),
     }
@@ -224,15 +237,15 @@ def test_verify_page_shows_where_and_counts_what_it_leaves_out():
     many = tuple(Finding.error("bad-item", "f", f"number {i}") for i in range(MAX_FINDINGS + 7))
     page = _Reader(build_html(verify_page(results.verification(findings=many), "x")))
     assert "7 more findings are not on this page" in page.text
-    where = next(s for s in verify_page(results.verification(), "x").sections if s.title.startswith("Where"))
-    assert [(name, [c and c[0] for c in cells]) for name, cells in where.parts[0].rows] == [("model.layers.3", ["1"])]
+    where = next(s for s in verify_page(results.verification(), "x").sections if s.title == "Tensors with errors: 1")
+    assert [(name, [c and c.text for c in cells]) for name, cells in where.parts[0].rows] == [("model.layers.3", ["1"])]
 
 
-def test_smoke_page_is_hot_only_where_gradients_differ():
+def test_smoke_page_draws_what_has_no_error_apart():
     page = smoke_page(results.smoke(grad_errors={"model.layers.0.up": 0.0, "model.layers.1.up": 1e-7, "head": 0.0}))
-    section = next(s for s in page.sections if s.title.startswith("Gradients"))
-    assert section.parts[0].rows == [("model.layers.0", [("0", 0.0)]), ("model.layers.1", [("1e-07", 1.0)])]
-    assert section.parts[1].rows == [("head", "0")]
+    chart, table = next(s for s in page.sections if s.title.startswith("Gradients")).parts
+    assert chart.to_json({})["rows"] == [[0, 0, 0.0], [0, 1, 1e-7]]  # the script marks 0 in its own lane
+    assert [row[0] for row in table.rows] == ["model.layers.1.up", "model.layers.0.up", "head"]
 
 
 def test_estimate_page_draws_a_step_below_the_device_line():
@@ -241,7 +254,7 @@ def test_estimate_page_draws_a_step_below_the_device_line():
         return [part for part in found[0].parts if isinstance(part, Bars)] if found else []
 
     page = estimate_page(results.estimate(True, False))
-    assert [part.groups for part in columns(page)] == [[("forward", 6), ("backward", 6), ("step", 1)]] * 2
+    assert [part.groups for part in columns(page)] == [[("forward", 6), ("backward", 6), ("step", 1)]]
     assert columns(page)[0].limit == 80 * 10**9
     first = results.case(True)
     all_of = first.per_rank.moments
@@ -251,19 +264,18 @@ def test_estimate_page_draws_a_step_below_the_device_line():
     assert [bar.total for bar in bars.bars if not sum(bar.parts)] == ["2 blocks alike, not drawn"]
     assert "⋯" in bars.caption
     assert columns(estimate_page(results.estimate(True, gpu_memory=10**13)))[0].limit is None
-    assert len(columns(estimate_page(results.estimate(*[True] * 6)))) == 4
-    assert len([part for part in page.sections[1].parts if isinstance(part, PageTable)]) == 2
+    assert len(columns(estimate_page(results.estimate(*[True] * 6)))) == 1
 
 
 def test_verify_page_shows_whose_files_are_damaged_on_the_mesh():
     def drawn(**changes):
         page = verify_page(results.verification(**changes), "x")
-        return next((s for s in page.sections if s.title.startswith("Who") or s.title.startswith("Which")), None)
+        return next((s for s in page.sections if "with errors" in s.title and "Tensors" not in s.title), None)
 
     section = drawn()
     ranks, table = section.parts
-    assert section.title == "Whose: 1 rank of 40"
-    assert [(name, [cell and cell[0] for cell in cells]) for name, cells in ranks.rows] == [
+    assert section.title == "Ranks with errors: 1 of 40"
+    assert [(name, [cell and cell.text for cell in cells]) for name, cells in ranks.rows] == [
         ("0–15", [""] * 16),
         ("16–31", [""] * 16),
         ("32–47", ["", "", "", "", "", "1", "", "", *[None] * 8]),
@@ -275,7 +287,7 @@ def test_verify_page_shows_whose_files_are_damaged_on_the_mesh():
     lost = tuple(replace(finding, file=many[999]) for finding in FINDINGS)
     assert [name for name, _ in drawn(findings=lost, files=many).parts[0].rows] == ["992–1007"]
     hub = tuple(replace(finding, file="model-1.safetensors") for finding in FINDINGS)
-    assert drawn(findings=hub, files=("model-1.safetensors", "model-2.safetensors")).title == "Which files: 1"
+    assert drawn(findings=hub, files=("model-1.safetensors", "model-2.safetensors")).title == "Files with errors: 1"
     assert drawn(findings=FINDINGS) is None
 
 
@@ -291,7 +303,167 @@ def test_verify_page_of_a_real_step_with_lost_and_damaged_files(tmp_path, capsys
     assert code == 3
     found = {finding["file"] for finding in json.loads(out)["findings"] if finding["severity"] == "error"}
     assert {files[0].name, files[1].name} <= found
-    assert f"Whose: 2 ranks of {len(files)}" in text
+    assert f"Ranks with errors: 2 of {len(files)}" in text
+
+
+# What leads: the worst finding, marks in pictures, what is drawn over depth
+
+
+def _depths(page: _Reader) -> list[dict]:
+    return json.loads(page.scripts[0])["depths"] if len(page.scripts) > 1 else []
+
+
+@pytest.mark.parametrize("name", list(results.pages()))
+def test_every_link_leads_to_a_place_of_the_page(read, name):
+    page = read[name]
+    assert len(set(page.ids)) == len(page.ids)
+    pins = {f"depth-{i}-{pin[2]}" for i, depth in enumerate(_depths(page)) for pin in depth["pins"]}
+    assert {link[1:] for link in page.links} <= {*page.ids, *pins}
+    assert {f"finding-{pin.split('-')[2]}" for pin in pins} <= set(page.ids)
+
+
+def test_the_worst_finding_stands_above_everything_but_the_verdict(read):
+    for name in ("verify", "stats", "smoke", "preflight", "watch"):
+        text = read[name].text
+        worst = text.index(escape_message(FINDINGS[0].what))
+        assert worst < text.index("more finding")
+    info, error = Finding.info("odd", "x", "only told"), Finding.error("bad", "y", "what is wrong")
+    text = _Reader(build_html(preflight_page(results.preflight(findings=(info, error))))).text
+    assert text.index("what is wrong") < text.index("1 more finding") < text.index("only told")
+
+
+def test_findings_are_marked_where_they_are_and_lead_back(read):
+    verify = read["verify"]
+    assert "in the picture: ranks 32–47, +5" in verify.text
+    assert "in the picture: layer model.layers.3, mlp.up.weight" in verify.text
+    odd = Finding.warning("rms-outlier", "model.safetensors", "tensor 'layers.1.up': its rms is odd")
+    named = Finding.error("bad", HOSTILE[0], "also here")
+    page = _Reader(build_html(stats_page(replace(results.stats(), findings=(odd, named)), "x")))
+    assert _depths(page)[0]["pins"] == [[0, 1, 2, odd.what]]
+    assert "in the picture: layer 1, up" in page.text
+
+
+_NAMES = st.sampled_from([*(f"layers.{i}.{k}" for i in range(3) for k in ("w", "experts.1.w", "")), "x.9", *HOSTILE])
+
+
+@settings(max_examples=examples(40))
+@given(st.dictionaries(_NAMES, st.floats() | st.sampled_from(["equal", "not read"]), max_size=12))
+def test_chart_tells_what_has_no_number_from_small_numbers_and_from_what_is_absent(found):
+    chart = Depth("c", {"m": found})
+    drawn = chart.to_json({})
+    places = {(drawn["kinds"][kind], layer): value for kind, layer, value in drawn["rows"]}
+    assert places.keys() == set(chart.places().values())  # what is absent has no row
+    for fqn, place in chart.places().items():
+        value = found[fqn]
+        if isinstance(value, str):
+            assert places[place] == value
+        elif not math.isfinite(value):
+            assert places[place] == "NaN or Inf"
+        else:
+            assert places[place] == pytest.approx(value, rel=1e-2)
+    json.dumps(drawn, allow_nan=False)
+
+
+def _one(fqn: str, **changes) -> TensorStats:
+    moments = Moments(num_elems=4, min=-1.0, max=2.0, mean=0.5, std=1.0, histogram=())
+    given = {"moments": moments, "counts": Counts(num_elems=4)} | changes
+    return TensorStats(fqn=fqn, dtype="F32", shape=(4,), **given)
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("embed",), ("layers.0.w",), tuple(f"l.{i}.{k}" for i in range(1000) for k in "abcdefghi")]
+)
+def test_stats_pages_of_no_one_and_a_thousand_layers(names):
+    page = stats_page(Stats(tensors=tuple(map(_one, names)), findings=()), "x")
+    charts = [part for part in page.parts() if isinstance(part, Depth)]
+    assert len(charts) == any("." in name for name in names)
+    assert len(build_html(page)) < 120_000 + 60 * len(names)
+
+
+def test_chart_of_too_many_tensors_keeps_layers_with_findings_and_says_what_it_leaves_out():
+    numbers = {f"l.{i}.experts.{e}.w": 1.0 for i in range(300) for e in range(256)}
+    odd = Finding.warning("odd", "l.7.experts.3.w", "odd")
+    drawn = Depth("c", {"m": numbers}, [odd]).to_json({odd: 1})
+    layers = {row[1] for row in drawn["rows"]}
+    assert 7 in layers
+    assert len(drawn["rows"]) < 1.1 * MAX_POINTS
+    assert drawn["left_out"] == [300 - len(layers), 0]
+
+
+def test_nan_alone_is_no_number_and_unread_is_not_clean():
+    nan = _one("layers.0.w", counts=Counts(num_elems=4, num_nan=4))
+    drawn = next(p for p in stats_page(Stats(tensors=(nan,), findings=()), "x").parts() if isinstance(p, Depth))
+    assert {row[2] for row in drawn.to_json({})["rows"]} == {"NaN or Inf"}
+    unread = Extent(file="part/__3_0.distcp", nbytes=9, why="only headers were read")
+    page = verify_page(results.verification(findings=(), not_read=(unread,)), "x")
+    cells = [cell for _, row in page.sections[0].parts[0].rows for cell in row if cell is not None]
+    assert [cell.text for cell in cells if cell.is_unread] == ["not read"]
+    assert (page.mood, page.verdict) == ("partly", "ok at level data; not read: 1 file")
+    assert 'class="unread"' in build_html(page).decode()
+
+
+def test_equal_absent_and_unread_tensors_of_a_diff_are_not_alike():
+    given = results.difference(same=("l.0.norm", "l.3.norm"))
+    for keys_only, word in ((False, "equal"), (True, "not read")):
+        page = diff_page(given, "a", "b", keys_only=keys_only)
+        rows = next(part for part in page.parts() if isinstance(part, Depth)).to_json({})["rows"]
+        assert [row[1] for row in rows if row[2] == word] == [0, 3]
+
+
+def test_layers_that_are_alike_are_one_row_and_outliers_are_marked():
+    numbers = {f"model.layers.{i}.{kind}": 2 for i in range(36) for kind in ("up", "down")}
+    (table,) = by_layer(numbers, caption="c", legend="")
+    assert [(name, [cell.text for cell in row]) for name, row in table.rows] == [("model.layers.0-35 × 36", ["2", "2"])]
+    (table,) = by_layer(numbers | {"model.layers.9.up": 900}, caption="c", legend="")
+    assert [name for name, _ in table.rows] == ["model.layers.0-8 × 9", "model.layers.9", "model.layers.10-35 × 26"]
+    assert [row[0].text for _, row in table.rows] == ["2", "▲ 900", "2"]
+    assert table.rows[0][1][0].heat == table.rows[1][1][0].heat == 1.0  # the outlier leaves the others their color
+
+
+@settings(max_examples=examples(40))
+@given(st.lists(st.integers(0, 10**6)), st.integers(0, 10**7))
+def test_heat_grows_with_the_number_and_stays_in_bounds(numbers, number):
+    heat_of = heats(numbers)
+    assert 0 <= heat_of(number)[0] <= heat_of(number + 1)[0] <= 1
+    assert not any(heat_of(each)[1] for each in sorted(numbers)[: -(-3 * len(numbers) // 4)])
+
+
+def test_estimate_recommends_one_and_says_why():
+    def fitting(**fits: bool) -> Estimate:
+        cases = [
+            replace(
+                results.case(good), case=Case(strategy=name.removesuffix("_ac"), activation_checkpointing="_ac" in name)
+            )
+            for name, good in fits.items()
+        ]
+        return Estimate(model="m", params=7, cases=tuple(cases), gpu_memory=80 * 10**9)
+
+    held = "on dp_shard=8: peak 64.4 GB and margin 1.07 GB of 80 GB"
+    least = "the least recomputation that fits"
+    assert fitting(full_shard=True).recommendation == f"full_shard {held}"
+    some = fitting(no_shard=False, full_shard_ac=True, full_shard=True, shard_grad_op_ac=True)
+    assert some.recommendation == f"full_shard {held}; {least}"
+    some = fitting(full_shard_ac=True, shard_grad_op_ac=True, full_shard=False)
+    some_ac = f"shard_grad_op with activation checkpointing {held}"
+    assert some.recommendation == f"{some_ac}; {least}, then the least gathering of parameters"
+    assert fitting(full_shard=True, no_shard=False).recommendation == f"full_shard {held}; the only one that fits"
+    assert estimate_page(some).verdict == f"Recommended: {some.recommendation}"
+    assert estimate_page(some).sections[0].parts[0].bars[0].name.startswith("recommended: shard_grad_op")
+    none = fitting(full_shard=False)
+    assert none.recommendation is None
+    change = Proposal(what="--lora", estimate=results.case(True))
+    none = replace(none, proposals=(change,))
+    assert estimate_page(none).verdict == f"does NOT fit in 80 GB (74.5 GiB); with --lora it would: full_shard {held}"
+    assert estimate_page(none).sections[0].title == "What would fit"
+
+
+def test_inspect_page_leads_with_missing_files():
+    stored = Checkpoint(root="r", format="dcp", tensors=(whole("w", 4, 4, file="__5_0.distcp"),), files={})
+    page = build_page(summarise(stored, path="x"))
+    text = _Reader(build_html(page)).text
+    assert page.mood == "unknown"
+    assert text.index("NOT read: 1 of 1 files missing") < text.index("the file is missing") < text.index("Modules")
+    assert page.data["missing"] == [(0, 5)]
 
 
 # On the command line

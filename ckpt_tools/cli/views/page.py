@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.identity import Identity
 from ckpt_tools.checkpoint.infer_mesh import block_of
 from ckpt_tools.checks.sibling_tensors import kind_of
-from ckpt_tools.text import first_few
+from ckpt_tools.cli.views.layouts import format_ranges
+from ckpt_tools.text import escape_message, first_few
 
 Item = TypeVar("Item")
 Mood = Literal["good", "partly", "bad", "unknown"]
 """How a verdict is shown; its words say the same. Green is "good" alone: nothing was left unchecked or assumed."""
 MAX_FINDINGS = 5000  # Findings on a page; more are counted
 MAX_ROWS = 500  # Rows of a table of a page; more are counted
+UNREAD = "not read"  # Drawn hatched
 _MAX_LAYERS = 256
 _MAX_KINDS = 48
+MAX_POINTS = _MAX_LAYERS * _MAX_KINDS  # Of a measure of a `Depth`
 SEVERITIES = {"error": 0, "warning": 1, "info": 2}  # In the order in which they are shown
 
 
@@ -88,6 +92,7 @@ class Bar(NamedTuple):
     parts: Sequence[int]
     total: str
     group: str = ""  # What it belongs to, with its neighbours: named below bars that stand upright
+    findings: Sequence[Finding] = ()  # About it
 
 
 class Bars(NamedTuple):
@@ -112,17 +117,13 @@ class Bars(NamedTuple):
         return max([self.limit or 0, 1, *(sum(bar.parts) for bar in self.bars)])
 
 
-class Curves(NamedTuple):
-    """Numbers per step, by name; what is not finite leaves a gap. The same numbers should stand in a table."""
+class Cell(NamedTuple):
+    """One place of a `HeatTable`."""
 
-    caption: str
-    series: Sequence[tuple[str, Sequence[float]]]
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The lowest and the highest finite number."""
-        finite = [number for _, numbers in self.series for number in numbers if math.isfinite(number)]
-        return min(finite, default=0.0), max(finite, default=0.0)
+    text: str
+    heat: float = 0.0  # From 0 to 1
+    is_unread: bool = False  # All or a part of it was not read: hatched
+    findings: Sequence[Finding] = ()  # About it
 
 
 class HeatTable(NamedTuple):
@@ -131,21 +132,89 @@ class HeatTable(NamedTuple):
     caption: str
     corner: str
     columns: Sequence[str]
-    rows: Sequence[tuple[str, Sequence[tuple[str, float] | None]]]
-    """(name, cell per column); a cell is its text and its heat from 0 to 1, or nothing."""
+    rows: Sequence[tuple[str, Sequence[Cell | None]]]
+    """(name, cell per column)."""
     legend: str = ""
     left_out: int = 0  # Rows and columns that are not shown, which is said
+
+
+class Depth(NamedTuple):
+    """Lines over the layers of a model, one per kind of weight. The same numbers should stand in a table."""
+
+    caption: str
+    measures: Mapping[str, Mapping[str, float | str]]
+    """Measure → FQN → its number, or in a word why it has none; what has no layer is not drawn."""
+    findings: Sequence[Finding] = ()  # Those about a tensor are marked at it
+    along: str = "layer"
+
+    @classmethod
+    def over_steps(cls, caption: str, series: Mapping[str, Sequence[float]]) -> Depth:
+        """Return lines over the steps of a run instead."""
+        numbers = {f"step.{i}.{name}": n for name, found in series.items() for i, n in enumerate(found, 1)}
+        return cls(caption, {"": numbers}, along="step")
+
+    def places(self) -> dict[str, tuple[str, int]]:
+        """Return the kind of weight and the layer of every tensor that is drawn."""
+        named = dict.fromkeys(fqn for found in self.measures.values() for fqn in found)
+        found = {fqn: place for fqn in named if (place := _place(fqn)) is not None}
+        is_one = len({stack for stack, _, _ in found.values()}) == 1
+        return {fqn: (kind if is_one else f"{stack}: {kind}", layer) for fqn, (stack, layer, kind) in found.items()}
+
+    def to_json(self, numbers: Mapping[Finding, int]) -> dict[str, object]:
+        """Return what a browser draws: (kind, layer, number or word by measure) of every tensor."""
+        places = self.places()
+        about = tensors_of(self.findings, places)
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(kind for kind, _ in places.values()))}
+        layers = sorted({layer for _, layer in places.values()})
+        kept = {*layers[:: len(places) // MAX_POINTS + 1], *(places[fqn][1] for fqn in about.values())}
+        rows = [
+            [kinds[kind], layer, *(_drawn(found.get(fqn)) for found in self.measures.values())]
+            for fqn, (kind, layer) in places.items()
+            if layer in kept and kinds[kind] < _MAX_KINDS
+        ]
+        return {
+            "along": self.along,
+            "kinds": list(kinds)[:_MAX_KINDS],
+            "measures": list(self.measures),
+            "rows": rows,
+            "pins": [[kinds[places[fqn][0]], places[fqn][1], numbers.get(f), f.what] for f, fqn in about.items()],
+            "left_out": [len(layers) - len(kept), max(0, len(kinds) - _MAX_KINDS)],
+        }
+
+
+def _drawn(value: float | str | None) -> float | str | None:
+    if isinstance(value, str) or value is None:
+        return value
+    short = float(f"{value:.3g}")  # which may be one that is too large
+    return "NaN or Inf" if not math.isfinite(value) else short if math.isfinite(short) else value
+
+
+def _place(fqn: str) -> tuple[str, int, str] | None:
+    """Return the stack, the layer and the kind of weight of a tensor in layers."""
+    block = block_of(fqn)
+    return None if block is None else (*block, kind_of(fqn).partition("*.")[2] or "(itself)")
+
+
+_QUOTED = re.compile(r"tensor (['\"])(.+?)\1[: ]")
+
+
+def tensors_of(findings: Iterable[Finding], names: Iterable[str]) -> dict[Finding, str]:
+    """Return the tensor that each finding is about, of those that are named."""
+    known = {escape_message(name): name for name in names}
+    quoted = ((each, _QUOTED.match(each.what)) for each in findings)
+    about = {e: (known.get(e.tensor or e.where) or (known.get(q[2]) if q else None)) for e, q in quoted}
+    return {finding: fqn for finding, fqn in about.items() if fqn is not None}
 
 
 class ScriptDrawing(NamedTuple):
     """What the page's script draws from one of the layouts of the page's data."""
 
-    draws: Literal["modules", "heat", "mesh", "files"]
+    draws: Literal["modules", "heat", "mesh"]
     caption: str
     layout: int = 0
 
 
-Part = FactList | PageTable | FindingList | NoteList | Listing | Bars | Curves | HeatTable | ScriptDrawing
+Part = FactList | PageTable | FindingList | NoteList | Listing | Bars | HeatTable | Depth | ScriptDrawing
 
 
 class PageSection(NamedTuple):
@@ -163,7 +232,18 @@ class Page(NamedTuple):
     sections: Sequence[PageSection]
     mood: Mood | None = None
     verdict: str = ""
-    data: object = None  # What the script draws from: whatever JSON holds
+    data: Mapping[str, object] | None = None  # What the script draws from: whatever JSON holds
+    titles: Sequence[str] = ()  # What was looked at, a line for each
+
+    def parts(self) -> Iterator[Part]:
+        """Yield what stands below the headings."""
+        return (part for section in self.sections for part in section.parts)
+
+    @property
+    def groups(self) -> list[tuple[str, Sequence[Finding]]]:
+        """The findings of the page, the worst first."""
+        groups = [group for part in self.parts() if isinstance(part, FindingList) for group in part.groups]
+        return sorted(groups, key=lambda group: SEVERITIES[group[1][0].severity])
 
 
 def count(number: int, noun: str) -> str:
@@ -209,66 +289,57 @@ def identity_rows(identity: Identity | None, most_models: int) -> list[tuple[str
     ]
 
 
+def identity_titles(identities: Sequence[Identity], names: Sequence[str] = "AB") -> list[str]:
+    """Return the line that says what was looked at; of two, with their names."""
+    return [f"{n}: {e.title}" if len(identities) > 1 else e.title for n, e in zip(names, identities, strict=False)]
+
+
 def identity_sections(identities: Sequence[Identity]) -> list[PageSection]:
-    """Return what was looked at, each with how it is known."""
+    """Return how it is known what was looked at, and what came along."""
     titles = ["What it is"] if len(identities) == 1 else [f"What {side} is" for side in "AB"]
-    rows = (identity_rows(each, 12) for each in identities)
-    return [PageSection(title, [FactList(found)]) for title, found in zip(titles, rows, strict=False)]
+    rows = (identity_rows(each, 12)[1:] for each in identities)
+    return [PageSection(title, [FactList(found)]) for title, found in zip(titles, rows, strict=False) if found]
 
 
-class Sized(NamedTuple):
-    """What a tensor's cell shows."""
-
-    value: float | None
-    """What its colour stands for, on a logarithmic scale; what is no finite number counts as the most."""
-    text: str
-
-    @property
-    def weight(self) -> float:
-        """The value, or infinity."""
-        return self.value if self.value is not None and math.isfinite(self.value) else math.inf
-
-
-def by_layer(tensors: Mapping[str, Sized], *, caption: str, legend: str) -> list[Part]:
-    """Return tensors in layers as a map of layer × kind of weight; the others as a table.
-
-    A cell that stands for several tensors (experts) shows the one with the most, and how many they are.
-    """
-    cells: dict[str, dict[str, list[Sized]]] = {}
-    others: list[tuple[str, str]] = []
-    for fqn, sized in tensors.items():
-        block = block_of(fqn)
-        if block is None:
-            others.append((fqn, sized.text))
-            continue
-        layer = f"{block[0]}.{block[1]}".removeprefix(".")
-        kind = kind_of(fqn[len(layer) + 1 :]) or "(itself)"
-        cells.setdefault(layer, {}).setdefault(kind, []).append(sized)
+def by_layer(numbers: Mapping[str, int], *, caption: str, legend: str, findings: Sequence[Finding] = ()) -> list[Part]:
+    """Return numbers of tensors in layers as a map, neighbours that are alike in one row; the others as a table."""
+    heat_of, about = heats([*numbers.values()]), dict[str, list[Finding]]()
+    for finding, fqn in tensors_of(findings, numbers).items():
+        about.setdefault(fqn, []).append(finding)
+    layers: dict[tuple[str, int], dict[str, list[str]]] = {}
+    for fqn in numbers:
+        if (place := _place(fqn)) is not None:
+            layers.setdefault(place[:2], {}).setdefault(place[2], []).append(fqn)
+    kinds = list(dict.fromkeys(kind for row in layers.values() for kind in row))
+    rows: list[tuple[str, list[Cell | None]]] = []
+    alike = itertools.groupby(
+        sorted(layers.items()),
+        lambda item: (item[0][0], {kind: [numbers[fqn] for fqn in fqns] for kind, fqns in item[1].items()}),
+    )
+    for (stack, by_kind), group in alike:
+        blocks, members = zip(*group, strict=True)
+        name = f"{stack}.{format_ranges(number for _, number in blocks)}".removeprefix(".")
+        cells: list[Cell | None] = []
+        for kind in kinds[:_MAX_KINDS]:
+            heat, sign = heat_of(max(by_kind.get(kind, [0])))
+            here = [each for row in members for fqn in row.get(kind, ()) for each in about.get(fqn, ())]
+            text = f"{sign}{sum(by_kind.get(kind, [])):,}"
+            cells.append(Cell(text, heat, findings=here) if kind in by_kind else None)
+        rows.append((f"{name} × {len(blocks)}" if len(blocks) > 1 else name, cells))
+    left_out = max(0, len(kinds) - _MAX_KINDS) + max(0, len(rows) - _MAX_LAYERS)
+    others = [(fqn, f"{number:,}") for fqn, number in numbers.items() if block_of(fqn) is None]
     parts: list[Part] = []
-    if cells:
-        parts.append(_heat_table(cells, caption, legend))
+    if rows:
+        parts.append(HeatTable(caption, "layer", kinds[:_MAX_KINDS], rows[:_MAX_LAYERS], legend, left_out))
     if others:
-        parts.append(PageTable.of(f"{caption}: outside of layers", "tensor, >", others, lambda other: other))
+        parts.append(PageTable.of(f"{caption}: outside of layers", "tensor, >number", others, lambda other: other))
     return parts
 
 
-def _heat_table(cells: Mapping[str, Mapping[str, Sequence[Sized]]], caption: str, legend: str) -> HeatTable:
-    kinds = list(dict.fromkeys(kind for row in cells.values() for kind in row))
-    numbers = [
-        each.weight for row in cells.values() for found in row.values() for each in found if 0 < each.weight < math.inf
-    ]
-    low, high = min(numbers, default=1.0), max(numbers, default=1.0)
-
-    def show(found: Sequence[Sized] | None) -> tuple[str, float] | None:
-        if not found:
-            return None
-        most = max(found, key=lambda each: each.weight)
-        heat = 1.0 if most.weight else 0.0
-        if 0 < most.weight < math.inf and high > low:
-            heat = 0.1 + 0.9 * math.log(max(most.weight, low) / low) / math.log(high / low)
-        return most.text + (f" ({len(found)})" if len(found) > 1 else ""), heat
-
-    shown, left = kinds[:_MAX_KINDS], max(0, len(kinds) - _MAX_KINDS)
-    rows = [(layer, [show(row.get(kind)) for kind in shown]) for layer, row in list(cells.items())[:_MAX_LAYERS]]
-    left += max(0, len(cells) - _MAX_LAYERS)
-    return HeatTable(caption, "layer", shown, rows, legend, left)
+def heats(numbers: Sequence[int]) -> Callable[[int], tuple[float, str]]:
+    """Return what gives a number its heat among the usual ones, and a sign where it lies far above these."""
+    ordered = sorted(numbers) or [0]
+    low, high = ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]
+    fence = high + max(1.5 * (high - low), 0.1 * high)
+    most = max([number for number in ordered if number <= fence], default=0) or 1
+    return lambda number: (0.2 + 0.8 * min(1.0, number / most) if number else 0.0, "▲ " if number > fence else "")

@@ -7,14 +7,14 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckpt_tools._version import __version__
-from ckpt_tools.cli.views.page import FactList, Page, PageSection
+from ckpt_tools.checkpoint.entries import Finding
+from ckpt_tools.cli.views.page import Depth, FactList, Page, PageSection, tensors_of
 from ckpt_tools.errors import CkptError, DestinationExistsError, StorageError
 from ckpt_tools.text import escape_message, escape_name
 from ckpt_tools.units import format_size
@@ -83,21 +83,47 @@ MARK = "<!doctype html>\n<!-- ckpt report -->\n"  # How every report begins; not
 _FILES = os.path.join(os.path.dirname(__file__), "page_files")
 _IN_MARKUP = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 """What would end a script element, or a line of it."""
-_MAX_HEIGHT = 100.0
 
 
 def build_html(page: Page) -> bytes:
     """Return the file's bytes."""
+    links = _Links(page)
+    depths = [part.to_json(links.numbers) for part in page.parts() if isinstance(part, Depth)]
     text = _template().render(
         page=page,
+        links=links,
         version=__version__,
         style=_read("report.css"),
         script=_read("report.js"),
         policy=_policy(_read("report.js")),
-        data=json.dumps(_shown(page.data), separators=(",", ":")).translate(_IN_MARKUP),
-        needs_script=page.data is not None,
+        data=json.dumps(_shown({**(page.data or {}), "depths": depths}), separators=(",", ":")).translate(_IN_MARKUP),
+        needs_script=bool(page.data or depths),
     )
     return (MARK + text).encode()
+
+
+class _Links:
+    """Numbers the findings of a page, and knows the places of its pictures that they are about."""
+
+    def __init__(self, page: Page) -> None:
+        listed = (finding for _, found in page.groups for finding in found)
+        self.numbers = {finding: number for number, finding in enumerate(dict.fromkeys(listed), 1)}
+        self.ids, self._num_marks = self.numbers.copy(), 0
+        self.places: dict[Finding, list[tuple[str, str]]] = {}
+        for figure, part in enumerate(part for part in page.parts() if isinstance(part, Depth)):
+            places = part.places()
+            for finding, fqn in tensors_of(part.findings, places).items():
+                place = f"depth-{figure}-{self.numbers.get(finding)}"
+                self.places.setdefault(finding, []).append((place, f"layer {places[fqn][1]}, {places[fqn][0]}"))
+
+    def mark(self, findings: Sequence[Finding], label: str) -> tuple[str, int | None, str]:
+        """Note where findings are marked; return the place's id, the first one's number, and what they say."""
+        self._num_marks += 1
+        place = f"place-{self._num_marks}"
+        for finding in findings:
+            self.places.setdefault(finding, []).append((place, label))
+        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        return place, self.numbers.get(findings[0]), findings[0].what + more
 
 
 def _shown(data: object) -> object:
@@ -138,20 +164,6 @@ def _template() -> Template:
     environment.filters |= {
         "bundled": Markup,
         "size": format_size,
-        "points": _points,
         "kind": lambda part: type(part).__name__.lower(),
     }
     return environment.from_string(_read("page.html.j2"))
-
-
-def _points(numbers: Sequence[float], low: float, high: float) -> list[str]:
-    """Return the polylines of a curve in a box of 100 × 100, one per unbroken run."""
-    step = _MAX_HEIGHT / max(len(numbers) - 1, 1)
-    lines: list[list[str]] = [[]]
-    for place, number in enumerate(numbers):
-        if not math.isfinite(number):
-            lines.append([])
-            continue
-        height = (number - low) / (high - low) if high > low else 0.5
-        lines[-1].append(f"{place * step:.2f},{_MAX_HEIGHT * (1 - height):.2f}")
-    return [" ".join(line * 2 if len(line) == 1 else line) for line in lines if line]
