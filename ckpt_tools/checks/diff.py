@@ -17,6 +17,7 @@ from ckpt_tools.checkpoint.transform import plain_names
 from ckpt_tools.checks.updates import Update, Updating
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.models.output_names import AssetList, Named, Naming, name_known, name_live
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
 from ckpt_tools.transfer.box_bytes import byte_box
@@ -38,8 +39,8 @@ class Change:
     """|B - A| / |A| (2-norms), of floating-point values; None where shapes or dtypes differ, or A is zero."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Difference(CheckedResult):
     """How two checkpoints differ."""
 
     only_in_a: tuple[str, ...]
@@ -51,15 +52,28 @@ class Difference:
     """What of the two was not compared, for people."""
     identities: tuple[Identity, ...] = ()
     """What both are."""
-
-    def __bool__(self) -> bool:
-        """Are they `equal`?"""
-        return self.equal
+    keys_only: bool = False
+    """Names, shapes and dtypes were compared, and no values."""
 
     @property
     def equal(self) -> bool:
         """True when nothing differs."""
         return not (self.only_in_a or self.only_in_b or self.changed)
+
+    @property
+    def ok(self) -> bool:
+        """Are they `equal`?"""
+        return self.equal
+
+    @property
+    def title(self) -> str:
+        """Are they equal, and in what?"""
+        return ("equal" if self.equal else "NOT equal") + " (names, shapes and dtypes)" * self.keys_only
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        document: dict[str, object] = {"equal": self.equal, "identities": (), **asdict(self)}
+        return document | {"identities": [each.to_json() for each in self.identities]}
 
 
 def diff(
@@ -124,8 +138,14 @@ def diff(
         rows.setdefault(weight or change.fqn, replace(change, fqn=weight, what=what) if weight else change)
     only = [tuple(fqn for fqn in one if fqn not in other) for one, other in ((ours, theirs), (theirs, ours))]
     notes = tuple(dict.fromkeys((*our_side.left_out, *their_side.left_out, *left_out)))
-    equal = len(shared) - len(changed)
-    return Difference(only_in_a=only[0], only_in_b=only[1], changed=tuple(rows.values()), num_equal=equal, notes=notes)
+    return Difference(
+        only_in_a=only[0],
+        only_in_b=only[1],
+        changed=tuple(rows.values()),
+        num_equal=len(shared) - len(changed),
+        notes=notes,
+        keys_only=keys_only,
+    )
 
 
 _Entries = Mapping[str, TensorEntry]
@@ -276,9 +296,3 @@ def _compare_numbers(x: TensorEntry, xs: Source, y: TensorEntry, ys: Source, ato
     if not count:
         return None
     return f"values differ by up to {worst:g} in {count} of {x.num_elems} elements"
-
-
-def to_json(difference: Difference) -> dict[str, object]:
-    """Return the document of `ckpt diff --json`."""
-    document: dict[str, object] = {"equal": difference.equal, "identities": (), **asdict(difference)}
-    return document | {"identities": [each.to_json() for each in difference.identities]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from ckpt_tools.checks.diff import Change, Difference, to_json
+from ckpt_tools.checks.diff import Change, Difference
 from ckpt_tools.checks.sibling_tensors import kind_of
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import note, note_identities, print_json, progress_of, report_to, say
@@ -31,7 +31,7 @@ def run(call: CommandCall[Difference], view: DiffView, output: OutputOptions) ->
             ]
             report(diff_page(difference, a, b, keys_only=call.given["keys_only"], terms=terms))
     if output.json:
-        print_json(to_json(difference))
+        print_json(difference.to_dict())
         return 0 if difference.equal else 3
     note_identities(difference.identities, output)
     for text in difference.notes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ckpt_tools.checkpoint.entries import BlobEntry, Chunk, TensorEntry, say_census
 from ckpt_tools.checkpoint.infer_mesh import rank_of_file
-from ckpt_tools.checkpoint.summarise import FileSummary, PrefixSummary, RankSummary, Summary, to_json
+from ckpt_tools.checkpoint.summarise import FileSummary, PrefixSummary, RankSummary, Summary
 from ckpt_tools.cli.build import CommandCall
 from ckpt_tools.cli.output import print_json, report_to, waiting
 from ckpt_tools.cli.screen import Screen, pad, terminal
@@ -391,7 +391,7 @@ def run(call: CommandCall[Summary], view: InspectView, output: OutputOptions) ->
     chosen = [by_fqn[fqn] for fqn in view.tensor]
     listed = summary.tensors if view.tensors else None
     if output.json:
-        print_json(to_json(summary, tensors=chosen or listed))
+        print_json(summary.to_json(tensors=chosen or listed))
     elif not output.quiet:
         render(summary, terminal(), by=view.by, tensors=listed, grids=chosen)
     return 0

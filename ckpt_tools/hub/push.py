@@ -8,7 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from ckpt_tools.checkpoint.entries import Finding
@@ -594,16 +594,6 @@ class Push:
         if level == "names":
             self._notes.append("the bytes were not read back: only the hub's own digests were compared")
         return findings, len(paths), nbytes
-
-
-def result_json(result: PushResult) -> dict[str, object]:
-    """Return the document of `ckpt push --json`."""
-    document: dict[str, object] = {"ok": result.ok, **asdict(result)}
-    document["left_out"] = [{"path": path, "why": why} for path, why in result.left_out]
-    document["sent_bytes"] = result.sent_bytes
-    document["checked"] = {"files": document.pop("num_checked"), "bytes": document.pop("checked_bytes")}
-    document["seconds"] = round(result.seconds, 3)
-    return document
 
 
 @takes(PushOptions)

@@ -26,6 +26,7 @@ from ckpt_tools.checkpoint.formats._pickle_names import VERDICTS, Span, Verdict,
 from ckpt_tools.checkpoint.formats.opening import Opened, open_path
 from ckpt_tools.checkpoint.formats.step import passed_over
 from ckpt_tools.errors import CkptError
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.storage.locations import is_remote, open_place, open_source
 from ckpt_tools.storage.source import Source
 from ckpt_tools.text import first_few
@@ -87,8 +88,8 @@ class Executable:
     """What a pickle would import or call, the worst first; what else would run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scan:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Scan(CheckedResult):
     """What `scan` found."""
 
     source: str
@@ -99,11 +100,6 @@ class Scan:
     not_read: tuple[NotRead, ...]
 
     @property
-    def ok(self) -> bool:
-        """True when nothing is dangerous."""
-        return all(each.verdict != "dangerous" for each in self.executables)
-
-    @property
     def verdict(self) -> Verdict:
         """The worst of all files; "torch" where nothing can run."""
         return next((v for v in VERDICTS if any(each.verdict == v for each in self.executables)), "torch")
@@ -112,6 +108,24 @@ class Scan:
     def findings(self) -> tuple[Finding, ...]:
         """What is dangerous, as errors."""
         return tuple(find_dangerous(self.executables))
+
+    @property
+    def title(self) -> str:
+        """What could run, and what was not read."""
+        return describe_scan(self)
+
+    def to_json(self) -> dict[str, object]:
+        """Return it as JSON holds it."""
+        return {
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "files": self.num_files,
+            "executables": [
+                asdict(each) | {"names": [{"name": name, "verdict": verdict} for name, verdict in each.names]}
+                for each in self.executables
+            ],
+            "not_read": [each._asdict() for each in self.not_read],
+        }
 
 
 class _Stretch(NamedTuple):
@@ -480,20 +494,6 @@ def describe_scan(scan: Scan) -> str:
         told.append(f"{counts['torch']} with no more than torch needs")
     missed = f"; {len(scan.not_read)} not read" if scan.not_read else ""
     return f"{', '.join(told) or 'nothing that could run'} ({scan.num_files} files{missed})"
-
-
-def scan_to_json(scan: Scan) -> dict[str, object]:
-    """Return the document of `ckpt scan --json`."""
-    return {
-        "ok": scan.ok,
-        "verdict": scan.verdict,
-        "files": scan.num_files,
-        "executables": [
-            asdict(each) | {"names": [{"name": name, "verdict": verdict} for name, verdict in each.names]}
-            for each in scan.executables
-        ],
-        "not_read": [each._asdict() for each in scan.not_read],
-    }
 
 
 def with_executables(opened: Opened) -> tuple[Opened, tuple[Finding, ...]]:

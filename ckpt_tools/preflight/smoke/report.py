@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.errors import CkptError
+from ckpt_tools.results import CheckedResult
 from ckpt_tools.sandbox.journal import RankLog
 from ckpt_tools.sandbox.ranks import RanksOutcome
 from ckpt_tools.text import first_few
@@ -81,8 +82,8 @@ class OtherStrategy:
     memory: tuple[RankMemory, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmokeReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SmokeReport(CheckedResult):
     """What `run_smoke` found."""
 
     source: str
@@ -128,6 +129,11 @@ class SmokeReport:
     def ok(self) -> bool:
         """True when no phase failed and nothing worse than a warning was found."""
         return not self.failed and not any(finding.severity == "error" for finding in self.findings)
+
+    @property
+    def title(self) -> str:
+        """Its verdict, in a line."""
+        return describe_verdict(self)
 
     def to_json(self) -> dict[str, object]:
         """Return the JSON document (without the schema version)."""
