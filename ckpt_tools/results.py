@@ -34,7 +34,8 @@ class Result:
     @property
     def title(self) -> str:
         """What it comes to, in a line; "" where its fields say all."""
-        return ""
+        identity: Result | None = getattr(self, "identity", None)
+        return "" if identity is None else identity.title
 
     def __repr__(self) -> str:
         rows = self._rows()
@@ -76,7 +77,7 @@ class CheckedResult(Result):
     @property
     def title(self) -> str:
         """What it comes to, in a line."""
-        return "ok" if self.ok else "NOT ok"
+        return getattr(self, "verdict", "ok" if self.ok else "NOT ok")
 
 
 def _shown(name: str, value: object) -> str:

@@ -89,11 +89,6 @@ class LoraCheck(CheckedResult):
         """Is the adapter proven to load, whole?"""
         return self.verdict == "loads"
 
-    @property
-    def title(self) -> str:
-        """The verdict."""
-        return self.verdict
-
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
         return {
@@ -134,7 +129,7 @@ class LoraCheck(CheckedResult):
         }
 
 
-@takes(CheckOptions)
+@takes(CheckOptions, 'ckpt_tools.check_lora("adapter", base="model").verdict', "'loads'")
 def check_lora(options: CheckOptions) -> LoraCheck:
     """Check an adapter: its factors, its names against the base, and what loaders will do with it.
 

@@ -93,7 +93,7 @@ class _ExportRun:
         return any(finding.severity == "error" for finding in self.findings)
 
 
-@takes(ExportOptions)
+@takes(ExportOptions, 'ckpt_tools.export_lora("adapter", "exported").ok', "True")
 def export_lora(options: ExportOptions) -> Export:
     """Export an adapter; reads its tensors and no others.
 

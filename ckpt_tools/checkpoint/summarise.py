@@ -150,11 +150,6 @@ class Summary(Result):
         named = self.placements[fqn]
         return {axis: named.get(axis, Replicate()) for axis, _ in self.mesh.axes}
 
-    @property
-    def title(self) -> str:
-        """As of its identity."""
-        return "" if self.identity is None else self.identity.title
-
     def to_json(self, *, tensors: Iterable[TensorEntry] | None = None) -> dict[str, object]:
         """Return the `inspect` document of the command contract, with chunks of `tensors`; names stay as they are."""
         document: dict[str, object] = {

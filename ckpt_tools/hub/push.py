@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from ckpt_tools.checkpoint.entries import Finding
 from ckpt_tools.checkpoint.formats._json import parse_json
 from ckpt_tools.checkpoint.formats.format import read_document
-from ckpt_tools.errors import CkptError, HubError, UnreadableError, UsageError
+from ckpt_tools.errors import CkptError, HubError, MissingError, UnreadableError, UsageError
 from ckpt_tools.hub.card import MAX_CARD_BYTES, CardFacts, Sample, build_card, facts_in, notes_on
 from ckpt_tools.hub.check import check_directory
 from ckpt_tools.hub.client import Hub, Log, client_errors, is_transient, quiet_client, to_refusal
@@ -596,7 +596,7 @@ class Push:
         return findings, len(paths), nbytes
 
 
-@takes(PushOptions)
+@takes(PushOptions, 'ckpt_tools.push("model", "me/model", dry_run=True).ok', "True")
 def push(options: PushOptions) -> PushResult:
     """Push a directory to the hub in one commit, and check what arrived.
 
@@ -617,6 +617,6 @@ def push(options: PushOptions) -> PushResult:
     if not os.path.isdir(path):
         if os.path.lexists(path):
             raise UsageError("push takes a directory", where=path)
-        raise UnreadableError("no such directory", where=path)
+        raise MissingError("no such directory", where=path)
     with leased(path):
         return Push(options, options.num_workers or default_num_workers()).run()

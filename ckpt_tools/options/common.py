@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ckpt_tools.checkpoint.layout import Mesh
+from ckpt_tools.checkpoint.layout import MeshLike
 from ckpt_tools.options import AnyPath, Argument, Doc, Option, ProgressFactory
 
 Level = Literal["structure", "data", "values"]
@@ -18,7 +18,7 @@ Source = Annotated[
 ]
 Destination = Annotated[AnyPath, Argument("Directory to create.", "DST")]
 MeshText = Annotated[
-    str | Mesh | None,
+    MeshLike | None,
     Option(
         "Device mesh, e.g. dp_replicate=2,dp_shard=4,tp=2; the last axis varies fastest; -1 is inferred from "
         "--world-size. Axes: dp_replicate (ddp), dp_shard (fsdp, dp), tp, ep, cp, pp.",

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Self, TypeVar
 
-from ckpt_tools.errors import CkptError, LimitError, StorageError, UnreadableError
+from ckpt_tools.errors import CkptError, LimitError, MissingError, StorageError, UnreadableError
 from ckpt_tools.storage import safe_open
 from ckpt_tools.text import is_plain_path
 
@@ -47,7 +47,8 @@ def read_named_file(
             _check_regular(os.fstat(descriptor), what, path, refusal, hint)
             content = file.read(max_bytes + 1)
     except (FileNotFoundError, NotADirectoryError):
-        raise refusal(f"cannot read {what}: no such file", where=path, hint=hint) from None
+        kind = MissingError if refusal is UnreadableError else refusal
+        raise kind(f"cannot read {what}: no such file", where=path, hint=hint) from None
     except ValueError as error:  # a NUL in the path, or what no path can hold
         raise refusal(f"this is not a path: {error}", where=path, hint=hint) from None
     except OSError as error:

@@ -112,7 +112,12 @@ class Scan(CheckedResult):
     @property
     def title(self) -> str:
         """What could run, and what was not read."""
-        return describe_scan(self)
+        counts = Counter(each.verdict for each in self.executables)
+        told = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS[:2] if counts[verdict]]
+        if counts["torch"]:
+            told.append(f"{counts['torch']} with no more than torch needs")
+        missed = f"; {len(self.not_read)} not read" if self.not_read else ""
+        return f"{', '.join(told) or 'nothing that could run'} ({self.num_files} files{missed})"
 
     def to_json(self) -> dict[str, object]:
         """Return it as JSON holds it."""
@@ -484,16 +489,6 @@ def scan_place(path: str) -> Scan:
         missed += [NotRead(name, 0, "a hidden directory, a link, or no regular file") for name in odd]
         found = scan_files(source, files, blobs)
     return replace(found, source=path, not_read=(*found.not_read, *missed))
-
-
-def describe_scan(scan: Scan) -> str:
-    """Return what a scan comes to, in one line."""
-    counts = Counter(each.verdict for each in scan.executables)
-    told = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS[:2] if counts[verdict]]
-    if counts["torch"]:
-        told.append(f"{counts['torch']} with no more than torch needs")
-    missed = f"; {len(scan.not_read)} not read" if scan.not_read else ""
-    return f"{', '.join(told) or 'nothing that could run'} ({scan.num_files} files{missed})"
 
 
 def with_executables(opened: Opened) -> tuple[Opened, tuple[Finding, ...]]:
